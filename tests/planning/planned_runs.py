@@ -36,7 +36,7 @@ def config_of(**settings: Any) -> TrainerConfig:
 def shape_of(config: TrainerConfig, world_size: int) -> StepShape:
     """Return the shape of the step on so many ranks."""
     experts = getattr(config.model.options, "num_experts", None)
-    return StepShape.of(config, ParallelDims.from_config(config.parallel, world_size, experts))
+    return StepShape.of(config, ParallelDims.from_config(config.parallel, world_size, experts), is_host=True)
 
 
 def setup_rank(config: TrainerConfig) -> RankSetup:

@@ -24,7 +24,9 @@ MODEL = {
     "training__sequence_length": 128,
     "training__global_batch_size": 4,
 }
-EXPERTS = {"model__num_experts": 8, "model__moe_intermediate_size": 64}
+# Plans are made for an even choice of experts.
+EXPERTS = {"model__num_experts": 8, "model__moe_intermediate_size": 64, "model__force_uniform_routing": True}
+PEER = {**EXPERTS, "parallel__ep": 2, "parallel__expert_mesh": "peer"}
 SHORT = {"training__sequence_length": 16}
 # The fullest moment is the loss for long sequences, a block's backward or the reductions for short ones.
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -33,6 +35,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "recomputed": (1, {"training__recompute": "full"}),
     "accumulated": (1, {"training__micro_batch_size": 1}),
     "experts": (1, EXPERTS),
+    "experts in half precision": (1, {**EXPERTS, "training__dtype": "bfloat16"}),
     "shards": (2, SHORT),
     "shards, accumulated, another optimizer": (2, {**SHORT, "training__micro_batch_size": 1, "optimizer": "lion"}),
     "shards, reduced after each micro-batch": (
@@ -43,9 +46,20 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor": (2, {"parallel__tp": 2}),
     "context": (2, {"parallel__cp": 2}),
     "experts spread": (2, {**EXPERTS, "parallel__ep": 2}),
+    "experts spread, recomputed": (2, {**EXPERTS, "parallel__ep": 2, "training__recompute": "full"}),
+    "experts of peers": (2, {**PEER, "parallel__dp_shard": 1}),
+    "experts of peers and shards": (4, {**PEER, "parallel__dp_shard": 2}),
+    "experts in a pipeline": (2, {**EXPERTS, "parallel__pp": 2}),
     "latent": (2, {"model__attention": "latent"}),
     "pipeline": (2, {"parallel__pp": 2}),
     "pipeline in a V": (2, {"parallel__pp": 2, "pipeline__schedule": "zero_bubble_v"}),
+    "pipeline, all forwards first": (2, {"parallel__pp": 2, "pipeline__schedule": "gpipe"}),
+    "pipeline, weights later": (2, {"parallel__pp": 2, "pipeline__schedule": "zero_bubble_h1"}),
+    "pipeline in a V, recomputed": (
+        2,
+        {"parallel__pp": 2, "pipeline__schedule": "zero_bubble_v", "training__recompute": "full"},
+    ),
+    "pipeline from both ends": (2, {"parallel__pp": 2, "pipeline__schedule": "dualpipe_v"}),
     "pipeline and shards": (4, {"parallel__pp": 2, "training__global_batch_size": 16}),
     "pipeline, gathered for each use": (
         4,

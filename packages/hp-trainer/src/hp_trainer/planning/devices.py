@@ -36,6 +36,7 @@ class Device:
         inner_latency, outer_latency: seconds that a collective takes at least.
         host_bandwidth: bytes per second between the device and its host, each way (16 lanes of PCIe 4 by default).
         efficiency: part of `flops` that products of a training reach.
+        is_host: it is a CPU.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Device:
     outer_latency: float = 3e-5
     host_bandwidth: float = 25e9
     efficiency: float = 0.6
+    is_host: bool = False
 
 
 def _accelerator(name: str, memory: float, half: float, single: float, rates: tuple[float, float, float]) -> Device:
@@ -122,6 +124,7 @@ def measure_cpu() -> Device:
         inner_latency=1e-4,
         outer_latency=1e-4,
         efficiency=0.5,
+        is_host=True,
     )
 
 
@@ -160,6 +163,10 @@ def _read(path: Path) -> Device:
 def _value(key: str, value: Any) -> Any:
     if key == "name":
         return str(value)
+    if key == "is_host":
+        if not isinstance(value, bool):
+            raise ValueError(f"expected true or false, got {value!r}")
+        return value
     if key == "flops":
         if not isinstance(value, dict) or not value or any(each not in _DTYPES for each in value):
             raise ValueError(f"expected operations per second for some of {', '.join(_DTYPES)}, got {value!r}")

@@ -185,7 +185,7 @@ class _GatheredForUse(_Moments):
                     f"the backward of layers.{layer}",
                     gradients=waiting + reduced,
                     gathered=gathered,
-                    reducing=head + before,
+                    reducing=head + before + block.expert_autograd,
                     activations=others + self.at_backward(layer),
                     communication=messages + self.communication,
                 )
@@ -240,31 +240,46 @@ class _GatheredForStep(_Moments):
     """The moments of one place in a pipeline, where full weights and gradients stay through all micro-batches."""
 
     def moments(self) -> Iterable[MemoryPlan]:
-        parts, shape = self.parts, self.shape
+        parts, facts = self.parts, self.shape.facts
+        live, full_gradient = facts.in_flight[parts.place], parts.total("full_gradient")
+        if facts.comes_first[parts.place]:
+            yield from self._under_way(live, 0.0)
+            live -= 1 / facts.rank_of_stage.count(parts.place)
+        yield from self._under_way(live, full_gradient)
+        yield self.at("the reduction", gradients=full_gradient + parts.total("reduced"))
+        yield self.update(parts.total("gradient"))
+
+    def _under_way(self, live: float, gradients: float) -> Iterable[MemoryPlan]:
+        """Yield the moments with so many micro-batches and bytes of gradients."""
+        parts, facts, head = self.parts, self.shape.facts, self.head
+        pending = facts.pending[parts.place]
         below = sum(map(self.waiting, parts.layers))
-        others = (shape.facts.in_flight[parts.place] - 1) * below
-        if shape.facts.splits_backward:
-            # Gradients between operations stay for the weights' gradients, which are computed later.
-            others += sum(self.costs[layer].working for layer in parts.layers)
+        # Gradients of products' results stay for the weights' gradients, which are computed later.
+        between = sum(self.costs[layer].for_weights for layer in parts.layers)
+        # The loss is a part of forward: those of other micro-batches wait too.
+        heads = max(0.0, facts.last_in_flight - 1) * head.kept() if parts.head else 0.0
+        others = (live - 1) * below + max(0.0, pending - 1) * between + heads
         held = {
-            "gradients": parts.total("full_gradient"),
+            "gradients": gradients,
             "gathered": parts.total("full"),
-            "communication": self.communication + 2 * message_bytes(shape),
+            "communication": self.communication + 2 * message_bytes(self.shape),
         }
         autograd = 0.0
         if parts.head:
-            activations = others + below + self.head.kept()
-            yield self.at("the loss", **held, activations=activations, loss=self.head.working)
+            yield self.at("the loss", **held, activations=others + below + head.kept(), loss=head.working)
             autograd = sum(map(_autograd_bytes, parts.root))
         for layer, may_be_fullest in self.backward():
             if may_be_fullest:
                 activations = others + self.at_backward(layer)
-                yield self.at(f"the backward of layers.{layer}", **held, reducing=autograd, activations=activations)
+                reducing = autograd + self.bytes[layer].expert_autograd
+                yield self.at(f"the backward of layers.{layer}", **held, reducing=reducing, activations=activations)
             autograd += self.bytes[layer].autograd
+        if pending:
+            ends = heads + head.kept() + facts.last_pending * head.working / 2 if parts.head else 0.0
+            activations = live * below + pending * between + ends
+            yield self.at("the end of an input gradient", **held, activations=activations)
         every = sum(times * _autograd_bytes(each) for each, times in parts.counted)
         yield self.at("the end of a micro-batch", **held, reducing=every, activations=others)
-        yield self.at("the reduction", gradients=held["gradients"] + parts.total("reduced"))
-        yield self.update(parts.total("gradient"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,6 +290,7 @@ class _BlockBytes:
         full, full_gradient, gradient, reduced: as of `PlannedBuffer`.
         dense_full: of all but the experts.
         autograd: gradients before they are collected.
+        expert_autograd: those of experts, which are there before most of the block's activations are freed.
     """
 
     full: float
@@ -283,6 +299,7 @@ class _BlockBytes:
     gradient: float
     reduced: float
     autograd: float
+    expert_autograd: float
 
     @classmethod
     def of(cls, parts: StageParts, layer: int) -> _BlockBytes:
@@ -292,6 +309,7 @@ class _BlockBytes:
         return cls(
             dense_full=_total(parts.blocks[layer], "full"),
             autograd=sum(map(_autograd_bytes, buffers)),
+            expert_autograd=sum(map(_autograd_bytes, parts.block_experts.get(layer, ()))),
             **{name: _total(buffers, name) for name in names},
         )
 
@@ -305,7 +323,8 @@ class LayerCost:
         on_device: those of them that are not on the host meanwhile.
         temporary: bytes that its backward holds beside.
         saved: bytes that it would keep if nothing were computed again.
-        input, working: bytes of its input, and of gradients between its operations.
+        input: bytes of its input.
+        for_weights: bytes of gradients that wait where those of weights are computed later.
         flops_again, moved_again: operations, and bytes that are written, a second time in backward.
     """
 
@@ -314,7 +333,7 @@ class LayerCost:
     temporary: float
     saved: float
     input: float
-    working: float
+    for_weights: float
     flops_again: float
     moved_again: float
 
@@ -327,7 +346,7 @@ class LayerCost:
             temporary=block.temporary(recompute),
             saved=block.kept(),
             input=block.tensors[0].saved,
-            working=block.working,
+            for_weights=2 * block.tensors[0].saved + sum(x.result for x in block.tensors if x.kind == "products"),
             flops_again=block.flops_again(recompute),
             moved_again=block.moved_again(recompute),
         )
@@ -372,6 +391,8 @@ def _activations(shape: StepShape) -> DecoderActivations:
             cp_method=method,
             ep=dims.ep,
             etp=dims.etp if dims.tp_enabled else None,
+            splits_tokens=dims.expert_mesh == "peer",
+            fused_experts=shape.fuses_experts,
         ),
     )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 from hp_trainer.pipeline import Action, ActionSeconds, Kind, build_schedule, simulate
@@ -19,6 +20,9 @@ class PipelineFacts:
     Attributes:
         rank_of_stage: the place of each stage.
         in_flight: micro-batches whose activations each place holds at once, over all its stages.
+        pending: of these, those whose inputs have their gradients at that moment, but the weights not yet.
+        last_in_flight, last_pending: the same of the last stage alone, by the place that has it.
+        comes_first: of each place, whether it has most before its first gradients of weights alone.
         bubble: the largest idle time of a place, over the time that it works.
         splits_backward: gradients of weights are computed apart from those of inputs.
         after_no_forward: backwards of each place that do not come right after a forward; what a forward has left
@@ -28,6 +32,10 @@ class PipelineFacts:
 
     rank_of_stage: tuple[int, ...]
     in_flight: tuple[float, ...]
+    pending: tuple[float, ...]
+    comes_first: tuple[bool, ...]
+    last_in_flight: float
+    last_pending: float
     bubble: float
     splits_backward: bool
     after_no_forward: tuple[float, ...]
@@ -35,49 +43,54 @@ class PipelineFacts:
 
 
 def pipeline_facts(
-    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None, backward: float = 2.0
+    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None, *, recomputes: bool = False
 ) -> PipelineFacts:
     """Return the facts of a schedule whose stages take equally long.
 
     Args:
-        backward: time of a backward, the forward's being 1.
+        recomputes: backward computes the forward again, and has both its parts at once.
 
     Raises:
         ScheduleError: it does not exist for these numbers, or would hang.
     """
 
-    arguments = name, num_ranks, stages_per_rank, backward
+    arguments = name, num_ranks, stages_per_rank, recomputes
     shortest = 2 * num_ranks
     is_long = num_microbatches > 2 * shortest and 3 * num_microbatches * num_ranks > MAX_ACTIONS
     rest = num_microbatches % num_ranks
     last = _simulated(*arguments, 2 * shortest + rest if is_long else num_microbatches)
     owners, idle, busy = last.rank_of_stage, last.idle, last.busy
-    counts = [last.peaks, last.after_no_forward, last.after_another]
+    counts = [*last.held, last.after_no_forward, last.after_another]
     if is_long:
         first = _simulated(*arguments, shortest + rest)
         beyond = (num_microbatches - 2 * shortest - rest) / shortest
-        before = first.peaks, first.after_no_forward, first.after_another
+        before = [*first.held, first.after_no_forward, first.after_another]
         counts = [
             tuple(b + (b - a) * beyond for a, b in zip(*each, strict=True)) for each in zip(before, counts, strict=True)
         ]
         idle += (idle - first.idle) * beyond
         busy += (busy - first.busy) * beyond
+    *held, after_no_forward, after_another = counts
     return PipelineFacts(
         rank_of_stage=owners,
-        in_flight=tuple(peak / owners.count(place) for place, peak in enumerate(counts[0])),
+        in_flight=tuple(live / owners.count(place) for place, (live, *_) in enumerate(held)),
+        pending=tuple(pending / owners.count(place) for place, (_, pending, *_) in enumerate(held)),
+        comes_first=tuple(bool(each[4]) for each in last.held),
+        last_in_flight=held[owners[-1]][2],
+        last_pending=held[owners[-1]][3],
         bubble=max(0.0, idle) / busy if busy else 0.0,
         splits_backward=last.splits_backward,
-        after_no_forward=counts[1],
-        after_another=counts[2],
+        after_no_forward=after_no_forward,
+        after_another=after_another,
     )
 
 
 @dataclass(frozen=True)
 class _Simulated:
-    """Results of one simulation, in units of a forward's time."""
+    """Results of one simulation, in units of a forward's time; of each place what `_fullest` returns."""
 
     rank_of_stage: tuple[int, ...]
-    peaks: tuple[float, ...]
+    held: tuple[tuple[float, ...], ...]
     idle: float
     busy: float
     splits_backward: bool
@@ -87,17 +100,18 @@ class _Simulated:
 
 @functools.lru_cache(maxsize=256)
 def _simulated(
-    name: str, num_ranks: int, stages_per_rank: int | None, backward: float, num_microbatches: int
+    name: str, num_ranks: int, stages_per_rank: int | None, recomputes: bool, num_microbatches: int
 ) -> _Simulated:
     schedule = build_schedule(
         name, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=stages_per_rank
     )
     pairs = [list(zip((None, *actions), actions, strict=False)) for actions in schedule.actions]
     before = [[(a, b) for a, b in each if b.kind is Kind.BACKWARD] for each in pairs]
-    timeline = simulate(schedule, ActionSeconds(input_grad=backward / 2, weight_grad=backward / 2))
+    part = 1.5 if recomputes else 1.0
+    timeline = simulate(schedule, ActionSeconds(input_grad=part, weight_grad=part))
     return _Simulated(
         rank_of_stage=schedule.rank_of_stage,
-        peaks=tuple(map(float, timeline.peak_activations)),
+        held=tuple(_fullest(actions, schedule.num_stages - 1, recomputes) for actions in schedule.actions),
         idle=max(timeline.idle),
         busy=max(timeline.busy),
         splits_backward=any(action.kind is Kind.INPUT_GRAD for each in schedule.actions for action in each),
@@ -108,3 +122,36 @@ def _simulated(
 
 def _is_forward(action: Action | None) -> TypeGuard[Action]:
     return action is not None and action.kind is Kind.FORWARD
+
+
+def _fullest(actions: Sequence[Action], last: int, recomputes: bool) -> tuple[float, ...]:
+    """Return how many (stage, micro-batch) a rank holds when it has most, and how many of them wait for `W` alone.
+
+    These hold gradients beside their activations, about half as many bytes again. The first stage computes everything
+    in `W`, since nobody waits for gradients of its inputs; where blocks are computed again all is done in `I`.
+
+    Returns:
+        all, those that wait, all of the last stage, those of it that wait, and 1 if there are fewer later on.
+    """
+    live: list[Action] = []
+    waiting: list[Action] = []
+    fullest: tuple[float, ...] = (0, 0, 0, 0, 1)
+    has_gradients = False
+    for action in actions:
+        each = replace(action, kind=Kind.FORWARD)
+        splits = not recomputes and action.stage > 0
+        if action.kind is Kind.FORWARD:
+            live.append(each)
+        elif action.kind is Kind.INPUT_GRAD and splits:
+            waiting.append(each)
+        most, now = fullest[0] + fullest[1] / 2, len(live) + len(waiting) / 2
+        if now > most or (now == most and has_gradients):
+            of_last = [[one.stage for one in held].count(last) for held in (live, waiting)]
+            fullest = len(live), len(waiting), *of_last, not has_gradients
+        if action.kind is Kind.WEIGHT_GRAD and splits:
+            waiting.remove(each)
+        ends = Kind.INPUT_GRAD if recomputes and action.stage > 0 else Kind.WEIGHT_GRAD
+        if action.kind in (Kind.BACKWARD, ends):
+            live.remove(each)
+            has_gradients = True
+    return fullest

@@ -109,7 +109,7 @@ def plan_step(
     Raises:
         PlanError: the model does not tell its sizes.
     """
-    shape = StepShape.of(config, dims, memo)
+    shape = StepShape.of(config, dims, memo, is_host=device.is_host)
     chosen = range(dims.pp) if every_place else sorted({0, dims.pp // 2, dims.pp - 1})
     places: list[StageParts] = []
     memory: list[MemoryPlan] = []

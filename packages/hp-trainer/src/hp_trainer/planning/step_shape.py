@@ -27,15 +27,19 @@ class StepShape:
     Attributes:
         config: of the run; its model is the decoder.
         dims: degrees of parallelism, which fit the model and the batch.
+        is_host: the device is a CPU, which computes experts in one operation in float32 alone.
         memo: what many layouts of one configuration have in common, see `shared`.
     """
 
     config: TrainerConfig
     dims: ParallelDims
+    is_host: bool = False
     memo: Memo = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, config: TrainerConfig, dims: ParallelDims, memo: Memo | None = None) -> StepShape:
+    def of(
+        cls, config: TrainerConfig, dims: ParallelDims, memo: Memo | None = None, *, is_host: bool = False
+    ) -> StepShape:
         """Return the shape of a configuration's step.
 
         Args:
@@ -49,7 +53,7 @@ class StepShape:
                 f"model {config.model.name!r} does not tell its parameters and operations before it is built; plans "
                 "are made for the decoder (model.name=decoder), whose options describe many architectures"
             )
-        return cls(config, dims, {} if memo is None else memo)
+        return cls(config, dims, is_host, {} if memo is None else memo)
 
     def shared(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Return what `compute` gave for the first layout with this key, which holds all that the result depends on.
@@ -84,8 +88,8 @@ class StepShape:
     def facts(self) -> PipelineFacts:
         """Facts of the pipeline's schedule."""
         settings = self.config.pipeline
-        backward = 3.0 if self.recomputes else 2.0
-        return _facts(settings.schedule, self.dims.pp, self.num_microbatches, settings.stages_per_rank, backward)
+        number, stages = self.num_microbatches, settings.stages_per_rank
+        return _facts(settings.schedule, self.dims.pp, number, stages, recomputes=self.recomputes)
 
     def parts_of(self, place: int) -> DecoderParts:
         """Return the parts of the model at a place of the pipeline."""
@@ -132,6 +136,11 @@ class StepShape:
     def tokens(self) -> int:
         """Tokens of one forward on the context parallel rank that has most."""
         return self.micro_batch * math.ceil(self.config.training.sequence_length / self.dims.cp)
+
+    @property
+    def fuses_experts(self) -> bool:
+        """True if all experts are computed in one operation, which keeps less."""
+        return not self.is_host or self.config.training.dtype == "float32"
 
     @property
     def recomputes(self) -> bool:

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hp_trainer.models.decoder.flops import head_flops_per_token, layer_flops_per_token, training_flops_per_token
+from hp_trainer.models.decoder.flops import (
+    head_flops_per_token,
+    layer_flops_per_token,
+    routed_flops_per_token,
+    training_flops_per_token,
+)
 from hp_trainer.parallel.axes import DENSE_AXES
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.memory import layer_costs
@@ -122,6 +127,10 @@ def _flops(shape: StepShape, parts: StageParts) -> float:
     length = shape.config.training.sequence_length
     per_token = shape.shared("layer flops", lambda: layer_flops_per_token(shape.model, length))
     total = sum(per_token[layer] for layer in parts.layers)
+    if shape.dims.expert_mesh == "peer":
+        # Ranks of `ep` compute the same tokens, but for the experts, for which each routes a part of them.
+        routed = sum(routed_flops_per_token(shape.model, layer) for layer in parts.layers)
+        total -= routed * (1 - 1 / shape.dims.ep)
     if parts.head:
         total += head_flops_per_token(shape.model)
     return total * shape.micro_batch * length / (shape.dims.cp * shape.dims.tp)

@@ -117,6 +117,7 @@ def activation_shape(config: TrainerConfig, dims: ParallelDims, *, fused_experts
         cp_method=_cp_method(config, dims),
         ep=dims.ep,
         etp=dims.etp,
+        splits_tokens=dims.expert_mesh == "peer",
         fused_experts=fused_experts,
     )
 

@@ -28,6 +28,7 @@ class ActivationShape:
         dtype: of computation.
         cp_method: `ulysses`, `ring` or `all_gather`; it matters where `cp` is above 1.
         etp: tensor parallel ranks within an expert; None: `tp`.
+        splits_tokens: ranks of `ep` have the same tokens, of which each routes a part (a peer mesh).
         fused_experts: the platform computes experts in one operation: torch does so on CUDA, and in float32 on the CPU.
 
     Example:
@@ -43,6 +44,7 @@ class ActivationShape:
     cp_method: str = "ulysses"
     ep: int = 1
     etp: int | None = None
+    splits_tokens: bool = False
     fused_experts: bool = True
 
     @property
@@ -269,10 +271,10 @@ def _experts(config: DecoderConfig, shape: ActivationShape) -> Iterator[KeptTens
     assert config.num_experts is not None
     hidden, e, top_k = config.hidden_size, shape.itemsize, config.num_experts_per_tok
     etp = shape.tp if shape.etp is None else shape.etp
-    tokens = shape.tokens / shape.tp * (etp if shape.tp > 1 else 1)
-    rows = tokens * top_k
     if shape.tp > 1 and etp > 1:
-        yield _gathered("experts' input", tokens * hidden * e, shape)
+        yield _gathered("experts' input", shape.tokens * hidden * e, shape)
+    tokens = _routed_tokens(shape)
+    rows = tokens * top_k
     # The gate computes in float32: scores, and in 16 bits its input once more.
     gate = tokens * (4 * config.num_experts + (4 * hidden if e == 2 else 0) + 4 * top_k + 4)
     yield KeptTensor(name="gate", kind="rest", saved=gate, flops=2 * tokens * hidden * config.num_experts)
@@ -299,6 +301,13 @@ def _experts(config: DecoderConfig, shape: ActivationShape) -> Iterator[KeptTens
     )
     if config.num_shared_experts:
         yield from _dense("shared_experts", config, config.moe_intermediate_size * config.num_shared_experts, shape)
+
+
+def _routed_tokens(shape: ActivationShape) -> float:
+    """Return the tokens that a rank routes: without tensor parallel experts each `tp` rank its own."""
+    etp = shape.tp if shape.etp is None else shape.etp
+    tokens = shape.tokens / (shape.tp if etp == 1 else 1)
+    return tokens / shape.ep if shape.splits_tokens else tokens
 
 
 def _is_fused(config: DecoderConfig, shape: ActivationShape) -> bool:
@@ -376,13 +385,22 @@ def _head(config: DecoderConfig, shape: ActivationShape) -> BlockActivations:
 def _working(config: DecoderConfig, layer: int, shape: ActivationShape) -> float:
     """Return the bytes of gradients between the operations of a block: of its widest part, and of its stream."""
     tokens, e = shape.tokens, shape.itemsize
-    # The last product has freed its input by then.
-    gates: float = 2 * config.intermediate_size
-    if not config.is_dense(layer):
-        experts = config.moe_intermediate_size * config.num_experts_per_tok
-        gates = 3 * max(experts, config.moe_intermediate_size * config.num_shared_experts)
     heads = config.num_attention_heads * (2 * _score_width(config) + 2 * _value_width(config))
-    return tokens * e * (max(gates, heads) / shape.tp + 3 * config.hidden_size)
+    shared = config.moe_intermediate_size * config.num_shared_experts
+    # The last product has freed its input by then.
+    gates = 2 * (config.intermediate_size if config.is_dense(layer) else shared)
+    widest = tokens * max(gates, heads) / shape.tp
+    if not config.is_dense(layer):
+        widest = max(widest, _working_of_experts(config, shape))
+    return e * (widest + 3 * tokens * config.hidden_size)
+
+
+def _working_of_experts(config: DecoderConfig, shape: ActivationShape) -> float:
+    """Return the elements of gradients in experts: of their rows, results and gates, and of rows for other ranks."""
+    etp = shape.tp if shape.etp is None else shape.etp
+    tokens = _routed_tokens(shape)
+    elements = tokens * config.num_experts_per_tok * (2 * config.hidden_size + 4 * config.moe_intermediate_size / etp)
+    return elements + (tokens * shape.ep * _chance(config, shape.ep) * config.hidden_size if shape.ep > 1 else 0.0)
 
 
 def _is_laid_out_anew(config: DecoderConfig, layer: int, shape: ActivationShape) -> bool:

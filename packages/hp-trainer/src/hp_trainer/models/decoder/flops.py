@@ -26,6 +26,14 @@ def layer_flops_per_token(config: DecoderConfig, sequence_length: int) -> list[f
     ]
 
 
+def routed_flops_per_token(config: DecoderConfig, layer: int) -> float:
+    """Return the part of a block's operations that its gate and its routed experts have; 0 of a dense block."""
+    if config.num_experts is None or config.is_dense(layer):
+        return 0.0
+    experts = 3 * config.moe_intermediate_size * config.num_experts_per_tok
+    return 6.0 * config.hidden_size * (experts + config.num_experts)
+
+
 def head_flops_per_token(config: DecoderConfig) -> float:
     """Return the same for the head."""
     return 6.0 * config.hidden_size * config.vocab_size
