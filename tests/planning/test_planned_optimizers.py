@@ -65,6 +65,6 @@ def test_a_plan_has_three_buckets_of_the_parameters_at_a_place_of_a_pipeline(mon
         sizes = [8 * math.prod(each.shape) for buffer in parts.buffers for each in buffer.parameters]
         state, _ = memory.optimizer_bytes(shape, parts)
         assert state == sum(sizes)
-        plans = memory._Pipelined(shape, parts).moments()
+        plans = memory._GatheredForStep(shape, parts).moments()
         (update,) = [plan for plan in plans if plan.moment == "the update"]
         assert update.optimizer == pytest.approx(max(sum(sizes[i : i + 3]) for i in range(len(sizes))))
