@@ -168,7 +168,8 @@ def test_refuses_another_length_than_the_cut_gives(hp_platform):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "rings"}, "method must be one of"),
+        ({"method": "rings"}, "method must be one of ('ring', 'all_gather'), got 'rings'"),
+        ({"method": "ulysses"}, "heads are exchanged among the cut's ulysses_degree ranks"),
         ({"ulysses_degree": 3}, "a ulysses_degree that divides the ranks"),
     ],
 )

@@ -82,6 +82,13 @@ def context_parallel_attention(
     return job.attention(query, key, value, mask, scale, soft_cap, sinks, dropout)
 
 
+def check_method(what: str, method: str) -> None:
+    """Refuse a method that there is not."""
+    if method not in METHODS:
+        hint = ": heads are exchanged among the cut's ulysses_degree ranks, which may be all" * (method == "ulysses")
+        raise AttentionError(f"{what}: method must be one of {METHODS}, got {method!r}{hint}")
+
+
 @dataclass(frozen=True)
 class _Job:
     """One call's ranks: the group of all, and how they share the sequence."""
@@ -98,8 +105,7 @@ class _Job:
     ) -> _Job:
         if mesh.ndim != 1:
             raise AttentionError(f"context_parallel_attention takes a mesh of one dimension, got {mesh!r}")
-        if method not in METHODS:
-            raise AttentionError(f"context_parallel_attention: method must be one of {METHODS}, got {method!r}")
+        check_method("context_parallel_attention", method)
         size, own = mesh.size(), query.shape[2]
         if cut is None:
             cut = SequenceCut(length=own * size, ranks=size, balanced=mask.causal)

@@ -7,11 +7,10 @@ from contextvars import Token
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.exceptions import AttentionError
 from hp_dtensor.parallel.attention.function import routed_attention
 from hp_dtensor.parallel.attention.mask import AttentionMask
 from hp_dtensor.parallel.context_parallel.cut import SequenceCut
-from hp_dtensor.parallel.context_parallel.function import METHODS, Method, context_parallel_attention
+from hp_dtensor.parallel.context_parallel.function import Method, check_method, context_parallel_attention
 from hp_dtensor.parallel.style import ParallelStyle
 
 Tensor = Any
@@ -59,8 +58,7 @@ class ContextParallel(ParallelStyle):
         length: int | None = None,
         whole_without_positions: bool = False,
     ) -> None:
-        if method not in METHODS:
-            raise AttentionError(f"ContextParallel: method must be one of {METHODS}, got {method!r}")
+        check_method("ContextParallel", method)
         self.method, self.ulysses_degree, self.balanced, self.length = method, ulysses_degree, balanced, length
         self.whole_without_positions = whole_without_positions
 
