@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from activation_meter import measure
 
-from hp_trainer.memory import BlockRecompute, format_size, parse_size
+from hp_trainer.memory import KINDS, BlockRecompute, format_size, parse_size
 from hp_trainer.models import DecoderConfig
 from hp_trainer.models.decoder.activation_bytes import ActivationShape, decoder_activations
 
@@ -33,16 +33,35 @@ CASES = {
 }
 
 
+# Rows are not spread evenly over ranks of experts, and the loss of cut sequences keeps a few numbers a token more.
+ROUGH = ("tp, experts", "ep")
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_formulas_are_within_a_tenth_of_counted_bytes(name, hp_platform):
+def test_formulas_are_within_a_fiftieth_of_counted_bytes(name, hp_platform):
     if hp_platform.name != "torch":
         pytest.skip("the bytes are counted on torch")
     options, degrees, sizes = CASES[name]
     config, shape = DecoderConfig(num_hidden_layers=2, **options), ActivationShape(**{"batch": 2, "length": 64} | sizes)
     found = measure(config, degrees, batch=shape.batch, length=shape.length, dtype=shape.dtype)
     told = decoder_activations(config, shape)
-    assert told.kept()[1] == pytest.approx(found.block, rel=0.1)
-    assert told.head.kept() == pytest.approx(found.head, rel=0.1)
+    assert told.kept()[1] == pytest.approx(found.block, rel=0.06 if name in ROUGH else 0.02)
+    assert told.head.kept() == pytest.approx(found.head, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("name", "keep"),
+    [("dense", ()), ("dense", ("attention",)), ("dense", ("products",)), ("tp", KINDS), ("experts", KINDS)],
+)
+def test_what_recomputation_keeps_is_within_a_fiftieth_of_counted_bytes(name, keep, hp_platform):
+    if hp_platform.name != "torch":
+        pytest.skip("the bytes are counted on torch")
+    options, degrees, sizes = CASES[name]
+    config, shape = DecoderConfig(num_hidden_layers=2, **options), ActivationShape(batch=2, length=64, **sizes)
+    settings = {"recompute": "selective", "recompute_keep": keep} if keep else {"recompute": "full"}
+    found = measure(config, degrees, **settings)
+    chosen = BlockRecompute(mode="selective" if keep else "full", keep=keep)
+    assert decoder_activations(config, shape).blocks[1].kept(chosen) == pytest.approx(found.block, rel=0.02)
 
 
 def test_a_pipeline_holds_several_micro_batches():

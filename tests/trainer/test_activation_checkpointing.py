@@ -10,6 +10,13 @@ from hp_dtensor.testing import run_ranks
 
 MEASURED = ("seconds", "tokens_per_second", "peak_memory_gib", "model_flops_per_second", "utilization")
 SETTINGS = {"training__steps": 2, "checkpoint__interval": None, "model__num_experts_per_tok": 2}
+# Backward in two parts, in which a block is computed again in the first one; attention and router draw numbers.
+STAGES_THAT_DRAW = {
+    "pipeline__schedule": "zero_bubble_h1",
+    "training__micro_batch_size": 2,
+    "model__attention_dropout": 0.3,
+    "model__router_jitter": 0.2,
+}
 
 
 @pytest.mark.parametrize(
@@ -18,6 +25,7 @@ SETTINGS = {"training__steps": 2, "checkpoint__interval": None, "model__num_expe
         ({}, 1, {"training__micro_batch_size": 4, "training__eval_interval": 2}),
         (FOUR_RANKS["folded"], 4, {"training__micro_batch_size": 2, "training__dtype": "float16"}),
         (FOUR_RANKS["experts cut"] | {"reshard_after_forward": False}, 4, {}),
+        ({"pp": 2, "cp": 2, "cp_method": "ring", "ep": 2}, 4, STAGES_THAT_DRAW),
     ],
 )
 def test_every_number_of_a_run_is_the_same(lab, degrees, world_size, more):

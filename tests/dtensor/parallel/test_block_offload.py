@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -232,6 +234,96 @@ def test_a_backward_waits_for_copies_to_the_host_itself(hp_platform, monkeypatch
     hp_platform.backward(hp_platform.ops.sum(y))
     assert len(waits) == 2
     assert waits[1] is first
+
+
+def test_copies_and_waits_come_in_an_order_in_which_they_are_hidden(hp_platform, monkeypatch):
+    """Events as a stream beside the computation sees them: each copy has a block's time before it is waited for."""
+    ops, kind, events, names = hp_platform.ops, type(hp_platform.host_copies()), [], {}
+    to_host, to_device = kind.to_host, kind.to_device
+
+    def noted_to_host(copies, memory):
+        host, wait = to_host(copies, memory)
+        block = names[id(host)] = len(names)
+        events.append(f"{block} leaves")
+        return host, lambda: (events.append(f"{block} has left"), wait())
+
+    def noted_to_device(copies, host):
+        memory, wait = to_device(copies, host)
+        block = names[id(host)]
+        events.append(f"{block} comes")
+        return memory, lambda: (events.append(f"{block} is needed"), wait())
+
+    monkeypatch.setattr(kind, "to_host", noted_to_host)
+    monkeypatch.setattr(kind, "to_device", noted_to_device)
+
+    def block(index):
+        def noted(grad):
+            events.append(f"backward enters {index}")
+            return grad
+
+        def run(x):
+            events.append(f"forward of {index}")
+            return hp_platform.custom_function(lambda y: ops.mul(y, 1.0), noted, ops.silu(x))
+
+        return run
+
+    x = hp_platform.from_numpy(VALUES)
+    hp_platform.set_requires_grad(x, True)
+    offloaded, y = ActivationOffload(hp_platform), ops.mul(x, 2.0)
+    for index in range(3):
+        y = offloaded(block(index), y)
+    hp_platform.backward(ops.sum(y))
+    forward = ["forward of 0", "0 leaves", "forward of 1", "1 leaves", "0 has left", "forward of 2", "2 leaves"]
+    # The last block's copy is never waited for, nor brought back: its tensors are still there.
+    backward = [
+        "1 has left",
+        "backward enters 2",
+        "1 has left",
+        "1 comes",
+        "backward enters 1",
+        "0 has left",
+        "0 comes",
+    ]
+    assert events == [*forward, *backward, "1 is needed", "backward enters 0", "0 is needed"]
+
+
+@pytest.mark.parametrize("fails", ["not", "in forward", "in backward"])
+def test_nothing_stays_on_the_host_after_a_step_or_an_exception(hp_platform, monkeypatch, fails):
+    ops, kind, copies = hp_platform.ops, type(hp_platform.host_copies()), []
+    to_host = kind.to_host
+
+    def noted(self, memory):
+        host, wait = to_host(self, memory)
+        copies.append(weakref.ref(host))
+        return host, wait
+
+    monkeypatch.setattr(kind, "to_host", noted)
+
+    def failing(grad):
+        if fails == "in backward":
+            raise ArithmeticError("a test's")
+        return grad
+
+    def step():
+        x = hp_platform.from_numpy(VALUES)
+        hp_platform.set_requires_grad(x, True)
+        offloaded, y = ActivationOffload(hp_platform), ops.mul(x, 2.0)
+        for index in range(3):
+            y = offloaded(ops.silu, y)
+            if index == 0:
+                y = hp_platform.custom_function(lambda y: ops.mul(y, 1.0), failing, y)
+        if fails == "in forward":
+            raise ArithmeticError("a test's")
+        hp_platform.backward(ops.sum(y))
+
+    if fails == "not":
+        step()
+    else:
+        with pytest.raises((ArithmeticError, RuntimeError), match="a test's"):
+            step()
+    gc.collect()
+    assert len(copies) >= 2
+    assert [each() for each in copies] == [None] * len(copies)
 
 
 def test_frozen_weights_stay_also_where_a_checkpoint_is_a_plain_call(hp_platform, monkeypatch):
