@@ -74,6 +74,10 @@ class Campaign:
         self.variant = "plain"
         self.operations: dict[str, int] = {}
         self.curves: dict[str, Curve] = {}
+        self.halves: dict[str, Path] = {}
+
+    def measure_variants(self) -> None:
+        """Train each variant untouched, whole and by half; cases of real ranks alone do without."""
         for name in self.variants:
             self.measure(name)
         self.halves = {name: self.make_half(name) for name in self.variants}
@@ -289,6 +293,8 @@ def main() -> int:
     platform = get_platform().name
     with tempfile.TemporaryDirectory() as folder:
         campaign = Campaign(Path(folder).resolve(), platform, options.layout, options.patience)
+        if names != ["ranks"]:
+            campaign.measure_variants()
         chosen = {name: functools.partial(FAMILIES[name], campaign) for name in names}
         ends, failures = run_families(chosen, options.minutes * 60, options.seed)
     print(table(platform, ends))

@@ -82,7 +82,11 @@ def test_a_skipped_step_moves_no_expert_bias(lab, spoilt):
     assert not tensors(run)[name].any()
 
 
-@pytest.mark.parametrize(("degrees", "world_size"), [({}, 1), (FOUR_RANKS["folded"], 4)], ids=["1", "4"])
+@pytest.mark.parametrize(
+    ("degrees", "world_size"),
+    [({}, 1), (FOUR_RANKS["folded"], 4), ({**FOUR_RANKS["hybrid"], "ep_move_interval": 1}, 4)],
+    ids=["1", "4", "4, experts move"],
+)
 def test_a_run_goes_back_to_its_checkpoint_and_leaves_the_data_out(lab, spoilt, degrees, world_size):
     spoilt[4] = math.nan
     run = lab.run("run", degrees, world_size, training__guard__on_nonfinite="rollback")
