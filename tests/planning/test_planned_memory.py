@@ -36,6 +36,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "accumulated": (1, {"training__micro_batch_size": 1}),
     "experts": (1, EXPERTS),
     "experts in half precision": (1, {**EXPERTS, "training__dtype": "bfloat16"}),
+    "matrices on their way": (1, {**SHORT, "optimizer": "muon"}),
+    "8 bits": (1, {**SHORT, "optimizer": "adamw_8bit"}),
+    "first blocks frozen": (1, {"training__freeze": "[embed.*, layers.0.*, layers.1.*]"}),
+    "adapters": (1, {"model__lora__rank": 4}),
     "shards": (2, SHORT),
     "shards, accumulated, another optimizer": (2, {**SHORT, "training__micro_batch_size": 1, "optimizer": "lion"}),
     "shards, reduced after each micro-batch": (

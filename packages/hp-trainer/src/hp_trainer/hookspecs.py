@@ -48,7 +48,9 @@ def hp_optimizers(registry: Registry) -> None:
 
     Options may have a method `state_bytes(name, shape, elements, itemsize)`, by which `hp-train plan` knows the bytes
     of a rank's state for a parameter: its dotted name and whole shape, the elements of it that the rank holds, and
-    the bytes of one. Without it two moments are counted.
+    the bytes of one. Without it two moments are counted. A method `update_bytes(held, is_host)` tells the bytes that an
+    update needs beside weights, gradients and state; `held` lists (name, whole shape, elements) of what a rank holds,
+    and `is_host` is true on a CPU. Without it none are counted.
     """
 
 

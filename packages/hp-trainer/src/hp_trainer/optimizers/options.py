@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -69,6 +69,10 @@ class AdamW8bitConfig(AdamWConfig):
         blocks = -(-elements // row) * -(-row // size)
         return 2 * blocks * (size + 4)
 
+    def update_bytes(self, held: Sequence[tuple[str, tuple[int, ...], int]], *, is_host: bool) -> int:
+        """Return the bytes of float32 copies while one parameter is updated; see the hook `hp_optimizers`."""
+        return 40 * max((elements for _, _, elements in held), default=0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdafactorConfig:
@@ -120,3 +124,14 @@ class MuonConfig:
     def state_bytes(self, name: str, shape: tuple[int, ...], elements: int, itemsize: int) -> int:
         """Return the bytes of a matrix's momentum, or of AdamW's moments; see the hook `hp_optimizers`."""
         return (1 if self.is_matrix(name, shape) else 2) * elements * itemsize
+
+    def update_bytes(self, held: Sequence[tuple[str, tuple[int, ...], int]], *, is_host: bool) -> int:
+        """Return the bytes of all matrices on their way to the ranks that compute with them, and back.
+
+        Directions, messages both ways and updates are as large as the shards; what arrives, is whole and is done as
+        large as an owner's matrices. A CPU computes in float32, others in bfloat16. See the hook `hp_optimizers`.
+        """
+        matrices = [(shape, elements) for name, shape, elements in held if self.is_matrix(name, shape)]
+        shards = sum(elements for _, elements in matrices)
+        owned = max(shards, max((math.prod(shape) for shape, _ in matrices), default=0))
+        return (4 if is_host else 2) * 3 * (shards + owned)

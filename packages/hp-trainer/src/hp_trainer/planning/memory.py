@@ -33,6 +33,7 @@ class MemoryPlan:
         activations: results that wait for backward, and temporaries of the block that computes.
         loss: logits, their softmax and gradients.
         communication: rows, keys and messages of other ranks.
+        updating: copies that the optimizer makes for an update.
         moment: when that is, in words.
     """
 
@@ -45,6 +46,7 @@ class MemoryPlan:
     activations: float = 0.0
     loss: float = 0.0
     communication: float = 0.0
+    updating: float = 0.0
     moment: str = ""
 
     def parts(self) -> dict[str, float]:
@@ -64,6 +66,7 @@ class MemoryPlan:
             + self.activations
             + self.loss
             + self.communication
+            + self.updating
         )
 
 
@@ -83,7 +86,9 @@ class _Moments(ABC):
     def __init__(self, shape: StepShape, parts: StageParts) -> None:
         self.shape, self.parts = shape, parts
         self.head = activations_of(shape).head
-        self.costs = layer_costs(shape)
+        self.costs = list(layer_costs(shape))
+        for layer in parts.unreached:
+            self.costs[layer] = _NOTHING
         self.weights = parts.total("shard")
         self.optimizer, self.average = optimizer_bytes(shape, parts)
         self.communication = _communication(shape, parts)
@@ -108,10 +113,11 @@ class _Moments(ABC):
 
     def update(self, gradients: float) -> MemoryPlan:
         """Return the memory while the optimizer updates, with the state of three buckets if that waits on the host."""
+        held = {"gradients": gradients, "updating": _update_bytes(self.shape, self.parts)}
         if not self.shape.config.training.offload_optimizer:
-            return self.at("the update", gradients=gradients)
+            return self.at("the update", **held)
         part = _part_at_once(self.shape, self.parts)
-        return self.at("the update", gradients=gradients, optimizer=part * self.optimizer)
+        return self.at("the update", **held, optimizer=part * self.optimizer)
 
     def waiting(self, layer: int) -> float:
         """Return what a block has of one micro-batch on the device until backward comes near."""
@@ -352,6 +358,9 @@ class LayerCost:
         )
 
 
+_NOTHING = LayerCost(**dict.fromkeys((field.name for field in fields(LayerCost)), 0.0))
+
+
 def layer_costs(shape: StepShape) -> list[LayerCost]:
     """Return the costs of each block of the model on a rank."""
     return shape.shared(("layer costs", _activation_key(shape), _recompute_key(shape)), lambda: _layer_costs(shape))
@@ -443,6 +452,22 @@ def _optimizer_bytes_of(
     pieces = buffer.largest_pieces()
     state = sum(tell(name, wholes[name], count, buffer.itemsize) for name, count in pieces.items())
     return state, sum(pieces.values()) * buffer.itemsize
+
+
+def _update_bytes(shape: StepShape, parts: StageParts) -> float:
+    """Return the bytes of the copies that the optimizer makes for an update."""
+    tell = getattr(shape.config.optimizer.options, "update_bytes", None)
+    if tell is None:
+        return 0.0
+    wholes = whole_shapes(shape)
+    held = [
+        (name, wholes[name], elements)
+        for buffer, times in parts.counted
+        if buffer.trainable
+        for name, elements in buffer.largest_pieces().items()
+        for _ in range(times)
+    ]
+    return float(tell(held, is_host=shape.is_host))
 
 
 def _part_at_once(shape: StepShape, parts: StageParts) -> float:

@@ -74,6 +74,17 @@ class StageParts:
         """Return all buffers of a block."""
         return (*self.blocks[layer], *self.block_experts.get(layer, ()))
 
+    @functools.cached_property
+    def unreached(self) -> tuple[int, ...]:
+        """First blocks of the model that nothing is trained in or before: backward does not come to them."""
+        found: list[int] = []
+        trains = any(each.name == "embed.weight" and each.trainable for b in self.root for each in b.parameters)
+        for layer in () if self.place > 0 or trains else self.layers:
+            if any(each.trainable for each in self.block_buffers(layer)):
+                break
+            found.append(layer)
+        return tuple(found)
+
     def kind(self, layer: int) -> tuple[int, int]:
         """Return what is equal for blocks whose buffers are."""
         return id(self.blocks[layer]), id(self.block_experts.get(layer))

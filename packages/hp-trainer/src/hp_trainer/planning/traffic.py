@@ -147,16 +147,7 @@ class _Counts:
 
 def _unreached(parts: StageParts) -> list[PlannedBuffer]:
     """Return the buffers of first blocks that nothing is trained in or before: backward does not come to them."""
-    found: list[PlannedBuffer] = []
-    if parts.place > 0 or any(
-        each.name == "embed.weight" and each.trainable for b in parts.root for each in b.parameters
-    ):
-        return found
-    for layer in parts.layers:
-        if any(each.trainable for each in parts.block_buffers(layer)):
-            break
-        found += parts.block_buffers(layer)
-    return found
+    return [buffer for layer in parts.unreached for buffer in parts.block_buffers(layer)]
 
 
 def _replica_axis(shape: StepShape) -> str:

@@ -147,7 +147,8 @@ def _block(config: DecoderConfig, layer: int, shape: ActivationShape) -> BlockAc
 def _attention(config: DecoderConfig, layer: int, shape: ActivationShape) -> Iterator[KeptTensor]:
     hidden, tokens, e = config.hidden_size, shape.tokens, shape.itemsize
     # Sequence parallel between the projections: each rank normalizes its rows, and gets all of them for the products.
-    yield _norm("attention_norm", hidden, tokens / shape.tp, shape, of_input=True)
+    follows, trains = _keeps_input(config, "q_proj", "k_proj", "v_proj"), _trains(config)
+    yield _norm("attention_norm", hidden, tokens / shape.tp, shape, of_input=True, own_result=follows, trained=trains)
     yield _gathered("attention input", tokens * hidden * e, shape)
     yield from (_latent if config.attention == "latent" else _grouped)(config, shape)
     heads, score, value = config.num_attention_heads / shape.tp, _score_width(config), _value_width(config)
@@ -246,7 +247,8 @@ def _exchanged(config: DecoderConfig, shape: ActivationShape) -> Iterator[KeptTe
 
 def _feed_forward(config: DecoderConfig, layer: int, shape: ActivationShape) -> Iterator[KeptTensor]:
     hidden, tokens = config.hidden_size, shape.tokens
-    yield _norm("ffn_norm", hidden, tokens / shape.tp, shape)
+    follows = _keeps_input(config, "gate_proj", "up_proj") or not config.is_dense(layer)
+    yield _norm("ffn_norm", hidden, tokens / shape.tp, shape, own_result=follows, trained=_trains(config))
     if config.is_dense(layer):
         yield from _dense("feed_forward", config, config.intermediate_size, shape)
     else:
@@ -262,7 +264,8 @@ def _dense(name: str, config: DecoderConfig, width: float, shape: ActivationShap
     yield KeptTensor(
         name=f"{name}.w1, w3", kind="products", saved=gates, result=gates, flops=4 * tokens * hidden * width
     )
-    yield KeptTensor(name=f"{name} activation", kind="rest", saved=gates)
+    activated = gates if _keeps_input(config, "down_proj") else gates / 2
+    yield KeptTensor(name=f"{name} activation", kind="rest", saved=activated)
     yield KeptTensor(name=f"{name}.w2", kind="products", result=tokens * hidden * e, flops=2 * tokens * hidden * width)
     yield _scattered(f"{name} output", tokens * hidden * e, shape)
 
@@ -337,6 +340,7 @@ def _norm(
     own_input: bool = False,
     own_result: bool = True,
     of_input: bool = False,
+    trained: bool = True,
     roots: float = 1,
 ) -> KeptTensor:
     """Return what a norm keeps: its input and its normalized input in float32, the root, and the next product's input.
@@ -345,14 +349,25 @@ def _norm(
         own_input: nobody else keeps its input; else in float32 it is the residual stream's own.
         own_result: a product follows, which keeps the result; with `tp` that is the gathered one.
         of_input: its input is the block's, which is counted apart where it is in float32.
+        trained: its weight is, whose gradient takes the normalized input.
     """
     elements = rows * width
-    saved = 2 * 4 * elements + 4 * rows * roots
+    saved = (2 if trained else 1) * 4 * elements + 4 * rows * roots
     if of_input and shape.itemsize == 4:
         saved -= 4 * elements
     if own_result and (shape.tp == 1 or own_input):
         saved += shape.itemsize * elements
     return KeptTensor(name=name, kind="rest", saved=saved)
+
+
+def _trains(config: DecoderConfig) -> bool:
+    """Return whether the model's own weights are trained, and not adapters alone."""
+    return config.lora.rank is None
+
+
+def _keeps_input(config: DecoderConfig, *projections: str) -> bool:
+    """Return whether some of these projections, or their adapters, need their input for gradients of weights."""
+    return _trains(config) or any(each in config.lora.targets for each in projections)
 
 
 def _gathered(name: str, num_bytes: float, shape: ActivationShape) -> KeptTensor:
@@ -374,7 +389,9 @@ def _scattered(name: str, num_bytes: float, shape: ActivationShape) -> KeptTenso
 def _head(config: DecoderConfig, shape: ActivationShape) -> BlockActivations:
     tokens, e, vocab = shape.tokens, shape.itemsize, config.vocab_size / shape.tp
     tensors = (
-        _norm("norm", config.hidden_size, tokens / shape.tp, shape),
+        _norm(
+            "norm", config.hidden_size, tokens / shape.tp, shape, own_result=_trains(config), trained=_trains(config)
+        ),
         _gathered("head input", tokens * config.hidden_size * e, shape),
         # Over a cut vocabulary the loss keeps the logits less their maximum, and their exponentials.
         KeptTensor(name="log-softmax", kind="rest", saved=(4 if shape.tp == 1 else 8) * tokens * vocab),
