@@ -12,6 +12,9 @@ from typing import IO, Any, cast
 from hp_trainer.data.formats.reader import Reader, Record
 from hp_trainer.exceptions import DataError
 
+# No record is so long; one that is would fill the memory before anything could be said of it.
+_LONGEST_LINE = 1 << 30
+_LONGEST_LIST = 1 << 32
 ENDINGS = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 
 
@@ -40,14 +43,18 @@ def _is_list(file: IO[bytes]) -> bool:
 
 
 def _lines(file: Path, opened: IO[bytes]) -> Iterator[Record]:
-    for number, line in enumerate(opened, 1):
+    for number, line in enumerate(iter(lambda: opened.readline(_LONGEST_LINE + 1), b""), 1):
+        where = f"{file}:{number}"
+        if len(line) > _LONGEST_LINE:
+            raise DataError(f"{where} has more than {_LONGEST_LINE:,} bytes; expected an object in each line")
         if line.strip():
-            where = f"{file}:{number}"
             yield Record(_object(_parse(line, where), where), where, len(line))
 
 
 def _list(file: Path, opened: IO[bytes]) -> Iterator[Record]:
-    text = opened.read()
+    text = opened.read(_LONGEST_LIST + 1)
+    if len(text) > _LONGEST_LIST:
+        raise DataError(f"{file} is a list of more than {_LONGEST_LIST:,} bytes; write its objects as JSON lines")
     items = _parse(text, str(file))
     for number, item in enumerate(items):
         where = f"{file}[{number}]"
