@@ -57,6 +57,7 @@ def test_all_combinations_are_there_and_the_sample_has_every_pair():
 
 @pytest.mark.parametrize(("op", "factor"), [("max", 1.0), ("sum", 2.0)], ids=["not summed", "of another scale"])
 def test_wrong_gradients_are_seen(lab, monkeypatch, op, factor):
+    skip_unless_torch_or(lab.platform, False)
     right = train(lab, "right", Combination(dp_shard=2), steps=5)
 
     def reduce_scatter(self, output, gradients, group):
