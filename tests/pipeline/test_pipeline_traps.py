@@ -15,6 +15,7 @@ from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.parallel import nn
 from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_dtensor.testing import run_ranks
+from hp_trainer.exceptions import PipelineError
 from hp_trainer.pipeline import Pipeline, PipelineStage, build_schedule, simulate
 
 WIDTH, MICROBATCHES = 4, 4
@@ -176,3 +177,9 @@ def test_stages_of_a_loop_are_refused_where_the_schedule_is_a_v(hp_platform):
 
     with pytest.raises(LaunchError, match=r"expected stages \[0, 3\] of 4, got 0 of 4, 2 of 4"):
         run_ranks(program, 2, hp_platform)
+
+
+def test_modules_in_place_of_stages_are_refused(hp_platform):
+    modules = model_of(hp_platform, "plain", 1, ())
+    with pytest.raises(PipelineError, match=r"expected PipelineStage\(module, .* got Twice"):
+        Pipeline(modules, "1f1b", num_microbatches=2)

@@ -227,3 +227,9 @@ def test_a_schedule_of_ones_own_has_a_name_once():
     assert build_schedule("mine", num_ranks=2, num_microbatches=3) == build(2, 1, 3)
     with pytest.raises(ScheduleError, match="'mine' is registered by"):
         register_schedule("mine", build)
+
+
+def test_a_registered_function_that_makes_no_schedule_is_named():
+    register_schedule("text", lambda ranks, stages, microbatches: "rank 0: 0F0 0B0")
+    with pytest.raises(ScheduleError, match=r"'text': expected its function to return a Schedule .*got 'rank 0"):
+        build_schedule("text", num_ranks=1, num_microbatches=1)

@@ -81,6 +81,11 @@ class Pipeline:
     ) -> None:
         if not stages:
             raise PipelineError("a pipeline needs at least one stage on every rank, got none")
+        wrong = [type(each).__name__ for each in stages if not isinstance(each, PipelineStage)]
+        if wrong:
+            raise PipelineError(
+                f"stages: expected PipelineStage(module, stage_index, num_stages) for each, got {', '.join(wrong)}"
+            )
         self.platform: Platform = stages[0].platform
         self.loss_fn = loss_fn
         self.tied = tied

@@ -69,8 +69,8 @@ def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, stages_p
         stages_per_rank: default: 2 for the schedules that need several, else 1.
 
     Raises:
-        ScheduleError: no schedule has that name, a number is below one, or the schedule does not exist for so many
-            stages per rank.
+        ScheduleError: no schedule has that name, a number is below one, the schedule does not exist for so many
+            stages per rank, or a registered function returned something else.
 
     Example:
         >>> from hp_trainer.pipeline import build_schedule
@@ -94,7 +94,12 @@ def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, stages_p
 # A name stands for one pure function, and a search of layouts asks for the same schedules again.
 @functools.lru_cache(maxsize=32)
 def _built(name: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
-    schedule: Schedule = _registry().get(name).build(num_ranks, stages_per_rank, num_microbatches)
+    schedule = _registry().get(name).build(num_ranks, stages_per_rank, num_microbatches)
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(
+            f"pipeline schedule {name!r}: expected its function to return a Schedule (Schedule.parse reads a text), "
+            f"got {schedule!r}"
+        )
     return schedule
 
 
