@@ -140,6 +140,12 @@ def test_bad_input_is_refused(run: Run, tmp_path: Path, command: str, words: tup
         assert told in error
 
 
+def test_a_picture_needs_a_folder(run: Run) -> None:
+    code, out, error = run("plan", "run.yaml", "--world-size=8", "--to=nowhere/memory.png")
+    assert (code, out) == (2, "")
+    assert "--to: expected a file in a folder that exists, got nowhere/memory.png" in error
+
+
 def test_a_device_of_ones_own(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(
         "memory: 24GiB\nflops: {float32: 82e12}\nmemory_bandwidth: 1.0e12\nranks_per_node: 4\n"

@@ -34,6 +34,8 @@ def plan_command(given: list[str]) -> int:
     check_world_size(options.world_size)
     world_size = options.world_size or world_size_of(loaded.config)
     device, memory = device_of(options.device, options.device_memory)
+    if options.to is not None and not Path(options.to).absolute().parent.is_dir():
+        raise UsageError(f"--to: expected a file in a folder that exists, got {options.to}")
     refuse(_problems(loaded, world_size), options.config)
     experts = getattr(loaded.config.model.options, "num_experts", None)
     dims = ParallelDims.from_config(loaded.config.parallel, world_size, experts)

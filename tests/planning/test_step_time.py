@@ -1,0 +1,98 @@
+"""The estimated time of a step against what must hold of any estimate."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from planned_runs import config_of
+
+from hp_trainer.parallel import ParallelDims
+from hp_trainer.planning.devices import Device, find_device
+from hp_trainer.planning.plan import StepPlan, plan_step
+
+H100 = find_device("H100")
+NO_LATENCY = dataclasses.replace(H100, inner_latency=1e-30, outer_latency=1e-30)
+IDEAL = dataclasses.replace(NO_LATENCY, inner_bandwidth=1e40, outer_bandwidth=1e40)
+EXPERTS = {"model__num_experts": 4, "model__num_dense_layers": 1}
+
+
+def plan(device: Device = H100, /, world_size: int = 8, degrees: dict | None = None, **settings) -> StepPlan:
+    """Return the plan of a layout, whose other ranks share the weights."""
+    degrees = degrees or {}
+    rest = world_size // math.prod(
+        value for name, value in degrees.items() if name in ("dp_replicate", "cp", "tp", "pp")
+    )
+    if degrees.get("expert_mesh") == "peer":
+        rest //= degrees["ep"]
+    given = {"expert_mesh": "folded", "dp_shard": rest, **degrees, "world_size": world_size}
+    return plan_step(config_of(training__global_batch_size=64, **settings), ParallelDims(**given), device)
+
+
+@pytest.mark.parametrize("degrees", [{}, {"tp": 2}, {"cp": 2}, {"dp_replicate": 2}, {"pp": 2}])
+def test_twice_the_data_parallel_ranks_halve_the_products(degrees: dict) -> None:
+    few, many = plan(world_size=8, degrees=degrees), plan(world_size=16, degrees=degrees)
+    assert sum(each.products for each in few.times) == pytest.approx(2 * sum(each.products for each in many.times))
+
+
+LAYOUTS = [
+    {},
+    {"tp": 2},
+    {"cp": 2},
+    {"dp_replicate": 4},
+    {"ep": 4},
+    {"ep": 2, "expert_mesh": "peer"},
+    {"ep": 2, "tp": 2, "etp": 2},
+]
+
+
+@pytest.mark.parametrize("degrees", LAYOUTS)
+def test_without_links_to_wait_for_there_is_computation_alone(degrees: dict) -> None:
+    time = plan(IDEAL, degrees=degrees, **EXPERTS).time
+    assert time.total == pytest.approx(time.products + time.memory + time.update)
+    assert plan(degrees=degrees, **EXPERTS).time.total > time.total
+
+
+@pytest.mark.parametrize("degrees", [*LAYOUTS, {"pp": 2}])
+def test_slower_devices_take_longer(degrees: dict) -> None:
+    base = plan(degrees=degrees, **EXPERTS).time
+    # Longer computation hides longer gathers: sums of the same parts may differ in their last bit.
+    least = base.total * (1 - 1e-12)
+    for name in ("memory_bandwidth", "inner_bandwidth", "efficiency"):
+        slower = dataclasses.replace(H100, **{name: getattr(H100, name) / 2})
+        assert plan(slower, degrees=degrees, **EXPERTS).time.total >= least
+    twice = dataclasses.replace(H100, flops={name: 2 * rate for name, rate in H100.flops.items()})
+    assert plan(twice, degrees=degrees, **EXPERTS).time.products == pytest.approx(base.products / 2)
+
+
+@pytest.mark.parametrize("degrees", LAYOUTS)
+def test_products_of_all_ranks_are_those_of_the_model(degrees: dict) -> None:
+    """Peers compute all but experts each for themselves; else no layout computes anything twice."""
+    one, many = plan(world_size=1, **EXPERTS).time.products, plan(degrees=degrees, **EXPERTS).time.products
+    if degrees.get("expert_mesh") == "peer":
+        assert one < 8 * many < degrees["ep"] * one
+    else:
+        assert 8 * many == pytest.approx(one)
+
+
+def test_recomputation_repeats_at_most_a_forward() -> None:
+    again = plan(training__recompute="full").time
+    assert 0 < again.again < again.products / 3
+    assert plan().time.again == 0
+
+
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+def test_idle_time_of_a_pipeline_is_that_of_its_schedule(microbatches: int) -> None:
+    layers = {"model__num_hidden_layers": 4, "pipeline__microbatches": microbatches}
+    found = plan(IDEAL, world_size=2, degrees={"pp": 2}, **layers)
+    time = found.time
+    # 1F1B: (ranks - 1) / micro-batches of the time that a rank works (arXiv 2104.04473).
+    assert time.idle == pytest.approx((time.products + time.memory) / microbatches)
+
+
+def test_offloaded_state_takes_the_links_of_the_host() -> None:
+    slow = dataclasses.replace(H100, host_bandwidth=1.0)
+    kept, offloaded = plan(slow).time, plan(slow, training__offload_optimizer="true").time
+    assert offloaded.update > kept.update
+    assert offloaded.products == kept.products
