@@ -9,6 +9,7 @@ from fsdp_training import DIM, Block, Case, build, held_bytes, loss_of, mesh_of,
 from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.offload import ActivationOffload
 from hp_dtensor.testing.simulated import run_ranks
 from hp_fsdp import FullyShardError, MemoryMeter, fully_shard, memory_use
 
@@ -233,3 +234,26 @@ def test_accumulated_gradients_are_freed_as_the_last_backward_goes(hp_platform):
         assert memory_use(model).full_gradients == 0
 
     run_ranks(rank, 2, hp_platform)
+
+
+def test_gathered_weights_are_not_offloaded_with_activations(hp_platform, monkeypatch):
+    """Their memory is freed and refilled: a copy on the host would be for nothing, and twice as large."""
+    if hp_platform.name != "torch":
+        pytest.skip("elsewhere each tensor is copied by itself, without the memory around it")
+    kind, copied = type(hp_platform.host_copies()), []
+    to_host = kind.to_host
+    monkeypatch.setattr(kind, "to_host", lambda self, x: (copied.append(x.nbytes), to_host(self, x))[1])
+
+    def rank():
+        model, _ = ordered(hp_platform, 3)
+        y = hp_platform.from_numpy(numpy.ones((64, DIM), numpy.float32))
+        hp_platform.set_requires_grad(y, True)
+        offload = ActivationOffload(hp_platform, smallest=1)
+        for block in model.blocks:
+            y = offload(lambda x, block=block: block(x), y)
+        hp_platform.backward(hp_platform.ops.sum(y))
+        return {4 * buffer.layout.numel for block in model.blocks for buffer in block._fsdp.group.buffers}
+
+    gathered = run_ranks(rank, 2, hp_platform)[0]
+    assert copied
+    assert not gathered & set(copied)

@@ -16,6 +16,7 @@ from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_dtensor.testing import run_ranks
 from hp_moe import ExpertParallel, GroupedExperts, MoE, update_expert_bias
+from hp_moe.router import TokenChoiceTopKRouter
 
 DIM, HIDDEN, EXPERTS = 8, 6, 4
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
@@ -56,6 +57,30 @@ def test_a_recomputation_does_not_route_again_when_the_bias_has_moved_meanwhile(
     still, moved = run(False), run(True)
     for name, grad in still.items():
         numpy.testing.assert_array_equal(moved[name], grad, err_msg=name)
+
+
+def test_a_recomputation_with_ties_routes_and_counts_once(platform, monkeypatch):
+    """Scores of two values tie everywhere; counts that are added twice move biases by wrong loads."""
+    chosen = []
+    choose = TokenChoiceTopKRouter._choose
+    monkeypatch.setattr(TokenChoiceTopKRouter, "_choose", lambda self, *args: chosen.append(1) or choose(self, *args))
+
+    def run(recompute):
+        chosen.clear()
+        layer = built(platform, load_balance_coeff=0.01)
+        gate = numpy.sign(platform.to_numpy(platform.detach(layer.router.gate.weight)))
+        with platform.no_grad():
+            platform.copy_(layer.router.gate.weight, platform.from_numpy(gate))
+        x = platform.from_numpy(numpy.sign(array(1)))
+        platform.set_requires_grad(x, True)
+        y = checkpoint(layer, x, platform=platform) if recompute else layer(x)
+        return gradients(platform, layer, y), platform.to_numpy(layer.tally.take()).tolist(), len(chosen)
+
+    plain, again = run(False), run(True)
+    for name, grad in plain[0].items():
+        numpy.testing.assert_array_equal(again[0][name], grad, err_msg=name)
+    assert again[1:] == plain[1:]
+    assert plain[2] == 1
 
 
 def test_the_bias_stays_float32_when_a_model_is_cast():

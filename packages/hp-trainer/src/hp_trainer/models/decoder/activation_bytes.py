@@ -395,6 +395,7 @@ def _head(config: DecoderConfig, shape: ActivationShape) -> BlockActivations:
         _gathered("head input", tokens * config.hidden_size * e, shape),
         # Over a cut vocabulary the loss keeps the logits less their maximum, and their exponentials.
         KeptTensor(name="log-softmax", kind="rest", saved=(4 if shape.tp == 1 else 8) * tokens * vocab),
+        KeptTensor(name="loss and its count", kind="rest", saved=8),
     )
     return BlockActivations(tensors=tensors, working=8 * tokens * vocab)
 
