@@ -38,13 +38,19 @@ class AdamW:
     def step(self, learning_rate: float) -> None:
         names = [name for name, parameter in self._parameters.items() if parameter.grad is not None]
         parameters = [unwrap(self._parameters[name]) for name in names]
+        averages = [[unwrap(state[name]) for name in names] for state in (self._exp_avgs, self._exp_avg_sqs)]
+        gradients = [
+            laid_out_as(x, unwrap(self._parameters[name].grad)) for x, name in zip(parameters, names, strict=True)
+        ]
         beta1, beta2 = self._options.betas
-        fused = all(x.device.type in FUSED_DEVICES for x in parameters)
+        fused = all(
+            x.device.type in FUSED_DEVICES and are_read_alike(x, *others)
+            for x, *others in zip(parameters, gradients, *averages, strict=True)
+        )
         adamw(
             parameters,
-            [unwrap(self._parameters[name].grad) for name in names],
-            [unwrap(self._exp_avgs[name]) for name in names],
-            [unwrap(self._exp_avg_sqs[name]) for name in names],
+            gradients,
+            *averages,
             [],
             [torch.tensor(float(self.num_steps), device=x.device if fused else "cpu") for x in parameters],
             fused=fused,
@@ -67,6 +73,21 @@ class AdamW:
         return {
             name: {"exp_avg": self._exp_avgs[name], "exp_avg_sq": self._exp_avg_sqs[name]} for name in self._parameters
         }
+
+
+def laid_out_as(x: Tensor, grad: Tensor) -> Tensor:
+    """Return a gradient with the strides of its parameter, as autograd makes them; one set by hand may have others."""
+    return grad if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)
+
+
+def are_read_alike(x: Tensor, *others: Tensor) -> bool:
+    """Return True if elements of one place lie at one offset in all of these, and nothing lies between elements.
+
+    torch's fused kernel goes through the memory of parameters, gradients and averages side by side, whatever their
+    strides, and on CPU it does not look at these.
+    """
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.numel() == 0 or (extent == x.numel() and all(each.stride() == x.stride() for each in others))
 
 
 def _zeros(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
