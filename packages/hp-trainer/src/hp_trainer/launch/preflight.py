@@ -138,6 +138,7 @@ def _run_problems(config: TrainerConfig, world_size: int, registered: Registries
 
 def layout_problems(config: TrainerConfig, world_size: int) -> Iterator[Problem]:
     """Yield why the layout of a configuration cannot train on so many ranks; paths are within the configuration."""
+    yield from _idle_degrees(config)
     num_experts = getattr(config.model.options, "num_experts", None)
     try:
         dims = ParallelDims.from_config(config.parallel, world_size, num_experts)
@@ -148,6 +149,27 @@ def layout_problems(config: TrainerConfig, world_size: int) -> Iterator[Problem]
             yield dataclasses.replace(problem, hint=hint).within("parallel")
     else:
         yield from training_problems(dims, config)
+
+
+def _idle_degrees(config: TrainerConfig) -> Iterator[Problem]:
+    """Yield degrees that would be taken without a word and change nothing."""
+    parallel = config.parallel
+    if parallel.ep > 1 and getattr(config.model.options, "num_experts", 0) is None:
+        yield Problem(
+            path="parallel.ep",
+            what="the model has no experts that so many ranks could share",
+            expected="1, or model.num_experts",
+            got=str(parallel.ep),
+            hint="parallel.ep=1",
+        )
+    if parallel.cp == 1 and (parallel.ulysses_degree or 1) > 1:
+        yield Problem(
+            path="parallel.ulysses_degree",
+            what="parallel.cp = 1, so no ranks share a sequence",
+            expected="null, or parallel.cp a multiple of it",
+            got=str(parallel.ulysses_degree),
+            hint=f"parallel.cp={parallel.ulysses_degree}, or parallel.ulysses_degree=null",
+        )
 
 
 def _device_problems(config: TrainerConfig, platform: str) -> Iterator[Problem]:
