@@ -126,11 +126,10 @@ class _CustomFunction(_Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        backward = ctx.map
+        result = ctx.map(*grads)
         if not _running.keeps_graph:
             # Whoever holds the loss holds this node, but nobody needs what its backward has kept.
             ctx.map = _refuse_again
-        result = backward(*grads)
         return (None, None, *([result] if isinstance(result, Tensor) else result))
 
 

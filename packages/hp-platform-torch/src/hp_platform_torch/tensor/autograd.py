@@ -65,12 +65,12 @@ class _CustomFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        backward_function = ctx.backward_function
-        if not _keeps_graph():
-            # As torch frees what its own nodes have saved: whoever holds the loss holds this node.
-            ctx.backward_function = _refuse_again
         with torch.no_grad():
-            result = backward_function(*grads)
+            result = ctx.backward_function(*grads)
+        if not _keeps_graph():
+            # As torch frees what its own nodes have saved, once they have run: whoever holds the loss holds this node.
+            # One that has raised may be tried again.
+            ctx.backward_function = _refuse_again
         grads_of_inputs = (result,) if result is None or isinstance(result, torch.Tensor) else tuple(result)
         expected = len(ctx.needs_input_grad) - 3
         if len(grads_of_inputs) != expected:

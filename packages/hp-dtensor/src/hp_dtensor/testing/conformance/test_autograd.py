@@ -197,6 +197,23 @@ def test_an_error_in_a_backward_reaches_the_caller_and_harms_nothing(hp_platform
     assert_values(hp_platform, hp_platform.get_grad(x), [2, 4, 6])
 
 
+def test_a_custom_function_whose_backward_has_raised_may_be_tried_again(hp_platform: Platform, x: Tensor) -> None:
+    ops, tries = hp_platform.ops, []
+
+    def backward(g: Tensor) -> Tensor:
+        tries.append(g)
+        if len(tries) == 1:
+            raise ArithmeticError("no gradient today")
+        return ops.mul(g, 2.0)
+
+    y = hp_platform.custom_function(lambda t: ops.mul(t, 2.0), backward, x)
+    grad = tensor(hp_platform, [1.0, 2.0, 3.0])
+    with pytest.raises(Exception, match="no gradient today"):
+        hp_platform.backward(y, grad)
+    hp_platform.backward(y, grad)
+    assert_values(hp_platform, hp_platform.get_grad(x), [2, 4, 6])
+
+
 def test_a_backward_knows_whether_it_was_told_inputs(hp_platform: Platform, x: Tensor) -> None:
     seen: list[bool] = []
 
