@@ -296,6 +296,29 @@ def test_expert_groups_that_would_decide_otherwise_all_raise(platform):
     run_ranks(rank, 4, platform)
 
 
+class TwoLayers(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.first, self.second = layers
+
+
+def test_ranks_that_are_told_of_other_layers_do_not_exchange_their_experts(platform):
+    def rank():
+        layers = [made(ExpertParallel(COPYING), (2,), ("ep",))[1:] for _ in range(2)]
+        with nn.building(platform):
+            model = TwoLayers(*(layer for layer, _ in layers))
+        is_first, away = layers[0][1].get_local_rank() == 0, (3, 1, 2, 0, 4, 5)
+        # The same layers in another order are the same request.
+        names = ("first", "second") if is_first else ("second", "first")
+        set_expert_homes(model, dict.fromkeys(names, away), lambda p: [])
+        assert expert_homes(model) == {"first": away, "second": away}
+        with pytest.raises(ExpertParallelError, match=r"here and \d+ of (first|second).experts, or other homes"):
+            set_expert_homes(model, {names[0]: range(EXPERTS)}, lambda p: [])
+        assert expert_homes(model) == {"first": away, "second": away}
+
+    run_ranks(rank, 2, platform)
+
+
 def test_experts_move_without_room_for_copies(platform):
     def rank():
         style = ExpertParallel(functools.partial(ReplicatingDispatcher, slots=0))

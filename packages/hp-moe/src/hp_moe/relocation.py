@@ -113,8 +113,10 @@ def set_expert_homes(model: Any, homes: Mapping[str, Sequence[int]], states: Sta
     movable = _movable(model)
     if unknown := [name for name in homes if name not in movable]:
         raise ExpertParallelError(f"experts of {unknown[0]!r} do not move; those of {[*movable]} do")
-    for name, places in homes.items():
-        _move(name, *movable[name], places, states)
+    # In the order of the model: the given one may differ from rank to rank.
+    for name in movable:
+        if name in homes:
+            _move(name, *movable[name], homes[name], states)
 
 
 def _movable(model: Any) -> dict[str, tuple[MoE, ReplicatingDispatcher]]:
@@ -152,7 +154,8 @@ def _agreed(name: str, layer: MoE, dispatcher: ReplicatingDispatcher, homes: Hom
         # Whatever it is: the other ranks must hear of it, else they would wait for this one's rows.
         fault = error
     kinds = [platform.dtype_name(each.dtype) for each in moving]
-    mine = [len(moving), _digest([dispatcher.homes, homes, kinds])]
+    # With the name: ranks that were told of other layers have come to different ones.
+    mine = [name, len(moving), _digest([dispatcher.homes, homes, kinds])]
     answers = _answers(layer, dispatcher, [fault and str(fault), *mine])
     if fault is not None:
         raise fault
@@ -162,7 +165,7 @@ def _agreed(name: str, layer: MoE, dispatcher: ReplicatingDispatcher, homes: Hom
         if facts != mine:
             raise ExpertParallelError(
                 f"{name}: expected the same homes, and gradients and states of the same kinds, on all ranks, got "
-                f"{len(moving)} tensors here and {facts[0]} others, or other homes, on rank {rank}"
+                f"{len(moving)} tensors here and {facts[1]} of {facts[0]}, or other homes, on rank {rank}"
             )
     return moving
 
