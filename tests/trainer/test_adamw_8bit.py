@@ -105,6 +105,29 @@ def test_steps_are_those_of_adamw_up_to_the_codes(hp_platform, weights):
     assert all(hp_platform.get_grad(x) is None for x in ours.values())
 
 
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_steps_are_counted_whatever_the_default_dtype_is(hp_platform, name):
+    """In bfloat16 the number after 256 is 256 again."""
+    if hp_platform.name != "torch":
+        pytest.skip("this platform has no default dtype that a program sets")
+    import torch
+
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        x = parameter_of(hp_platform, np.ones(4))
+        options = {"adamw": AdamWConfig, "adamw_8bit": AdamW8bitConfig}[name](betas=(0.9, 0.999))
+        optimizer = built(hp_platform, name, options, [("x", x)])
+        optimizer.num_steps = 256
+        hp_platform.set_grad(x, hp_platform.from_numpy(np.ones(4, np.float32)))
+        torch.set_default_dtype(dtype)
+        try:
+            optimizer.step(0.5)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append(hp_platform.to_numpy(hp_platform.detach(x)).copy())
+    np.testing.assert_array_equal(*found)
+
+
 def test_a_weight_whose_memory_has_another_order_is_updated_alike(hp_platform, weights):
     if hp_platform.name != "torch":
         pytest.skip("a parameter of this platform has the order of its dimensions")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim.adamw import adamw
 
-from hp_platform_torch.trainer.optimizers import FUSED_DEVICES
+from hp_platform_torch.trainer.optimizers import FUSED_DEVICES, step_count
 from hp_trainer.optimizers.code_search import CodeSearch
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def update(
         [mean],
         [square],
         [],
-        [torch.tensor(num_steps - 1.0, device=weight.device if fused else "cpu")],
+        [step_count(num_steps - 1, weight.device if fused else "cpu")],
         fused=fused,
         foreach=not fused,
         amsgrad=False,

@@ -52,7 +52,7 @@ class AdamW:
             gradients,
             *averages,
             [],
-            [torch.tensor(float(self.num_steps), device=x.device if fused else "cpu") for x in parameters],
+            [step_count(self.num_steps, x.device if fused else "cpu") for x in parameters],
             fused=fused,
             foreach=not fused,
             amsgrad=False,
@@ -88,6 +88,12 @@ def are_read_alike(x: Tensor, *others: Tensor) -> bool:
     """
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.numel() == 0 or (extent == x.numel() and all(each.stride() == x.stride() for each in others))
+
+
+def step_count(count: int, device: torch.device | str) -> Tensor:
+    """Return a count of steps as torch's own optimizers keep it: float32, whatever torch's default dtype is."""
+    # Filled on the device: to copy a number there would wait for all that the device has to do.
+    return torch.full((), count, dtype=torch.float32, device=device)
 
 
 def _zeros(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
