@@ -76,6 +76,16 @@ def test_number(number):
 """
 
 
+def test_a_test_whose_fixtures_end_badly_is_not_done(tmp_path):
+    (tmp_path / "test_left.py").write_text(
+        "import pytest\n\n@pytest.fixture\ndef bad():\n    yield\n    assert False\n\ndef test_one(bad):\n    pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--hp-done", "done.txt"]
+    for _ in range(2):
+        shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
+        assert "1 passed, 1 error" in shown
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_proof_goes_on_where_it_was_stopped(tmp_path, workers):
     pytest.importorskip("xdist")

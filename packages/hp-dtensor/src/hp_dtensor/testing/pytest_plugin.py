@@ -74,6 +74,7 @@ class DoneTests:
         given = getattr(config, "workerinput", {}).get("hp_done")
         self._is_worker = given is not None
         self._done: list[str] = given if given is not None else path.read_text().splitlines() if path.exists() else []
+        self._called: set[str] = set()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -89,8 +90,12 @@ class DoneTests:
             config.hook.pytest_deselected(items=left_out)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Add a test that has passed."""
-        if report.when == "call" and report.passed and not self._is_worker:
+        """Add a test that has passed, and whose fixtures have ended well."""
+        if self._is_worker or not report.passed:
+            return
+        if report.when == "call":
+            self._called.add(report.nodeid)
+        elif report.when == "teardown" and report.nodeid in self._called:
             with self._path.open("a") as file:
                 file.write(f"{report.nodeid}\n")
 
