@@ -208,7 +208,8 @@ class _Job:
 _PLANS: dict[str, Callable[..., Any]] = {"ring": plan_ring, "all_gather": plan_gather}
 
 
-@functools.lru_cache(maxsize=256)
+# A plan holds the place of every token, 8 MiB for each million: few lengths at a time.
+@functools.lru_cache(maxsize=64)
 def _plan_without_documents(
     make: Callable[..., Any], cut: SequenceCut, ring: int, causal: bool, window: int | None, tile: int | None
 ) -> Any:
