@@ -134,6 +134,17 @@ def test_the_result_of_a_repetition_is_not_held_through_its_backward(hp_platform
     assert (len(results), held) == (2, [False])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_in_any_floating_dtype(hp_platform, dtype):
+    ops, kind = hp_platform.ops, hp_platform.dtype(dtype)
+    x = hp_platform.detach(ops.cast(hp_platform.from_numpy(VALUES.copy()), kind))
+    hp_platform.set_requires_grad(x, True)
+    y = checkpoint(lambda x: ops.reshape(x, (3, 5)), x, platform=hp_platform)
+    hp_platform.backward(y, ops.cast(hp_platform.from_numpy(np.full((3, 5), 2, np.float32)), kind))
+    grad = ops.cast(hp_platform.get_grad(x), hp_platform.dtype("float32"))
+    np.testing.assert_array_equal(hp_platform.to_numpy(grad), np.full_like(VALUES, 2))
+
+
 def test_a_node_lets_go_of_what_it_has_kept_though_the_loss_is_held(hp_platform):
     ops, x = hp_platform.ops, leaf(hp_platform, VALUES)
 

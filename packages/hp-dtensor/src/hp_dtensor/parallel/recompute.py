@@ -146,7 +146,8 @@ _for_given_inputs: ContextVar[bool] = ContextVar("hp_dtensor.parallel.recompute.
 
 def _end_of(platform: Platform, y: Tensor, grad: Tensor) -> Tensor:
     """Return a scalar without the data of `y`, from which backward goes on with `grad` as the gradient of `y`."""
-    return platform.custom_function(lambda y: platform.zeros((), grad.dtype), lambda _: grad, y)
+    # Of float32, for the scalar's own gradient, which nobody looks at: MindSpore's CPU makes none of bfloat16.
+    return platform.custom_function(lambda y: platform.zeros((), platform.dtype("float32")), lambda _: grad, y)
 
 
 def _way_back(x: Tensor) -> Callable[[Tensor], Tensor]:
