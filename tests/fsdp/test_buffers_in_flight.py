@@ -67,6 +67,28 @@ def test_gathers_when_the_order_of_calls_changes(hp_platform):
     run_ranks(rank, 2, hp_platform)
 
 
+def test_forwards_that_take_turns_gather_ahead_each_in_its_own_order(hp_platform):
+    """By name: without one each would follow the order of the one before, and gather for nothing."""
+
+    def rank(named):
+        model, x = ordered(hp_platform, 4)
+        gathers = []
+        for order in [(0, 1), (2, 3)] * 3:
+            if named:
+                model.set_prefetch_order(order[0])
+            seen = []
+            count_held(hp_platform, model, seen)
+            with record_collectives() as log:
+                loss = hp_platform.ops.sum(model(x, order))
+            gathers.append((log.count("all_gather") - len(order), max(seen)))
+            hp_platform.backward(loss)
+        return gathers
+
+    # The first forward of a name knows no order, so that one group at a time is whole; later ones gather one ahead.
+    assert run_ranks(rank, 2, hp_platform, True) == [[(0, 1), (0, 1), (0, 2), (0, 2), (0, 2), (0, 2)]] * 2
+    assert all((0, 2) not in gathers for gathers in run_ranks(rank, 2, hp_platform, False))
+
+
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_as_many_groups_are_gathered_ahead_as_asked_for(hp_platform, depth):
     def rank():
