@@ -55,6 +55,46 @@ def test_gradients_are_left_as_they_were(hp_platform):
     )
 
 
+def test_gradients_of_weights_that_layers_share_are_left_too(hp_platform):
+    first, second = layers_of(hp_platform, 2)
+    second.linear = first.linear
+    hp_platform.set_grad(first.linear.weight, hp_platform.from_numpy(np.full((4, 4), 7, np.float32)))
+    measured_costs([first, second], *inputs(hp_platform), rounds=1)
+    found = hp_platform.get_grad(first.linear.weight)
+    assert found is not None
+    np.testing.assert_array_equal(hp_platform.to_numpy(found), np.full((4, 4), 7))
+
+
+def test_a_rank_that_cannot_measure_fails_on_all(hp_platform, monkeypatch):
+    """Those that wait for its times would wait for ever."""
+
+    def seconds(*_):
+        if current_world(hp_platform).rank == 1:
+            raise ValueError("an odd layer")
+        return [1.0, 2.0]
+
+    monkeypatch.setattr(layer_costs, "_seconds", seconds)
+
+    def program():
+        group = init_device_mesh("cpu", (2,), platform=hp_platform).get_group()
+        with pytest.raises(PipelineError, match=r"measuring layers failed; rank 1: ValueError: an odd layer"):
+            measured_costs(layers_of(hp_platform, 2), *inputs(hp_platform), group=group)
+        return True
+
+    assert run_ranks(program, 2, hp_platform) == [True, True]
+
+
+def test_ranks_that_measure_other_layers_are_told(hp_platform):
+    def program():
+        mesh = init_device_mesh("cpu", (2,), platform=hp_platform)
+        layers = layers_of(hp_platform, 2 + mesh.get_rank())
+        with pytest.raises(PipelineError, match=r"expected the same layers, got \[2, 3\] of them"):
+            measured_costs(layers, *inputs(hp_platform), group=mesh.get_group(), rounds=1)
+        return True
+
+    assert run_ranks(program, 2, hp_platform) == [True, True]
+
+
 def test_ranks_that_measure_together_have_the_times_of_the_slowest(hp_platform, monkeypatch):
     own = [[1.0, 5.0], [2.0, 4.0]]
     monkeypatch.setattr(layer_costs, "_seconds", lambda *_: own[current_world(hp_platform).rank])

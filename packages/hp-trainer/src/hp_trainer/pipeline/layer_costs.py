@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import platform_of
+from hp_trainer._exchange import all_ranks
 from hp_trainer.exceptions import PipelineError
 from hp_trainer.pipeline.messages import MessageLayout
 from hp_trainer.pipeline.stage import PipelineStage
@@ -37,7 +38,8 @@ def measured_costs(
         rounds: each layer's time is the least of so many, after one that warms up.
 
     Raises:
-        PipelineError: no layers or rounds, or an output that could not travel between stages.
+        PipelineError: no layers or rounds, or an output that could not travel between stages; on every rank of a group
+            where any rank has failed.
 
     Example:
         >>> with nn.building(platform):
@@ -46,20 +48,21 @@ def measured_costs(
         >>> len(balanced_stages(costs, 2))
         2
     """
-    if not layers or rounds < 1:
-        raise PipelineError(f"expected layers and rounds, got {len(layers)} and {rounds}")
-    platform = platform_of(layers[0], platform)
-    grads = [_Gradients(platform, layer) for layer in layers]
-    try:
-        with platform.enable_grad():
-            runs = [_seconds(platform, layers, args) for _ in range(rounds + 1)]
-    finally:
-        for each in grads:
-            each.restore()
-    own = [min(times) for times in zip(*runs[1:], strict=True)]
+
+    def measure() -> list[float]:
+        if not layers or rounds < 1:
+            raise PipelineError(f"expected layers and rounds, got {len(layers)} and {rounds}")
+        chosen = platform_of(layers[0], platform)
+        with chosen.enable_grad(), _gradients_as_they_were(chosen, layers):
+            runs = [_seconds(chosen, layers, args) for _ in range(rounds + 1)]
+        return [min(times) for times in zip(*runs[1:], strict=True)]
+
     if group is None:
-        return own
-    everyones = [json.loads(part) for part in group.all_gather_bytes(json.dumps(own).encode())]
+        return measure()
+    everyones = all_ranks(group, "measuring layers", measure, PipelineError)
+    numbers = [len(times) for times in everyones]
+    if len(set(numbers)) > 1:
+        raise PipelineError(f"ranks that measure together: expected the same layers, got {numbers} of them")
     return [max(times) for times in zip(*everyones, strict=True)]
 
 
@@ -85,17 +88,16 @@ def _seconds(platform: Platform, layers: Sequence[Module], args: tuple[Any, ...]
     return found
 
 
-class _Gradients:
-    """The gradients of a layer's parameters, which a measurement adds to."""
-
-    def __init__(self, platform: Platform, layer: Module) -> None:
-        self._platform = platform
-        parameters = [parameter for _, parameter in platform.named_parameters(layer)]
-        self._before = [(parameter, platform.get_grad(parameter)) for parameter in parameters]
-        for parameter in parameters:
-            platform.set_grad(parameter, None)
-
-    def restore(self) -> None:
-        """Put back what was there."""
-        for parameter, grad in self._before:
-            self._platform.set_grad(parameter, grad)
+@contextlib.contextmanager
+def _gradients_as_they_were(platform: Platform, layers: Sequence[Module]) -> Iterator[None]:
+    """Take the gradients of all parameters away for a block, which adds to them, and put them back afterwards."""
+    # Layers may share a parameter, which is taken once: the second time its gradient would be gone.
+    parameters = {id(each): each for layer in layers for _, each in platform.named_parameters(layer)}.values()
+    before = [(parameter, platform.get_grad(parameter)) for parameter in parameters]
+    for parameter in parameters:
+        platform.set_grad(parameter, None)
+    try:
+        yield
+    finally:
+        for parameter, grad in before:
+            platform.set_grad(parameter, grad)
