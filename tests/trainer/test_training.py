@@ -17,6 +17,7 @@ from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.testing import run_ranks
+from hp_fsdp import FSDPModule
 from hp_trainer.data import IGNORED, Rows, SampleOrder, TokenSamples, documents
 from hp_trainer.exceptions import CheckpointError, TrainingError
 from hp_trainer.launch import job
@@ -496,3 +497,11 @@ def test_a_call_of_sys_exit_after_the_last_step_is_no_success(lab, monkeypatch):
             job.run_rank(str(run.path), None, None, name, True)
 
     run_ranks(rank, 1, lab.platform)
+
+
+def test_models_that_reduce_gradients_in_their_own_way_need_no_reductions_in_two_parts(lab, monkeypatch):
+    """Only `parallel.reduce_gradients=micro_batch` asks for them."""
+    skip_unless_torch_or(lab.platform, False)
+    monkeypatch.delattr(FSDPModule, "set_requires_all_reduce")
+    run = lab.run("run", training__steps=1, training__micro_batch_size=1, checkpoint__interval=None)
+    assert len(losses(run)) == 1

@@ -54,7 +54,9 @@ class LanguageModel(Protocol):
     ) -> None:
         """Lay this model, whose parameters are plain, out over the mesh that `dims` built; in place.
 
-        Afterwards every gradient is the sum over the tokens of the global batch.
+        Afterwards every gradient is the sum over the tokens of the global batch. The model itself is then one of
+        `hp_fsdp.fully_shard`, or has its `set_requires_gradient_sync`, and `set_requires_all_reduce` for
+        `parallel.reduce_gradients: micro_batch`.
 
         Args:
             training: its dtypes are those of computation and reduction, and it says which activations are computed

@@ -60,10 +60,12 @@ class OptimizerStep:
             loss_sum = self.pipeline.accumulate_gradients(own, lambda loss: self.scaler.scale(ops.div(loss, targets)))
             return ops.div(loss_sum, targets)
         parts = batch.micro_batches(self.config.training.micro_batch_size)
+        reduces_often = self.config.parallel.reduce_gradients == "micro_batch"
         for index, micro in enumerate(parts):
             is_last = index == len(parts) - 1
-            self.model.set_requires_gradient_sync(is_last or self.config.parallel.reduce_gradients == "micro_batch")
-            self.model.set_requires_all_reduce(is_last)
+            self.model.set_requires_gradient_sync(is_last or reduces_often)
+            if reduces_often:
+                self.model.set_requires_all_reduce(is_last)
             loss = ops.div(self.loss_sum(micro), targets)
             self.platform.backward(self.scaler.scale(loss))
             loss = self.platform.detach(loss)
