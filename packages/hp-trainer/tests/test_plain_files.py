@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hp_trainer import _files
 from hp_trainer._files import other_kind, read_plain_text
 from hp_trainer.checkpoint import LocalStorage, find_latest
 from hp_trainer.config import load_config
@@ -45,6 +46,20 @@ def test_a_file_that_would_fill_the_memory_is_not_read(tmp_path: Path, registere
         out.truncate(1 << 40)  # takes no room on the disk
     with pytest.raises(ConfigError, match=r"cannot be read.*\n.*\n +got: it has 1,099,511,627,776 bytes, more than"):
         load_config(tmp_path / "large.yaml", registered=registered)
+
+
+def test_a_pipe_that_comes_after_the_first_look_is_not_read(pipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_files, "other_kind", lambda path: None)
+    with pytest.raises(OSError, match="it is a named pipe, not a plain file"):
+        read_plain_text(pipe)
+
+
+def test_a_file_that_tells_no_size_is_not_read_on() -> None:
+    whole = Path("/proc/self/status")
+    assert whole.stat().st_size == 0
+    assert len(read_plain_text(whole)) > 16
+    with pytest.raises(OSError, match="it has 17 bytes, more than the 16 that are read"):
+        read_plain_text(whole, most_bytes=16)
 
 
 def test_a_configuration_that_is_a_pipe_or_a_device_is_refused(

@@ -39,13 +39,26 @@ def read_plain_text(path: Path, most_bytes: int = _MOST_BYTES) -> str:
         OSError: it cannot be read, is no plain file, or has more than `most_bytes`.
         UnicodeDecodeError: it is not UTF-8.
     """
-    kind = other_kind(path)
-    if kind is not None:
-        raise OSError(errno.EINVAL, f"it is {kind}, not a plain file", str(path))
-    size = path.stat().st_size
+    _refuse_other_kinds(path, other_kind(path))
+    with open(path, encoding="utf-8", opener=_open_without_waiting) as file:
+        # Another may have taken its place since, and a file that others write to grows.
+        found = os.fstat(file.fileno())
+        _refuse_other_kinds(path, _KINDS.get(stat.S_IFMT(found.st_mode)))
+        text = file.read(most_bytes + 1) if found.st_size <= most_bytes else ""
+    size = max(found.st_size, len(text))
     if size > most_bytes:
         raise OSError(errno.EINVAL, f"it has {size:,} bytes, more than the {most_bytes:,} that are read", str(path))
-    return path.read_text(encoding="utf-8")
+    return text
+
+
+def _refuse_other_kinds(path: Path, kind: str | None) -> None:
+    if kind is not None:
+        raise OSError(errno.EINVAL, f"it is {kind}, not a plain file", str(path))
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Open a file; of a pipe, do not wait for somebody who writes."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def write_new(path: Path, text: str) -> None:
