@@ -8,10 +8,12 @@ import math
 import pytest
 from planned_runs import config_of, shape_of
 
+from hp_trainer.memory import KINDS
 from hp_trainer.planning import memory
 from hp_trainer.planning.devices import find_device
 from hp_trainer.planning.plan import plan_step
 from hp_trainer.planning.search import search_layouts
+from hp_trainer.training.activation_plan import plan_activations
 
 SETTINGS = {
     "model__num_hidden_layers": 8,
@@ -98,3 +100,13 @@ def test_moments_that_are_left_out_are_not_the_fullest(monkeypatch: pytest.Monke
     with_all = lambda self: ((layer, True) for layer in reversed(self.parts.layers))  # noqa: E731
     monkeypatch.setattr(memory._Moments, "backward", with_all)
     assert plan_step(config, dims, DEVICE).memory == found
+
+
+def test_a_budget_is_planned_for_experts_as_the_device_computes_them() -> None:
+    """A CPU computes experts one by one in half precision, which keeps more than one operation for all of them."""
+    config = config_of(model__num_experts=4, training__dtype="bfloat16", training__activation_budget="300KiB")
+    shape = shape_of(config, 1)
+    one_by_one, fused = (
+        plan_activations(config, shape.dims, KINDS, fused_experts=fuses).of_layers() for fuses in (False, True)
+    )
+    assert memory.recompute_of(shape) == one_by_one != fused

@@ -73,6 +73,19 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {**SHORT, "parallel__pp": 2, "parallel__reduce_gradients": "micro_batch", "training__global_batch_size": 16},
     ),
+    "pipeline, all forwards first, reduced for each use": (
+        2,
+        {
+            "parallel__pp": 2,
+            "pipeline__schedule": "gpipe",
+            "parallel__reduce_gradients": "micro_batch",
+            "model__vocab_size": 1536,
+        },
+    ),
+    "pipeline, the head alone, reduced for each use": (
+        2,
+        {"parallel__pp": 2, "pipeline__layers": "[4, 0]", "parallel__reduce_gradients": "micro_batch"},
+    ),
     "tensor and shards": (4, {"parallel__tp": 2}),
 }
 

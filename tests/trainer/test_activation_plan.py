@@ -100,6 +100,21 @@ def test_a_large_budget_keeps_everything_and_too_small_a_one_is_refused():
     assert plan_recompute(demand, told.value.least, KINDS).peak == told.value.least
 
 
+@pytest.mark.parametrize("offloads", [False, True])
+def test_a_rank_without_blocks_has_a_plan_too(lab, offloads):
+    """Such as the first of a pipeline that has the embedding alone, or the last with the head alone."""
+    head = block(0, 0, 0, 400, working=300)
+    plan = plan_recompute(Demand(blocks=(), head=head, in_flight=2.0), 1e9, KINDS, offloads=offloads)
+    assert (plan.chosen, plan.peak, plan.cost) == ((), 700, 0)
+    with pytest.raises(BudgetError):
+        plan_recompute(Demand(blocks=(), head=head), 699, KINDS, offloads=offloads)
+    settings = {"pipeline__layers": "[0, 3]", "training__activation_budget": "1GiB", "model__num_hidden_layers": 3}
+    config = lab.config({"pp": 2}, training__offload_activations=offloads, **settings)
+    plans = plan_activations(config, ParallelDims(world_size=2, pp=2), KINDS)
+    assert [len(plan.chosen) for plan in plans.plans] == [0, 3]
+    assert len(plans.describe()) == 2
+
+
 def test_a_block_that_is_computed_again_is_whole_in_its_backward():
     # The input that is kept, then attention, products, the rest, and gradients between them.
     assert Demand(blocks=(DENSE,)).peak([BlockRecompute(mode="full")]) == 8 + (20 + 100 + 60) + 30

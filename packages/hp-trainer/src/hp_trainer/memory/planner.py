@@ -261,7 +261,9 @@ class _Search:
 
 
 def _table(blocks: Sequence[Any], options: Sequence[BlockRecompute], tell: Any) -> Any:
-    return np.array([[tell(block, option) for option in options] for block in blocks], float)
+    # A rank may have no blocks, of which two dimensions are to be left too.
+    table = [tell(block, option) for block in blocks for option in options]
+    return np.array(table, float).reshape(len(blocks), len(options))
 
 
 def describe_blocks(names: Sequence[str], chosen: Sequence[BlockRecompute]) -> str:

@@ -226,7 +226,10 @@ class _GatheredForUse(_Moments):
         """Return what other micro-batches of a pipeline keep, one of which keeps `own`, and their messages."""
         if not self.parts.is_pipelined:
             return 0.0, 0.0
-        return (self.shape.facts.in_flight[self.parts.place] - 1) * own, 2.0 * message_bytes(self.shape)
+        facts = self.shape.facts
+        # The loss is a part of forward: those of other micro-batches wait too.
+        heads = max(0.0, facts.last_in_flight - 1) * self.head.kept() if self.parts.head else 0.0
+        return (facts.in_flight[self.parts.place] - 1) * own + heads, 2.0 * message_bytes(self.shape)
 
     def _gathered(self, layer: int) -> float:
         """Return the full weights of blocks while the backward is at one: its own, and the next one's ahead."""
@@ -237,6 +240,8 @@ class _GatheredForUse(_Moments):
 
     def _gathered_at_loss(self) -> float:
         """Return the full weights of blocks at the loss: all of them, or those of the last but its experts'."""
+        if not self.parts.layers:
+            return 0.0
         last = self.parts.layers[-1]
         resharded = self.shape.config.parallel.reshard_after_forward is not False
         return self.bytes[last].dense_full if resharded else self._gathered(last)
@@ -421,7 +426,7 @@ def _recompute(shape: StepShape) -> list[BlockRecompute]:
     keep = KINDS if training.recompute_keep is None else training.recompute_keep
     if training.activation_budget is not None:
         try:
-            return plan_activations(shape.config, shape.dims, keep).of_layers()
+            return plan_activations(shape.config, shape.dims, keep, fused_experts=shape.fuses_experts).of_layers()
         except BudgetError:  # the memory shown is then the least, and above the budget
             return [BlockRecompute(mode="full", offloads=training.offload_activations)] * num_layers
     kept = keep if training.recompute == "selective" else ()
