@@ -7,6 +7,7 @@ torch.distributed.pipelining keeps them too), and the second part computes the b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,37 @@ def split_backward(
         allow_unused=True,
     )
     kept = list(found[len(inputs) :])
-    return list(found[: len(inputs)]), lambda: _finish(apart, forks, kept)
+    # Where Python does not keep nodes, those of the forks live as long as what comes before them in the backward.
+    graph_of_forks = [] if _python_keeps_nodes() else roots
+
+    def finish() -> None:
+        _finish(apart, forks, kept)
+        graph_of_forks.clear()
+
+    return list(found[: len(inputs)]), finish
+
+
+class _Twice(torch.autograd.Function):
+    """A node that is written in Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+@functools.cache
+def _python_keeps_nodes() -> bool:
+    """Return True if Python's object for a node that is written in Python keeps it: in torch 2.13, not in 2.11."""
+    with torch.enable_grad():
+        node = _Twice.apply(torch.ones((), requires_grad=True)).grad_fn
+    try:
+        return bool(node._input_metadata)
+    except RuntimeError:
+        return False
 
 
 @dataclass(slots=True)
