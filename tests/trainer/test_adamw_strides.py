@@ -1,12 +1,13 @@
-"""The trainer's AdamW updates elements by their places, however tensors are laid out in memory."""
+"""The trainer's AdamW on torch updates elements by their places, however tensors are laid out in memory."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
-from hp_platform_torch.trainer.optimizers import AdamW, are_read_alike
 from hp_trainer.config import AdamWConfig
+
+torch = pytest.importorskip("torch")
+optimizers = pytest.importorskip("hp_platform_torch.trainer.optimizers")
 
 DENSE, TURNED, APART = "dense", "turned", "apart"
 
@@ -31,7 +32,7 @@ def test_any_layout_of_weight_and_gradient(shape, of_weight, of_gradient):
     parameter = torch.nn.Parameter(laid_out(values, of_weight))
     options = AdamWConfig()
     reference = torch.optim.AdamW([plain], lr=0.1, betas=options.betas, eps=options.eps, weight_decay=0.1, fused=False)
-    ours = AdamW([("weight", parameter)], AdamWConfig(weight_decay=0.1))
+    ours = optimizers.AdamW([("weight", parameter)], AdamWConfig(weight_decay=0.1))
     for _ in range(3):
         gradient = torch.randn(shape, generator=generator)
         plain.grad, parameter.grad = gradient.clone(), laid_out(gradient, of_gradient)
@@ -42,8 +43,8 @@ def test_any_layout_of_weight_and_gradient(shape, of_weight, of_gradient):
 
 def test_tensors_that_are_read_alike():
     turned = torch.empty(4, 6).t()
-    assert are_read_alike(turned, torch.empty_like(turned))
-    assert not are_read_alike(turned, torch.empty(6, 4))
+    assert optimizers.are_read_alike(turned, torch.empty_like(turned))
+    assert not optimizers.are_read_alike(turned, torch.empty(6, 4))
     gaps = torch.empty(6, 7)[:, :4]
-    assert not are_read_alike(gaps, gaps)
-    assert are_read_alike(torch.empty(3, 0), torch.empty(3, 0))
+    assert not optimizers.are_read_alike(gaps, gaps)
+    assert optimizers.are_read_alike(torch.empty(3, 0), torch.empty(3, 0))
