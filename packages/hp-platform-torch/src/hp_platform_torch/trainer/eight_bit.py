@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.optim.adamw import adamw
 
-from hp_platform_torch.trainer.optimizers import FUSED_DEVICES, step_count
+from hp_platform_torch.trainer.optimizers import apply_adamw
 from hp_trainer.optimizers.code_search import CodeSearch
 
 if TYPE_CHECKING:
@@ -36,27 +35,5 @@ def update(
     options: AdamW8bitConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do update `num_steps` (from 1) of AdamW by torch's fused kernel, where there is one; see `Update`."""
-    # The kernel reads all four in the order of memory, whatever their strides.
-    mean, square, grad, dense = mean.contiguous(), square.contiguous(), grad.contiguous(), weight.contiguous()
-    fused = weight.device.type in FUSED_DEVICES
-    beta1, beta2 = options.betas
-    adamw(
-        [dense],
-        [grad],
-        [mean],
-        [square],
-        [],
-        [step_count(num_steps - 1, weight.device if fused else "cpu")],
-        fused=fused,
-        foreach=not fused,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=learning_rate,
-        weight_decay=options.weight_decay,
-        eps=options.eps,
-        maximize=False,
-    )
-    if dense is not weight:
-        weight.copy_(dense)
+    apply_adamw([weight], [grad], [mean], [square], num_steps - 1, learning_rate, options)
     return mean, square

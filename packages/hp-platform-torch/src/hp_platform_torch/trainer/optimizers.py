@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,11 +12,12 @@ from hp_platform_torch.tensor.dtensor import unwrap
 
 if TYPE_CHECKING:
     from hp_trainer.config import AdamWConfig
+    from hp_trainer.optimizers import AdamW8bitConfig
 
 Tensor = torch.Tensor
 
 # Where torch has the fused kernel; on CPU it takes a fifth of the time of the others.
-FUSED_DEVICES = ("cpu", "cuda")
+_FUSED_DEVICES = ("cpu", "cuda")
 
 
 class AdamW:
@@ -37,31 +38,14 @@ class AdamW:
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         names = [name for name, parameter in self._parameters.items() if parameter.grad is not None]
-        parameters = [unwrap(self._parameters[name]) for name in names]
-        averages = [[unwrap(state[name]) for name in names] for state in (self._exp_avgs, self._exp_avg_sqs)]
-        gradients = [
-            laid_out_as(x, unwrap(self._parameters[name].grad)) for x, name in zip(parameters, names, strict=True)
-        ]
-        beta1, beta2 = self._options.betas
-        fused = all(
-            x.device.type in FUSED_DEVICES and are_read_alike(x, *others)
-            for x, *others in zip(parameters, gradients, *averages, strict=True)
-        )
-        adamw(
-            parameters,
-            gradients,
-            *averages,
-            [],
-            [step_count(self.num_steps, x.device if fused else "cpu") for x in parameters],
-            fused=fused,
-            foreach=not fused,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=learning_rate,
-            weight_decay=self._options.weight_decay,
-            eps=self._options.eps,
-            maximize=False,
+        apply_adamw(
+            [unwrap(self._parameters[name]) for name in names],
+            [unwrap(self._parameters[name].grad) for name in names],
+            [unwrap(self._exp_avgs[name]) for name in names],
+            [unwrap(self._exp_avg_sqs[name]) for name in names],
+            self.num_steps,
+            learning_rate,
+            self._options,
         )
         self.num_steps += 1
 
@@ -75,9 +59,48 @@ class AdamW:
         }
 
 
+def apply_adamw(
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    means: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    num_steps: int,
+    learning_rate: float,
+    options: AdamWConfig | AdamW8bitConfig,
+) -> None:
+    """Update weights and moments in place, by torch's fused kernel where there is one and it reads all of them alike.
+
+    Args:
+        num_steps: updates that have been made before.
+    """
+    grads = [laid_out_as(x, grad) for x, grad in zip(weights, grads, strict=True)]
+    fused = all(
+        x.device.type in _FUSED_DEVICES and are_read_alike(x, *others)
+        for x, *others in zip(weights, grads, means, squares, strict=True)
+    )
+    beta1, beta2 = options.betas
+    adamw(
+        list(weights),
+        grads,
+        list(means),
+        list(squares),
+        [],
+        [_step_count(num_steps, x.device if fused else "cpu") for x in weights],
+        fused=fused,
+        foreach=not fused,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=learning_rate,
+        weight_decay=options.weight_decay,
+        eps=options.eps,
+        maximize=False,
+    )
+
+
 def laid_out_as(x: Tensor, grad: Tensor) -> Tensor:
     """Return a gradient with the strides of its parameter, as autograd makes them; one set by hand may have others."""
-    return grad if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)
+    return grad if grad.stride() == x.stride() else torch.empty_like(x, dtype=grad.dtype).copy_(grad)
 
 
 def are_read_alike(x: Tensor, *others: Tensor) -> bool:
@@ -90,7 +113,7 @@ def are_read_alike(x: Tensor, *others: Tensor) -> bool:
     return x.numel() == 0 or (extent == x.numel() and all(each.stride() == x.stride() for each in others))
 
 
-def step_count(count: int, device: torch.device | str) -> Tensor:
+def _step_count(count: int, device: torch.device | str) -> Tensor:
     """Return a count of steps as torch's own optimizers keep it: float32, whatever torch's default dtype is."""
     # Filled on the device: to copy a number there would wait for all that the device has to do.
     return torch.full((), count, dtype=torch.float32, device=device)
