@@ -7,7 +7,6 @@ torch.distributed.pipelining keeps them too), and the second part computes the b
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +38,7 @@ def split_backward(
         else:
             _add(apart, GradientEdge(root.node, root.output_nr), seed)
     if not reaching:
-        return [None] * len(inputs), lambda: _finish(apart, [], [])
+        return [None] * len(inputs), lambda: _finish(apart, [], [], roots)
     forks = graph.forks()
     found = torch.autograd.grad(
         [y for y, _ in reaching],
@@ -50,37 +49,8 @@ def split_backward(
         allow_unused=True,
     )
     kept = list(found[len(inputs) :])
-    # Where Python does not keep nodes, those of the forks live as long as what comes before them in the backward.
-    graph_of_forks = [] if _python_keeps_nodes() else roots
-
-    def finish() -> None:
-        _finish(apart, forks, kept)
-        graph_of_forks.clear()
-
-    return list(found[: len(inputs)]), finish
-
-
-class _Twice(torch.autograd.Function):
-    """A node that is written in Python."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2
-
-
-@functools.cache
-def _python_keeps_nodes() -> bool:
-    """Return True if Python's object for a node that is written in Python keeps it: in torch 2.13, not in 2.11."""
-    with torch.enable_grad():
-        node = _Twice.apply(torch.ones((), requires_grad=True)).grad_fn
-    try:
-        return bool(node._input_metadata)
-    except RuntimeError:
-        return False
+    # torch 2.11 keeps a node that is written in Python only as long as what comes before it in the backward: the roots.
+    return list(found[: len(inputs)]), lambda: _finish(apart, forks, kept, roots)
 
 
 @dataclass(slots=True)
@@ -160,8 +130,8 @@ class _Graph:
         return [GradientEdge(node, place) for place in sorted(places)]
 
 
-def _finish(apart: Sums, forks: list[_Fork], kept: list[Tensor | None]) -> None:
-    """Compute what the branches get, then run one backward over all of them."""
+def _finish(apart: Sums, forks: list[_Fork], kept: list[Tensor | None], graph: Sequence[GradientEdge]) -> None:
+    """Compute what the branches get, then run one backward over all of them; `graph` keeps their nodes until then."""
     while forks:
         fork = forks.pop()
         own = [kept.pop() for _ in fork.edges][::-1]
