@@ -97,7 +97,10 @@ def test_moments_that_are_left_out_are_not_the_fullest(monkeypatch: pytest.Monke
     config = config_of(**SETTINGS | {"model__num_hidden_layers": 12}, **changed)
     dims = shape_of(config, 2).dims
     found = plan_step(config, dims, DEVICE).memory
-    with_all = lambda self: ((layer, True) for layer in reversed(self.parts.layers))  # noqa: E731
+
+    def with_all(self):
+        return ((layer, True) for layer in reversed(self.parts.layers))
+
     monkeypatch.setattr(memory._Moments, "backward", with_all)
     assert plan_step(config, dims, DEVICE).memory == found
 

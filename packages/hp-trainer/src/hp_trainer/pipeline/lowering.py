@@ -39,24 +39,23 @@ def rank_actions(
         ['0RECV_B0', '0F0', '0SEND_F0', '0B0']
     """
     compute = [a for a in schedule.actions[rank] if not forward_only or a.kind is Kind.FORWARD]
-    keys = sharded_stages or {}
+    # Without a backward, forwards that gather by themselves need nothing else.
+    keys = (sharded_stages if gathers_for_step or not forward_only else None) or {}
     uses = [a for a in compute if a.stage in keys and a.kind in (Kind.FORWARD, *COMPLETES_WEIGHT_GRAD)]
     last_use = {keys[action.stage]: action for action in uses}
     # Of equal keys the later entry stays: in reverse, that is the first use.
     first_use = {keys[action.stage]: action for action in reversed(uses)}
     actions: list[Action] = list(_receive(schedule, rank, compute[0])) if compute else []
-    ends = () if forward_only and not gathers_for_step else last_use.values()
     end = Kind.RESHARD if forward_only else Kind.REDUCE_GRAD
     for position, action in enumerate(compute):
-        if action in first_use.values() and (gathers_for_step or not forward_only):
+        if action in first_use.values():
             actions.append(Action(action.stage, Kind.UNSHARD))
         for following in compute[position + 1 : position + 2]:
             actions += _receive(schedule, rank, following)
-        if action in ends and not gathers_for_step:
-            actions.append(Action(action.stage, end))
-        actions += [action, *_send(schedule, rank, action)]
-        if action in ends and gathers_for_step:
-            actions.append(Action(action.stage, end))
+        done = [action, *_send(schedule, rank, action)]
+        if action in last_use.values():
+            done.insert(len(done) if gathers_for_step else 0, Action(action.stage, end))
+        actions += done
     return tuple(actions)
 
 

@@ -41,7 +41,6 @@ class StageParameters(ABC):
     def reduce_grad(self) -> None:
         """Have the gradients of all micro-batches reduced."""
 
-    @abstractmethod
     def reshard(self) -> None:
         """End a step without a backward."""
 
@@ -121,9 +120,6 @@ class GatheredForUse(StageParameters):
     def reduce_grad(self) -> None:
         """Let the next backward, the last of the step, complete the gradients."""
         self._completes_gradients(True)
-
-    def reshard(self) -> None:
-        """Do nothing: every forward has freed its parameters."""
 
     def forget(self) -> None:
         """Drop gathered parameters and gradients, after an error."""

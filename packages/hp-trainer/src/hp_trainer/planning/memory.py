@@ -128,6 +128,10 @@ class _Moments(ABC):
         """Return what a micro-batch has on the device at most while backward is in a block."""
         return self.in_front[layer] + self.costs[layer].kept + self.costs[layer].temporary
 
+    def other_heads(self) -> float:
+        """Return what the heads of other micro-batches of a pipeline keep: the loss is a part of forward, and waits."""
+        return max(0.0, self.shape.facts.last_in_flight - 1) * self.head.kept() if self.parts.head else 0.0
+
     @functools.cached_property
     def in_front(self) -> dict[int, float]:
         """Bytes that wait in front of each block while backward is in it: of the nearest one all that it keeps.
@@ -226,10 +230,8 @@ class _GatheredForUse(_Moments):
         """Return what other micro-batches of a pipeline keep, one of which keeps `own`, and their messages."""
         if not self.parts.is_pipelined:
             return 0.0, 0.0
-        facts = self.shape.facts
-        # The loss is a part of forward: those of other micro-batches wait too.
-        heads = max(0.0, facts.last_in_flight - 1) * self.head.kept() if self.parts.head else 0.0
-        return (facts.in_flight[self.parts.place] - 1) * own + heads, 2.0 * message_bytes(self.shape)
+        others = (self.shape.facts.in_flight[self.parts.place] - 1) * own
+        return others + self.other_heads(), 2.0 * message_bytes(self.shape)
 
     def _gathered(self, layer: int) -> float:
         """Return the full weights of blocks while the backward is at one: its own, and the next one's ahead."""
@@ -267,8 +269,7 @@ class _GatheredForStep(_Moments):
         below = sum(map(self.waiting, parts.layers))
         # Gradients of products' results stay for the weights' gradients, which are computed later.
         between = sum(self.costs[layer].for_weights for layer in parts.layers)
-        # The loss is a part of forward: those of other micro-batches wait too.
-        heads = max(0.0, facts.last_in_flight - 1) * head.kept() if parts.head else 0.0
+        heads = self.other_heads()
         others = (live - 1) * below + max(0.0, pending - 1) * between + heads
         held = {
             "gradients": gradients,
