@@ -412,3 +412,14 @@ def test_a_block_from_outside_autocast_is_recomputed_without_it(hp_platform):
     with torch.autocast("cpu", torch.bfloat16):
         y.sum().backward()
     assert dtypes == [torch.float32] * 2
+
+
+def test_a_second_backward_through_what_the_first_has_freed_is_refused(hp_platform):
+    """Also a node's own, which keeps what its closure holds no longer than the framework's nodes what they save."""
+    ones = hp_platform.from_numpy(np.ones(3, np.float32))
+    x = hp_platform.from_numpy(np.ones(3, np.float32))
+    hp_platform.set_requires_grad(x, True)
+    y = hp_platform.custom_function(lambda x: hp_platform.ops.mul(x, 2.0), lambda g: hp_platform.ops.mul(g, 2.0), x)
+    hp_platform.backward(y, ones)
+    with pytest.raises(RuntimeError, match=r"(a second backward|backward the graph twice)(.|\n)*retain_graph=True"):
+        hp_platform.backward(y, ones)

@@ -128,16 +128,9 @@ class _CustomFunction(_Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         result = ctx.map(*grads)
         if not _running.keeps_graph:
-            # Whoever holds the loss holds this node, but nobody needs what its backward has kept.
-            ctx.map = _refuse_again
+            # Whoever holds the loss holds this node; MindSpore lets no second backward come to it.
+            ctx.map = None
         return (None, None, *([result] if isinstance(result, Tensor) else result))
-
-
-def _refuse_again(*grads: Any) -> Any:
-    raise RuntimeError(
-        "a second backward through a graph whose saved tensors the first one has freed; pass retain_graph=True to the "
-        "first one"
-    )
 
 
 def _as_tuple(outputs: Any) -> Any:
