@@ -26,7 +26,7 @@ def start(folder, *arguments, **variables):
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 

@@ -16,7 +16,7 @@ from hp_trainer.metrics import read_metrics
 
 BIN = Path(sys.executable).parent
 START_SECONDS = 200  # to import a framework and join, on a busy machine
-END_SECONDS = 60
+END_SECONDS = 200
 
 LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MS_ROLE")
 

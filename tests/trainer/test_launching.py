@@ -30,7 +30,7 @@ def start(*command: str) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str]) -> str:
     """The output of a process that ends by itself."""
     try:
-        return process.communicate(timeout=120)[0]
+        return process.communicate(timeout=300)[0]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -55,7 +55,7 @@ def fail(rank, how="raise"):
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "unpicklable":
             return lambda: None
-    time.sleep(60)
+    time.sleep(600)
 
 
 def fail_after_another_died(victim):
@@ -80,12 +80,12 @@ def leave_with_exit_0():
 def write_pid_and_wait(folder, ignored=()):
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     rank = my_world()[0]
     pids = Path(folder) / f"{rank}.part"
     pids.write_text(f"{os.getpid()} {child.pid}")
     pids.rename(Path(folder) / f"{rank}.pids")
-    time.sleep(60)
+    time.sleep(600)
 
 
 def end_well_on(number, folder):
@@ -105,7 +105,7 @@ def hold_native_call(folder):
     import ctypes
 
     (Path(folder) / f"{my_world()[0]}.pids").write_text(str(os.getpid()))
-    ctypes.PyDLL(None).sleep(60)
+    ctypes.PyDLL(None).sleep(600)
 
 
 def signals_blocked_in_a_child():

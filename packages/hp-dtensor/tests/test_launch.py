@@ -20,7 +20,7 @@ from hp_dtensor.launch.local_ranks import LocalRanks, Output
 from hp_dtensor.platform.selection import get_platform
 
 pytestmark = pytest.mark.usefixtures("array_plugin")
-SECONDS = 40.0  # for what takes milliseconds on an idle machine; ranks that are not stopped wait for 60
+SECONDS = 300.0  # for what takes milliseconds on an idle machine; ranks that are not stopped wait for 600
 
 
 def wait_for(condition):

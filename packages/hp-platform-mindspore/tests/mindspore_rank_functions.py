@@ -6,6 +6,7 @@ import os
 import time
 
 import numpy as np
+import pytest
 
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import CapabilityError, PlatformError
@@ -206,18 +207,16 @@ def die_in_a_collective():
     world.all.barrier()
 
 
-def peer_dies_quietly():
-    """Rank 1 leaves the collective out; how long rank 0 waits for it."""
+def wait_for_a_peer_that_hangs(given_up):
+    """Rank 1 does not come before rank 0's collective has failed."""
     world = current_world(PLATFORM)
-    start = time.monotonic()
     if world.rank == 1:
-        time.sleep(12)
-        return None
-    try:
+        while not given_up.exists():
+            time.sleep(0.05)
+        return
+    with pytest.raises(RuntimeError):
         world.all.all_reduce(_tensor("float32", np.ones(4)))
-    except RuntimeError:
-        return time.monotonic() - start
-    return None
+    given_up.touch()
 
 
 def train_tensor_parallel(steps):

@@ -21,7 +21,7 @@ def test_ranks_of_torchrun_join_one_job(group, connections, tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     for rank in range(3):

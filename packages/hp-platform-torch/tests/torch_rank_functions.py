@@ -6,6 +6,7 @@ import functools
 import os
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode as TorchCommDebugMode
@@ -228,18 +229,19 @@ def die_or_wait(victim):
         raise RuntimeError(f"failed after {time.monotonic() - start:.0f} s: {error}") from error
 
 
-def wait_for_a_peer_that_hangs(seconds):
-    """Rank 1 does not come; how long rank 0's collective waits."""
+def wait_for_a_peer_that_hangs(given_up):
+    """Rank 1 does not come before rank 0's collective has failed; how long that waited."""
     world = current_world(PLATFORM)
     world.all.barrier()
     if world.rank == 1:
-        time.sleep(seconds)
+        while not given_up.exists():
+            time.sleep(0.05)
         return None
     start = time.monotonic()
-    try:
+    with pytest.raises(RuntimeError):
         world.all.all_reduce(torch.ones(4))
-    except RuntimeError:
-        return time.monotonic() - start
+    given_up.touch()
+    return time.monotonic() - start
 
 
 def differentiable_gather():

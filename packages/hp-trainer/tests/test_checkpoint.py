@@ -42,9 +42,9 @@ class ThreadGroup:
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         self._shared["slots"][self.rank] = data
-        self._shared["barrier"].wait(timeout=20)
+        self._shared["barrier"].wait(timeout=300)
         gathered = list(self._shared["slots"])
-        self._shared["barrier"].wait(timeout=20)
+        self._shared["barrier"].wait(timeout=300)
         return gathered
 
 

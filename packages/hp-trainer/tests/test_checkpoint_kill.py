@@ -42,9 +42,9 @@ def save(root: Path, meeting: Path, step: int, kill: int = -1, phase: str = "") 
     ]
     try:
         if kill >= 0:
-            assert ranks[kill].wait(timeout=60) == -signal.SIGKILL
+            assert ranks[kill].wait(timeout=300) == -signal.SIGKILL
         else:
-            assert [rank.wait(timeout=60) for rank in ranks] == [0] * SIZE
+            assert [rank.wait(timeout=300) for rank in ranks] == [0] * SIZE
     finally:
         for rank in ranks:
             rank.kill()

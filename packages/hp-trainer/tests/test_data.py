@@ -259,7 +259,7 @@ def test_builders_that_race_leave_one_whole_corpus(texts: Path, tmp_path: Path) 
     for run in runs:
         run.mkdir(parents=True)
     racers = [subprocess.Popen([sys.executable, "-c", code, str(texts), str(run)]) for run in runs]
-    assert [racer.wait(timeout=60) for racer in racers] == [0] * 4
+    assert [racer.wait(timeout=300) for racer in racers] == [0] * 4
     (corpus,) = (tmp_path / ".data").iterdir()
     assert Corpus(corpus).info.tokens == 13
     assert len(list(corpus.iterdir())) == 3

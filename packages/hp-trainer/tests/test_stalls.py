@@ -108,10 +108,10 @@ def test_damaged_reports_are_left_out(tmp_path: Path) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stall_watch, "_CHECK_SECONDS", 0.02)
     monkeypatch.setattr(stall_watch, "_GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(stall_watch, "_LEAST_SECONDS", 0.3)
+    monkeypatch.setattr(stall_watch, "_LEAST_SECONDS", 1.0)
 
 
-def wait_until(condition, seconds: float = 20.0) -> None:
+def wait_until(condition, seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -151,7 +151,7 @@ def test_only_the_lowest_rank_that_answers_tells(tmp_path: Path, monkeypatch: py
         watch = StallWatch(tmp_path, world(number, 3), timeout_seconds=0.8, tell=told[number].append)
         with watch:
             watch.begin("step", 1)
-            done.wait(20)
+            done.wait(300)
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in told]
     for thread in threads:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def _check(*arguments: str) -> None:
     command = [sys.executable, str(ROOT / "tools" / "operations_page.py"), *arguments, "--check"]
-    check = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    check = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (check.returncode, check.stdout) == (0, ""), check.stderr
 
 
