@@ -146,6 +146,8 @@ class Job:
             self._complete([calls[rank] for rank in range(len(call.ranks))], complete)
             for rank in call.ranks:
                 self._waits[rank] = None
+            # The calls would hold each other, and their buffers, until Python looks for cycles.
+            calls.clear()
         else:
             self._wait(call.ranks[call.rank], call)
 
