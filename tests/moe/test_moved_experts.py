@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 
 import numpy
 import pytest
@@ -267,7 +268,7 @@ def test_ranks_that_would_move_other_things_all_raise(platform):
     def rank():
         _, layer, mesh = made(ExpertParallel(COPYING), (2,), ("ep",))
         loads, first = {"": LoadMetrics.of([9, 9, 0, 0, 0, 0])}, mesh.get_local_rank() == 0
-        with pytest.raises(ExpertParallelError, match="expected the same homes, and gradients and states"):
+        with pytest.raises(ExpertParallelError, match="expected gradients and states of the same kinds"):
             move_experts(layer, loads, lambda p: [platform.ops.zeros_like(p)] if first else [])
 
         def states(parameter):
@@ -312,9 +313,73 @@ def test_ranks_that_are_told_of_other_layers_do_not_exchange_their_experts(platf
         names = ("first", "second") if is_first else ("second", "first")
         set_expert_homes(model, dict.fromkeys(names, away), lambda p: [])
         assert expert_homes(model) == {"first": away, "second": away}
-        with pytest.raises(ExpertParallelError, match=r"here and \d+ of (first|second).experts, or other homes"):
+        with pytest.raises(
+            ExpertParallelError, match=r"those of \['(first|second)'\] here and of \['(first|second)'\], or"
+        ):
             set_expert_homes(model, {names[0]: range(EXPERTS)}, lambda p: [])
         assert expert_homes(model) == {"first": away, "second": away}
+
+    run_ranks(rank, 2, platform)
+
+
+def test_homes_that_one_rank_alone_cannot_take_are_refused_on_all_and_no_layer_moves(platform):
+    away = (3, 1, 2, 0, 4, 5)
+    wrong = {
+        r"homes: expected each of the places 0 to 5 once, got \[0, 0, 1": {"first": away, "second": (0, 0, 1, 2, 3, 4)},
+        r"experts of 'third' do not move; those of \['first', 'second'\] do": {"first": away, "third": away},
+        r"or other homes, on rank": {"first": away},
+        "'second'": None,
+    }
+
+    def rank():
+        layers = [made(ExpertParallel(COPYING), (2,), ("ep",))[1:] for _ in range(2)]
+        with nn.building(platform):
+            model = TwoLayers(*(layer for layer, _ in layers))
+        is_first = layers[0][1].get_local_rank() == 0
+        before = [whole(platform, layer.experts.w1) for layer, _ in layers]
+        loads = {"first": LoadMetrics.of([9, 9, 0, 0, 0, 0]), "second": LoadMetrics.of([9, 9, 0, 0, 0, 0])}
+        for told, homes in wrong.items():
+            expected = KeyError if is_first and homes is None else ExpertParallelError
+            message = told if is_first or "on rank" in told else f"^experts: rank 0 cannot move experts: .*{told}"
+            if homes is None:
+                known = {"first": loads["first"]} if is_first else loads
+                move = functools.partial(move_experts, model, known, lambda p: [])
+            else:
+                given = homes if is_first else dict.fromkeys(loads, away)
+                move = functools.partial(set_expert_homes, model, given, lambda p: [])
+            with pytest.raises(expected, match=message):
+                move()
+            assert expert_homes(model) == {}
+        for (layer, _), expected in zip(layers, before, strict=True):
+            numpy.testing.assert_array_equal(whole(platform, layer.experts.w1), expected)
+
+    run_ranks(rank, 2, platform)
+
+
+def test_layers_move_one_after_another_and_what_has_moved_is_let_go(platform):
+    def rank():
+        layers = [made(ExpertParallel(COPYING), (2,), ("ep",))[1] for _ in range(2)]
+        with nn.building(platform):
+            model = TwoLayers(*layers)
+        names = {id(p): name.split(".")[0] for name, p in platform.named_parameters(model)}
+        events, made_states = [], []
+
+        def states(parameter):
+            name = names[id(parameter)]
+            assert all(state() is None for of, state in made_states if of != name), "the layer before is held"
+            with platform.no_grad():
+                state = platform.ops.zeros_like(parameter)
+            made_states.append((name, weakref.ref(state)))
+            events.append(name)
+            return [state]
+
+        set_expert_homes(
+            model,
+            dict.fromkeys(("first", "second"), (3, 1, 2, 0, 4, 5)),
+            states,
+            after_layer=lambda name: events.append(f"{name} has moved"),
+        )
+        assert [*dict.fromkeys(events)] == ["first", "first has moved", "second", "second has moved"]
 
     run_ranks(rank, 2, platform)
 

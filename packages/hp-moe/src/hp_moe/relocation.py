@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hp_dtensor.comm.collectives import RowMove, move_rows_data
+from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.balance import LoadMetrics, moe_layers
 from hp_moe.dispatch import ReplicatingDispatcher
@@ -18,12 +19,22 @@ from hp_moe.moe import MoE
 
 Tensor = Any
 States = Callable[[Tensor], Iterable[Tensor]]
+AfterLayer = Callable[[str], None]
+# The layers whose experts can move, by name, and what says where to.
+Movable = dict[str, tuple[MoE, ReplicatingDispatcher]]
+Wanted = Callable[[Movable], Mapping[str, Sequence[int]]]
 
 _GUARDS = "_hp_state_guards"
 
 
 def move_experts(
-    model: Any, loads: Mapping[str, LoadMetrics], states: States, *, most_swaps: int = 8, least_gain: float = 0.05
+    model: Any,
+    loads: Mapping[str, LoadMetrics],
+    states: States,
+    *,
+    most_swaps: int = 8,
+    least_gain: float = 0.05,
+    after_layer: AfterLayer | None = None,
 ) -> dict[str, Homes]:
     """Give experts homes on other ranks where that leaves the busiest rank with less, in layers that allow for it.
 
@@ -40,15 +51,19 @@ def move_experts(
 
     Args:
         states: from a parameter to the tensors that the optimizer keeps for it, laid out as the parameter is, and to
-            whatever else has rows of experts, such as averages; scalars may be among them.
+            whatever else has rows of experts, such as averages; scalars may be among them. It is asked for one layer's
+            parameters after another's, and nothing of a layer is held once that has moved.
         most_swaps, least_gain: as in `hp_moe.place_homes`.
+        after_layer: called with a layer's name when all its rows have moved, before the next layer's are asked for;
+            there, states that are made when they are asked for can be taken over.
 
     Returns:
         By the layer's name, the place of each expert from now on; layers without tokens stay as they are.
 
     Raises:
-        ExpertParallelError: weights or states are not cut by whole experts over the dispatcher's ranks alone, or not on
-            the weights' device, or ranks would move others, or elsewhere; in the layer named nothing has moved.
+        ExpertParallelError: on every rank, if ranks would move others, or elsewhere, or one of them has failed: nothing
+            has moved; if weights or states are not cut by whole experts over the dispatcher's ranks alone, or not on
+            the weights' device: the layers before the one named have moved, as `expert_homes` tells.
 
     Example:
         >>> with nn.building(platform):
@@ -58,29 +73,36 @@ def move_experts(
         {}
     """
     limits: dict[str, Any] = {"most_swaps": most_swaps, "least_gain": least_gain}
-    moved = {}
-    for name, (layer, dispatcher) in _movable(model).items():
-        if loads[name].tokens:
-            homes = place_homes(loads[name].loads, dispatcher.homes, dispatcher.group.size, **limits)
-            _move(name, layer, dispatcher, homes, states)
-            moved[name] = homes
-    return moved
+
+    def better(movable: Movable) -> dict[str, Homes]:
+        return {
+            name: place_homes(loads[name].loads, found.homes, found.group.size, **limits)
+            for name, (_, found) in movable.items()
+            if loads[name].tokens
+        }
+
+    return _move(model, better, states, after_layer)
 
 
-def return_experts(model: Any, states: States) -> None:
+def return_experts(model: Any, states: States, *, after_layer: AfterLayer | None = None) -> None:
     """Bring every expert back to the place of its number, before weights are saved, loaded or converted.
 
     Args:
-        states: as in `move_experts`.
+        states, after_layer: as in `move_experts`.
+
+    Raises:
+        ExpertParallelError: as `move_experts`.
 
     Example:
         >>> with nn.building(platform):
         ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
         >>> return_experts(model, lambda parameter: [])  # they never left
     """
-    for name, (layer, dispatcher) in _movable(model).items():
-        if not dispatcher.is_home:
-            _move(name, layer, dispatcher, range(dispatcher.num_experts), states)
+
+    def own(movable: Movable) -> dict[str, Sequence[int]]:
+        return {name: range(found.num_experts) for name, (_, found) in movable.items() if not found.is_home}
+
+    _move(model, own, states, after_layer)
 
 
 def expert_homes(model: Any) -> dict[str, Homes]:
@@ -95,31 +117,28 @@ def expert_homes(model: Any) -> dict[str, Homes]:
     return {name: found.homes for name, (_, found) in _movable(model).items() if not found.is_home}
 
 
-def set_expert_homes(model: Any, homes: Mapping[str, Sequence[int]], states: States) -> None:
+def set_expert_homes(
+    model: Any, homes: Mapping[str, Sequence[int]], states: States, *, after_layer: AfterLayer | None = None
+) -> None:
     """Move experts to given places, such as those that `expert_homes` has told before they were brought home.
 
     Args:
         homes: the place of each expert, by the layer's name, the same on every rank; other layers stay as they are.
-        states: as in `move_experts`.
+        states, after_layer: as in `move_experts`.
 
     Raises:
-        ExpertParallelError: as `move_experts`, or there is no such layer.
+        ExpertParallelError: as `move_experts`, or a rank was given a layer that there is not, or places that are not
+            each once; every rank raises, and nothing has moved.
 
     Example:
         >>> with nn.building(platform):
         ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
         >>> set_expert_homes(model, {}, lambda parameter: [])
     """
-    movable = _movable(model)
-    if unknown := [name for name in homes if name not in movable]:
-        raise ExpertParallelError(f"experts of {unknown[0]!r} do not move; those of {[*movable]} do")
-    # In the order of the model: the given one may differ from rank to rank.
-    for name in movable:
-        if name in homes:
-            _move(name, *movable[name], homes[name], states)
+    _move(model, lambda movable: homes, states, after_layer)
 
 
-def _movable(model: Any) -> dict[str, tuple[MoE, ReplicatingDispatcher]]:
+def _movable(model: Any) -> Movable:
     found = {}
     for name, layer in moe_layers(model).items():
         dispatcher = dispatcher_of(layer.experts, layer.platform)
@@ -128,60 +147,114 @@ def _movable(model: Any) -> dict[str, tuple[MoE, ReplicatingDispatcher]]:
     return found
 
 
-def _move(name: str, layer: MoE, dispatcher: ReplicatingDispatcher, homes: Sequence[int], states: States) -> None:
-    homes = check_homes(homes, dispatcher.num_experts)
-    # Also where nothing moves: other ranks may have decided otherwise, and would wait for this one's rows.
-    moving = _agreed(f"{name or 'MoE'}.experts", layer, dispatcher, homes, states)
+def _move(model: Any, wanted: Wanted, states: States, after_layer: AfterLayer | None) -> dict[str, Homes]:
+    """Move the experts of some layers, one layer after another; return their homes."""
+    movable = _movable(model)
+    homes = _agreed_homes(movable, wanted)
+    for name, places in homes.items():
+        _move_layer(f"{name or 'MoE'}.experts", *movable[name], places, states)
+        if after_layer is not None:
+            after_layer(name)
+    return homes
+
+
+def _agreed_homes(movable: Movable, wanted: Wanted) -> dict[str, Homes]:
+    """Return the homes that this rank wants, in the order of the model, once all ranks are known to want the same.
+
+    Raises:
+        ExpertParallelError: on every rank, if one wants others or cannot say; the one that cannot raises its own error.
+    """
+    homes: dict[str, Homes] = {}
+    fault = None
+    try:
+        homes = _checked(movable, wanted(movable))
+    except Exception as error:
+        # Whatever it is: the other ranks must hear of it, else they would wait for this one's rows.
+        fault = error
+    mine = [list(homes), _digest([{name: found.homes for name, (_, found) in movable.items()}, homes])]
+    answers: dict[int, Any] = {}
+    asked: set[Any] = set()
+    # Mostly one exchange: all layers have the same ranks.
+    for layer, dispatcher in movable.values():
+        groups = _groups(layer, dispatcher)
+        if (ranks := tuple(tuple(group.ranks) for group in groups)) not in asked:
+            asked.add(ranks)
+            answers |= _answers(groups, dispatcher, [fault and str(fault), *mine])
+    _raise_fault("experts", fault, answers)
+    for rank, (_, *facts) in answers.items():
+        if facts != mine:
+            raise ExpertParallelError(
+                f"expected the same homes of experts on all ranks, got those of {[*homes]} here and of {facts[0]}, or "
+                f"other homes, on rank {rank}"
+            )
+    return homes
+
+
+def _checked(movable: Movable, given: Mapping[str, Sequence[int]]) -> dict[str, Homes]:
+    if unknown := [name for name in given if name not in movable]:
+        raise ExpertParallelError(f"experts of {unknown[0]!r} do not move; those of {[*movable]} do")
+    return {name: check_homes(given[name], movable[name][1].num_experts) for name in movable if name in given}
+
+
+def _move_layer(name: str, layer: MoE, dispatcher: ReplicatingDispatcher, homes: Homes, states: States) -> None:
+    # Nothing moves on any rank: all have agreed on these homes.
     if homes == dispatcher.homes:
         return
     moves = _row_moves(dispatcher, homes)
     with layer.platform.no_grad():
-        for local in moving:
+        for local in _agreed_rows(name, layer, dispatcher, states):
             layer.platform.copy_(local, move_rows_data(layer.platform.detach(local), dispatcher.group, 0, moves))
     dispatcher.live_at(homes)
     _guard_state(layer, dispatcher)
 
 
-def _agreed(name: str, layer: MoE, dispatcher: ReplicatingDispatcher, homes: Homes, states: States) -> list[Tensor]:
+def _agreed_rows(name: str, layer: MoE, dispatcher: ReplicatingDispatcher, states: States) -> list[Tensor]:
     """Return this rank's rows that move, once all ranks that have parts of the weights will move the same."""
-    platform, fault = layer.platform, None
+    fault = None
     moving: list[Tensor] = []
     try:
         for each in WEIGHTS:
             if (weight := getattr(layer.experts, each, None)) is not None:
                 moving += _moving(f"{name}.{each}", weight, dispatcher, states)
     except Exception as error:
-        # Whatever it is: the other ranks must hear of it, else they would wait for this one's rows.
+        # As for the homes.
         fault = error
-    kinds = [platform.dtype_name(each.dtype) for each in moving]
-    # With the name: ranks that were told of other layers have come to different ones.
-    mine = [name, len(moving), _digest([dispatcher.homes, homes, kinds])]
-    answers = _answers(layer, dispatcher, [fault and str(fault), *mine])
-    if fault is not None:
-        raise fault
-    for rank, (told, *facts) in answers.items():
-        if told is not None:
-            raise ExpertParallelError(f"{name}: rank {rank} cannot move experts: {told}")
+    mine = [len(moving), _digest([layer.platform.dtype_name(each.dtype) for each in moving])]
+    answers = _answers(_groups(layer, dispatcher), dispatcher, [fault and str(fault), *mine])
+    _raise_fault(name, fault, answers)
+    for rank, (_, *facts) in answers.items():
         if facts != mine:
             raise ExpertParallelError(
-                f"{name}: expected the same homes, and gradients and states of the same kinds, on all ranks, got "
-                f"{len(moving)} tensors here and {facts[1]} of {facts[0]}, or other homes, on rank {rank}"
+                f"{name}: expected gradients and states of the same kinds on all ranks, got {len(moving)} tensors here "
+                f"and {facts[0]}, or of other dtypes, on rank {rank}"
             )
     return moving
 
 
-def _answers(layer: MoE, dispatcher: ReplicatingDispatcher, mine: Any) -> dict[int, Any]:
-    """Return a JSON value of every rank that has a part of the layer's weights, by rank.
+def _raise_fault(name: str, fault: Exception | None, answers: Mapping[int, Any]) -> None:
+    """Raise this rank's fault, or that another rank's answer begins with one."""
+    if fault is not None:
+        raise fault
+    for rank, (told, *_) in answers.items():
+        if told is not None:
+            raise ExpertParallelError(f"{name}: rank {rank} cannot move experts: {told}")
+
+
+def _groups(layer: MoE, dispatcher: ReplicatingDispatcher) -> list[ProcessGroup]:
+    """Return the groups through which all ranks that have a part of the layer's weights hear of each other.
 
     Those of other expert groups are among them: they shard the same rows along another dimension, or replicate them.
     """
     weights = [getattr(layer.experts, each, None) for each in WEIGHTS]
     meshes = [weight.device_mesh for weight in weights if isinstance(weight, DTensor)]
-    groups = [dispatcher.group]
-    if meshes and dispatcher.group.size > 1:
-        groups = [meshes[0].get_group(dim) for dim in range(meshes[0].ndim) if meshes[0].size(dim) > 1]
-    rank = dispatcher.group.ranks[dispatcher.group.rank]
-    answers = {rank: mine}
+    if not meshes or dispatcher.group.size == 1:
+        return [dispatcher.group]
+    return [meshes[0].get_group(dim) for dim in range(meshes[0].ndim) if meshes[0].size(dim) > 1]
+
+
+def _answers(groups: Sequence[ProcessGroup], dispatcher: ReplicatingDispatcher, mine: Any) -> dict[int, Any]:
+    """Return a JSON value of every rank of some groups of a mesh, by rank."""
+    answers = {dispatcher.group.ranks[dispatcher.group.rank]: mine}
     # One dimension of the mesh after another: each exchange brings the answers of those before.
     for group in groups:
         parts = group.all_gather_bytes(json.dumps(list(answers.items())).encode())

@@ -50,7 +50,7 @@ def check_homes(homes: Sequence[int], num_experts: int) -> Homes:
     """
     if sorted(homes) != list(range(num_experts)):
         raise ExpertParallelError(f"homes: expected each of the places 0 to {num_experts - 1} once, got {list(homes)}")
-    return tuple(homes)
+    return tuple(int(place) for place in homes)
 
 
 def inverse(homes: Sequence[int]) -> list[int]:
