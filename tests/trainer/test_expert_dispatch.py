@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from training_runs import FOUR_RANKS, events, losses, skip_unless_torch_or, tensors
 
 from hp_dtensor.exceptions import LaunchError
-from hp_moe import move_experts
+from hp_dtensor.testing import run_ranks
+from hp_moe import LoadMetrics, expert_homes, move_experts
+from hp_moe.balance import moe_layers
 from hp_trainer.exceptions import ParallelDimsError
 from hp_trainer.parallel import ParallelDims
-from hp_trainer.training import expert_moves
+from hp_trainer.training import Trainer, expert_moves
 
 CLOSE = {"rtol": 2e-5, "atol": 0}
 SHORT = {"training__steps": 3, "checkpoint__interval": None}
@@ -52,8 +56,8 @@ def moves(monkeypatch):
     """Notes where the experts of each layer live after every move."""
     noted = []
 
-    def move(*arguments):
-        noted.append(move_experts(*arguments, least_gain=0.0))
+    def move(*arguments, **more):
+        noted.append(move_experts(*arguments, **more, least_gain=0.0))
         return noted[-1]
 
     monkeypatch.setattr(expert_moves, "move_experts", move)
@@ -106,6 +110,46 @@ def test_a_run_whose_experts_move_is_taken_up_in_the_middle(lab, moves, how):
 def test_states_that_cannot_travel_are_refused(lab):
     with pytest.raises(LaunchError, match=r"parallel.ep_move_interval: adafactor keeps states of layers.*experts.w"):
         lab.run("run", FOUR_RANKS["hybrid"], 4, **SHORT, parallel__ep_move_interval=1, optimizer__name="adafactor")
+
+
+def test_states_that_cannot_travel_are_refused_by_stages_without_experts_too(lab):
+    """Else they would wait for the others, in their first step."""
+    settings = SHORT | {"parallel__ep_move_interval": 1, "optimizer__name": "adafactor"}
+    run = lab.start("run", LAYOUTS["pipeline"], **settings)
+
+    def rank():
+        with pytest.raises(ParallelDimsError, match=r"1 problem\n.*adafactor keeps states of layers.*experts.w"):
+            Trainer(run, run.load_config().config, lab.platform)
+
+    run_ranks(rank, 4, lab.platform)
+
+
+def test_moves_hold_the_moments_of_one_layer(lab):
+    """8-bit moments are float32 on their way: those of three layers are never there at once."""
+    if lab.platform.name != "torch":
+        pytest.skip("bytes are counted on torch")
+    eight = {"optimizer__name": "adamw_8bit", "optimizer__min_elements": 16, "optimizer__eps": 1e-5}
+
+    def rank(run):
+        trainer = Trainer(run, run.load_config().config, lab.platform)
+        moves, setup = trainer._expert_moves, trainer.setup
+        layers = moe_layers(setup.model)
+        moves.after_step(1, {name: LoadMetrics.of([9, 9, 0, 0]) for name in layers})
+        assert expert_homes(setup.model).keys() == layers.keys()
+        with lab.platform.live_bytes() as live:
+            moves.go_home()
+        named = lab.platform.named_parameters(setup.model)
+        experts = sum(math.prod(lab.platform.local_shape(p)) for name, p in named if ".experts." in name)
+        return live.peak, 2 * 4 * experts / len(layers)
+
+    peaks = {}
+    for count in (1, 3):
+        model = {"model__num_hidden_layers": count, "model__num_dense_layers": 0}
+        run = lab.start(f"run{count}", {"ep": 2, "dp_shard": 2, "ep_move_interval": 1}, **SHORT, **model, **eight)
+        ((peaks[count], moments), _) = run_ranks(rank, 2, lab.platform, run)
+    # What stays of the two other layers is new codes, of about a quarter of their moments.
+    assert peaks[1] > moments
+    assert peaks[3] - peaks[1] < moments
 
 
 def test_hash_routing_gives_the_same_losses_in_any_layout(lab):

@@ -164,6 +164,10 @@ class _Moments(Mapping[str, Mapping[str, Tensor]]):
     def __getitem__(self, name: str) -> Mapping[str, Tensor]:
         return {slot: self._optimizer.moment(name, slot) for slot in self._optimizer._state[name]}
 
+    def __contains__(self, name: object) -> bool:
+        # The inherited one would make the moments.
+        return name in self._optimizer._state
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._optimizer._state)
 

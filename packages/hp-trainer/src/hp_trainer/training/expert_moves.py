@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hp_moe import LoadMetrics, expert_homes, move_experts, place_copies_of_experts, return_experts, set_expert_homes
-from hp_trainer.exceptions import ParallelDimsError, Problem, raise_if_any
+from hp_trainer.exceptions import ParallelDimsError, Problem
 from hp_trainer.optimizers import set_state
-from hp_trainer.training.setup import RankSetup
+from hp_trainer.training.optimizer import Optimizer
+from hp_trainer.training.setup import RankSetup, raise_everyones
+from hp_trainer.training.weight_average import WeightAverage
 
 Tensor = Any
 
@@ -25,7 +27,8 @@ class ExpertMoves:
         setup: of this rank; no expert has moved.
 
     Raises:
-        ParallelDimsError: the optimizer keeps states of experts that are not laid out as their weights.
+        ParallelDimsError: the optimizer keeps states of experts that are not laid out as their weights, on this rank or
+            on another of its pipeline.
     """
 
     def __init__(self, setup: RankSetup) -> None:
@@ -34,7 +37,7 @@ class ExpertMoves:
         self._names = {id(p): name for name, p in setup.platform.named_parameters(setup.model)}
         self._loads: dict[str, list[int]] = {}
         if self._interval is not None:
-            raise_if_any(_state_problems(setup), ParallelDimsError, "parallel")
+            raise_everyones(_state_problems(setup), setup.everyones, ParallelDimsError, "parallel")
 
     def after_step(self, step: int, loads: Mapping[str, LoadMetrics]) -> None:
         """Count the loads of a step's layers; move experts by those since the last move where that is due.
@@ -49,8 +52,8 @@ class ExpertMoves:
             self._loads[name] = [one + other for one, other in zip(before, load.loads, strict=True)]
         if step % self._interval == 0 and self._loads:
             counted = {name: LoadMetrics.of(each) for name, each in self._loads.items()}
-            with self._states() as states:
-                move_experts(self._model, counted, states)
+            states = self._states()
+            move_experts(self._model, counted, states, after_layer=states.take_over)
             place_copies_of_experts(self._model, counted)
             self._loads.clear()
 
@@ -58,44 +61,60 @@ class ExpertMoves:
         """Bring all experts home, and forget their loads: what is loaded next is of another time."""
         self._loads.clear()
         if self._interval is not None:
-            with self._states() as states:
-                return_experts(self._model, states)
+            self._bring_home()
 
     @contextlib.contextmanager
     def at_home(self) -> Iterator[None]:
         """Bring all experts home in a block, and back afterwards unless it has failed."""
         homes = expert_homes(self._model) if self._interval is not None else {}
         if homes:
-            with self._states() as states:
-                return_experts(self._model, states)
+            self._bring_home()
         yield
         if homes:
-            with self._states() as states:
-                set_expert_homes(self._model, homes, states)
+            states = self._states()
+            set_expert_homes(self._model, homes, states, after_layer=states.take_over)
 
-    @contextlib.contextmanager
-    def _states(self) -> Iterator[Any]:
-        """Give what finds all tensors that travel with a weight; afterwards the optimizer is told of those written."""
-        written: list[tuple[str, str, Tensor]] = []
+    def _bring_home(self) -> None:
+        states = self._states()
+        return_experts(self._model, states, after_layer=states.take_over)
 
-        def states(parameter: Tensor) -> Sequence[Tensor]:
-            name = self._names[id(parameter)]
-            slots = self._optimizer.state().get(name, {})
-            written.extend((name, slot, tensor) for slot, tensor in slots.items())
-            averages = {} if self._average is None else self._average.state()
-            return [*slots.values(), *([averages[name]] if name in averages else [])]
+    def _states(self) -> _TravellingStates:
+        return _TravellingStates(self._names, self._optimizer, self._average)
 
-        yield states
-        for name, slot, tensor in written:
-            set_state(self._optimizer, name, slot, tensor)
+
+class _TravellingStates:
+    """Finds the tensors that travel with a weight: its states of the optimizer, and its average.
+
+    Args:
+        names: of the parameters, by `id`.
+    """
+
+    def __init__(self, names: Mapping[int, str], optimizer: Optimizer, average: WeightAverage | None) -> None:
+        self._names, self._optimizer, self._average = names, optimizer, average
+        # 8-bit moments are made as float32 when they are asked for: no more than one layer's at a time.
+        self._written: list[tuple[str, str, Tensor]] = []
+
+    def __call__(self, parameter: Tensor) -> Sequence[Tensor]:
+        name = self._names[id(parameter)]
+        slots = self._optimizer.state().get(name, {})
+        self._written.extend((name, slot, tensor) for slot, tensor in slots.items())
+        averages = {} if self._average is None else self._average.state()
+        return [*slots.values(), *([averages[name]] if name in averages else [])]
+
+    def take_over(self, layer: str) -> None:
+        """Tell the optimizer of the states of a layer, which have been written, and let them go."""
+        while self._written:
+            set_state(self._optimizer, *self._written.pop())
 
 
 def _state_problems(setup: RankSetup) -> Iterator[Problem]:
     """Yield a problem where rows of an expert's states cannot travel with it, as those of Adafactor."""
     states = setup.optimizer.state()
     for name, parameter in setup.platform.named_parameters(setup.model):
+        if ".experts." not in name:
+            continue
         shapes = [tuple(tensor.shape) for tensor in states.get(name, {}).values() if len(tensor.shape)]
-        if ".experts." in name and any(shape != tuple(parameter.shape) for shape in shapes):
+        if any(shape != tuple(parameter.shape) for shape in shapes):
             yield Problem(
                 path="parallel.ep_move_interval",
                 what=f"{setup.config.optimizer.name} keeps states of {name} that are not laid out as it is",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from hp_dtensor.tensor.meta import materialize
 from hp_fsdp import GradScaler
 from hp_trainer.config import TrainerConfig
 from hp_trainer.data import BatchReader, Dataset, Samples
-from hp_trainer.exceptions import ParallelDimsError, Problem, raise_if_any
+from hp_trainer.exceptions import ParallelDimsError, Problem, ProblemsError, raise_if_any
 from hp_trainer.memory import ESTIMATED, BlockRecompute
 from hp_trainer.models.decoder import DecoderConfig
 from hp_trainer.models.recomputation import kept_kinds
@@ -102,6 +103,10 @@ class RankSetup:
             return self.pipeline.num_parameters()
         return num_parameters(self.platform, self.model)
 
+    def everyones(self, fact: Any) -> list[Any]:
+        """Return a JSON value of every rank of this rank's pipeline, in order; without one, of this rank."""
+        return [fact] if self.pipeline is None else exchange_over(self.pipeline.group)(fact)
+
     def module_names(self) -> dict[int, str]:
         """Return the names of the model's modules by `id`, for messages; the model itself is `""`."""
         return {id(module): name for name, module in self.platform.named_modules(self.model)}
@@ -159,7 +164,8 @@ def build_model(
     # None is fully_shard's own default: all modules but the outermost are resharded after forward.
     model.parallelize(dims, mesh, config.training, reshard_after_forward=False if reshard is False else None)
     if dims.dp_replicate > 1 and not isinstance(config.model.options, DecoderConfig):
-        raise_if_any(_replica_problems(config, platform, model, mesh), ParallelDimsError, "parallel")
+        problems = _replica_problems(config, platform, model, mesh)
+        raise_everyones(problems, _everyones(plan, mesh), ParallelDimsError, "parallel")
     if config.training.activation_budget is not None:
         model.recompute = _within_budget(config, platform, dims, mesh)
     materialize(model, buffers=lambda name, shape, dtype: platform.zeros(shape, dtype), platform=platform)
@@ -220,6 +226,19 @@ def _stage_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:
 def _everyones(plan: StagePlan | None, mesh: DeviceMesh) -> Callable[[Any], list[Any]]:
     """Return what gives a JSON value of every rank of this rank's pipeline; without one, of this rank."""
     return (lambda fact: [fact]) if plan is None else exchange_over(mesh["pp"].get_group())
+
+
+def raise_everyones(
+    problems: Iterable[Problem], everyones: Callable[[Any], list[Any]], error: type[ProblemsError], title: str
+) -> None:
+    """Raise on all ranks of a pipeline what any of them has found: a fault of one stage is unknown to the others.
+
+    Raises:
+        ProblemsError: of class `error`, listing the problems of all, each once.
+    """
+    facts = everyones([dataclasses.asdict(problem) for problem in problems])
+    found = [Problem(**fact) for part in facts for fact in part]
+    raise_if_any(dict.fromkeys(found), error, title)
 
 
 def build_optimizer(
