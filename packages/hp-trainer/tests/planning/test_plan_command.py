@@ -92,7 +92,12 @@ def test_a_million_ranks_are_planned_in_seconds(run: Run) -> None:
 
 
 def test_what_does_not_fit_is_answered_with_what_would(run: Run) -> None:
-    code, out, _ = run("plan", "run.yaml", "--world-size=8", "--parallel.dp_replicate=8", "--device-memory=4MiB")
+    words = ("--world-size=8", "--parallel.dp_replicate=8")
+    code, out, _ = run("plan", "run.yaml", *words, "--device-memory=4MiB")
+    assert code == 1
+    assert "each of these makes this layout fit" in out
+    assert "--training.offload_optimizer=true     3.98 MiB" in out
+    code, out, _ = run("plan", "run.yaml", *words, "--device-memory=2MiB")
     assert code == 1
     assert "does NOT fit" in out
     assert "would fit; the quickest: --parallel." in out

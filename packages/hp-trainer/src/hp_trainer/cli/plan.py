@@ -9,12 +9,13 @@ from typing import Any
 from hp_trainer._json import strict_json
 from hp_trainer.cli.arguments import Overrides, Parser, UsageError, parse
 from hp_trainer.cli.shared import check_world_size, refuse
-from hp_trainer.config import AdamWConfig, LoadedConfig, load_config
+from hp_trainer.config import AdamWConfig, LoadedConfig, TrainerConfig, load_config
 from hp_trainer.exceptions import Problem
 from hp_trainer.launch import layout_problems, world_size_of
 from hp_trainer.memory import EXPECTED_SIZE, parse_size
 from hp_trainer.optimizers import AdamW8bitConfig
 from hp_trainer.parallel import ParallelDims
+from hp_trainer.planning.changes import Settings, changes_as_json, describe_changes, find_changes
 from hp_trainer.planning.devices import Device, find_device
 from hp_trainer.planning.picture import draw_memory
 from hp_trainer.planning.plan import describe_plan, plan_as_json, plan_step
@@ -41,11 +42,18 @@ def plan_command(given: list[str]) -> int:
     dims = ParallelDims.from_config(loaded.config.parallel, world_size, experts)
     plan = plan_step(loaded.config, dims, device)
     fits = plan.peak <= memory
+
+    def reload(settings: Settings) -> TrainerConfig:
+        return load_for_planning(options.config, [*overrides, *settings]).config
+
+    changes = [] if fits else find_changes(plan, memory, reload)
     if options.json:
-        print(strict_json(plan_as_json(plan, memory)))
+        print(strict_json({**plan_as_json(plan, memory), "would_fit": changes_as_json(changes)}))
     else:
         print(describe_plan(plan, memory))
-        if not fits:
+        if changes:
+            print(f"\n{describe_changes(changes)}")
+        elif not fits:
             print(f"\n{describe_fitting(search_layouts(loaded.config, world_size, device, memory))}")
     if options.to is not None:
         draw_memory(plan, memory, Path(options.to))

@@ -183,7 +183,7 @@ def _traffic_table(plan: StepPlan) -> str:
         hides = "beside computation" if each.hides else "waited for"
         lines.append(
             f"  {each.axis:<{width}}  {each.collective:<15}{each.count:>8.0f} x  {format_size(each.bytes):>11}"
-            f"  {_seconds(seconds):>9}  {hides}"
+            f"  {format_seconds(seconds):>9}  {hides}"
         )
     return "\n".join(lines)
 
@@ -192,11 +192,11 @@ def _time_table(plan: StepPlan) -> str:
     parts = plan.time.parts()
     most = max(parts, key=lambda name: parts[name])
     title = (
-        f"time of a step, estimated: {_seconds(plan.time.total)}, most for {most}; {plan.tokens_per_second:,.0f} "
+        f"time of a step, estimated: {format_seconds(plan.time.total)}, most for {most}; {plan.tokens_per_second:,.0f} "
         f"tokens/s, {plan.tokens_per_second / plan.shape.dims.world_size:,.0f} a device, {plan.utilization:.0%} of the "
         "peak rate"
     )
-    return "\n".join([title, *_rows(parts, _seconds)])
+    return "\n".join([title, *_rows(parts, format_seconds)])
 
 
 def _rows(parts: dict[str, float], form: Any) -> list[str]:
@@ -206,5 +206,11 @@ def _rows(parts: dict[str, float], form: Any) -> list[str]:
     return [f"  {name:<{width}}  {form(value):>11}  {value / total:>4.0%}" for name, value in ordered]
 
 
-def _seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
+    """Return a time as tables show it.
+
+    Example:
+        >>> format_seconds(90.0), format_seconds(0.0125)
+        ('90.00 s', '12.50 ms')
+    """
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"

@@ -79,7 +79,7 @@ def search_layouts(config: TrainerConfig, world_size: int, device: Device, memor
         found = alone.of(degrees)
         if not found:
             dims = ParallelDims(**degrees, cp_method=config.parallel.cp_method, world_size=world_size)
-            found = _together(config, dims, pipelines)
+            found = problems_together(config, dims, pipelines)
         if found:
             num_illegal += 1
             reasons.update(found)
@@ -198,10 +198,14 @@ class _AloneProblems:
         return self._known[key]
 
 
-def _together(
+def problems_together(
     config: TrainerConfig, dims: ParallelDims, pipelines: dict[tuple[int, int], tuple[str, ...]]
 ) -> tuple[str, ...]:
-    """Return what is against degrees that are legal one by one; a schedule is looked at once for each of its sizes."""
+    """Return what is against degrees that are legal one by one; a schedule is looked at once for each of its sizes.
+
+    Args:
+        pipelines: what is against the schedule of the configuration, by its sizes; what is found is added to it.
+    """
     if not dims.pp_enabled:
         return _reasons(training_problems(dims, config))
     # A schedule that runs two rounds runs any number of them.

@@ -95,7 +95,13 @@ def cut_layers(config: TrainerConfig, num_stages: int) -> list[range]:
     if config.pipeline.layers is not None:
         return listed_stages(config.pipeline.layers, num_layers, num_stages)
     costs, last_cost = _estimated_costs(options, config.training.sequence_length, num_layers)
-    return balanced_stages(costs, num_stages, last_cost=last_cost)
+    return list(_even_stages(tuple(costs), num_stages, last_cost))
+
+
+@functools.lru_cache(maxsize=64)
+def _even_stages(costs: tuple[float, ...], num_stages: int, last_cost: float) -> tuple[range, ...]:
+    # Plans of many layouts and settings ask for the same stages.
+    return tuple(balanced_stages(costs, num_stages, last_cost=last_cost))
 
 
 def _estimated_costs(options: Any, sequence_length: int, num_layers: int) -> tuple[Sequence[float], float]:

@@ -1,0 +1,303 @@
+"""Settings whose change would make a layout fit that does not: each alone, or where none is enough, two together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shlex
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hp_trainer.config import TrainerConfig
+from hp_trainer.exceptions import ConfigError
+from hp_trainer.memory import format_size
+from hp_trainer.parallel import ParallelDims
+from hp_trainer.parallel.divisors import divisors
+from hp_trainer.pipeline import schedule_names
+from hp_trainer.planning.plan import StepPlan, format_seconds, plan_step
+from hp_trainer.planning.search import problems_together
+from hp_trainer.planning.step_shape import StepShape
+
+SHOWN = 8
+_BUDGET_TRIES = 4
+
+Settings = tuple[tuple[str, str], ...]
+# Reads the configuration again with more settings on its command line; raises `ConfigError` where it refuses them.
+Reload = Callable[[Settings], TrainerConfig]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change of the configuration that may take less memory and leaves the layout as it is.
+
+    Attributes:
+        settings: (dotted path, text) of each setting that it takes; the first one names it.
+        effect: the difference in training, in words; empty where results are the same but for the order of sums.
+    """
+
+    settings: Settings
+    effect: str = ""
+
+    @property
+    def path(self) -> str:
+        """The setting that names it."""
+        return self.settings[0][0]
+
+    def options(self) -> str:
+        """Return the change as options of the command line.
+
+        Example:
+            >>> Change(settings=(("training.recompute", "full"),)).options()
+            '--training.recompute=full'
+        """
+        return " ".join(shlex.quote(f"--{path}={text}") for path, text in self.settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittingChange:
+    """Changes with which a layout fits.
+
+    Attributes:
+        changes: one or two.
+        plan: the plan of the step with them.
+    """
+
+    changes: tuple[Change, ...]
+    plan: StepPlan
+
+    @property
+    def effect(self) -> str:
+        """The difference in training, in words; empty where results are the same but for the order of sums."""
+        return "; ".join(each.effect for each in self.changes if each.effect)
+
+    def options(self) -> str:
+        """Return the changes as options of the command line."""
+        return " ".join(each.options() for each in self.changes)
+
+
+def find_changes(plan: StepPlan, memory: float, reload: Reload) -> list[FittingChange]:
+    """Return the changes of settings with which a layout fits, the best first.
+
+    First come those that leave results as they are, by the time of a step. Of several values of one setting the
+    quickest stands. Two changes together are tried only where no single one is enough that leaves results as they are.
+
+    Args:
+        plan: of the layout, which does not fit.
+        memory: bytes of a device.
+        reload: reads the configuration that was planned, with more settings.
+    """
+    search = _Search(plan, memory, reload)
+    changes = list(possible_changes(plan))
+    found = search.fitting((each,) for each in (*changes, *shorter_samples(plan)))
+    budget = search.budget(())
+    found += [] if budget is None else [budget]
+    if all(each.effect for each in found):
+        pairs = search.pairs(changes)
+        found += [each for each in pairs if not found or not each.effect]
+    shorter = "training.sequence_length"
+    return sorted(found, key=lambda each: (bool(each.effect), each.changes[0].path == shorter, each.plan.time.total))
+
+
+def describe_changes(found: Sequence[FittingChange]) -> str:
+    """Return the changes as options to give, with the memory and the time of a step with each."""
+    single = any(not each.changes[1:] for each in found)
+    which = (
+        "each of these makes this layout fit"
+        if single
+        else "these pairs of settings make this layout fit, no single one"
+    )
+    title = f"{which}; memory and time of a step with each, those with which training gives other results last:"
+    shown = found[:SHOWN]
+    width = max(len(each.options()) for each in shown)
+    lines = [
+        f"  {each.options():<{width}}  {format_size(each.plan.peak):>11}  {format_seconds(each.plan.time.total):>10}"
+        f"{f'  {each.effect}' if each.effect else ''}"
+        for each in shown
+    ]
+    return "\n".join([title, *lines, "hp-train layouts ranks other layouts"])
+
+
+def changes_as_json(found: Sequence[FittingChange]) -> list[dict[str, Any]]:
+    """Return the changes as a JSON value: bytes and seconds."""
+    return [
+        {
+            "settings": dict(setting for change in each.changes for setting in change.settings),
+            "memory": each.plan.peak,
+            "seconds": each.plan.time.total,
+            "other_results": each.effect or None,
+        }
+        for each in found
+    ]
+
+
+class _Search:
+    """Plans of one layout with changed settings."""
+
+    def __init__(self, plan: StepPlan, memory: float, reload: Reload) -> None:
+        self._plan_given, self._memory, self._reload = plan, memory, reload
+        # What is against schedules, as of `problems_together`.
+        self._pipelines: dict[Hashable, dict[tuple[int, int], tuple[str, ...]]] = {}
+
+    def fitting(self, tried: Iterable[tuple[Change, ...]]) -> list[FittingChange]:
+        """Return which of these fit; of several values of the same settings the quickest."""
+        quickest: dict[Any, FittingChange] = {}
+        for changes in tried:
+            plan = self._planned(_settings(changes), self._memory)
+            if plan is not None and plan.peak <= self._memory:
+                paths = tuple(change.path for change in changes)
+                before = quickest.get(paths)
+                if before is None or plan.time.total < before.plan.time.total:
+                    quickest[paths] = FittingChange(changes=changes, plan=plan)
+        return list(quickest.values())
+
+    def pairs(self, changes: Sequence[Change]) -> list[FittingChange]:
+        """Return which two of these fit together."""
+        found = self.fitting(pair for pair in itertools.combinations(changes, 2) if pair[0].path != pair[1].path)
+        # What a budget computes again is less than all of it.
+        for each in list(found):
+            others = tuple(change for change in each.changes if change.path != "training.recompute")
+            budget = self.budget(others) if len(others) == 1 else None
+            found += [] if budget is None else [budget]
+        return found
+
+    def budget(self, changes: tuple[Change, ...]) -> FittingChange | None:
+        """Return the budget of activations with which the layout fits beside other changes; None if there is none."""
+        training, settings = self._plan_given.shape.config.training, _settings(changes)
+        if training.recompute != "none" or any(path == "training.recompute" for path, _ in settings):
+            return None
+        least = self._planned((("training.activation_budget", "null"), ("training.recompute", "full"), *settings))
+        if least is None or least.peak > self._memory:
+            return None
+        budget = min(self._memory - each.total + each.activations + each.loss for each in least.memory)
+        for _ in range(_BUDGET_TRIES):
+            text = _size_text(budget)
+            if text is None:
+                return None
+            change = Change(settings=(("training.activation_budget", text),))
+            plan = self._planned((*change.settings, *settings))
+            if plan is None or plan.peak <= self._memory:
+                return None if plan is None else FittingChange(changes=(change, *changes), plan=plan)
+            budget -= plan.peak - self._memory
+        return None
+
+    def _planned(self, settings: Settings, limit: float = math.inf) -> StepPlan | None:
+        """Return the plan with more settings, up to the first place that has more than `limit`; None if refused."""
+        try:
+            config = self._reload(settings)
+        except ConfigError:
+            return None
+        given = self._plan_given
+        experts = getattr(config.model.options, "num_experts", None)
+        dims = ParallelDims.from_config(config.parallel, given.shape.dims.world_size, experts)
+        known = self._pipelines.setdefault((config.pipeline, config.parallel.gathers_for_step), {})
+        if problems_together(config, dims, known):
+            return None
+        return plan_step(config, dims, given.device, limit=limit)
+
+
+def _settings(changes: Iterable[Change]) -> Settings:
+    return tuple(setting for change in changes for setting in change.settings)
+
+
+def _size_text(num_bytes: float) -> str | None:
+    """Return a size as a setting, rounded down; None if there is less than 1 KiB."""
+    for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= (64 * size if unit == "MiB" else size):
+            return f"{math.floor(num_bytes / size)}{unit}"
+    return None
+
+
+# Changes of a configuration ------------------------------------------------------------------------------
+
+
+def possible_changes(plan: StepPlan) -> Iterator[Change]:
+    """Yield the changes that may take less memory than a plan's configuration does; some may be illegal with others."""
+    shape = plan.shape
+    yield from _recomputed(shape)
+    yield from _micro_batches(shape)
+    yield from _gathers_and_sums(shape)
+    if not plan.device.is_host:
+        yield from _offloaded(shape)
+    if shape.dims.pp_enabled:
+        settings = shape.config.pipeline
+        more = [] if settings.stages_per_rank is None else [("pipeline.stages_per_rank", "null")]
+        others = (name for name in schedule_names() if name != settings.schedule)
+        yield from (_change("pipeline.schedule", name, *more) for name in others)
+    yield from _narrower(shape)
+
+
+def _change(path: str, text: str, *more: tuple[str, str], effect: str = "") -> Change:
+    return Change(settings=((path, text), *more), effect=effect)
+
+
+def _recomputed(shape: StepShape) -> Iterator[Change]:
+    training = shape.config.training
+    if training.activation_budget is not None:
+        return
+    if training.recompute == "none" and not training.compile:
+        yield _change("training.recompute", "selective")
+    if training.recompute != "full":
+        keep = [] if training.recompute_keep is None else [("training.recompute_keep", "null")]
+        yield _change("training.recompute", "full", *keep)
+    if training.recompute_every > 1:
+        yield _change("training.recompute_every", "1")
+    if training.recompute_blocks:
+        yield _change("training.recompute_blocks", "[]")
+
+
+def _micro_batches(shape: StepShape) -> Iterator[Change]:
+    config, length = shape.config, shape.config.training.sequence_length
+    model = shape.model
+    by_micro_batch = model.capacity_factor is not None or model.micro_batch_aux_loss > 0
+    effect = "experts' capacity and balance are counted in each micro-batch" if by_micro_batch else ""
+    for size in reversed(divisors(shape.micro_batch)[:-1]):
+        settings = []
+        if shape.dims.pp_enabled and config.pipeline.microbatches is not None:
+            settings.append(("pipeline.microbatches", str(shape.samples // size)))
+        if config.training.micro_batch_tokens is not None:
+            settings.append(("training.micro_batch_tokens", str(size * length)))
+        elif not settings or config.training.micro_batch_size is not None:
+            settings.append(("training.micro_batch_size", str(size)))
+        yield Change(settings=tuple(settings), effect=effect)
+
+
+def _gathers_and_sums(shape: StepShape) -> Iterator[Change]:
+    parallel, is_pipelined = shape.config.parallel, shape.dims.pp_enabled
+    if parallel.reduce_gradients == "step" and (is_pipelined or shape.num_microbatches > 1):
+        yield _change("parallel.reduce_gradients", "micro_batch")
+    if parallel.reshard_after_forward is False or (is_pipelined and parallel.reshard_after_forward is None):
+        yield _change("parallel.reshard_after_forward", "true")
+    if shape.dims.cp_enabled and parallel.ulysses_degree is None:
+        others = (name for name in ("ulysses", "ring", "all_gather") if name != parallel.cp_method)
+        yield from (_change("parallel.cp_method", name) for name in others)
+
+
+def _offloaded(shape: StepShape) -> Iterator[Change]:
+    config = shape.config
+    if not config.training.offload_activations:
+        yield _change("training.offload_activations", "true")
+    has_plain_state = getattr(config.optimizer.options, "has_plain_state", True)
+    if not config.training.offload_optimizer and has_plain_state and config.parallel.ep_move_interval is None:
+        yield _change("training.offload_optimizer", "true")
+
+
+def _narrower(shape: StepShape) -> Iterator[Change]:
+    """Yield changes with which training gives other numbers."""
+    config, training = shape.config, shape.config.training
+    if training.dtype == "float32":
+        yield _change("training.dtype", "bfloat16", effect="computes in bfloat16")
+    elif training.reduce_dtype == "float32":
+        yield _change("training.reduce_dtype", "bfloat16", effect="sums gradients in bfloat16")
+    if config.optimizer.name == "adamw" and not training.offload_optimizer:
+        yield _change("optimizer.name", "adamw_8bit", effect="keeps AdamW's moments in 8 bits")
+    if training.ema.decay is not None:
+        yield _change("training.ema.decay", "null", effect="keeps no average of the weights")
+
+
+def shorter_samples(plan: StepPlan) -> Iterator[Change]:
+    """Yield the change to samples of half the length, which is another training."""
+    length = plan.shape.config.training.sequence_length
+    if length % 2 == 0:
+        effect = "trains on samples of half the length"
+        yield _change("training.sequence_length", str(length // 2), effect=effect)
