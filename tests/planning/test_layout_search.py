@@ -12,7 +12,6 @@ from hp_trainer.memory import KINDS
 from hp_trainer.planning import memory
 from hp_trainer.planning.devices import find_device
 from hp_trainer.planning.plan import plan_step
-from hp_trainer.planning.recomputed_blocks import recompute_of
 from hp_trainer.planning.search import search_layouts
 from hp_trainer.training.activation_plan import plan_activations
 
@@ -113,4 +112,4 @@ def test_a_budget_is_planned_for_experts_as_the_device_computes_them() -> None:
     one_by_one, fused = (
         plan_activations(config, shape.dims, KINDS, fused_experts=fuses).of_layers() for fuses in (False, True)
     )
-    assert recompute_of(shape) == one_by_one != fused
+    assert memory.recompute_of(shape) == one_by_one != fused

@@ -225,31 +225,43 @@ def test_kept_collectives_are_not_made_again(lab):
     assert collectives(recompute="selective", recompute_keep="[collectives]") == none
 
 
+LARGER = {"model__num_hidden_layers": 6, "model__num_experts": None, "training__sequence_length": 256}
+LARGER |= {"training__global_batch_size": 4, "training__steps": 2, "model__intermediate_size": 96}
+
+
+def counted_peak(lab, **settings):
+    """Return the most bytes that operations of a step hold at once, and the configuration."""
+    run = lab.start(str(settings), **{**SETTINGS, **LARGER, **settings})
+    config = run.load_config().config
+
+    def rank():
+        from hp_trainer.training import Trainer
+
+        trainer = Trainer(run, config, lab.platform)
+        step, batch = trainer._step, trainer._train_batches.read(0)
+        step.accumulate_gradients(batch)
+        with lab.platform.live_bytes() as live:
+            step.accumulate_gradients(batch)
+        return live.peak, config
+
+    return run_ranks(rank, 1, lab.platform)[0]
+
+
 def test_the_measured_peak_stays_within_the_budget(lab):
     if lab.platform.name != "torch":
         pytest.skip("the bytes are counted on torch")
-    sizes = {"model__num_hidden_layers": 6, "model__num_experts": None, "training__sequence_length": 256}
-    sizes |= {"training__global_batch_size": 4, "training__steps": 2, "model__intermediate_size": 96}
-
-    def peak(**settings):
-        run = lab.start(str(settings), **{**SETTINGS, **sizes}, **{f"training__{k}": v for k, v in settings.items()})
-        config = run.load_config().config
-
-        def rank():
-            from hp_trainer.training import Trainer
-
-            trainer = Trainer(run, config, lab.platform)
-            step, batch = trainer._step, trainer._train_batches.read(0)
-            step.accumulate_gradients(batch)
-            with lab.platform.live_bytes() as live:
-                step.accumulate_gradients(batch)
-            return live.peak, config
-
-        return run_ranks(rank, 1, lab.platform)[0]
-
-    whole, config = peak()
+    whole, config = counted_peak(lab)
     for budget in (int(whole * 0.75), int(whole * 0.5), int(whole * 0.35), int(whole * 0.28)):
-        measured, config = peak(activation_budget=f"{budget}B")
+        measured, config = counted_peak(lab, training__activation_budget=f"{budget}B")
         plan = plan_activations(config, ParallelDims(), KINDS)
         assert measured <= plan.plans[0].peak <= budget
         assert measured > 0.6 * plan.plans[0].peak
+
+
+def test_the_measured_peak_of_offloaded_blocks_is_that_of_their_demand(lab):
+    if lab.platform.name != "torch":
+        pytest.skip("the bytes are counted on torch")
+    sizes = {"model__intermediate_size": 320, "model__num_hidden_layers": 3, "training__sequence_length": 64}
+    measured, config = counted_peak(lab, **sizes, training__offload_activations="true")
+    (stage,) = stage_demands(config, ParallelDims(), activation_shape(config, ParallelDims()))
+    assert stage.demand.peak([BlockRecompute(offloads=True)] * 3) == pytest.approx(measured, rel=0.1)

@@ -85,6 +85,15 @@ def test_all_blocks_but_the_last_leave_the_device(hp_platform, fetched):
         assert peak_here < peak
 
 
+def test_the_device_holds_no_two_blocks(hp_platform):
+    """Of two that come one after the other, one leaves or comes back as the other needs room or gives it."""
+    if hp_platform.name != "torch":
+        pytest.skip("bytes are counted on torch")
+    _, kept, peak = one_step(hp_platform, plainly)
+    _, _, peak_here = one_step(hp_platform, ActivationOffload(hp_platform))
+    assert peak_here < 1.5 * kept / BLOCKS + (peak - kept)
+
+
 @pytest.mark.parametrize("staying", [(1,), (0, 2), (0, 1)])
 def test_blocks_that_stay_among_others_that_leave(hp_platform, fetched, staying):
     offloaded, order = ActivationOffload(hp_platform), iter(range(BLOCKS))
@@ -285,6 +294,42 @@ def test_copies_and_waits_come_in_an_order_in_which_they_are_hidden(hp_platform,
         "0 comes",
     ]
     assert events == [*forward, *backward, "1 is needed", "backward enters 0", "0 is needed"]
+
+
+def test_memories_leave_one_by_one_and_come_back_in_the_second_half_of_the_block_behind(hp_platform, monkeypatch):
+    """Four of a block: each makes room for one of the next block, and that for it in backward."""
+    events, ops, finish, fetch = [], hp_platform.ops, offload._Entry.finish, offload._Entry.fetch
+    order = {}
+
+    def noted(what, run):
+        def call(entry):
+            if what == "frees" or (not entry._sources and entry._brought is None):
+                events.append(f"{what} {order[entry]}")
+            run(entry)
+
+        return call
+
+    take, made = offload._Entry.take, offload._Entry.__init__
+    monkeypatch.setattr(offload._Entry, "finish", noted("frees", finish))
+    monkeypatch.setattr(offload._Entry, "fetch", noted("brings", fetch))
+    monkeypatch.setattr(offload._Entry, "take", lambda entry: (events.append(f"takes {order[entry]}"), take(entry))[1])
+
+    def numbered(entry, *args):
+        order[entry] = len(order)
+        events.append(f"saves {order[entry]}")
+        made(entry, *args)
+
+    monkeypatch.setattr(offload._Entry, "__init__", numbered)
+    x = hp_platform.from_numpy(VALUES)
+    hp_platform.set_requires_grad(x, True)
+    offloaded, y = ActivationOffload(hp_platform), ops.mul(x, 2.0)
+    for _ in range(2):
+        y = offloaded(lambda x: ops.silu(ops.silu(ops.silu(ops.silu(x)))), y)
+    hp_platform.backward(ops.sum(y))
+    leaving = [event for number in range(4, 8) for event in (f"saves {number}", f"frees {number - 4}")]
+    assert events[:12] == [*(f"saves {number}" for number in range(4)), *leaving]
+    behind = ["takes 7", "takes 6", "takes 5", "takes 4", "brings 3", "brings 2", "brings 1", "brings 0"]
+    assert events[12:] == [*behind, "takes 3", "takes 2", "takes 1", "takes 0"]
 
 
 @pytest.mark.parametrize("fails", ["not", "in forward", "in backward"])

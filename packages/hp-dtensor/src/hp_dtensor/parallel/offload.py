@@ -1,7 +1,10 @@
 """Offload of activations: what blocks keep for backward waits in host memory.
 
-What autograd saves within a block is copied to the host while the next block computes. In backward, the first use of a
-block's tensors begins the copies of the block before, which comes next. (Rhu et al., 2016, "vDNN", arXiv 1602.08124.)
+What autograd saves within a block is copied to the host while the next block computes: as that saves its own, as many
+bytes of the block before are freed. In backward, when half of a block's bytes have been used, those of the block before
+begin to come back, in the order in which they will be needed, and two for each one that is used. So a copy has between
+half a block's time and all of it, and the device holds about as much as one block saves. (After Rhu et al., 2016,
+"vDNN", arXiv 1602.08124.)
 
 Where the platform can, whole memories of tensors are copied, once each: views that share one share its copy too, and
 come back as they lay.
@@ -10,7 +13,9 @@ come back as they lay.
 from __future__ import annotations
 
 import functools
+import math
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from typing import Any
@@ -93,9 +98,9 @@ class ActivationOffload:
             stack.enter_context(self._copies.saving(block.save, lambda kept: kept.get()))
             stack.enter_context(keeping(block.keep))
             result = function(x, *args)
-        # Only now: the copies of the block before have had all this block's time.
+        # What this block has not made room for: the copies of the block before have had all its time.
         if self._last is not None:
-            self._last.finish()
+            self._last.free()
         self._last = block
         return result
 
@@ -109,7 +114,11 @@ class ActivationOffload:
 
 
 class _Block:
-    """The memories that one block has saved, and the block before, which backward comes to next."""
+    """The memories that one block has saved, and the block before, which backward comes to next.
+
+    Attributes:
+        num_bytes: of the memories that it has saved so far.
+    """
 
     def __init__(self, platform: Platform, copies: HostCopies, smallest: int, before: _Block | None) -> None:
         self._platform, self._copies, self._smallest, self._before = platform, copies, smallest, before
@@ -117,6 +126,10 @@ class _Block:
         # An entry lives as long as the graph needs it. While it holds its source, whose memory identifies it, nothing
         # else can lie there.
         self._entries: weakref.WeakValueDictionary[Hashable, _Entry] = weakref.WeakValueDictionary()
+        self.num_bytes, self._used = 0, 0
+        # Those not freed yet, with the bytes up to their end, and those not brought back, with the bytes before them.
+        self._leaving: deque[tuple[int, weakref.ref[_Entry]]] = deque()
+        self._away: list[tuple[int, weakref.ref[_Entry]]] = []
         self._is_entered = False
 
     def leave(self, *lists: list[Tensor]) -> None:
@@ -147,49 +160,78 @@ class _Block:
             # Tensors over one memory may each count their writes alone: that one has been written does not show in the
             # version of another.
             if entry is None or entry.is_written:
-                entry = self._entries[key] = _Entry(self, self._platform, self._copies, x)
+                entry = self._entries[key] = _Entry(self, self._platform, self._copies, x, memory[1])
+                self._away.append((self.num_bytes, weakref.ref(entry)))
+                self._save(memory[1])
+                self._leaving.append((self.num_bytes, weakref.ref(entry)))
             return _Offloaded(entry, self._copies, x)
 
-    def finish(self) -> None:
-        """Free the device's memory, once it has been copied."""
-        for entry in list(self._entries.values()):
-            entry.finish()
+    def _save(self, num_bytes: int) -> None:
+        """Count what is saved, and make room for it."""
+        self.num_bytes += num_bytes
+        if self._before is not None:
+            self._before.free(self.num_bytes)
+
+    def free(self, num_bytes: float = math.inf) -> None:
+        """Free the device's memories within the first bytes that were saved, once they have been copied."""
+        while self._leaving and self._leaving[0][0] <= num_bytes:
+            entry = self._leaving.popleft()[1]()
+            if entry is not None:
+                entry.finish()
+
+    def fetch(self, num_bytes: float = math.inf) -> None:
+        """Begin to bring back the memories within the last bytes that were saved, which backward needs first."""
+        while self._away and self.num_bytes - self._away[-1][0] <= num_bytes:
+            entry = self._away.pop()[1]()
+            if entry is not None:
+                entry.fetch()
 
     def enter(self) -> None:
-        """Bring back this block's tensors, and those of the block that backward comes to next, at the first call."""
-        if self._is_entered:
-            return
-        self._is_entered = True
-        for block in (self, self._before):
-            for entry in list(block._entries.values()) if block is not None else ():
-                entry.fetch()
+        """Bring back what is away of this block, at the first call."""
+        if not self._is_entered:
+            self._is_entered = True
+            self.fetch()
+
+    def use(self, num_bytes: int, *, is_last: bool = True) -> None:
+        """Count the use of a memory; in this block's second half, bring back twice as much of the block before."""
+        # What the present operation uses is still there.
+        used_up = self._used
+        if is_last:
+            self._used += num_bytes
+        if self._before is not None:
+            share = 2 * used_up / self.num_bytes - 1 if self._used < self.num_bytes else 1.0
+            self._before.fetch(share * self._before.num_bytes)
 
 
 class _StayingBlock(_Block):
-    """A block whose memories stay on the device; their first use brings back those of the block before."""
+    """A block whose memories stay on the device; as they are used, those of the block before are brought back."""
 
     def keep(self, x: Tensor) -> Keeper:
         """Keep a leaf, or a tensor outside the graph, where it is."""
-        return _Watched(self, self._platform, x)
+        memory = self._copies.memory_of(x)
+        num_bytes = 0 if memory is None or memory[0] in self._left else memory[1]
+        self._save(num_bytes)
+        return _Watched(self, self._platform, x, num_bytes)
 
 
 class _Watched(Held):
     """A tensor that stays where it is, and tells its block when backward needs it."""
 
-    def __init__(self, block: _Block, platform: Platform, x: Tensor) -> None:
+    def __init__(self, block: _Block, platform: Platform, x: Tensor, num_bytes: int) -> None:
         super().__init__(platform, x)
-        self._block = block
+        self._block, self._num_bytes = block, num_bytes
 
     def get(self) -> Tensor:
-        self._block.enter()
+        self._block.use(self._num_bytes)
         return super().get()
 
 
 class _Entry:
     """One memory: its source while that is there, its copy on the host, and what has been brought back."""
 
-    def __init__(self, block: _Block, platform: Platform, copies: HostCopies, x: Tensor) -> None:
+    def __init__(self, block: _Block, platform: Platform, copies: HostCopies, x: Tensor, num_bytes: int) -> None:
         self._block, self._platform, self._copies = block, platform, copies
+        self._num_bytes = num_bytes
         self._shape = list(x.shape)
         self._sources: list[Held] = []  # the users' tensors, while the memory is on the device
         self._host, self._wait = copies.to_host(copies.memory(x))
@@ -229,6 +271,7 @@ class _Entry:
         """Return the memory on the device, for one of the users; the last one's frees it."""
         self._block.enter()
         self._users -= 1
+        self._block.use(self._num_bytes, is_last=self._users == 0)
         self.check()
         if self._sources:
             with self._platform.local_op():

@@ -82,8 +82,8 @@ class Demand:
     def peak(self, chosen: Sequence[BlockRecompute]) -> float:
         """Return the most bytes on the device at once.
 
-        Backward has freed what is behind the block that it is in. The tensors of the block in front of it are back from
-        the host by then, while blocks further in front have theirs there.
+        Backward has freed what is behind the block that it is in. Tensors of the block in front of it come back from
+        the host in the place of those that it has used, while blocks further in front have theirs there.
 
         Example:
             >>> x = KeptTensor(name="x", kind="input", saved=1, result=1)
@@ -92,12 +92,13 @@ class Demand:
             >>> demand.peak([BlockRecompute(mode="full")] * 3), demand.peak([NOTHING_AGAIN] * 3)
             (12.0, 30.0)
             >>> demand.peak([BlockRecompute(offloads=True)] * 3)
-            20.0
+            10.0
         """
         peak = waiting = before = before_waiting = 0.0
         for index, (block, each) in enumerate(zip(self.blocks, chosen, strict=True)):
             here = block.kept(each)
-            peak = max(peak, waiting + before + here + block.temporary(each))
+            room = min(before - before_waiting, block.makes_room(each))
+            peak = max(peak, waiting + before - room + here + block.temporary(each))
             waiting += before_waiting
             before, before_waiting = here, here if self.stays(index) else block.on_device(each)
         if self.head is not None:

@@ -63,6 +63,13 @@ class BlockActivations:
             return 0.0
         return sum(x.result for x in self.tensors if x.kind == "routing" or recompute.keeps(x.kind))
 
+    def makes_room(self, recompute: BlockRecompute = NOTHING_AGAIN) -> float:
+        """Return the bytes of `kept` whose place those of the block in front take, as backward uses them up.
+
+        What a block is computed again from is used at once, and the block in front is back before its backward begins.
+        """
+        return self.kept() if recompute.mode == "none" else 0.0
+
     def temporary(self, recompute: BlockRecompute = NOTHING_AGAIN) -> float:
         """Return the bytes that the block's backward holds at most beyond what was kept."""
         if recompute.mode == "none":

@@ -146,6 +146,7 @@ class _Search:
         self._stays = np.array([demand.stays(index) for index in range(len(demand.blocks))], bool)
         self._kept = _table(blocks, options, lambda block, option: block.kept(option))
         self._on_device = _table(blocks, options, lambda block, option: block.on_device(option))
+        self._makes_room = _table(blocks, options, lambda block, option: block.makes_room(option))
         self._temporary = _table(blocks, options, lambda block, option: block.temporary(option))
         self._again = _table(blocks, options, rates.again)
         self._forward = np.array([rates.work(block) for block in blocks])
@@ -176,9 +177,10 @@ class _Search:
         kept, waiting = self._kept[self._kinds, choices], self._on_device[self._kinds, choices]
         waiting = np.where(self._stays, kept, waiting)
         through = np.cumsum(waiting, axis=1)
-        # Of the block in front everything is there, of those further in front what is not on the host.
+        # Of the block in front everything comes, as room is made; of those further in front there is what has not left.
         beside = np.zeros_like(kept)
-        beside[:, 1:] = through[:, :-1] - waiting[:, :-1] + kept[:, :-1]
+        room = np.minimum((kept - waiting)[:, :-1], self._makes_room[self._kinds, choices][:, 1:])
+        beside[:, 1:] = through[:, :-1] - waiting[:, :-1] + kept[:, :-1] - room
         peaks = (beside + kept + self._temporary[self._kinds, choices]).max(axis=1, initial=0.0)
         whole = through[:, -1] if kept.shape[1] else np.zeros(len(choices))
         return np.maximum(peaks, (whole + self._head) if self._head else 0.0) + (self._in_flight - 1) * whole

@@ -9,13 +9,14 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 
 from hp_fsdp import PlannedBuffer
-from hp_trainer.memory import BlockActivations, BlockRecompute
+from hp_trainer.memory import KINDS, BlockActivations, BlockRecompute, BudgetError, recompute_by_pattern
 from hp_trainer.models.decoder.activation_bytes import ActivationShape, DecoderActivations, decoder_activations
+from hp_trainer.models.recomputation import block_names
 from hp_trainer.optimizers.state_on_host import BUCKET_ELEMENTS, cut_buckets
-from hp_trainer.planning.recomputed_blocks import recompute_key, recompute_of
 from hp_trainer.planning.stage_parts import StageParts, whole_shapes
 from hp_trainer.planning.step_shape import StepShape
 from hp_trainer.planning.traffic import message_bytes, shared_context_cost
+from hp_trainer.training.activation_plan import plan_activations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,7 @@ class _Moments(ABC):
 
     def at_backward(self, layer: int) -> float:
         """Return what a micro-batch has on the device at most while backward is in a block."""
-        return self.in_front[layer] + self.costs[layer].kept + self.costs[layer].temporary
+        return self.in_front[layer] - self._room[layer] + self.costs[layer].kept + self.costs[layer].temporary
 
     def other_heads(self) -> float:
         """Return what the heads of other micro-batches of a pipeline keep: the loss is a part of forward, and waits."""
@@ -133,7 +134,7 @@ class _Moments(ABC):
 
     @functools.cached_property
     def in_front(self) -> dict[int, float]:
-        """Bytes that wait in front of each block while backward is in it: of the nearest one all that it keeps.
+        """Bytes that wait in front of each block when backward leaves it: of the nearest one all that it keeps.
 
         What was offloaded of that one is back from the host by then.
         """
@@ -143,6 +144,13 @@ class _Moments(ABC):
             waiting += 0.0 if nearest is None else self.waiting(nearest)
             nearest = layer
         return found
+
+    @functools.cached_property
+    def _room(self) -> dict[int, float]:
+        """Bytes of each block in whose place those of the block in front of it come back from the host."""
+        layers = self.parts.layers
+        away = [0.0, *(self.costs[each].kept - self.waiting(each) for each in layers)]
+        return {layer: min(far, self.costs[layer].makes_room) for layer, far in zip(layers, away[:-1], strict=True)}
 
     def backward(self) -> Iterator[tuple[int, bool]]:
         """Yield the blocks from the last to the first, each with whether a moment in it may be the fullest.
@@ -332,6 +340,7 @@ class LayerCost:
     Attributes:
         kept: bytes from forward to backward.
         on_device: those of them that are not on the host meanwhile.
+        makes_room: those of them in whose place, in its backward, the block in front is brought back from the host.
         temporary: bytes that its backward holds beside.
         saved: bytes that it would keep if nothing were computed again.
         input: bytes of its input.
@@ -341,6 +350,7 @@ class LayerCost:
 
     kept: float
     on_device: float
+    makes_room: float
     temporary: float
     saved: float
     input: float
@@ -354,6 +364,7 @@ class LayerCost:
         return cls(
             kept=block.kept(recompute),
             on_device=block.on_device(recompute),
+            makes_room=block.makes_room(recompute),
             temporary=block.temporary(recompute),
             saved=block.kept(),
             input=block.tensors[0].saved,
@@ -368,7 +379,7 @@ _NOTHING = LayerCost(**dict.fromkeys((field.name for field in fields(LayerCost))
 
 def layer_costs(shape: StepShape) -> list[LayerCost]:
     """Return the costs of each block of the model on a rank."""
-    return shape.shared(("layer costs", _activation_key(shape), recompute_key(shape)), lambda: _layer_costs(shape))
+    return shape.shared(("layer costs", _activation_key(shape), _recompute_key(shape)), lambda: _layer_costs(shape))
 
 
 def _layer_costs(shape: StepShape) -> list[LayerCost]:
@@ -409,6 +420,30 @@ def _activations(shape: StepShape) -> DecoderActivations:
             fused_experts=shape.fuses_experts,
         ),
     )
+
+
+def recompute_of(shape: StepShape) -> list[BlockRecompute]:
+    """Return what each block of the model computes again in backward."""
+    return shape.shared(("recompute", _recompute_key(shape)), lambda: _recompute(shape))
+
+
+def _recompute_key(shape: StepShape) -> Hashable:
+    """Return what the choice depends on: with a budget on the whole layout."""
+    return None if shape.config.training.activation_budget is None else shape.dims
+
+
+def _recompute(shape: StepShape) -> list[BlockRecompute]:
+    training, num_layers = shape.config.training, shape.model.num_hidden_layers
+    keep = KINDS if training.recompute_keep is None else training.recompute_keep
+    if training.activation_budget is not None:
+        try:
+            return plan_activations(shape.config, shape.dims, keep, fused_experts=shape.fuses_experts).of_layers()
+        except BudgetError:  # the memory shown is then the least, and above the budget
+            return [BlockRecompute(mode="full", offloads=training.offload_activations)] * num_layers
+    kept = keep if training.recompute == "selective" else ()
+    chosen = BlockRecompute(mode=training.recompute, keep=kept, offloads=training.offload_activations)
+    patterns = training.recompute_blocks
+    return recompute_by_pattern(block_names(num_layers), chosen, every=training.recompute_every, patterns=patterns)
 
 
 def optimizer_bytes(shape: StepShape, parts: StageParts) -> tuple[float, float]:
