@@ -59,7 +59,9 @@ class _CustomFunction(torch.autograd.Function):
         outputs = forward(*inputs)
         # Of several outputs the unused ones give None, not zeros that have to be made; a single one that is unused has
         # no backward at all.
-        ctx.set_materialize_grads(isinstance(outputs, torch.Tensor))
+        # `split_backward` calls nodes by itself, and torch does not tell it what has been set.
+        ctx.materializes = isinstance(outputs, torch.Tensor)
+        ctx.set_materialize_grads(ctx.materializes)
         ctx.mark_non_differentiable(*_not_differentiable(outputs))
         return tuple(outputs) if isinstance(outputs, (list, tuple)) else _no_view(outputs)
 

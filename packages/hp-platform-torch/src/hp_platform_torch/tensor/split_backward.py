@@ -181,12 +181,14 @@ def _by_the_node(fork: _Fork, given: Sequence[tuple[GradientEdge, Tensor]]) -> l
 def _of_python(node: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Return the gradients for all edges of a `torch.autograd.Function`'s node, as autograd gets them.
 
-    Its backward is given zeros for outputs that nothing has used, and returns something for every argument of its
-    forward, where edges are of tensors alone.
+    Its backward returns something for every argument of its forward, where edges are of tensors alone. For outputs that
+    nothing has used it is given zeros, as by default; torch tells nobody that a function of someone else's has asked
+    for None by `set_materialize_grads(False)`.
     """
-    metas = zip(grads, node._input_metadata, strict=True)
-    given = [torch.zeros(m.shape, dtype=m.dtype, device=m.device) if grad is None else grad for grad, m in metas]
-    results = node.apply(*given)
+    if getattr(node, "materializes", True):
+        metas = zip(grads, node._input_metadata, strict=True)
+        grads = [torch.zeros(m.shape, dtype=m.dtype, device=m.device) if grad is None else grad for grad, m in metas]
+    results = node.apply(*grads)
     results = results if isinstance(results, tuple) else (results,)
     needed = iter(grad for grad, is_needed in zip(results, node.needs_input_grad, strict=True) if is_needed)
     return tuple(None if child is None else next(needed) for child, _ in node.next_functions)
