@@ -9,12 +9,13 @@ from hp_dtensor.parallel.attention import AttentionMask
 from hp_dtensor.parallel.context_parallel import SequenceCut, context_parallel_attention
 
 
-def attend_on_ranks(platform, arrays, mask, options, ulysses=1, method="ring", balanced=True, dtype=None):
+def attend_on_ranks(platform, arrays, mask, options, ulysses=1, method="ring", balanced=True, dtype=None, cut=None):
     """Return this rank's part of the result, of the gradients of query, key and value, and its share of the sinks'."""
     world = current_world(platform)
     mesh = init_device_mesh("cpu", (world.size,), platform=platform)
     q, k, v, grad, *sinks = arrays
-    cut = SequenceCut(length=k.shape[2], ranks=world.size, ulysses_degree=ulysses, balanced=balanced)
+    if cut is None:
+        cut = SequenceCut(length=k.shape[2], ranks=world.size, ulysses_degree=ulysses, balanced=balanced)
     own = [cut.take(x, world.rank, 2) for x in (q, k, v)] + [x.copy() for x in sinks]
     inputs = [_cast(platform, platform.from_numpy(x), dtype) for x in own]
     for x in inputs:

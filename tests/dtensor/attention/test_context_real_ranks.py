@@ -11,7 +11,8 @@ from hp_dtensor.platform.selection import get_platform
 
 pytestmark = pytest.mark.real_ranks
 
-PACKED = reference.positions_of((15, 1, 17, 8), (30, 11))
+DOCUMENTS = ((15, 1, 17, 8), (30, 11))
+PACKED = reference.positions_of(*DOCUMENTS)
 CASES = {
     2: [("ring", 1, {}), ("all_gather", 1, {"positions": PACKED}), ("ring", 2, {"window": 7})],
     4: [("ring", 1, {"positions": PACKED}), ("ring", 2, {}), ("all_gather", 2, {"window": 7}), ("ring", 4, {})],
@@ -27,7 +28,8 @@ def test_equals_one_device(hp_platform, rank_pool, ranks):
     arrays = reference.inputs(heads=4, kv_heads=2, keys=41)
     pool = rank_pool(ranks)
     for method, degree, mask in CASES[ranks]:
-        cut = SequenceCut(length=41, ranks=ranks, ulysses_degree=degree)
+        documents = DOCUMENTS if "positions" in mask else None
+        cut = SequenceCut(length=41, ranks=ranks, ulysses_degree=degree, documents=documents)
         for _ in range(2):
-            results = pool.run(attend_by_name, hp_platform.name, arrays, mask, {}, degree, method)
+            results = pool.run(attend_by_name, hp_platform.name, arrays, mask, {}, degree, method, True, None, cut)
             reference.compare(put_together(results, cut), reference.expected(arrays, mask, {}))

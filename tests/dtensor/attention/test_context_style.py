@@ -20,6 +20,7 @@ from hp_dtensor import (
     nn,
     parallelize_module,
     record_collectives,
+    use_cut,
 )
 from hp_dtensor.exceptions import AttentionError, LaunchError
 from hp_dtensor.parallel.recompute import checkpoint
@@ -66,13 +67,14 @@ def run(platform, model, x, positions, recomputed=False):
     return [platform.to_numpy(each).copy() for each in (y, platform.get_grad(given), weight)]
 
 
-def on_ranks(platform, style, positions, window=None, recomputed=False):
+def on_ranks(platform, style, positions, window=None, recomputed=False, packed=False):
     world = current_world(platform)
     model = build(platform, window)
     parallelize_module(model, init_device_mesh("cpu", (world.size,), platform=platform), style)
-    cut = style.cut(LENGTH, world.size)
+    cut = style.cut(LENGTH, world.size, positions=positions if packed else None)
     own = None if positions is None else cut.take(positions, world.rank)
-    return run(platform, model, cut.take(X, world.rank), own, recomputed)
+    with use_cut(cut if packed else None):
+        return run(platform, model, cut.take(X, world.rank), own, recomputed)
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -93,6 +95,20 @@ def test_equals_one_device(hp_platform, ranks, options, positions, window, recom
     close = {"rtol": 2e-5, "atol": 2e-5}
     for index in (0, 1):
         np.testing.assert_allclose(cut.restore([each[index] for each in found]), wanted[index], **close)
+    np.testing.assert_allclose(sum(each[2] for each in found), wanted[2], rtol=2e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("options", [{}, {"method": "all_gather", "ulysses_degree": 2}], ids=["ring", "both"])
+def test_a_cut_of_packed_documents_is_told(hp_platform, options, recomputed):
+    wanted = run(hp_platform, build(hp_platform), X, PACKED)
+    style = ContextParallel(**options)
+    found = run_ranks(on_ranks, 4, hp_platform, hp_platform, style, PACKED, None, recomputed, True)
+    cut = style.cut(LENGTH, 4, positions=PACKED)
+    assert cut.documents == ((4, 7), (11,))
+    for index in (0, 1):
+        whole = cut.restore([each[index] for each in found])
+        np.testing.assert_allclose(whole, wanted[index], rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(sum(each[2] for each in found), wanted[2], rtol=2e-5, atol=2e-4)
 
 

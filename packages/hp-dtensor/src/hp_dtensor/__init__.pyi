@@ -40,6 +40,7 @@ from hp_dtensor.parallel.context_parallel import ContextParallel as ContextParal
 from hp_dtensor.parallel.context_parallel import SequenceCut as SequenceCut
 from hp_dtensor.parallel.context_parallel import choose_context_parallel as choose_context_parallel
 from hp_dtensor.parallel.context_parallel import context_parallel_attention as context_parallel_attention
+from hp_dtensor.parallel.context_parallel import use_cut as use_cut
 from hp_dtensor.parallel.distribute_module import distribute_module as distribute_module
 from hp_dtensor.parallel.loss_parallel import loss_parallel as loss_parallel
 from hp_dtensor.parallel.parallelize_module import parallelize_module as parallelize_module

@@ -8,7 +8,7 @@ from hp_dtensor.parallel.context_parallel.cost import (
 )
 from hp_dtensor.parallel.context_parallel.cut import SequenceCut
 from hp_dtensor.parallel.context_parallel.function import context_parallel_attention
-from hp_dtensor.parallel.context_parallel.style import ContextParallel
+from hp_dtensor.parallel.context_parallel.style import ContextParallel, use_cut
 
 __all__ = [
     "AttentionShape",
@@ -18,4 +18,5 @@ __all__ = [
     "SequenceCut",
     "choose_context_parallel",
     "context_parallel_attention",
+    "use_cut",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -12,18 +13,28 @@ from hp_dtensor.parallel.attention.mask import AttentionMask, host_integers
 from hp_dtensor.parallel.context_parallel.cut import SequenceCut
 from hp_dtensor.platform.interface import Platform
 
+_MARK = 16
+"""Bytes in front of a rank's positions that are equal where the cuts are."""
+
 
 def positions_of_all(platform: Platform, group: ProcessGroup, cut: SequenceCut, mask: AttentionMask) -> Any:
     """Return the positions `[batch, length]` of all tokens in the order of the sequence; None: the mask has none.
 
     Raises:
-        AttentionError: the ranks' positions put together are not those of documents that follow each other; on every
-            rank.
+        AttentionError: the ranks' positions put together are not those of documents that follow each other, or the
+            ranks have different cuts; on every rank.
     """
     if mask.positions is None:
         return None
     own = np.ascontiguousarray(host_integers(platform, mask.positions))
-    everything = [np.frombuffer(part, np.int64).reshape(len(own), -1) for part in group.all_gather_bytes(own.tobytes())]
+    mark = hashlib.blake2b(repr(cut).encode(), digest_size=_MARK).digest()
+    arrived = group.all_gather_bytes(mark + own.tobytes())
+    if others := [rank for rank, part in enumerate(arrived) if part[:_MARK] != arrived[0][:_MARK]]:
+        raise AttentionError(
+            f"context parallel positions: ranks {others} cut the sequence otherwise than rank 0; rank {group.rank} has "
+            f"{_shortened(repr(cut))}. All ranks make the cut of the same whole rows"
+        )
+    everything = [np.frombuffer(part[_MARK:], np.int64).reshape(len(own), -1) for part in arrived]
     positions = cut.restore(everything, 1)
     _check(positions, cut)
     return positions
@@ -39,5 +50,10 @@ def _check(positions: Any, cut: SequenceCut) -> None:
     raise AttentionError(
         f"context parallel positions: in row {row}, token {place} (rank {owners[0]}) has position "
         f"{positions[row, place]} and the next one (rank {owners[1]}) {positions[row, place + 1]}; expected one more, "
-        f"or 0 where a document begins. Each rank takes its part of the batch's ids, targets and positions by {cut}"
+        f"or 0 where a document begins. Each rank takes its part of the batch's ids, targets and positions by "
+        f"{_shortened(repr(cut))}, and a model is called within `use_cut` of a cut of packed documents"
     )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."

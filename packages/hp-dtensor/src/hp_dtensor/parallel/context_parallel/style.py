@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from contextvars import Token
+from collections.abc import Iterator
+from contextvars import ContextVar, Token
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
@@ -15,15 +17,39 @@ from hp_dtensor.parallel.style import ParallelStyle
 
 Tensor = Any
 Module = Any
+_cut_in_use: ContextVar[SequenceCut | None] = ContextVar("hp_dtensor.parallel.context_parallel.cut", default=None)
+
+
+@contextlib.contextmanager
+def use_cut(cut: SequenceCut | None) -> Iterator[None]:
+    """Have models with `ContextParallel` that are called inside take their inputs as parts by `cut`.
+
+    Rows of packed documents are cut differently from batch to batch, so that whoever cuts a batch says how. A mask
+    keeps the cut of the forward that made it, in which its layers are computed again, too.
+
+    Args:
+        cut: None: the style's own for a length, of rows that are not packed.
+
+    Example:
+        >>> cut = ContextParallel().cut(10, 2, positions=np.array([[*range(8), *range(2)]]))
+        >>> with use_cut(cut):  # model(cut.take(ids, rank), cut.take(positions, rank))
+        ...     cut.documents
+        ((8, 2),)
+    """
+    token = _cut_in_use.set(cut)
+    try:
+        yield
+    finally:
+        _cut_in_use.reset(token)
 
 
 class ContextParallel(ParallelStyle):
     """Have every `attention` inside a module be that of a sequence which the ranks of the mesh share.
 
     The module, a whole model too, is given this rank's part of the sequence: tokens, targets and positions, as
-    `SequenceCut.take` gives them. Rotary angles must come from these positions. All else in a model works token by
-    token and is not changed. Parameters stay as they are; their gradients are this rank's contribution, to be summed
-    over the mesh (`hp_fsdp.fully_shard` over it does).
+    `SequenceCut.take` gives them; a cut of packed documents is told by `use_cut`. Rotary angles must come from these
+    positions. All else in a model works token by token and is not changed. Parameters stay as they are; their gradients
+    are this rank's contribution, to be summed over the mesh (`hp_fsdp.fully_shard` over it does).
 
     Args:
         method: `"ring"` or `"all_gather"`; see `context_parallel_attention`.
@@ -62,8 +88,17 @@ class ContextParallel(ParallelStyle):
         self.method, self.ulysses_degree, self.balanced, self.length = method, ulysses_degree, balanced, length
         self.whole_without_positions = whole_without_positions
 
-    def cut(self, length: int, ranks: int, causal: bool = True) -> SequenceCut:
-        """Return the tokens of each rank for a sequence of `length`."""
+    def cut(self, length: int, ranks: int, causal: bool = True, positions: Any = None) -> SequenceCut:
+        """Return the tokens of each rank for a sequence of `length`.
+
+        Args:
+            positions: int64 array `[batch, length]` of the whole rows, see `AttentionMask`: the cut is balanced within
+                their documents, unless `balanced` is False, and is to be told by `use_cut`; None: by the length alone.
+        """
+        if positions is not None and self.balanced is not False:
+            return SequenceCut.of_positions(
+                positions, ranks=ranks, ulysses_degree=self.ulysses_degree, even_hops=self.method == "ring"
+            )
         balanced = causal if self.balanced is None else self.balanced
         return SequenceCut(length=length, ranks=ranks, ulysses_degree=self.ulysses_degree, balanced=balanced)
 
@@ -93,6 +128,10 @@ class ContextParallel(ParallelStyle):
 
     def _cut_of(self, query: Tensor, mask: AttentionMask, mesh: DeviceMesh) -> SequenceCut:
         own, group = query.shape[2], mesh.get_group()
+        # Remembered by the mask: its layers may be computed again in backward, after the cut's `with`.
+        given: SequenceCut | None = mask.remembered(("cut", group.ranks), _cut_in_use.get)
+        if given is not None:
+            return given
 
         def whole_length() -> int:
             return sum(int(each) for each in group.all_gather_bytes(str(own).encode()))
