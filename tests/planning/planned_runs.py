@@ -15,7 +15,7 @@ from hp_trainer.planning.step_shape import StepShape
 from hp_trainer.plugins import registries
 from hp_trainer.training.memory_report import memory_by_kind
 from hp_trainer.training.pipelined_model import PipelinedModel
-from hp_trainer.training.setup import RankSetup, build_model, build_optimizer, build_scaler
+from hp_trainer.training.setup import RankSetup, build_model, build_optimizer, build_scaler, sequence_shares
 from hp_trainer.training.stages import plan_stages
 from hp_trainer.training.step import OptimizerStep
 
@@ -56,7 +56,9 @@ def setup_rank(config: TrainerConfig) -> RankSetup:
         model=model,
         optimizer=build_optimizer(config, platform, model, lambda fact: [fact]),
         scaler=build_scaler(config, platform),
-        pipeline=None if plan is None else PipelinedModel(platform, model, plan, mesh, config.parallel),
+        pipeline=None
+        if plan is None
+        else PipelinedModel(platform, model, plan, mesh, config.parallel, sequence_shares(config, dims, mesh)),
         stage_mesh=None if plan is None else mesh.flatten("stage", axes),
     )
 

@@ -16,6 +16,7 @@ LAYOUTS = {
     "ring": ({"dp_shard": 2, "cp": 2, "cp_method": "ring", "ep": 2}, 4),
     "chosen": ({"dp_replicate": 2, "cp": 2}, 4),
     "beside tensor parallel": ({"cp": 2, "cp_method": "all_gather", "tp": 2, "etp": 1, "ep": 2}, 4),
+    "in stages": ({"pp": 2, "cp": 2, "cp_method": "ring", "dp_shard": 1}, 4),
 }
 
 
@@ -33,6 +34,8 @@ class Packed(PartlyTaken):
 @pytest.mark.parametrize("samples", [None, Packed], ids=["whole rows", "packed, few targets"])
 def test_trains_and_evaluates_as_one_rank(lab, monkeypatch, name, samples):
     skip_unless_torch_or(lab.platform, (name, samples) == ("ring", Packed))
+    if (name, samples) in (("chosen", Packed), ("in stages", None)):
+        pytest.skip("others have packed samples without stages, and whole ones in stages")
     if samples is not None:
         monkeypatch.setattr(documents, "TokenSamples", samples)
     degrees, ranks = LAYOUTS[name]

@@ -264,7 +264,11 @@ def test_how_ranks_share_sequences_is_told(work: Path, prepared: list, capsys: p
     assert printed[0] == f"sequences: 3 ranks share each by {marked[2]}, which costs least in a layer:"
     assert {line.split()[-5] for line in printed[2:]} == {"all_gather", "ring", "ulysses"}
     assert cli.main([*given, "--parallel.cp_method=ring"]) == 0
-    assert "sequences: 3 ranks share each by ring\n" in capsys.readouterr().out
+    ring = capsys.readouterr().out
+    assert "sequences: 3 ranks share each by ring\n" in ring
+    assert "within their documents" not in ring
+    assert cli.main([*given, "--data.packing=documents"]) == 0
+    assert "sequences: samples are cut within their documents, for equal work on all ranks" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("accelerators", [0, 1, 2, 8])

@@ -48,4 +48,6 @@ def describe_run(config: TrainerConfig, world_size: int) -> str:
     }
     described = [f"{name}: {text}" for name, text in lines.items()]
     described += [f"sequences: {line}" for line in describe_context(dims, config.model.options, training)]
+    if dims.cp_enabled and getattr(config.data.options, "packing", "concatenate") != "concatenate":
+        described.append("sequences: samples are cut within their documents, for equal work on all ranks")
     return "\n".join([*described, *(f"activations: {line}" for line in (() if plan is None else plan.describe()))])

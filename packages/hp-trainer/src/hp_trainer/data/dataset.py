@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hp_dtensor.parallel.context_parallel import SequenceCut
 from hp_trainer.data.order import SampleOrder
 from hp_trainer.exceptions import Problem
 
@@ -183,6 +184,7 @@ class Batch:
             them, divided by their number.
         rows: the number of each sample in the run, int64 `[samples]`: the first sample that the run reads has 0, and a
             sample that is read again another one.
+        cut: which tokens of the samples these are, and which other ranks have; None: all.
     """
 
     ids: np.ndarray
@@ -192,6 +194,7 @@ class Batch:
     global_tokens: int
     global_targets: int
     rows: np.ndarray | None = None
+    cut: SequenceCut | None = None
 
     def arrays(self) -> list[np.ndarray]:
         """Return the arguments of a model: ids, targets and, where there are any, positions; each contiguous."""

@@ -11,11 +11,13 @@ import numpy as np
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.parallel.context_parallel import use_cut
 from hp_dtensor.platform.interface import Platform
 from hp_trainer.config import ParallelConfig
 from hp_trainer.data import Batch
 from hp_trainer.models import DecoderParts
 from hp_trainer.pipeline import Pipeline, PipelineStage, TiedWeights
+from hp_trainer.training.sequence_shares import SequenceShares
 from hp_trainer.training.stages import StagePlan
 
 Tensor = Any
@@ -31,7 +33,8 @@ class ModelStage(PipelineStage):
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run these parts; the targets are the last stage's alone."""
         targets = kwargs["targets"] if self.is_last else None
-        return self.submod(*args, targets, kwargs["positions"], self._parts, kwargs["rows"])
+        with use_cut(kwargs["cut"]):
+            return self.submod(*args, targets, kwargs["positions"], self._parts, kwargs["rows"])
 
 
 def exchange_over(group: ProcessGroup) -> Callable[[Any], list[Any]]:
@@ -47,15 +50,22 @@ class PipelinedModel:
         plan: which stages there are.
         mesh: of the job; `mesh["pp"]` are the ranks of this pipeline.
         parallel: says when weights are gathered, and when gradients are reduced.
+        shares: cuts micro-batches to this rank's tokens; None: each rank has whole samples.
 
     Attributes:
         tied: weights that several stages have copies of.
     """
 
     def __init__(
-        self, platform: Platform, model: Any, plan: StagePlan, mesh: DeviceMesh, parallel: ParallelConfig
+        self,
+        platform: Platform,
+        model: Any,
+        plan: StagePlan,
+        mesh: DeviceMesh,
+        parallel: ParallelConfig,
+        shares: SequenceShares | None = None,
     ) -> None:
-        self.platform, self.model = platform, model
+        self.platform, self.model, self._shares = platform, model, shares
         pp = mesh["pp"]
         self.group = pp.get_group()
         num_stages = len(plan.stages)
@@ -91,13 +101,15 @@ class PipelinedModel:
 
     def _run(self, batch: Batch, *, forward_only: bool) -> Tensor:
         parts = batch.micro_batches(len(batch.samples) // self._pipeline.num_microbatches)
+        if self._shares is not None:
+            parts = [self._shares.own(part) for part in parts]
         positions = [None if part.positions is None else self._tensor(part.positions) for part in parts]
         targets: Sequence[Any] = [None] * len(parts)
         if self._pipeline.has_last_stage:
             targets = [self._tensor(part.targets) for part in parts]
         ids = [(self._tensor(part.ids),) for part in parts] if self._pipeline.has_first_stage else []
         kwargs = [
-            {"targets": target, "positions": place, "rows": part.rows}
+            {"targets": target, "positions": place, "rows": part.rows, "cut": part.cut}
             for target, place, part in zip(targets, positions, parts, strict=True)
         ]
         self._loss_sums.clear()

@@ -14,7 +14,8 @@ class SequenceShares:
     """Cuts batches, which all ranks of a sequence read whole, to this rank's tokens.
 
     Ids, targets and positions are cut alike, so that every token keeps its target, which was shifted before, and its
-    position in its document. The numbers of tokens and targets stay those of the whole global batch.
+    position in its document. The numbers of tokens and targets stay those of the whole global batch. Rows of packed
+    documents are cut so that attention within documents is as much work for every rank; the part says by which cut.
 
     Args:
         style: how the model's attention shares sequences.
@@ -26,11 +27,11 @@ class SequenceShares:
         self.style, self.ranks, self.rank = style, ranks, rank
 
     def own(self, batch: Batch) -> Batch:
-        """Return this rank's part of each sample, always with positions."""
+        """Return this rank's part of each sample, always with positions and the cut."""
         length = batch.ids.shape[1]
-        cut = self.style.cut(length, self.ranks)
+        cut = self.style.cut(length, self.ranks, positions=batch.positions)
         positions = batch.positions
         if positions is None:
             positions = np.broadcast_to(np.arange(length, dtype=np.int64), batch.ids.shape)
         ids, targets, positions = (cut.take(x, self.rank) for x in (batch.ids, batch.targets, positions))
-        return replace(batch, ids=ids, targets=targets, positions=positions)
+        return replace(batch, ids=ids, targets=targets, positions=positions, cut=cut)

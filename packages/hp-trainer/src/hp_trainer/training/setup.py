@@ -92,7 +92,7 @@ class RankSetup:
             optimizer=build_optimizer(config, platform, model, everyones),
             scaler=build_scaler(config, platform),
             average=build_average(config, platform, model),
-            pipeline=None if plan is None else PipelinedModel(platform, model, plan, mesh, config.parallel),
+            pipeline=None if plan is None else _pipelined(config, platform, dims, mesh, model, plan),
             stage_mesh=None if plan is None else _stage_mesh(dims, mesh),
         )
 
@@ -189,6 +189,12 @@ def _replica_problems(config: TrainerConfig, platform: Platform, model: Any, mes
             expected="a mesh of all ranks that have the same weights, whose gradients are summed",
             hint='mesh["dp_replicate", "fsdp"] in its parallelize, or parallel.dp_replicate=1',
         )
+
+
+def _pipelined(
+    config: TrainerConfig, platform: Platform, dims: ParallelDims, mesh: DeviceMesh, model: Any, plan: StagePlan
+) -> PipelinedModel:
+    return PipelinedModel(platform, model, plan, mesh, config.parallel, sequence_shares(config, dims, mesh))
 
 
 def sequence_shares(config: TrainerConfig, dims: ParallelDims, mesh: DeviceMesh) -> SequenceShares | None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.optim.clip import clip_grad_norm_, total_norm
+from hp_dtensor.parallel.context_parallel import use_cut
 from hp_moe import AutoDispatcher, moe_layers
 from hp_trainer.data import Batch
 from hp_trainer.training.setup import RankSetup
@@ -56,8 +57,7 @@ class OptimizerStep:
         # One division by the targets of the whole global batch: every layout sums the same terms.
         targets = max(1, batch.global_targets)
         if self.pipeline is not None:
-            own = batch if self.shares is None else self.shares.own(batch)
-            loss_sum = self.pipeline.accumulate_gradients(own, lambda loss: self.scaler.scale(ops.div(loss, targets)))
+            loss_sum = self.pipeline.accumulate_gradients(batch, lambda loss: self.scaler.scale(ops.div(loss, targets)))
             return ops.div(loss_sum, targets)
         parts = batch.micro_batches(self.config.training.micro_batch_size)
         reduces_often = self.config.parallel.reduce_gradients == "micro_batch"
@@ -75,7 +75,7 @@ class OptimizerStep:
     def loss_sum_of_all(self, batch: Batch) -> Tensor:
         """Return the cross entropy summed over all micro-batches of this rank, in nats, recording nothing."""
         if self.pipeline is not None:
-            return self.pipeline.loss_sum(batch if self.shares is None else self.shares.own(batch))
+            return self.pipeline.loss_sum(batch)
         total = None
         for micro in batch.micro_batches(self.config.training.micro_batch_size):
             part = self.loss_sum(micro)
@@ -86,7 +86,8 @@ class OptimizerStep:
         """Return the cross entropy summed over this rank's targets, in nats."""
         batch = batch if self.shares is None else self.shares.own(batch)
         rows = {"rows": batch.rows} if getattr(self.model, "takes_rows", False) else {}
-        return self.model(*map(self.platform.from_numpy, batch.arrays()), **rows)
+        with use_cut(batch.cut):
+            return self.model(*map(self.platform.from_numpy, batch.arrays()), **rows)
 
     def agree(self, loss: Tensor, stop: bool) -> tuple[float, bool]:
         """Return the loss of the global batch and whether any rank wants to stop, by one all-reduce over the world.
