@@ -134,11 +134,19 @@ def test_a_style_cuts_within_documents_as_its_method_asks():
         np.testing.assert_array_equal(whole.places(rank), plain.places(rank))
 
 
+def test_documents_may_be_lists_and_are_not_all_shown():
+    cut = SequenceCut(length=400, ranks=2, documents=[[1] * 400])
+    assert cut == SequenceCut(length=400, ranks=2, documents=((1,) * 400,))
+    assert cut.places(0).size == 200
+    assert len(str(cut)) < 400
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"documents": ((4, 5),)}, "documents of [4, 5] tokens in row 0 of 1; expected lengths of at least 1"),
         ({"documents": ((10,), (0, 10))}, "documents of [0, 10] tokens in row 1 of 2"),
+        ({"documents": (4, 6)}, "must be the lengths of each row's documents, such as ((8, 2), (10,)), got (4, 6)"),
         ({"documents": ((4, 6),), "balanced": False}, "documents with balanced=False; expected balanced=True"),
     ],
 )

@@ -73,7 +73,12 @@ class SequenceCut:
                 "heads; expected a ulysses_degree that divides the ranks, and no negative number"
             )
         if self.documents is not None:
-            self._check_documents(self.documents)
+            object.__setattr__(self, "documents", self._checked(self.documents))
+
+    def __str__(self) -> str:
+        """Return the cut as Python would show it, without most of many documents."""
+        text = repr(self)
+        return text if len(text) <= 300 else f"{text[:300]}..."
 
     @classmethod
     def of_positions(
@@ -141,18 +146,27 @@ class SequenceCut:
             return np.ascontiguousarray(np.take(np.concatenate(list(parts), dim), order, dim))
         return platform.ops.index_select(platform.ops.cat(list(parts), dim), dim, platform.from_numpy(order))
 
-    def _check_documents(self, documents: Documents) -> None:
+    def _checked(self, documents: Any) -> Documents:
+        """Return documents as tuples, which can be compared and hashed."""
         if not self.balanced:
             raise AttentionError(
                 "SequenceCut: documents with balanced=False; expected balanced=True, or documents=None where each rank "
                 "has one stretch"
             )
-        for row, lengths in enumerate(documents):
+        try:
+            found = tuple(tuple(int(length) for length in row) for row in documents)
+        except (TypeError, ValueError):
+            raise AttentionError(
+                f"SequenceCut: documents must be the lengths of each row's documents, such as ((8, 2), (10,)), "
+                f"got {documents!r}"
+            ) from None
+        for row, lengths in enumerate(found):
             if sum(lengths) != self.length or min(lengths, default=1) < 1:
                 raise AttentionError(
                     f"SequenceCut: documents of {list(lengths[:8])} tokens in row {row} of {len(documents)}; expected "
                     f"lengths of at least 1 that make up the row's {self.length}"
                 )
+        return found
 
     def _check_length(self, x: Any, dim: int) -> None:
         if x.shape[dim] != self.length:

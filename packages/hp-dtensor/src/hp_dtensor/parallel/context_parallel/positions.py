@@ -32,7 +32,7 @@ def positions_of_all(platform: Platform, group: ProcessGroup, cut: SequenceCut, 
     if others := [rank for rank, part in enumerate(arrived) if part[:_MARK] != arrived[0][:_MARK]]:
         raise AttentionError(
             f"context parallel positions: ranks {others} cut the sequence otherwise than rank 0; rank {group.rank} has "
-            f"{_shortened(repr(cut))}. All ranks make the cut of the same whole rows"
+            f"{cut}. All ranks make the cut of the same whole rows"
         )
     everything = [np.frombuffer(part[_MARK:], np.int64).reshape(len(own), -1) for part in arrived]
     positions = cut.restore(everything, 1)
@@ -51,9 +51,5 @@ def _check(positions: Any, cut: SequenceCut) -> None:
         f"context parallel positions: in row {row}, token {place} (rank {owners[0]}) has position "
         f"{positions[row, place]} and the next one (rank {owners[1]}) {positions[row, place + 1]}; expected one more, "
         f"or 0 where a document begins. Each rank takes its part of the batch's ids, targets and positions by "
-        f"{_shortened(repr(cut))}, and a model is called within `use_cut` of a cut of packed documents"
+        f"{cut}, and a model is called within `use_cut` of a cut of packed documents"
     )
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:200]}..."
