@@ -17,13 +17,13 @@ SIZES = {"batch": 2, "heads": 8, "kv_heads": 2, "keys": 48}
 WIDTH = 8
 
 
-def counted(hp_platform, ranks, degree=1, method="ring", balanced=True, sizes=SIZES, dtype=None, **mask):
+def counted(hp_platform, ranks, degree=1, method="ring", balanced=True, sizes=SIZES, dtype=None, cut=None, **mask):
     """Return the mean bytes that a rank sends in (forward, backward)."""
     arrays = reference.inputs(**sizes)[:4]
 
     def program():
         with record_collectives() as log:
-            attend_on_ranks(hp_platform, arrays, mask, {}, degree, method, balanced, dtype)
+            attend_on_ranks(hp_platform, arrays, mask, {}, degree, method, balanced, dtype, cut)
         sent = [0.0, 0.0]
         for record in log.records:
             sent[record.in_backward] += record.wire_bytes
@@ -102,6 +102,8 @@ CASES = [
     (4, 2, "all_gather", {"window": 9}),
     (4, 1, "all_gather", {}),
     (6, 3, "ring", {"causal": False}),
+    (3, 1, "ring", {"documents": (16, 9, 4)}),
+    (4, 2, "all_gather", {"documents": (16, 9, 4)}),
 ]
 
 
@@ -112,7 +114,12 @@ def test_the_cost_model_counts_what_is_sent(hp_platform, ranks, degree, method, 
         batch=2, length=29, heads=sizes["heads"], kv_heads=sizes["kv_heads"], head_dim=WIDTH, itemsize=4, **mask
     )
     cost = choose_context_parallel(shape, ranks, method=method, ulysses_degree=degree).best
-    found = counted(hp_platform, ranks, degree, method, mask.get("causal", True), sizes, **mask)
+    cut, mask = None, dict(mask)
+    if documents := mask.pop("documents", None):
+        rows = (documents, documents)
+        mask["positions"] = reference.positions_of(*rows)
+        cut = SequenceCut(length=29, ranks=ranks, ulysses_degree=degree, documents=rows, even_hops=method == "ring")
+    found = counted(hp_platform, ranks, degree, method, mask.get("causal", True), sizes, cut=cut, **mask)
     assert found == pytest.approx((cost.forward_bytes, cost.backward_bytes), rel=0.02 if 29 % ranks else 1e-9)
 
 
@@ -150,6 +157,14 @@ def test_every_hop_is_under_way_while_the_block_before_it_is_computed(hp_platfor
         for event in backward:
             under_way += {"begin": 1, "wait": -1, "compute": 0}[event]
             assert under_way > 0 or event != "compute"
+
+
+def test_short_documents_cost_less_to_gather_than_one_long_one():
+    sizes = {"batch": 1, "length": 4096, "heads": 8, "kv_heads": 8, "head_dim": 64}
+    long, packed = (AttentionShape(**sizes, documents=each) for each in (None, (512,) * 8))
+    costs = [choose_context_parallel(each, 4, method="all_gather", ulysses_degree=1).best for each in (long, packed)]
+    assert costs[1].forward_bytes == 0 < costs[0].forward_bytes
+    assert costs[1].seconds < 0.2 * costs[0].seconds
 
 
 def test_ulysses_is_chosen_where_keys_are_many_and_the_ring_where_they_are_few():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -27,6 +28,7 @@ class AttentionShape:
         heads, kv_heads, head_dim: of this rank; tensor parallel ranks have a share of the heads.
         causal, window: as of `hp_dtensor.AttentionMask`.
         itemsize: bytes of an element of queries, keys and values; gradients of keys and values travel in float32.
+        documents: lengths of the documents that each sequence is packed of, and is cut within; None: it is one.
 
     Example:
         >>> AttentionShape(batch=1, length=8192, heads=32, kv_heads=8, head_dim=128).window is None
@@ -41,6 +43,15 @@ class AttentionShape:
     causal: bool = True
     window: int | None = None
     itemsize: int = 2
+    documents: tuple[int, ...] | None = None
+
+    def tokens(self, cut: SequenceCut) -> list[Tokens]:
+        """Return the tokens of each ring rank."""
+        places = [cut.ring_places(ring) for ring in range(cut.ring_size)]
+        if self.documents is None:
+            return [Tokens(each) for each in places]
+        numbers = np.repeat(np.arange(len(self.documents)), self.documents)
+        return [Tokens(each, numbers[None, each]) for each in places]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,10 +158,13 @@ def choose_context_parallel(
 def _costs_of(
     shape: AttentionShape, ranks: int, degree: int, method: str | None, costs: CostModel, axis: str, flops: float
 ) -> Iterator[ContextCost]:
-    cut = SequenceCut(length=shape.length, ranks=ranks, ulysses_degree=degree, balanced=shape.causal)
+    is_balanced = shape.causal or shape.documents is not None
+    cut = SequenceCut(length=shape.length, ranks=ranks, ulysses_degree=degree, balanced=is_balanced)
     methods = ("ring",) if degree == ranks else ("ring", "all_gather") if method is None else (method,)
     heads = _HeadsExchanged(shape, cut)
     for each in methods:
+        if shape.documents is not None:
+            cut = dataclasses.replace(cut, documents=(shape.documents,), even_hops=each == "ring")
         inner = (_Ring if each == "ring" else _Gather)(shape, cut, heads)
         forward, backward = heads.wire_bytes + inner.forward_bytes, heads.wire_bytes + inner.backward_bytes
         alone = costs.seconds("exchange", (axis,), heads.wire_bytes) * 4 if degree > 1 else 0.0
@@ -186,8 +200,7 @@ class _Ring:
     """The ring of a cut: what travels, and the time of each hop, in which all ranks go along together."""
 
     def __init__(self, shape: AttentionShape, cut: SequenceCut, heads: _HeadsExchanged) -> None:
-        size = cut.ring_size
-        tokens = [Tokens(cut.ring_places(ring)) for ring in range(size)]
+        size, tokens = cut.ring_size, shape.tokens(cut)
         needed = needed_hops(tokens, shape.causal, shape.window)
         plans = [plan_member(tokens, ring, needed, shape.causal, shape.window, None) for ring in range(size)]
         per_token = 2 * shape.batch * heads.kv_heads_mean * shape.head_dim
@@ -223,8 +236,7 @@ class _Gather:
     """The gathering of keys and values that are seen: transfers first, then all of the computation."""
 
     def __init__(self, shape: AttentionShape, cut: SequenceCut, heads: _HeadsExchanged) -> None:
-        size = cut.ring_size
-        tokens = [Tokens(cut.ring_places(ring)) for ring in range(size)]
+        size, tokens = cut.ring_size, shape.tokens(cut)
         plans = [plan_gather(tokens, ring, shape.causal, shape.window, None) for ring in range(size)]
         others = [
             sum(b - a for source, ranges in enumerate(plan.taken) if source != ring for a, b in ranges)
@@ -255,4 +267,4 @@ def _sum_itemsize(shape: AttentionShape) -> int:
 
 def _operations(plan: Plan, shape: AttentionShape, heads: _HeadsExchanged) -> float:
     """Return the operations of a plan in forward: two products of a multiplication and an addition per score."""
-    return 4.0 * count_scores(plan, shape.batch) * heads.query_heads * shape.head_dim
+    return 4.0 * count_scores(plan, 1) * shape.batch * heads.query_heads * shape.head_dim
