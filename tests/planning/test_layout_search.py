@@ -12,6 +12,7 @@ from hp_trainer.memory import KINDS
 from hp_trainer.planning import memory
 from hp_trainer.planning.devices import find_device
 from hp_trainer.planning.plan import plan_step
+from hp_trainer.planning.recomputed_blocks import recompute_of
 from hp_trainer.planning.search import search_layouts
 from hp_trainer.training.activation_plan import plan_activations
 
@@ -112,4 +113,4 @@ def test_a_budget_is_planned_for_experts_as_the_device_computes_them() -> None:
     one_by_one, fused = (
         plan_activations(config, shape.dims, KINDS, fused_experts=fuses).of_layers() for fuses in (False, True)
     )
-    assert memory.recompute_of(shape) == one_by_one != fused
+    assert recompute_of(shape) == one_by_one != fused

@@ -18,6 +18,9 @@ from hp_trainer.training.step import OptimizerStep
 # Every rank gets every token: which experts tokens choose does not change the bytes.
 EXPERTS = {"model__num_experts": 4, "model__num_experts_per_tok": 4, "model__num_dense_layers": 1}
 LATENT = {"model__attention": "latent", "model__kv_lora_rank": 6, "model__qk_rope_head_dim": 4}
+EVERY_SECOND = {"training__recompute": "full", "training__recompute_every": 2}
+KEEPS_ATTENTION = {"training__recompute": "selective", "training__recompute_keep": "[attention]"}
+KEEPS_COLLECTIVES = {"training__recompute": "selective", "training__recompute_keep": "[collectives]"}
 RANKS = {
     "shards": (2, {}),
     "shards that stay after forward": (2, {"parallel__reshard_after_forward": False}),
@@ -59,9 +62,36 @@ RANKS = {
         2,
         {"parallel__cp": 2, "parallel__cp_method": "all_gather", "training__recompute": "full"},
     ),
+    "tensor, every second block recomputed": (2, {"parallel__tp": 2, **EVERY_SECOND, "model__qk_norm": "full"}),
+    "tensor, collectives kept": (2, {"parallel__tp": 2, **KEEPS_COLLECTIVES}),
+    "tensor, within a budget": (2, {"parallel__tp": 2, "training__activation_budget": "150KiB"}),
+    "ring, attention kept": (2, {"parallel__cp": 2, "parallel__cp_method": "ring", **KEEPS_ATTENTION}),
+    "ring, collectives kept": (2, {"parallel__cp": 2, "parallel__cp_method": "ring", **KEEPS_COLLECTIVES}),
+    "ulysses, collectives kept": (2, {"parallel__cp": 2, "parallel__cp_method": "ulysses", **KEEPS_COLLECTIVES}),
+    "heads exchanged in a ring, attention kept": (
+        4,
+        {
+            "parallel__cp": 4,
+            "parallel__ulysses_degree": 2,
+            "parallel__cp_method": "ring",
+            "parallel__dp_shard": 1,
+            **KEEPS_ATTENTION,
+        },
+    ),
     "ring and tensor": (4, {"parallel__cp": 2, "parallel__tp": 2, "parallel__cp_method": "ring"}),
     "experts": (2, {**EXPERTS, "parallel__ep": 2}),
     "experts, recomputed": (2, {**EXPERTS, "parallel__ep": 2, "training__recompute": "full"}),
+    "experts, collectives kept": (2, {**EXPERTS, "parallel__ep": 2, **KEEPS_COLLECTIVES}),
+    "experts, first blocks recomputed": (
+        2,
+        {
+            **EXPERTS,
+            "parallel__ep": 2,
+            "model__num_hidden_layers": 3,
+            "training__recompute": "full",
+            "training__recompute_blocks": "[layers.0, layers.1]",
+        },
+    ),
     "experts, shared and gated, tensor": (
         4,
         {
@@ -172,7 +202,10 @@ def test_bytes_on_the_wire_are_those_of_the_plan(platform, name: str) -> None:
     sent, groups = zip(*run_ranks(_sent, world_size, platform, settings, axes), strict=True)
     for place, stage in enumerate(planned):
         ranks = [rank for rank in range(world_size) if shape.dims.coordinate(rank)["pp"] == place]
-        assert _expected(stage, [groups[rank] for rank in ranks]) == pytest.approx(_mean(sent, groups, ranks, axes))
+        # Other groups are those of neighbouring stages, or a part of the ranks that share a sequence.
+        other = "pp" if shape.dims.pp_enabled else "cp"
+        found = _mean(sent, groups, ranks, axes, other)
+        assert _expected(stage, [groups[rank] for rank in ranks]) == pytest.approx(found)
 
 
 def _expected(stage: list[Any], groups: list[dict[str, tuple[int, ...]]]) -> dict[tuple[str, str], float]:
@@ -183,14 +216,14 @@ def _expected(stage: list[Any], groups: list[dict[str, tuple[int, ...]]]) -> dic
     return dict(total)
 
 
-def _mean(sent: Any, groups: Any, ranks: list[int], axes: list[str]) -> dict[tuple[str, str], float]:
+def _mean(sent: Any, groups: Any, ranks: list[int], axes: list[str], other: str) -> dict[tuple[str, str], float]:
     total: dict[tuple[str, str], float] = defaultdict(float)
     for rank in ranks:
         names = {group: _name(axis, groups[rank]) for axis, group in groups[rank].items()}
         for group, by_name in sent[rank].items():
             for name, num_bytes in by_name.items():
                 if num_bytes:
-                    total[names.get(group, "pp"), name] += num_bytes / len(ranks)
+                    total[names.get(group, other), name] += num_bytes / len(ranks)
     return {key: value for key, value in total.items() if not math.isclose(value, 0)}
 
 

@@ -108,6 +108,7 @@ def _times(cost: ContextCost, factor: int) -> ContextCost:
         cost,
         forward_bytes=cost.forward_bytes * factor,
         backward_bytes=cost.backward_bytes * factor,
+        heads_bytes=cost.heads_bytes * factor,
         extra_bytes=cost.extra_bytes * factor,
     )
 

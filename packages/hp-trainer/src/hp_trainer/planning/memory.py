@@ -9,14 +9,13 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 
 from hp_fsdp import PlannedBuffer
-from hp_trainer.memory import KINDS, BlockActivations, BlockRecompute, BudgetError, recompute_by_pattern
+from hp_trainer.memory import BlockActivations, BlockRecompute
 from hp_trainer.models.decoder.activation_bytes import ActivationShape, DecoderActivations, decoder_activations
-from hp_trainer.models.recomputation import block_names
 from hp_trainer.optimizers.state_on_host import BUCKET_ELEMENTS, cut_buckets
+from hp_trainer.planning.recomputed_blocks import recompute_key, recompute_of
 from hp_trainer.planning.stage_parts import StageParts, whole_shapes
 from hp_trainer.planning.step_shape import StepShape
 from hp_trainer.planning.traffic import message_bytes, shared_context_cost
-from hp_trainer.training.activation_plan import plan_activations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,7 +378,7 @@ _NOTHING = LayerCost(**dict.fromkeys((field.name for field in fields(LayerCost))
 
 def layer_costs(shape: StepShape) -> list[LayerCost]:
     """Return the costs of each block of the model on a rank."""
-    return shape.shared(("layer costs", _activation_key(shape), _recompute_key(shape)), lambda: _layer_costs(shape))
+    return shape.shared(("layer costs", _activation_key(shape), recompute_key(shape)), lambda: _layer_costs(shape))
 
 
 def _layer_costs(shape: StepShape) -> list[LayerCost]:
@@ -420,30 +419,6 @@ def _activations(shape: StepShape) -> DecoderActivations:
             fused_experts=shape.fuses_experts,
         ),
     )
-
-
-def recompute_of(shape: StepShape) -> list[BlockRecompute]:
-    """Return what each block of the model computes again in backward."""
-    return shape.shared(("recompute", _recompute_key(shape)), lambda: _recompute(shape))
-
-
-def _recompute_key(shape: StepShape) -> Hashable:
-    """Return what the choice depends on: with a budget on the whole layout."""
-    return None if shape.config.training.activation_budget is None else shape.dims
-
-
-def _recompute(shape: StepShape) -> list[BlockRecompute]:
-    training, num_layers = shape.config.training, shape.model.num_hidden_layers
-    keep = KINDS if training.recompute_keep is None else training.recompute_keep
-    if training.activation_budget is not None:
-        try:
-            return plan_activations(shape.config, shape.dims, keep, fused_experts=shape.fuses_experts).of_layers()
-        except BudgetError:  # the memory shown is then the least, and above the budget
-            return [BlockRecompute(mode="full", offloads=training.offload_activations)] * num_layers
-    kept = keep if training.recompute == "selective" else ()
-    chosen = BlockRecompute(mode=training.recompute, keep=kept, offloads=training.offload_activations)
-    patterns = training.recompute_blocks
-    return recompute_by_pattern(block_names(num_layers), chosen, every=training.recompute_every, patterns=patterns)
 
 
 def optimizer_bytes(shape: StepShape, parts: StageParts) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from hp_fsdp import PlannedBuffer
 from hp_moe.dispatch.cost_model import dispatch_costs
 from hp_trainer.parallel.context import context_cost
 from hp_trainer.pipeline.messages import HEADER_BYTES
+from hp_trainer.planning.recomputed_blocks import recompute_of
 from hp_trainer.planning.stage_parts import StageParts
 from hp_trainer.planning.step_shape import StepShape
 
@@ -163,16 +164,19 @@ def _replica_axis(shape: StepShape) -> str:
 
 def microbatch_traffic(shape: StepShape, parts: StageParts) -> Iterator[Sent]:
     """Yield what a rank sends in the forward and backward of one micro-batch, weights and stages left out."""
-    dims, again = shape.dims, int(shape.recomputes)
+    dims = shape.dims
     if dims.tp_enabled:
-        yield from _tensor_parallel(shape, parts, again)
-    for window, layers in _by_window(shape, parts) if dims.cp_enabled else ():
-        cost = shared_context_cost(shape, window)
-        sent = (1 + again) * cost.forward_bytes + cost.backward_bytes
-        yield Sent("cp", "exchange", sent, 2 + again).times(layers)
-    with_experts = sum(not shape.model.is_dense(layer) for layer in parts.layers)
-    if with_experts:
-        yield from (each.times(with_experts) for each in _experts(shape, again))
+        yield from _tensor_parallel(shape, parts)
+    if dims.cp_enabled:
+        yield from _context_parallel(shape, parts)
+    with_experts = [layer for layer in parts.layers if not shape.model.is_dense(layer)]
+    for again, layers in Counter(_again(shape, layer) for layer in with_experts).items():
+        yield from (each.times(layers) for each in _experts(shape, again))
+
+
+def _again(shape: StepShape, layer: int, kind: str = "collectives") -> int:
+    """Return 1 if backward repeats a block's exchanges, whose results of this kind it has not kept; else 0."""
+    return int(not recompute_of(shape)[layer].keeps(kind))
 
 
 def shared_context_cost(shape: StepShape, window: int | None = None) -> ContextCost:
@@ -183,22 +187,32 @@ def shared_context_cost(shape: StepShape, window: int | None = None) -> ContextC
     return shape.shared(key, lambda: context_cost(dims, shape.model, training, window=window, batch=batch))
 
 
-def _by_window(shape: StepShape, parts: StageParts) -> list[tuple[int | None, int]]:
-    """Return the windows of attention, and how many blocks have each."""
-    return list(Counter(shape.model.window_of(layer) for layer in parts.layers).items())
+def _context_parallel(shape: StepShape, parts: StageParts) -> Iterator[Sent]:
+    """Yield the exchanges of attention among ranks that share sequences."""
+    # Keys and values of a ring or gathered ones travel within the attention, whose result stays without them.
+    kinds = Counter(
+        (shape.model.window_of(layer), _again(shape, layer), _again(shape, layer, "attention"))
+        for layer in parts.layers
+    )
+    for (window, heads, keys), layers in kinds.items():
+        cost = shared_context_cost(shape, window)
+        sent = cost.forward_bytes + cost.backward_bytes
+        sent += heads * cost.heads_bytes + keys * (cost.forward_bytes - cost.heads_bytes)
+        again = heads if cost.ulysses_degree == shape.dims.cp else keys
+        yield Sent("cp", "exchange", sent, 2 + again).times(layers)
 
 
-def _tensor_parallel(shape: StepShape, parts: StageParts, again: int) -> Iterator[Sent]:
+def _tensor_parallel(shape: StepShape, parts: StageParts) -> Iterator[Sent]:
     """Yield the exchanges around parts that cut heads or widths; between these the sequence is cut.
 
     Each part has a gather before it and a reduce-scatter after it; in backward the two trade places.
     """
     share = _share(shape.dims.tp)
     rows = share * shape.tokens * shape.model.hidden_size * shape.itemsize
-    places = sum(_cut_parts(shape, layer) for layer in parts.layers)
     cut_head = parts.head and not _gathers_tied_head(shape)
     ends = parts.embed + cut_head
-    inside = places * (2 + again)
+    passes = {layer: 2 + _again(shape, layer) for layer in parts.layers}
+    inside = sum(_cut_parts(shape, layer) * number for layer, number in passes.items())
     yield Sent("tp", "all_gather", rows * (inside + ends), inside + ends)
     # The narrow vectors of latent attention are computed alike on all ranks: the gather's dual is a slice.
     sliced = len(parts.layers) * (shape.model.attention == "latent" and shape.model.q_lora_rank is not None)
@@ -209,7 +223,7 @@ def _tensor_parallel(shape: StepShape, parts: StageParts, again: int) -> Iterato
     if shape.model.qk_norm == "full":
         width = (shape.model.num_attention_heads + shape.model.num_key_value_heads) * shape.model.head_dim
         moved = share * shape.tokens * width * shape.itemsize / shape.dims.tp
-        yield Sent("tp", "all_to_all", 2 * (2 + again) * moved, 4 * (2 + again)).times(len(parts.layers))
+        yield Sent("tp", "all_to_all", 2 * moved, 4).times(sum(passes.values()))
     if cut_head:
         yield Sent("tp", "all_reduce", 3 * 2 * share * shape.tokens * 4, 3)
     elif parts.head:

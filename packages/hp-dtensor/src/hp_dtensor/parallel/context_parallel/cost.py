@@ -61,6 +61,7 @@ class ContextCost:
     Attributes:
         method, ulysses_degree: as `context_parallel_attention` and `SequenceCut` take them.
         forward_bytes, backward_bytes: what a rank sends, the mean over ranks.
+        heads_bytes: the part of each of the two that is heads, which travel apart from the attention.
         seconds: computation of the busiest rank, and the part of the transfers that it does not hide.
         extra_bytes: largest memory of a rank for keys and values of others, and their gradients.
 
@@ -75,6 +76,7 @@ class ContextCost:
     ulysses_degree: int
     forward_bytes: float
     backward_bytes: float
+    heads_bytes: float
     seconds: float
     extra_bytes: float
 
@@ -173,6 +175,7 @@ def _costs_of(
             ulysses_degree=degree,
             forward_bytes=forward,
             backward_bytes=backward,
+            heads_bytes=heads.wire_bytes,
             seconds=alone + inner.seconds(costs, axis, flops),
             extra_bytes=inner.extra_bytes,
         )
