@@ -33,16 +33,20 @@ def config_of(**settings: Any) -> TrainerConfig:
     return parse_config(YAML, given, registered=registries()).config
 
 
+def dims_of(config: TrainerConfig, world_size: int) -> ParallelDims:
+    """Return the degrees of a configuration on so many ranks."""
+    return ParallelDims.from_config(config.parallel, world_size, getattr(config.model.options, "num_experts", None))
+
+
 def shape_of(config: TrainerConfig, world_size: int) -> StepShape:
     """Return the shape of the step on so many ranks."""
-    experts = getattr(config.model.options, "num_experts", None)
-    return StepShape.of(config, ParallelDims.from_config(config.parallel, world_size, experts), is_host=True)
+    return StepShape.of(config, dims_of(config, world_size), is_host=True)
 
 
 def setup_rank(config: TrainerConfig) -> RankSetup:
     """Build this rank's model, optimizer and pipeline; the data are the caller's."""
     platform = get_platform()
-    dims = shape_of(config, current_world(platform).size).dims
+    dims = dims_of(config, current_world(platform).size)
     mesh = dims.build_mesh("cpu", platform=platform)
     plan = plan_stages(config, dims) if dims.pp_enabled else None
     model = build_model(config, platform, dims, mesh, plan)
@@ -75,13 +79,18 @@ def random_batch(setup: RankSetup, step: int = 0) -> Batch:
 
 
 def measured_peak(settings: dict[str, Any]) -> int:
+    """Return the bytes of tensors that this rank holds at the fullest moment of a step; see `peak_of`."""
+    return peak_of(config_of(**settings))
+
+
+def peak_of(config: TrainerConfig) -> int:
     """Return the bytes of tensors that this rank holds at the fullest moment of a step, as torch's allocator counts.
 
     There before the step are weights and the optimizer's state, which the engine counts itself.
     """
     import torch
 
-    setup = setup_rank(config_of(**settings))
+    setup = setup_rank(config)
     step = OptimizerStep(setup)
 
     def run(index: int) -> None:

@@ -11,12 +11,14 @@ from hp_trainer.cli.arguments import Overrides, Parser, UsageError, parse
 from hp_trainer.cli.shared import check_world_size, refuse
 from hp_trainer.config import AdamWConfig, LoadedConfig, TrainerConfig, load_config
 from hp_trainer.exceptions import Problem
-from hp_trainer.launch import layout_problems, world_size_of
+from hp_trainer.launch import chosen_platform, layout_problems, world_size_of
 from hp_trainer.memory import EXPECTED_SIZE, parse_size
+from hp_trainer.models import DecoderConfig
 from hp_trainer.optimizers import AdamW8bitConfig
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.planning.changes import Settings, changes_as_json, describe_changes, find_changes
 from hp_trainer.planning.devices import Device, find_device
+from hp_trainer.planning.own_modules import ModuleCounter
 from hp_trainer.planning.picture import draw_memory
 from hp_trainer.planning.plan import describe_plan, plan_as_json, plan_step
 from hp_trainer.planning.search import describe_fitting, search_layouts
@@ -40,24 +42,41 @@ def plan_command(given: list[str]) -> int:
     refuse(_problems(loaded, world_size), options.config)
     experts = getattr(loaded.config.model.options, "num_experts", None)
     dims = ParallelDims.from_config(loaded.config.parallel, world_size, experts)
-    plan = plan_step(loaded.config, dims, device)
+    counter = _module_counter(loaded.config, dims, options.config)
+    plan = plan_step(loaded.config, dims, device, count_module=None if counter is None else counter.of(loaded.config))
     fits = plan.peak <= memory
 
     def reload(settings: Settings) -> TrainerConfig:
         return load_for_planning(options.config, [*overrides, *settings]).config
 
-    changes = [] if fits else find_changes(plan, memory, reload)
+    changes = [] if fits else find_changes(plan, memory, reload, counter)
     if options.json:
         print(strict_json({**plan_as_json(plan, memory), "would_fit": changes_as_json(changes)}))
     else:
         print(describe_plan(plan, memory))
         if changes:
             print(f"\n{describe_changes(changes)}")
+        elif not fits and counter is not None:
+            print("\nno setting nor pair of settings makes it fit: take more ranks (--world-size), or larger devices")
         elif not fits:
             print(f"\n{describe_fitting(search_layouts(loaded.config, world_size, device, memory))}")
     if options.to is not None:
         draw_memory(plan, memory, Path(options.to))
     return 0 if fits else 1
+
+
+def _module_counter(config: TrainerConfig, dims: ParallelDims, title: str) -> ModuleCounter | None:
+    """Return what counts a user's own module, which needs its framework; None for the decoder.
+
+    Raises:
+        ConfigError: no platform is installed or chosen.
+    """
+    if isinstance(config.model.options, DecoderConfig):
+        return None
+    platform = chosen_platform(config.platform)
+    if isinstance(platform, Problem):
+        refuse([platform], title)
+    return ModuleCounter(dims, str(platform))
 
 
 def add_device_options(parser: Parser) -> None:

@@ -87,14 +87,18 @@ class PlainModel(nn.Module):
             parallelize_module(self.module, mesh["tp"], plan)
         outer = ("dp_replicate",) if dims.dp_replicate > 1 else ()
         shards, policy = mesh[*outer, "fsdp"], precision_policy(training)
-        modules = dict(self.platform.named_modules(self.module))
-        units = [modules[name] for name in self._unit_names(names)]
+        units = list(self.units().values())
         for module in (*units, self):
             fully_shard(module, shards, mp_policy=policy, reshard_after_forward=reshard_after_forward)
             module.set_reduce_op_type("sum", recurse=False)
         if training is not None and training.compile:
             for module in units:
                 self.platform.compile_module(module, training.compile_backend)
+
+    def units(self) -> dict[str, Any]:
+        """Return the modules that are gathered one by one, by their dotted names within the module."""
+        modules = {name: module for name, module in self.platform.named_modules(self.module) if name}
+        return {name: modules[name] for name in self._unit_names(list(modules))}
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:

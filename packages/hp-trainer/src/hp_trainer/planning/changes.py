@@ -15,6 +15,7 @@ from hp_trainer.memory import format_size
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.parallel.divisors import divisors
 from hp_trainer.pipeline import schedule_names
+from hp_trainer.planning.own_modules import ModuleCounter
 from hp_trainer.planning.plan import StepPlan, format_seconds, plan_step
 from hp_trainer.planning.search import problems_together
 from hp_trainer.planning.step_shape import StepShape
@@ -76,7 +77,9 @@ class FittingChange:
         return " ".join(each.options() for each in self.changes)
 
 
-def find_changes(plan: StepPlan, memory: float, reload: Reload) -> list[FittingChange]:
+def find_changes(
+    plan: StepPlan, memory: float, reload: Reload, counter: ModuleCounter | None = None
+) -> list[FittingChange]:
     """Return the changes of settings with which a layout fits, the best first.
 
     First come those that leave results as they are, by the time of a step. Of several values of one setting the
@@ -86,8 +89,9 @@ def find_changes(plan: StepPlan, memory: float, reload: Reload) -> list[FittingC
         plan: of the layout, which does not fit.
         memory: bytes of a device.
         reload: reads the configuration that was planned, with more settings.
+        counter: of a user's own module.
     """
-    search = _Search(plan, memory, reload)
+    search = _Search(plan, memory, reload, counter)
     changes = list(possible_changes(plan))
     found = search.fitting((each,) for each in (*changes, *shorter_samples(plan)))
     budget = search.budget(())
@@ -115,7 +119,8 @@ def describe_changes(found: Sequence[FittingChange]) -> str:
         f"{f'  {each.effect}' if each.effect else ''}"
         for each in shown
     ]
-    return "\n".join([title, *lines, "hp-train layouts ranks other layouts"])
+    others = ["hp-train layouts ranks other layouts"] if found[0].plan.shape.module is None else []
+    return "\n".join([title, *lines, *others])
 
 
 def changes_as_json(found: Sequence[FittingChange]) -> list[dict[str, Any]]:
@@ -134,8 +139,8 @@ def changes_as_json(found: Sequence[FittingChange]) -> list[dict[str, Any]]:
 class _Search:
     """Plans of one layout with changed settings."""
 
-    def __init__(self, plan: StepPlan, memory: float, reload: Reload) -> None:
-        self._plan_given, self._memory, self._reload = plan, memory, reload
+    def __init__(self, plan: StepPlan, memory: float, reload: Reload, counter: ModuleCounter | None) -> None:
+        self._plan_given, self._memory, self._reload, self._counter = plan, memory, reload, counter
         # What is against schedules, as of `problems_together`.
         self._pipelines: dict[Hashable, dict[tuple[int, int], tuple[str, ...]]] = {}
 
@@ -164,7 +169,11 @@ class _Search:
     def budget(self, changes: tuple[Change, ...]) -> FittingChange | None:
         """Return the budget of activations with which the layout fits beside other changes; None if there is none."""
         training, settings = self._plan_given.shape.config.training, _settings(changes)
-        if training.recompute != "none" or any(path == "training.recompute" for path, _ in settings):
+        if (
+            self._counter is not None
+            or training.recompute != "none"
+            or any(path == "training.recompute" for path, _ in settings)
+        ):
             return None
         least = self._planned((("training.activation_budget", "null"), ("training.recompute", "full"), *settings))
         if least is None or least.peak > self._memory:
@@ -193,7 +202,8 @@ class _Search:
         known = self._pipelines.setdefault((config.pipeline, config.parallel.gathers_for_step), {})
         if problems_together(config, dims, known):
             return None
-        return plan_step(config, dims, given.device, limit=limit)
+        count_module = None if self._counter is None else self._counter.of(config)
+        return plan_step(config, dims, given.device, limit=limit, count_module=count_module)
 
 
 def _settings(changes: Iterable[Change]) -> Settings:
@@ -214,7 +224,8 @@ def _size_text(num_bytes: float) -> str | None:
 def possible_changes(plan: StepPlan) -> Iterator[Change]:
     """Yield the changes that may take less memory than a plan's configuration does; some may be illegal with others."""
     shape = plan.shape
-    yield from _recomputed(shape)
+    if shape.module is None:
+        yield from _recomputed(shape)
     yield from _micro_batches(shape)
     yield from _gathers_and_sums(shape)
     if not plan.device.is_host:
@@ -248,8 +259,9 @@ def _recomputed(shape: StepShape) -> Iterator[Change]:
 
 def _micro_batches(shape: StepShape) -> Iterator[Change]:
     config, length = shape.config, shape.config.training.sequence_length
-    model = shape.model
-    by_micro_batch = model.capacity_factor is not None or model.micro_batch_aux_loss > 0
+    by_micro_batch = False
+    if shape.module is None:
+        by_micro_batch = shape.model.capacity_factor is not None or shape.model.micro_batch_aux_loss > 0
     effect = "experts' capacity and balance are counted in each micro-batch" if by_micro_batch else ""
     for size in reversed(divisors(shape.micro_batch)[:-1]):
         settings = []
@@ -275,7 +287,7 @@ def _gathers_and_sums(shape: StepShape) -> Iterator[Change]:
 
 def _offloaded(shape: StepShape) -> Iterator[Change]:
     config = shape.config
-    if not config.training.offload_activations:
+    if shape.module is None and not config.training.offload_activations:
         yield _change("training.offload_activations", "true")
     has_plain_state = getattr(config.optimizer.options, "has_plain_state", True)
     if not config.training.offload_optimizer and has_plain_state and config.parallel.ep_move_interval is None:

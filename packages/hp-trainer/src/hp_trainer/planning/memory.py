@@ -198,7 +198,7 @@ class _GatheredForUse(_Moments):
             if may_be_fullest:
                 gathered = root + self._gathered(layer)
                 yield self.at(
-                    f"the backward of layers.{layer}",
+                    f"the backward of {self.shape.block_name(layer)}",
                     gradients=waiting + reduced,
                     gathered=gathered,
                     reducing=head + before + block.expert_autograd,
@@ -206,7 +206,7 @@ class _GatheredForUse(_Moments):
                     communication=messages + self.communication,
                 )
                 yield self.at(
-                    f"the end of the backward of layers.{layer}",
+                    f"the end of the backward of {self.shape.block_name(layer)}",
                     gradients=waiting + reduced,
                     gathered=gathered,
                     reducing=head + before + block.autograd,
@@ -214,7 +214,7 @@ class _GatheredForUse(_Moments):
                     communication=messages,
                 )
                 yield self.at(
-                    f"the reduction of layers.{layer}",
+                    f"the reduction of {self.shape.block_name(layer)}",
                     gradients=waiting + reduced,
                     gathered=gathered - block.full,
                     reducing=head + block.autograd + fresh + block.reduced,
@@ -290,7 +290,12 @@ class _GatheredForStep(_Moments):
             if may_be_fullest:
                 activations = others + self.at_backward(layer)
                 reducing = autograd + self.bytes[layer].expert_autograd
-                yield self.at(f"the backward of layers.{layer}", **held, reducing=reducing, activations=activations)
+                yield self.at(
+                    f"the backward of {self.shape.block_name(layer)}",
+                    **held,
+                    reducing=reducing,
+                    activations=activations,
+                )
             autograd += self.bytes[layer].autograd
         if pending:
             ends = heads + head.kept() + facts.last_pending * head.working / 2 if parts.head else 0.0
@@ -388,7 +393,12 @@ def _layer_costs(shape: StepShape) -> list[LayerCost]:
 
 
 def activations_of(shape: StepShape) -> DecoderActivations:
-    """Return the activations of one micro-batch, by the formulas of `hp_trainer.models.decoder.activation_bytes`."""
+    """Return the activations of one micro-batch, by the formulas of `hp_trainer.models.decoder.activation_bytes`.
+
+    Those of a user's own module are counted.
+    """
+    if shape.module is not None:
+        return DecoderActivations(blocks=shape.module.blocks, head=shape.module.head)
     return shape.shared(("activations", _activation_key(shape)), lambda: _activations(shape))
 
 

@@ -13,6 +13,7 @@ from hp_trainer.memory import format_size
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.memory import MemoryPlan, optimizer_bytes, plan_memory
+from hp_trainer.planning.module_facts import CountModule
 from hp_trainer.planning.stage_parts import StageParts, num_parameters, stage_parts
 from hp_trainer.planning.step_shape import Memo, StepShape
 from hp_trainer.planning.step_time import StepTime, model_flops, seconds_of, step_time
@@ -95,6 +96,7 @@ def plan_step(
     *,
     every_place: bool = True,
     limit: float = math.inf,
+    count_module: CountModule | None = None,
 ) -> StepPlan:
     """Return the plan of a configuration's step.
 
@@ -105,11 +107,12 @@ def plan_step(
         memo: as of `StepShape`.
         every_place: False: of a pipeline only the first, the middle and the last place, which have most, are planned.
         limit: bytes; places after the first that holds more are left out.
+        count_module: as of `StepShape.of`.
 
     Raises:
         PlanError: the model does not tell its sizes.
     """
-    shape = StepShape.of(config, dims, memo, is_host=device.is_host)
+    shape = StepShape.of(config, dims, memo, is_host=device.is_host, count_module=count_module)
     chosen = range(dims.pp) if every_place else sorted({0, dims.pp // 2, dims.pp - 1})
     places: list[StageParts] = []
     memory: list[MemoryPlan] = []

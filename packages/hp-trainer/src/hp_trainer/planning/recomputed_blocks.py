@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from hp_trainer.memory import KINDS, BlockRecompute, BudgetError, recompute_by_pattern
+from hp_trainer.memory import KINDS, NOTHING_AGAIN, BlockRecompute, BudgetError, recompute_by_pattern
 from hp_trainer.models.recomputation import block_names
 from hp_trainer.planning.step_shape import StepShape
 from hp_trainer.training.activation_plan import plan_activations
 
 
 def recompute_of(shape: StepShape) -> list[BlockRecompute]:
-    """Return what each block of the model computes again in backward."""
+    """Return what each block of the model computes again in backward; a user's own module computes nothing again."""
+    if shape.module is not None:
+        return [NOTHING_AGAIN] * len(shape.module.blocks)
     return shape.shared(("recompute", recompute_key(shape)), lambda: _recompute(shape))
 
 

@@ -14,6 +14,7 @@ from hp_fsdp import PlannedBuffer, PlannedParameter, plan_group
 from hp_trainer.models import DecoderConfig
 from hp_trainer.models.decoder.planned_parameters import DecoderParameters, planned_parameters
 from hp_trainer.parallel import ParallelDims
+from hp_trainer.planning.module_facts import ModuleFacts
 from hp_trainer.planning.step_shape import StepShape
 
 
@@ -31,6 +32,7 @@ class StageParts:
         blocks: buffers of each block but its experts; blocks of one kind share the tuple.
         block_experts: buffers of each block's experts.
         is_pipelined: there are other places.
+        unreached_parts: `unreached`, where it is known from elsewhere.
     """
 
     place: int
@@ -42,6 +44,7 @@ class StageParts:
     blocks: dict[int, tuple[PlannedBuffer, ...]]
     block_experts: dict[int, tuple[PlannedBuffer, ...]]
     is_pipelined: bool
+    unreached_parts: tuple[int, ...] | None = None
 
     @functools.cached_property
     def dense(self) -> tuple[PlannedBuffer, ...]:
@@ -77,6 +80,8 @@ class StageParts:
     @functools.cached_property
     def unreached(self) -> tuple[int, ...]:
         """First blocks of the model that nothing is trained in or before: backward does not come to them."""
+        if self.unreached_parts is not None:
+            return self.unreached_parts
         found: list[int] = []
         trains = any(each.name == "embed.weight" and each.trainable for b in self.root for each in b.parameters)
         for layer in () if self.place > 0 or trains else self.layers:
@@ -97,6 +102,8 @@ def every_stage(shape: StepShape) -> list[StageParts]:
 
 def stage_parts(shape: StepShape, place: int) -> StageParts:
     """Return the parts of one place in the pipeline; without one, place 0 has everything."""
+    if shape.module is not None:
+        return _module_parts(shape, shape.module)
     if not shape.dims.pp_enabled:
         return _parts(shape, place, tuple(range(shape.model.num_hidden_layers)), embed=True, head=True)
     parts = shape.parts_of(place)
@@ -105,12 +112,12 @@ def stage_parts(shape: StepShape, place: int) -> StageParts:
 
 def whole_shapes(shape: StepShape) -> Mapping[str, tuple[int, ...]]:
     """Return the whole shape of every parameter of the model, by name."""
-    return _whole_shapes(shape.model)
+    return _whole_shapes(shape.model) if shape.module is None else shape.module.shapes()
 
 
 def num_parameters(shape: StepShape) -> int:
     """Return the number of elements of all parameters of the model."""
-    return sum(math.prod(each) for each in _whole_shapes(shape.model).values())
+    return sum(math.prod(each) for each in whole_shapes(shape).values())
 
 
 @functools.lru_cache(maxsize=16)
@@ -118,6 +125,36 @@ def _whole_shapes(model: DecoderConfig) -> Mapping[str, tuple[int, ...]]:
     found = planned_parameters(model, ParallelDims(), layers=range(model.num_hidden_layers))
     groups = (found.root, *found.blocks.values(), *found.experts.values())
     return {each.name: each.shape for group in groups for each in group}
+
+
+def _module_parts(shape: StepShape, module: ModuleFacts) -> StageParts:
+    """Return the parts of a user's own module, which every rank has whole but for the shards."""
+    # In float32 a module computes in the dtypes that it was built with.
+    is_mixed = shape.config.training.dtype != "float32"
+
+    def buffers(parameters: tuple[PlannedParameter, ...]) -> tuple[PlannedBuffer, ...]:
+        return tuple(
+            plan_group(
+                parameters,
+                shape.dims.fsdp_size,
+                param_itemsize=shape.itemsize if is_mixed else None,
+                reduce_itemsize=shape.reduce_itemsize if is_mixed else None,
+                num_replicas=shape.num_replicas,
+            )
+        )
+
+    return StageParts(
+        place=0,
+        layers=tuple(range(len(module.blocks))),
+        embed=True,
+        head=True,
+        root=buffers(module.root),
+        tied=(),
+        blocks={index: buffers(each) for index, each in enumerate(module.parameters)},
+        block_experts={},
+        is_pipelined=False,
+        unreached_parts=module.unreached,
+    )
 
 
 def _parts(shape: StepShape, place: int, layers: tuple[int, ...], *, embed: bool, head: bool) -> StageParts:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import PlanError
 from hp_trainer.models import DecoderConfig, DecoderParts
 from hp_trainer.parallel import ParallelDims
+from hp_trainer.planning.module_facts import CountModule, ModuleFacts
 from hp_trainer.planning.pipeline_facts import PipelineFacts, pipeline_facts
 from hp_trainer.training.stages import cut_layers, num_microbatches
 
@@ -25,35 +26,47 @@ class StepShape:
     """A configuration under a layout, with the sizes that follow from both.
 
     Attributes:
-        config: of the run; its model is the decoder.
+        config: of the run; its model is the decoder, unless there is a `module`.
         dims: degrees of parallelism, which fit the model and the batch.
         is_host: the device is a CPU, which computes experts in one operation in float32 alone.
         memo: what many layouts of one configuration have in common, see `shared`.
+        module: of a user's own module, what was counted of it.
     """
 
     config: TrainerConfig
     dims: ParallelDims
     is_host: bool = False
     memo: Memo = field(default_factory=dict, repr=False, compare=False)
+    module: ModuleFacts | None = None
 
     @classmethod
     def of(
-        cls, config: TrainerConfig, dims: ParallelDims, memo: Memo | None = None, *, is_host: bool = False
+        cls,
+        config: TrainerConfig,
+        dims: ParallelDims,
+        memo: Memo | None = None,
+        *,
+        is_host: bool = False,
+        count_module: CountModule | None = None,
     ) -> StepShape:
         """Return the shape of a configuration's step.
 
         Args:
             memo: of other layouts of the same configuration; None: there are none.
+            count_module: counts a user's own module for so many samples of a forward; None: the model is the decoder.
 
         Raises:
             PlanError: the model does not tell its parameters.
         """
+        shape = cls(config, dims, is_host, {} if memo is None else memo)
+        if count_module is not None:
+            return replace(shape, module=count_module(shape.micro_batch))
         if not isinstance(config.model.options, DecoderConfig):
             raise PlanError(
                 f"model {config.model.name!r} does not tell its parameters and operations before it is built; plans "
                 "are made for the decoder (model.name=decoder), whose options describe many architectures"
             )
-        return cls(config, dims, is_host, {} if memo is None else memo)
+        return shape
 
     def shared(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Return what `compute` gave for the first layout with this key, which holds all that the result depends on.
@@ -105,10 +118,14 @@ class StepShape:
             head=len(owners) - 1 in mine,
         )
 
+    def block_name(self, layer: int) -> str:
+        """Return the name of a block, or of a part of a user's own module."""
+        return f"layers.{layer}" if self.module is None else self.module.names[layer]
+
     def ends_of(self, place: int) -> frozenset[int]:
         """Return the last layer of each stage at a place of the pipeline, whose activations are not offloaded."""
         if not self.dims.pp_enabled:
-            return frozenset({self.model.num_hidden_layers - 1})
+            return frozenset({(self.model.num_hidden_layers if self.module is None else len(self.module.blocks)) - 1})
         owners = self.facts.rank_of_stage
         stages = self._cut(len(owners))
         return frozenset(max(stages[each]) for each, owner in enumerate(owners) if owner == place and stages[each])

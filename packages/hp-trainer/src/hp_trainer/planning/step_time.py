@@ -118,12 +118,16 @@ def step_time(shape: StepShape, parts: StageParts, device: Device, state_bytes: 
 def model_flops(shape: StepShape) -> float:
     """Return the operations of a step over all ranks, without what is computed again."""
     training = shape.config.training
+    if shape.module is not None:
+        return shape.module.flops / shape.micro_batch * training.global_batch_size
     tokens = training.global_batch_size * training.sequence_length
     return tokens * training_flops_per_token(shape.model, training.sequence_length)
 
 
 def _flops(shape: StepShape, parts: StageParts) -> float:
     """Return the operations of a rank for one micro-batch, forward and backward."""
+    if shape.module is not None:
+        return shape.module.flops
     length = shape.config.training.sequence_length
     per_token = shape.shared("layer flops", lambda: layer_flops_per_token(shape.model, length))
     total = sum(per_token[layer] for layer in parts.layers)

@@ -165,6 +165,8 @@ def _replica_axis(shape: StepShape) -> str:
 def microbatch_traffic(shape: StepShape, parts: StageParts) -> Iterator[Sent]:
     """Yield what a rank sends in the forward and backward of one micro-batch, weights and stages left out."""
     dims = shape.dims
+    if shape.module is not None:
+        return  # its ranks share samples and weights alone
     if dims.tp_enabled:
         yield from _tensor_parallel(shape, parts)
     if dims.cp_enabled:

@@ -1,0 +1,188 @@
+"""One forward and backward of a module on tensors without memory, whose bytes and operations are counted."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from hp_dtensor.platform.counted_step import CountedParameter, CountedPart, CountedStep
+from hp_platform_torch.live_bytes import LiveBytes, counted_bytes
+
+
+def count_step(
+    build: Callable[[], torch.nn.Module],
+    run: Callable[[Any], torch.Tensor],
+    parts: Callable[[Any], Mapping[str, torch.nn.Module]],
+    dtype: torch.dtype | None,
+) -> CountedStep:
+    """Count a forward and backward; see `Platform.count_step`."""
+    # Tensors that claim to lie on the CPU, whose fused attention keeps what those of accelerators do: that of the meta
+    # device would keep all scores. Modules are built on the meta device, where conversions of whole modules work.
+    model = build()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), _without_logs():
+        _make_fake(model)
+        chosen = parts(model)
+        parameters = _parameters(model, list(chosen.values()))
+        if dtype is not None:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(dtype)
+        flops = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
+        with counted_bytes() as live, flops:
+            meter = _Meter(model, live)
+            for name, module in chosen.items():
+                meter.watch(name, module)
+            loss = run(model)
+            after_forward = live.now
+            with warnings.catch_warnings():
+                # A part in front of which nothing is trained: torch tells that its end is not quite where it says.
+                warnings.filterwarnings("ignore", message="Full backward hook is firing")
+                loss.backward()
+            found = meter.parts()
+    last = max((part.after for part in found), default=0)
+    return CountedStep(
+        parameters=parameters,
+        parts=found,
+        after_forward=after_forward,
+        outside=max(meter.outside, after_forward, last),
+        flops=flops.get_total_flops(),
+    )
+
+
+@contextlib.contextmanager
+def _without_logs() -> Iterator[None]:
+    """Keep torch from logging the traceback of an operation that it cannot run: the caller gets its exception."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _make_fake(model: torch.nn.Module) -> None:
+    """Put tensors without memory, which claim to lie on the CPU, in the place of a module's tensors."""
+    made: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            with torch.no_grad():
+                like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            made[id(tensor)] = torch.nn.Parameter(like, tensor.requires_grad) if is_parameter else like
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for held in (module._parameters, module._buffers, vars(module)):
+            held.update({name: fake(value) for name, value in held.items() if isinstance(value, torch.Tensor)})
+
+
+def _parameters(model: torch.nn.Module, parts: list[torch.nn.Module]) -> tuple[CountedParameter, ...]:
+    part_of = {id(parameter): index for index, part in enumerate(parts) for parameter in part.parameters()}
+    return tuple(
+        CountedParameter(
+            name=name,
+            shape=tuple(parameter.shape),
+            itemsize=parameter.element_size(),
+            trainable=parameter.requires_grad,
+            part=part_of.get(id(parameter)),
+        )
+        for name, parameter in model.named_parameters()
+    )
+
+
+@dataclass
+class _Watched:
+    """Bytes that were alive at the events of one part; None: the event has not come."""
+
+    before: int | None = None
+    after: int = 0
+    peak: int | None = None
+    end: int = 0
+
+
+class _Meter:
+    """Reads the bytes that are alive when the forwards and backwards of parts begin and end.
+
+    Attributes:
+        outside: most bytes before the backward of the first part that backward comes to.
+    """
+
+    def __init__(self, model: torch.nn.Module, live: LiveBytes) -> None:
+        self._model, self._live = model, live
+        self._watched: dict[str, _Watched] = {}
+        self._in_front = 0
+        self.outside = 0
+
+    def watch(self, name: str, module: torch.nn.Module) -> None:
+        """Read at this module's events."""
+        module.register_forward_pre_hook(functools.partial(self._pre_forward, name))
+        module.register_forward_hook(functools.partial(self._post_forward, name))
+        module.register_full_backward_pre_hook(functools.partial(self._pre_backward, name))
+        module.register_full_backward_hook(functools.partial(self._post_backward, name))
+
+    def parts(self) -> tuple[CountedPart, ...]:
+        """Return what was read, in the order of forward."""
+        if not any(each.peak is not None for each in self._watched.values()):
+            self.outside = self._live.peak - self._gradients()
+        return tuple(
+            CountedPart(
+                name=name,
+                before=each.before or 0,
+                after=each.after,
+                peak=each.peak or 0,
+                end=each.end,
+                is_reached=each.peak is not None,
+            )
+            for name, each in self._watched.items()
+        )
+
+    def _pre_forward(self, name: str, *_: Any) -> None:
+        each = self._watched.setdefault(name, _Watched())
+        if each.before is None:
+            each.before = self._live.now
+
+    def _post_forward(self, name: str, *_: Any) -> None:
+        self._watched[name].after = self._live.now
+        self._live.peak = self._live.now
+
+    def _pre_backward(self, name: str, *_: Any) -> None:
+        if all(each.peak is None for each in self._watched.values()):
+            self.outside = self._live.peak
+        if self._watched[name].peak is None:
+            self._watched[name].peak = 0
+        self._in_front = self._gradients()
+        self._live.peak = self._live.now
+
+    def _post_backward(self, name: str, *_: Any) -> None:
+        each = self._watched[name]
+        each.peak = max(each.peak or 0, self._live.peak - self._in_front)
+        each.end = self._live.now - self._gradients()
+
+    def _gradients(self) -> int:
+        """Return the bytes of all gradients of parameters that there are."""
+        gradients = (parameter.grad for parameter in self._model.parameters())
+        return sum(grad.untyped_storage().nbytes() for grad in gradients if grad is not None)
+
+
+def _forward_flops(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _backward_flops(grad: Any, query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(grad, query, key, value))
+
+
+# torch counts the fused attention of accelerators alone.
+_CPU_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _forward_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
+}

@@ -1,0 +1,110 @@
+"""Bytes and operations of a forward and backward that are counted on tensors without memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hp_dtensor.platform.selection import get_platform
+
+ROWS, WIDTH = 6, 8
+
+
+class Chain(torch.nn.Module):
+    """Two parts, of which each keeps its input and what its activation takes, and a head."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        parts = (torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.SiLU()) for _ in range(2))
+        self.parts = torch.nn.ModuleList(parts)
+        self.head = torch.nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return self.head(x)
+
+
+def count(build=Chain, dtype: str | None = None):
+    def run(model):
+        x = torch.ones(ROWS, WIDTH, dtype=model.head.weight.dtype)
+        return model(x).sum()
+
+    return get_platform("torch").count_step(build, run, lambda model: dict(model.parts.named_children()), dtype)
+
+
+def test_parameters_are_those_of_the_module_and_of_their_part():
+    step = count()
+    assert [(each.name, each.part) for each in step.parameters] == [
+        ("parts.0.0.weight", 0),
+        ("parts.0.0.bias", 0),
+        ("parts.1.0.weight", 1),
+        ("parts.1.0.bias", 1),
+        ("head.weight", None),
+    ]
+    assert all((each.itemsize, each.trainable) == (4, True) for each in step.parameters)
+    assert step.parameters[-1].shape == (2 * WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [(None, 4), ("bfloat16", 2)])
+def test_bytes_are_those_that_autograd_keeps(dtype: str | None, itemsize: int):
+    """Of each part what its activation takes, and its result, which the next product takes."""
+    step = count(dtype=dtype)
+    rows = ROWS * WIDTH * itemsize
+    first, second = step.parts
+    assert (first.before, first.after, second.after) == (rows, 3 * rows, 5 * rows)
+    # The result of the head is freed but for the sum.
+    assert step.after_forward == 5 * rows + itemsize
+    assert [each.itemsize for each in step.parameters] == [4] * 5
+
+
+def test_backward_frees_what_its_part_has_kept():
+    first, second = count().parts
+    assert first.is_reached
+    assert second.is_reached
+    assert second.peak > second.after
+    assert second.after > second.end > first.end > 0
+
+
+def test_products_are_counted_in_both_passes():
+    # Of the first part no gradient of its input is asked for.
+    assert count().flops == 2 * ROWS * WIDTH * (3 * 2 * WIDTH + 3 * WIDTH + 2 * WIDTH)
+
+
+def test_parts_that_nothing_is_trained_in_are_not_reached():
+    def build():
+        model = Chain()
+        model.parts[0].requires_grad_(False)
+        return model
+
+    step = count(build)
+    assert [each.is_reached for each in step.parts] == [False, True]
+    assert [each.trainable for each in step.parameters] == [False, False, True, True, True]
+
+
+def test_fused_attention_is_counted_without_its_scores():
+    heads, length, width = 2, 64, 8
+
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.x = torch.nn.Parameter(torch.ones(1, heads, length, width))
+
+        def forward(self):
+            return torch.nn.functional.scaled_dot_product_attention(self.x, self.x, self.x, is_causal=True)
+
+    step = get_platform("torch").count_step(Attention, lambda model: model().sum(), lambda model: {}, None)
+    products = 2 * heads * length * length * width
+    assert step.flops == 2 * products + 5 * products
+    assert step.outside < 4 * heads * length * length
+    assert step.parts == ()
+
+
+def test_a_module_of_any_size_takes_no_memory():
+    def build():
+        model = Chain()
+        model.huge = torch.nn.Linear(2**20, 2**20)
+        return model
+
+    assert max(each.shape[0] for each in count(build).parameters) == 2**20
