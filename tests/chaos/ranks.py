@@ -43,7 +43,14 @@ LAYOUTS = {
         "--parallel.ep_move_interval=3",
         "--checkpoint.background=true",
     ),
+    "2 stages with split backwards": (
+        "--launch.local_ranks=2",
+        "--parallel.pp=2",
+        "--pipeline.schedule=zero_bubble_h1",
+        "--pipeline.microbatches=2",
+    ),
     "2 ranks that share sequences": ("--launch.local_ranks=2", "--parallel.cp=2"),
+    "2 stages of 2 ranks that share sequences": ("--launch.local_ranks=4", "--parallel.pp=2", "--parallel.cp=2"),
     "2 stages, averaged, saved in the background": (
         "--launch.local_ranks=2",
         "--parallel.pp=2",
@@ -131,6 +138,19 @@ class Ranks:
             time.sleep(0.002)
         raise Failure(f"rank {rank} has not started")
 
+    def wait_for_write(self, process: subprocess.Popen[str]) -> None:
+        """Return while a checkpoint is being written."""
+        deadline = time.monotonic() + START_SECONDS * self.patience
+        while time.monotonic() < deadline and process.poll() is None:
+            if self.half_written():
+                return
+        raise Failure("no checkpoint was seen being written")
+
+    def half_written(self) -> list[str]:
+        """Return the names of folders of checkpoints that are not whole."""
+        folder = self.run / "checkpoints"
+        return [name for name in os.listdir(folder) if "incomplete" in name] if folder.exists() else []
+
     def losses(self) -> list[float]:
         steps = [event for event in read_metrics(self.run / "metrics.jsonl") if event["event"] == "step"]
         if [event["step"] for event in steps] != list(range(1, STEPS + 1)):
@@ -159,7 +179,7 @@ def cases(folder: Path, platform: str, layout: str, patience: float) -> Iterator
     """Yield each kind of case in turn, for each layout whose name holds `layout` in turn, again and again."""
     ranks = Ranks(folder, platform, patience)
     layouts = [settings for name, settings in LAYOUTS.items() if layout in name]
-    kinds = (lose_a_rank, change_the_number, stop)
+    kinds = (lose_a_rank, lose_in_a_write, change_the_number, stop)
     while True:
         for chosen in layouts:
             for kind in kinds:
@@ -179,6 +199,25 @@ def lose_a_rank(ranks: Ranks, layout: tuple[str, ...], random_: random.Random) -
     if f"rank {rank} " not in errors:
         raise Failure(f"rank {rank} is not named: {errors[-800:]}")
     ranks.expect(ranks.finish(ranks.start(*layout)), 0)
+    return ranks.expect_curve()
+
+
+def lose_in_a_write(ranks: Ranks, layout: tuple[str, ...], random_: random.Random) -> str:
+    """Kill a rank while a checkpoint is written: one rank alone goes on to the same curve, and nothing half is left."""
+    ranks.clear()
+    process = ranks.start(*layout)
+    ranks.wait_for_step(1, process)
+    rank = random_.randrange(2)
+    pid = ranks.rank(rank)
+    assert pid is not None
+    ranks.wait_for_write(process)
+    os.kill(pid, signal.SIGKILL)
+    errors = ranks.expect(ranks.finish(process), 1)
+    if f"rank {rank} " not in errors:
+        raise Failure(f"rank {rank} is not named: {errors[-800:]}")
+    ranks.expect(ranks.finish(ranks.start("--launch.local_ranks=1")), 0)
+    if left := ranks.half_written():
+        raise Failure(f"left behind: {left}")
     return ranks.expect_curve()
 
 
