@@ -232,6 +232,31 @@ def test_experts_of_ones_own_in_a_layer(platform, style, mesh_shape, recompute):
             numpy.testing.assert_allclose(own[name], expected, err_msg=name, **CLOSE)
 
 
+class IdleExperts(LoopExperts):
+    """Experts that compute, and keep for backward, nothing where they get no rows."""
+
+    def forward(self, x, num_tokens_per_expert):
+        return super().forward(x, num_tokens_per_expert) if x.shape[0] else x
+
+
+def test_a_rank_without_rows_is_computed_again_as_far_as_the_others(platform):
+    rows = numpy.random.default_rng(3).normal(size=(4, DIM)).astype(numpy.float32)
+    counts = numpy.array([4] + [0] * (EXPERTS - 1))
+
+    def rank(recompute):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",), platform=platform)
+        experts = ExpertParallel().apply(built(platform, IdleExperts), mesh)
+        init_parameters(experts, lambda name, shape: Normal(0.5), seed=1)
+        x, sizes = platform.from_numpy(rows.copy()), platform.from_numpy(counts.copy())
+        platform.set_requires_grad(x, True)
+        y = checkpoint(experts, x, sizes, platform=platform) if recompute else experts(x, sizes)
+        platform.backward(platform.ops.sum(platform.ops.square(y)))
+        return platform.to_numpy(platform.get_grad(x))
+
+    for again, once in zip(*(run_ranks(rank, 2, platform, recompute) for recompute in (True, False)), strict=True):
+        numpy.testing.assert_array_equal(again, once)
+
+
 class Counted(ExpertParallel):
     """A style of one's own that looks at what is dispatched and doubles what comes back."""
 

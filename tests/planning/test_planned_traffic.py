@@ -80,6 +80,22 @@ RANKS = {
     ),
     "ring and tensor": (4, {"parallel__cp": 2, "parallel__tp": 2, "parallel__cp_method": "ring"}),
     "experts": (2, {**EXPERTS, "parallel__ep": 2}),
+    "tensor, norms of results, recomputed": (
+        2,
+        {"parallel__tp": 2, "model__post_norms": True, "training__recompute": "full"},
+    ),
+    "experts, shared, recomputed": (
+        2,
+        {**EXPERTS, "model__num_shared_experts": 1, "parallel__ep": 2, "training__recompute": "full"},
+    ),
+    "experts, shared, tensor, recomputed": (
+        2,
+        {**EXPERTS, "model__num_shared_experts": 1, "parallel__tp": 2, "training__recompute": "full"},
+    ),
+    "experts of peers, recomputed": (
+        2,
+        {**EXPERTS, "parallel__ep": 2, "parallel__expert_mesh": "peer", "training__recompute": "full"},
+    ),
     "experts, recomputed": (2, {**EXPERTS, "parallel__ep": 2, "training__recompute": "full"}),
     "experts, collectives kept": (2, {**EXPERTS, "parallel__ep": 2, **KEEPS_COLLECTIVES}),
     "experts, first blocks recomputed": (

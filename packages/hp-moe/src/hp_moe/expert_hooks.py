@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.recompute_record import reached
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Partial
 from hp_dtensor.tensor.dtensor import DTensor
@@ -98,7 +99,8 @@ class ExpertHooks:
             results = weighted(self.platform, results, call.scores)
         if call.dispatched.permutation is not None:
             results = call.dispatched.permutation.unpermute(results)
-        return self.dispatcher.combine(results, call.dispatched)
+        # Experts of someone else's may save nothing for a rank without rows.
+        return self.dispatcher.combine(reached(self.platform, results), call.dispatched)
 
     def use_local_weights(self, module: Module) -> None:
         """Let `module.w1` and the others be this rank's plain parts until `restore_weights`."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.recompute_record import reached
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.recompute import kept
 from hp_moe.activations import SWIGLU, Activation, find_activation
@@ -168,7 +169,9 @@ class GroupedExperts(nn.Module):
 
     def _results_of(self, sent: Dispatched, weights: ExpertWeights) -> Tensor:
         results = self._fused(sent, weights)
-        return self._one_step_at_a_time(sent, weights) if results is None else results
+        results = self._one_step_at_a_time(sent, weights) if results is None else results
+        # A subclass's steps may save nothing for a rank without rows.
+        return reached(self.platform, results)
 
     def take_sent_bytes(self) -> int:
         """Return and forget the bytes that have left this rank for experts and back, in forward."""

@@ -68,6 +68,7 @@ class MindSporePlatform(MindSporeProcesses):
     Parameter = Parameter
     Module = modules.Module
     DTensor = dtensor.MindSporeDTensor
+    repeats_for_saved = hasattr(ms, "saved_tensors_hooks")
 
     def __init__(self) -> None:
         self.capabilities = choose_device()
@@ -222,6 +223,10 @@ class MindSporePlatform(MindSporeProcesses):
 
     def has_gradient_hooks(self, x: Tensor) -> bool:
         return bool(x.hooks())
+
+    def saving(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> AbstractContextManager[Any]:
+        hooks: AbstractContextManager[Any] = ms.saved_tensors_hooks(pack, unpack)
+        return hooks
 
     def host_copies(self) -> MindSporeHostCopies:
         return MindSporeHostCopies(self.capabilities.host_memory)

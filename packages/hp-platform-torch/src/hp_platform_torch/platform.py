@@ -63,6 +63,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
     picks_integers_first = True
     masks_of_bytes = True
     splits_backward = True
+    repeats_for_saved = True
 
     def __init__(self) -> None:
         TorchProcesses.__init__(self)
@@ -229,6 +230,9 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
 
     def kept_operations(self, kinds: Collection[str]) -> KeptOperations:
         return kept_operations(kinds)
+
+    def saving(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> AbstractContextManager[Any]:
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def host_copies(self) -> TorchHostCopies:
         return TorchHostCopies()

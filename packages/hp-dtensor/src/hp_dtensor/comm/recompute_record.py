@@ -11,10 +11,11 @@ from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from hp_dtensor.comm.saved_tensors import Kept
+from hp_dtensor.comm.saved_tensors import Kept, keeping
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.trees import map_tensors
 
+Tensor = Any
 T = TypeVar("T")
 
 ATTENTION, PRODUCTS, COLLECTIVES = KINDS = ("attention", "products", "collectives")
@@ -54,6 +55,32 @@ def kept_result(kind: str, compute: Callable[[], T]) -> T:
     return results
 
 
+def reached(platform: Platform, x: Tensor) -> Tensor:
+    """Return `x` from a place that a repetition comes to on every rank.
+
+    For use in front of a collective where other ranks may have saved something for backward and this one nothing, such
+    as one whose experts have no tokens. A repetition ends at the last thing saved; what others send on the way there,
+    this rank must send and receive too.
+
+    Args:
+        x: plain.
+
+    Example:
+        >>> reached(platform, platform.zeros((2,), platform.dtype("float32"))).shape
+        torch.Size([2])
+    """
+    if current.get() is None or not platform.repeats_for_saved or not platform.requires_grad(x):
+        return x
+    mark = Kept(platform, platform.zeros((0,), x.dtype))
+
+    def backward(grad: Tensor) -> Tensor:
+        # To ask for it is to have it made again.
+        _ = mark.tensors
+        return grad
+
+    return platform.custom_function(platform.detach, backward, x)
+
+
 class Record:
     """Values of one call, in order; a nested call takes over those of the outer one.
 
@@ -82,6 +109,11 @@ class Record:
         self._operations = platform.kept_operations(self.keep)
         self._values: list[Any] = []
         self._position: int | None = None
+
+    @property
+    def position(self) -> int:
+        """The number of values that the call has come by, the first time or the second."""
+        return len(self._values) if self._position is None else self._position
 
     def next(self, decide: Callable[[], Any]) -> Any:
         """Return a decision: of this call, or of the outer one where that is being repeated."""
@@ -116,7 +148,8 @@ class Record:
     def _made(self, make: Callable[[], Any]) -> Any:
         self.is_making = True
         try:
-            with self._operations.paused():
+            # A value in the graph would hold it, which holds this; nor is it one of the graph's saved tensors.
+            with self._operations.paused(), self._platform.no_grad(), keeping(None):
                 return make()
         finally:
             self.is_making = False
@@ -134,11 +167,15 @@ class Record:
         Raises:
             RuntimeError: the calls are others.
         """
-        self._position = 0
-        with _within(self), self._operations.again():
-            yield
-        if self._position != len(self._values):
-            raise RuntimeError(ANOTHER_WAY)
+        before, self._position = self._position, 0
+        try:
+            with _within(self), self._operations.again():
+                yield
+            if self._position != len(self._values):
+                raise RuntimeError(ANOTHER_WAY)
+        finally:
+            # Forward may go on: the part itself may differentiate something of its own.
+            self._position = before
 
 
 ANOTHER_WAY = (

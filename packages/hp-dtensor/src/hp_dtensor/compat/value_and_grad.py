@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hp_dtensor.exceptions import GradientPathError
-from hp_dtensor.parallel import recompute
+from hp_dtensor.parallel.recompute_node import for_given_inputs
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.spec.tensor_spec import grad_spec
@@ -31,8 +31,8 @@ def parallelize_value_and_grad(
     Raises:
         TypeError: `sens` with a single output, of another kind than floats in a list or tuple, or of
             another length than the outputs; `weights` that are neither tensors nor one.
-        GradientPathError: a weight that requires no gradient, or one of `fully_shard`; a forward with
-            `hp_dtensor.parallel.recompute.checkpoint`.
+        GradientPathError: a weight that requires no gradient, or one of `fully_shard`; on
+            MindSpore, a forward with `hp_dtensor.parallel.recompute.checkpoint`.
 
     Example:
         >>> def program():
@@ -52,7 +52,7 @@ def parallelize_value_and_grad(
         raise TypeError(f"parallelize_value_and_grad: weights must be one tensor or several, got {', '.join(wrong)}")
 
     def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        with recompute.for_given_inputs():
+        with for_given_inputs():
             outputs = fn(*args, **kwargs)
         several = isinstance(outputs, (tuple, list))
         losses = _losses(outputs if several else [outputs], several, sens)

@@ -95,7 +95,7 @@ class ActivationOffload:
 
     def _run(self, block: _Block, function: Callable[..., Tensor], x: Tensor, args: tuple[Any, ...]) -> Tensor:
         with ExitStack() as stack:
-            stack.enter_context(self._copies.saving(block.save, lambda kept: kept.get()))
+            stack.enter_context(self._platform.saving(block.save, lambda kept: kept.get()))
             stack.enter_context(keeping(block.keep))
             result = function(x, *args)
         # What this block has not made room for: the copies of the block before have had all its time.

@@ -36,9 +36,12 @@ class AutogradInterface(ABC):
 
     Attributes:
         splits_backward: whether `split_backward` works.
+        repeats_for_saved: whether what `saving` calls in backward may record operations, and what it calls in forward
+            may raise an exception that ends it.
     """
 
     splits_backward: bool = False
+    repeats_for_saved: bool = False
 
     def linear_map(
         self, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
@@ -118,8 +121,6 @@ class AutogradInterface(ABC):
 
         Raises:
             CapabilityError: the framework cannot (`splits_backward` is False).
-            GradientPathError: something in the graph has one backward for inputs and parameters, such as `checkpoint`;
-                nothing has been accumulated, and the graph is whole.
         """
         raise CapabilityError("this platform cannot split a backward; call backward for both parts at once")
 
@@ -174,6 +175,16 @@ class AutogradInterface(ABC):
                 "graph; keep attention or collectives, or recompute whole blocks"
             )
         return KeptOperations()
+
+    def saving(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> AbstractContextManager[Any]:
+        """Call `pack` with each tensor that operations of this thread save in the block, and keep what it returns.
+
+        Backward calls `unpack` with that, wherever it runs, and computes with the tensor that it returns.
+
+        Raises:
+            CapabilityError: the framework lets nobody replace them, which is the default.
+        """
+        raise CapabilityError("this platform lets nobody replace what its autograd saves for backward")
 
     def host_copies(self) -> HostCopies:
         """Return what moves tensors that autograd saves to host memory and back.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
 from typing import Any
 
 Tensor = Any
@@ -19,13 +18,6 @@ class HostCopies(ABC):
     """
 
     copies_whole_memory = True
-
-    @abstractmethod
-    def saving(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> AbstractContextManager[Any]:
-        """Call `pack` with each tensor that operations of this thread save in the block, and keep what it returns.
-
-        Backward calls `unpack` with that, wherever it runs, and computes with the tensor that it returns.
-        """
 
     @abstractmethod
     def memory_of(self, x: Tensor) -> tuple[Hashable, int] | None:

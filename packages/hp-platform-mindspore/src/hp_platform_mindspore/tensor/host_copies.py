@@ -6,9 +6,7 @@ copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Hashable
 from weakref import WeakValueDictionary
 
 import mindspore as ms
@@ -52,11 +50,6 @@ class MindSporeHostCopies(HostCopies):
                 "which 2.10 has; recompute blocks instead"
             )
         self._is_on_host = is_on_host
-
-    def saving(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> AbstractContextManager[Any]:
-        """See `HostCopies`."""
-        hooks: AbstractContextManager[Any] = ms.saved_tensors_hooks(pack, unpack)
-        return hooks
 
     def memory_of(self, x: Tensor) -> tuple[Hashable, int] | None:
         """See `HostCopies`."""

@@ -42,13 +42,34 @@ class _Groups:
         entries: the flat slot of each row, int `[rows]`.
         num_tokens, num_slots: shape of the slots.
         counts: number of rows of each expert.
+        tables: what an earlier one of the same arguments has made of them.
     """
 
-    def __init__(self, entries: torch.Tensor, num_tokens: int, num_slots: int, counts: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        entries: torch.Tensor,
+        num_tokens: int,
+        num_slots: int,
+        counts: tuple[int, ...],
+        tables: Sequence[torch.Tensor | None] = (),
+    ) -> None:
         self.entries = entries
         self.num_tokens, self.num_slots = num_tokens, num_slots
-        self.tokens = entries if num_slots == 1 else entries // num_slots
         self.counts = counts
+        if tables:
+            self.tokens, *self._bags = tables
+        else:
+            self.tokens = entries if num_slots == 1 else entries // num_slots
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Arguments that another one is made with, without tables."""
+        return self.entries, self.num_tokens, self.num_slots, self.counts
+
+    @property
+    def tables(self) -> tuple[torch.Tensor | None, ...]:
+        """Tensors made of the arguments, for another one."""
+        return self.tokens, *self._bags
 
     def gradient_of(self, weight: torch.Tensor) -> torch.Tensor:
         """Memory for a gradient, zeros for the experts that have no rows and so will not be visited."""
@@ -152,15 +173,16 @@ class _HostExperts(torch.autograd.Function):
         w3: torch.Tensor,
     ) -> torch.Tensor:
         pre, out = kept_result(PRODUCTS, lambda: _products(groups, x, scores, score_before, w1, w2, w3))
-        ctx.groups, ctx.score_before = groups, score_before
-        ctx.save_for_backward(x, scores, w1, w2, w3, pre)
+        # The tables are saved with the rest, so that they may be made again instead of being kept.
+        ctx.groups, ctx.score_before = groups.arguments, score_before
+        ctx.save_for_backward(x, scores, w1, w2, w3, pre, *groups.tables)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, scores, *weights, pre = ctx.saved_tensors
-        groups: _Groups = ctx.groups
+        x, scores, w1, w2, w3, pre, *tables = ctx.saved_tensors
+        weights, groups = (w1, w2, w3), _Groups(*ctx.groups, tables)
         _, needs_x, needs_scores, _, *needs_weights = ctx.needs_input_grad
         d_rows = x.new_empty((len(groups.entries), x.shape[1])) if needs_x else None
         d_row_scores = None if scores is None else x.new_empty((len(groups.entries),))

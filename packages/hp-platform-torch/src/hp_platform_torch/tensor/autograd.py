@@ -122,7 +122,7 @@ class _Refusal(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(
             "no second derivative: the gradient of a custom_function is not recorded. Such are reductions over ranks "
-            "by max, min or product, and hp_dtensor.parallel.recompute.checkpoint"
+            "by max, min or product"
         )
 
 

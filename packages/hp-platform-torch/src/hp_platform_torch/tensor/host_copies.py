@@ -6,9 +6,8 @@ On an accelerator the host's memory is page-locked, and each direction has a str
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from collections.abc import Hashable
+from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -35,12 +34,6 @@ def stay_on_device(storage: torch.UntypedStorage) -> None:
 
 class TorchHostCopies(HostCopies):
     """See `HostCopies`."""
-
-    def saving(
-        self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
-    ) -> AbstractContextManager[Any]:
-        """See `HostCopies`."""
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def memory_of(self, x: torch.Tensor) -> tuple[Hashable, int] | None:
         """See `HostCopies`."""

@@ -80,8 +80,6 @@ class KeptResults(KeptOperations):
     def _keep(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         if func in self._operations and not self._is_paused:
-            # Forward records nothing, so that a result holds no graph; an alias made below autograd would have another
-            # version counter.
             self._kept.append((func, tree_map_only(torch.Tensor, _Versioned, result)))
         return result
 
@@ -98,7 +96,11 @@ class _Versioned:
     """A result as it was; reading one that has been written since is refused."""
 
     def __init__(self, result: torch.Tensor) -> None:
-        self._result, self._version = result, result._version
+        # Without the graph that autograd makes it a part of, which holds this. Torch counts the writes to such an alias
+        # together with the result's only if it is told to, below autograd.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            self._result = result.detach()
+        self._version = self._result._version
 
     def alias(self) -> torch.Tensor:
         """Return a tensor that shares the memory: autograd makes those that it is given part of its graph."""

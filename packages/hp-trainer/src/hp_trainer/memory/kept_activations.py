@@ -34,7 +34,7 @@ class BlockActivations:
     """Everything that a block's forward leaves for its backward, of one micro-batch on one rank.
 
     Attributes:
-        tensors: what is kept.
+        tensors: what is kept, in the order of forward.
         working: bytes beyond that which the backward of the block holds at most: gradients between its operations.
 
     Example:
@@ -95,7 +95,10 @@ class BlockActivations:
         return sum(max(each.saved, each.result) for each in self._again(recompute))
 
     def _again(self, recompute: BlockRecompute) -> list[KeptTensor]:
+        """Return what is computed again: a repetition ends where backward has what it needs."""
         if recompute.mode == "none":
             return []
+        needed = [index for index, each in enumerate(self.tensors) if each.saved]
         kept = ("input", "routing")
-        return [each for each in self.tensors if each.kind not in kept and not recompute.keeps(each.kind)]
+        again = self.tensors[: needed[-1] + 1] if needed else ()
+        return [each for each in again if each.kind not in kept and not recompute.keeps(each.kind)]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.exceptions import GradientPathError
+from hp_dtensor.parallel.recompute import noticed
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import platform_of
 from hp_dtensor.tensor.dtensor import DTensor
@@ -57,7 +57,6 @@ class PipelineStage:
         self.group = group
         self.platform = platform_of(submodule, platform)
         self._under_way: dict[int, _MicroBatch] = {}
-        self._splits = True
 
     @property
     def is_first(self) -> bool:
@@ -101,9 +100,10 @@ class PipelineStage:
         return self._run(microbatch, leaves, args, kwargs)
 
     def _run(self, microbatch: int, leaves: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = self.call(args, kwargs)
+        with noticed() as is_repeated:
+            output = self.call(args, kwargs)
         if self.platform.is_grad_enabled():
-            self._under_way[microbatch] = _MicroBatch(leaves)
+            self._under_way[microbatch] = _MicroBatch(leaves, is_repeated())
         return output
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -136,7 +136,7 @@ class PipelineStage:
         """Return the gradients of the received inputs; those of the parameters follow in `weight_grad`.
 
         Where the backward cannot be split, `weight_grad` has nothing left to do: on a platform that cannot do it, and
-        in a stage that is computed again in backward.
+        in a stage of which something is computed again in backward.
         """
         run = self._under_way[microbatch]
         # No output of this stage requires a gradient.
@@ -148,16 +148,11 @@ class PipelineStage:
             run.finish = functools.partial(run_backward, self.platform, run.roots, gradients)
             run.roots = []
             return []
-        if not (self.platform.splits_backward and self._splits):
+        # Between its two parts a repetition would hold what it has made, which recomputation is there to avoid.
+        if run.is_repeated or not self.platform.splits_backward:
             return self._whole_backward(run, gradients)
         given = [None] if gradients is None else list(gradients)
-        try:
-            found, run.finish = self.platform.split_backward(run.roots, given, run.leaves)
-        except GradientPathError:
-            # Something in the stage, such as a checkpointed block, has one backward for both parts, in every
-            # micro-batch. Nothing has been accumulated, so that the whole backward can run in its place.
-            self._splits = False
-            return self._whole_backward(run, gradients)
+        found, run.finish = self.platform.split_backward(run.roots, given, run.leaves)
         leaves, run.roots, run.leaves = run.leaves, [], []
         return [self._or_zeros(leaf, grad) for leaf, grad in zip(leaves, found, strict=True)]
 
@@ -188,15 +183,16 @@ class _MicroBatch:
     """A micro-batch between its forward and its backward.
 
     Attributes:
+        is_repeated: something in it is computed again in backward.
         leaves: the received inputs that require a gradient.
         roots: the tensors that its backward begins with: local outputs that require a gradient, or the loss.
         finish: accumulates the gradients of the parameters, once those of the leaves are known.
     """
 
-    __slots__ = ("finish", "leaves", "roots")
+    __slots__ = ("finish", "is_repeated", "leaves", "roots")
 
-    def __init__(self, leaves: list[Tensor]) -> None:
-        self.leaves = leaves
+    def __init__(self, leaves: list[Tensor], is_repeated: bool) -> None:
+        self.leaves, self.is_repeated = leaves, is_repeated
         self.roots: list[Tensor] = []
         self.finish: Callable[[], None] = lambda: None
 

@@ -211,6 +211,7 @@ def _tensor_parallel(shape: StepShape, parts: StageParts) -> Iterator[Sent]:
     """
     share = _share(shape.dims.tp)
     rows = share * shape.tokens * shape.model.hidden_size * shape.itemsize
+    sums = sum(_again(shape, layer) * _sums_at_end(shape, layer) for layer in parts.layers)
     cut_head = parts.head and not _gathers_tied_head(shape)
     ends = parts.embed + cut_head
     passes = {layer: 2 + _again(shape, layer) for layer in parts.layers}
@@ -218,7 +219,8 @@ def _tensor_parallel(shape: StepShape, parts: StageParts) -> Iterator[Sent]:
     yield Sent("tp", "all_gather", rows * (inside + ends), inside + ends)
     # The narrow vectors of latent attention are computed alike on all ranks: the gather's dual is a slice.
     sliced = len(parts.layers) * (shape.model.attention == "latent" and shape.model.q_lora_rank is not None)
-    yield Sent("tp", "reduce_scatter", rows * (inside + ends - sliced), inside + ends - sliced)
+    scatters = inside + ends - sliced - sums
+    yield Sent("tp", "reduce_scatter", rows * scatters, scatters)
     yield from _whole_gradients(shape, parts)
     if shape.model.attention == "latent":
         yield from (each.times(len(parts.layers)) for each in _latent_gradients(shape))
@@ -230,6 +232,26 @@ def _tensor_parallel(shape: StepShape, parts: StageParts) -> Iterator[Sent]:
         yield Sent("tp", "all_reduce", 3 * 2 * share * shape.tokens * 4, 3)
     elif parts.head:
         yield from _tied_head(shape)
+
+
+def _ends_with_routed(shape: StepShape) -> bool:
+    """Return whether a block with experts ends with the exchange of their results.
+
+    Shared experts come last where routed rows do not travel in chunks, and a norm of the result is behind both.
+    """
+    chunks = shape.config.parallel.ep_chunks or 1
+    shared = shape.model.num_shared_experts > 0 and not (shape.dims.ep_enabled and chunks > 1)
+    return not (shared or shape.model.post_norms)
+
+
+def _sums_at_end(shape: StepShape, layer: int) -> int:
+    """Return the reduce-scatters at the end of a block, which a repetition does not come to: 0 or 1."""
+    model = shape.model
+    if model.post_norms:
+        return 0
+    if model.is_dense(layer) or not _ends_with_routed(shape):
+        return 1
+    return int(_etp(shape) > 1)
 
 
 def _gathers_tied_head(shape: StepShape) -> bool:
@@ -285,16 +307,22 @@ def _experts(shape: StepShape, again: int) -> Iterator[Sent]:
     if dims.ep_enabled:
         routed = tokens / (dims.ep if peer else 1)
         top_k, row_bytes = model.num_experts_per_tok, model.hidden_size * shape.itemsize
-        costs = {cost.name: cost for cost in dispatch_costs(1, row_bytes, model.num_experts, top_k, dims.ep)}
+        costs, choices = (
+            {cost.name: cost.sent_bytes for cost in dispatch_costs(1, size, model.num_experts, top_k, dims.ep)}
+            for size in (row_bytes, 0)
+        )
         # Others than those of the cost model are counted as the one that they are made from.
         chosen = shape.config.parallel.ep_dispatcher
-        cost = next(iter(costs.values())) if chosen == "auto" else costs.get(chosen, costs["all_to_all"])
-        each_way = cost.sent_bytes * routed
+        name = next(iter(costs)) if chosen == "auto" else chosen if chosen in costs else "all_to_all"
+        there_and_back, results = costs[name] * routed, (costs[name] - choices[name]) / 2 * routed
         sizes = (dims.ep - 1) * (1 + -(-model.num_experts // dims.ep)) * 8
-        yield Sent("ep", "all_to_all", (2 + again) * each_way + sizes, 7 + 3 * again)
+        # A repetition may end before results travel.
+        spared = int(again and _ends_with_routed(shape))
+        sent = (2 + again) * there_and_back - spared * results
+        yield Sent("ep", "all_to_all", sent + sizes, 7 + 3 * again - spared)
         if peer:
             gathered = _share(dims.ep) * tokens * row_bytes
-            yield Sent("ep", "all_gather", (2 + again) * gathered, 2 + again)
+            yield Sent("ep", "all_gather", (2 + again - spared) * gathered, 2 + again - spared)
     yield from _gradients_around_experts(shape, peer and dims.ep_enabled)
     if peer and dims.tp_enabled and etp == 1:
         elements = -(-model.num_experts // dims.ep) * 3 * model.hidden_size * model.moe_intermediate_size
