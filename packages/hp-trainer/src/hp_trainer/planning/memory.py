@@ -388,7 +388,9 @@ def layer_costs(shape: StepShape) -> list[LayerCost]:
 
 def _layer_costs(shape: StepShape) -> list[LayerCost]:
     pairs = list(zip(activations_of(shape).blocks, recompute_of(shape), strict=True))
-    of_kind = {(id(block), recompute): LayerCost.of(block, recompute) for block, recompute in dict.fromkeys(pairs)}
+    # By identity: the hash of a block is that of all its tensors.
+    kinds = {(id(block), recompute): (block, recompute) for block, recompute in pairs}
+    of_kind = {key: LayerCost.of(*kind) for key, kind in kinds.items()}
     return [of_kind[id(block), recompute] for block, recompute in pairs]
 
 

@@ -161,9 +161,7 @@ def _parts(shape: StepShape, place: int, layers: tuple[int, ...], *, embed: bool
     """Return the parts of a place, whose buffers are those of any other place with the same kinds of blocks."""
     dims, model, freeze = shape.dims, shape.model, shape.config.training.freeze
     # Blocks of one kind have the same buffers but for the names, which those of the first stand for.
-    first: dict[bool, int] = {}
-    for layer in () if freeze else range(model.num_hidden_layers):
-        first.setdefault(model.is_dense(layer), layer)
+    first = {} if freeze else shape.shared("first of each kind", lambda: _first_of_each_kind(model))
     named = {layer: layer if freeze else first[model.is_dense(layer)] for layer in layers}
     sizes = dims.tp, dims.ep, dims.etp, dims.pp_enabled, dims.fsdp_size, dims.efsdp_size, shape.num_replicas
     chosen = tuple(sorted(set(named.values())))
@@ -175,10 +173,8 @@ def _parts(shape: StepShape, place: int, layers: tuple[int, ...], *, embed: bool
         head=head,
         root=(*found.root, *found.tied),
         tied=found.tied,
-        blocks={layer: _told_apart(found.blocks[like]) for layer, like in named.items()},
-        block_experts={
-            layer: _told_apart(found.experts[like]) for layer, like in named.items() if like in found.experts
-        },
+        blocks=_told_apart(found.blocks, named),
+        block_experts=_told_apart(found.experts, named),
         is_pipelined=dims.pp_enabled,
     )
 
@@ -228,6 +224,26 @@ def _buffers(shape: StepShape, parameters: tuple[PlannedParameter, ...], shards:
     )
 
 
-def _told_apart(buffers: tuple[PlannedBuffer, ...]) -> tuple[PlannedBuffer, ...]:
-    """Return buffers of their own where blocks are told apart, by identity, by what is trained before them."""
-    return buffers if all(each.trainable for each in buffers) else tuple(map(copy.copy, buffers))
+def _first_of_each_kind(model: DecoderConfig) -> dict[bool, int]:
+    """Return the first dense block and the first one with experts."""
+    first: dict[bool, int] = {}
+    for layer in range(model.num_hidden_layers):
+        first.setdefault(model.is_dense(layer), layer)
+    return first
+
+
+def _told_apart(
+    groups: Mapping[int, tuple[PlannedBuffer, ...]], named: Mapping[int, int]
+) -> dict[int, tuple[PlannedBuffer, ...]]:
+    """Return the buffers of each block; of its own where blocks are told apart, by what is trained before them.
+
+    Args:
+        groups: buffers by the block that stands for those of its kind.
+        named: the block that stands for each.
+    """
+    trained = {like for like, group in groups.items() if all(each.trainable for each in group)}
+    return {
+        layer: groups[like] if like in trained else tuple(map(copy.copy, groups[like]))
+        for layer, like in named.items()
+        if like in groups
+    }
