@@ -56,12 +56,13 @@ def build(platform, window=None):
     return model
 
 
-def run(platform, model, x, positions, recomputed=False):
+def run(platform, model, x, positions, recomputed=False, cut=None):
     """Return result and gradients of input and weight for the loss sum of squares."""
     given = platform.from_numpy(np.ascontiguousarray(x))
     platform.set_requires_grad(given, True)
     known = None if positions is None else platform.from_numpy(np.ascontiguousarray(positions))
-    y = checkpoint(model, given, known, platform=platform) if recomputed else model(given, known)
+    with use_cut(cut):
+        y = checkpoint(model, given, known, platform=platform) if recomputed else model(given, known)
     platform.backward(platform.ops.sum(platform.ops.square(y)))
     weight = platform.get_grad(model.projection.weight)
     return [platform.to_numpy(each).copy() for each in (y, platform.get_grad(given), weight)]
@@ -73,8 +74,7 @@ def on_ranks(platform, style, positions, window=None, recomputed=False, packed=F
     parallelize_module(model, init_device_mesh("cpu", (world.size,), platform=platform), style)
     cut = style.cut(LENGTH, world.size, positions=positions if packed else None)
     own = None if positions is None else cut.take(positions, world.rank)
-    with use_cut(cut if packed else None):
-        return run(platform, model, cut.take(X, world.rank), own, recomputed)
+    return run(platform, model, cut.take(X, world.rank), own, recomputed, cut if packed else None)
 
 
 @pytest.mark.parametrize("recomputed", [False, True])

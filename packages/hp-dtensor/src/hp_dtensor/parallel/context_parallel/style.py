@@ -9,6 +9,7 @@ from contextvars import ContextVar, Token
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.recompute_record import kept
 from hp_dtensor.parallel.attention.function import routed_attention
 from hp_dtensor.parallel.attention.mask import AttentionMask
 from hp_dtensor.parallel.context_parallel.cut import SequenceCut
@@ -24,8 +25,8 @@ _cut_in_use: ContextVar[SequenceCut | None] = ContextVar("hp_dtensor.parallel.co
 def use_cut(cut: SequenceCut | None) -> Iterator[None]:
     """Have models with `ContextParallel` that are called inside take their inputs as parts by `cut`.
 
-    Rows of packed documents are cut differently from batch to batch, so that whoever cuts a batch says how. A mask
-    keeps the cut of the forward that made it, in which its layers are computed again, too.
+    Rows of packed documents are cut differently from batch to batch, so that whoever cuts a batch says how. What is
+    computed again in backward is computed with the cut of its forward.
 
     Args:
         cut: None: the style's own for a length, of rows that are not packed.
@@ -128,8 +129,10 @@ class ContextParallel(ParallelStyle):
 
     def _cut_of(self, query: Tensor, mask: AttentionMask, mesh: DeviceMesh) -> SequenceCut:
         own, group = query.shape[2], mesh.get_group()
-        # Remembered by the mask: its layers may be computed again in backward, after the cut's `with`.
-        given: SequenceCut | None = mask.remembered(("cut", group.ranks), _cut_in_use.get)
+        # Backward may compute this again, after the `with` of the cut: `checkpoint` has kept it, and so has the mask
+        # where another one repeats (torch's) or the mask was made outside of what is repeated.
+        in_use = kept(_cut_in_use.get)
+        given: SequenceCut | None = mask.remembered(("cut", group.ranks), lambda: in_use)
         if given is not None:
             return given
 
