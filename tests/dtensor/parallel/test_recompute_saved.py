@@ -258,6 +258,16 @@ def test_a_split_backward_goes_through_a_part(x, weight):
     assert torch.equal(weight.grad, expected[1])
 
 
+def test_a_function_compiled_around_a_part(x, weight):
+    """Backward calls the part from elsewhere: it must save the same there as in forward."""
+
+    def part(x):
+        return torch.tanh(torch.relu(x @ weight) * x.sin())
+
+    compiled = torch.compile(lambda x: again(part, x), backend="aot_eager")
+    torch.testing.assert_close(gradients(compiled(x).sum(), x, weight), gradients(part(x).sum(), x, weight))
+
+
 def test_parts_are_noticed(x):
     with noticed() as is_repeated:
         torch.exp(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -230,6 +231,13 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
 
     def kept_operations(self, kinds: Collection[str]) -> KeptOperations:
         return kept_operations(kinds)
+
+    def uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        # Whoever compiles has imported this, which takes a second.
+        if "torch._dynamo" not in sys.modules:
+            return function
+        disabled: Callable[..., Any] = torch.compiler.disable(function)
+        return disabled
 
     def saving(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> AbstractContextManager[Any]:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

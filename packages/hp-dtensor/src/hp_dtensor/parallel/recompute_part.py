@@ -39,7 +39,9 @@ class Part:
         keep: Collection[str],
     ) -> None:
         self.platform = platform
-        self._function, self._args, self._enter = function, args, way_back(x)
+        enter = way_back(x)
+        # Backward calls it outside of a function that is compiled around forward; what is saved must be the same.
+        self._call = platform.uncompiled(lambda local: function(enter(local), *args))
         # It notes the version of the input: one that is written before backward would be recomputed to something else.
         self._given = Kept(platform, local)
         outer = current.get()
@@ -54,7 +56,7 @@ class Part:
     def first(self, local: Tensor) -> Tensor:
         """Return the result for the data of `x`."""
         with self._precision(), self._record.first(), self._random.first():
-            return self._function(self._enter(local), *self._args)
+            return self._call(local)
 
     def leaf(self) -> Tensor:
         """Return the data of `x` as it was, as a leaf: what is computed from it has a graph that ends there.
@@ -73,7 +75,7 @@ class Part:
             RuntimeError: the function goes another way.
         """
         with self.platform.enable_grad(), self._precision(), self._record.again(), self._random.again():
-            return self._function(self._enter(leaf), *self._args)
+            return self._call(leaf)
 
 
 class _Random:

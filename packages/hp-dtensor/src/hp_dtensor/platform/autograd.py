@@ -216,6 +216,13 @@ class AutogradInterface(ABC):
         """
         return contextlib.nullcontext
 
+    def uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function` as it is written, where a compiler of the framework follows the code that calls it.
+
+        What is compiled within it stays so. The default: no compiler does that.
+        """
+        return function
+
     def loss_dtype(self, x: Tensor) -> Any:
         """Return the dtype of a loss of logits `x`: theirs, unless automatic mixed precision makes it wider."""
         return x.dtype
