@@ -62,6 +62,17 @@ def test_a_schedule_in_a_file(show, tmp_path):
         (("1f1b",), "schedule 1f1b needs --ranks and --microbatches"),
         (("1f1b", "--ranks=2", "--microbatches=0"), "num_microbatches must be a whole number of at least 1, got 0"),
         (("1f2b", "--ranks=2", "--microbatches=2"), "1f2b"),
+        (("no_file.txt",), "no pipeline schedule is called 'no_file.txt'; known: 1f1b"),
+        (("1f1b", "--ranks=1000000", "--microbatches=8"), "1000000 * 1 * 8 = 8000000 forwards are too many"),
+        (
+            ("1f1b", "--ranks=2", "--microbatches=2", "--weight-grad=nan"),
+            "of at least 0, one above 0, got weight_grad=nan",
+        ),
+        (("1f1b", "--ranks=2", "--microbatches=2", "--transfer=-1"), "got transfer=-1.0"),
+        (
+            ("1f1b", "--ranks=2", "--microbatches=2", "--forward=0", "--input-grad=0", "--weight-grad=0"),
+            "got forward, input_grad and weight_grad of 0",
+        ),
         (("1f1b", "--ranks=2", "--microbatches=2", "--training.steps=3"), "schedule takes no setting"),
         (("1f1b", "--ranks=2", "--microbatches=2", "--to=a.docx"), "expected a name that ends in one of"),
     ],

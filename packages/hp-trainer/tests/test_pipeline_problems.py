@@ -37,6 +37,15 @@ def test_what_fits_has_no_problems(problems) -> None:
     assert problems(2, parallel__pp=2, pipeline__layers="[1,5]", pipeline__microbatches=4) == []
 
 
+def test_more_micro_batches_than_a_schedule_can_list(problems) -> None:
+    (problem,) = problems(2, parallel__pp=2, training__global_batch_size=10**9)
+    assert problem.startswith("pipeline.microbatches: the actions of 1000000000 micro-batches on 2 ranks are too many")
+    assert problem.endswith(
+        "at most 524288 micro-batches; 1000000000; a larger training.micro_batch_size, or a smaller "
+        "training.global_batch_size"
+    )
+
+
 def test_more_stages_than_layers(problems) -> None:
     assert problems(8, parallel__pp=8) == [
         "parallel.pp: num_hidden_layers = 6 cannot be cut into stages for pp = 8 ranks; at most 6; 8; pp=6"

@@ -70,10 +70,12 @@ def _schedule(options: Any) -> Schedule:
         UsageError: a name without ranks or micro-batches.
         ScheduleError: there is no such schedule, or the file holds none.
     """
-    if options.schedule not in schedule_names() and Path(options.schedule).is_file():
+    is_known = options.schedule in schedule_names()
+    if not is_known and Path(options.schedule).is_file():
         return Schedule.parse(Path(options.schedule).read_text(encoding="utf-8"))
-    if options.ranks is None or options.microbatches is None:
+    if is_known and None in (options.ranks, options.microbatches):
         raise UsageError(f"schedule {options.schedule} needs --ranks and --microbatches")
+    # Of a name that nobody knows the numbers are not looked at.
     return build_schedule(
         options.schedule,
         num_ranks=options.ranks,

@@ -11,9 +11,10 @@ from hp_trainer.exceptions import PipelineError, Problem, ScheduleError, join_ch
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.parallel.divisors import divisors, nearest_divisors
 from hp_trainer.pipeline import Schedule, schedule_names
+from hp_trainer.pipeline.schedules import MOST_FORWARDS
 from hp_trainer.pipeline.validation import check_whole_backwards
 from hp_trainer.registries import Registries
-from hp_trainer.training.stages import cut_layers, make_schedule
+from hp_trainer.training.stages import cut_layers, make_schedule, num_microbatches
 
 
 def find_pipeline_problems(
@@ -44,6 +45,16 @@ def schedule_problems(
         max_microbatches: as of `find_pipeline_problems`.
     """
     settings = config.pipeline
+    most = MOST_FORWARDS // (dims.pp * (settings.stages_per_rank or 1))
+    if max_microbatches is None and (number := num_microbatches(config, dims)) > most:
+        yield Problem(
+            path="pipeline.microbatches",
+            what=f"the actions of {number} micro-batches on {dims.pp} ranks are too many for a schedule",
+            expected=f"at most {most} micro-batches",
+            got=str(number),
+            hint="a larger training.micro_batch_size, or a smaller training.global_batch_size",
+        )
+        return
     try:
         schedule = make_schedule(config, dims, max_microbatches)
     except ScheduleError as error:

@@ -21,6 +21,9 @@ from hp_trainer.plugins import plugin_manager
 BuildSchedule = Callable[[int, int, int], Schedule]
 """Makes a schedule of (ranks, stages per rank, micro-batches)."""
 
+# Each action is an object: more of them take minutes, then the machine's memory.
+MOST_FORWARDS = 2**20
+
 
 @functools.cache
 def _registry() -> Registry:
@@ -69,8 +72,8 @@ def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, stages_p
         stages_per_rank: default: 2 for the schedules that need several, else 1.
 
     Raises:
-        ScheduleError: no schedule has that name, a number is below one, the schedule does not exist for so many
-            stages per rank, or a registered function returned something else.
+        ScheduleError: no schedule has that name, a number is below one, a step would have more than 2^20 forwards, the
+            schedule does not exist for so many stages per rank, or a registered function returned something else.
 
     Example:
         >>> from hp_trainer.pipeline import build_schedule
@@ -88,6 +91,13 @@ def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, stages_p
     ]
     if wrong:
         raise ScheduleError(f"pipeline schedule {name!r}: {'; '.join(wrong)}")
+    forwards = num_ranks * stages_per_rank * num_microbatches
+    if forwards > MOST_FORWARDS:
+        raise ScheduleError(
+            f"pipeline schedule {name!r}: num_ranks * stages_per_rank * num_microbatches = {num_ranks} * "
+            f"{stages_per_rank} * {num_microbatches} = {forwards} forwards are too many to be listed, expected at most "
+            f"{MOST_FORWARDS}"
+        )
     return _built(name, num_ranks, stages_per_rank, num_microbatches)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from hp_trainer.exceptions import ScheduleError
@@ -21,6 +22,9 @@ class ActionSeconds:
         weight_grad: of `W`; `B` takes the sum of both.
         transfer: between the end of an action and the beginning of what needs its result on another rank.
 
+    Raises:
+        ScheduleError: a time is negative or no finite number, or all actions take none.
+
     Example:
         >>> from hp_trainer.pipeline import Kind
         >>> ActionSeconds(input_grad=2.0).of(Kind.BACKWARD)
@@ -31,6 +35,14 @@ class ActionSeconds:
     input_grad: float = 1.0
     weight_grad: float = 1.0
     transfer: float = 0.0
+
+    def __post_init__(self) -> None:
+        times = asdict(self)
+        # Not `time < 0`: that holds for no NaN.
+        wrong = [f"{name}={time}" for name, time in times.items() if not 0 <= time < math.inf]
+        if wrong or not self.forward + self.input_grad + self.weight_grad:
+            got = ", ".join(wrong) or "forward, input_grad and weight_grad of 0"
+            raise ScheduleError(f"times of actions: expected finite numbers of at least 0, one above 0, got {got}")
 
     def of(self, kind: Kind) -> float:
         """Return the time of an action of `kind`."""
