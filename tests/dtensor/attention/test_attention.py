@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import attention_reference as reference
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, record_c
 from hp_dtensor.exceptions import AttentionError
 from hp_dtensor.parallel.attention import AttentionMask, attention, function
 from hp_dtensor.parallel.attention.blocks import plan_blocks
+from hp_dtensor.parallel.attention.products import Attended
 from hp_dtensor.testing import run_ranks
 
 PACKED = reference.positions_of((5, 1, 7), (13,))
@@ -150,3 +154,16 @@ def test_refuses_what_does_not_fit(hp_platform, shapes, options, message):
 def test_refuses_a_window_below_one():
     with pytest.raises(AttentionError, match="window must be None or an integer of at least 1, got 0"):
         AttentionMask(window=0)
+
+
+def test_attention_over_blocks_is_freed_without_the_garbage_collector(hp_platform):
+    """Queries and results of each layer would else stay until it comes, beside those of the next layers."""
+    x = hp_platform.from_numpy(np.ones((1, 1, 4, 2), np.float32))
+    gc.disable()
+    try:
+        attended = Attended(hp_platform, x, x)
+        gone = weakref.ref(attended)
+        del attended
+        assert gone() is None
+    finally:
+        gc.enable()

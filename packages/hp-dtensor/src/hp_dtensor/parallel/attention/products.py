@@ -58,8 +58,11 @@ class Attended:
     """
 
     def __init__(self, platform: Platform, query: Tensor, value: Tensor) -> None:
-        self._platform, self._query, self._width = platform, query, value.shape[3]
-        self._found = Stretches(platform, platform.merge_attention, self._nothing, query.shape[0], query.shape[2])
+        self._platform, self._query = platform, query
+        # No method of this object's: tensors in a circle of references stay until the garbage collector comes.
+        dtype, width = accumulator_dtype(platform, query), value.shape[3]
+        nothing = functools.partial(_nothing, platform, dtype, query.shape[1], width)
+        self._found = Stretches(platform, platform.merge_attention, nothing, query.shape[0], query.shape[2])
 
     def add(self, key: Tensor, value: Tensor, plan: Plan, options: Options) -> None:
         """Attend over the planned blocks of these keys."""
@@ -84,10 +87,11 @@ class Attended:
         out, lse = self._found.whole()
         return out, lse
 
-    def _nothing(self, batch: int, length: int) -> tuple[Tensor, Tensor]:
-        dtype, shape = accumulator_dtype(self._platform, self._query), (batch, self._query.shape[1], length)
-        zeros = self._platform.zeros((*shape, self._width), dtype)
-        return zeros, self._platform.ops.full(shape, -np.inf, dtype)
+
+def _nothing(platform: Platform, dtype: Any, heads: int, width: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return the attention of queries that see no key, and its log-sum-exp."""
+    shape = (batch, heads, length)
+    return platform.zeros((*shape, width), dtype), platform.ops.full(shape, -np.inf, dtype)
 
 
 class AttentionGrads:
