@@ -55,9 +55,10 @@ commands:
   sweep       train every combination of the values given, one run after the other, and compare the runs
   report      write one HTML file with the curves, layout, checkpoints and settings of a run
   compare     print the numbers of runs and the settings that differ; draw their curves into one HTML file
-  plan        print memory, bytes on the wire and estimated time of a step on N ranks, without a device or a platform;
-              devices are H100, H200, A100, 910B, cpu (measured) or a YAML file; --to draws the memory; exit code 1
-              where it does not fit in --device-memory (such as 80GiB; default: the device's)
+  plan        print memory, bytes on the wire and estimated time of a step on N ranks, without a device or a platform
+              (a module of your own: on torch); devices are H100, H200, A100, 910B, cpu (measured) or a YAML file; --to
+              draws the memory; exit code 1 where it does not fit in --device-memory (such as 80GiB; default: the
+              device's), with the settings that would make it fit
   layouts     rank the layouts of a configuration's model and batch that fit, by estimated time: the best ten, and why
               others fail; without a configuration, list all layouts of --world-size ranks
   schedule    print when each rank of a pipeline works on what, how long it idles and how much it keeps, for times of
