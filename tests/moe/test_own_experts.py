@@ -9,6 +9,7 @@ import numpy
 import pytest
 
 from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.comm.saved_tensors import Kept
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.spec.placements import Shard
@@ -255,6 +256,43 @@ def test_a_rank_without_rows_is_computed_again_as_far_as_the_others(platform):
 
     for again, once in zip(*(run_ranks(rank, 2, platform, recompute) for recompute in (True, False)), strict=True):
         numpy.testing.assert_array_equal(again, once)
+
+
+class AskingTwice(LoopExperts):
+    """Experts whose last node looks up twice what it has saved."""
+
+    def forward(self, x, num_tokens_per_expert):
+        platform, kept = self.platform, []
+
+        def forward(y):
+            kept[:] = [Kept(platform, y)]
+            return self.ops.mul(y, y)
+
+        def backward(grad):
+            (once,), (twice,) = kept[0].tensors, kept[0].tensors
+            return self.ops.mul(grad, self.ops.add(once, twice))
+
+        return platform.custom_function(forward, backward, super().forward(x, num_tokens_per_expert))
+
+
+def test_weights_are_back_where_a_repetition_ends_within_the_experts(platform):
+    counts = numpy.array([1] * EXPERTS)
+    rows = numpy.random.default_rng(3).normal(size=(EXPERTS, DIM)).astype(numpy.float32)
+
+    def rank():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",), platform=platform)
+        experts = ExpertParallel().apply(built(platform, AskingTwice), mesh)
+        init_parameters(experts, lambda name, shape: Normal(0.5), seed=1)
+        found = []
+        for run in (experts, lambda *given: checkpoint(experts, *given, platform=platform)):
+            x, sizes = platform.from_numpy(rows.copy()), platform.from_numpy(counts.copy())
+            platform.set_requires_grad(x, True)
+            platform.backward(platform.ops.sum(run(x, sizes)))
+            assert isinstance(experts.w1, DTensor)
+            found.append(platform.to_numpy(platform.get_grad(x)))
+        numpy.testing.assert_array_equal(*found)
+
+    run_ranks(rank, 2, platform)
 
 
 class Counted(ExpertParallel):

@@ -112,6 +112,22 @@ def test_a_cut_of_packed_documents_is_told(hp_platform, options, recomputed):
     np.testing.assert_allclose(sum(each[2] for each in found), wanted[2], rtol=2e-5, atol=2e-4)
 
 
+def test_attention_elsewhere_is_as_before_when_a_part_has_been_computed_again(hp_platform):
+    """Backward ends the repetition within the module, whose attention is that of the whole sequence."""
+    wanted = run(hp_platform, build(hp_platform), X, None)
+
+    def program():
+        on_ranks(hp_platform, ContextParallel(), None, recomputed=True)
+        with record_collectives() as log:
+            found = run(hp_platform, build(hp_platform), X, None)
+        return found, log.count()
+
+    for found, count in run_ranks(program, 2, hp_platform):
+        assert count == 0
+        for x, y in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
 def test_without_positions_the_whole_sequence_may_be_on_every_rank(hp_platform):
     wanted = run(hp_platform, build(hp_platform), X, None)
 

@@ -180,6 +180,28 @@ def test_a_node_lets_go_of_what_it_has_kept_though_the_loss_is_held(hp_platform)
 
 
 @pytest.mark.usefixtures("way")
+def test_hooks_that_are_always_called_are_where_a_repetition_ends_within_their_module(hp_platform):
+    """Such hooks undo what one before the forward has done."""
+
+    class Exponential(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.linear(self.ops.exp(x))
+
+    with nn.building(hp_platform):
+        module = Exponential()
+    entered, left = [], []
+    hp_platform.add_forward_pre_hook(module, lambda *_: entered.append(1))
+    hp_platform.add_forward_hook(module, lambda *_: left.append(1), always_call=True)
+    x = leaf(hp_platform, VALUES)
+    hp_platform.backward(hp_platform.ops.sum(checkpoint(module, x, platform=hp_platform)))
+    assert len(entered) == len(left) == 2
+
+
+@pytest.mark.usefixtures("way")
 def test_another_way_the_second_time_is_refused(hp_platform):
     def wander(x):
         for _ in range(next(lengths)):

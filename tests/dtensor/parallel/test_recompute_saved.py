@@ -68,16 +68,26 @@ def test_context_managers_and_modes_are_left(x, weight):
             log.append("out")
 
     def part(x):
-        try:
-            with region():
-                return torch.exp(x) @ weight
-        except Exception:
-            log.append("taken for an error of the function's own")
-            return x
+        with region():
+            return torch.exp(x) @ weight
 
     again(part, x).sum().backward()
     assert log == ["in", "out"] * 2
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("answer", ["another way", "none", "another error"])
+def test_a_function_that_takes_the_end_for_an_error_of_its_own(x, weight, answer):
+    def part(x):
+        try:
+            return torch.exp(x) @ weight
+        except Exception as error:
+            if answer == "another error":
+                raise ValueError("the function's own") from error
+            return torch.sin(x) @ weight if answer == "another way" else x
+
+    found = gradients(again(part, x).sum(), x, weight)
+    assert all(map(torch.equal, found, gradients(part(x).sum(), x, weight)))
 
 
 def test_nothing_is_held_after_backward_without_the_garbage_collector(x, weight):

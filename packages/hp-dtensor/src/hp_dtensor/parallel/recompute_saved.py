@@ -87,10 +87,12 @@ class _Places:
             leaf = self._part.leaf()
             with self._platform.saving(repetition.save, _get), keeping(repetition.keep):
                 self._part.again(leaf)
-            raise RuntimeError(f"{ANOTHER_WAY}. It has saved fewer tensors for its own backward")
-        except _Enough:
-            return
-        except BaseException:
+            if not repetition.is_over:
+                raise RuntimeError(f"{ANOTHER_WAY}. It has saved fewer tensors for its own backward")
+        except BaseException as error:
+            # `_Enough`, or what a function that has caught it has come to.
+            if repetition.is_over and isinstance(error, Exception):
+                return
             # Another attempt begins anew.
             for place in empty.values():
                 place.kept = None
@@ -116,17 +118,22 @@ class _Place:
         """See `Keeper`: forward's tensor may be written, for it is not what backward gets."""
 
 
-class _Enough(BaseException):
-    """Ends a repetition; no `Exception`, for which the function may have an answer."""
+class _Enough(Exception):
+    """Ends a repetition, as an error would: for none but an `Exception` do frameworks call hooks with `always_call`."""
 
 
 class _Repetition:
-    """Fills empty places, given by their numbers, with what the graph of a repetition saves."""
+    """Fills empty places, given by their numbers, with what the graph of a repetition saves.
+
+    Attributes:
+        is_over: all are filled.
+    """
 
     def __init__(self, part: Part, forms: list[Form], empty: Mapping[int, _Place]) -> None:
         self._part, self._platform = part, part.platform
         self._forms, self._empty, self._last = forms, empty, max(empty)
         self._index = 0
+        self.is_over = False
 
     def save(self, x: Tensor) -> Keeper:
         with self._platform.no_grad():
@@ -146,6 +153,7 @@ class _Repetition:
         if index in self._empty:
             self._empty[index].kept = kept
         if index >= self._last:
+            self.is_over = True
             raise _Enough
         return kept
 
