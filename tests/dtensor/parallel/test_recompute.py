@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hp_dtensor import parallelize_value_and_grad
-from hp_dtensor.comm.collectives import all_gather
+from hp_dtensor.comm.collectives import all_gather, all_to_all_rows
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.saved_tensors import Kept
 from hp_dtensor.debug.comm_debug import CommDebugMode
@@ -199,6 +199,40 @@ def test_hooks_that_are_always_called_are_where_a_repetition_ends_within_their_m
     x = leaf(hp_platform, VALUES)
     hp_platform.backward(hp_platform.ops.sum(checkpoint(module, x, platform=hp_platform)))
     assert len(entered) == len(left) == 2
+
+
+@pytest.mark.parametrize("name", ["linear", "mul", "div", "maximum", "where", "add", "neg"])
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_rank_that_holds_nothing_repeats_as_many_collectives(hp_platform, name, is_last):
+    """All rows go to the first of two ranks; an operation there saves something for backward, or nothing."""
+    ops = hp_platform.ops
+    operation = {
+        "linear": lambda x: ops.linear(x, hp_platform.from_numpy(WEIGHT[:3].copy())),
+        "mul": lambda x: ops.mul(x, x),
+        "div": lambda x: ops.div(1.0, x),
+        "maximum": lambda x: ops.maximum(x, ops.neg(x)),
+        "where": lambda x: ops.where(ops.gt(x, 1.0), x, ops.neg(x)),
+        "add": lambda x: ops.add(x, x),
+        "neg": ops.neg,
+    }[name]
+
+    def rank():
+        group = DeviceMesh("cpu", (2,), mesh_dim_names=("x",), platform=hp_platform).get_group()
+        x = leaf(hp_platform, VALUES[:2] * (1 + group.rank))
+        sent, received = [2, 0], [[2, 2], [0, 0]][group.rank]
+
+        def part(x):
+            y = operation(all_to_all_rows(ops.exp(x), group, sent, received))
+            return y if is_last else all_to_all_rows(y, group, received, sent)
+
+        found = []
+        for run in (part, lambda x: checkpoint(part, x, platform=hp_platform)):
+            hp_platform.set_grad(x, None)
+            hp_platform.backward(ops.sum(run(x)))
+            found.append(hp_platform.to_numpy(hp_platform.get_grad(x)).copy())
+        np.testing.assert_array_equal(*found)
+
+    run_ranks(rank, 2, hp_platform)
 
 
 @pytest.mark.usefixtures("way")

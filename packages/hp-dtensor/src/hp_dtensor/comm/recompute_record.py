@@ -89,6 +89,7 @@ class Record:
         keep: kinds of operations whose results stay.
 
     Attributes:
+        platform: of the part.
         is_making: a value that will be kept is being made; what is within is not called again.
 
     Example:
@@ -104,7 +105,7 @@ class Record:
     def __init__(self, platform: Platform, outer: Record | None = None, keep: Collection[str] = ()) -> None:
         self.keep = frozenset(keep)
         self.is_making = False
-        self._platform = platform
+        self.platform = platform
         self._outer = outer
         self._operations = platform.kept_operations(self.keep)
         self._values: list[Any] = []
@@ -126,13 +127,13 @@ class Record:
         # Forward may write into what it was given: as a result of the repetition that would be another one.
         kept_tensors.check()
         # An autograd node makes the tensors that its forward returns part of the graph: the record keeps others.
-        return map_tensors(values, self._platform.Tensor, self._platform.detach)
+        return map_tensors(values, self.platform.Tensor, self.platform.detach)
 
     def _noted(self, values: Any) -> tuple[Any, Kept]:
         """Return results, and their versions."""
         tensors: list[Any] = []
-        map_tensors(values, self._platform.Tensor, tensors.append)
-        return values, Kept(self._platform, *tensors)
+        map_tensors(values, self.platform.Tensor, tensors.append)
+        return values, Kept(self.platform, *tensors)
 
     def _once(self, make: Callable[[], Any]) -> Any:
         if self._position is None:
@@ -149,7 +150,7 @@ class Record:
         self.is_making = True
         try:
             # A value in the graph would hold it, which holds this; nor is it one of the graph's saved tensors.
-            with self._operations.paused(), self._platform.no_grad(), keeping(None):
+            with self._operations.paused(), self.platform.no_grad(), keeping(None):
                 return make()
         finally:
             self.is_making = False

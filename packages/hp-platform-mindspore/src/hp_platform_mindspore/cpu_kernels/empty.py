@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from hp_platform_mindspore.tensor.autograd import custom_function
+from hp_dtensor.comm.recompute_record import current, reached
+from hp_platform_mindspore.tensor.autograd import custom_function, is_recording
 from hp_platform_mindspore.tensor.memory import FLOATING
 
 FLAT = frozenset("ceil round sign sgn floor_divide heaviside".split())
@@ -42,14 +44,41 @@ def filled(value: float, shape: Sequence[int], x: Tensor, *others: Tensor, dtype
     return constant(forward, x, *others)
 
 
+def as_saved(result: Tensor) -> Tensor:
+    """Return the result for nothing of an operation that saves something for its backward.
+
+    A part that is computed again must end between the same collectives as on ranks that hold something.
+    """
+    record = current.get()
+    return result if record is None else reached(record.platform, result)
+
+
+def as_saved_by(kernel: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor) -> Tensor:
+    """Return `as_saved(result)` if the kernel saves something for such arguments, tried on single elements; else it."""
+    record = current.get()
+    if record is None or not record.platform.repeats_for_saved or not is_recording(*args):
+        return result
+    saved: list[int] = []
+    single = _single_elements(args)
+    for x, one in zip(args, single, strict=True):
+        if isinstance(x, Tensor) and x._requires_grad:
+            one.requires_grad_(True)
+    with ms.saved_tensors_hooks(lambda _: saved.append(1), lambda _: None):
+        kernel(*single, **kwargs)
+    return as_saved(result) if saved else result
+
+
 def result_dtype(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the dtype that a kernel gives for arguments like these, tried on single elements.
 
     A rank that holds nothing must get the dtype that the others get.
     """
+    return kernel(*_single_elements(args), **kwargs).dtype
+
+
+def _single_elements(args: Sequence[Any]) -> list[Any]:
     # Ones, for which every kernel is defined: zeros would divide by zero in some.
-    single = [mint.ones((1,) * x.ndim, dtype=x.dtype) if isinstance(x, Tensor) else x for x in args]
-    return kernel(*single, **kwargs).dtype
+    return [mint.ones((1,) * x.ndim, dtype=x.dtype) if isinstance(x, Tensor) else x for x in args]
 
 
 def is_empty(*values: Any) -> bool:
@@ -63,7 +92,7 @@ def with_zero_gradient_if_empty(kernel: Callable[..., Any]) -> Callable[..., Any
     @functools.wraps(kernel)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if is_empty(*args):
-            return constant(functools.partial(kernel, **kwargs), *args)
+            return as_saved_by(kernel, args, kwargs, constant(functools.partial(kernel, **kwargs), *args))
         return kernel(*args, **kwargs)
 
     return guarded
@@ -82,7 +111,7 @@ def unless_empty(kernel: Callable[..., Any], name: str) -> Callable[..., Any]:
         shape = np.broadcast_shapes(*(x.shape for x in tensors))
         # Recorded like any result: the others' backward comes past collectives here, and this rank must, too.
         result = filled(0, shape, *tensors, dtype=result_dtype(kernel, *args, **kwargs))
-        return ops.stop_gradient(result) if name == "detach" else result
+        return ops.stop_gradient(result) if name == "detach" else as_saved_by(kernel, args, kwargs, result)
 
     return guarded
 

@@ -10,6 +10,7 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 from hp_platform_mindspore.cpu_kernels.empty import (
+    as_saved_by,
     filled,
     is_empty,
     result_dtype,
@@ -60,7 +61,7 @@ def _of_nothing(kernel: Callable[..., Any], x: Any, y: Any) -> Tensor:
     """Make the empty result of two operands, of their common shape and dtype."""
     operands = [t for t in (x, y) if isinstance(t, Tensor)]
     shape = np.broadcast_shapes(*(t.shape for t in operands))
-    return filled(0, shape, *operands, dtype=result_dtype(kernel, x, y))
+    return as_saved_by(kernel, (x, y), {}, filled(0, shape, *operands, dtype=result_dtype(kernel, x, y)))
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Tensor, mint
 
 from hp_platform_mindspore.cpu_kernels import pointwise, shapes
-from hp_platform_mindspore.cpu_kernels.empty import filled, is_empty
+from hp_platform_mindspore.cpu_kernels.empty import as_saved, filled, is_empty
 from hp_platform_mindspore.tensor.memory import HOST_DTYPES, share
 
 F = mint.nn.functional
@@ -23,7 +23,7 @@ def matmul(x: Tensor, y: Tensor) -> Tensor:
     sizes are 1, and has the wrong shape where an operand is a vector; so every product is made one of these two.
     """
     if is_empty(x, y):
-        return filled(0, _product_shape(x.shape, y.shape), x, y)
+        return as_saved(filled(0, _product_shape(x.shape, y.shape), x, y))
     if x.ndim == 1:
         return mint.squeeze(matmul(mint.unsqueeze(x, 0), y), -1 if y.ndim == 1 else -2)
     if y.ndim == 1:
@@ -52,7 +52,7 @@ def _product_shape(x: tuple[int, ...], y: tuple[int, ...]) -> tuple[int, ...]:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if is_empty(x, weight):
-        product = filled(0, (*x.shape[:-1], weight.shape[0]), x, weight)
+        product = as_saved(filled(0, (*x.shape[:-1], weight.shape[0]), x, weight))
         return product if bias is None else pointwise.add(product, bias)
     return F.linear(x, weight, bias)
 
@@ -72,7 +72,7 @@ def cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: str | None = None)
     """Compute the distances of all rows of `x` from all rows of `y`; `compute_mode` has no effect on the result."""
     if is_empty(x, y):  # the kernel's backward leaves the other one's gradient unwritten
         batch = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-        return filled(0, (*batch, x.shape[-2], y.shape[-2]), x, y)
+        return as_saved(filled(0, (*batch, x.shape[-2], y.shape[-2]), x, y))
     return mint.cdist(x, y, p)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 from hp_platform_mindspore.cpu_kernels import pointwise
-from hp_platform_mindspore.cpu_kernels.empty import filled, is_empty, result_dtype
+from hp_platform_mindspore.cpu_kernels.empty import as_saved, filled, is_empty, result_dtype
 from hp_platform_mindspore.tensor.memory import HOST_DTYPES, numbers, share
 
 Dims = int | Sequence[int] | None
@@ -50,14 +50,14 @@ def amin(x: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Tensor:
 
 def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     if is_empty(x):
-        return filled(-math.inf, reduced_shape(x, dim, keepdim), x)
+        return as_saved(filled(-math.inf, reduced_shape(x, dim, keepdim), x))
     return ops.logsumexp(x, dim, keepdim)
 
 
 def prod(x: Tensor, dim: int | None = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
     x = x if dtype is None else x.astype(dtype)
     if is_empty(x):
-        return filled(1, reduced_shape(x, dim, keepdim), x)
+        return as_saved(filled(1, reduced_shape(x, dim, keepdim), x))
     return mint.prod(x) if dim is None else mint.prod(x, dim, keepdim)
 
 
