@@ -250,6 +250,23 @@ def test_another_way_the_second_time_is_refused(hp_platform):
 
 
 @pytest.mark.usefixtures("way")
+def test_what_a_part_writes_after_an_operation_has_saved_it_is_refused(hp_platform):
+    ops = hp_platform.ops
+
+    def part(x):
+        y = ops.exp(x)
+        z = ops.mul(y, y)
+        with hp_platform.no_grad():
+            hp_platform.copy_(y, hp_platform.from_numpy(VALUES.copy()))
+        return ops.exp(ops.mul(z, 0.1))
+
+    for run in (part, lambda x: checkpoint(part, x, platform=hp_platform)):
+        y = run(leaf(hp_platform, VALUES))
+        with pytest.raises(RuntimeError, match=r"modified (by an inplace operation|in place since)"):
+            hp_platform.backward(ops.sum(y))
+
+
+@pytest.mark.usefixtures("way")
 def test_an_input_written_meanwhile_is_refused(hp_platform):
     if hp_platform.name == "mindspore":
         pytest.skip("MindSpore counts the writes to a detached tensor apart")

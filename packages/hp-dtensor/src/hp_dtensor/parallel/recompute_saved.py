@@ -84,19 +84,27 @@ class _Places:
         empty = {index: place for index, place in found if place is not None and place.kept is None}
         repetition = _Repetition(self._part, self._forms, empty)
         try:
-            leaf = self._part.leaf()
-            with self._platform.saving(repetition.save, _get), keeping(repetition.keep):
-                self._part.again(leaf)
-            if not repetition.is_over:
-                raise RuntimeError(f"{ANOTHER_WAY}. It has saved fewer tensors for its own backward")
-        except BaseException as error:
-            # `_Enough`, or what a function that has caught it has come to.
-            if repetition.is_over and isinstance(error, Exception):
-                return
+            self._run(repetition)
+            repetition.check()
+        except BaseException:
             # Another attempt begins anew.
             for place in empty.values():
                 place.kept = None
             raise
+        finally:
+            repetition.forget()
+
+    def _run(self, repetition: _Repetition) -> None:
+        try:
+            leaf = self._part.leaf()
+            with self._platform.saving(repetition.save, _get), keeping(repetition.keep):
+                self._part.again(leaf)
+        except Exception:
+            # `_Enough`, or what a function that has caught it has come to.
+            if not repetition.is_over:
+                raise
+        if not repetition.is_over:
+            raise RuntimeError(f"{ANOTHER_WAY}. It has saved fewer tensors for its own backward")
 
 
 class _Place:
@@ -133,9 +141,12 @@ class _Repetition:
         self._part, self._platform = part, part.platform
         self._forms, self._empty, self._last = forms, empty, max(empty)
         self._index = 0
+        self._saved: list[Held] = []
         self.is_over = False
 
     def save(self, x: Tensor) -> Keeper:
+        # MindSpore counts the writes to a detached tensor apart: those to this one are looked at in the end.
+        self._saved.append(Held(self._platform, x))
         with self._platform.no_grad():
             # Else the place would hold the graph of the repetition.
             return self.keep(self._platform.detach(x))
@@ -156,6 +167,15 @@ class _Repetition:
             self.is_over = True
             raise _Enough
         return kept
+
+    def check(self) -> None:
+        """Refuse a tensor that the part has written after an operation had saved it."""
+        for saved in self._saved:
+            saved.check()
+
+    def forget(self) -> None:
+        """Let go of the graph of the repetition."""
+        self._saved.clear()
 
 
 def _get(kept: Keeper) -> Tensor:
