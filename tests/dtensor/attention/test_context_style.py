@@ -197,6 +197,29 @@ def test_refuses_another_length_than_the_cut_gives(hp_platform):
     refused(hp_platform, program, "rank 0 of 2 has 5 queries and 5 keys; SequenceCut(length=12")
 
 
+def test_refuses_a_mask_of_another_cut(hp_platform):
+    """Nothing in a mask without positions tells which batch it is of."""
+
+    class OneMask(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mask = AttentionMask()
+
+        def forward(self, q):
+            return attention(q, q, q, mask=self.mask)
+
+    def program():
+        with nn.building(hp_platform):
+            model = OneMask()
+        parallelize_module(model, init_device_mesh("cpu", (2,)), ContextParallel())
+        q = hp_platform.from_numpy(np.zeros((1, 2, 4, 8), np.float32))
+        for documents in (((8,),), ((6, 2),)):
+            with use_cut(SequenceCut(length=8, ranks=2, documents=documents)):
+                model(q)
+
+    refused(hp_platform, program, "expected a mask of its own for each forward pass")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

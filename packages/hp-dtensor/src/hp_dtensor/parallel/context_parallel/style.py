@@ -10,6 +10,7 @@ from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.recompute_record import kept
+from hp_dtensor.exceptions import AttentionError
 from hp_dtensor.parallel.attention.function import routed_attention
 from hp_dtensor.parallel.attention.mask import AttentionMask
 from hp_dtensor.parallel.context_parallel.cut import SequenceCut
@@ -133,6 +134,11 @@ class ContextParallel(ParallelStyle):
         # where another one repeats (torch's) or the mask was made outside of what is repeated.
         in_use = kept(_cut_in_use.get)
         given: SequenceCut | None = mask.remembered(("cut", group.ranks), lambda: in_use)
+        if mask.positions is None and in_use not in (None, given):
+            raise AttentionError(
+                f"ContextParallel: a mask without positions was used with the cut {given}, and is used again within "
+                f"`use_cut` of {in_use}; expected a mask of its own for each forward pass"
+            )
         if given is not None:
             return given
 
