@@ -267,8 +267,10 @@ def test_how_ranks_share_sequences_is_told(work: Path, prepared: list, capsys: p
     ring = capsys.readouterr().out
     assert "sequences: 3 ranks share each by ring\n" in ring
     assert "within their documents" not in ring
-    assert cli.main([*given, "--data.packing=documents"]) == 0
-    assert "sequences: samples are cut within their documents, for equal work on all ranks" in capsys.readouterr().out
+    for method, is_told in (("ring", True), ("ulysses", False)):  # ranks that exchange heads have stretches of rows
+        assert cli.main([*given, "--data.packing=documents", f"--parallel.cp_method={method}"]) == 0
+        told = "sequences: samples are cut within their documents, for equal work on all ranks"
+        assert (told in capsys.readouterr().out) == is_told
 
 
 @pytest.mark.parametrize("accelerators", [0, 1, 2, 8])

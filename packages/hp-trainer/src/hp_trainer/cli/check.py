@@ -9,7 +9,7 @@ from hp_trainer.cli.shared import check_world_size, load, refuse
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import Problem
 from hp_trainer.launch import check_new_run, chosen_activations, chosen_platform, world_size_of
-from hp_trainer.parallel import ParallelDims, describe_context
+from hp_trainer.parallel import ParallelDims, context_style, describe_context
 from hp_trainer.plugins import registries
 from hp_trainer.run import chosen_run_folder
 
@@ -48,6 +48,13 @@ def describe_run(config: TrainerConfig, world_size: int) -> str:
     }
     described = [f"{name}: {text}" for name, text in lines.items()]
     described += [f"sequences: {line}" for line in describe_context(dims, config.model.options, training)]
-    if dims.cp_enabled and getattr(config.data.options, "packing", "concatenate") != "concatenate":
+    if _cuts_documents(config, dims):
         described.append("sequences: samples are cut within their documents, for equal work on all ranks")
     return "\n".join([*described, *(f"activations: {line}" for line in (() if plan is None else plan.describe()))])
+
+
+def _cuts_documents(config: TrainerConfig, dims: ParallelDims) -> bool:
+    """Return whether ranks have parts of packed documents; those that all exchange heads have stretches of the row."""
+    if not dims.cp_enabled or getattr(config.data.options, "packing", "concatenate") == "concatenate":
+        return False
+    return context_style(dims, config.model.options, config.training).ulysses_degree < dims.cp
