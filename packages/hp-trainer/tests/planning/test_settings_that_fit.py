@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from hp_trainer.cli import main
+from hp_trainer.cli.plan import load_for_planning
 from hp_trainer.launch import platforms
+from hp_trainer.memory import KINDS
+from hp_trainer.parallel import ParallelDims
+from hp_trainer.training.activation_plan import plan_activations
 
 YAML = """\
 model: {vocab_size: 512, hidden_size: 64, num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 4,
@@ -118,6 +122,25 @@ def test_settings_that_hold_already_or_cannot_are_not_named(plan: Plan) -> None:
     assert "training.offload_optimizer" in named(9.9 * 2**20, "--world-size=1", "--training.recompute=full")
     coded = named(9.9 * 2**20, "--world-size=1", "--training.recompute=full", "--optimizer=adamw_8bit")
     assert not coded & {"training.offload_optimizer", "optimizer.name"}
+
+
+@pytest.mark.parametrize(
+    ("part", "layout"),
+    [
+        (0.7, ["--world-size=2", "--parallel.pp=2"]),
+        (0.97, ["--world-size=1", "--training.activation_budget=2MiB"]),  # itself too small
+    ],
+)
+def test_budgets_that_no_choice_keeps_are_not_named(plan: Plan, part: float, layout: list[str]) -> None:
+    whole = plan(2**40, *layout)[1]["memory"]
+    named = plan(part * max(each["total"] for each in whole), *layout)[1]["would_fit"]
+    assert named
+    for change in named:
+        settings = [option.removeprefix("--").split("=", 1) for option in (*layout[1:], *options_of(change))]
+        config = load_for_planning("run.yaml", [(path, text) for path, text in settings]).config
+        if config.training.activation_budget is not None:
+            dims = ParallelDims.from_config(config.parallel, int(layout[0][-1]))
+            plan_activations(config, dims, KINDS)  # raises where no choice does
 
 
 def test_the_counts_of_experts_by_micro_batch_are_told(plan: Plan) -> None:

@@ -17,6 +17,7 @@ from hp_trainer.parallel.divisors import divisors
 from hp_trainer.pipeline import schedule_names
 from hp_trainer.planning.own_modules import ModuleCounter
 from hp_trainer.planning.plan import StepPlan, format_seconds, plan_step
+from hp_trainer.planning.recomputed_blocks import keeps_budget
 from hp_trainer.planning.search import problems_together
 from hp_trainer.planning.step_shape import StepShape
 
@@ -203,7 +204,8 @@ class _Search:
         if problems_together(config, dims, known):
             return None
         count_module = None if self._counter is None else self._counter.of(config)
-        return plan_step(config, dims, given.device, limit=limit, count_module=count_module)
+        plan = plan_step(config, dims, given.device, limit=limit, count_module=count_module)
+        return plan if keeps_budget(plan.shape) else None
 
 
 def _settings(changes: Iterable[Change]) -> Settings:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
-from hp_trainer.memory import KINDS, NOTHING_AGAIN, BlockRecompute, BudgetError, recompute_by_pattern
+from hp_trainer.memory import KINDS, NOTHING_AGAIN, BlockRecompute, BudgetError, Kind, recompute_by_pattern
 from hp_trainer.models.recomputation import block_names
 from hp_trainer.planning.step_shape import StepShape
 from hp_trainer.training.activation_plan import plan_activations
@@ -22,15 +22,37 @@ def recompute_key(shape: StepShape) -> Hashable:
     return None if shape.config.training.activation_budget is None else shape.dims
 
 
+def keeps_budget(shape: StepShape) -> bool:
+    """Return whether activations can stay within their budget, if there is one: runs whose cannot are refused."""
+    return shape.config.training.activation_budget is None or _within_budget(shape) is not None
+
+
+def _within_budget(shape: StepShape) -> list[BlockRecompute] | None:
+    """Return the choice that stays within the budget of activations; None if there is none."""
+
+    def find() -> list[BlockRecompute] | None:
+        try:
+            return plan_activations(
+                shape.config, shape.dims, _kept(shape), fused_experts=shape.fuses_experts
+            ).of_layers()
+        except BudgetError:
+            return None
+
+    return shape.shared(("within budget", shape.dims), find)
+
+
+def _kept(shape: StepShape) -> Sequence[Kind]:
+    keep = shape.config.training.recompute_keep
+    return KINDS if keep is None else keep
+
+
 def _recompute(shape: StepShape) -> list[BlockRecompute]:
     training, num_layers = shape.config.training, shape.model.num_hidden_layers
-    keep = KINDS if training.recompute_keep is None else training.recompute_keep
     if training.activation_budget is not None:
-        try:
-            return plan_activations(shape.config, shape.dims, keep, fused_experts=shape.fuses_experts).of_layers()
-        except BudgetError:  # the memory shown is then the least, and above the budget
-            return [BlockRecompute(mode="full", offloads=training.offload_activations)] * num_layers
-    kept = keep if training.recompute == "selective" else ()
+        # Without a choice the memory shown is the least, and above the budget.
+        least = [BlockRecompute(mode="full", offloads=training.offload_activations)] * num_layers
+        return _within_budget(shape) or least
+    kept = tuple(_kept(shape)) if training.recompute == "selective" else ()
     chosen = BlockRecompute(mode=training.recompute, keep=kept, offloads=training.offload_activations)
     patterns = training.recompute_blocks
     return recompute_by_pattern(block_names(num_layers), chosen, every=training.recompute_every, patterns=patterns)
