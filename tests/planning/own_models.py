@@ -76,6 +76,21 @@ def by_values(options: Options) -> torch.nn.Module:
     return ByValues(options)
 
 
+class OneLength(Transformer):
+    """Computes with samples of one length alone."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.places = torch.nn.Parameter(torch.zeros(64, options.width))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks[0](self.embed(ids) + self.places)))
+
+
+def one_length(options: Options) -> torch.nn.Module:
+    return OneLength(options)
+
+
 class LaysItselfOut(Transformer):
     def parallelize(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError

@@ -27,6 +27,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "built in half precision": (1, "half", {}),
     "accumulated": (1, "llama", {"training__micro_batch_size": 1}),
     "first blocks frozen": (1, "build", {"training__freeze": "['embed.*', 'blocks.0.*', 'blocks.1.*']"}),
+    "parts within parts": (1, "build", {"parallel__fsdp_units": "['blocks.*.up', 'blocks.*']"}),
     "of transformers": (1, "llama", {}),
     "of transformers, a frozen block between": (1, "llama", {"training__freeze": "['*.layers.2.*']"}),
     "shards": (2, "llama", SHORT),
@@ -91,6 +92,12 @@ def test_weights_are_gathered_for_forward_and_backward() -> None:
     assert sent["reduce_scatter"] == pytest.approx(4 * (blocks + others) / 2, rel=1e-3)
 
 
+def test_the_order_in_which_parts_are_named_changes_nothing() -> None:
+    plans = [plan_of("build", 2, parallel__fsdp_units=f"[{names}]") for names in ("head, blocks.*", "blocks.*, head")]
+    assert plans[0].memory == plans[1].memory
+    assert plans[0].traffic == plans[1].traffic
+
+
 def test_parts_are_called_by_their_names() -> None:
     settings = {**SHORT, "training__global_batch_size": 1}
     assert plan_of("build", **settings).memory[0].moment.split(" of ")[1].startswith("blocks.")
@@ -127,5 +134,11 @@ def test_the_command_plans_a_module_and_names_settings_that_fit(
         assert main([*words, "--json", *(f"--{path}={text}" for path, text in change["settings"].items())]) == 0
         again = json.loads(capsys.readouterr().out)
         assert math.isclose(max(each["total"] for each in again["memory"]), change["memory"])
+    # Settings with which the module cannot compute are none.
+    small = (*words[:-1], "--device-memory=5MiB", f"--model.name={Path(own_models.__file__)}:one_length")
+    assert main([*small, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["would_fit"]
+    assert found
+    assert not [each for each in found if "training.sequence_length" in each["settings"]]
     assert main([*words[:-1], "--device-memory=1MiB"]) == 1
     assert "no setting nor pair of settings makes it fit" in capsys.readouterr().out

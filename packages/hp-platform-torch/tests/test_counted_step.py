@@ -83,6 +83,73 @@ def test_parts_that_nothing_is_trained_in_are_not_reached():
     assert [each.trainable for each in step.parameters] == [False, False, True, True, True]
 
 
+class Crossed(Chain):
+    """Parts of several sizes, called in another order than they stand in, one of them not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts.append(torch.nn.Linear(WIDTH, WIDTH, bias=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in (2, 0):
+            x = self.parts[index](x)
+        return self.head(x)
+
+
+def test_parameters_belong_to_the_parts_in_the_order_of_forward():
+    step = count(Crossed)
+    assert [(part.name, part.is_reached) for part in step.parts] == [("1", False), ("2", True), ("0", True)]
+    found = {each.name: each.part for each in step.parameters}
+    assert {name.split(".")[1]: part for name, part in found.items() if part is not None} == {"1": 0, "2": 1, "0": 2}
+
+
+class Placed(Chain):
+    """Adds a table in float32 before its parts and between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x + self.table)
+        return self.head(x.to(self.head.weight.dtype))
+
+
+def test_inputs_of_parts_are_cast_as_sharded_modules_cast_them():
+    step = count(Placed, "bfloat16")
+    assert step.flops == count(Placed).flops
+    # Sums with the table are in float32; of each its copy stays, in which the product computes.
+    assert step.parts[0].after < count(Placed).parts[0].after
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_backward_is_seen_through_named_arguments_and_results_in_a_dict(named: bool):
+    class Wrapped(Chain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts:
+                x = part(x=x)["x"] if named else part(x)
+            return self.head(x)
+
+    class Part(torch.nn.Sequential):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor] | torch.Tensor:
+            return {"x": super().forward(x)} if named else super().forward(x)
+
+    def build():
+        model = Wrapped()
+        model.parts = torch.nn.ModuleList(Part(*part) for part in model.parts)
+        return model
+
+    first, second = count(build).parts
+    assert (first.is_reached, second.is_reached) == (True, True)
+    assert (first, second) == count().parts
+
+
+def test_buffers_are_counted():
+    assert count().buffers == 0
+    assert count(Placed).buffers == 4 * WIDTH
+
+
 def test_fused_attention_is_counted_without_its_scores():
     heads, length, width = 2, 64, 8
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from hp_dtensor.platform.counted_step import CountedParameter, CountedPart, CountedStep
@@ -31,10 +31,9 @@ def count_step(
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), _without_logs():
         _make_fake(model)
         chosen = parts(model)
-        parameters = _parameters(model, list(chosen.values()))
+        itemsizes = [parameter.element_size() for parameter in model.parameters()]
         if dtype is not None:
-            for parameter in model.parameters():
-                parameter.data = parameter.data.to(dtype)
+            _compute_in(dtype, model, list(chosen.values()))
         flops = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
         with counted_bytes() as live, flops:
             meter = _Meter(model, live)
@@ -42,14 +41,12 @@ def count_step(
                 meter.watch(name, module)
             loss = run(model)
             after_forward = live.now
-            with warnings.catch_warnings():
-                # A part in front of which nothing is trained: torch tells that its end is not quite where it says.
-                warnings.filterwarnings("ignore", message="Full backward hook is firing")
-                loss.backward()
+            loss.backward()
             found = meter.parts()
     last = max((part.after for part in found), default=0)
     return CountedStep(
-        parameters=parameters,
+        parameters=_parameters(model, itemsizes, [chosen[part.name] for part in found]),
+        buffers=sum(buffer.untyped_storage().nbytes() for buffer in model.buffers()),
         parts=found,
         after_forward=after_forward,
         outside=max(meter.outside, after_forward, last),
@@ -85,17 +82,34 @@ def _make_fake(model: torch.nn.Module) -> None:
             held.update({name: fake(value) for name, value in held.items() if isinstance(value, torch.Tensor)})
 
 
-def _parameters(model: torch.nn.Module, parts: list[torch.nn.Module]) -> tuple[CountedParameter, ...]:
+def _compute_in(dtype: torch.dtype, model: torch.nn.Module, parts: list[torch.nn.Module]) -> None:
+    """Give parameters a dtype, and cast what parts are called with, as sharded modules do."""
+
+    def cast(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    def cast_inputs(_: Any, args: Any, kwargs: Any) -> Any:
+        return tree_map(cast, (args, kwargs))
+
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for module in (model, *parts):
+        module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+
+
+def _parameters(
+    model: torch.nn.Module, itemsizes: list[int], parts: list[torch.nn.Module]
+) -> tuple[CountedParameter, ...]:
     part_of = {id(parameter): index for index, part in enumerate(parts) for parameter in part.parameters()}
     return tuple(
         CountedParameter(
             name=name,
             shape=tuple(parameter.shape),
-            itemsize=parameter.element_size(),
+            itemsize=itemsize,
             trainable=parameter.requires_grad,
             part=part_of.get(id(parameter)),
         )
-        for name, parameter in model.named_parameters()
+        for (name, parameter), itemsize in zip(model.named_parameters(), itemsizes, strict=True)
     )
 
 
@@ -107,6 +121,33 @@ class _Watched:
     after: int = 0
     peak: int | None = None
     end: int = 0
+    is_ended: bool = False
+
+
+class _Mark(torch.autograd.Function):
+    """The tensors themselves; `event` is called when backward comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, event: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.event = event
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.event()
+        return None, *grads
+
+
+def _marked(event: Callable[[], None], tree: Any) -> Any:
+    """Return a tree whose tensors that require gradients have their backward marked; torch's own hooks of modules
+    see no named arguments, and no results but tensors and tuples."""
+    leaves, spec = tree_flatten(tree)
+    is_marked = [isinstance(x, torch.Tensor) and x.requires_grad for x in leaves]
+    if not any(is_marked):
+        return tree
+    marked = iter(_Mark.apply(event, *(x for x, chosen in zip(leaves, is_marked, strict=True) if chosen)))
+    return tree_unflatten([next(marked) if chosen else x for x, chosen in zip(leaves, is_marked, strict=True)], spec)
 
 
 class _Meter:
@@ -118,21 +159,25 @@ class _Meter:
 
     def __init__(self, model: torch.nn.Module, live: LiveBytes) -> None:
         self._model, self._live = model, live
+        self._names: list[str] = []
         self._watched: dict[str, _Watched] = {}
         self._in_front = 0
         self.outside = 0
 
     def watch(self, name: str, module: torch.nn.Module) -> None:
         """Read at this module's events."""
-        module.register_forward_pre_hook(functools.partial(self._pre_forward, name))
+        self._names.append(name)
+        module.register_forward_pre_hook(functools.partial(self._pre_forward, name), with_kwargs=True)
         module.register_forward_hook(functools.partial(self._post_forward, name))
-        module.register_full_backward_pre_hook(functools.partial(self._pre_backward, name))
-        module.register_full_backward_hook(functools.partial(self._post_backward, name))
 
     def parts(self) -> tuple[CountedPart, ...]:
-        """Return what was read, in the order of forward."""
+        """Return what was read, in the order of forward; of parts that it has not called nothing, in front."""
+        for name, each in self._watched.items():
+            if each.peak is not None and not each.is_ended:  # nothing is trained in front of it
+                self._post_backward(name)
         if not any(each.peak is not None for each in self._watched.values()):
             self.outside = self._live.peak - self._gradients()
+        uncalled = {name: _Watched() for name in self._names if name not in self._watched}
         return tuple(
             CountedPart(
                 name=name,
@@ -142,19 +187,21 @@ class _Meter:
                 end=each.end,
                 is_reached=each.peak is not None,
             )
-            for name, each in self._watched.items()
+            for name, each in {**uncalled, **self._watched}.items()
         )
 
-    def _pre_forward(self, name: str, *_: Any) -> None:
+    def _pre_forward(self, name: str, _: Any, args: Any, kwargs: Any) -> Any:
         each = self._watched.setdefault(name, _Watched())
         if each.before is None:
             each.before = self._live.now
+        return _marked(functools.partial(self._post_backward, name), (args, kwargs))
 
-    def _post_forward(self, name: str, *_: Any) -> None:
+    def _post_forward(self, name: str, _: Any, args: Any, output: Any) -> Any:
         self._watched[name].after = self._live.now
         self._live.peak = self._live.now
+        return _marked(functools.partial(self._pre_backward, name), output)
 
-    def _pre_backward(self, name: str, *_: Any) -> None:
+    def _pre_backward(self, name: str) -> None:
         if all(each.peak is None for each in self._watched.values()):
             self.outside = self._live.peak
         if self._watched[name].peak is None:
@@ -162,8 +209,9 @@ class _Meter:
         self._in_front = self._gradients()
         self._live.peak = self._live.now
 
-    def _post_backward(self, name: str, *_: Any) -> None:
+    def _post_backward(self, name: str) -> None:
         each = self._watched[name]
+        each.is_ended = True
         each.peak = max(each.peak or 0, self._live.peak - self._in_front)
         each.end = self._live.now - self._gradients()
 

@@ -14,7 +14,7 @@ class CountedParameter:
         shape: whole.
         itemsize: bytes of an element as the module was built.
         trainable: whether it gets a gradient.
-        part: index of the part that it belongs to; None: it lies outside of all.
+        part: index, in `CountedStep.parts`, of the part that it belongs to; None: it lies outside of all.
     """
 
     name: str
@@ -50,13 +50,15 @@ class CountedStep:
 
     Attributes:
         parameters: each once, in the module's order.
-        parts: in the order of forward.
+        buffers: bytes of the module's other tensors, such as tables of positions.
+        parts: in the order of forward; in front those that it does not call.
         after_forward: bytes alive between forward and backward.
         outside: most bytes from the end of the last part's forward to the beginning of its backward.
         flops: operations of matrix products and attention, both passes; attention without regard to a mask.
     """
 
     parameters: tuple[CountedParameter, ...]
+    buffers: int
     parts: tuple[CountedPart, ...]
     after_forward: int
     outside: int

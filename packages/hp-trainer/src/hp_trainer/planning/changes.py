@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hp_trainer.config import TrainerConfig
-from hp_trainer.exceptions import ConfigError
+from hp_trainer.exceptions import ConfigError, PlanError
 from hp_trainer.memory import format_size
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.parallel.divisors import divisors
@@ -204,7 +204,10 @@ class _Search:
         if problems_together(config, dims, known):
             return None
         count_module = None if self._counter is None else self._counter.of(config)
-        plan = plan_step(config, dims, given.device, limit=limit, count_module=count_module)
+        try:
+            plan = plan_step(config, dims, given.device, limit=limit, count_module=count_module)
+        except PlanError:  # a user's own module may take no other lengths or dtypes
+            return None
         return plan if keeps_budget(plan.shape) else None
 
 

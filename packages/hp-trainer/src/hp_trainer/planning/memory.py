@@ -23,7 +23,7 @@ class MemoryPlan:
     """Bytes that one rank holds at the fullest moment of a step.
 
     Attributes:
-        weights: shards of the weights, in float32.
+        weights: shards of the weights, in float32; a user's own module's buffers.
         optimizer: state of the optimizer; of one that waits on the host, what an update brings at once.
         average: the moving average of the weights (`training.ema`).
         gradients: reduced gradients, and those that wait for later micro-batches.
@@ -88,7 +88,7 @@ class _Moments(ABC):
         self.costs = list(layer_costs(shape))
         for layer in parts.unreached:
             self.costs[layer] = _NOTHING
-        self.weights = parts.total("shard")
+        self.weights = parts.total("shard") + (0 if shape.module is None else shape.module.buffers)
         self.optimizer, self.average = optimizer_bytes(shape, parts)
         self.communication = _communication(shape, parts)
         # Blocks of one kind share their buffers.

@@ -18,6 +18,7 @@ class ModuleFacts:
         names: of the parts, in the order of forward.
         root: parameters outside of all parts.
         parameters: of each part, in the order of forward.
+        buffers: bytes of tensors that are no parameters; every rank has them whole.
         blocks: activations of each part, of one micro-batch.
         head: those of all that comes after the last part, the loss included.
         unreached: first parts that backward does not come to.
@@ -27,6 +28,7 @@ class ModuleFacts:
     names: tuple[str, ...]
     root: tuple[PlannedParameter, ...]
     parameters: tuple[tuple[PlannedParameter, ...], ...]
+    buffers: int
     blocks: tuple[BlockActivations, ...]
     head: BlockActivations
     unreached: tuple[int, ...]
@@ -61,6 +63,7 @@ def module_facts(step: CountedStep) -> ModuleFacts:
         names=tuple(part.name for part in step.parts),
         root=_planned([each for each in step.parameters if each.part is None]),
         parameters=tuple(map(_planned, groups)),
+        buffers=step.buffers,
         blocks=tuple(blocks),
         head=head,
         unreached=tuple(range(unreached)),

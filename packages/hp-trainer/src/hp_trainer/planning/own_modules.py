@@ -102,4 +102,6 @@ def _count(config: TrainerConfig, platform_name: str, micro_batch: int) -> Modul
 
 
 def _parts(model: PlainModel) -> dict[str, Any]:
-    return model.units()
+    """Return the modules that are gathered one by one; one within another is counted as a part of that."""
+    units = model.units()
+    return {name: unit for name, unit in units.items() if not any(name.startswith(f"{other}.") for other in units)}
