@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import numpy as np
 import pytest
 
 from hp_dtensor.exceptions import AttentionError
-from hp_dtensor.parallel.attention.blocks import count_scores
+from hp_dtensor.parallel.attention.blocks import count_scores, is_empty, plan_blocks
 from hp_dtensor.parallel.attention.mask import Tokens
 from hp_dtensor.parallel.context_parallel import ContextParallel, SequenceCut
 from hp_dtensor.parallel.context_parallel.all_gather import plan_gather
@@ -134,6 +135,26 @@ def test_a_style_cuts_within_documents_as_its_method_asks():
         np.testing.assert_array_equal(whole.places(rank), plain.places(rank))
 
 
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("causal", [True, False])
+def test_hops_are_needed_where_there_are_blocks_to_compute(causal, window):
+    """For places and documents of any kind, also ranks without tokens and rows of different documents."""
+    random = np.random.default_rng(5)
+    found = set()
+    for _ in range(60):
+        length, ranks = int(random.integers(1, 14)), int(random.integers(1, 5))
+        owner = random.integers(0, ranks, length)
+        numbers = np.cumsum(random.random((2, length)) < 0.4, axis=1)
+        places = [random.permutation(np.flatnonzero(owner == rank)) for rank in range(ranks)]
+        tokens = [Tokens(each, numbers[:, each]) for each in places]
+        needed = needed_hops(tokens, causal, window)
+        for rank, hop in itertools.product(range(ranks), range(ranks)):
+            plan = plan_blocks(tokens[(rank + hop) % ranks], tokens[rank], causal, window, None)
+            assert needed[rank][hop] == (not is_empty(plan)), (tokens, rank, hop)
+            found.add(needed[rank][hop])
+    assert found == {False, True}
+
+
 def test_documents_may_be_lists_and_are_not_all_shown():
     cut = SequenceCut(length=400, ranks=2, documents=[[1] * 400])
     assert cut == SequenceCut(length=400, ranks=2, documents=((1,) * 400,))
@@ -153,3 +174,15 @@ def test_documents_may_be_lists_and_are_not_all_shown():
 def test_refuses_documents_that_do_not_fit(options, message):
     with pytest.raises(AttentionError, match=re.escape(message)):
         SequenceCut(length=10, ranks=2, **options)
+
+
+@pytest.mark.parametrize("positions", [np.arange(8), np.zeros((1, 8)), [["a"] * 8], [[[0] * 8]]])
+def test_refuses_positions_that_are_no_rows_of_whole_numbers(positions):
+    with pytest.raises(AttentionError, match=r"expected whole numbers \[batch, length\], got (ndarray|list) of shape"):
+        SequenceCut.of_positions(positions, ranks=2)
+
+
+def test_refuses_positions_of_another_length():
+    with pytest.raises(AttentionError, match=re.escape("positions of shape [1, 8]; expected [batch, 9]")):
+        ContextParallel(method="ring").cut(9, 2, positions=np.zeros((1, 8), np.int64))
+    assert ContextParallel(method="ring").cut(4, 2, positions=[[0, 1, 2, 0]]).documents == ((3, 1),)

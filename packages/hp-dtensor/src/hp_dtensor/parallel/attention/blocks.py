@@ -7,7 +7,8 @@ costs half, a window its width, and packed documents their own squares, whatever
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,9 +73,7 @@ def plan_blocks(
     planned = []
     queries, keys = _closed_up(queries, keys, causal, window)
     for start, stop in equal_rows([queries, keys]) if rows is None else rows:
-        runs: dict[int, list[Run]] = {}
-        for run in keys.runs(start):
-            runs.setdefault(run.document, []).append(run)
+        runs = runs_by_document(keys, start)
         segments = tuple(
             segment
             for run in queries.runs(start)
@@ -131,6 +130,34 @@ def equal_rows(tokens: Sequence[Tokens]) -> list[tuple[int, int | None]]:
 def is_empty(plan: Plan) -> bool:
     """Return whether no query sees a key."""
     return not any(segment.keys for rows in plan for segment in rows.segments)
+
+
+def runs_by_document(tokens: Tokens, row: int) -> dict[int, list[Run]]:
+    """Return the runs of tokens of a row by the number of their document."""
+    runs: dict[int, list[Run]] = {}
+    for run in tokens.runs(row):
+        runs.setdefault(run.document, []).append(run)
+    return runs
+
+
+def sees_any(
+    queries: Mapping[int, Sequence[Run]], keys: Mapping[int, Sequence[Run]], causal: bool, window: int | None
+) -> bool:
+    """Return whether a query of a row sees a key: whether `plan_blocks` has something to compute, without a plan.
+
+    Args:
+        queries, keys: as of `runs_by_document`.
+    """
+    # A key of distance d in front of a query is seen where d is within these.
+    least = 0 if causal else -math.inf if window is None else 1 - window
+    most = math.inf if window is None else window - 1
+    # The distances between two runs are all whole numbers from one to another.
+    return any(
+        query.stop - 1 - key.place >= least and query.place - (key.stop - 1) <= most
+        for document, runs in queries.items()
+        for query in runs
+        for key in keys.get(document, ())
+    )
 
 
 def count_scores(plan: Plan, batch: int) -> int:

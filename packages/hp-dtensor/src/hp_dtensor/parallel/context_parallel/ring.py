@@ -14,7 +14,7 @@ from typing import Any
 
 from hp_dtensor.comm.process_group import DONE, ProcessGroup, Work
 from hp_dtensor.parallel.attention.autograd_node import attention_node
-from hp_dtensor.parallel.attention.blocks import Plan, equal_rows, is_empty, plan_blocks
+from hp_dtensor.parallel.attention.blocks import Plan, equal_rows, is_empty, plan_blocks, runs_by_document, sees_any
 from hp_dtensor.parallel.attention.mask import Array, Tokens
 from hp_dtensor.parallel.attention.products import Attended, AttentionGrads, Options, accumulator_dtype
 from hp_dtensor.parallel.attention.stretches import Stretches
@@ -56,14 +56,15 @@ def plan_ring(tokens: Sequence[Tokens], rank: int, causal: bool, window: int | N
 
 def needed_hops(tokens: Sequence[Tokens], causal: bool, window: int | None) -> list[list[bool]]:
     """Return for each rank's keys whether the rank so many hops after it sees any of them."""
-    size = len(tokens)
-    return [
-        [
-            not is_empty(plan_blocks(tokens[(owner + hop) % size], tokens[owner], causal, window, None))
-            for hop in range(size)
-        ]
-        for owner in range(size)
-    ]
+    size, rows = len(tokens), [start for start, _ in equal_rows(tokens)]
+    # For all pairs of ranks, in every step with packed rows: runs are looked for once, and no blocks are planned.
+    runs = [[runs_by_document(each, row) for row in rows] for each in tokens]
+
+    def sees(queries: int, keys: int) -> bool:
+        pairs = zip(runs[queries % size], runs[keys], strict=True)
+        return any(sees_any(*pair, causal, window) for pair in pairs)
+
+    return [[sees(owner + hop, owner) for hop in range(size)] for owner in range(size)]
 
 
 def plan_member(
