@@ -90,7 +90,16 @@ class SequenceCut:
             positions: int64 `[batch, length]`, of each token in its document, which begins at 0, as in
                 `AttentionMask`; of the whole rows.
             ranks, ulysses_degree, even_hops: as of the class.
+
+        Raises:
+            AttentionError: as of the class, or positions that are not whole numbers `[batch, length]`.
         """
+        given, positions = positions, np.asarray(positions)
+        if positions.ndim != 2 or positions.dtype.kind not in "iu":
+            raise AttentionError(
+                f"SequenceCut.of_positions: expected whole numbers [batch, length], got {type(given).__name__} of "
+                f"shape {list(positions.shape)} and {positions.dtype}"
+            )
         # With rows that are one document too: shapes stay the same from batch to batch.
         return cls(
             length=positions.shape[1],

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextvars import ContextVar, Token
 from typing import Any
 
+import numpy as np
+
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.recompute_record import kept
 from hp_dtensor.exceptions import AttentionError
@@ -96,7 +98,15 @@ class ContextParallel(ParallelStyle):
         Args:
             positions: int64 array `[batch, length]` of the whole rows, see `AttentionMask`: the cut is balanced within
                 their documents, unless `balanced` is False, and is to be told by `use_cut`; None: by the length alone.
+
+        Raises:
+            AttentionError: `ulysses_degree` does not divide the ranks, or positions of another length.
         """
+        if positions is not None and np.shape(positions)[1:] != (length,):
+            raise AttentionError(
+                f"ContextParallel.cut: positions of shape {list(np.shape(positions))}; expected [batch, {length}], "
+                "those of whole rows"
+            )
         if positions is not None and self.balanced is not False:
             return SequenceCut.of_positions(
                 positions, ranks=ranks, ulysses_degree=self.ulysses_degree, even_hops=self.method == "ring"
