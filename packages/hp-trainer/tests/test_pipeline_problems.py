@@ -44,6 +44,11 @@ def test_more_micro_batches_than_a_schedule_can_list(problems) -> None:
         "at most 524288 micro-batches; 1000000000; a larger training.micro_batch_size, or a smaller "
         "training.global_batch_size"
     )
+    # Two stages on each rank.
+    two = {"pipeline__schedule": "zero_bubble_v", "training__micro_batch_size": 1}
+    (problem,) = problems(2, parallel__pp=2, training__global_batch_size=300_000, **two)
+    assert problem.startswith("pipeline.microbatches: ")
+    assert "; at most 262144 micro-batches; 300000; " in problem
 
 
 def test_more_stages_than_layers(problems) -> None:

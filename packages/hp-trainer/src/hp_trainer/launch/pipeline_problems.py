@@ -11,7 +11,7 @@ from hp_trainer.exceptions import PipelineError, Problem, ScheduleError, join_ch
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.parallel.divisors import divisors, nearest_divisors
 from hp_trainer.pipeline import Schedule, schedule_names
-from hp_trainer.pipeline.schedules import MOST_FORWARDS
+from hp_trainer.pipeline.schedules import most_microbatches
 from hp_trainer.pipeline.validation import check_whole_backwards
 from hp_trainer.registries import Registries
 from hp_trainer.training.stages import cut_layers, make_schedule, num_microbatches
@@ -45,7 +45,7 @@ def schedule_problems(
         max_microbatches: as of `find_pipeline_problems`.
     """
     settings = config.pipeline
-    most = MOST_FORWARDS // (dims.pp * (settings.stages_per_rank or 1))
+    most = most_microbatches(settings.schedule, dims.pp, settings.stages_per_rank)
     if max_microbatches is None and (number := num_microbatches(config, dims)) > most:
         yield Problem(
             path="pipeline.microbatches",

@@ -81,8 +81,7 @@ def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, stages_p
         (0, 1, 1, 0)
     """
     _registry().get(name)
-    if stages_per_rank is None:
-        stages_per_rank = 2 if name in _SEVERAL_STAGES else 1
+    stages_per_rank = _stages_per_rank(name, stages_per_rank)
     numbers = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
     wrong = [
         f"{key} must be a whole number of at least 1, got {value!r}"
@@ -91,14 +90,33 @@ def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, stages_p
     ]
     if wrong:
         raise ScheduleError(f"pipeline schedule {name!r}: {'; '.join(wrong)}")
-    forwards = num_ranks * stages_per_rank * num_microbatches
-    if forwards > MOST_FORWARDS:
+    if num_microbatches > most_microbatches(name, num_ranks, stages_per_rank):
+        forwards = num_ranks * stages_per_rank * num_microbatches
         raise ScheduleError(
             f"pipeline schedule {name!r}: num_ranks * stages_per_rank * num_microbatches = {num_ranks} * "
             f"{stages_per_rank} * {num_microbatches} = {forwards} forwards are too many to be listed, expected at most "
             f"{MOST_FORWARDS}"
         )
     return _built(name, num_ranks, stages_per_rank, num_microbatches)
+
+
+def most_microbatches(name: str, num_ranks: int, stages_per_rank: int | None = None) -> int:
+    """Return how many micro-batches a step may have whose schedule is to be listed.
+
+    Args:
+        stages_per_rank: None: as of `build_schedule`.
+
+    Example:
+        >>> most_microbatches("1f1b", num_ranks=2)
+        524288
+    """
+    return MOST_FORWARDS // (num_ranks * _stages_per_rank(name, stages_per_rank))
+
+
+def _stages_per_rank(name: str, given: int | None) -> int:
+    if given is not None:
+        return given
+    return 2 if name in _SEVERAL_STAGES else 1
 
 
 # A name stands for one pure function, and a search of layouts asks for the same schedules again.
