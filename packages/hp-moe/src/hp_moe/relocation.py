@@ -180,13 +180,12 @@ def _agreed_homes(movable: Movable, wanted: Wanted) -> dict[str, Homes]:
         if (ranks := tuple(tuple(group.ranks) for group in groups)) not in asked:
             asked.add(ranks)
             answers |= _answers(groups, dispatcher, [fault and str(fault), *mine])
-    _raise_fault("experts", fault, answers)
-    for rank, (_, *facts) in answers.items():
-        if facts != mine:
-            raise ExpertParallelError(
-                f"expected the same homes of experts on all ranks, got those of {[*homes]} here and of {facts[0]}, or "
-                f"other homes, on rank {rank}"
-            )
+    if (other := _other_answer("experts", fault, mine, answers)) is not None:
+        rank, names = other
+        raise ExpertParallelError(
+            f"expected the same homes of experts on all ranks, got those of {[*homes]} here and of {names}, or other "
+            f"homes, on rank {rank}"
+        )
     return homes
 
 
@@ -221,23 +220,30 @@ def _agreed_rows(name: str, layer: MoE, dispatcher: ReplicatingDispatcher, state
         fault = error
     mine = [len(moving), _digest([layer.platform.dtype_name(each.dtype) for each in moving])]
     answers = _answers(_groups(layer, dispatcher), dispatcher, [fault and str(fault), *mine])
-    _raise_fault(name, fault, answers)
-    for rank, (_, *facts) in answers.items():
-        if facts != mine:
-            raise ExpertParallelError(
-                f"{name}: expected gradients and states of the same kinds on all ranks, got {len(moving)} tensors here "
-                f"and {facts[0]}, or of other dtypes, on rank {rank}"
-            )
+    if (other := _other_answer(name, fault, mine, answers)) is not None:
+        rank, number = other
+        raise ExpertParallelError(
+            f"{name}: expected gradients and states of the same kinds on all ranks, got {len(moving)} tensors here and "
+            f"{number}, or of other dtypes, on rank {rank}"
+        )
     return moving
 
 
-def _raise_fault(name: str, fault: Exception | None, answers: Mapping[int, Any]) -> None:
-    """Raise this rank's fault, or that another rank's answer begins with one."""
+def _other_answer(
+    name: str, fault: Exception | None, mine: Sequence[Any], answers: Mapping[int, Any]
+) -> tuple[int, Any] | None:
+    """Return a rank that has answered otherwise than this one, and the first fact of its answer; None: none has.
+
+    Raises:
+        Exception: the fault of this rank.
+        ExpertParallelError: an answer begins with the fault of another one.
+    """
     if fault is not None:
         raise fault
     for rank, (told, *_) in answers.items():
         if told is not None:
             raise ExpertParallelError(f"{name}: rank {rank} cannot move experts: {told}")
+    return next(((rank, facts[0]) for rank, (_, *facts) in answers.items() if facts != mine), None)
 
 
 def _groups(layer: MoE, dispatcher: ReplicatingDispatcher) -> list[ProcessGroup]:
