@@ -34,8 +34,6 @@ class Packed(PartlyTaken):
 @pytest.mark.parametrize("samples", [None, Packed], ids=["whole rows", "packed, few targets"])
 def test_trains_and_evaluates_as_one_rank(lab, monkeypatch, name, samples):
     skip_unless_torch_or(lab.platform, (name, samples) == ("ring", Packed))
-    if (name, samples) in (("chosen", Packed), ("in stages", None)):
-        pytest.skip("others have packed samples without stages, and whole ones in stages")
     if samples is not None:
         monkeypatch.setattr(documents, "TokenSamples", samples)
     degrees, ranks = LAYOUTS[name]

@@ -8,14 +8,13 @@ import weakref
 import numpy as np
 import pytest
 
+from hp_dtensor import get_platform
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.recompute_record import reached
+from hp_dtensor.parallel.recompute import checkpoint, kept, kept_result, noticed
+from hp_dtensor.testing import run_ranks
+
 torch = pytest.importorskip("torch")
-
-from hp_dtensor import get_platform  # noqa: E402
-from hp_dtensor.comm.mesh import DeviceMesh  # noqa: E402
-from hp_dtensor.comm.recompute_record import reached  # noqa: E402
-from hp_dtensor.parallel.recompute import checkpoint, kept, kept_result, noticed  # noqa: E402
-from hp_dtensor.testing import run_ranks  # noqa: E402
-
 PLATFORM = get_platform("torch")
 
 
