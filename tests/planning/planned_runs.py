@@ -108,14 +108,36 @@ def peak_of(config: TrainerConfig) -> int:
 
 
 def _counted_peak(run: Callable[[int], None], index: int) -> int:
-    """Return the most bytes that torch's allocator gave at once in a step, beyond those that there were before."""
+    """Return the most bytes that torch's allocator gave in a step and that were held at once.
+
+    Bytes that were there before the step count for nothing, also when they are freed in it: the garbage collector may
+    find an earlier test's model at any moment.
+    """
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run(index)
-    events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
+    held: dict[int, int] = {}
     live = peak = 0
-    for each in sorted(events, key=lambda event: event.start_ns()):
-        live += each.nbytes()
-        peak = max(peak, live)
+    for address, size in _allocations(profile.profiler.kineto_results.experimental_event_tree()):
+        # An address that is given again has been freed, perhaps by a thread that the profiler does not see.
+        live -= held.pop(address, 0)
+        if size > 0:
+            held[address] = size
+            live += size
+            peak = max(peak, live)
     return peak
+
+
+def _allocations(events: list[Any]) -> list[tuple[int, int]]:
+    """Return address and bytes, negative for a free, of each allocation in a profile, in the order of time."""
+    import torch
+
+    found = []
+    stack = list(events)
+    while stack:
+        event = stack.pop()
+        stack += event.children
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    return [(address, size) for _, address, size in sorted(found, key=lambda each: each[0])]

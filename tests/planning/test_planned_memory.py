@@ -71,6 +71,16 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {**SHORT, "parallel__pp": 2, "parallel__reshard_after_forward": True, "training__global_batch_size": 16},
     ),
+    "pipeline, all forwards first, gathered for each use": (
+        4,
+        {
+            **SHORT,
+            "parallel__pp": 2,
+            "pipeline__schedule": "gpipe",
+            "parallel__reshard_after_forward": True,
+            "training__global_batch_size": 16,
+        },
+    ),
     "pipeline, gathered and reduced for each use": (
         4,
         {**SHORT, "parallel__pp": 2, "parallel__reduce_gradients": "micro_batch", "training__global_batch_size": 16},

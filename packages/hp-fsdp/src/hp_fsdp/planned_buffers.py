@@ -93,6 +93,11 @@ class PlannedBuffer:
         return self.layout.shard_numel * self.reduce_itemsize
 
     @property
+    def reduces_in_place(self) -> bool:
+        """The full gradients are those of the shard after their reduction: nothing is cut, copied or cast."""
+        return self.layout.num_shards == 1 and self.reduce_itemsize == self.itemsize and not self.is_offloaded
+
+    @property
     def gradient(self) -> int:
         """Gradients of the sharded parameters: views of one buffer, padding included."""
         return self.layout.shard_numel * self.itemsize if self.trainable else 0

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from hp_fsdp import PlannedBuffer
 from hp_trainer.memory import BlockActivations, BlockRecompute
 from hp_trainer.models.decoder.activation_bytes import ActivationShape, DecoderActivations, decoder_activations
 from hp_trainer.optimizers.state_on_host import BUCKET_ELEMENTS, cut_buckets
+from hp_trainer.planning.pipeline_facts import InFlight
 from hp_trainer.planning.recomputed_blocks import recompute_key, recompute_of
 from hp_trainer.planning.stage_parts import StageParts, whole_shapes
 from hp_trainer.planning.step_shape import StepShape
@@ -127,9 +128,9 @@ class _Moments(ABC):
         """Return what a micro-batch has on the device at most while backward is in a block."""
         return self.in_front[layer] - self._room[layer] + self.costs[layer].kept + self.costs[layer].temporary
 
-    def other_heads(self) -> float:
+    def other_heads(self, held: InFlight) -> float:
         """Return what the heads of other micro-batches of a pipeline keep: the loss is a part of forward, and waits."""
-        return max(0.0, self.shape.facts.last_in_flight - 1) * self.head.kept() if self.parts.head else 0.0
+        return max(0.0, held.last_live - 1) * self.head.kept() if self.parts.head else 0.0
 
     @functools.cached_property
     def in_front(self) -> dict[int, float]:
@@ -165,23 +166,36 @@ class _Moments(ABC):
 
 
 class _GatheredForUse(_Moments):
-    """The moments of the last micro-batch, from the loss back to the first block, then the update.
+    """The moments of a micro-batch, from the loss back to the first block, then the update.
 
-    In a pipeline those before it, of which a rank holds as many, are no fuller.
+    Without a pipeline those of the last one are the fullest. In a pipeline the first one may have more others beside
+    it, which have gone forward, and a later one finds gradients.
     """
 
     def moments(self) -> Iterable[MemoryPlan]:
+        place, is_only = self.parts.place, self.shape.num_microbatches == 1
+        if not self.parts.is_pipelined:
+            yield from self._of_micro_batch(InFlight(), finds_gradients=not is_only)
+        else:
+            yield from self._of_micro_batch(self.shape.facts.before_gradients[place], finds_gradients=False)
+            if self.shape.facts.with_gradients[place].live:
+                yield from self._of_micro_batch(self.shape.facts.with_gradients[place], finds_gradients=True)
+        yield self.update(self.parts.total("gradient"))
+
+    def _of_micro_batch(self, held: InFlight, *, finds_gradients: bool) -> Iterable[MemoryPlan]:
+        """Yield the moments of a micro-batch: of one that finds gradients, or of the first one."""
         parts = self.parts
         root = _total(parts.root, "full")
         # Autograd holds the head's gradient until the embedding's is there too.
-        head = sum(map(_autograd_bytes, parts.root)) if parts.head else 0.0
+        head = _head_gradients(parts)
         several = self.shape.num_microbatches > 1
         accumulates = several and self.shape.config.parallel.reduce_gradients == "step"
-        waiting = parts.total("full_gradient") if accumulates else 0.0
-        # Shards of the micro-batches before, to which those of the last are added at its end.
-        reduced = parts.total("gradient") if several and not accumulates else 0.0
+        # Full gradients of the micro-batches before, or shards to which those of this one are added at its end.
+        waiting = parts.total("full_gradient") if accumulates and finds_gradients else 0.0
+        reduced = parts.total("gradient") if finds_gradients and not accumulates else 0.0
         below, before, leaving = sum(map(self.waiting, parts.layers)), 0.0, 0.0
-        others, messages = self._others(below)
+        others = (held.live - 1) * below + self.other_heads(held)
+        messages = 2.0 * message_bytes(self.shape) if parts.is_pipelined else 0.0
         if parts.head:
             yield self.at(
                 "the loss",
@@ -194,7 +208,7 @@ class _GatheredForUse(_Moments):
         for layer, may_be_fullest in self.backward():
             block = self.bytes[layer]
             # Gradients that wait have their memory already, and lose it when the next block's are reduced.
-            fresh = 0.0 if accumulates else block.full_gradient
+            fresh = 0.0 if accumulates and finds_gradients else block.full_gradient
             if may_be_fullest:
                 gathered = root + self._gathered(layer)
                 yield self.at(
@@ -221,30 +235,28 @@ class _GatheredForUse(_Moments):
                     activations=others + self.in_front[layer] + self.costs[layer].input,
                     communication=messages,
                 )
+            if accumulates and not finds_gradients:
+                waiting += block.full_gradient
+                continue
             waiting -= leaving
-            before, reduced = fresh, reduced + block.gradient
+            before = 0.0 if accumulates else block.leaving
+            reduced += block.gradient
             leaving = block.full_gradient if accumulates else 0.0
-        fresh = 0.0 if accumulates else _total(parts.root, "full_gradient")
+        fresh = 0.0 if accumulates and finds_gradients else _total(parts.root, "full_gradient")
         yield self.at(
             "the reduction of the embedding and the head",
             gradients=waiting + reduced,
             reducing=sum(map(_autograd_bytes, parts.root)) + fresh + _total(parts.root, "reduced"),
+            activations=others,
         )
-        yield self.update(parts.total("gradient"))
-
-    def _others(self, own: float) -> tuple[float, float]:
-        """Return what other micro-batches of a pipeline keep, one of which keeps `own`, and their messages."""
-        if not self.parts.is_pipelined:
-            return 0.0, 0.0
-        others = (self.shape.facts.in_flight[self.parts.place] - 1) * own
-        return others + self.other_heads(), 2.0 * message_bytes(self.shape)
 
     def _gathered(self, layer: int) -> float:
         """Return the full weights of blocks while the backward is at one: its own, and the next one's ahead."""
         if self.shape.config.parallel.reshard_after_forward is False:
             return sum(self.bytes[each].full for each in self.parts.layers if each <= layer)
         ahead = self.bytes[layer - 1].dense_full if layer - 1 in self.parts.blocks else 0.0
-        return ahead + self.bytes[layer].full
+        # On the host gloo gathers into a buffer of its own first.
+        return (2 if self.shape.is_host else 1) * ahead + self.bytes[layer].full
 
     def _gathered_at_loss(self) -> float:
         """Return the full weights of blocks at the loss: all of them, or those of the last but its experts'."""
@@ -260,22 +272,21 @@ class _GatheredForStep(_Moments):
 
     def moments(self) -> Iterable[MemoryPlan]:
         parts, facts = self.parts, self.shape.facts
-        live, full_gradient = facts.in_flight[parts.place], parts.total("full_gradient")
-        if facts.comes_first[parts.place]:
-            yield from self._under_way(live, 0.0)
-            live -= 1 / facts.rank_of_stage.count(parts.place)
-        yield from self._under_way(live, full_gradient)
+        full_gradient = parts.total("full_gradient")
+        yield from self._under_way(facts.before_gradients[parts.place], 0.0)
+        if facts.with_gradients[parts.place].live:
+            yield from self._under_way(facts.with_gradients[parts.place], full_gradient)
         yield self.at("the reduction", gradients=full_gradient + parts.total("reduced"))
         yield self.update(parts.total("gradient"))
 
-    def _under_way(self, live: float, gradients: float) -> Iterable[MemoryPlan]:
+    def _under_way(self, in_flight: InFlight, gradients: float) -> Iterable[MemoryPlan]:
         """Yield the moments with so many micro-batches and bytes of gradients."""
-        parts, facts, head = self.parts, self.shape.facts, self.head
-        pending = facts.pending[parts.place]
+        parts, head = self.parts, self.head
+        live, pending = in_flight.live, in_flight.pending
         below = sum(map(self.waiting, parts.layers))
         # Gradients of products' results stay for the weights' gradients, which are computed later.
         between = sum(self.costs[layer].for_weights for layer in parts.layers)
-        heads = self.other_heads()
+        heads = self.other_heads(in_flight)
         others = (live - 1) * below + max(0.0, pending - 1) * between + heads
         held = {
             "gradients": gradients,
@@ -285,7 +296,7 @@ class _GatheredForStep(_Moments):
         autograd = 0.0
         if parts.head:
             yield self.at("the loss", **held, activations=others + below + head.kept(), loss=head.working)
-            autograd = sum(map(_autograd_bytes, parts.root))
+            autograd = _head_gradients(parts)
         for layer, may_be_fullest in self.backward():
             if may_be_fullest:
                 activations = others + self.at_backward(layer)
@@ -298,7 +309,7 @@ class _GatheredForStep(_Moments):
                 )
             autograd += self.bytes[layer].autograd
         if pending:
-            ends = heads + head.kept() + facts.last_pending * head.working / 2 if parts.head else 0.0
+            ends = heads + head.kept() + in_flight.last_pending * head.working / 2 if parts.head else 0.0
             activations = live * below + pending * between + ends
             yield self.at("the end of an input gradient", **held, activations=activations)
         every = sum(times * _autograd_bytes(each) for each, times in parts.counted)
@@ -312,6 +323,7 @@ class _BlockBytes:
     Attributes:
         full, full_gradient, gradient, reduced: as of `PlannedBuffer`.
         dense_full: of all but the experts.
+        leaving: those of `full_gradient` that stay until their reduction has ended; of one shard they are the result.
         autograd: gradients before they are collected.
         expert_autograd: those of experts, which are there before most of the block's activations are freed.
     """
@@ -321,6 +333,7 @@ class _BlockBytes:
     full_gradient: float
     gradient: float
     reduced: float
+    leaving: float
     autograd: float
     expert_autograd: float
 
@@ -331,6 +344,7 @@ class _BlockBytes:
         names = ("full", "full_gradient", "gradient", "reduced")
         return cls(
             dense_full=_total(parts.blocks[layer], "full"),
+            leaving=_total([each for each in buffers if not each.reduces_in_place], "full_gradient"),
             autograd=sum(map(_autograd_bytes, buffers)),
             expert_autograd=sum(map(_autograd_bytes, parts.block_experts.get(layer, ()))),
             **{name: _total(buffers, name) for name in names},
@@ -493,11 +507,21 @@ def _communication(shape: StepShape, parts: StageParts) -> float:
     return shared_context_cost(shape).extra_bytes
 
 
-def _autograd_bytes(buffer: PlannedBuffer) -> float:
-    """Return the bytes of the gradients of a buffer's weights before they are collected, in their dtype."""
+def _head_gradients(parts: StageParts) -> float:
+    """Return the bytes of gradients that the head leaves to autograd: the embedding's come last, unless it is tied."""
+    if not parts.head:
+        return 0.0
+    has_own = any(each.name == "head.weight" for buffer in parts.root for each in buffer.parameters)
+    later = ("embed.weight",) if has_own else ()
+    return sum(_autograd_bytes(each, later) for each in parts.root)
+
+
+def _autograd_bytes(buffer: PlannedBuffer, later: Sequence[str] = ()) -> float:
+    """Return the bytes of the gradients of a buffer's weights, but those of `later`, before they are collected."""
     if not buffer.trainable:
         return 0.0
-    return float(sum(block.numel for block in buffer.layout.blocks) * buffer.param_itemsize)
+    blocks = zip(buffer.parameters, buffer.layout.blocks, strict=True)
+    return float(sum(block.numel for each, block in blocks if each.name not in later) * buffer.param_itemsize)
 
 
 def _total(buffers: Iterable[PlannedBuffer], name: str) -> float:

@@ -14,15 +14,29 @@ MAX_ACTIONS = 4_000
 
 
 @dataclass(frozen=True)
+class InFlight:
+    """Micro-batches whose activations a place holds when it holds most.
+
+    Attributes:
+        live: of all its stages together; one of two stages counts a half.
+        pending: of these, those whose inputs have their gradients, but the weights not yet.
+        last_live, last_pending: the same of the last stage alone, by the place that has it.
+    """
+
+    live: float = 1.0
+    pending: float = 0.0
+    last_live: float = 1.0
+    last_pending: float = 0.0
+
+
+@dataclass(frozen=True)
 class PipelineFacts:
     """Facts of one schedule.
 
     Attributes:
         rank_of_stage: the place of each stage.
-        in_flight: micro-batches whose activations each place holds at once, over all its stages.
-        pending: of these, those whose inputs have their gradients at that moment, but the weights not yet.
-        last_in_flight, last_pending: the same of the last stage alone, by the place that has it.
-        comes_first: of each place, whether it has most before its first gradients of weights alone.
+        before_gradients: of each place, what is in flight until it has its first gradients of weights.
+        with_gradients: of each place, what is in flight after that; nothing where its only backward gives them.
         bubble: the largest idle time of a place, over the time that it works.
         splits_backward: gradients of weights are computed apart from those of inputs.
         after_no_forward: backwards of each place that do not come right after a forward; what a forward has left
@@ -31,11 +45,8 @@ class PipelineFacts:
     """
 
     rank_of_stage: tuple[int, ...]
-    in_flight: tuple[float, ...]
-    pending: tuple[float, ...]
-    comes_first: tuple[bool, ...]
-    last_in_flight: float
-    last_pending: float
+    before_gradients: tuple[InFlight, ...]
+    with_gradients: tuple[InFlight, ...]
     bubble: float
     splits_backward: bool
     after_no_forward: tuple[float, ...]
@@ -73,16 +84,18 @@ def pipeline_facts(
     *held, after_no_forward, after_another = counts
     return PipelineFacts(
         rank_of_stage=owners,
-        in_flight=tuple(live / owners.count(place) for place, (live, *_) in enumerate(held)),
-        pending=tuple(pending / owners.count(place) for place, (_, pending, *_) in enumerate(held)),
-        comes_first=tuple(bool(each[4]) for each in last.held),
-        last_in_flight=held[owners[-1]][2],
-        last_pending=held[owners[-1]][3],
+        before_gradients=tuple(_in_flight(each[:4], owners.count(place)) for place, each in enumerate(held)),
+        with_gradients=tuple(_in_flight(each[4:], owners.count(place)) for place, each in enumerate(held)),
         bubble=max(0.0, idle) / busy if busy else 0.0,
         splits_backward=last.splits_backward,
         after_no_forward=after_no_forward,
         after_another=after_another,
     )
+
+
+def _in_flight(counts: Sequence[float], stages: int) -> InFlight:
+    live, pending, last_live, last_pending = counts
+    return InFlight(live / stages, pending / stages, last_live, last_pending)
 
 
 @dataclass(frozen=True)
@@ -131,11 +144,12 @@ def _fullest(actions: Sequence[Action], last: int, recomputes: bool) -> tuple[fl
     in `W`, since nobody waits for gradients of its inputs; where blocks are computed again all is done in `I`.
 
     Returns:
-        all, those that wait, all of the last stage, those of it that wait, and 1 if there are fewer later on.
+        all, those that wait, all of the last stage, those of it that wait: before the first gradients of weights are
+        there, then the same four after that.
     """
     live: list[Action] = []
     waiting: list[Action] = []
-    fullest: tuple[float, ...] = (0, 0, 0, 0, 1)
+    fullest: list[tuple[float, ...]] = [(0, 0, 0, 0), (0, 0, 0, 0)]
     has_gradients = False
     for action in actions:
         each = replace(action, kind=Kind.FORWARD)
@@ -144,14 +158,14 @@ def _fullest(actions: Sequence[Action], last: int, recomputes: bool) -> tuple[fl
             live.append(each)
         elif action.kind is Kind.INPUT_GRAD and splits:
             waiting.append(each)
-        most, now = fullest[0] + fullest[1] / 2, len(live) + len(waiting) / 2
-        if now > most or (now == most and has_gradients):
+        before = fullest[has_gradients]
+        if len(live) + len(waiting) / 2 > before[0] + before[1] / 2:
             of_last = [[one.stage for one in held].count(last) for held in (live, waiting)]
-            fullest = len(live), len(waiting), *of_last, not has_gradients
+            fullest[has_gradients] = len(live), len(waiting), *of_last
         if action.kind is Kind.WEIGHT_GRAD and splits:
             waiting.remove(each)
         ends = Kind.INPUT_GRAD if recomputes and action.stage > 0 else Kind.WEIGHT_GRAD
         if action.kind in (Kind.BACKWARD, ends):
             live.remove(each)
             has_gradients = True
-    return fullest
+    return fullest[0] + fullest[1]

@@ -405,12 +405,15 @@ def _working(config: DecoderConfig, layer: int, shape: ActivationShape) -> float
     tokens, e = shape.tokens, shape.itemsize
     heads = config.num_attention_heads * (2 * _score_width(config) + 2 * _value_width(config))
     shared = config.moe_intermediate_size * config.num_shared_experts
-    # The last product has freed its input by then.
     gates = 2 * (config.intermediate_size if config.is_dense(layer) else shared)
+    stream = tokens * config.hidden_size
+    if config.is_dense(layer) and gates > heads:
+        # The last product has freed its input by then. Of the stream there is the gradient that goes around it.
+        return e * (tokens * gates + stream) / shape.tp
     widest = tokens * max(gates, heads) / shape.tp
     if not config.is_dense(layer):
         widest = max(widest, _working_of_experts(config, shape))
-    return e * (widest + 3 * tokens * config.hidden_size)
+    return e * (widest + 3 * stream)
 
 
 def _working_of_experts(config: DecoderConfig, shape: ActivationShape) -> float:
