@@ -58,18 +58,49 @@ def fail(rank, how="raise"):
     time.sleep(600)
 
 
-def fail_after_another_died(victim):
-    """Kill the victim; its partners raise an error of their own a moment later, as after a lost connection."""
+def is_running(pid):
+    """Return whether a process has not ended, as a zombie has."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def write_pid(folder):
+    """Write this rank's process id into a file, which is whole from its first moment."""
+    own = Path(folder) / f"{my_world()[0]}.part"
+    own.write_text(str(os.getpid()))
+    own.rename(own.with_suffix(".pid"))
+
+
+def wait_for_end(rank, folder):
+    """Return when the process of a rank that has called `write_pid` has ended."""
+    file = Path(folder) / f"{rank}.pid"
+    while not file.exists() or is_running(int(file.read_text())):
+        time.sleep(0.01)
+
+
+def write_pid_and_hang(folder):
+    write_pid(folder)
+    time.sleep(600)
+
+
+def fail_after_another_died(victim, folder):
+    """Kill the victim; its partners raise an error of their own after that, as after a lost connection."""
+    write_pid(folder)
     if my_world()[0] == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.2)
+    wait_for_end(victim, folder)
     raise ConnectionError("connection closed by peer")
 
 
-def fail_in_turn(order):
+def fail_in_turn(order, folder):
     """Ranks fail one after the other, in the order given."""
+    write_pid(folder)
     rank = my_world()[0]
-    time.sleep(0.5 * order.index(rank))
+    for before in order[: order.index(rank)]:
+        wait_for_end(before, folder)
     raise ValueError(f"rank {rank} was number {order.index(rank)}")
 
 
@@ -104,7 +135,9 @@ def hold_native_call(folder):
     """Waits without ever running Python again, as in a stuck collective."""
     import ctypes
 
-    (Path(folder) / f"{my_world()[0]}.pids").write_text(str(os.getpid()))
+    pid = Path(folder) / f"{my_world()[0]}.part"
+    pid.write_text(str(os.getpid()))
+    pid.rename(pid.with_suffix(".pids"))
     ctypes.PyDLL(None).sleep(600)
 
 

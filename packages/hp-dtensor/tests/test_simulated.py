@@ -14,6 +14,7 @@ from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import CapabilityError, CollectiveError, LaunchError
 from hp_dtensor.testing import run_ranks
+from hp_dtensor.testing.simulated_job import Job
 
 
 @pytest.fixture
@@ -331,16 +332,24 @@ def test_a_ring_of_waits_is_a_deadlock(platform):
         run_ranks(fn, 3, platform)
 
 
-def test_a_rank_that_never_ends_is_shown_with_its_stack(platform):
-    release = threading.Event()
+def test_a_rank_that_never_ends_is_shown_with_its_stack(platform, monkeypatch):
+    running, release, late = threading.Event(), threading.Event(), Job._late
 
     def fn():
         if current_world(platform).rank == 1:
-            release.wait(300)
+            return running.set(), release.wait(300)
 
-    with pytest.raises(LaunchError, match=r"within 1 s; rank 1 is running:\n(.*\n)*.*release.wait"):
-        run_ranks(fn, 2, platform, timeout_seconds=1.0)
+    def late_in_time(job, seconds):
+        assert running.wait(300), "on a busy machine the time may be up before rank 1 has begun"
+        return late(job, seconds)
+
+    monkeypatch.setattr(Job, "_late", late_in_time)
+    with pytest.raises(LaunchError, match=r"within 0.1 s; rank 1 is running:\n(.*\n)*.*release.wait"):
+        run_ranks(fn, 2, platform, timeout_seconds=0.1)
     release.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("rank "):
+            thread.join()
 
 
 def test_a_world_needs_a_rank(platform):

@@ -28,8 +28,14 @@ _START = (
     "from hp_dtensor.launch.rank_process import main; main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == 'True')"
 )
 _OTHERS_SECONDS = 1.0  # how long to wait for other ranks' errors after the first
-_STACK_SECONDS = 1.0
+_STACK_SECONDS = 10.0  # at most, until the ranks have written their stacks
+_END_SECONDS = 10.0  # at most, from the end of a rank's pipe to that of its process, which may give back much memory
+_STOPPED_STATES = ("T", "t")
+_SILENT_STATES = (*_STOPPED_STATES, "Z", "X")  # stopped or ended
 _TAIL_LINES = 30
+_TAIL_BYTES = 20_000
+# Python lists the main thread last; this is the frame that all of its others are in.
+_LAST_FRAME = b'File "<string>", line 1 in <module>'
 _START_ATTEMPTS = 3
 
 
@@ -50,12 +56,19 @@ class _Process:
             os.killpg(self.popen.pid, signum)
 
     def tail(self) -> str:
+        """Return the last lines of the log."""
+        return "\n".join(self.end_of_output().decode(errors="replace").splitlines()[-_TAIL_LINES:])
+
+    def end_of_output(self, begin: int = 0) -> bytes:
+        """Return what the log holds from its byte `begin` on, or the end of that."""
         if self.output is None:
-            return ""
-        size = self.output.seek(0, os.SEEK_END)
-        self.output.seek(max(0, size - 20_000))
-        lines = self.output.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
-        return "\n".join(lines)
+            return b""
+        # Not by `seek`: the rank writes at the position of the same open file.
+        size = self.output_size()
+        return os.pread(self.output.fileno(), _TAIL_BYTES, max(begin, size - _TAIL_BYTES))
+
+    def output_size(self) -> int:
+        return 0 if self.output is None else os.fstat(self.output.fileno()).st_size
 
 
 @dataclass(slots=True)
@@ -260,11 +273,23 @@ class LocalRanks:
         return (_AddressTaken if first.address_in_use else LaunchError)(message, rank, first.kind, first.signal)
 
     def _late(self, missing: Sequence[_Process], seconds: float) -> LaunchError:
-        self.write_stacks()
-        time.sleep(_STACK_SECONDS)
+        self._await_stacks(missing)
         stacks = "\n".join(f"rank {process.rank}:\n{process.tail()}" for process in missing)
         who = ", ".join(str(process.rank) for process in missing)
         return LaunchError(f"no answer from rank {who} of {self.size} within {seconds:g} s\n{stacks}", missing[0].rank)
+
+    def _await_stacks(self, processes: Sequence[_Process]) -> None:
+        """Make every rank write its Python stacks, and wait for those of `processes` that write to a log."""
+        begins = [(process, process.output_size()) for process in processes if process.output is not None]
+        self.write_stacks()
+        deadline = time.monotonic() + _STACK_SECONDS
+        while begins and time.monotonic() < deadline:
+            begins = [
+                (process, begin)
+                for process, begin in begins
+                if _LAST_FRAME not in process.end_of_output(begin) and _state(process) not in _SILENT_STATES
+            ]
+            time.sleep(0.02)
 
     def _await_end(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -316,19 +341,24 @@ def _is_launchers(name: str) -> bool:
 
 
 def _is_stopped(process: _Process) -> bool:
-    """Return whether a rank is stopped by a signal or a debugger (proc(5)); False where the system does not tell."""
+    """Return whether a rank is stopped by a signal or a debugger; False where the system does not tell."""
+    return _state(process) in _STOPPED_STATES
+
+
+def _state(process: _Process) -> str:
+    """Return the letter for the state of a rank's process (proc(5)); empty where the system does not tell."""
     try:
         stat = Path(f"/proc/{process.popen.pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[:1] in (["T"], ["t"])
+        return ""
+    return "".join(stat.rpartition(")")[2].split()[:1])
 
 
 def _exit_code(process: _Process) -> int | None:
     """Return the exit code of a rank whose pipe is closed. The process is left to be reaped, so that its group can be
     signalled.
     """
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + _END_SECONDS
     while time.monotonic() < deadline:
         found = os.waitid(os.P_PID, process.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is not None:
