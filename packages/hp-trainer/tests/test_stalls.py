@@ -111,6 +111,26 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stall_watch, "_LEAST_SECONDS", 1.0)
 
 
+class Clock:
+    """The time of a watch, which goes on only when a test says so: a busy machine makes no step late."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(stall_watch, "time", found)
+    return found
+
+
 def wait_until(condition, seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -119,20 +139,22 @@ def wait_until(condition, seconds: float = 300.0) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_step_that_takes_many_times_its_usual_is_told_early_once(tmp_path: Path) -> None:
+def test_a_step_that_takes_many_times_its_usual_is_told_early_once(tmp_path: Path, clock: Clock) -> None:
     told: list[str] = []
     with StallWatch(tmp_path, world(), timeout_seconds=600, tell=told.append) as watch:
         for step in range(5):
             watch.begin("step", step)
-            time.sleep(0.01)
+            clock.sleep(0.01)
         assert told == []
         watch.begin("step", 5)
         report_file(tmp_path, 1).write_text(json.dumps(report(1, {"0,1": (2, "all_gather")}, step=5).to_plain()))
+        clock.sleep(1.5)
         wait_until(lambda: told)
         assert told[0].startswith("step 5: rank 1 of 2 has not answered: it has not come to all_reduce (call 3 ")
         assert f"stacks in {tmp_path}" in told[0]
         mine = read_reports(tmp_path)[0]
         assert any("test_stalls.py" in line for line in mine.stack)
+        clock.sleep(1.0)
         time.sleep(0.2)
         assert len(told) == 1
         watch.begin("step", 6)
@@ -141,36 +163,50 @@ def test_a_step_that_takes_many_times_its_usual_is_told_early_once(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("quick")
-def test_only_the_lowest_rank_that_answers_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # On a busy machine one of the two may report later than the other has waited for it.
-    monkeypatch.setattr(stall_watch, "_GRACE_SECONDS", 1.0)
+def test_only_the_lowest_rank_that_answers_tells(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[int, list[str]] = {1: [], 2: []}
-    done = threading.Event()
+    begun, reported, done = threading.Barrier(3), threading.Barrier(2), threading.Event()
+    asked: list[bool] = []
+    write, speaks = StallWatch._report, StallWatch._speaks
+
+    def write_with_the_other(watch: StallWatch, waited: float, frames: list[FrameType]) -> None:
+        write(watch, waited, frames)
+        reported.wait(300)  # on a busy machine one of them may report long after the other
+
+    def noted(watch: StallWatch) -> bool:
+        asked.append(speaks(watch))
+        return asked[-1]
+
+    monkeypatch.setattr(StallWatch, "_report", write_with_the_other)
+    monkeypatch.setattr(StallWatch, "_speaks", noted)
 
     def rank(number: int) -> None:
         watch = StallWatch(tmp_path, world(number, 3), timeout_seconds=0.8, tell=told[number].append)
         with watch:
             watch.begin("step", 1)
+            begun.wait(300)
             done.wait(300)
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in told]
     for thread in threads:
         thread.start()
-    wait_until(lambda: told[1])
+    begun.wait(300)
+    clock.sleep(0.5)
+    wait_until(lambda: len(asked) == 2 and told[1])
     done.set()
     for thread in threads:
         thread.join()
     assert told[1][0].startswith("step 1: rank 0 of 3 has not answered: stopped, killed")
-    assert told[2] == []
+    assert (sorted(asked), told[2]) == ([False, True], [])
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_failed_collective_is_explained_only_after_the_timeout(tmp_path: Path) -> None:
+def test_a_failed_collective_is_explained_only_after_the_timeout(tmp_path: Path, clock: Clock) -> None:
     error = RuntimeError("a timeout")
     with StallWatch(tmp_path, world(), timeout_seconds=0.5, tell=lambda line: None) as watch:
         watch.begin("step", 3)
         assert watch.explain(error) is None, "a peer has died, say"
-        time.sleep(0.5)
+        clock.sleep(0.5)
         assert watch.explain(error) == (
             "step 3: rank 1 of 2 has not answered: stopped, killed, or not to be reached; rank 0 waits after "
             f"starting all_reduce, {read_reports(tmp_path)[0].place}; waited 0.5 s (launch.timeout_seconds)"

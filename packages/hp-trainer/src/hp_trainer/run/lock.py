@@ -192,7 +192,8 @@ class RunLock:
             if taken is not None and taken.nonce != stale.nonce:
                 # Only where the file system has no locks of its own: another job was faster. Its lock goes back.
                 link_new(doomed, self.path)
-            doomed.unlink()
+            # Who takes the run now may have deleted it as a leftover.
+            doomed.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
