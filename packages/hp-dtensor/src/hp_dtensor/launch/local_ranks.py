@@ -27,6 +27,7 @@ _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[4]); "
     "from hp_dtensor.launch.rank_process import main; main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == 'True')"
 )
+_IMPORT_SECONDS = 300.0  # at least, to start an interpreter and import a framework on a busy machine
 _OTHERS_SECONDS = 1.0  # how long to wait for other ranks' errors after the first
 _STACK_SECONDS = 10.0  # at most, until the ranks have written their stacks
 _END_SECONDS = 10.0  # at most, from the end of a rank's pipe to that of its process, which may give back much memory
@@ -130,6 +131,8 @@ class LocalRanks:
                 check()
             for process in self._processes:
                 self._send(process, self._setup(process.rank))
+            self._collect(self._processes, max(self.timeout_seconds, _IMPORT_SECONDS))
+            self._tell(None)
             address = self._collect(self._processes[:1], self.timeout_seconds)[0]
             self._tell(address)
             self._collect(self._processes, self.timeout_seconds)

@@ -83,6 +83,9 @@ def main(fd: int, parent: int, parent_is_main_thread: bool) -> None:
 
 def _join(link: Link, setup: Setup) -> Platform:
     platform = get_platform(setup.platform)
+    # Joining has a limit, within which no rank shall still import its framework.
+    link.send(None)
+    link.receive()
     if setup.rank == 0:
         # Chosen as late as can be, so that nobody else takes it meanwhile.
         link.send(f"{HOST}:{_free_port()}")
