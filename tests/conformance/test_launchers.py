@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,14 +30,8 @@ def msrun(port, node, nodes, ranks, folder):
 LAUNCHERS = {"torch": torchrun, "mindspore": msrun}
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 2), (2, 2)])
-def test_a_launchers_ranks_join_without_change(hp_platform, tmp_path, nodes, ranks):
+def test_a_launchers_ranks_join_without_change(hp_platform, tmp_path, nodes, ranks, free_port):
     if hp_platform.name not in LAUNCHERS:
         pytest.skip(f"{hp_platform.name} has no launcher of its own")
     if hp_platform.name == "mindspore" and nodes > 1:

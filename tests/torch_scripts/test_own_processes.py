@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 
 import pytest
 
@@ -67,14 +66,8 @@ def process(rank: int, ports: list[int], expected: list[torch.Tensor]) -> None:
         torch.testing.assert_close(weights_of_a_job(joins_itself), expected, rtol=1e-5, atol=1e-6)
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 @pytest.mark.real_ranks
-def test_fully_shard_without_a_mesh_finds_all_ranks():
+def test_fully_shard_without_a_mesh_finds_all_ranks(free_port):
     model = build()
     train(model, [0, 1])
     expected = [parameter.detach() for parameter in model.parameters()]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from running_commands import Command
 from training_runs import CONFIG, Lab
 
 from hp_trainer.plugins import life_cycle, plugin_manager
+
+LEAVE_SECONDS = 20
 
 
 @pytest.fixture
@@ -51,7 +54,11 @@ def hp_train(folder: Path, hp_platform) -> Iterator[Callable[..., Command]]:
         return started[-1]
 
     yield start
-    left = {pid: Path(f"/proc/{pid}/cmdline").read_text() for command in started for pid in command.processes()}
+    # Those that are killed with their rank may need a moment to end.
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while any(command.processes() for command in started) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = {pid: command.line_of(pid) for command in started for pid in command.processes()}
     for command in started:
         command.kill_everything()
     assert left == {}, "processes were left running"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from running_commands import START_SECONDS, Command, losses_of, steps_of, wait_for_step
+from running_commands import START_SECONDS, Command, add_plugin, losses_of, steps_of, wait_for_step
 
 from hp_trainer.metrics import read_metrics
 
@@ -29,7 +28,7 @@ SETTINGS = (
     "--generate.prompts=[]",
 )
 
-# Found by its entry point in a folder on PYTHONPATH. While the file `slowly` is there each step takes a second, so that
+# While the file `slowly` is there each step takes a second, so that
 # a machine that takes long to import a framework still meets a run that is not over.
 PACE = """\
 import time
@@ -56,12 +55,7 @@ def whole(folder, hp_train) -> list[float]:
 @pytest.fixture
 def slowly(folder, monkeypatch) -> Callable[[bool], None]:
     """Makes the steps of runs that begin from now on take a second each, or lets them go on as fast as they can."""
-    plugin = folder / "plugins"
-    (plugin / "pace-1.0.dist-info").mkdir(parents=True)
-    (plugin / "pace-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: pace\nVersion: 1.0\n")
-    (plugin / "pace-1.0.dist-info" / "entry_points.txt").write_text("[hp_trainer]\npace = pace\n")
-    (plugin / "pace.py").write_text(PACE)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")]))
+    add_plugin(folder, "pace", PACE, monkeypatch)
 
     def choose(wanted: bool) -> None:
         if wanted:
@@ -110,12 +104,6 @@ def test_local_ranks_of_changing_number(folder, hp_train, whole, slowly):
     assert_same_curve(run, whole)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def wait_for_sizes(run: Path, sizes: list[int]) -> None:
     """Return when the numbers of ranks that have trained, without repetition, are `sizes`."""
     deadline = time.monotonic() + 2 * START_SECONDS
@@ -127,7 +115,7 @@ def wait_for_sizes(run: Path, sizes: list[int]) -> None:
     pytest.fail(f"{sizes_of(run)} ranks have trained, expected {sizes}")
 
 
-def test_machines_of_torchrun_come_and_go(folder, hp_train, whole, slowly, monkeypatch):
+def test_machines_of_torchrun_come_and_go(folder, hp_train, whole, slowly, monkeypatch, free_port):
     pytest.importorskip("torch")
     # Agents of torch keep the address of a machine that has left, unless each round has a store of its own.
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -50,11 +51,19 @@ class Command:
         """Every process that carries the mark and is not a zombie."""
         return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if self._is_ours(pid)]
 
+    def line_of(self, pid: int) -> str:
+        """The command line of a process; empty once it has ended."""
+        return "\0".join(_entries(pid, "cmdline"))
+
     def rank(self, rank: int) -> int:
         """The process of a rank."""
-        found = [pid for pid in self.processes() if f"RANK={rank}" in _environment(pid)]
+        found = self.ranks_numbered(rank)
         assert len(found) == 1, found
         return found[0]
+
+    def ranks_numbered(self, rank: int) -> list[int]:
+        """The process of a rank, or none."""
+        return [pid for pid in self.processes() if f"RANK={rank}" in _environment(pid)]
 
     def ranks(self) -> list[int]:
         """The processes of all ranks."""
@@ -62,7 +71,8 @@ class Command:
 
     def kill_everything(self) -> None:
         for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.communicate()
 
     def _is_ours(self, pid: int) -> bool:
@@ -70,8 +80,12 @@ class Command:
 
 
 def _environment(pid: int) -> list[str]:
+    return _entries(pid, "environ")
+
+
+def _entries(pid: int, name: str) -> list[str]:
     try:
-        return Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace").split("\0")
     except OSError:
         return []
 
@@ -92,6 +106,17 @@ def wait_for_step(run: Path, step: int, command: Command) -> None:
     code = command.process.poll()
     command.kill_everything()
     pytest.fail(f"step {step} was not reached; exit code {code}")
+
+
+def add_plugin(folder: Path, name: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a plugin for commands that start from now on: they find its entry point on PYTHONPATH."""
+    plugin = folder / "plugins"
+    metadata = plugin / f"{name}-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[hp_trainer]\n{name} = {name}\n")
+    (plugin / f"{name}.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")]))
 
 
 def steps_of(run: Path) -> list[int]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,19 +57,15 @@ def test_the_error_of_a_local_rank_reaches_the_user(tmp_path: Path) -> None:
     assert "this rank was told to fail" in output
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
 def torchrun() -> list[str]:
     pytest.importorskip("torch")
     return ["-m", "torch.distributed.run"]
 
 
-def test_two_machines_of_torchrun_make_one_run(tmp_path: Path, torchrun: list[str]) -> None:
+def test_two_machines_of_torchrun_make_one_run(
+    tmp_path: Path, torchrun: list[str], free_port: Callable[[], int]
+) -> None:
     port = free_port()
     machines = [
         start(

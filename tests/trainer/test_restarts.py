@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 
 import numpy as np
 import pytest
-from running_commands import TWO_RANKS, Command, losses_of, newest_step, steps_of, wait_for_step
+from running_commands import TWO_RANKS, add_plugin, losses_of, newest_step, steps_of
 from training_runs import skip_unless_torch_or
 
 from hp_trainer.checkpoint import Checkpoint, LocalStorage, list_checkpoints
@@ -17,28 +16,45 @@ from hp_trainer.run import RunFolder
 pytestmark = pytest.mark.real_ranks
 
 
-def kill_rank(command: Command, rank: int) -> None:
-    os.kill(command.rank(rank), signal.SIGKILL)
+# A run may be over before a test that watches it kills anything: it does so itself, once for each file.
+KILLER = """\
+import os, signal, time
+from pathlib import Path
+
+from hp_trainer.plugins import hookimpl
 
 
-def test_ranks_that_are_killed_start_again_and_train_the_same_curve(folder, hp_train, hp_platform):
+@hookimpl
+def hp_before_step(record):
+    rank, parent, own = os.environ["RANK"], Path("kill-launcher"), Path("kill-rank-1")
+    if rank == "0" and record.step == 2 and parent.exists():
+        parent.unlink()
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+    if rank == "1" and record.step == 7 and own.exists():
+        own.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_ranks_that_are_killed_start_again_and_train_the_same_curve(folder, hp_train, hp_platform, monkeypatch):
     # Ranks that are killed, and runs that go on, are tested elsewhere on every platform.
     skip_unless_torch_or(hp_platform, False)
     settings = ("--training.steps=24", "--lr_schedule.kind=constant", "--checkpoint.interval=4", *TWO_RANKS)
     code, _, err = hp_train("run.yaml", "--run.folder=whole", *settings).finish()
     assert code == 0, err
 
+    add_plugin(folder, "killer", KILLER, monkeypatch)
     # Killed before its first checkpoint: the same command starts it again.
     run = folder / "out"
+    (folder / "kill-launcher").touch()
     first = hp_train("run", "run.yaml", "--run.folder=out", *settings, "--checkpoint.interval=1000")
-    wait_for_step(run, 1, first)
-    os.kill(first.process.pid, signal.SIGKILL)
-    first.finish()
+    assert first.finish()[0] == -signal.SIGKILL
+    assert steps_of(run) == [1]
     assert list_checkpoints(LocalStorage(run / "checkpoints")) == []
 
+    (folder / "kill-rank-1").touch()
     command = hp_train("run", "run.yaml", "--run.folder=out", *settings, "--launch.max_restarts=1")
-    wait_for_step(run, 6, command)
-    kill_rank(command, 1)
     code, _, err = command.finish()
     assert code == 0, err
     assert "rank 1 of 2 was killed by SIGKILL" in err

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -130,12 +129,6 @@ def test_a_killed_rank_is_named_and_the_checkpoint_before_goes_on(folder, hp_tra
     assert_resumes(hp_train, run, "--launch.local_ranks=1", "--parallel.dp_shard=-1", "--parallel.ep=1")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def torchrun(port: int, node: int, folder: Path) -> tuple[str, ...]:
     return (
         *("-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=2"),
@@ -154,7 +147,7 @@ def msrun(port: int, node: int, folder: Path) -> tuple[str, ...]:
 LAUNCHERS = {"torch": torchrun, "mindspore": msrun}
 
 
-def test_two_machines_of_the_frameworks_launcher_train_one_model(folder, hp_train, hp_platform):
+def test_two_machines_of_the_frameworks_launcher_train_one_model(folder, hp_train, hp_platform, free_port):
     if hp_platform.name not in LAUNCHERS:
         pytest.skip(f"{hp_platform.name} has no launcher of its own")
     port = free_port()

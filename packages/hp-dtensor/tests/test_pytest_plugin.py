@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -96,3 +98,14 @@ def test_a_proof_goes_on_where_it_was_stopped(tmp_path, workers):
         assert told in shown
         done = (tmp_path / "done.txt").read_text().splitlines()
         assert sorted(done) == [f"test_long.py::test_number[{number}]" for number in passed]
+
+
+def test_a_free_port_is_none_that_the_system_gives(free_port):
+    range_ = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if not range_.exists() or int(range_.read_text().split()[0]) < 11_000:
+        pytest.skip("the system does not tell which ports it gives, or gives nearly all")
+    found = [free_port() for _ in range(20)]
+    assert len(set(found)) > 10
+    assert all(port not in range(*map(int, range_.read_text().split())) for port in found)
+    with socket.create_server(("127.0.0.1", found[0])) as server:
+        assert server.getsockname()[1] == found[0]

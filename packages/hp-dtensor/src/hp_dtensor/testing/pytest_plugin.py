@@ -5,8 +5,11 @@ Loaded by every pytest that finds hp-dtensor installed, so it imports nothing he
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import random
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 CASES = "hp_cases"
 """The property of a report that holds [label, cases right, cases refused as declared]."""
+_FIRST_PORT = 10_000  # services of the system are below
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -197,3 +201,29 @@ def rank_pool(hp_platform: Platform) -> Iterator[Callable[[int], RankPool]]:
     yield pool_of
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(scope="session")
+def free_port() -> Callable[[], int]:
+    """`free_port()`: a port of this machine that is free, and that the system gives to nobody who asks for any.
+
+    So it stays free until a process that starts slowly comes to use it, whatever other tests do meanwhile.
+    """
+    return _free_port
+
+
+def _free_port() -> int:
+    chosen = random.SystemRandom()
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", chosen.randrange(_FIRST_PORT, _first_given_port())))
+            port: int = probe.getsockname()[1]
+            return port
+
+
+def _first_given_port() -> int:
+    """Return the lowest port that the system chooses by itself, or that of Linux where it does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        return max(first, _FIRST_PORT + 1000)
+    return 32768
