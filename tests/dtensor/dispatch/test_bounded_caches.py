@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import threading
 import tracemalloc
@@ -108,12 +109,12 @@ def test_equal_steps_leave_no_objects_behind(hp_platform: Platform) -> None:
 
 
 def _memory_of_changing_shapes(platform: Platform) -> list[int]:
-    """Traced bytes after each of four rounds of 30 steps with shapes not seen before, the bounded caches emptied."""
+    """Traced bytes after each of six rounds of 30 steps with shapes not seen before, the bounded caches emptied."""
     mesh = DeviceMesh("cpu", (1,), mesh_dim_names=("dp",), platform=platform)
     whole = platform.from_numpy(np.ones((4, 4), np.float32))
     weight = platform.Parameter(distribute_tensor(whole, mesh, (Replicate(),), src_data_rank=None))
     traced = []
-    for first in range(0, 120, 30):
+    for first in range(0, 180, 30):
         _steps(platform, weight, mesh, first, 30)
         _forget(platform)
         gc.collect()
@@ -129,8 +130,9 @@ def test_memory_does_not_grow_with_the_number_of_shapes(hp_platform: Platform) -
     finally:
         tracemalloc.stop()
     # A shape has some kilobytes of plans and specs; MindSpore itself keeps about 200 bytes of a step.
-    # The first rounds fill what is filled once, for others in this process too.
-    left = traced[3] - traced[2]
+    # The first rounds fill what is filled once, for others in this process too; and any round may see what another
+    # thread keeps, such as the one that brings a worker of pytest-xdist its tests.
+    left = min(after - before for before, after in itertools.pairwise(traced[1:]))
     assert left < 12_000, f"thirty shapes left {left} bytes behind"
 
 
@@ -173,7 +175,7 @@ def test_threads_share_the_caches(hp_platform: Platform, monkeypatch) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join()
     finally:
         sys.setswitchinterval(interval)
     assert not failures, failures[:3]
