@@ -16,6 +16,7 @@ from hp_dtensor.testing import conformance
 
 ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "tests" / "numpy_platform"
+SECONDS = 800  # the suite takes over a minute where nothing else runs
 SUITE = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "hp_dtensor.testing.conformance"]
 
 
@@ -60,7 +61,7 @@ def test_the_guide_names_what_the_first_steps_need():
 @pytest.mark.parametrize("step", ["test_tensors", "test_autograd", "test_modules"])
 def test_a_step_of_the_guide_runs_alone(environment, tmp_path, step):
     command = [sys.executable, *SUITE[:-1], f"{SUITE[-1]}.{step}", "--hp-platform=numpy", "--hp-ranks=simulated"]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert re.search(r"\d+ passed", done.stdout)
 
@@ -68,7 +69,7 @@ def test_a_step_of_the_guide_runs_alone(environment, tmp_path, step):
 @pytest.mark.skipif(os.environ.get("HP_PLATFORM") == "mindspore", reason="the same beside torch, once is enough")
 def test_the_conformance_suite(environment, tmp_path):
     command = [sys.executable, *SUITE, "--hp-platform=numpy", "--hp-ranks=simulated"]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     passed = int(re.search(r"(\d+) passed", done.stdout).group(1))
     assert passed > 400, done.stdout[-500:]
@@ -80,7 +81,7 @@ def test_a_platform_that_is_wrong_does_not_pass(environment, tmp_path):
     (tmp_path / "wrong.py").write_text(WRONG)
     chosen = ["-p", "wrong", "-k", "silu or check_rows"]
     command = [sys.executable, *SUITE, "--hp-platform=numpy", "--hp-ranks=simulated", *chosen]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 1, done.stdout[-5000:] + done.stderr[-2000:]
     failed = set(re.findall(r"FAILED .*::(.+\])", done.stdout))
     assert failed == {

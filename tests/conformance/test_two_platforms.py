@@ -68,7 +68,7 @@ def test_their_jobs_run_at_the_same_time(hp_platform: Platform, numpy_platform: 
     try:
         beside.start()
         job(hp_platform)
-        beside.join(120)
+        beside.join()
     finally:
         sys.setswitchinterval(interval)
         plan_cache.forget_plans()
