@@ -34,6 +34,16 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "half precision": (1, {"training__dtype": "bfloat16"}),
     "recomputed": (1, {"training__recompute": "full"}),
     "accumulated": (1, {"training__micro_batch_size": 1}),
+    "the embedding is the head, accumulated": (
+        1,
+        {
+            **SHORT,
+            "model__tie_word_embeddings": True,
+            "model__vocab_size": 2560,
+            "model__num_hidden_layers": 1,
+            "training__micro_batch_size": 1,
+        },
+    ),
     "experts": (1, EXPERTS),
     "experts in half precision": (1, {**EXPERTS, "training__dtype": "bfloat16"}),
     "matrices on their way": (1, {**SHORT, "optimizer": "muon"}),
@@ -45,6 +55,15 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "shards, reduced after each micro-batch": (
         2,
         {**SHORT, "training__micro_batch_size": 1, "parallel__reduce_gradients": "micro_batch"},
+    ),
+    "replicas, reduced after each micro-batch": (
+        2,
+        {
+            **SHORT,
+            "parallel__dp_replicate": 2,
+            "training__micro_batch_size": 1,
+            "parallel__reduce_gradients": "micro_batch",
+        },
     ),
     "shards that stay after forward": (2, {**SHORT, "parallel__reshard_after_forward": False}),
     "tensor": (2, {"parallel__tp": 2}),

@@ -24,7 +24,8 @@ def test_a_stopped_rank_is_named_within_the_limit_and_stacks_are_written_on_requ
     command.process.send_signal(signal.SIGUSR1)
     log = folder / "out" / "logs" / "rank1.log"
     deadline = time.monotonic() + END_SECONDS
-    while "Current thread" not in log.read_text() and time.monotonic() < deadline:
+    # Written line by line, that of the trainer after that of the thread.
+    while "trainer.py" not in log.read_text().partition("Current thread")[2] and time.monotonic() < deadline:
         time.sleep(0.1)
     assert "trainer.py" in log.read_text(), "its Python stacks"
 

@@ -193,6 +193,8 @@ class _GatheredForUse(_Moments):
         # Full gradients of the micro-batches before, or shards to which those of this one are added at its end.
         waiting = parts.total("full_gradient") if accumulates and finds_gradients else 0.0
         reduced = parts.total("gradient") if finds_gradients and not accumulates else 0.0
+        # Shards that the replicas sum at the end of the step are added as soon as they are there.
+        joins = bool(reduced) and self.shape.num_replicas > 1
         below, before, leaving = sum(map(self.waiting, parts.layers)), 0.0, 0.0
         others = (held.live - 1) * below + self.other_heads(held)
         messages = 2.0 * message_bytes(self.shape) if parts.is_pipelined else 0.0
@@ -238,10 +240,20 @@ class _GatheredForUse(_Moments):
             if accumulates and not finds_gradients:
                 waiting += block.full_gradient
                 continue
-            waiting -= leaving
+            # Of one shard the full gradients become those of the shard.
+            waiting -= leaving + (block.full_gradient - block.leaving if accumulates else 0.0)
+            leaving = block.leaving if accumulates else 0.0
             before = 0.0 if accumulates else block.leaving
-            reduced += block.gradient
-            leaving = block.full_gradient if accumulates else 0.0
+            reduced += 0.0 if joins else block.gradient
+        if parts.head and not parts.is_pipelined and self.shape.module is None:
+            # Autograd adds the embedding's gradient to that which the head has left for the same weights.
+            yield self.at(
+                "the backward of the embedding",
+                gradients=waiting + reduced,
+                gathered=root,
+                reducing=head + before + 2 * _tied_gradient(parts),
+                activations=others,
+            )
         fresh = 0.0 if accumulates and finds_gradients else _total(parts.root, "full_gradient")
         yield self.at(
             "the reduction of the embedding and the head",
@@ -511,9 +523,20 @@ def _head_gradients(parts: StageParts) -> float:
     """Return the bytes of gradients that the head leaves to autograd: the embedding's come last, unless it is tied."""
     if not parts.head:
         return 0.0
-    has_own = any(each.name == "head.weight" for buffer in parts.root for each in buffer.parameters)
-    later = ("embed.weight",) if has_own else ()
+    later = ("embed.weight",) if _has_own_head(parts) else ()
     return sum(_autograd_bytes(each, later) for each in parts.root)
+
+
+def _tied_gradient(parts: StageParts) -> float:
+    """Return the bytes of the gradient of an embedding that is the head too; 0 of one that is not."""
+    if _has_own_head(parts):
+        return 0.0
+    others = {each.name for buffer in parts.root for each in buffer.parameters} - {"embed.weight"}
+    return sum(_autograd_bytes(each, tuple(others)) for each in parts.root)
+
+
+def _has_own_head(parts: StageParts) -> bool:
+    return any(each.name == "head.weight" for buffer in parts.root for each in buffer.parameters)
 
 
 def _autograd_bytes(buffer: PlannedBuffer, later: Sequence[str] = ()) -> float:
