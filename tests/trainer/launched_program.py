@@ -22,7 +22,7 @@ CONFIG = """\
 training: {{steps: 1, sequence_length: 8}}
 data: {{max_tokens: 1000}}
 optimizer: {{name: nothing}}
-launch: {{local_ranks: {local_ranks}, timeout_seconds: 60}}
+launch: {{local_ranks: {local_ranks}, timeout_seconds: 250}}
 """
 
 

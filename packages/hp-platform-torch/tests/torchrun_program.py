@@ -28,7 +28,7 @@ def main() -> None:
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     results = []
     for _ in range(2 if own else 1):
-        world = platform.connect(rank, size, address, timeout_seconds=60)
+        world = platform.connect(rank, size, address, timeout_seconds=250)
         x = torch.full((2,), float(rank + 1))
         world.group((0, 1) if rank < 2 else (2,)).all_reduce(x)
         results.append(f"{rank} of {size}: {x.tolist()}")
