@@ -57,6 +57,25 @@ def test_a_schedule_in_a_file(show, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"hello", "expected a line that begins with 'rank 0:', got 'hello'"),
+        (b"rank 0: 0F0 1B0\nrank 1: 1F0 0B0", "stage 1 is on rank 0 and on rank 1"),
+        (b"\xff\xfe\x00", "'utf-8' codec can't decode"),
+    ],
+)
+def test_a_file_that_holds_no_schedule(show, tmp_path, content, message):
+    file = tmp_path / "own.txt"
+    file.write_bytes(content)
+    code, _, err = show(str(file))
+    assert code == 2
+    assert err.startswith(f"hp-train: schedule file {file}: {message}")
+    code, _, err = show(str(file), "--ranks=2")
+    assert code == 2
+    assert "the file says ranks, stages and micro-batches" in err
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("1f1b",), "schedule 1f1b needs --ranks and --microbatches"),
@@ -64,6 +83,13 @@ def test_a_schedule_in_a_file(show, tmp_path):
         (("1f2b", "--ranks=2", "--microbatches=2"), "1f2b"),
         (("no_file.txt",), "no pipeline schedule is called 'no_file.txt'; known: 1f1b"),
         (("1f1b", "--ranks=1000000", "--microbatches=8"), "1000000 * 1 * 8 = 8000000 forwards are too many"),
+        (("dualpipe_v", "--ranks=262144", "--microbatches=1"), "262144^2 * 2 = 137438953472 is too much to be listed"),
+        (("1f1b", "--ranks=2", "--microbatches=2", "--forward=1e308"), "whose sum over a step is a finite number"),
+        (
+            ("1f1b", "--ranks=2", "--microbatches=2", "--to=nowhere/a.png"),
+            "--to: expected a file in a folder that exists",
+        ),
+        (("1f1b", "--ranks=2", "--microbatches=2", "--to="), "--to: expected a file in a folder that exists"),
         (
             ("1f1b", "--ranks=2", "--microbatches=2", "--weight-grad=nan"),
             "of at least 0, one above 0, got weight_grad=nan",

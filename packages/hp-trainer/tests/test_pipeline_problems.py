@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hp_trainer.cli.check import describe_run
 from hp_trainer.config import parse_config
 from hp_trainer.launch.preflight import check_settings
 from hp_trainer.pipeline import Schedule, register_schedule
@@ -37,6 +38,12 @@ def test_what_fits_has_no_problems(problems) -> None:
     assert problems(2, parallel__pp=2, pipeline__layers="[1,5]", pipeline__microbatches=4) == []
 
 
+def test_check_tells_the_samples_of_a_micro_batch(installed: Registries) -> None:
+    for settings, size in (({}, 1), ({"pipeline.microbatches": "3"}, 4), ({"training.micro_batch_size": "2"}, 2)):
+        config = parse_config(RUN, [("parallel.pp", "2"), *settings.items()], registered=installed).config
+        assert f"each rank: 12 samples a step, {size} at a time\n" in describe_run(config, 2)
+
+
 def test_more_micro_batches_than_a_schedule_can_list(problems) -> None:
     (problem,) = problems(2, parallel__pp=2, training__global_batch_size=10**9)
     assert problem.startswith("pipeline.microbatches: the actions of 1000000000 micro-batches on 2 ranks are too many")
@@ -58,6 +65,11 @@ def test_more_stages_than_layers(problems) -> None:
     assert problems(4, parallel__pp=4, pipeline__schedule="interleaved_1f1b") == [
         "pipeline.stages_per_rank: num_hidden_layers = 6 cannot be cut into 4 * 2 = 8 stages; "
         "at most 6 stages, one layer each; 8 stages; pipeline.stages_per_rank=1, or model.num_hidden_layers=8"
+    ]
+    # One stage a rank is no V.
+    assert problems(4, parallel__pp=4, pipeline__schedule="zero_bubble_v") == [
+        "pipeline.stages_per_rank: num_hidden_layers = 6 cannot be cut into 4 * 2 = 8 stages; "
+        "at most 6 stages, one layer each; 8 stages; pipeline.schedule=1f1b, or model.num_hidden_layers=8"
     ]
 
 

@@ -122,6 +122,10 @@ def test_text_reads_back(name):
         ("rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F1 1B1 1F0 1B0", r"would hang: rank 0 waits to begin 0B0; rank 1"),
         ("rank 0: 0F0 0B0\nrank 1: 1B0 1F0", r"stage 1, micro-batch 0: expected the order F B"),
         ("", "expected stages and micro-batches, got 0 and 0"),
+        (
+            "rank 0: 0F0 0B0 0F999999999",
+            "1 stages and 1000000000 micro-batches need at least 2000000000 actions, got 3",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(text, message):
@@ -142,10 +146,12 @@ def test_stages_of_ranks_without_actions_are_named():
         ("rank 0: 0X0", "expected an action such as 2F0"),
         ("rank 0: 0F0\nrank 1: 0B0", "stage 0 is on rank 0 and on rank 1"),
         ("rank 0: 1F0 1B0", r"no rank works on stages \[0\]"),
+        ("rank 0: 999999999F0", r"no rank works on stages \[0, 1, .* 7\] and more, but one on stage 999999999"),
+        ("rank 0: 0F99999999999", "expected an action such as 2F0"),
     ],
 )
 def test_texts_that_are_no_schedule(text, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ScheduleError, match=message):
         Schedule.parse(text)
 
 

@@ -152,7 +152,9 @@ def test_bad_input_is_refused(run: Run, tmp_path: Path, command: str, words: tup
 def test_a_picture_needs_a_folder(run: Run) -> None:
     code, out, error = run("plan", "run.yaml", "--world-size=8", "--to=nowhere/memory.png")
     assert (code, out) == (2, "")
-    assert "--to: expected a file in a folder that exists, got nowhere/memory.png" in error
+    assert "--to: expected a file in a folder that exists, got 'nowhere/memory.png'" in error
+    for path in ("", ".", "/"):
+        assert "--to: expected a file" in run("plan", "run.yaml", f"--to={path}")[2]
 
 
 def test_a_device_of_ones_own(run: Run, tmp_path: Path) -> None:
@@ -164,6 +166,11 @@ def test_a_device_of_ones_own(run: Run, tmp_path: Path) -> None:
     assert code == 0
     assert "device: mine, 4 a node" in out
     assert "of 24.00 GiB" in out
+    with open(tmp_path / "mine.yaml", "a") as file:
+        file.write(f"host_bandwidth: {'9' * 400}\n")
+    code, _, error = run("plan", "run.yaml", "--world-size=8", "--device=mine.yaml")
+    assert code == 2
+    assert "host_bandwidth: expected a number above 0" in error
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("dense_70b", "70,553,706,496"), ("deepseek_v3", "671,026,404,352")])

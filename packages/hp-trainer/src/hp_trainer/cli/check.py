@@ -12,6 +12,7 @@ from hp_trainer.launch import check_new_run, chosen_activations, chosen_platform
 from hp_trainer.parallel import ParallelDims, context_style, describe_context
 from hp_trainer.plugins import registries
 from hp_trainer.run import chosen_run_folder
+from hp_trainer.training.stages import num_microbatches
 
 
 def check_command(given: list[str]) -> int:
@@ -34,7 +35,7 @@ def describe_run(config: TrainerConfig, world_size: int) -> str:
     dims = ParallelDims.from_config(config.parallel, world_size, getattr(config.model.options, "num_experts", None))
     training = config.training
     samples = training.global_batch_size // dims.dp_size
-    micro = training.micro_batch_size or samples
+    micro = samples // num_microbatches(config, dims) if dims.pp_enabled else training.micro_batch_size or samples
     tokens = training.global_batch_size * training.sequence_length
     platform = chosen_platform(config.platform)
     plan = None if isinstance(platform, Problem) else chosen_activations(config, dims, platform)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hp_trainer._json import strict_json
 from hp_trainer.cli.arguments import Overrides, Parser, UsageError, parse
-from hp_trainer.cli.shared import check_world_size, refuse
+from hp_trainer.cli.shared import check_file_to_write, check_world_size, refuse
 from hp_trainer.config import AdamWConfig, LoadedConfig, TrainerConfig, load_config
 from hp_trainer.exceptions import Problem
 from hp_trainer.launch import chosen_platform, layout_problems, world_size_of
@@ -37,8 +37,7 @@ def plan_command(given: list[str]) -> int:
     check_world_size(options.world_size)
     world_size = options.world_size or world_size_of(loaded.config)
     device, memory = device_of(options.device, options.device_memory)
-    if options.to is not None and not Path(options.to).absolute().parent.is_dir():
-        raise UsageError(f"--to: expected a file in a folder that exists, got {options.to}")
+    check_file_to_write("--to", options.to)
     refuse(_problems(loaded, world_size), options.config)
     experts = getattr(loaded.config.model.options, "num_experts", None)
     dims = ParallelDims.from_config(loaded.config.parallel, world_size, experts)

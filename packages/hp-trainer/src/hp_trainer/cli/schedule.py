@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hp_trainer._files import read_plain_text
 from hp_trainer.cli.arguments import Parser, UsageError, parse
-from hp_trainer.cli.shared import refuse_settings
+from hp_trainer.cli.shared import check_file_to_write, refuse_settings
+from hp_trainer.exceptions import ScheduleError
 from hp_trainer.pipeline import (
     ActionSeconds,
     Schedule,
@@ -23,6 +25,7 @@ from hp_trainer.pipeline import (
 def schedule_command(given: list[str]) -> int:
     """Print when each rank of a pipeline works on what: `hp-train schedule NAME --ranks=N --microbatches=N`."""
     options = _options(given)
+    check_file_to_write("--to", options.to)
     if options.schedule is None:
         print("\n".join(schedule_names()))
         return 0
@@ -67,13 +70,21 @@ def _schedule(options: Any) -> Schedule:
     """Return the schedule called so, or the one that a file holds in the form in which this command prints `Schedule`.
 
     Raises:
-        UsageError: a name without ranks or micro-batches.
+        UsageError: a name without ranks or micro-batches, or a file with some.
         ScheduleError: there is no such schedule, or the file holds none.
     """
+    numbers = options.ranks, options.microbatches, options.stages_per_rank
     is_known = options.schedule in schedule_names()
     if not is_known and Path(options.schedule).is_file():
-        return Schedule.parse(Path(options.schedule).read_text(encoding="utf-8"))
-    if is_known and None in (options.ranks, options.microbatches):
+        if any(each is not None for each in numbers):
+            raise UsageError(
+                f"schedule {options.schedule}: the file says ranks, stages and micro-batches; leave them out"
+            )
+        try:
+            return Schedule.parse(read_plain_text(Path(options.schedule)))
+        except (UnicodeDecodeError, ScheduleError) as error:
+            raise ScheduleError(f"schedule file {options.schedule}: {error}") from None
+    if is_known and None in numbers[:2]:
         raise UsageError(f"schedule {options.schedule} needs --ranks and --microbatches")
     # Of a name that nobody knows the numbers are not looked at.
     return build_schedule(

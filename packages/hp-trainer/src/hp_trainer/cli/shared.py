@@ -92,6 +92,18 @@ def check_world_size(world_size: int | None) -> None:
         raise UsageError(f"--world-size must be from 1 to {MAX_WORLD_SIZE:,}, got {world_size}")
 
 
+def check_file_to_write(option: str, path: str | None) -> None:
+    """Refuse, before any work is done, a path that cannot be the name of a file; None: no file is wanted.
+
+    Raises:
+        UsageError: it is empty or a folder, or in no folder that exists.
+    """
+    if path is None:
+        return
+    if not path or not Path(path).name or Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+        raise UsageError(f"{option}: expected a file in a folder that exists, got {path!r}")
+
+
 def resolved(config: TrainerConfig, folder: Path) -> TrainerConfig:
     """Return the configuration with the run folder and the platform that were chosen for it."""
     run = dataclasses.replace(config.run, folder=str(folder))

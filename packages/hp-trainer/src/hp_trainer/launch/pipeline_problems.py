@@ -10,7 +10,7 @@ from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import PipelineError, Problem, ScheduleError, join_choices
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.parallel.divisors import divisors, nearest_divisors
-from hp_trainer.pipeline import Schedule, schedule_names
+from hp_trainer.pipeline import Schedule, build_schedule, schedule_names
 from hp_trainer.pipeline.schedules import most_microbatches
 from hp_trainer.pipeline.validation import check_whole_backwards
 from hp_trainer.registries import Registries
@@ -131,19 +131,30 @@ def _split_problems(config: TrainerConfig, schedule: Schedule) -> Iterator[Probl
         )
 
 
+def _exists(schedule: str, stages_per_rank: int) -> bool:
+    """Return True if a schedule can be made for so many stages per rank."""
+    try:
+        build_schedule(schedule, num_ranks=2, num_microbatches=2, stages_per_rank=stages_per_rank)
+    except ScheduleError:
+        return False
+    return True
+
+
 def _layer_problems(dims: ParallelDims, config: TrainerConfig, num_stages: int) -> Iterator[Problem]:
     num_layers = getattr(config.model.options, "num_hidden_layers", None)
     if config.pipeline.layers is None and num_layers is not None and num_stages > num_layers:
         if dims.pp <= num_layers:  # else told of parallel.pp
             per_rank = num_stages // dims.pp
             product = f"{dims.pp} * {per_rank} = {num_stages}"
-            most = [each for each in divisors(num_layers) if dims.pp * each <= num_layers]
+            fits = [each for each in divisors(num_layers) if dims.pp * each <= num_layers]
+            able = [each for each in fits if _exists(config.pipeline.schedule, each)]
+            hint = f"pipeline.stages_per_rank={max(able)}" if able else "pipeline.schedule=1f1b"
             yield Problem(
                 path="pipeline.stages_per_rank",
                 what=f"num_hidden_layers = {num_layers} cannot be cut into {product} stages",
                 expected=f"at most {num_layers} stages, one layer each",
                 got=f"{num_stages} stages",
-                hint=f"pipeline.stages_per_rank={max(most, default=1)}, or model.num_hidden_layers={num_stages}",
+                hint=f"{hint}, or model.num_hidden_layers={num_stages}",
             )
         return
     try:

@@ -25,10 +25,11 @@ def parse_size(text: str) -> int:
     """
     written = _WRITTEN.fullmatch(text)
     unit = None if written is None else UNITS.get(written[2])
-    size = 0 if unit is None or written is None else math.floor(float(written[1]) * unit)
-    if not 0 < size < 2**63:
+    size = 0.0 if unit is None or written is None else float(written[1]) * unit
+    # Not `floor` before: hundreds of digits are infinitely many bytes.
+    if not 1 <= size < 2**63:
         raise ValueError(f"expected {EXPECTED}, got {text!r}")
-    return size
+    return math.floor(size)
 
 
 def format_size(num_bytes: float) -> str:

@@ -6,10 +6,14 @@ The text form follows torch.distributed.pipelining: stage, kind, micro-batch, as
 from __future__ import annotations
 
 import enum
+import itertools
 import re
 from dataclasses import dataclass
 
-_TEXT = re.compile(r"(\d+)([FBIW])(\d+)")
+from hp_trainer.exceptions import ScheduleError
+
+# Longer numbers are no stages: a list of all below them would not end.
+_TEXT = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 WHOLE_STAGE = -1
 """The micro-batch of an action that concerns no micro-batch."""
 
@@ -69,11 +73,11 @@ class Action:
         """Return the action that `text` names.
 
         Raises:
-            ValueError: it is not stage, kind and micro-batch, the kind one of F, B, I and W.
+            ScheduleError: it is not stage, kind and micro-batch, the kind one of F, B, I and W, the numbers below 10^9.
         """
         match = _TEXT.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"expected an action such as 2F0 (stage, one of F B I W, micro-batch), got {text!r}")
+            raise ScheduleError(f"expected an action such as 2F0 (stage, one of F B I W, micro-batch), got {text!r}")
         return Action(int(match[1]), Kind(match[2]), int(match[3]))
 
 
@@ -113,7 +117,7 @@ class Schedule:
         """Return the schedule that `str` of it gives, or that a user has written in that form.
 
         Raises:
-            ValueError: a line is not `rank N: ACTION ...`, ranks are missing, or a stage has no rank or several.
+            ScheduleError: a line is not `rank N: ACTION ...`, ranks are missing, or a stage has no rank or several.
         """
         lines = [line for line in text.splitlines() if line.strip()]
         actions: list[tuple[Action, ...]] = []
@@ -121,16 +125,19 @@ class Schedule:
         for rank, line in enumerate(lines):
             head, _, rest = line.partition(":")
             if head.split() != ["rank", str(rank)]:
-                raise ValueError(f"expected a line that begins with 'rank {rank}:', got {line!r}")
+                raise ScheduleError(f"expected a line that begins with 'rank {rank}:', got {line!r}")
             actions.append(tuple(map(Action.parse, rest.split())))
             for action in actions[-1]:
                 if rank_of_stage.setdefault(action.stage, rank) != rank:
-                    raise ValueError(
+                    raise ScheduleError(
                         f"stage {action.stage} is on rank {rank_of_stage[action.stage]} and on rank {rank}"
                     )
-        missing = sorted({*range(max(rank_of_stage, default=-1) + 1)} - rank_of_stage.keys())
+        last = max(rank_of_stage, default=-1)
+        # Of a last stage of many digits the first ones that are missing, not all.
+        missing = [*itertools.islice((stage for stage in range(last) if stage not in rank_of_stage), 9)]
         if missing:
-            raise ValueError(f"no rank works on stages {missing}")
+            more = " and more" if len(missing) == 9 else ""
+            raise ScheduleError(f"no rank works on stages {missing[:8]}{more}, but one on stage {last}")
         num_microbatches = 1 + max((action.microbatch for each in actions for action in each), default=-1)
         return Schedule(
             tuple(rank_of_stage[stage] for stage in sorted(rank_of_stage)), num_microbatches, tuple(actions)

@@ -32,7 +32,7 @@ def balanced_stages(
         [range(0, 2), range(2, 4), range(4, 7), range(7, 8)]
     """
     num_layers = len(costs)
-    if not 1 <= num_stages <= num_layers:
+    if not hasattr(num_stages, "__index__") or not 1 <= num_stages <= num_layers:
         legal = f"1 to {num_layers} stages" if num_layers else "at least one layer"
         raise PipelineError(f"{num_layers} layers cannot be cut into {num_stages} stages; expected {legal}")
     if any(not 0 <= cost < math.inf for cost in (*costs, first_cost, last_cost)):
@@ -77,7 +77,7 @@ def listed_stages(layers_per_stage: Sequence[int], num_layers: int, num_stages: 
     """Cut layers into consecutive stages of the numbers of layers that a user has listed.
 
     Raises:
-        PipelineError: not one number for each stage, or numbers that do not add up to the layers.
+        PipelineError: not one whole number for each stage, or numbers that do not add up to the layers.
 
     Example:
         >>> from hp_trainer.pipeline import listed_stages
@@ -85,6 +85,8 @@ def listed_stages(layers_per_stage: Sequence[int], num_layers: int, num_stages: 
         [range(0, 1), range(1, 4)]
     """
     listed = list(layers_per_stage)
+    if any(not hasattr(count, "__index__") for count in listed):
+        raise PipelineError(f"layers of {num_stages} stages: expected whole numbers, got {listed}")
     if len(listed) != num_stages or sum(listed) != num_layers or any(count < 0 for count in listed):
         even = [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
         raise PipelineError(

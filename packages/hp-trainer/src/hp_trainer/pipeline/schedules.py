@@ -23,6 +23,7 @@ BuildSchedule = Callable[[int, int, int], Schedule]
 
 # Each action is an object: more of them take minutes, then the machine's memory.
 MOST_FORWARDS = 2**20
+MOST_IN_ROUNDS = 2**22
 
 
 @functools.cache
@@ -72,8 +73,9 @@ def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, stages_p
         stages_per_rank: default: 2 for the schedules that need several, else 1.
 
     Raises:
-        ScheduleError: no schedule has that name, a number is below one, a step would have more than 2^20 forwards, the
-            schedule does not exist for so many stages per rank, or a registered function returned something else.
+        ScheduleError: no schedule has that name, a number is below one, a step would have more than 2^20 forwards,
+            `num_ranks` squared times `stages_per_rank` is more than 2^22, the schedule does not exist for so many
+            stages per rank, or a registered function returned something else.
 
     Example:
         >>> from hp_trainer.pipeline import build_schedule
@@ -96,6 +98,12 @@ def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, stages_p
             f"pipeline schedule {name!r}: num_ranks * stages_per_rank * num_microbatches = {num_ranks} * "
             f"{stages_per_rank} * {num_microbatches} = {forwards} forwards are too many to be listed, expected at most "
             f"{MOST_FORWARDS}"
+        )
+    # Schedules are made for whole rounds of as many micro-batches as ranks, and ranks look for their stages among all.
+    if num_ranks**2 * stages_per_rank > MOST_IN_ROUNDS:
+        raise ScheduleError(
+            f"pipeline schedule {name!r}: num_ranks^2 * stages_per_rank = {num_ranks}^2 * {stages_per_rank} = "
+            f"{num_ranks**2 * stages_per_rank} is too much to be listed, expected at most {MOST_IN_ROUNDS}"
         )
     return _built(name, num_ranks, stages_per_rank, num_microbatches)
 

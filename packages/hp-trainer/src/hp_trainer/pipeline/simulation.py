@@ -118,7 +118,8 @@ def simulate(schedule: Schedule, seconds: ActionSeconds | None = None) -> Timeli
         seconds: how long actions take; one unit each by default.
 
     Raises:
-        ScheduleError: ranks wait for each other for ever; the message names each rank's next action.
+        ScheduleError: ranks wait for each other for ever; the message names each rank's next action. Or the times make
+            a step that no number tells.
 
     Example:
         >>> from hp_trainer.pipeline import build_schedule, simulate
@@ -153,6 +154,8 @@ def simulate(schedule: Schedule, seconds: ActionSeconds | None = None) -> Timeli
     ]
     if stuck:
         raise ScheduleError(f"the schedule would hang: {'; '.join(stuck)}")
+    if not all(map(math.isfinite, free)):
+        raise ScheduleError(f"{seconds}: expected times whose sum over a step is a finite number")
     return Timeline(schedule, spans)
 
 

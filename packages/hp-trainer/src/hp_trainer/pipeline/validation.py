@@ -11,6 +11,7 @@ from hp_trainer.pipeline.simulation import simulate
 
 _WHOLE = frozenset({Kind.FORWARD, Kind.BACKWARD})
 _SPLIT = frozenset({Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD})
+_MOST_MISSING = 1000
 
 
 def validate(schedule: Schedule) -> None:
@@ -48,6 +49,13 @@ def check_whole_backwards(schedule: Schedule) -> None:
 def _owner_problems(schedule: Schedule) -> Iterator[str]:
     if not schedule.num_stages or schedule.num_microbatches < 1:
         yield f"expected stages and micro-batches, got {schedule.num_stages} and {schedule.num_microbatches}"
+    count = sum(map(len, schedule.actions))
+    # More than can be told one by one, or counted: a mistyped number of a micro-batch is that of the step.
+    if (needed := 2 * schedule.num_stages * schedule.num_microbatches) > count + _MOST_MISSING:
+        yield (
+            f"{schedule.num_stages} stages and {schedule.num_microbatches} micro-batches need "
+            f"at least {needed} actions, got {count}"
+        )
     for stage, owner in enumerate(schedule.rank_of_stage):
         if not 0 <= owner < schedule.num_ranks:
             yield f"stage {stage} is on rank {owner}, but there are actions of {schedule.num_ranks} ranks"

@@ -184,8 +184,8 @@ def _value(key: str, value: Any) -> Any:
 
 
 def _number(value: Any) -> float:
-    # YAML reads 989e12 as text.
-    number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
+    # YAML reads 989e12 as text, and hundreds of digits as a whole number, which `float` takes as text alone.
+    number = float(str(value)) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
     if not (number > 0 and math.isfinite(number)):
         raise ValueError(f"expected a number above 0, got {value!r}")
     return number
