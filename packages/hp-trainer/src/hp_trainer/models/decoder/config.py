@@ -99,7 +99,11 @@ class DecoderConfig:
     drop_policy: Literal["probability", "position"] = setting(
         "probability", help="choices beyond the capacity that are dropped: of least score, or last"
     )
-    router_jitter: float = setting(0.0, help="noise on the router's input in training, 0 to 1", minimum=0)
+    router_jitter: float = setting(
+        0.0,
+        help="noise on the router's input in training, 0 to 1; other draws under cp, pp and micro-batches",
+        minimum=0,
+    )
     force_uniform_routing: bool = setting(False, help="send tokens to experts in turn, for benchmarks")
     hash_routing: bool = setting(
         False, help="choose experts by token id, drawn once; scores still weigh them (arXiv 2106.04426)"
