@@ -187,6 +187,12 @@ def test_refuses_a_degree_that_heads_or_ranks_do_not_have():
         choose_context_parallel(shape, 8, ulysses_degree=8)
     with pytest.raises(AttentionError, match="expected a ulysses_degree that divides the ranks"):
         SequenceCut(length=8, ranks=4, ulysses_degree=3)
+    for ranks, method in ((2, "ulysses"), (2, "rings"), (0, "ring"), (-2, None)):
+        with pytest.raises(AttentionError, match=f"method {method!r} for {ranks} ranks; expected 'ring', 'all_gather'"):
+            choose_context_parallel(shape, ranks, method=method)
+    for rank in (-1, 4):
+        with pytest.raises(AttentionError, match=f"rank {rank} of 4; expected one from 0 to 3"):
+            SequenceCut(length=8, ranks=4, balanced=False).places(rank)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

@@ -137,13 +137,19 @@ def choose_context_parallel(
         flops: operations per second of a rank's attention kernels.
 
     Raises:
-        AttentionError: nothing is left: `ulysses_degree` does not divide `ranks`, or is more than there are heads.
+        AttentionError: no such method, or no ranks; or nothing is left: `ulysses_degree` does not divide `ranks`, or is
+            more than there are heads.
 
     Example:
         >>> print(choose_context_parallel(AttentionShape(batch=1, length=64, heads=8, kv_heads=8, head_dim=16), 1))
           method       ulysses    sent MiB   extra MiB        ms
         * ulysses            1       0.000       0.000     0.000
     """
+    if method not in (None, "ring", "all_gather") or ranks < 1:
+        raise AttentionError(
+            f"choose_context_parallel: method {method!r} for {ranks} ranks; expected 'ring', 'all_gather' or None "
+            "(heads are exchanged by ulysses_degree), for at least one rank"
+        )
     degrees = [degree for degree in range(1, ranks + 1) if ranks % degree == 0 and degree <= max(shape.heads, 1)]
     if ulysses_degree is not None and ulysses_degree not in degrees:
         raise AttentionError(

@@ -115,7 +115,13 @@ class SequenceCut:
         return self.ranks // self.ulysses_degree
 
     def places(self, rank: int) -> Array:
-        """Return the places in the whole sequence of a rank's tokens, in the order in which it holds them."""
+        """Return the places in the whole sequence of a rank's tokens, in the order in which it holds them.
+
+        Raises:
+            AttentionError: there is no such rank.
+        """
+        if not 0 <= rank < self.ranks:
+            raise AttentionError(f"SequenceCut: rank {rank} of {self.ranks}; expected one from 0 to {self.ranks - 1}")
         ring, within = divmod(rank, self.ulysses_degree)
         return np.array_split(self.ring_places(ring), self.ulysses_degree)[within]
 
