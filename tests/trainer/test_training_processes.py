@@ -81,10 +81,12 @@ def test_a_stopped_run_ends_in_order_and_goes_on(folder, hp_train, hp_platform, 
     assert code == 128 + sign
     done = steps_of(run)[-1]
     assert newest_step(run) == done, "the step under way was finished and saved"
-    assert err == (
+    # Before it a slow machine may have told of a step or a save that took long.
+    assert err.splitlines()[-1] == (
         f"hp-train: stopped by {sign.name}. The newest checkpoint is of step {done} of 100000; "
-        "go on with `hp-train resume out`\n"
+        "go on with `hp-train resume out`"
     )
+    assert "Traceback" not in err
     assert command.processes() == []
     assert_resumes(hp_train, run, *TWO_RANKS)
 
