@@ -239,3 +239,13 @@ def test_a_registered_function_that_makes_no_schedule_is_named():
     register_schedule("text", lambda ranks, stages, microbatches: "rank 0: 0F0 0B0")
     with pytest.raises(ScheduleError, match=r"'text': expected its function to return a Schedule .*got 'rank 0"):
         build_schedule("text", num_ranks=1, num_microbatches=1)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 1), (2, 4)])
+def test_a_registered_function_whose_schedule_is_for_other_numbers_is_named(ranks, microbatches):
+    name = f"two_of_two_for_{ranks}_of_{microbatches}"
+    register_schedule(name, lambda *_: build_schedule("gpipe", num_ranks=2, num_microbatches=2))
+    told = f"actions of {ranks} ranks and {microbatches} micro-batches, got those of 2 and 2"
+    with pytest.raises(ScheduleError, match=told):
+        build_schedule(name, num_ranks=ranks, num_microbatches=microbatches)
+    assert build_schedule(name, num_ranks=2, num_microbatches=2).num_microbatches == 2

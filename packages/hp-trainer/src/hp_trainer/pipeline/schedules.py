@@ -75,7 +75,7 @@ def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, stages_p
     Raises:
         ScheduleError: no schedule has that name, a number is below one, a step would have more than 2^20 forwards,
             `num_ranks` squared times `stages_per_rank` is more than 2^22, the schedule does not exist for so many
-            stages per rank, or a registered function returned something else.
+            stages per rank, or a registered function returned something else, or for other ranks or micro-batches.
 
     Example:
         >>> from hp_trainer.pipeline import build_schedule
@@ -135,6 +135,11 @@ def _built(name: str, num_ranks: int, stages_per_rank: int, num_microbatches: in
         raise ScheduleError(
             f"pipeline schedule {name!r}: expected its function to return a Schedule (Schedule.parse reads a text), "
             f"got {schedule!r}"
+        )
+    if (found := (schedule.num_ranks, schedule.num_microbatches)) != (num_ranks, num_microbatches):
+        raise ScheduleError(
+            f"pipeline schedule {name!r}: expected its function to return actions of {num_ranks} ranks and "
+            f"{num_microbatches} micro-batches, got those of {found[0]} and {found[1]}"
         )
     return schedule
 
