@@ -108,7 +108,7 @@ def test_moments_that_are_left_out_are_not_the_fullest(monkeypatch: pytest.Monke
 
 def test_a_budget_is_planned_for_experts_as_the_device_computes_them() -> None:
     """A CPU computes experts one by one in half precision, which keeps more than one operation for all of them."""
-    config = config_of(model__num_experts=4, training__dtype="bfloat16", training__activation_budget="300KiB")
+    config = config_of(model__num_experts=4, training__dtype="bfloat16", training__activation_budget="260KiB")
     shape = shape_of(config, 1)
     one_by_one, fused = (
         plan_activations(config, shape.dims, KINDS, fused_experts=fuses).of_layers() for fuses in (False, True)

@@ -274,8 +274,10 @@ def _experts(config: DecoderConfig, shape: ActivationShape) -> Iterator[KeptTens
     assert config.num_experts is not None
     hidden, e, top_k = config.hidden_size, shape.itemsize, config.num_experts_per_tok
     etp = shape.tp if shape.etp is None else shape.etp
-    if shape.tp > 1 and etp > 1:
-        yield _gathered("experts' input", shape.tokens * hidden * e, shape)
+    if shape.tp > 1:
+        # Whole experts take this rank's rows as they are.
+        own = KeptTensor(name="experts' input", kind="rest", saved=shape.tokens / shape.tp * hidden * e)
+        yield own if etp == 1 else _gathered("experts' input", shape.tokens * hidden * e, shape)
     tokens = _routed_tokens(shape)
     rows = tokens * top_k
     # The gate computes in float32: scores, and in 16 bits its input once more.
@@ -294,7 +296,9 @@ def _experts(config: DecoderConfig, shape: ActivationShape) -> Iterator[KeptTens
         )
     width = config.moe_intermediate_size / etp
     gates = 2 * rows * width * e
-    saved = gates if _is_fused(config, shape) else 2 * gates + rows * hidden * (e + 4)
+    # Each row's token, and where the rows of each token are.
+    tables = rows * 16 + tokens * 8
+    saved = tables + (gates if _is_fused(config, shape) else 2 * gates + rows * hidden * (e + 4))
     yield KeptTensor(
         name="experts",
         kind="products",
