@@ -16,7 +16,7 @@ from hp_dtensor.parallel import nn
 from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_dtensor.testing import run_ranks
 from hp_trainer.exceptions import PipelineError
-from hp_trainer.pipeline import Pipeline, PipelineStage, build_schedule, simulate
+from hp_trainer.pipeline import Pipeline, PipelineStage, TensorChunkSpec, build_schedule, simulate
 
 WIDTH, MICROBATCHES = 4, 4
 SCHEDULES = ["1f1b", "zero_bubble_h1", "zero_bubble_v"]
@@ -165,6 +165,19 @@ def test_evaluation_before_and_between_steps_changes_no_gradient(hp_platform):
     for without, with_evaluation in run_ranks(program, 2, hp_platform):
         for name, grad in without.items():
             np.testing.assert_array_equal(with_evaluation[name], grad, err_msg=name)
+
+
+def test_all_ranks_may_be_told_how_the_first_stage_cuts_its_arguments(hp_platform):
+    """The others do not look at arguments, so that there is nothing for them to cut."""
+
+    def program():
+        pipeline = pipeline_of(hp_platform, "1f1b", args_chunk_spec=(TensorChunkSpec(0),))
+        x, target = batch(hp_platform)
+        losses = []
+        pipeline.step(x, target=target, losses=losses)
+        return len(losses)
+
+    assert run_ranks(program, 2, hp_platform) == [0, MICROBATCHES]
 
 
 def test_stages_of_a_loop_are_refused_where_the_schedule_is_a_v(hp_platform):

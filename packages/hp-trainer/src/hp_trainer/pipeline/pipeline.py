@@ -222,9 +222,9 @@ class Pipeline:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]], list[Any]]:
         number, (args_spec, kwargs_spec, _) = self.num_microbatches, self._specs
-        positional, named = split_all(
-            self.platform, args if self.has_first_stage else (), kwargs, number, args_spec, kwargs_spec
-        )
+        if not self.has_first_stage:
+            args, args_spec = (), None
+        positional, named = split_all(self.platform, args, kwargs, number, args_spec, kwargs_spec)
         return positional, named, split_inputs(self.platform, target, number, what="target")
 
     def _run(
