@@ -179,3 +179,19 @@ def test_the_examples_of_the_page_have_the_published_sizes(run: Run, name: str, 
     code, out, _ = run("plan", str(example), "--world-size=2048")
     assert code == 0
     assert f"model: {parameters} parameters, bfloat16" in out
+
+
+def test_a_budget_that_no_choice_keeps_is_no_fit(run: Run) -> None:
+    small = "--training.activation_budget=1KiB"
+    code, told, err = run("plan", "run.yaml", "--world-size=2", small)
+    assert (code, err) == (1, "")
+    last = told.strip().splitlines()[-1]
+    assert last.startswith("training.activation_budget: activations take at least ")
+    assert last.endswith("more than the budget of 1.00 KiB; a run is refused, the memory above is the least")
+    code, told, _ = run("plan", "run.yaml", "--world-size=2", small, "--json")
+    assert (code, json.loads(told)["fits"]) == (1, False)
+    code, told, _ = run("layouts", "run.yaml", "--world-size=2", small, "--json")
+    found = json.loads(told)
+    assert found["num_illegal"] > 0 == found["num_fitting"]
+    assert any(each.startswith("training.activation_budget: ") for each in found["reasons"])
+    assert run("plan", "run.yaml", "--world-size=2", "--training.activation_budget=1GiB")[0] == 0

@@ -21,13 +21,14 @@ from hp_trainer.planning.devices import Device, find_device
 from hp_trainer.planning.own_modules import ModuleCounter
 from hp_trainer.planning.picture import draw_memory
 from hp_trainer.planning.plan import describe_plan, plan_as_json, plan_step
+from hp_trainer.planning.recomputed_blocks import keeps_budget
 from hp_trainer.planning.search import describe_fitting, search_layouts
 from hp_trainer.plugins import plugin_manager
 from hp_trainer.registries import fill_registries
 
 
 def plan_command(given: list[str]) -> int:
-    """Print the plan of a configuration; return 1 where it does not fit: `hp-train plan CONFIG --world-size=N`."""
+    """Print the plan of a configuration; return 1 where no run would fit: `hp-train plan CONFIG --world-size=N`."""
     parser = Parser(prog="hp-train plan", add_help=False)
     parser.add_argument("config", metavar="CONFIG")
     add_device_options(parser)
@@ -61,7 +62,7 @@ def plan_command(given: list[str]) -> int:
             print(f"\n{describe_fitting(search_layouts(loaded.config, world_size, device, memory))}")
     if options.to is not None:
         draw_memory(plan, memory, Path(options.to))
-    return 0 if fits else 1
+    return 0 if fits and keeps_budget(plan.shape) else 1
 
 
 def _module_counter(config: TrainerConfig, dims: ParallelDims, title: str) -> ModuleCounter | None:

@@ -14,6 +14,7 @@ from hp_trainer.parallel import ParallelDims
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.memory import MemoryPlan, optimizer_bytes, plan_memory
 from hp_trainer.planning.module_facts import CountModule
+from hp_trainer.planning.recomputed_blocks import budget_error, keeps_budget
 from hp_trainer.planning.stage_parts import StageParts, num_parameters, stage_parts
 from hp_trainer.planning.step_shape import Memo, StepShape
 from hp_trainer.planning.step_time import StepTime, model_flops, seconds_of, step_time
@@ -126,7 +127,10 @@ def plan_step(
 
 def describe_plan(plan: StepPlan, device_memory: float) -> str:
     """Return the plan as tables: memory, bytes on the wire, time, and what dominates each."""
-    return "\n\n".join([_head(plan), _memory_table(plan, device_memory), _traffic_table(plan), _time_table(plan)])
+    told = [_head(plan), _memory_table(plan, device_memory), _traffic_table(plan), _time_table(plan)]
+    if (error := budget_error(plan.shape)) is not None:
+        told.append(f"training.activation_budget: {error}; a run is refused, the memory above is the least")
+    return "\n\n".join(told)
 
 
 def plan_as_json(plan: StepPlan, device_memory: float) -> dict[str, Any]:
@@ -137,7 +141,7 @@ def plan_as_json(plan: StepPlan, device_memory: float) -> dict[str, Any]:
         "parameters": plan.num_parameters,
         "device": plan.device.name,
         "device_memory": device_memory,
-        "fits": plan.peak <= device_memory,
+        "fits": plan.peak <= device_memory and keeps_budget(plan.shape),
         "fullest_place": plan.fullest,
         "memory": [{**each.parts(), "total": each.total, "moment": each.moment} for each in plan.memory],
         "traffic": [dataclasses.asdict(each) for each in plan.traffic],

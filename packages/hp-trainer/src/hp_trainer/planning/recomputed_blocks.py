@@ -24,19 +24,27 @@ def recompute_key(shape: StepShape) -> Hashable:
 
 def keeps_budget(shape: StepShape) -> bool:
     """Return whether activations can stay within their budget, if there is one: runs whose cannot are refused."""
-    return shape.config.training.activation_budget is None or _within_budget(shape) is not None
+    return budget_error(shape) is None
 
 
-def _within_budget(shape: StepShape) -> list[BlockRecompute] | None:
-    """Return the choice that stays within the budget of activations; None if there is none."""
+def budget_error(shape: StepShape) -> BudgetError | None:
+    """Return why activations cannot stay within their budget; None if they can, or there is none."""
+    if shape.config.training.activation_budget is None or shape.module is not None:
+        return None
+    found = _within_budget(shape)
+    return found if isinstance(found, BudgetError) else None
 
-    def find() -> list[BlockRecompute] | None:
+
+def _within_budget(shape: StepShape) -> list[BlockRecompute] | BudgetError:
+    """Return the choice that stays within the budget of activations, or why there is none."""
+
+    def find() -> list[BlockRecompute] | BudgetError:
         try:
             return plan_activations(
                 shape.config, shape.dims, _kept(shape), fused_experts=shape.fuses_experts
             ).of_layers()
-        except BudgetError:
-            return None
+        except BudgetError as error:
+            return error.with_traceback(None)  # whose frames would stay as long as the memo
 
     return shape.shared(("within budget", shape.dims), find)
 
@@ -51,7 +59,8 @@ def _recompute(shape: StepShape) -> list[BlockRecompute]:
     if training.activation_budget is not None:
         # Without a choice the memory shown is the least, and above the budget.
         least = [BlockRecompute(mode="full", offloads=training.offload_activations)] * num_layers
-        return _within_budget(shape) or least
+        found = _within_budget(shape)
+        return least if isinstance(found, BudgetError) else found
     kept = tuple(_kept(shape)) if training.recompute == "selective" else ()
     chosen = BlockRecompute(mode=training.recompute, keep=kept, offloads=training.offload_activations)
     patterns = training.recompute_blocks

@@ -19,6 +19,7 @@ from hp_trainer.parallel import DEGREES, ParallelDims, find_model_problems
 from hp_trainer.parallel.layouts import list_degrees
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.plan import StepPlan, plan_step
+from hp_trainer.planning.recomputed_blocks import keeps_budget
 from hp_trainer.planning.step_shape import Memo
 from hp_trainer.training.stages import num_microbatches
 
@@ -85,8 +86,13 @@ def search_layouts(config: TrainerConfig, world_size: int, device: Device, memor
             reasons.update(found)
             continue
         plan = planner.best(dims)
-        if plan is not None:
+        if plan is None:
+            continue
+        if keeps_budget(plan.shape):
             fitting.append(plan)
+        else:
+            num_illegal += 1
+            reasons["training.activation_budget: activations cannot stay within it, all computed again"] += 1
     return Ranking(
         world_size=world_size,
         memory=memory,
