@@ -194,4 +194,10 @@ def test_a_budget_that_no_choice_keeps_is_no_fit(run: Run) -> None:
     found = json.loads(told)
     assert found["num_illegal"] > 0 == found["num_fitting"]
     assert any(each.startswith("training.activation_budget: ") for each in found["reasons"])
+    # Nor is a layout named as the smallest that no run could take either.
+    code, told, _ = run("plan", "run.yaml", "--world-size=2", small, "--device-memory=3MiB")
+    assert code == 1
+    assert told.strip().endswith(
+        "no layout of this model and batch is legal for so many ranks; hp-train layouts tells why"
+    )
     assert run("plan", "run.yaml", "--world-size=2", "--training.activation_budget=1GiB")[0] == 0

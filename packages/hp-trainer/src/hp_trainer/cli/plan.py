@@ -21,7 +21,6 @@ from hp_trainer.planning.devices import Device, find_device
 from hp_trainer.planning.own_modules import ModuleCounter
 from hp_trainer.planning.picture import draw_memory
 from hp_trainer.planning.plan import describe_plan, plan_as_json, plan_step
-from hp_trainer.planning.recomputed_blocks import keeps_budget
 from hp_trainer.planning.search import describe_fitting, search_layouts
 from hp_trainer.plugins import plugin_manager
 from hp_trainer.registries import fill_registries
@@ -44,25 +43,25 @@ def plan_command(given: list[str]) -> int:
     dims = ParallelDims.from_config(loaded.config.parallel, world_size, experts)
     counter = _module_counter(loaded.config, dims, options.config)
     plan = plan_step(loaded.config, dims, device, count_module=None if counter is None else counter.of(loaded.config))
-    fits = plan.peak <= memory
+    is_too_large = plan.peak > memory
 
     def reload(settings: Settings) -> TrainerConfig:
         return load_for_planning(options.config, [*overrides, *settings]).config
 
-    changes = [] if fits else find_changes(plan, memory, reload, counter)
+    changes = find_changes(plan, memory, reload, counter) if is_too_large else []
     if options.json:
         print(strict_json({**plan_as_json(plan, memory), "would_fit": changes_as_json(changes)}))
     else:
         print(describe_plan(plan, memory))
         if changes:
             print(f"\n{describe_changes(changes)}")
-        elif not fits and counter is not None:
+        elif is_too_large and counter is not None:
             print("\nno setting nor pair of settings makes it fit: take more ranks (--world-size), or larger devices")
-        elif not fits:
+        elif is_too_large:
             print(f"\n{describe_fitting(search_layouts(loaded.config, world_size, device, memory))}")
     if options.to is not None:
         draw_memory(plan, memory, Path(options.to))
-    return 0 if fits and keeps_budget(plan.shape) else 1
+    return 0 if plan.fits(memory) else 1
 
 
 def _module_counter(config: TrainerConfig, dims: ParallelDims, title: str) -> ModuleCounter | None:

@@ -531,8 +531,7 @@ def _tied_gradient(parts: StageParts) -> float:
     """Return the bytes of the gradient of an embedding that is the head too; 0 of one that is not."""
     if _has_own_head(parts):
         return 0.0
-    others = {each.name for buffer in parts.root for each in buffer.parameters} - {"embed.weight"}
-    return sum(_autograd_bytes(each, tuple(others)) for each in parts.root)
+    return sum(_autograd_bytes(each) - _autograd_bytes(each, ("embed.weight",)) for each in parts.root)
 
 
 def _has_own_head(parts: StageParts) -> bool:

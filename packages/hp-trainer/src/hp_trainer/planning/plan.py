@@ -76,6 +76,10 @@ class StepPlan:
         """Bytes of the fullest rank."""
         return self.memory[self.fullest].total
 
+    def fits(self, device_memory: float) -> bool:
+        """Return whether a run is not refused for its budget of activations, and no rank needs more memory."""
+        return self.peak <= device_memory and keeps_budget(self.shape)
+
     @property
     def tokens_per_second(self) -> float:
         """Tokens of all ranks."""
@@ -141,7 +145,7 @@ def plan_as_json(plan: StepPlan, device_memory: float) -> dict[str, Any]:
         "parameters": plan.num_parameters,
         "device": plan.device.name,
         "device_memory": device_memory,
-        "fits": plan.peak <= device_memory and keeps_budget(plan.shape),
+        "fits": plan.fits(device_memory),
         "fullest_place": plan.fullest,
         "memory": [{**each.parts(), "total": each.total, "moment": each.moment} for each in plan.memory],
         "traffic": [dataclasses.asdict(each) for each in plan.traffic],

@@ -86,13 +86,12 @@ def search_layouts(config: TrainerConfig, world_size: int, device: Device, memor
             reasons.update(found)
             continue
         plan = planner.best(dims)
-        if plan is None:
-            continue
-        if keeps_budget(plan.shape):
+        if plan is not None:
             fitting.append(plan)
-        else:
-            num_illegal += 1
-            reasons["training.activation_budget: activations cannot stay within it, all computed again"] += 1
+    if planner.num_over_budget:
+        num_illegal += planner.num_over_budget
+        what = "training.activation_budget: activations cannot stay within it, all computed again"
+        reasons[what] = planner.num_over_budget
     return Ranking(
         world_size=world_size,
         memory=memory,
@@ -115,6 +114,7 @@ class _Planner:
         self._often = dataclasses.replace(config, parallel=often)
         self._both = dataclasses.replace(config, training=again, parallel=often)
         self._memos: dict[int, Memo] = {}
+        self.num_over_budget = 0
         self.num_too_large = 0
         # Planned up to the first place of a pipeline that holds too much: what the whole layout needs at least.
         self.too_large: list[StepPlan] = []
@@ -122,6 +122,10 @@ class _Planner:
     def best(self, dims: ParallelDims) -> StepPlan | None:
         """Return the plan of a layout; of one that does not fit, the quickest that does with less memory, or None."""
         plan = self._plan(self._given, dims, self._memory)
+        # With a budget all blocks are computed again already where they must be: nothing else makes it hold.
+        if not keeps_budget(plan.shape):
+            self.num_over_budget += 1
+            return None
         if plan.peak <= self._memory:
             return plan
         recomputes, often = plan.shape.recomputes, self._may_reduce_often(plan)
