@@ -39,7 +39,7 @@ from hp_moe import (
     place_copies_of_experts,
     update_expert_bias,
 )
-from hp_moe.styles import ReplicatedExperts
+from hp_moe.expert_parallel import ReplicatedExperts
 
 DIM, LENGTH, VOCABULARY = 8, 6, 11
 

@@ -15,7 +15,7 @@ from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_dtensor.testing import run_ranks, slow_link
 from hp_moe import AllToAllDispatcher, AutoDispatcher, ExpertParallel, ExpertParallelError, GroupedExperts, Link, MoE
-from hp_moe.dispatch.cost_model import best_num_chunks
+from hp_moe.dispatch.auto import best_num_chunks
 from hp_moe.dispatch.exchange import RowExchange
 
 

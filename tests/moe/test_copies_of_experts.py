@@ -25,7 +25,7 @@ from hp_moe import (
     busiest_load,
     place_copies,
 )
-from hp_moe.dispatch.placement import owners
+from hp_moe.placement import owners
 
 
 def every_placement(num_experts, num_ranks, slots):

@@ -15,7 +15,7 @@ from hp_dtensor.parallel import nn
 from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_dtensor.testing import run_ranks
 from hp_moe import Activation, FeedForward, GroupedExperts, MoE, MoEConfigError, Routing, clamped_swiglu
-from hp_moe.activations import find_activation
+from hp_moe.feed_forward import find_activation
 
 DIM, EXPERTS = 8, 5
 # float32: sums of a few hundred products of order one, in another order.

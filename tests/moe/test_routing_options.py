@@ -28,7 +28,7 @@ from hp_moe import (
     update_expert_bias,
 )
 from hp_moe.capacity import Choices, kept_choices
-from hp_moe.jitter import uniform_noise
+from hp_moe.router import uniform_noise
 
 DIM, EXPERTS, TOP_K = 8, 5, 2
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}

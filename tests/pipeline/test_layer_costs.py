@@ -11,7 +11,7 @@ from hp_dtensor.parallel import nn
 from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_dtensor.testing import run_ranks
 from hp_trainer.exceptions import PipelineError
-from hp_trainer.pipeline import layer_costs, measured_costs
+from hp_trainer.pipeline import measured_costs, partition
 
 
 class Pair(nn.Module):
@@ -40,7 +40,7 @@ def inputs(platform):
 def test_the_least_of_some_rounds_after_one_that_warms_up(hp_platform, monkeypatch):
     """A clock of our own: rounds of two layers take 9 and 9, then 3 and 5, then 4 and 2 seconds."""
     ticks = iter(np.cumsum([0, 9, 0, 9, 0, 3, 0, 5, 0, 4, 0, 2]).tolist())
-    monkeypatch.setattr(layer_costs.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(partition.time, "perf_counter", lambda: next(ticks))
     assert measured_costs(layers_of(hp_platform, 2), *inputs(hp_platform), rounds=2) == [3, 2]
 
 
@@ -73,7 +73,7 @@ def test_a_rank_that_cannot_measure_fails_on_all(hp_platform, monkeypatch):
             raise ValueError("an odd layer")
         return [1.0, 2.0]
 
-    monkeypatch.setattr(layer_costs, "_seconds", seconds)
+    monkeypatch.setattr(partition, "_seconds", seconds)
 
     def program():
         group = init_device_mesh("cpu", (2,), platform=hp_platform).get_group()
@@ -97,7 +97,7 @@ def test_ranks_that_measure_other_layers_are_told(hp_platform):
 
 def test_ranks_that_measure_together_have_the_times_of_the_slowest(hp_platform, monkeypatch):
     own = [[1.0, 5.0], [2.0, 4.0]]
-    monkeypatch.setattr(layer_costs, "_seconds", lambda *_: own[current_world(hp_platform).rank])
+    monkeypatch.setattr(partition, "_seconds", lambda *_: own[current_world(hp_platform).rank])
 
     def program():
         group = init_device_mesh("cpu", (2,), platform=hp_platform).get_group()

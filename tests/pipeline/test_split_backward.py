@@ -10,7 +10,7 @@ from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_trainer.pipeline import PipelineStage
-from hp_trainer.pipeline.messages import layout_of
+from hp_trainer.pipeline.transfers import layout_of
 
 
 class Tangle(nn.Module):

@@ -11,7 +11,7 @@ from training_runs import FOUR_RANKS, events, losses, skip_unless_torch_or, tens
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.testing import run_ranks
 from hp_moe import LoadMetrics, expert_homes, move_experts
-from hp_moe.balance import moe_layers
+from hp_moe.load_balance import moe_layers
 from hp_trainer.exceptions import ParallelDimsError
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.training import Trainer, expert_moves

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-import hp_moe.dispatch.registry
-import hp_moe.fused_experts
+import hp_moe.dispatch.auto
+import hp_moe.experts
 import hp_moe.grouped_gemm
 from hp_dtensor.platform.plugins import create_plugin_manager, hookimpl
 from hp_moe import Dispatched, ExpertParallelError, hookspecs, loop_grouped_matmul
@@ -18,11 +18,11 @@ def manager(monkeypatch):
     """A manager without the plugins of this environment, in place of the real one."""
     monkeypatch.setenv("HP_LOAD_PLUGINS", "")
     manager = create_plugin_manager("hp_moe", hookspecs)
-    modules = (hp_moe.grouped_gemm, hp_moe.fused_experts, hp_moe.dispatch.registry)
+    modules = (hp_moe.grouped_gemm, hp_moe.experts, hp_moe.dispatch.auto)
     caches = (
         hp_moe.grouped_gemm._implementation,
-        hp_moe.fused_experts._implementation,
-        hp_moe.dispatch.registry.dispatchers,
+        hp_moe.experts._implementation,
+        hp_moe.dispatch.auto.dispatchers,
     )
     for module in modules:
         monkeypatch.setattr(module, "plugin_manager", lambda: manager)
@@ -67,7 +67,7 @@ def test_fused_experts_are_asked_for_once_per_platform_and_may_decline(manager):
 
     def run(platform, rows, permutation="permutation"):
         sent = Dispatched(rows, SimpleNamespace(platform=platform), None, permutation)
-        return hp_moe.fused_experts.fused_experts(sent, (), False)
+        return hp_moe.experts.fused_experts(sent, (), False)
 
     mine, other = NamedPlatform("mine"), NamedPlatform("other")
     assert [run(mine, "rows"), run(mine, None), run(other, "rows")] == ["rows", None, None]
@@ -82,11 +82,11 @@ def test_a_plugin_adds_a_dispatcher(manager):
             registry.add("echo", lambda group, num_experts: (group, num_experts))
 
     manager.register(Plugin())
-    assert hp_moe.dispatch.registry.dispatchers().get("echo").build("the group", 8) == ("the group", 8)
+    assert hp_moe.dispatch.auto.dispatchers().get("echo").build("the group", 8) == ("the group", 8)
 
 
 def test_an_unknown_dispatcher_names_those_there_are(manager):
     with pytest.raises(
         ExpertParallelError, match="no token dispatcher is called 'deep'; known: all_gather, all_to_all, "
     ):
-        hp_moe.dispatch.registry.dispatchers().get("deep")
+        hp_moe.dispatch.auto.dispatchers().get("deep")

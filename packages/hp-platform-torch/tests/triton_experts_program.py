@@ -11,15 +11,13 @@ import warnings
 
 import torch
 
-import hp_moe.fused_experts
+import hp_moe.experts
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.platform.selection import get_platform
 from hp_moe import GroupedExperts, Routing, TokenPermutation
 from hp_platform_torch.moe import kernel_check
-from hp_platform_torch.moe.fused_experts import fused_experts
-from hp_platform_torch.moe.row_order import order_rows
-from hp_platform_torch.moe.tile_schedule import schedule_tiles
+from hp_platform_torch.moe.fused_experts import fused_experts, order_rows, schedule_tiles
 from hp_platform_torch.moe.tile_sizes import Tile, TileSizes
 
 PLATFORM = get_platform("torch")
@@ -114,7 +112,7 @@ def run_case(tokens, dim, hidden_dim, experts, slots, options):
 def layer_results(recomputed, fused):
     """Output and gradients of `GroupedExperts`, by the kernels or not, kept or computed again in backward."""
     kernel_check._applies = lambda *_: True
-    hp_moe.fused_experts._implementation = lambda platform: kernel_check.checked_fused_experts if fused else None
+    hp_moe.experts._implementation = lambda platform: kernel_check.checked_fused_experts if fused else None
     with nn.building(PLATFORM):
         layer = GroupedExperts(24, 16, 4)
     generator = torch.Generator().manual_seed(3)

@@ -18,9 +18,8 @@ from hp_trainer.pipeline import (
     simulate,
     validate,
 )
-from hp_trainer.pipeline.list_scheduling import list_schedule
-from hp_trainer.pipeline.placement import loop_placement, v_placement
-from hp_trainer.pipeline.whole_backwards import join_backwards
+from hp_trainer.pipeline.actions import loop_placement, v_placement
+from hp_trainer.pipeline.list_scheduling import join_backwards, list_schedule
 
 STAGES = {"gpipe": (1, 2), "interleaved_1f1b": (1, 2, 3, 4), "interleaved_zero_bubble": (2, 3)}
 V_SCHEDULES = ("zero_bubble_v", "dualpipe_v")

@@ -1,8 +1,5 @@
 """Mixture of experts over a mesh: routing, dispatch, grouped experts, combine."""
 
-from hp_moe.activations import Activation, clamped_swiglu
-from hp_moe.aux_losses import AuxLosses
-from hp_moe.balance import LoadMetrics, moe_layers, place_copies_of_experts, update_expert_bias
 from hp_moe.capacity import Capacity
 from hp_moe.conversion import from_huggingface, moe_options, to_huggingface, upcycle
 from hp_moe.dispatch import (
@@ -25,19 +22,9 @@ from hp_moe.dispatch import (
     place_homes,
     ranks_per_token,
 )
-from hp_moe.dispatch.permutation import TokenPermutation
+from hp_moe.dispatch.base import TokenPermutation
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
-from hp_moe.experts import ExpertWeights, GroupedExperts
-from hp_moe.feed_forward import FeedForward
-from hp_moe.fused_experts import FusedExperts
-from hp_moe.grouped_gemm import GroupedMatmul, GroupSizes, grouped_bias, grouped_matmul, loop_grouped_matmul
-from hp_moe.moe import MoE
-from hp_moe.relocation import expert_homes, move_experts, return_experts, set_expert_homes
-from hp_moe.replay import RoutingRecord, record_routing, replay_routing
-from hp_moe.router import TokenChoiceTopKRouter
-from hp_moe.routing import Routing
-from hp_moe.score_functions import Scoring
-from hp_moe.styles import (
+from hp_moe.expert_parallel import (
     BaseExpertParallel,
     ExpertParallel,
     ExpertTensorParallel,
@@ -45,6 +32,16 @@ from hp_moe.styles import (
     TensorParallel,
     expert_shard_dim,
 )
+from hp_moe.experts import ExpertWeights, FusedExperts, GroupedExperts
+from hp_moe.feed_forward import Activation, FeedForward, clamped_swiglu
+from hp_moe.grouped_gemm import GroupedMatmul, GroupSizes, grouped_bias, grouped_matmul, loop_grouped_matmul
+from hp_moe.load_balance import LoadMetrics, moe_layers, place_copies_of_experts, update_expert_bias
+from hp_moe.losses import AuxLosses
+from hp_moe.moe import MoE
+from hp_moe.relocation import expert_homes, move_experts, return_experts, set_expert_homes
+from hp_moe.replay import RoutingRecord, record_routing, replay_routing
+from hp_moe.router import Scoring, TokenChoiceTopKRouter
+from hp_moe.routing import Routing
 
 __version__ = "0.1.0"
 

@@ -10,12 +10,12 @@ from typing import Any
 from hp_dtensor.comm.collectives import RowMove, move_rows_data
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_moe.balance import LoadMetrics, moe_layers
 from hp_moe.dispatch import ReplicatingDispatcher
-from hp_moe.dispatch.homes import Homes, check_homes, place_homes
 from hp_moe.exceptions import ExpertParallelError
-from hp_moe.expert_hooks import WEIGHTS, dispatcher_of
+from hp_moe.experts import WEIGHTS, dispatcher_of
+from hp_moe.load_balance import LoadMetrics, moe_layers
 from hp_moe.moe import MoE
+from hp_moe.placement import Homes, check_homes, place_homes
 
 Tensor = Any
 States = Callable[[Tensor], Iterable[Tensor]]

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy
 
-from hp_moe.balance import moe_layers
 from hp_moe.exceptions import ExpertParallelError
-from hp_moe.routing_tape import Tape
+from hp_moe.load_balance import moe_layers
+from hp_moe.router import Tape
 
 Array = numpy.ndarray
 

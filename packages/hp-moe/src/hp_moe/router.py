@@ -1,8 +1,16 @@
-"""Token-choice routing: every token picks its experts."""
+"""Scores of experts from the gate's logits, float32 `[tokens, num_experts]` in and out.
+
+Noise that depends on a token's number alone, so that a token sees the same wherever it is routed.
+
+The calls of one layer's router, being recorded or replayed.
+
+Token-choice routing: every token picks its experts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy
@@ -11,16 +19,146 @@ from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.recompute import kept
 from hp_dtensor.spec.placements import Partial
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_moe.aux_losses import attach_loss
-from hp_moe.exceptions import MoEConfigError
-from hp_moe.jitter import uniform_noise
-from hp_moe.routing import count_keys
-from hp_moe.routing_checks import check_ids
-from hp_moe.routing_tape import Tape
-from hp_moe.score_functions import SCORINGS, ScoreFunction, normalized
-from hp_moe.tally import is_trained
+from hp_moe.exceptions import ExpertParallelError, MoEConfigError
+from hp_moe.losses import attach_loss, is_trained
+from hp_moe.routing import check_ids, count_keys
 
 Tensor = Any
+Ops = Any
+ScoreFunction = Literal["softmax", "sigmoid", "sqrt_softplus", "softmax_of_top_k"]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A score function in its two steps, and the distribution that auxiliary losses even out.
+
+    Attributes:
+        scores: from logits to the scores that experts are chosen by and weighted with.
+        weights: from the chosen scores `[tokens, top_k]` to weights.
+        probabilities: from logits and scores to a distribution over all experts.
+        sums_to_one: a token's weights always do.
+
+    Example:
+        >>> def share(ops, logits, scores):
+        ...     return ops.softmax(logits, 1)
+        >>> with nn.building(platform):
+        ...     router = TokenChoiceTopKRouter(dim=4, num_experts=8, top_k=2)
+        >>> router.scoring = Scoring(lambda ops, logits: logits, lambda ops, chosen: chosen, share)
+        >>> scores, experts, counts = router(platform.ops.ones((3, 4), platform.dtype("float32")))
+        >>> float(platform.to_numpy(scores).sum())  # logits of a gate of zeros
+        0.0
+    """
+
+    scores: Callable[[Ops, Tensor], Tensor]
+    weights: Callable[[Ops, Tensor], Tensor]
+    probabilities: Callable[[Ops, Tensor, Tensor], Tensor]
+    sums_to_one: bool = False
+
+
+def normalized(ops: Ops, scores: Tensor) -> Tensor:
+    """Divide each row by its sum; the added constant keeps scores that are all zero finite."""
+    return ops.div(scores, ops.add(ops.sum(scores, 1, keepdim=True), 1e-20))
+
+
+def _sqrt_softplus(ops: Ops, logits: Tensor) -> Tensor:
+    # log(exp(0) + exp(x)): its gradient is right everywhere, and the added constant keeps the root's finite at 0.
+    softplus = ops.logsumexp(ops.stack([logits, ops.zeros_like(logits)], 0), 0)
+    return ops.sqrt(ops.add(softplus, 1e-30))
+
+
+def _same(ops: Ops, scores: Tensor) -> Tensor:
+    return scores
+
+
+def _share(ops: Ops, logits: Tensor, scores: Tensor) -> Tensor:
+    return normalized(ops, scores)
+
+
+SCORINGS: dict[str, Scoring] = {
+    "softmax": Scoring(lambda ops, logits: ops.softmax(logits, 1), _same, lambda ops, logits, scores: scores),
+    # DeepSeek-V3, arXiv 2412.19437.
+    "sigmoid": Scoring(lambda ops, logits: ops.sigmoid(logits), _same, _share),
+    # DeepSeek-V4.
+    "sqrt_softplus": Scoring(_sqrt_softplus, _same, _share),
+    # gpt-oss, arXiv 2508.10925: experts are chosen by logits, and the chosen logits' softmax weighs.
+    "softmax_of_top_k": Scoring(
+        _same,
+        lambda ops, chosen: ops.softmax(chosen, 1),
+        lambda ops, logits, scores: ops.softmax(logits, 1),
+        sums_to_one=True,
+    ),
+}
+
+
+_GOLDEN = numpy.uint64(0x9E3779B97F4A7C15)
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+
+
+def uniform_noise(numbers: numpy.ndarray, width: int, seed: int, call: int) -> numpy.ndarray:
+    """Return numbers uniform in [0, 1), float32 `[tokens, width]`, that depend on each token's number, seed and call.
+
+    Element i of token n is the (n * width + i)-th output of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), which may be
+    computed in any order, from a state that `seed` and `call` give.
+
+    Args:
+        numbers: of the tokens, int64 `[tokens]`, at least 0.
+
+    Example:
+        >>> both, second = (uniform_noise(np.array(numbers), 3, seed=0, call=5) for numbers in ([7, 8], [8]))
+        >>> (both[1] == second[0]).all()
+        np.True_
+    """
+    (start,) = numpy.random.SeedSequence([seed, call]).generate_state(1, numpy.uint64)
+    index = numbers.astype(numpy.uint64)[:, None] * numpy.uint64(width) + numpy.arange(1, width + 1, dtype=numpy.uint64)
+    # Unsigned arithmetic of arrays wraps around, as the generator wants.
+    mixed = index * _GOLDEN + start
+    for shift, factor in _MIX:
+        mixed = (mixed ^ (mixed >> numpy.uint64(shift))) * numpy.uint64(factor)
+    mixed ^= mixed >> numpy.uint64(31)
+    noise: numpy.ndarray = (mixed >> numpy.uint64(40)).astype(numpy.float32) * numpy.float32(2.0**-24)
+    return noise
+
+
+Array = numpy.ndarray
+
+
+class Tape:
+    """The calls of one layer, being recorded or replayed."""
+
+    def __init__(self, name: str, calls: list[Array], *, replays: bool) -> None:
+        self.name = name
+        self.calls = calls
+        self.replays = replays
+        self.position = 0
+
+    def next(self, num_tokens: int, top_k: int) -> Array:
+        """Return the experts of the next call.
+
+        Raises:
+            ExpertParallelError: there are no more calls, or this one had another number of tokens or experts.
+        """
+        if self.position == len(self.calls):
+            raise ExpertParallelError(f"{self._layer}: only {len(self.calls)} calls were recorded; this is one more")
+        experts = self.calls[self.position]
+        if experts.shape != (num_tokens, top_k):
+            raise ExpertParallelError(
+                f"{self._layer}, call {self.position}: recorded were {experts.shape[0]} tokens of {experts.shape[1]} "
+                f"experts, this call has {num_tokens} of {top_k}; replay the same batches in the same layout"
+            )
+        self.position += 1
+        return experts
+
+    def check_end(self) -> None:
+        if self.replays and self.position != len(self.calls):
+            raise ExpertParallelError(
+                f"{self._layer}: {len(self.calls)} calls were recorded, and only {self.position} were made again"
+            )
+
+    @property
+    def _layer(self) -> str:
+        return f"routing of layer {self.name!r}"
+
+
 GroupScore = Literal["top2_sum", "max"]
 AuxiliaryLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -1,13 +1,23 @@
-"""Routing: the experts of the tokens of one call, with their scores and counts."""
+"""Routing: the experts of the tokens of one call, with their scores and counts.
+
+Checks of what a layer is given.
+
+Each rank checks its own inputs. Where ranks exchange tokens, a rank at fault takes part in the exchange of sizes, the
+first one of a call, with a code in place of its sizes: no rank waits for one that has raised, and all raise together.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.exceptions import ExpertParallelError
 
 Tensor = Any
@@ -91,3 +101,205 @@ def _check_counts(counts: numpy.ndarray, num_rows: int, num_experts: int) -> Non
             f"num_tokens_per_expert: the counts {counts.tolist()} add up to {int(counts.sum())}, but there are "
             f"{num_rows} rows"
         )
+
+
+# A rank at fault adds this times a code to a number of rows that travels anyway. No rank sends so many rows.
+FAULTY = 1 << 40
+_BAD_EXPERTS, _BAD_SCORES, _BAD_INPUTS = 1, 2, 3
+_KINDS = {
+    _BAD_EXPERTS: "expert numbers out of range, or counts that do not add up to the choices",
+    _BAD_SCORES: "scores that are no finite numbers",
+    _BAD_INPUTS: "inputs that do not fit, which its own error tells",
+}
+_INTEGERS = ("int64", "int32")
+
+
+def check_inputs(platform: Platform, x: Tensor, weights: dict[str, Tensor], routing: Routing, num_experts: int) -> None:
+    """Refuse inputs whose shapes, dtypes or, on the host, values do not fit, non-finite scores among them.
+
+    Values on an accelerator are not looked at here, since that would wait for it: `faults` goes along with the sizes
+    that the ranks exchange.
+
+    Args:
+        weights: of the experts by name, `w1` `[experts, hidden_dim, dim]` among them.
+        num_experts: experts of all ranks.
+
+    Raises:
+        ExpertParallelError: listing everything that does not fit.
+    """
+    problems = [*_shape_problems(x, weights, routing, num_experts), *_dtype_problems(platform, x, weights, routing)]
+    if problems:
+        raise ExpertParallelError("; ".join(problems))
+    check_values(platform, routing, num_experts)
+
+
+def check_values(platform: Platform, routing: Routing, num_experts: int) -> None:
+    """Refuse numbers of a routing on the host that do not fit; one on an accelerator is not looked at.
+
+    Raises:
+        ExpertParallelError: listing everything that does not fit.
+    """
+    if not routing.is_expert_major and is_on_host(platform, routing.experts):
+        problems, nonfinite = [*_value_problems(platform, routing, num_experts)], [*_nonfinite(platform, routing)]
+        if problems or nonfinite:
+            raise ExpertParallelError("; ".join([*problems, *nonfinite]), only_nonfinite=not problems)
+
+
+def check_ids(platform: Platform, ids: Tensor | None, num_tokens: int, vocab_size: int) -> None:
+    """Refuse token ids that experts cannot be chosen by; ids on an accelerator are not looked at.
+
+    Args:
+        ids: of the tokens that this rank routes; None: there are none.
+
+    Raises:
+        ExpertParallelError: not one integer for each token, or ids out of range.
+    """
+    if ids is None or tuple(ids.shape) != (num_tokens,):
+        got = "none" if ids is None else f"shape {list(ids.shape)}"
+        raise ExpertParallelError(
+            f"hash routing chooses experts by token ids: expected one for each of {num_tokens} tokens, got {got}; "
+            "call the layer with ids"
+        )
+    if platform.dtype_name(ids.dtype) not in _INTEGERS:
+        raise ExpertParallelError(f"ids: expected int64, got {platform.dtype_name(ids.dtype)}")
+    if is_on_host(platform, ids):
+        numbers = platform.to_numpy(ids)
+        bad = numbers[(numbers < 0) | (numbers >= vocab_size)]
+        if bad.size:
+            raise ExpertParallelError(
+                f"ids: expected numbers from 0 to hash_vocab_size - 1 = {vocab_size - 1}, got {bad[0]} "
+                f"({bad.size} out of range)"
+            )
+
+
+def faults(platform: Platform, routing: Routing, num_experts: int, rank: int) -> Tensor:
+    """Return what to add to a number of rows: 0, or `FAULTY` times a code of this rank and its fault, int64 `[1]`.
+
+    Computed on the device of the routing, which is not waited for. Faults are experts out of range, counts that do not
+    add up, and scores that are no finite numbers.
+
+    Args:
+        rank: of this process in the job.
+    """
+    ops, int64 = platform.ops, platform.dtype("int64")
+    experts = ops.reshape(routing.experts, (-1,))
+    outside = ops.logical_or(ops.lt(experts, 0), ops.gt(experts, num_experts))
+    nowhere = ops.sum(ops.cast(ops.ge(experts, num_experts), int64))
+    wrong = ops.cast(ops.ne(ops.add(ops.sum(routing.counts), nowhere), int(experts.shape[0])), int64)
+    count = ops.add(ops.sum(ops.cast(outside, int64)), wrong)
+    if not routing.has_dropped:
+        count = ops.add(count, nowhere)
+    code = ops.mul(ops.cast(ops.gt(count, 0), int64), fault_code(rank, _BAD_EXPERTS))
+    if routing.scores is not None and not routing.takes_nonfinite:
+        # Numbers that are none compare as false.
+        finite = ops.lt(ops.abs(platform.detach(routing.scores)), float("inf"))
+        bad = ops.gt(ops.sum(ops.cast(ops.logical_not(finite), int64)), 0)
+        scores = ops.mul(ops.cast(bad, int64), fault_code(rank, _BAD_SCORES))
+        code = ops.where(ops.gt(code, 0), code, scores)
+    return ops.reshape(ops.mul(code, FAULTY), (1,))
+
+
+def fault_code(rank: int, kind: int = _BAD_INPUTS) -> int:
+    """Return the code of a fault of a rank of the job, above 0."""
+    return 4 * rank + kind
+
+
+@contextlib.contextmanager
+def reported_faults(dispatcher: Any, platform: Platform, x: Tensor) -> Iterator[None]:
+    """Tell the ranks that a dispatcher exchanges tokens with of an error within, which is raised after that."""
+    try:
+        yield
+    except ExpertParallelError:
+        dispatcher.report_fault(fault_code(current_world(platform).rank), platform.device_of(x))
+        raise
+
+
+class RefusedRouting(ExpertParallelError):
+    """Raised on every rank for the faults of some.
+
+    Attributes:
+        code: of the first fault.
+    """
+
+    def __init__(self, codes: Sequence[int]) -> None:
+        self.code = codes[0]
+        told = "; ".join(f"rank {code // 4}: {_KINDS[code % 4]}" for code in codes)
+        only_nonfinite = all(code % 4 == _BAD_SCORES for code in codes)
+        super().__init__(f"routing of {told}; nothing was sent", only_nonfinite=only_nonfinite)
+
+
+def refuse_faulty(numbers: Sequence[int]) -> None:
+    """Raise on every rank when one has added a fault to its number of rows.
+
+    Args:
+        numbers: one from each rank.
+
+    Raises:
+        RefusedRouting: naming those ranks, and what is wrong.
+    """
+    codes = sorted({int(number) // FAULTY for number in numbers} - {0})
+    if codes:
+        raise RefusedRouting(codes)
+
+
+def is_on_host(platform: Platform, x: Tensor) -> bool:
+    return str(platform.device_of(x)).startswith("cpu")
+
+
+def _shape_problems(x: Tensor, weights: dict[str, Tensor], routing: Routing, num_experts: int) -> Iterator[str]:
+    dim = int(weights["w1"].shape[2])
+    if len(x.shape) != 2 or int(x.shape[1]) != dim:
+        yield f"x: expected [tokens, {dim}], got shape {list(x.shape)}"
+        return
+    experts = tuple(routing.experts.shape)
+    if len(experts) != 2 or experts[0] != int(x.shape[0]):
+        yield f"routing.experts: expected [{x.shape[0]}, top_k], a row for each token, got shape {list(experts)}"
+    if routing.scores is not None and tuple(routing.scores.shape) != experts:
+        yield f"routing.scores: expected the shape of experts, {list(experts)}, got {list(routing.scores.shape)}"
+    if tuple(routing.counts.shape) != (num_experts,):
+        yield f"routing.counts: expected one for each of {num_experts} experts, got shape {list(routing.counts.shape)}"
+
+
+def _dtype_problems(platform: Platform, x: Tensor, weights: dict[str, Tensor], routing: Routing) -> Iterator[str]:
+    name = platform.dtype_name
+    # In mixed precision FSDP casts the local part of a DTensor, which still tells the dtype of before.
+    parts = {key: platform.unwrap(each) if isinstance(each, DTensor) else each for key, each in weights.items()}
+    others = {key: name(part.dtype) for key, part in parts.items() if part.dtype != x.dtype}
+    if others:
+        found = ", ".join(f"{key} {dtype}" for key, dtype in others.items())
+        yield f"x is {name(x.dtype)}, but the weights are not: {found}; cast one of them, or give FSDP's param_dtype"
+    for key in ("experts", "counts"):
+        dtype = getattr(routing, key).dtype
+        if name(dtype) not in _INTEGERS:
+            yield f"routing.{key}: expected int64, got {name(dtype)}"
+    if routing.scores is not None and not platform.is_floating(routing.scores.dtype):
+        yield f"routing.scores: expected float32, got {name(routing.scores.dtype)}"
+
+
+def _value_problems(platform: Platform, routing: Routing, num_experts: int) -> Iterator[str]:
+    experts, counts = platform.to_numpy(routing.experts), platform.to_numpy(routing.counts)
+    largest = num_experts if routing.has_dropped else num_experts - 1
+    bad = (experts < 0) | (experts > largest)
+    if bad.any():
+        token, slot = numpy.argwhere(bad)[0]
+        yield (
+            f"routing.experts: expected numbers from 0 to {num_experts - 1}, got {experts[token, slot]} for token "
+            f"{token}, slot {slot} ({int(bad.sum())} in all)"
+        )
+    elif (numpy.bincount(experts.reshape(-1), minlength=num_experts)[:num_experts] != counts).any():
+        yield (
+            f"routing.counts: expected the number of choices of each expert, which add up to "
+            f"{int((experts < num_experts).sum())}, got {counts.tolist()}, which add up to {int(counts.sum())}"
+        )
+
+
+def _nonfinite(platform: Platform, routing: Routing) -> Iterator[str]:
+    if routing.scores is not None and not routing.takes_nonfinite:
+        scores = platform.to_numpy(platform.detach(routing.scores))
+        bad = ~numpy.isfinite(scores)
+        if bad.any():
+            token, slot = numpy.argwhere(bad)[0]
+            yield (
+                f"routing.scores: expected finite numbers, got {scores[token, slot]} for token {token}, slot {slot} "
+                f"({int(bad.sum())} in all); look at the layer's input and at router.gate.weight"
+            )

@@ -10,11 +10,9 @@ from hp_dtensor.comm.collectives import all_gather_varying, gather_data, reduce_
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.recompute import kept
 from hp_dtensor.spec.placements import Shard
-from hp_moe.dispatch.base import Dispatched, TokenDispatcher
-from hp_moe.dispatch.permutation import TokenPermutation
+from hp_moe.dispatch.base import Dispatched, TokenDispatcher, TokenPermutation
 from hp_moe.grouped_gemm import GroupSizes
-from hp_moe.routing import Routing, local_numbers
-from hp_moe.routing_checks import FAULTY, faults, refuse_faulty
+from hp_moe.routing import FAULTY, Routing, faults, local_numbers, refuse_faulty
 
 Tensor = Any
 

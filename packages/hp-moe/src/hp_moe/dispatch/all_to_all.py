@@ -1,8 +1,12 @@
-"""Expert parallelism by variable all-to-all, with one row per token and destination rank on the wire."""
+"""Expert parallelism by variable all-to-all, with one row per token and destination rank on the wire.
+
+Expert parallel with one copy of a row for each expert, as most implementations send them.
+"""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -10,14 +14,11 @@ import numpy
 from hp_dtensor.comm.collectives import all_to_all_rows, all_to_all_rows_data
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.recompute import kept
-from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, Returning, Route, Underway
-from hp_moe.dispatch.exchange import RoundedExchange, RowExchange
-from hp_moe.dispatch.permutation import TokenPermutation
-from hp_moe.dispatch.wire_formats import block_width, find_wire_format
+from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, Returning, Route, TokenPermutation, Underway
+from hp_moe.dispatch.exchange import RoundedExchange, RowExchange, block_width, find_wire_format
 from hp_moe.exceptions import ExpertParallelError
 from hp_moe.grouped_gemm import GroupSizes
-from hp_moe.routing import Routing, count_keys, local_numbers
-from hp_moe.routing_checks import FAULTY, faults, refuse_faulty
+from hp_moe.routing import FAULTY, Routing, count_keys, faults, local_numbers, refuse_faulty
 
 Tensor = Any
 
@@ -291,3 +292,40 @@ def _numel(x: Tensor) -> int:
 
 def _ints(values: numpy.ndarray) -> tuple[int, ...]:
     return tuple(int(value) for value in values)
+
+
+class CopyPerExpertDispatcher(AllToAllDispatcher):
+    """Sends `top_k` copies of every token, even those that go to the same rank, and brings as many results back.
+
+    It is an oracle of `AllToAllDispatcher`, and what that is compared with.
+
+    Example:
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         layer = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
+        ...     ExpertParallel("copy_per_expert").apply(layer, init_device_mesh("cpu", (2,)))
+        ...     return tuple(layer(platform.ops.ones((3, 4), platform.dtype("float32"))).shape)
+        >>> run_ranks(program, 2)
+        [(3, 4), (3, 4)]
+    """
+
+    def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
+        """Send a copy of each token to each of its experts; see `TokenDispatcher`."""
+        tokens, top_k = (int(size) for size in routing.experts.shape)
+        copies = kept(lambda: self._copies(tokens, top_k, x))
+        shape = (tokens * top_k, 1)
+        single = replace(
+            routing,
+            experts=self.platform.ops.reshape(routing.experts, shape),
+            scores=None if routing.scores is None else self.platform.ops.reshape(routing.scores, shape),
+        )
+        return replace(super().dispatch(copies.permute(x), single), copies=copies)
+
+    def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
+        """Bring every copy's result back and add up those of a token; see `TokenDispatcher`."""
+        assert dispatched.copies is not None
+        return dispatched.copies.unpermute(super().combine(y, dispatched))
+
+    def _copies(self, tokens: int, top_k: int, x: Tensor) -> TokenPermutation:
+        keys = self._constant(numpy.arange(tokens * top_k).reshape(tokens, top_k), x)
+        return TokenPermutation(self.platform, keys, tokens * top_k)

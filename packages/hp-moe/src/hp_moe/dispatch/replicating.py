@@ -11,11 +11,9 @@ import numpy
 from hp_dtensor.comm.collectives import all_to_all_rows
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_moe.dispatch.all_to_all import AllToAllDispatcher
-from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, Returning, Underway
-from hp_moe.dispatch.homes import check_homes, inverse
-from hp_moe.dispatch.permutation import TokenPermutation
-from hp_moe.dispatch.placement import Placement, owners, place_copies
+from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, Returning, TokenPermutation, Underway
 from hp_moe.exceptions import ExpertParallelError
+from hp_moe.placement import Placement, check_homes, inverse, owners, place_copies
 from hp_moe.routing import Routing, count_keys
 
 Tensor = Any

@@ -10,8 +10,7 @@ from hp_dtensor.comm.world import current_world
 from hp_moe.dispatch.all_to_all import AllToAllDispatcher
 from hp_moe.dispatch.base import Dispatched, TokenDispatcher
 from hp_moe.exceptions import ExpertParallelError
-from hp_moe.routing import Routing
-from hp_moe.routing_checks import RefusedRouting
+from hp_moe.routing import RefusedRouting, Routing
 
 Tensor = Any
 

@@ -1,4 +1,8 @@
-"""SwiGLU experts of one rank as one autograd node over Triton kernels.
+"""The order of rows by expert, and its inverse, from each slot's expert.
+
+Tiles of ragged row groups: a table made on the device, so that no kernel waits for the host to know the counts.
+
+SwiGLU experts of one rank as one autograd node over Triton kernels.
 
 Forward keeps the tokens and the products before the activation; everything else is computed again in backward, from
 the output's gradient: `d_act = w2.T @ d_out` gives the gradient of the scores without the experts' outputs
@@ -15,17 +19,88 @@ import torch
 import triton
 from torch.autograd.function import once_differentiable
 
-from hp_platform_torch.moe.combine_kernels import combine_kernel, score_gradient_kernel
-from hp_platform_torch.moe.row_kernels import (
+from hp_moe import TokenPermutation
+from hp_platform_torch.moe.tile_sizes import Tile, TileSizes
+from hp_platform_torch.moe.triton_kernels import (
     activation_backward_kernel,
+    combine_kernel,
     down_kernel,
     gate_up_kernel,
     input_gradient_kernel,
+    schedule_kernel,
+    score_gradient_kernel,
+    weight_gradient_kernel,
 )
-from hp_platform_torch.moe.row_order import RowOrder
-from hp_platform_torch.moe.tile_schedule import TileSchedule, schedule_tiles
-from hp_platform_torch.moe.tile_sizes import Tile, TileSizes
-from hp_platform_torch.moe.weight_kernels import weight_gradient_kernel
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """The row of each slot, and the token of each row.
+
+    Attributes:
+        entries: int32 `[num_rows]`: flat index of each row's slot, `token * num_slots + slot`.
+        positions: int32 `[num_tokens * num_slots]`: each slot's row; `num_rows` or more where it has none.
+    """
+
+    entries: torch.Tensor
+    positions: torch.Tensor
+    num_tokens: int
+    num_slots: int
+    num_rows: int
+
+
+def order_rows(permutation: TokenPermutation, num_experts: int) -> RowOrder:
+    """The order of a `permutation`, by fewer and quicker operations: sorting takes time for each byte of a key."""
+    keys = permutation.keys.reshape(-1)
+    narrow = torch.int16 if num_experts < 2**15 else torch.int64
+    order = torch.sort(keys.to(narrow), stable=True).indices
+    positions = torch.empty(order.shape, dtype=torch.int32, device=order.device)
+    positions[order] = torch.arange(order.shape[0], dtype=torch.int32, device=order.device)
+    return RowOrder(
+        order[: permutation.num_copies].int(),
+        positions,
+        permutation.num_rows,
+        permutation.num_slots,
+        permutation.num_copies,
+    )
+
+
+_TABLE_ELEMENTS = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class TileSchedule:
+    """The rows of each tile of `rows_per_tile` rows; no tile crosses from one group to the next.
+
+    Attributes:
+        table: int32 `[max_tiles, 3]`: group, first row and end of the group's rows, of each tile.
+        num_tiles: int32 `[1]`: how many lines of the table are tiles.
+        row_ends: int32 `[groups]`: the end of each group's rows.
+        max_tiles: as many as there can be with this number of rows; known on the host.
+        rows_per_tile: rows of a tile; a group's last tile may have fewer.
+    """
+
+    table: torch.Tensor
+    num_tiles: torch.Tensor
+    row_ends: torch.Tensor
+    max_tiles: int
+    rows_per_tile: int
+
+
+def schedule_tiles(counts: torch.Tensor, num_rows: int, rows_per_tile: int) -> TileSchedule:
+    """Cut groups of `counts` (int64 `[groups]`, on the device, `num_rows` together) into tiles."""
+    num_groups = counts.shape[0]
+    max_tiles = num_rows // rows_per_tile + min(num_groups, num_rows)
+    int32 = {"dtype": torch.int32, "device": counts.device}
+    table, num_tiles = torch.empty((max_tiles, 3), **int32), torch.empty((1,), **int32)
+    row_ends = torch.empty((num_groups,), **int32)
+    width = triton.next_power_of_2(num_groups)
+    block = max(1, min(triton.next_power_of_2(max_tiles), _TABLE_ELEMENTS // width))
+    schedule_kernel[(triton.cdiv(max_tiles, block),)](
+        counts, table, num_tiles, row_ends, num_groups, max_tiles, rows_per_tile, width, block
+    )
+    return TileSchedule(table, num_tiles, row_ends, max_tiles, rows_per_tile)
+
 
 _COMBINE_BLOCK = 2048
 _SCORE_BLOCK = 1024

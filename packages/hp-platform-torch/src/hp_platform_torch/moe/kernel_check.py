@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from hp_dtensor.parallel.recompute import kept
 from hp_dtensor.platform.interface import Platform
 from hp_moe import GroupSizes, TokenPermutation
-from hp_platform_torch.moe.fused_experts import fused_experts
-from hp_platform_torch.moe.row_order import order_rows
+from hp_platform_torch.moe.fused_experts import fused_experts, order_rows
 from hp_platform_torch.moe.tile_sizes import TileSizes, choose_tile_sizes
 
 # Measured: 4e-3 for bfloat16 and 5e-4 for float16, on an H100, as the norm of the difference over the norm.

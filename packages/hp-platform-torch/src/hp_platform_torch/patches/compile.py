@@ -20,7 +20,7 @@ from hp_platform_torch.tensor.dtensor import TorchDTensor
 _LEFT_ALONE = ("hp_dtensor", "hp_platform_torch", "hp_fsdp", "hp_moe")
 _LOOKED_INTO = (
     "hp_dtensor.parallel.nn",
-    "hp_moe.activations",
+    "hp_moe.feed_forward",
     "hp_moe.feed_forward",
     "hp_platform_torch.ops.namespace",
     "hp_platform_torch.platform",

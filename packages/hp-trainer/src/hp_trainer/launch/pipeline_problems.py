@@ -12,7 +12,7 @@ from hp_trainer.parallel import ParallelDims
 from hp_trainer.parallel.divisors import divisors, nearest_divisors
 from hp_trainer.pipeline import Schedule, build_schedule, schedule_names
 from hp_trainer.pipeline.schedules import most_microbatches
-from hp_trainer.pipeline.validation import check_whole_backwards
+from hp_trainer.pipeline.simulation import check_whole_backwards
 from hp_trainer.registries import Registries
 from hp_trainer.training.stages import cut_layers, make_schedule, num_microbatches
 

@@ -1,16 +1,12 @@
 """Pipelines: schedules as data, made by pure functions and validated without ranks, and the stages that run them."""
 
-from hp_trainer.pipeline.actions import Action, Kind, Schedule
-from hp_trainer.pipeline.layer_costs import measured_costs
-from hp_trainer.pipeline.lowering import rank_actions
-from hp_trainer.pipeline.microbatches import TensorChunkSpec
-from hp_trainer.pipeline.partition import balanced_stages, listed_stages
+from hp_trainer.pipeline.actions import Action, Kind, Schedule, rank_actions
+from hp_trainer.pipeline.partition import balanced_stages, listed_stages, measured_costs
 from hp_trainer.pipeline.pictures import describe_timeline, draw_timeline
-from hp_trainer.pipeline.pipeline import Pipeline
+from hp_trainer.pipeline.pipeline import Pipeline, TensorChunkSpec
 from hp_trainer.pipeline.schedules import build_schedule, register_schedule, schedule_names
-from hp_trainer.pipeline.simulation import ActionSeconds, Timeline, simulate
-from hp_trainer.pipeline.stage import PipelineStage
-from hp_trainer.pipeline.tied_weights import TiedWeights
+from hp_trainer.pipeline.simulation import ActionSeconds, Timeline, simulate, validate
+from hp_trainer.pipeline.stage import PipelineStage, TiedWeights
 from hp_trainer.pipeline.torch_schedules import (
     Schedule1F1B,
     ScheduleDualPipeV,
@@ -21,7 +17,6 @@ from hp_trainer.pipeline.torch_schedules import (
     ScheduleZBVZeroBubble,
     get_schedule_class,
 )
-from hp_trainer.pipeline.validation import validate
 
 __all__ = [
     "Action",

@@ -1,6 +1,12 @@
 """Actions of a pipeline, and a schedule: one list of them for each rank.
 
 The text form follows torch.distributed.pipelining: stage, kind, micro-batch, as in `2F0`.
+
+The actions that an action waits for: the one statement of a pipeline's data flow.
+
+The stages of each rank, and the order in which a rank goes through them.
+
+From a schedule to the list of actions that one rank executes: transfers and gathers put in.
 """
 
 from __future__ import annotations
@@ -8,6 +14,7 @@ from __future__ import annotations
 import enum
 import itertools
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hp_trainer.exceptions import ScheduleError
@@ -32,7 +39,7 @@ class Kind(enum.Enum):
         RESHARD: they are sharded again, after a step without a backward.
         REDUCE_GRAD: their gradients, accumulated over all micro-batches, are reduced; they are sharded again.
 
-    A schedule has the first four; the others follow from it (`hp_trainer.pipeline.lowering`).
+    A schedule has the first four; the others follow from it (`hp_trainer.pipeline.actions`).
     """
 
     FORWARD = "F"
@@ -142,3 +149,115 @@ class Schedule:
         return Schedule(
             tuple(rank_of_stage[stage] for stage in sorted(rank_of_stage)), num_microbatches, tuple(actions)
         )
+
+
+GIVES_INPUT_GRAD = (Kind.BACKWARD, Kind.INPUT_GRAD)
+
+
+def alternatives(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
+    """Return what must be over before `action` may begin: one action of each tuple.
+
+    The gradient that a stage gives to the one before it comes of a whole backward or of its first part, whichever the
+    schedule has, so such a dependency has two forms.
+    """
+    stage, kind, microbatch = action.stage, action.kind, action.microbatch
+    if kind is Kind.FORWARD:
+        return [(Action(stage - 1, Kind.FORWARD, microbatch),)] if stage else []
+    if kind is Kind.WEIGHT_GRAD:
+        return [(Action(stage, Kind.INPUT_GRAD, microbatch),)]
+    needed: list[tuple[Action, ...]] = [(Action(stage, Kind.FORWARD, microbatch),)]
+    if stage + 1 < num_stages:
+        needed.append(tuple(Action(stage + 1, each, microbatch) for each in GIVES_INPUT_GRAD))
+    return needed
+
+
+def loop_placement(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """Return the rank of each stage where stages go round: stage s is on rank s % num_ranks."""
+    return tuple(stage % num_ranks for stage in range(num_ranks * stages_per_rank))
+
+
+def v_placement(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """Return the rank of each stage where every second round goes back, so that the first and the last stage meet."""
+    there = [*range(num_ranks)]
+    return tuple(rank for turn in range(stages_per_rank) for rank in (there if turn % 2 == 0 else there[::-1]))
+
+
+def in_rounds(stages: Sequence[int], kind: Kind, num_microbatches: int, round_size: int) -> list[tuple[int, Kind, int]]:
+    """Return (stage, kind, micro-batch): rounds of micro-batches, each round through all stages in their order."""
+    return [
+        (stage, kind, microbatch)
+        for first in range(0, num_microbatches, round_size)
+        for stage in stages
+        for microbatch in range(first, min(first + round_size, num_microbatches))
+    ]
+
+
+COMPLETES_WEIGHT_GRAD = (Kind.BACKWARD, Kind.WEIGHT_GRAD)
+
+
+def rank_actions(
+    schedule: Schedule,
+    rank: int,
+    *,
+    forward_only: bool = False,
+    sharded_stages: Mapping[int, object] | None = None,
+    gathers_for_step: bool = True,
+) -> tuple[Action, ...]:
+    """Return everything that a rank does in a step, in order.
+
+    A receive stands before the computation that precedes the one which needs it, so that the message travels during
+    that computation; it only announces the buffer, and the computation that needs it waits. A send follows the
+    computation at once and waits for nobody. So neighbours that send to each other at the same time do not wait for
+    each other, and a list runs to its end if and only if `simulate` does.
+
+    Args:
+        forward_only: leave out everything that belongs to the backward.
+        sharded_stages: stages whose parameters are gathered before their first use and reduced after the last, each
+            with a key: stages of one key share their parameters.
+        gathers_for_step: False: forwards and backwards gather by themselves, and the last backward reduces; it must
+            know that it is the last, so the reduction is announced before it.
+
+    Example:
+        >>> from hp_trainer.pipeline import build_schedule, rank_actions
+        >>> schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=1)
+        >>> [str(action) for action in rank_actions(schedule, 0)]
+        ['0RECV_B0', '0F0', '0SEND_F0', '0B0']
+    """
+    compute = [a for a in schedule.actions[rank] if not forward_only or a.kind is Kind.FORWARD]
+    # Without a backward, forwards that gather by themselves need nothing else.
+    keys = (sharded_stages if gathers_for_step or not forward_only else None) or {}
+    uses = [a for a in compute if a.stage in keys and a.kind in (Kind.FORWARD, *COMPLETES_WEIGHT_GRAD)]
+    last_use = {keys[action.stage]: action for action in uses}
+    # Of equal keys the later entry stays: in reverse, that is the first use.
+    first_use = {keys[action.stage]: action for action in reversed(uses)}
+    actions: list[Action] = list(_receive(schedule, rank, compute[0])) if compute else []
+    end = Kind.RESHARD if forward_only else Kind.REDUCE_GRAD
+    for position, action in enumerate(compute):
+        if action in first_use.values():
+            actions.append(Action(action.stage, Kind.UNSHARD))
+        for following in compute[position + 1 : position + 2]:
+            actions += _receive(schedule, rank, following)
+        done = [action, *_send(schedule, rank, action)]
+        if action in last_use.values():
+            done.insert(len(done) if gathers_for_step else 0, Action(action.stage, end))
+        actions += done
+    return tuple(actions)
+
+
+def _receive(schedule: Schedule, rank: int, action: Action) -> Iterator[Action]:
+    if action.kind is Kind.FORWARD and _is_remote(schedule, rank, action.stage - 1):
+        yield Action(action.stage, Kind.RECEIVE_FORWARD, action.microbatch)
+    if action.kind in GIVES_INPUT_GRAD and _is_remote(schedule, rank, action.stage + 1):
+        yield Action(action.stage, Kind.RECEIVE_BACKWARD, action.microbatch)
+
+
+def _send(schedule: Schedule, rank: int, action: Action) -> Iterator[Action]:
+    if action.kind is Kind.FORWARD and _is_remote(schedule, rank, action.stage + 1):
+        yield Action(action.stage, Kind.SEND_FORWARD, action.microbatch)
+    if action.kind in GIVES_INPUT_GRAD and _is_remote(schedule, rank, action.stage - 1):
+        yield Action(action.stage, Kind.SEND_BACKWARD, action.microbatch)
+
+
+def _is_remote(schedule: Schedule, rank: int, stage: int) -> bool:
+    """Return True if there is such a stage, and another rank has it."""
+    return 0 <= stage < schedule.num_stages and schedule.rank_of_stage[stage] != rank

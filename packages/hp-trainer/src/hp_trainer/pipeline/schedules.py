@@ -12,10 +12,8 @@ from collections.abc import Callable, Sequence
 
 from hp_dtensor.platform.registry import Registry, fill_registry
 from hp_trainer.exceptions import ScheduleError
-from hp_trainer.pipeline.actions import Action, Kind, Schedule
-from hp_trainer.pipeline.list_scheduling import list_schedule
-from hp_trainer.pipeline.placement import in_rounds, loop_placement, v_placement
-from hp_trainer.pipeline.whole_backwards import join_backwards
+from hp_trainer.pipeline.actions import Action, Kind, Schedule, in_rounds, loop_placement, v_placement
+from hp_trainer.pipeline.list_scheduling import join_backwards, list_schedule
 from hp_trainer.plugins import plugin_manager
 
 BuildSchedule = Callable[[int, int, int], Schedule]

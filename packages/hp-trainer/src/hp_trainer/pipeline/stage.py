@@ -1,18 +1,29 @@
-"""One stage of a pipeline: a module, its micro-batches under way, and both parts of their backward."""
+"""One stage of a pipeline: a module, its micro-batches under way, and both parts of their backward.
+
+Parameters of stages that `fully_shard` has cut: when they are gathered, and when their gradients are reduced.
+
+Weights that several stages of a pipeline use: a copy on each, kept equal by the sum of their gradients.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel.recompute import noticed
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import platform_of
+from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_fsdp import FSDPModule, GatheredStep
 from hp_trainer.exceptions import PipelineError
-from hp_trainer.pipeline.messages import MessageLayout, as_distributed, layout_of
+from hp_trainer.pipeline.transfers import MessageLayout, as_distributed, layout_of
 
 Tensor = Any
 Module = Any
@@ -213,3 +224,246 @@ def run_backward(platform: Platform, roots: Sequence[Tensor], gradients: Sequenc
         lambda *_: platform.zeros((), platform.dtype("float32")), lambda _: list(gradients), *roots
     )
     platform.backward(joined)
+
+
+class StageParameters(ABC):
+    """The sharded parameters of one module, which several stages of a rank may share.
+
+    Args:
+        module: any; what `fully_shard` has not been called on is left alone.
+    """
+
+    def __init__(self, platform: Platform, module: Module) -> None:
+        self._platform, self._module = platform, module
+
+    @property
+    def are_sharded(self) -> bool:
+        """Return True if `fully_shard` has cut parameters of the module."""
+        return bool(self._roots)
+
+    @abstractmethod
+    def unshard(self) -> None:
+        """Prepare the first micro-batch of a step."""
+
+    def begin_forward(self, stage: int) -> None:
+        """Prepare a forward of a stage."""
+
+    def collect_gradients(self) -> None:
+        """Take the gradients of a backward that is over."""
+
+    @abstractmethod
+    def reduce_grad(self) -> None:
+        """Have the gradients of all micro-batches reduced."""
+
+    def reshard(self) -> None:
+        """End a step without a backward."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop gathered parameters and gradients, after an error."""
+
+    @functools.cached_property
+    def _roots(self) -> list[FSDPModule]:
+        """The outermost modules that `fully_shard` has been called on by the first step."""
+        names: list[str] = []
+        found: list[FSDPModule] = []
+        for name, module in self._platform.named_modules(self._module):
+            inside = any(not outer or name.startswith(f"{outer}.") for outer in names)
+            if isinstance(module, FSDPModule) and not inside:
+                names.append(name)
+                found.append(module)
+        return found
+
+
+class GatheredForStep(StageParameters):
+    """Gathered once for all micro-batches of a step, gradients reduced once: the fewest bytes, the most memory."""
+
+    def __init__(self, platform: Platform, module: Module) -> None:
+        super().__init__(platform, module)
+        self._gathered: list[GatheredStep] = []
+
+    def unshard(self) -> None:
+        """Gather the parameters for all micro-batches of the step."""
+        self._gathered = [module.gather_for_step() for module in self._roots]
+
+    def collect_gradients(self) -> None:
+        """Add the gradients of a backward to those before."""
+        for each in self._gathered:
+            each.collect_gradients()
+
+    def reduce_grad(self) -> None:
+        """Reduce the gradients of all micro-batches, and shard the parameters again."""
+        gathered, self._gathered = self._gathered, []
+        for each in gathered:
+            each.reduce()
+
+    def reshard(self) -> None:
+        """Shard the parameters again, after a step without a backward."""
+        gathered, self._gathered = self._gathered, []
+        for each in gathered:
+            each.release()
+
+    def forget(self) -> None:
+        """Drop gathered parameters and gradients, after an error."""
+        gathered, self._gathered = self._gathered, []
+        for each in gathered:
+            each.drop()
+
+
+class GatheredForUse(StageParameters):
+    """Gathered by each forward and each backward that uses them, as `fully_shard` does without a pipeline.
+
+    Args:
+        reduces_once: gradients stay whole until the last backward of the step; False: every backward reduces them, and
+            the last one over replicas too.
+    """
+
+    def __init__(self, platform: Platform, module: Module, *, reduces_once: bool) -> None:
+        super().__init__(platform, module)
+        self._reduces_once = reduces_once
+
+    def unshard(self) -> None:
+        """Let the backwards of the step leave gradients that are not yet those of all micro-batches."""
+        self._completes_gradients(False)
+
+    def begin_forward(self, stage: int) -> None:
+        """Gather ahead what this stage has used in its last forward, not what another one has."""
+        for module in self._roots:
+            module.set_prefetch_order(stage)
+
+    def reduce_grad(self) -> None:
+        """Let the next backward, the last of the step, complete the gradients."""
+        self._completes_gradients(True)
+
+    def forget(self) -> None:
+        """Drop gathered parameters and gradients, after an error."""
+        self._completes_gradients(True)
+        for module in self._roots:
+            module.reset()
+
+    def _completes_gradients(self, completes: bool) -> None:
+        for module in self._roots:
+            module.set_requires_gradient_sync(completes or not self._reduces_once)
+            module.set_requires_all_reduce(completes)
+
+
+class TiedWeights:
+    """Parameters that are one weight, such as an embedding on the first stage and a head on the last.
+
+    Every copy gets the sum of all copies' gradients, once per step, so equal copies stay equal under any optimizer.
+    Every rank of the pipeline makes one, without parameters too.
+
+    Args:
+        parameters: (name, parameter) of this rank's stages; those that have a name on several stages are one weight,
+            others are left alone.
+        mesh: the ranks of the pipeline: `mesh["pp"]`, or a process group.
+
+    Attributes:
+        copies: this rank's parameters that another stage counts, in a norm or a number of parameters.
+
+    Raises:
+        PipelineError: copies of other shapes, or that are cut otherwise.
+
+    Example:
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2,), ("pp",))
+        ...     weight = platform.Parameter(platform.ops.ones((2,), platform.dtype("float32")))
+        ...     tied = TiedWeights([("embedding", weight)], mesh["pp"])
+        ...     platform.backward(platform.ops.sum(platform.ops.mul(weight, 1.0 + mesh.get_rank())))
+        ...     tied.sum_gradients()
+        ...     return platform.to_numpy(platform.get_grad(weight)).tolist(), tied.is_copy(weight)
+        >>> run_ranks(program, 2)
+        [([3.0, 3.0], False), ([3.0, 3.0], True)]
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | ProcessGroup) -> None:
+        group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
+        assert group.platform is not None
+        self._platform: Platform = group.platform
+        mine: dict[str, list[Tensor]] = {}
+        for name, parameter in parameters:
+            if all(parameter is not known for known in mine.get(name, [])):
+                mine.setdefault(name, []).append(parameter)
+        self._owners = self._exchange(mine, group)
+        # Sorted: ranks that share several weights reduce them in one order.
+        self._mine = {name: copies for name, copies in sorted(mine.items()) if name in self._owners}
+        world = current_world(self._platform)
+        self.copies: list[Tensor] = [
+            copy
+            for name, copies in self._mine.items()
+            for index, copy in enumerate(copies)
+            if index or self._owners[name][0] != world.rank
+        ]
+
+    def is_copy(self, parameter: Tensor) -> bool:
+        """Return True if this parameter is among `copies`."""
+        return any(parameter is copy for copy in self.copies)
+
+    def _exchange(self, mine: dict[str, list[Tensor]], group: ProcessGroup) -> dict[str, tuple[int, ...]]:
+        """Return the global ranks that have each tied weight; those with a single copy are left out."""
+        told = {name: [_form(self._platform, copy) for copy in copies] for name, copies in mine.items()}
+        everyones = [json.loads(part) for part in group.all_gather_bytes(json.dumps(told).encode())]
+        owners: dict[str, list[int]] = {}
+        forms: dict[str, list[str]] = {}
+        for rank, part in zip(group.ranks, everyones, strict=True):
+            for name, found in part.items():
+                owners.setdefault(name, []).append(rank)
+                forms.setdefault(name, []).extend(found)
+        wrong = [f"{name}: {' and '.join(dict.fromkeys(found))}" for name, found in forms.items() if len({*found}) > 1]
+        if wrong:
+            raise PipelineError(
+                f"tied weights need equal shapes, dtypes and shards on their stages; got {'; '.join(wrong)}. Call "
+                "fully_shard on the module of a tied weight alone, so that it is cut alike wherever it is"
+            )
+        return {name: tuple(owners[name]) for name, found in forms.items() if len(found) > 1}
+
+    def broadcast(self) -> None:
+        """Give every copy the values of the first."""
+        with self._platform.no_grad():
+            for name, copies in self._mine.items():
+                first = local_of(self._platform, copies[0])
+                if len(self._owners[name]) > 1:
+                    values = self._platform.contiguous(self._platform.detach(first))
+                    self._group(name).broadcast(values, 0)
+                    self._platform.copy_(first, values)
+                for copy in copies[1:]:
+                    self._platform.copy_(local_of(self._platform, copy), first)
+
+    def sum_gradients(self) -> None:
+        """Replace the gradient of every copy by the sum over all copies; one all-reduce for each weight."""
+        platform = self._platform
+        with platform.no_grad():
+            for name, copies in self._mine.items():
+                grads = [grad for copy in copies if (grad := platform.get_grad(copy)) is not None]
+                total = self._sum_here(copies[0], grads)
+                if len(self._owners[name]) > 1:
+                    self._group(name).all_reduce(total)
+                for copy in copies:
+                    self._set_gradient(copy, total)
+
+    def _sum_here(self, like: Tensor, grads: list[Tensor]) -> Tensor:
+        platform, local = self._platform, local_of(self._platform, like)
+        # Zeros where no copy here has a gradient: the other stages wait for this rank in the all-reduce all the same.
+        total = platform.zeros(tuple(local.shape), (grads[0] if grads else local).dtype)
+        for grad in grads:
+            total = platform.ops.add(total, local_of(platform, grad))
+        return platform.contiguous(total)
+
+    def _set_gradient(self, copy: Tensor, total: Tensor) -> None:
+        grad = self._platform.get_grad(copy)
+        if grad is not None:
+            # In place: a gradient of FSDP is a view of the buffer that the optimizer's step reads.
+            self._platform.copy_(local_of(self._platform, grad), total)
+        elif isinstance(copy, DTensor):
+            self._platform.set_grad(copy, self._platform.wrap(self._platform.ops.clone(total), copy.spec))
+        else:
+            self._platform.set_grad(copy, self._platform.ops.clone(total))
+
+    def _group(self, name: str) -> ProcessGroup:
+        return current_world(self._platform).group(self._owners[name])
+
+
+def _form(platform: Platform, x: Tensor) -> str:
+    local = platform.local_shape(x)
+    placements = f" {[str(each) for each in x.placements]}" if isinstance(x, DTensor) else ""
+    return f"{platform.dtype_name(x.dtype)}{list(local)}{placements}"

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from hp_dtensor.parallel.context_parallel import ContextCost
 from hp_fsdp import PlannedBuffer
-from hp_moe.dispatch.cost_model import dispatch_costs
+from hp_moe.dispatch.auto import dispatch_costs
 from hp_trainer.parallel.context import context_cost
-from hp_trainer.pipeline.messages import HEADER_BYTES
+from hp_trainer.pipeline.transfers import HEADER_BYTES
 from hp_trainer.planning.recomputed_blocks import recompute_of
 from hp_trainer.planning.stage_parts import StageParts
 from hp_trainer.planning.step_shape import StepShape

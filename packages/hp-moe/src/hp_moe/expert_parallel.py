@@ -20,8 +20,7 @@ from hp_dtensor.spec.placements import Placement, Replicate, Shard
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.dispatch import AutoDispatcher, TokenDispatcher, dispatchers
 from hp_moe.exceptions import ExpertParallelError
-from hp_moe.expert_hooks import WEIGHTS, ExpertHooks, hooks_of, install
-from hp_moe.experts import GroupedExperts
+from hp_moe.experts import WEIGHTS, ExpertHooks, GroupedExperts, hooks_of, install
 from hp_moe.moe import MoE
 
 Tensor = Any

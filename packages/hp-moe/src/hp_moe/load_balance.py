@@ -11,12 +11,12 @@ import numpy
 from hp_dtensor.comm.collectives import all_reduce_data
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_moe.dispatch import ReplicatingDispatcher
-from hp_moe.dispatch.placement import Placement
 from hp_moe.exceptions import ExpertParallelError
-from hp_moe.expert_hooks import dispatcher_of
+from hp_moe.experts import dispatcher_of
+from hp_moe.losses import LOSSES
 from hp_moe.moe import MoE
+from hp_moe.placement import Placement
 from hp_moe.router import plain
-from hp_moe.tally import LOSSES
 
 Tensor = Any
 

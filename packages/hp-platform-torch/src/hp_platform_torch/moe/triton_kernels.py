@@ -1,4 +1,6 @@
-"""Products of row groups with each group's matrices: the two forward kernels of SwiGLU experts and their duals.
+"""The table of tiles, on the device.
+
+Products of row groups with each group's matrices: the two forward kernels of SwiGLU experts and their duals.
 
 Rows are in expert-major order. Where the other operand belongs to tokens, its rows are gathered by the loads of the
 product, so no permuted copy of tokens exists. All sums are in float32 and in a fixed order.
@@ -6,12 +8,48 @@ product, so no permuted copy of tokens exists. All sums are in float32 and in a 
 Names in the kernels: H width of a token, I width of an expert, BM, BN, BK the sizes of a tile, SLOTS experts per
 token; `entries[row] = token * SLOTS + slot` says which choice of which token a row is for. SCORE is 0 where rows have
 no scores, 1 where scores weigh results, 2 where they weigh what goes into the activation.
+
+Sums of each token's rows in the order of its slots: deterministic, without atomics.
+
+Gradients of experts' matrices: sums of outer products over ragged rows, exactly zero for experts without rows.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def schedule_kernel(
+    counts,
+    table,
+    num_tiles,
+    row_ends,
+    num_groups,
+    max_tiles,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Fill BLOCK lines of the table; every program adds up all counts anew, which is cheaper than a second launch."""
+    group = tl.arange(0, GROUPS)
+    count = tl.load(counts + group, mask=group < num_groups, other=0).to(tl.int32)
+    tiles_of_group = (count + ROWS - 1) // ROWS
+    tile_ends = tl.cumsum(tiles_of_group, 0)
+    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    before = tile_ends[None, :] <= tile[:, None]
+    tile_group = tl.sum(before.to(tl.int32), 1)
+    first_row = tl.sum(tl.where(before, count[None, :], 0), 1)
+    first_tile = tl.sum(tl.where(before, tiles_of_group[None, :], 0), 1)
+    own_rows = tl.sum(tl.where(group[None, :] == tile_group[:, None], count[None, :], 0), 1)
+    line, is_line = table + tile * 3, tile < max_tiles
+    tl.store(line, tile_group, mask=is_line)
+    tl.store(line + 1, first_row + (tile - first_tile) * ROWS, mask=is_line)
+    tl.store(line + 2, first_row + own_rows, mask=is_line)
+    if tl.program_id(0) == 0:
+        tl.store(num_tiles, tl.sum(tiles_of_group, 0))
+        tl.store(row_ends + group, tl.cumsum(count, 0), mask=group < num_groups)
 
 
 @triton.jit
@@ -286,3 +324,99 @@ def input_gradient_kernel(
             total = tl.dot(up, b3, total, input_precision=PRECISION)
         out = is_row[:, None] & (column < H)[None, :]
         tl.store(d_rows + row.to(tl.int64)[:, None] * H + column[None, :], total.to(d_rows.dtype.element_ty), mask=out)
+
+
+@triton.jit
+def combine_kernel(
+    y,
+    positions,
+    scores,
+    out,
+    num_copies,
+    WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`out[t] = sum over slots s of scores[t, s] * y[positions[t, s]]`; a slot at `num_copies` has no row."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(SLOTS):
+        position = tl.load(positions + token * SLOTS + slot).to(tl.int64)
+        is_here = position < num_copies
+        inside = tl.where(is_here, column, WIDTH) < WIDTH
+        row = tl.load(y + position * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            # A slot without a row may have any score, one that is not finite too.
+            row *= tl.where(is_here, tl.load(scores + token * SLOTS + slot).to(tl.float32), 0.0)
+        total += row
+    tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), mask=column < WIDTH)
+
+
+@triton.jit
+def score_gradient_kernel(parts, positions, out, num_copies, num_slots, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """`out[slot] = sum over n of parts[n, positions[slot]]`; zero for a slot without a row."""
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    position = tl.load(positions + slot, mask=slot < num_slots, other=0).to(tl.int64)
+    is_here = (slot < num_slots) & (position < num_copies)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for n in tl.static_range(NUM_PARTS):
+        total += tl.load(parts + n * num_copies + position, mask=is_here, other=0.0)
+    tl.store(out + slot, total.to(out.dtype.element_ty), mask=slot < num_slots)
+
+
+@triton.jit
+def weight_gradient_kernel(
+    left,
+    right,
+    entries,
+    row_ends,
+    first_out,
+    second_out,
+    num_groups,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    HALVES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    GATHER_LEFT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    """`out[e] = sum over rows r of expert e of outer(left[r], right[r])`, `[M, N]` for each expert.
+
+    One of the operands belongs to tokens and is gathered by `entries`. With HALVES 2, `left` is `[rows, 2 * M]`
+    and its halves give two gradients.
+    """
+    num_m, num_n = HALVES * tl.cdiv(M, BM), tl.cdiv(N, BN)
+    for tile in tl.range(tl.program_id(0), num_groups * num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+        expert = tile // (num_m * num_n)
+        m, n = _place(tile % (num_m * num_n), num_m, num_n, GROUP)
+        half = m // tl.cdiv(M, BM)
+        start = tl.load(row_ends + expert - 1, mask=expert > 0, other=0)
+        end = tl.load(row_ends + expert)
+        i, j = (m - half * tl.cdiv(M, BM)) * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
+        k = tl.arange(0, BK)
+        at_left, at_right = left + half * M + (i % M)[:, None], right + (j % N)[None, :]
+        total = tl.zeros((BM, BN), tl.float32)
+        for first in range(start, end, BK):
+            row = first + k
+            is_row = row < end
+            token = tl.load(entries + row, mask=is_row, other=0) // SLOTS
+            left_row = (token if GATHER_LEFT else row).to(tl.int64)
+            right_row = (row if GATHER_LEFT else token).to(tl.int64)
+            # Both are masked: zero times what is not finite would not be zero.
+            a = tl.load(at_left + left_row[None, :] * (HALVES * M), mask=is_row[None, :], other=0.0)
+            b = tl.load(at_right + right_row[:, None] * N, mask=is_row[:, None], other=0.0)
+            total = tl.dot(a, b, total, input_precision=PRECISION)
+        at = expert.to(tl.int64) * M * N + i[:, None] * N + j[None, :]
+        inside = (i < M)[:, None] & (j < N)[None, :]
+        result = total.to(first_out.dtype.element_ty)
+        if HALVES == 1 or half == 0:
+            tl.store(first_out + at, result, mask=inside)
+        else:
+            tl.store(second_out + at, result, mask=inside)

@@ -1,0 +1,402 @@
+"""Names and options of the Hugging Face families that have routed experts.
+
+Options and weights of `MoE` from and to the layers of Hugging Face's families.
+
+Experts from a dense feed-forward network that has been trained.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+
+from hp_moe.exceptions import MoEConfigError
+from hp_moe.feed_forward import clamped_swiglu
+
+Config = Mapping[str, Any]
+_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
+_GATED_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of a family's tensors within one layer, and the options of its layer.
+
+    Attributes:
+        read_options: from a configuration to keyword arguments of `MoE`.
+        gate: name of the gate's weight; its bias, if any, is beside it.
+        experts: names of `w1`, `w2` and `w3` in checkpoints with one tensor per expert; None: there are none such.
+        shared: prefix of the shared experts.
+        plain: other tensors by our names.
+        is_interleaved: the joint tensor of gate and up alternates their rows, and is transposed, as `down_proj` is.
+    """
+
+    read_options: Callable[[Config], dict[str, Any]]
+    gate: str = "gate"
+    experts: Mapping[str, str] | None = field(default_factory=lambda: _GATED_NAMES)
+    shared: str | None = None
+    plain: Mapping[str, str] = field(default_factory=dict)
+    is_interleaved: bool = False
+
+    def options(self, config: Config) -> dict[str, Any]:
+        """Return the keyword arguments of `MoE` for a configuration.
+
+        Raises:
+            MoEConfigError: an entry is missing, or asks for what no layer here computes.
+        """
+        try:
+            return self.read_options(config)
+        except KeyError as error:
+            raise MoEConfigError(f"config of a {config['model_type']} model: {error.args[0]} is missing") from None
+
+
+def family_of(config: Config) -> Family:
+    """Return the family of a Hugging Face configuration.
+
+    Raises:
+        MoEConfigError: its `model_type` is not one of those known.
+    """
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise MoEConfigError(f"model_type: expected one of {', '.join(sorted(FAMILIES))}, got {kind!r}")
+    return FAMILIES[kind]
+
+
+def _activation(config: Config) -> str:
+    name = config.get("hidden_act", "silu")
+    if name not in _ACTIVATIONS:
+        raise MoEConfigError(f"hidden_act: expected one of {', '.join(_ACTIVATIONS)}, got {name!r}")
+    return _ACTIVATIONS[name]
+
+
+def _common(config: Config, hidden_dim: str, num_experts: str) -> dict[str, Any]:
+    # transformers 5 calls the number of experts num_local_experts in every family.
+    experts = config[num_experts] if num_experts in config else config["num_local_experts"]
+    return {
+        "dim": config["hidden_size"],
+        "hidden_dim": config[hidden_dim],
+        "num_experts": experts,
+        "top_k": config["num_experts_per_tok"],
+        "activation": _activation(config),
+    }
+
+
+def _mixtral(config: Config) -> dict[str, Any]:
+    return {**_common(config, "intermediate_size", "num_local_experts"), "route_norm": True}
+
+
+def _qwen3(config: Config) -> dict[str, Any]:
+    common = _common(config, "moe_intermediate_size", "num_experts")
+    return {**common, "route_norm": bool(config.get("norm_topk_prob", False))}
+
+
+def _qwen2(config: Config) -> dict[str, Any]:
+    shared = config["shared_expert_intermediate_size"]
+    return {**_qwen3(config), "shared_hidden_dim": shared, "shared_gate": True}
+
+
+def _olmoe(config: Config) -> dict[str, Any]:
+    common = _common(config, "intermediate_size", "num_experts")
+    return {**common, "route_norm": bool(config.get("norm_topk_prob", False))}
+
+
+def _deepseek_v3(config: Config) -> dict[str, Any]:
+    return {
+        **_common(config, "moe_intermediate_size", "n_routed_experts"),
+        "score_func": "sigmoid",
+        "num_expert_groups": config["n_group"],
+        "num_limited_groups": config["topk_group"],
+        "route_norm": bool(config.get("norm_topk_prob", True)),
+        "route_scale": float(config.get("routed_scaling_factor", 1.0)),
+        "num_shared_experts": config.get("n_shared_experts") or 0,
+        # The step that the model was trained with, arXiv 2412.19437, section 4.2.
+        "load_balance_coeff": 1e-3,
+    }
+
+
+def _gpt_oss(config: Config) -> dict[str, Any]:
+    limit, alpha = config.get("swiglu_limit", 7.0), config.get("swiglu_alpha", 1.702)
+    return {
+        **_common(config, "intermediate_size", "num_local_experts"),
+        "activation": clamped_swiglu(limit, alpha),
+        "bias": True,
+        "gate_bias": True,
+        "score_func": "softmax_of_top_k",
+    }
+
+
+FAMILIES: dict[str, Family] = {
+    "mixtral": Family(_mixtral, experts={"w1": "w1", "w2": "w2", "w3": "w3"}),
+    "qwen2_moe": Family(_qwen2, shared="shared_expert", plain={"shared_gate.weight": "shared_expert_gate.weight"}),
+    "qwen3_moe": Family(_qwen3),
+    "olmoe": Family(_olmoe),
+    "deepseek_v3": Family(_deepseek_v3, shared="shared_experts", plain={"expert_bias": "gate.e_score_correction_bias"}),
+    "gpt_oss": Family(_gpt_oss, gate="router", experts=None, is_interleaved=True),
+}
+
+
+Array = numpy.ndarray
+_JOINT = ("experts.gate_up_proj", "experts.down_proj")
+_SHARED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+def moe_options(config: Config) -> dict[str, Any]:
+    """Return the arguments of `MoE` for a Hugging Face configuration (the content of `config.json`).
+
+    Args:
+        config: of a model of type `mixtral`, `qwen2_moe`, `qwen3_moe`, `olmoe`, `deepseek_v3` or `gpt_oss`.
+
+    Raises:
+        MoEConfigError: another type, an activation that no expert has here, or a missing entry.
+
+    Example:
+        >>> config = {"model_type": "mixtral", "hidden_size": 4, "intermediate_size": 8}
+        >>> options = moe_options({**config, "num_local_experts": 4, "num_experts_per_tok": 2})
+        >>> options["hidden_dim"], options["route_norm"]
+        (8, True)
+    """
+    return family_of(config).options(config)
+
+
+def from_huggingface(tensors: Mapping[str, Array], config: Config) -> dict[str, Array]:
+    """Return the parameters and buffers of `MoE(**moe_options(config))` by name.
+
+    Args:
+        tensors: of one layer, by their names within it (`gate.weight`, `experts.0.gate_proj.weight`, ... or
+            `experts.gate_up_proj`), one per expert or all experts in one.
+        config: the model's configuration.
+
+    Raises:
+        MoEConfigError: tensors are missing, or there are others, or their shapes are not the configuration's.
+
+    Example:
+        >>> config = {"model_type": "mixtral", "hidden_size": 4, "intermediate_size": 8}
+        >>> config |= {"num_local_experts": 2, "num_experts_per_tok": 2}
+        >>> gate_up, down = np.ones((2, 16, 4)), np.ones((2, 4, 8))  # of both experts
+        >>> tensors = {"gate.weight": np.ones((2, 4)), "experts.gate_up_proj": gate_up, "experts.down_proj": down}
+        >>> {name: weight.shape for name, weight in from_huggingface(tensors, config).items()}["experts.w3"]
+        (2, 8, 4)
+    """
+    family, left = family_of(config), dict(tensors)
+    options = family.options(config)
+    joint = family.experts is None or _JOINT[0] in left
+    names = _names(family, options)
+    experts = _joint_names(options) if joint else _expert_names(family, options["num_experts"])
+    expected = {*names.values(), *experts}
+    missing, others = sorted(expected - {*left}), sorted({*left} - expected)
+    if missing or others:
+        hint = "; dequantize the checkpoint first" if any(_is_quantized(name) for name in others) else ""
+        raise MoEConfigError(
+            f"tensors of a {config['model_type']} layer: missing {_some(missing)}; not expected {_some(others)}{hint}"
+        )
+    weights = {ours: left[theirs] for ours, theirs in names.items()}
+    parts = _from_joint(left, family) if joint else _from_single(left, family, options["num_experts"])
+    weights |= {f"experts.{name}": weight for name, weight in parts.items()}
+    _check_shapes(weights, options, config)
+    return {name: numpy.ascontiguousarray(weight) for name, weight in weights.items()}
+
+
+def to_huggingface(weights: Mapping[str, Array], config: Config, *, joint: bool = False) -> dict[str, Array]:
+    """Return the tensors of one layer by Hugging Face's names, from the parameters and buffers of `MoE`.
+
+    Args:
+        joint: all experts in one tensor, as `transformers` 5 holds them; else one per expert, as its files do.
+
+    Raises:
+        MoEConfigError: weights are missing, or there are others; the message lists them.
+
+    Example:
+        >>> config = {"model_type": "mixtral", "hidden_size": 4, "intermediate_size": 8}
+        >>> config |= {"num_local_experts": 2, "num_experts_per_tok": 2}
+        >>> with nn.building(platform):
+        ...     layer = MoE(**moe_options(config))
+        >>> weights = {name: platform.to_numpy(p) for name, p in platform.named_parameters(layer)}
+        >>> to_huggingface(weights, config)["experts.1.w1.weight"].shape
+        (8, 4)
+    """
+    family = family_of(config)
+    options = family.options(config)
+    names = _names(family, options)
+    parts = ("w1", "w2", "w3", "b1", "b2", "b3") if options.get("bias") else ("w1", "w2", "w3")
+    expected = {*names, *(f"experts.{part}" for part in parts)}
+    missing, others = sorted(expected - {*weights}), sorted({*weights} - expected)
+    if missing or others:
+        raise MoEConfigError(
+            f"weights for a {config['model_type']} layer: missing {_some(missing)}; not expected {_some(others)}"
+        )
+    tensors = {theirs: weights[ours] for ours, theirs in names.items()}
+    experts = {part: weights[f"experts.{part}"] for part in parts}
+    joint = joint or family.experts is None
+    tensors |= _to_joint(experts, family) if joint else _to_single(experts, family)
+    return {name: numpy.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+
+
+def _check_shapes(weights: Mapping[str, Array], options: Mapping[str, Any], config: Config) -> None:
+    """Refuse experts and gates of other sizes than the configuration's, which would be read as another layer's."""
+    experts, hidden, dim = (options[name] for name in ("num_experts", "hidden_dim", "dim"))
+    expected = {"router.gate.weight": (experts, dim), "experts.w2": (experts, dim, hidden)}
+    expected |= dict.fromkeys(("experts.w1", "experts.w3"), (experts, hidden, dim))
+    found = [
+        f"{name} {list(weights[name].shape)} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if weights[name].shape != shape
+    ]
+    if found:
+        raise MoEConfigError(f"tensors of a {config['model_type']} layer do not fit its config: {'; '.join(found)}")
+
+
+def _names(family: Family, options: Mapping[str, Any]) -> dict[str, str]:
+    """Map our names of everything but the routed experts to theirs."""
+    names = {"router.gate.weight": f"{family.gate}.weight", **family.plain}
+    if options.get("gate_bias"):
+        names["router.gate.bias"] = f"{family.gate}.bias"
+    if family.shared is not None and (options.get("num_shared_experts") or options.get("shared_hidden_dim")):
+        names |= {f"shared_experts.{w}.weight": f"{family.shared}.{name}.weight" for w, name in _SHARED.items()}
+    return names
+
+
+def _expert_names(family: Family, num_experts: int) -> list[str]:
+    assert family.experts is not None
+    return [f"experts.{e}.{name}.weight" for e in range(num_experts) for name in family.experts.values()]
+
+
+def _joint_names(options: Mapping[str, Any]) -> list[str]:
+    return [*_JOINT, *(f"{name}_bias" for name in _JOINT)] if options.get("bias") else [*_JOINT]
+
+
+def _from_single(tensors: Mapping[str, Array], family: Family, num_experts: int) -> dict[str, Array]:
+    assert family.experts is not None
+    return {
+        ours: numpy.stack([tensors[f"experts.{e}.{theirs}.weight"] for e in range(num_experts)])
+        for ours, theirs in family.experts.items()
+    }
+
+
+def _to_single(experts: Mapping[str, Array], family: Family) -> dict[str, Array]:
+    assert family.experts is not None
+    return {
+        f"experts.{e}.{theirs}.weight": weight
+        for ours, theirs in family.experts.items()
+        for e, weight in enumerate(experts[ours])
+    }
+
+
+def _from_joint(tensors: Mapping[str, Array], family: Family) -> dict[str, Array]:
+    gate_up, down = (tensors[name] for name in _JOINT)
+    if not family.is_interleaved:
+        w1, w3 = numpy.split(gate_up, 2, axis=1)
+        return {"w1": w1, "w2": down, "w3": w3}
+    biases, b2 = (tensors[f"{name}_bias"] for name in _JOINT)
+    rows = gate_up.swapaxes(1, 2)
+    w1, w3, w2 = rows[:, ::2], rows[:, 1::2], down.swapaxes(1, 2)
+    return {"w1": w1, "w2": w2, "w3": w3, "b1": biases[:, ::2], "b2": b2, "b3": biases[:, 1::2]}
+
+
+def _to_joint(experts: Mapping[str, Array], family: Family) -> dict[str, Array]:
+    w1, w2, w3 = (experts[name] for name in ("w1", "w2", "w3"))
+    if not family.is_interleaved:
+        return {_JOINT[0]: numpy.concatenate([w1, w3], 1), _JOINT[1]: w2}
+    num_experts, hidden_dim, dim = w1.shape
+    rows = numpy.stack([w1, w3], 2).reshape(num_experts, 2 * hidden_dim, dim)
+    biases = numpy.stack([experts["b1"], experts["b3"]], 2).reshape(num_experts, 2 * hidden_dim)
+    return {
+        _JOINT[0]: rows.swapaxes(1, 2),
+        f"{_JOINT[0]}_bias": biases,
+        _JOINT[1]: w2.swapaxes(1, 2),
+        f"{_JOINT[1]}_bias": experts["b2"],
+    }
+
+
+def _is_quantized(name: str) -> bool:
+    return re.search(r"(_blocks|_scales|_scale_inv|qweight)$", name) is not None
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:6]) or "none"
+    return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"
+
+
+def upcycle(
+    dense: Mapping[str, Array],
+    num_experts: int,
+    gate: Array,
+    *,
+    granularity: int = 1,
+    noise: float = 0.0,
+    seed: int = 0,
+) -> dict[str, Array]:
+    """Return the weights of a `MoE` that begins as the dense network: sparse upcycling (arXiv 2212.05055).
+
+    Every expert is a copy of the network. With `granularity` above 1, copies are cut along the hidden dimension into as
+    many experts, consecutive ones being the parts of one copy, and the parts of a copy share a row of the gate, so that
+    a token takes all of them (arXiv 2410.07524). The layer's scores must add up to one: `route_norm=True` (or
+    `softmax_of_top_k`), and `top_k` must be a multiple of `granularity`. Without noise its output then equals the dense
+    network's.
+
+    Args:
+        dense: `w1.weight`, `w3.weight` `[hidden, dim]`, `w2.weight` `[dim, hidden]`, as in `FeedForward`, with biases
+            `w1.bias`, `w2.bias`, `w3.bias` or without; no `w3` where there is no gate.
+        num_experts: experts of the layer, each of `hidden / granularity`.
+        gate: one row for each copy, `[num_experts / granularity, dim]`, small and random.
+        granularity: experts that one copy is cut into.
+        noise: standard deviation of what is added to the experts' weights, as a multiple of each weight's own.
+        seed: of the noise.
+
+    Raises:
+        MoEConfigError: weights are missing, or there are others; sizes that do not divide; a gate of another shape.
+
+    Example:
+        >>> dense = {"w1.weight": np.ones((8, 4)), "w2.weight": np.ones((4, 8)), "w3.weight": np.ones((8, 4))}
+        >>> weights = upcycle(dense, num_experts=4, gate=np.ones((2, 4)), granularity=2)
+        >>> weights["experts.w1"].shape, weights["router.gate.weight"].shape
+        ((4, 4, 4), (4, 4))
+    """
+    _check_names(dense)
+    hidden = dense["w1.weight"].shape[0]
+    _check(hidden, num_experts, granularity, gate.shape, dense["w1.weight"].shape[1])
+    random = numpy.random.default_rng(seed)
+    experts = {}
+    for name, array in sorted(dense.items()):
+        weight, _, kind = name.partition(".")
+        parts = _parts(array, weight, kind, granularity)
+        copies = numpy.concatenate([parts] * (num_experts // granularity))
+        if noise and kind == "weight":
+            copies = copies + noise * array.std() * random.standard_normal(copies.shape)
+        experts[f"experts.{weight if kind == 'weight' else 'b' + weight[1:]}"] = copies.astype(array.dtype)
+    return {"router.gate.weight": numpy.repeat(gate, granularity, axis=0), **experts}
+
+
+def _parts(array: Array, weight: str, kind: str, granularity: int) -> Array:
+    """Cut a dense weight or bias along the hidden dimension: `[granularity, ...]`."""
+    if weight == "w2" and kind == "bias":
+        # Each part adds the bias, weighted with its share of the copy's score.
+        return numpy.stack([array] * granularity)
+    if weight == "w2":
+        # A part has its share of the copy's score, and a part of the sum.
+        return numpy.stack(numpy.split(array * granularity, granularity, axis=1))
+    return numpy.stack(numpy.split(array, granularity, axis=0))
+
+
+def _check_names(dense: Mapping[str, Array]) -> None:
+    needed = {"w1.weight", "w2.weight"}
+    known = {f"{weight}.{kind}" for weight in ("w1", "w2", "w3") for kind in ("weight", "bias")}
+    missing, others = sorted(needed - {*dense}), sorted({*dense} - known)
+    if missing or others:
+        raise MoEConfigError(
+            f"weights of a dense network: missing {', '.join(missing) or 'none'}; not expected "
+            f"{', '.join(others) or 'none'}"
+        )
+
+
+def _check(hidden: int, num_experts: int, granularity: int, gate: tuple[int, ...], dim: int) -> None:
+    if granularity < 1 or hidden % granularity or num_experts % granularity:
+        raise MoEConfigError(
+            f"granularity must divide the hidden width {hidden} and num_experts = {num_experts}, got {granularity}"
+        )
+    expected = (num_experts // granularity, dim)
+    if tuple(gate) != expected:
+        raise MoEConfigError(f"gate: expected one row for each copy, shape {list(expected)}, got {list(gate)}")
