@@ -24,7 +24,7 @@ import numpy
 from hp_dtensor.comm.collectives import all_to_all_rows_data
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.process_group import record_collectives
-from hp_dtensor.launch.rank_pool import RankPool
+from hp_dtensor.launch.local_launch import RankPool
 from hp_dtensor.platform.selection import get_platform
 from hp_moe import Routing, TwoLevelDispatcher
 from hp_moe.dispatch import dispatchers

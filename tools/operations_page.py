@@ -24,8 +24,8 @@ from hp_dtensor.dispatch.arguments import bind
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.rules import tables
-from hp_dtensor.rules.engine.factors import Factorization
-from hp_dtensor.rules.engine.registry import REQUIRED, OpCall, Parameter, Registration, RuleRegistry
+from hp_dtensor.rules.factors import Factorization
+from hp_dtensor.rules.registry import REQUIRED, OpCall, Parameter, Registration, RuleRegistry
 from hp_dtensor.rules.tables import register_builtin_rules, rule_registry
 from hp_dtensor.spec.placements import Replicate
 from hp_dtensor.spec.tensor_spec import TensorSpec

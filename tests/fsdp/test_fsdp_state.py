@@ -11,8 +11,7 @@ from fsdp_training import VOCABULARY, Case, Net, build, cut_last_dim, shard, who
 
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.world import current_world
-from hp_dtensor.compat.shard_module import shard_module
-from hp_dtensor.compat.sharding_plan import ShardingPlan
+from hp_dtensor.compat.shard_module import ShardingPlan, shard_module
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.parallelize_module import parallelize_module
 from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel

@@ -8,7 +8,7 @@ import pytest
 
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.launch import RankPool, launch
-from hp_dtensor.platform.tensors import DTYPE_NAMES
+from hp_dtensor.platform.interface import DTYPE_NAMES
 
 FLOATING = ("float64", "float32", "float16", "bfloat16")
 SUBSETS = [(1, 2), (0, 2), (2, 0, 1), (2, 1)]

@@ -15,8 +15,7 @@ from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import PlatformError
 from hp_dtensor.parallel import nn as hp_nn
 from hp_dtensor.parallel.offload import ActivationOffload
-from hp_dtensor.platform.ops import OP_NAMES
-from hp_dtensor.platform.tensors import DTYPE_NAMES
+from hp_dtensor.platform.interface import DTYPE_NAMES, OP_NAMES
 from hp_dtensor.testing import run_ranks
 from hp_platform_mindspore import plugin
 from hp_platform_mindspore.capabilities import ASCEND, BFLOAT16_ON_CPU, CPU

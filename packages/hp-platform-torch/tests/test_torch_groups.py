@@ -8,7 +8,7 @@ import torch_rank_functions as on_rank
 
 from hp_dtensor.exceptions import LaunchError, PlatformError
 from hp_dtensor.launch import RankPool
-from hp_dtensor.platform.tensors import DTYPE_NAMES
+from hp_dtensor.platform.interface import DTYPE_NAMES
 from hp_platform_torch.platform import TorchPlatform
 
 FLOATING = ("float64", "float32", "float16", "bfloat16")

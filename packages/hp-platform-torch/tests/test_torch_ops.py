@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hp_dtensor.platform.ops import OP_NAMES
+from hp_dtensor.platform.interface import OP_NAMES
 
 
 @pytest.fixture

@@ -13,9 +13,7 @@ import torch
 
 from hp_dtensor import full, init_device_mesh, zeros
 from hp_dtensor.exceptions import PlatformError
-from hp_dtensor.platform.interface import Platform
-from hp_dtensor.platform.modules import Removable
-from hp_dtensor.platform.tensors import DTYPE_NAMES
+from hp_dtensor.platform.interface import DTYPE_NAMES, Platform, Removable
 from hp_platform_torch import plugin
 from hp_platform_torch.platform import TorchPlatform
 

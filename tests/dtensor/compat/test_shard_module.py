@@ -10,8 +10,7 @@ import pytest
 from small_model import loss_of, make_data, make_model, reference
 
 from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, replicate_like
-from hp_dtensor.compat.shard_module import shard_module
-from hp_dtensor.compat.sharding_plan import ShardingPlan
+from hp_dtensor.compat.shard_module import ShardingPlan, shard_module
 from hp_dtensor.compat.value_and_grad import parallelize_value_and_grad
 from hp_dtensor.exceptions import GradientPathError, PlanError
 from hp_dtensor.optim.clip import clip_grad_norm_

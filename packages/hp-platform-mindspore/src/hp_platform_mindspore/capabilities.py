@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hp_dtensor.platform.tensors import DTYPE_NAMES
+from hp_dtensor.platform.interface import DTYPE_NAMES
 
 WITHOUT_BOOL = tuple(name for name in DTYPE_NAMES if name != "bool")
 
@@ -27,7 +27,7 @@ class Capabilities:
         native_collectives: the collectives exist as kernels; otherwise they are composed from point-to-point
             transfers.
         native_operations: operations use MindSpore's own where the CPU has no kernel (embedding, topk, ...).
-        bfloat16_operations: names in `hp_dtensor.platform.ops` whose kernels take bfloat16; None: all.
+        bfloat16_operations: names in `hp_dtensor.platform.interface` whose kernels take bfloat16; None: all.
         moved_dtypes: dtypes that collectives move.
         reduced_dtypes: dtypes that collectives reduce.
     """

@@ -21,7 +21,7 @@ except ImportError:  # MindSpore 2.9
     set_versions = None
 
 from hp_dtensor.exceptions import CapabilityError
-from hp_dtensor.platform.modules import Removable
+from hp_dtensor.platform.interface import Removable
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.gradients import check_reached, differentiated
 from hp_dtensor.tensor.varying_view import shortcut_views, with_shortcuts

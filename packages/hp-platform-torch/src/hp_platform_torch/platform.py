@@ -16,8 +16,7 @@ from torch import nn
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.attention import BlockScores
 from hp_dtensor.platform.autograd import KeptOperations
-from hp_dtensor.platform.interface import Platform
-from hp_dtensor.platform.tensors import DTYPE_NAMES
+from hp_dtensor.platform.interface import DTYPE_NAMES, Platform
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_platform_torch.ops import attention
 from hp_platform_torch.ops.names import function_named, names_of

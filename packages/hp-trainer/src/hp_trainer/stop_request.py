@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
-from hp_dtensor.launch.stop_signals import handled_signals
+from hp_dtensor.launch.local_launch import handled_signals
 
 
 class Interrupted(KeyboardInterrupt):

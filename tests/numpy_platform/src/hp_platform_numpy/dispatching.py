@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hp_dtensor.dispatch.dispatch import dispatch
-from hp_dtensor.platform.ops import OP_NAMES
+from hp_dtensor.platform.interface import OP_NAMES
 from hp_platform_numpy import kernels
 from hp_platform_numpy.tensor import NumpyDTensor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hp_dtensor.platform.modules import Removable
+from hp_dtensor.platform.interface import Removable
 from hp_platform_numpy.tensor import Tensor, alias
 
 Hooks = dict["Handle", Callable[..., Any]]

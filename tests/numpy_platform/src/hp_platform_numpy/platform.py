@@ -11,9 +11,7 @@ import numpy as np
 
 from hp_dtensor.comm.world import SilentWorld, World
 from hp_dtensor.exceptions import CapabilityError
-from hp_dtensor.platform.interface import Platform
-from hp_dtensor.platform.modules import Removable
-from hp_dtensor.platform.tensors import DTYPE_NAMES
+from hp_dtensor.platform.interface import DTYPE_NAMES, Platform, Removable
 from hp_dtensor.spec.tensor_spec import TensorSpec, grad_spec
 from hp_dtensor.tensor.gradients import differentiated
 from hp_platform_numpy import kernels, module, tape

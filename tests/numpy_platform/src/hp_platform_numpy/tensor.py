@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.platform.tensors import DTYPE_NAMES
+from hp_dtensor.platform.interface import DTYPE_NAMES
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_platform_numpy.tape import Node
 

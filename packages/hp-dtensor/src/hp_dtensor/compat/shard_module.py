@@ -1,21 +1,27 @@
-"""`shard_module`: a whole sharding plan of a module or function, checked before anything is changed."""
+"""`shard_module`: apply a HyperParallel `ShardingPlan` to a module or function.
+
+The plan is checked in full before the first parameter is replaced, and all problems are reported together.
+"""
 
 from __future__ import annotations
 
+import difflib
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
-from hp_dtensor.compat.boundary import Boundary
-from hp_dtensor.compat.input_names import describe_unknown, input_names, input_problems
-from hp_dtensor.compat.sharding_plan import ShardingPlan, Specification, read_one, read_several
 from hp_dtensor.exceptions import PlanError
 from hp_dtensor.parallel.distribute_module import replicate_plain
+from hp_dtensor.parallel.inputs_outputs import map_outputs
 from hp_dtensor.parallel.parameters import Owner, PlannedParameters, parameter_owners, place_tied
-from hp_dtensor.spec.aliases import is_aliases
+from hp_dtensor.spec.aliases import is_aliases, is_specification, placements_for
 from hp_dtensor.spec.placements import Placement, Replicate
+from hp_dtensor.spec.tensor_spec import wrong_count
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.trees import fields_of, map_tensors, with_fields
 
 Module = Any
 ModuleOrFunction = Any
@@ -169,3 +175,235 @@ def _shard_function(function: Callable[..., Any], mesh: DeviceMesh, plan: Shardi
         return boundary.leave(function(*new_args, **new_kwargs))
 
     return sharded
+
+
+Specification = Any
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """Placements of the parameters, inputs and outputs of a module or function.
+
+    A specification is a tuple of placements (one per mesh axis), a tuple of alias names (one per tensor
+    dimension), or a `Layout`.
+
+    Attributes:
+        plan: parameter name (dotted) -> specification. Parameters that it does not name are replicated.
+        input_plan: `"input"` or `"<module>.input"` -> a specification, a list or tuple of them (by position,
+            None leaves that argument alone), a dict (by parameter name), or None, which leaves all arguments alone. An
+            input may be given by keyword either way; the name of `*args` stands for all of those.
+        output_plan: `"output"` or `"<module>.output"` -> likewise; a dict goes by the keys of a dict, or by the
+            fields of a named tuple or dataclass, and leaves the others alone.
+        return_local_tensor: modules whose outputs become plain local tensors.
+
+    `input_plan` may also hold entries for outputs, and `output_plan` entries for inputs; the end of the key decides.
+
+    Raises:
+        TypeError: a plan is no dict with names as keys, or `return_local_tensor` no list of names.
+
+    Example:
+        >>> plan = ShardingPlan(plan={"weight": (Shard(0),)}, output_plan={"": (Replicate(),)})
+        >>> plan.plan["weight"]
+        (Shard(0),)
+    """
+
+    plan: Mapping[str, Specification] = field(default_factory=dict)
+    input_plan: Mapping[str, Any] = field(default_factory=dict)
+    output_plan: Mapping[str, Any] = field(default_factory=dict)
+    return_local_tensor: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("plan", "input_plan", "output_plan"):
+            value = getattr(self, name)
+            if value is None:
+                object.__setattr__(self, name, {})
+            elif not isinstance(value, Mapping):
+                raise TypeError(f"ShardingPlan: {name} must be a dict, got {type(value).__name__}")
+            elif not all(isinstance(key, str) for key in value):
+                raise TypeError(f"ShardingPlan: {name} has keys that are no names: {[*value]}")
+        paths = self.return_local_tensor or ()
+        listed = isinstance(paths, (tuple, list, set, frozenset))
+        if not listed or not all(isinstance(path, str) for path in paths):
+            raise TypeError(f"ShardingPlan: return_local_tensor must be a list of module paths, got {paths!r}")
+        object.__setattr__(self, "return_local_tensor", tuple(paths))
+
+    def boundary_entries(self, problems: list[str]) -> list[tuple[str, str, str, Any]]:
+        """Return (label, module path, `"input"` or `"output"`, specifications) of every entry for inputs or outputs.
+
+        Args:
+            problems: gets a sentence for each key with another ending, and for each that both plans have.
+        """
+        entries = []
+        for name in ("input_plan", "output_plan"):
+            for key, specifications in getattr(self, name).items():
+                path, _, side = key.rpartition(".")
+                if side not in ("input", "output"):
+                    problems.append(f"{name} key {key!r} must be 'input' or 'output', or end in '.input' or '.output'")
+                elif name == "output_plan" and key in self.input_plan:
+                    problems.append(f"input_plan and output_plan both have the key {key!r}")
+                else:
+                    entries.append((f"{name}[{key!r}]", path, side, specifications))
+        return entries
+
+
+def read_one(mesh: DeviceMesh, value: Specification, label: str, problems: list[str]) -> tuple[Placement, ...] | None:
+    """Return the placements on `mesh` that one specification means, or None after noting what is wrong with it."""
+    try:
+        placements = placements_for(mesh, value)
+    except (TypeError, ValueError) as error:
+        problems.append(f"{label}: {error}")
+        return None
+    if (count := wrong_count(mesh, placements)) is not None:
+        problems.append(f"{label}: {count}")
+        return None
+    return placements
+
+
+def read_several(mesh: DeviceMesh, value: Any, label: str, problems: list[str]) -> Any:
+    """Return one specification or several as placements: a list by position, a dict by name, or None for None.
+
+    Args:
+        problems: gets a sentence for everything that is wrong.
+    """
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        return {name: _read_optional(mesh, item, f"{label}[{name!r}]", problems) for name, item in value.items()}
+    # A list of aliases is several specifications, a tuple of them is one.
+    if is_specification(value) and not (isinstance(value, list) and not isinstance(value[0], Placement)):
+        return [read_one(mesh, value, label, problems)]
+    if isinstance(value, (tuple, list)):
+        return [_read_optional(mesh, item, f"{label}[{i}]", problems) for i, item in enumerate(value)]
+    problems.append(f"{label}: expected placements, alias names, a Layout, or several of them; got {value!r}")
+    return []
+
+
+def _read_optional(mesh: DeviceMesh, value: Any, label: str, problems: list[str]) -> Any:
+    return None if value is None else read_one(mesh, value, label, problems)
+
+
+@dataclass
+class Boundary:
+    """Redistributions at the entry and exit of one module or function.
+
+    Attributes:
+        where: names it in messages.
+        names: of its inputs.
+        inputs, outputs: placements, a list by position or a dict by name; None: nothing is redistributed.
+        local_output: give plain local shards.
+    """
+
+    where: str
+    names: InputNames
+    inputs: Any = None
+    outputs: Any = None
+    local_output: bool = False
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call with the DTensors among them placed as planned."""
+        if self.inputs is None:
+            return args, kwargs
+        if isinstance(self.inputs, dict):
+            by_name = self.inputs
+            positional = [by_name.get(self.names.at(index)) for index in range(len(args))]
+        else:
+            by_name = dict(zip(self.names.positional, self.inputs, strict=False))
+            positional = [*self.inputs, *[None] * (len(args) - len(self.inputs))]
+        new_args = tuple(_redistributed(x, p) for x, p in zip(args, positional, strict=False))
+        return new_args, {name: _redistributed(x, by_name.get(name)) for name, x in kwargs.items()}
+
+    def leave(self, output: Any) -> Any:
+        """Return the output of a call with the DTensors in it placed as planned.
+
+        Raises:
+            PlanError: it has another number of values, or other names, than the plan.
+        """
+        if self.outputs is not None:
+            output = self._placed(output)
+        return map_tensors(output, DTensor, DTensor.to_local) if self.local_output else output
+
+    def _placed(self, output: Any) -> Any:
+        fields = fields_of(output)
+        if isinstance(self.outputs, dict):
+            return self._placed_by_name(output, fields)
+        if fields is not None and not isinstance(output, tuple):
+            found = f"a {type(output).__name__} of {', '.join(fields)}"
+            raise PlanError(f"{self.where} gave {found}, its output plan goes by position; give it by name")
+        return map_outputs(self.where, output, self.outputs, _redistributed)
+
+    def _placed_by_name(self, output: Any, fields: Mapping[str, Any] | None) -> Any:
+        if fields is None or not fields.keys() >= self.outputs.keys():
+            found = type(output).__name__ + ("" if fields is None else f" of {', '.join(fields)}")
+            raise PlanError(f"{self.where} gave a {found}, its output plan has the names {', '.join(self.outputs)}")
+        changed = {name: _redistributed(fields[name], p) for name, p in self.outputs.items()}
+        return with_fields(output, changed)
+
+
+def _redistributed(x: Any, placements: Any) -> Any:
+    if placements is None or not isinstance(x, DTensor):
+        return x
+    return x.redistribute(placements=placements)
+
+
+@dataclass(frozen=True)
+class InputNames:
+    """Names of a function's inputs.
+
+    Attributes:
+        positional: those that may be given by position, in order.
+        rest: the name of `*args`, or None.
+        keyword_only: those that can be given by keyword only.
+        keywords: the name of `**kwargs`, or None.
+    """
+
+    positional: tuple[str, ...] = ()
+    rest: str | None = None
+    keyword_only: tuple[str, ...] = ()
+    keywords: str | None = None
+
+    def at(self, index: int) -> str | None:
+        """Return the name of the input at a position; those after the named ones are `*args`."""
+        return self.positional[index] if index < len(self.positional) else self.rest
+
+
+def input_names(function: Callable[..., Any]) -> InputNames:
+    """Return the names of a function's inputs; a builtin without a signature has any number of unnamed ones."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return InputNames(rest="args")
+    named: dict[Any, list[str]] = {}
+    for parameter in parameters:
+        named.setdefault(parameter.kind, []).append(parameter.name)
+    kind = inspect.Parameter
+    return InputNames(
+        (*named.get(kind.POSITIONAL_ONLY, ()), *named.get(kind.POSITIONAL_OR_KEYWORD, ())),
+        next(iter(named.get(kind.VAR_POSITIONAL, ())), None),
+        tuple(named.get(kind.KEYWORD_ONLY, ())),
+        next(iter(named.get(kind.VAR_KEYWORD, ())), None),
+    )
+
+
+def input_problems(label: str, inputs: Any, names: InputNames) -> list[str]:
+    """Return a sentence for each specification of an input that a function with these inputs does not have.
+
+    Args:
+        inputs: a list by position, a dict by name, or None.
+    """
+    if inputs is None:
+        return []
+    if isinstance(inputs, dict):
+        known = [*names.positional, *filter(None, (names.rest, *names.keyword_only))]
+        unknown = [name for name in inputs if name not in known and names.keywords is None]
+        return [f"{label}: {describe_unknown('input', name, dict.fromkeys(known))}" for name in unknown]
+    if len(inputs) > len(names.positional) and names.rest is None:
+        has = f"the {len(names.positional)} inputs {', '.join(names.positional)}"
+        return [f"{label}: {len(inputs)} specifications for {has}"]
+    return []
+
+
+def describe_unknown(kind: str, name: str, known: Mapping[str, Any]) -> str:
+    """Return a sentence that there is no `name`, with the closest known names or the first of them."""
+    close = difflib.get_close_matches(name, [key for key in known if key], n=3)
+    hint = f"; closest: {', '.join(close)}" if close else f"; there are: {', '.join(sorted(filter(None, known))[:10])}"
+    return f"there is no {kind} {name!r}{hint}"

@@ -12,8 +12,7 @@ from typing import Any
 
 from hp_dtensor.debug.comm_counts import CommCounts
 from hp_dtensor.exceptions import CapabilityError
-from hp_dtensor.platform.interface import Platform
-from hp_dtensor.platform.modules import Removable
+from hp_dtensor.platform.interface import Platform, Removable
 from hp_dtensor.platform.recording import CollectiveLog, CollectiveRecord, enter, leave, recorded
 from hp_dtensor.platform.selection import platform_of
 from hp_dtensor.spec.placements import Placement

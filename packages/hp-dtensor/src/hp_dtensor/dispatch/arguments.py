@@ -11,10 +11,9 @@ import numpy
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.exceptions import HPError, MixedOperandsError, ShardingRuleError
-from hp_dtensor.platform.interface import Platform
-from hp_dtensor.platform.tensors import DTYPE_NAMES
-from hp_dtensor.rules.engine.factors import Factorization
-from hp_dtensor.rules.engine.registry import HARMLESS_KEYWORDS, REQUIRED, OpCall, Registration
+from hp_dtensor.platform.interface import DTYPE_NAMES, Platform
+from hp_dtensor.rules.factors import Factorization
+from hp_dtensor.rules.registry import HARMLESS_KEYWORDS, REQUIRED, OpCall, Registration
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.dtensor import DTensor
 

@@ -12,8 +12,8 @@ from hp_dtensor.dispatch.arguments import Location, locate_tensors
 from hp_dtensor.dispatch.dispatch import dispatch
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.rules.engine.notation import Notation
-from hp_dtensor.rules.engine.registry import REQUIRED, Parameter, Registration
+from hp_dtensor.rules.notation import Notation
+from hp_dtensor.rules.registry import REQUIRED, Parameter, Registration
 from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.trees import map_tensors, tensors_in

@@ -11,7 +11,7 @@ from typing import Any
 from hp_dtensor.dispatch import implicit_regions
 from hp_dtensor.dispatch.plan_cache import Operation, operation_of
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.rules.indexing.index_arrays import with_positions
+from hp_dtensor.rules.indexing import with_positions
 
 
 def dispatch(

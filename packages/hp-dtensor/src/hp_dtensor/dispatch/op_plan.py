@@ -12,9 +12,8 @@ from hp_dtensor.dispatch.arguments import Location, bind, replace_at, replace_st
 from hp_dtensor.exceptions import HPError, MeshError, PlacementError, ShardingRuleError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute.explicit_redistribution import check_explicit
-from hp_dtensor.rules.engine.factors import Part
-from hp_dtensor.rules.engine.local_call import LocalCall
-from hp_dtensor.rules.engine.registry import Registration
+from hp_dtensor.rules.factors import LocalCall, Part
+from hp_dtensor.rules.registry import Registration
 from hp_dtensor.spec.placements import Placement
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor import redistribute_dtensor, varying_view

@@ -24,10 +24,9 @@ from hp_dtensor.dispatch.plan_on_whole_operands import GatheringPlan
 from hp_dtensor.dispatch.strategies import choose_strategies, factor_cuts
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.rules.engine.factors import Factorization, Part, Strategy
-from hp_dtensor.rules.engine.local_call import LocalCall
-from hp_dtensor.rules.engine.registry import OpCall, Registration, WholeNeededError
+from hp_dtensor.rules.factors import Factorization, LocalCall, Part, Strategy
 from hp_dtensor.rules.pointwise import rounds
+from hp_dtensor.rules.registry import NeedsReplicatedError, OpCall, Registration
 from hp_dtensor.spec.placements import Placement
 from hp_dtensor.spec.tensor_spec import TensorSpec
 
@@ -47,7 +46,7 @@ def make_plan(
         return _plan_by_rule(platform, name, registration, args, kwargs)
     except in_place.KeptPlacementError as error:
         return in_place.WritingPlan(platform, name, str(error))
-    except WholeNeededError as error:
+    except NeedsReplicatedError as error:
         if registration.in_place:
             return in_place.WritingPlan(platform, name, str(error))
         return GatheringPlan(platform, name, str(error), always=True)

@@ -23,8 +23,8 @@ from hp_dtensor.dispatch.registered_shardings import ListedPlan, registered_shar
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute import plan_between
-from hp_dtensor.rules.engine.registry import Registration
-from hp_dtensor.rules.indexing.index_arrays import INDEXING
+from hp_dtensor.rules.indexing import INDEXING
+from hp_dtensor.rules.registry import Registration
 from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.tensor.dtensor import DTensor
 

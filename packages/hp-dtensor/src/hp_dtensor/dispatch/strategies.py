@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.dispatch import in_place
+from hp_dtensor.dispatch.cost import cheapest
 from hp_dtensor.dispatch.op_plan import FactorCuts
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.rules.engine.cost import cheapest
-from hp_dtensor.rules.engine.factors import Factorization, Part, Strategy, parts_of, strategies
-from hp_dtensor.rules.engine.registry import OpCall, Registration
+from hp_dtensor.rules.factors import Factorization, Part, Strategy, parts_of, strategies
+from hp_dtensor.rules.registry import OpCall, Registration
 from hp_dtensor.spec.placements import Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec
 

@@ -1,4 +1,4 @@
-"""A program on several local ranks."""
+"""`launch` and `RankPool`: run a program on several local ranks, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.launch.local_ranks import LocalRanks, Output
-from hp_dtensor.launch.stop_signals import held_signals
-from hp_dtensor.launch.target_names import target_name
+from hp_dtensor.launch.rank_process import target_name
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 
@@ -122,3 +122,104 @@ class _Stopper:
 
     def cancel(self) -> None:
         self._timer.cancel()
+
+
+class RankPool:
+    """A pool of `num_ranks` connected local processes, started when first needed and again after any failure.
+
+    A context manager; `close` ends the processes, and so does the end of this process, however it comes.
+
+    Args:
+        platform: a platform or its name; None for the selected one.
+        timeout_seconds: for joining the job, and for each collective where the platform can limit that.
+    """
+
+    def __init__(self, platform: Platform | str | None, num_ranks: int, timeout_seconds: float = 120.0) -> None:
+        self.platform = get_platform(platform)
+        self.num_ranks = num_ranks
+        self._timeout_seconds = timeout_seconds
+        self._ranks: LocalRanks | None = None
+
+    def run(self, target: str | Callable[..., Any], *args: Any, timeout_seconds: float | None = 300.0) -> list[Any]:
+        """Run `target(*args)` on every rank and return the results by rank.
+
+        Args:
+            target: a top-level function, or its name, `"module:function"`.
+            args: picklable arguments, the same for every rank.
+
+        Raises:
+            LaunchError: a rank failed, died or took too long; all have been ended, and the next call starts
+                new ones.
+        """
+        name = target_name(target)
+        ranks = self._ranks if self._ranks is not None else self._start()
+        try:
+            return ranks.run(name, args, timeout_seconds)
+        except BaseException:
+            self._ranks = None
+            raise
+
+    def close(self) -> None:
+        """End the processes; a later `run` starts new ones."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.stop()
+
+    def _start(self) -> LocalRanks:
+        ranks = LocalRanks(self.platform, self.num_ranks, Output(terminal=False), self._timeout_seconds)
+        ranks.start()
+        self._ranks = ranks
+        return ranks
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def handled_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Inside the block the stop signals go to `handler`; those that are ignored, as SIGHUP under nohup, stay so.
+
+    In another than the main thread, where Python has no signals, nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    wanted = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in wanted}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            # None: installed outside Python, cannot be put back.
+            signal.signal(number, signal.SIG_DFL if old is None else old)
+
+
+@contextlib.contextmanager
+def held_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
+    """Inside the block, `on_signal(number)` is called instead of the handlers that were there.
+
+    They are restored at the end and then get the first signal that came.
+    """
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        on_signal(number)
+
+    try:
+        with handled_signals(handle):
+            yield
+    finally:
+        if received:
+            signal.raise_signal(received[0])

@@ -1,4 +1,4 @@
-"""Local ranks as processes: started, told what to run, watched, stopped; nothing of them stays behind."""
+"""`LocalRanks`: the local processes of one job, from their start to their end, with the report of the rank that failed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -19,8 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hp_dtensor.exceptions import LaunchError
-from hp_dtensor.launch.failures import Failure, failure_of_end, failure_of_exception
-from hp_dtensor.launch.messages import Failed, Returned, Run, Setup
+from hp_dtensor.launch.rank_process import Failed, Returned, Run, Setup
 from hp_dtensor.platform.interface import Platform
 
 _START = (
@@ -368,3 +368,35 @@ def _exit_code(process: _Process) -> int | None:
             return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
         time.sleep(0.01)
     return None
+
+
+_ADDRESS_IN_USE = re.compile(r"EADDRINUSE|address (is )?already in use|errno: 98", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The failure of one rank: a line, its details, when it was noticed, and the class of its error (`kind`)."""
+
+    headline: str
+    details: str
+    when: float
+    died: bool = False
+    address_in_use: bool = False
+    kind: str = ""
+    signal: int | None = None
+
+
+def failure_of_exception(message: Failed) -> Failure:
+    verb = "could not start" if message.phase == "start" else "failed"
+    in_use = message.phase == "start" and bool(_ADDRESS_IN_USE.search(message.what))
+    return Failure(f"{verb}: {message.what}", message.traceback, message.when, address_in_use=in_use, kind=message.kind)
+
+
+def failure_of_end(code: int | None, tail: str) -> Failure:
+    details, now = f"its last output:\n{tail}" if tail else "", time.monotonic()
+    if code is not None and code < 0:
+        hint = "; the machine may have run out of memory" if -code == signal.SIGKILL else ""
+        # Frameworks abort a process whose partner is gone.
+        died = -code != signal.SIGABRT
+        return Failure(f"was killed by {signal.Signals(-code).name}{hint}", details, now, died, signal=-code)
+    return Failure(f"ended without a result, exit code {code}", details, now, died=True)

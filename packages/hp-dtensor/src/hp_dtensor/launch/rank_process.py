@@ -1,4 +1,4 @@
-"""The process of one local rank: joins the job, runs the functions it is sent, and never outlives its parent."""
+"""The process of one local rank: it joins the job, runs the functions that its parent names, and ends with its parent."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import functools
+import importlib
+import importlib.util
+import operator
 import os
 import pickle
 import queue
@@ -15,14 +19,119 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
-from hp_dtensor.exceptions import HPError
-from hp_dtensor.launch.messages import Failed, Returned, Run, Setup
-from hp_dtensor.launch.target_names import load_target
+from hp_dtensor.exceptions import HPError, LaunchError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """First message to a rank: its place in the job."""
+
+    platform: str
+    rank: int
+    size: int
+    timeout_seconds: float
+    argv: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Report of an exception in a rank: the phase (`start` or `run`), the exception, its time and its class."""
+
+    phase: str
+    what: str
+    traceback: str
+    when: float
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """Report of a function's result."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Request to run a function, by name. The arguments stay pickled until the function's module is there."""
+
+    target: str
+    args: bytes
+
+
+_SCRIPT_MODULE = "__hp_main__"
+
+
+def target_name(target: str | Callable[..., Any]) -> str:
+    """Return the name by which another process finds `target`.
+
+    Raises:
+        LaunchError: it is a lambda, a local function or a method, or belongs to an interactive session.
+    """
+    if isinstance(target, str):
+        if ":" not in target:
+            raise LaunchError(f"target {target!r}: expected 'module:function'")
+        return target
+    name = getattr(target, "__qualname__", "")
+    if _find(sys.modules.get(getattr(target, "__module__", "")), name) is not target:
+        raise LaunchError(
+            f"ranks get functions by name, and {target!r} has none that another process could import; "
+            "define it at the top level of a module"
+        )
+    return f"{_module_of(target)}:{name}"
+
+
+def _find(module: ModuleType | None, name: str) -> Any:
+    try:
+        return operator.attrgetter(name)(module)
+    except AttributeError:
+        return None
+
+
+def _module_of(target: Callable[..., Any]) -> str:
+    if target.__module__ != "__main__":
+        return target.__module__
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return str(spec.name)
+    path = getattr(main, "__file__", None)
+    if path is None:
+        raise LaunchError(f"{target!r} was defined interactively; ranks can only import it from a file")
+    # Results of the script's own classes come back as members of the module that the ranks load.
+    sys.modules[_SCRIPT_MODULE] = main
+    return str(Path(path).resolve())
+
+
+def load_target(name: str) -> Callable[..., Any]:
+    """Return the function of a name that `target_name` gave in another process."""
+    module_name, _, attribute = name.rpartition(":")
+    module = _load_script(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+    found: Callable[..., Any] = operator.attrgetter(attribute)(module)
+    return found
+
+
+@functools.cache
+def _load_script(path: str) -> ModuleType:
+    """Run a script under another name than `__main__`, so that its guarded part does not run."""
+    spec = importlib.util.spec_from_file_location(_SCRIPT_MODULE, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Classes that the script defines are pickled as members of `__main__`.
+    sys.modules[_SCRIPT_MODULE] = sys.modules["__main__"] = module
+    spec.loader.exec_module(module)
+    return module
+
 
 HOST = "127.0.0.1"
 ORPHANED = 113  # exit code

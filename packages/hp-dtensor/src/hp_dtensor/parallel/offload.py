@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from hp_dtensor.comm.saved_tensors import MODIFIED, Held, Keeper, keeping
-from hp_dtensor.platform.host_copies import HostCopies
+from hp_dtensor.platform.autograd import HostCopies
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.trees import tensors_in
 

@@ -10,9 +10,9 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
-Module = Any
+Module: TypeAlias = Any
 Path = tuple[str, ...]
 
 

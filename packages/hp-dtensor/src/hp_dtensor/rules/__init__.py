@@ -1,1 +1,1 @@
-"""Sharding rules: tables of operations as factors, and the engine that reads them (see README.md)."""
+"""Sharding rules: how each operation computes on sharded operands (see README.md)."""

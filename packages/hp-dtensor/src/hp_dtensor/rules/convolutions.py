@@ -1,12 +1,15 @@
-"""Convolutions and pooling: batch and channels are parallel, positions are whole."""
+"""Rules of convolutions, pooling and interpolation on `[batch, channels, positions...]`.
+
+Batch and channels may be sharded; the spatial dimensions are unsharded.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from hp_dtensor.rules.engine.factors import LINEAR, Cuts, Dims, Factorization, PartialResults
-from hp_dtensor.rules.engine.registry import OpCall, Rule, RuleRegistry
+from hp_dtensor.rules.factors import LINEAR, Cuts, Dims, Factorization, PartialResults
+from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry
 
 Sizes = tuple[int, ...]
 

@@ -1,17 +1,38 @@
-"""Inverses, determinants, factorizations and solutions of batches of matrices: batches are parallel, matrices whole."""
+"""Rules of matrix products, einsum, matrix factorizations and Fourier transforms.
+
+A sharded contracted dimension gives partial results. Factorizations and transforms shard batch dimensions only.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hp_dtensor.rules.engine.factors import Factorization, LocalWork, uncut
-from hp_dtensor.rules.engine.notation import by_argument, line
-from hp_dtensor.rules.engine.registry import OpCall, Rule, RuleRegistry, broadcast_shape
+from hp_dtensor.rules.factors import LINEAR, Cuts, Dim, Dims, Factorization, LocalWork, PartialResults, uncut
+from hp_dtensor.rules.notation import SUM_OF_K, by_argument, first_of, line
 from hp_dtensor.rules.pointwise import pointwise
+from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, broadcast_shape, names_for
+
+VECTORS_AND_MATRICES = ("k, k ->", "... m k, k -> ... m", "k, ... k n -> ... n", "... m k, ... k n -> ... m n")
+"""Products of operands of one dimension, as in NumPy, and of more."""
 
 
 def register(registry: RuleRegistry) -> None:
+    product = first_of(*(line(text, reduced=SUM_OF_K, linear=True) for text in VECTORS_AND_MATRICES))
+    weighted = line("... k, n k -> ... n", reduced=SUM_OF_K, linear=True)
+    biased = line("... k, n k, * -> ... n", reduced=SUM_OF_K, linear="0 1 + 2")
+    added = line("*, m k, k n -> m n", reduced=SUM_OF_K, linear="0 + 1 2")
+    batches_added = line("*, b m k, b k n -> b m n", reduced=SUM_OF_K, linear="0 + 1 2")
+    registry.register("matmul bmm mm mv dot", "input other", product)
+    registry.register("linear", "input weight bias=None", first_of(weighted, biased))
+    registry.register("outer ger", "input other", line("m, n -> m n", linear=True))
+    registry.register("cdist", "input other p=2.0 compute_mode=None", line("... m k!, ... n k! -> ... m n"))
+    vector_added = line("*, m k, k -> m", reduced=SUM_OF_K, linear="0 + 1 2")
+    registry.register("addmv", "input mat vec beta=1 alpha=1", vector_added)
+    registry.register("addmm", "input mat1 mat2 beta=1 alpha=1", added)
+    registry.register("baddbmm", "input batch1 batch2 beta=1 alpha=1", batches_added)
+    registry.register("einsum", "equation *operands", _einsum)
     matrices, transposed = _of_matrices("n m"), _of_matrices("m n")
     number, values, vectors = _of_matrices(""), _of_matrices("n"), _of_matrices("n", "n m")
     factors_and_info, factors_and_k = _of_matrices("n m", ""), _of_matrices("n m", "k")
@@ -56,6 +77,60 @@ def register(registry: RuleRegistry) -> None:
     registry.register("linalg_solve", "A B * left=True", _solve)
     registry.register("linalg_solve_triangular", "input B * upper left=True unitriangular=False", OF_COLUMNS)
     registry.register("cholesky_solve", "input input2 upper=False", line("... x! y!, ... n! m! -> ... x y", linear="0"))
+    kinds = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
+    registry.register(" ".join(f"fft_{kind}" for kind in kinds), "input n=None dim=-1 norm=None", _along_one)
+    registry.register(" ".join(f"fft_{kind}2" for kind in kinds), "input s=None dim=None norm=None", _along_two)
+    registry.register(" ".join(f"fft_{kind}n" for kind in kinds), "input s=None dim=None norm=None", _along_several)
+    registry.register("fft_fftshift fft_ifftshift", "input dim=None", _shifted)
+
+
+def _einsum(call: OpCall) -> Factorization:
+    """Letters are factors; those the output lacks are summed, those repeated in one operand must be whole."""
+    left, arrow, right = call["equation"].replace(" ", "").partition("->")
+    terms = left.split(",")
+    if len(terms) != len(call.tensors):
+        raise call.refuse(f"equation {call['equation']!r} does not fit its {len(call.tensors)} operands")
+    if not arrow:
+        once = sorted(letter for letter in set(left) if letter.isalpha() and left.count(letter) == 1)
+        right = ("..." if "..." in left else "") + "".join(once)
+    extra = max(spec.ndim - len(term.replace("...", "")) for term, spec in zip(terms, call.tensors, strict=True))
+    named = [_names(term, spec.ndim) for term, spec in zip(terms, call.tensors, strict=True)]
+    sizes: dict[str, int] = {}
+    for names, spec in zip(named, call.tensors, strict=True):
+        _add_sizes(call, names, spec.shape, sizes)
+    output = _names(right, len(right.replace("...", "")) + (extra if "..." in right else 0))
+    inputs = tuple(
+        tuple(() if spec.shape[i] == 1 != sizes[name] else (name,) for i, name in enumerate(names))
+        for names, spec in zip(named, call.tensors, strict=True)
+    )
+    summed = {name: "sum" for name in sizes if name not in output}
+    repeated = frozenset(name for names in named for name in names if names.count(name) > 1)
+    result: Dims = tuple((name,) for name in output)
+    return Factorization(
+        inputs,
+        (result,),
+        sizes,
+        cuts=uncut(repeated),
+        partial=PartialResults(reduced=summed, terms=(frozenset(range(len(terms))),)),
+    )
+
+
+def _names(term: str, ndim: int) -> list[str]:
+    """A factor per dimension; those that `...` stands for are named from the last."""
+    before, dots, after = term.partition("...")
+    between = ndim - len(before) - len(after) if dots else 0
+    return [*before, *(f".{i}" for i in range(between, 0, -1)), *after]
+
+
+def _add_sizes(call: OpCall, names: Sequence[str], shape: Sequence[int], sizes: dict[str, int]) -> None:
+    if len(names) != len(shape):
+        raise call.refuse(f"equation {call['equation']!r} does not fit its operands")
+    for name, size in zip(names, shape, strict=True):
+        known = sizes.setdefault(name, size)
+        if known == 1 != size:
+            sizes[name] = size
+        elif size not in (1, known):
+            raise call.refuse(f"{name!r} has sizes {known} and {size}")
 
 
 OF_VECTOR = line("... n! m!, ... x! -> ... x", linear="1")
@@ -94,3 +169,56 @@ def _solve(call: OpCall) -> Factorization:
     rule = OF_COLUMNS(call)
     # A part of the batch might be as many matrices as the right side has rows, and torch take these for vectors.
     return replace(rule, cuts=uncut(rule.sizes)) if len(right) == len(matrices) - 1 else rule
+
+
+TO_HALF = frozenset({"fft_rfft", "fft_rfft2", "fft_rfftn", "fft_ihfft", "fft_ihfft2", "fft_ihfftn"})
+"""Those that give the first half of a spectrum, along the last dimension that they transform."""
+FROM_HALF = frozenset({"fft_irfft", "fft_irfft2", "fft_irfftn", "fft_hfft", "fft_hfft2", "fft_hfftn"})
+"""Those that take it."""
+
+
+def _along_one(call: OpCall) -> Factorization:
+    return _transformed(call, [call.dim(call["dim"])], [call["n"]])
+
+
+def _along_two(call: OpCall) -> Factorization:
+    return _several(call, (-2, -1) if call["dim"] is None else call["dim"])
+
+
+def _along_several(call: OpCall) -> Factorization:
+    return _several(call, call["dim"])
+
+
+def _several(call: OpCall, dims: int | Sequence[int] | None) -> Factorization:
+    ndim, lengths = call.tensors[0].ndim, call["s"]
+    if dims is None:
+        dims = range(ndim) if lengths is None else range(ndim - len(lengths), ndim)
+    chosen = [call.dim(dim) for dim in ([dims] if isinstance(dims, int) else dims)]
+    lengths = [None] * len(chosen) if lengths is None else [None if n == -1 else n for n in lengths]
+    return _transformed(call, chosen, lengths)
+
+
+def _transformed(call: OpCall, dims: Sequence[int], lengths: Sequence[int | None]) -> Factorization:
+    """Linear over the reals; `lengths` of the signal are those of the input where they are None."""
+    shape = call.tensors[0].shape
+    if len(set(dims)) != len(lengths) or not dims:
+        raise call.whole("its dimensions and lengths must be as many, and differ")
+    names, sizes = names_for("d", shape)
+    output: list[Dim] = list(names)
+    for dim, length in zip(dims, lengths, strict=True):
+        size = shape[dim] if length is None else length
+        if dim == dims[-1] and call.name in FROM_HALF:
+            size = 2 * (shape[dim] - 1) if length is None else length
+        if dim == dims[-1] and call.name in TO_HALF:
+            size = size // 2 + 1
+        sizes[f"o{dim}"], output[dim] = size, (f"o{dim}",)
+    fixed = frozenset({*(f"d{dim}" for dim in dims), *(f"o{dim}" for dim in dims)})
+    others = frozenset(sizes) - fixed
+    return Factorization((names,), (tuple(output),), sizes, cuts=Cuts(fixed=fixed, nonempty=others), partial=LINEAR)
+
+
+def _shifted(call: OpCall) -> Factorization:
+    names, sizes = names_for("d", call.tensors[0].shape)
+    dims = call["dim"]
+    chosen = range(len(names)) if dims is None else [call.dim(d) for d in ([dims] if isinstance(dims, int) else dims)]
+    return Factorization((names,), (names,), sizes, cuts=uncut(f"d{dim}" for dim in chosen), partial=LINEAR)

@@ -1,13 +1,21 @@
-"""Losses that compare two tensors element by element and reduce the result."""
+"""Rules of loss functions: pointwise losses, cross entropy and negative log likelihood.
+
+Cross entropy may be sharded by rows, positions and classes. Its loss per row, with class weights w and target
+distribution q (label smoothing included), is the sum over classes of w q (logsumexp(logits) - logit). With sharded
+classes only these sums are communicated, never logits (as in Megatron-LM).
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from hp_dtensor.rules.engine.factors import Factorization, LocalWork, PartialResults
-from hp_dtensor.rules.engine.local_call import LocalCall
-from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
+from hp_dtensor.comm import collectives
+from hp_dtensor.rules.factors import Dims, Factorization, LocalCall, LocalWork, PartialResults
+from hp_dtensor.rules.gather_scatter import check_ids, own_ids
+from hp_dtensor.rules.registry import OpCall, RuleRegistry, names_for
 
 Tensor = Any
 
@@ -28,6 +36,9 @@ def register(registry: RuleRegistry) -> None:
         _loss,
     )
     registry.register("kl_div", "input target size_average=None reduce=None reduction=mean log_target=False", _loss)
+    options = "input target weight=None size_average=None ignore_index=-100 reduce=None reduction=mean"
+    registry.register("cross_entropy", f"{options} label_smoothing=0.0", _cross_entropy)
+    registry.register("nll_loss", options, _negative_log_likelihood)
 
 
 def _loss(call: OpCall) -> Factorization:
@@ -61,3 +72,217 @@ def _loss(call: OpCall) -> Factorization:
         partial=PartialResults(reduced=dict.fromkeys(sizes, "sum")),
         work=LocalWork(by_factor=dict.fromkeys(sizes, part_of_mean)),
     )
+
+
+Local = Callable[[LocalCall], Tensor]
+
+
+def _cross_entropy(call: OpCall) -> Factorization:
+    if len(call["target"].shape) == len(call["input"].shape):
+        return _rule(call, _by_probability, by_class=True)
+    return _rule(call, _by_index if call["weight"] is None else _by_weighted_index)
+
+
+def _negative_log_likelihood(call: OpCall) -> Factorization:
+    return _rule(call, _likelihood)
+
+
+def _rule(call: OpCall, local: Local, by_class: bool = False) -> Factorization:
+    """Logits `[rows, classes, *positions]`, targets `[rows, *positions]`, or like the logits; weights `[classes]`."""
+    logits, target, weight = (call[name] for name in ("input", "target", "weight"))
+    if call["size_average"] is not None or call["reduce"] is not None:
+        raise call.whole("its rule is of reduction, not of the old size_average and reduce")
+    shape = logits.shape
+    if len(shape) == 1:
+        raise call.whole("its rule is of logits [rows, classes, ...]")
+    if len(shape) < 2 or target.shape != (shape if by_class else (shape[0], *shape[2:])):
+        raise call.refuse(
+            f"{call.name} of DTensors takes logits [rows, classes, ...] and targets [rows, ...] of class indices, or "
+            "of the logits' shape"
+        )
+    if weight is not None and weight.shape != shape[1:2]:
+        raise call.refuse(f"weights must be [classes] = [{shape[1]}]")
+    names = ("rows", *(f"position{i}" for i in range(len(shape) - 2)))
+    rows: Dims = tuple((name,) for name in names)
+    dims: Dims = (rows[0], ("classes",), *rows[1:])
+    inputs: tuple[Dims, ...] = (dims, dims if by_class else rows)
+    sizes = dict(zip([dim[0] for dim in dims], shape, strict=True))
+    whole = call["reduction"] == "none"
+    return Factorization(
+        inputs if weight is None else (*inputs, (("classes",),)),
+        (rows if whole else (),),
+        sizes,
+        partial=PartialResults(reduced={} if whole else dict.fromkeys(names, "sum"), complete=frozenset({"classes"})),
+        work=LocalWork(by_factor=dict.fromkeys(sizes, _of_rows(local, names, by_class))),
+    )
+
+
+def _of_rows(local: Local, names: Sequence[str], by_class: bool) -> Local:
+    """`local`, which works on rows, with positions as further rows."""
+
+    def run(call: LocalCall) -> Tensor:
+        ops, logits, target = call.platform.ops, call.arguments["input"], call.arguments["target"]
+        groups = [group for name in names for group in call.groups.get(name, ())]
+        arguments = dict(call.arguments)
+        if len(logits.shape) > 2:
+            arguments["input"] = _classes_last(ops, logits)
+            count = arguments["input"].shape[0]
+            arguments["target"] = _classes_last(ops, target) if by_class else ops.reshape(target, (count,))
+        rows = math.prod(call.sizes[name] for name in names)
+        result = local(
+            replace(
+                call,
+                arguments=arguments,
+                groups={**call.groups, "rows": tuple(groups)},
+                sizes={**call.sizes, "rows": rows},
+            )
+        )
+        if call.arguments["reduction"] != "none":
+            return result
+        return ops.reshape(result, (logits.shape[0], *logits.shape[2:]))
+
+    return run
+
+
+def _classes_last(ops: Any, x: Tensor) -> Tensor:
+    moved = ops.permute(x, (0, *range(2, len(x.shape)), 1))
+    return ops.reshape(moved, (math.prod(moved.shape[:-1]), moved.shape[-1]))
+
+
+def _by_probability(call: LocalCall) -> Tensor:
+    ops, arguments = call.platform.ops, call.arguments
+    logits, target = _float32(call, arguments["input"]), _float32(call, arguments["target"])
+    smoothing = arguments["label_smoothing"]
+    if smoothing:
+        target = ops.add(ops.mul(target, 1.0 - smoothing), smoothing / call.sizes["classes"])
+    if arguments["weight"] is not None:
+        target = ops.mul(target, ops.unsqueeze(_float32(call, arguments["weight"]), 0))
+    shifted, log_total = _shifted(call, logits)
+    losses = ops.sub(
+        ops.mul(log_total, _over_classes(call, ops.sum(target, 1))),
+        _over_classes(call, ops.sum(ops.mul(target, shifted), 1)),
+    )
+    return _reduced(call, losses, None)
+
+
+def _by_index(call: LocalCall) -> Tensor:
+    """logsumexp(logits) - logit of the target; less of it, and some of all logits, with label smoothing."""
+    ops, arguments = call.platform.ops, call.arguments
+    logits = _float32(call, arguments["input"])
+    targets, valid = _valid_targets(call)
+    shifted, log_total = _shifted(call, logits)
+    picked = _picked(call, shifted, targets)
+    smoothing = arguments["label_smoothing"]
+    if smoothing:
+        spread = ops.mul(ops.sum(shifted, 1), smoothing / call.sizes["classes"])
+        picked = ops.add(ops.mul(picked, 1.0 - smoothing), spread)
+    losses = ops.sub(log_total, _over_classes(call, picked))
+    return _reduced(call, _where_valid(ops, losses, valid), ops.cast(valid, losses.dtype))
+
+
+def _likelihood(call: LocalCall) -> Tensor:
+    """Less the log-probability of the target, weighted."""
+    ops, x, weight = call.platform.ops, _float32(call, call.arguments["input"]), call.arguments["weight"]
+    targets, valid = _valid_targets(call)
+    weights = ops.cast(valid, x.dtype)
+    if weight is not None:
+        own = ops.sum(ops.mul(_one_hot(call, targets, x), ops.unsqueeze(_float32(call, weight), 0)), 1)
+        weights = ops.mul(weights, _over_classes(call, own))
+    losses = _where_valid(ops, ops.neg(_over_classes(call, _picked(call, x, targets))), valid)
+    return _reduced(call, ops.mul(losses, weights), weights)
+
+
+def _valid_targets(call: LocalCall) -> tuple[Tensor, Tensor]:
+    """Class indices with 0 for those to ignore, and 1 where none is ignored (0 elsewhere), in their dtype."""
+    platform, ops, targets = call.platform, call.platform.ops, call.arguments["target"]
+    valid = ops.cast(ops.ne(targets, call.arguments["ignore_index"]), targets.dtype)
+    targets = ops.mul(targets, valid)
+    check_ids(platform, targets, call.sizes["classes"])
+    return targets, valid
+
+
+def _picked(call: LocalCall, x: Tensor, targets: Tensor) -> Tensor:
+    """`x` at each row's target, 0 where that is not among this rank's classes."""
+    ops = call.platform.ops
+    start, length = call.spans.get("classes", (0, x.shape[1]))
+    if not length:
+        return ops.sum(x, 1)
+    own, inside = own_ids(ops, targets, start, length, call.sizes["classes"])
+    picked = ops.reshape(ops.gather(x, 1, ops.unsqueeze(own, 1)), (x.shape[0],))
+    return ops.masked_fill(picked, ops.logical_not(inside), 0.0)  # which may be infinite
+
+
+def _where_valid(ops: Any, losses: Tensor, valid: Tensor) -> Tensor:
+    return ops.masked_fill(losses, ops.eq(valid, 0), 0.0)
+
+
+def _by_weighted_index(call: LocalCall) -> Tensor:
+    ops, arguments = call.platform.ops, call.arguments
+    logits, weight = _float32(call, arguments["input"]), _float32(call, arguments["weight"])
+    smoothing = arguments["label_smoothing"]
+    targets, valid = _valid_targets(call)
+    shifted, log_total = _shifted(call, logits)
+    own = ops.mul(_one_hot(call, targets, shifted), ops.unsqueeze(weight, 0))
+    picked_weight = _over_classes(call, ops.sum(own, 1))
+    losses = ops.mul(picked_weight, ops.sub(log_total, _over_classes(call, _picked(call, shifted, targets))))
+    if smoothing:
+        spread = ops.sub(
+            ops.mul(log_total, _over_classes(call, ops.sum(weight))),
+            _over_classes(call, ops.sum(ops.mul(shifted, ops.unsqueeze(weight, 0)), 1)),
+        )
+        losses = ops.add(ops.mul(losses, 1.0 - smoothing), ops.mul(spread, smoothing / call.sizes["classes"]))
+    weights = ops.mul(picked_weight, ops.cast(valid, losses.dtype))
+    return _reduced(call, _where_valid(ops, losses, valid), weights)
+
+
+def _one_hot(call: LocalCall, targets: Tensor, like: Tensor) -> Tensor:
+    """`[rows, own classes]`: 1 at each row's target, where it is among this rank's classes."""
+    ops = call.platform.ops
+    start, length = call.spans.get("classes", (0, like.shape[1]))
+    own = ops.add(ops.arange(length, targets.dtype), start)
+    return ops.cast(ops.eq(ops.unsqueeze(targets, 1), ops.unsqueeze(own, 0)), like.dtype)
+
+
+def _shifted(call: LocalCall, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits less their row's maximum, and the logarithm of the sum of their exponentials, over all classes."""
+    platform, ops = call.platform, call.platform.ops
+    data = platform.detach(logits)
+    # The maximum is a constant to autograd, as the loss does not depend on it. Over cut classes a few numbers per row
+    # travel, no logits: maximum, sum, and the target's logit (Megatron-LM, arXiv 1909.08053, section 3).
+    maxima = ops.amax(data, 1) if data.shape[1] else ops.full((data.shape[0],), float("-inf"), data.dtype)
+    for group in _groups(call, "classes"):
+        maxima = collectives.all_reduce_data(maxima, group, "max")
+    shifted = ops.sub(logits, ops.unsqueeze(maxima, 1))
+    return shifted, ops.log(_over_classes(call, ops.sum(ops.exp(shifted), 1)))
+
+
+def _over_classes(call: LocalCall, x: Tensor) -> Tensor:
+    for group in _groups(call, "classes"):
+        x = collectives.all_reduce(x, group)
+    return x
+
+
+def _reduced(call: LocalCall, losses: Tensor, weights: Tensor | None) -> Tensor:
+    """`losses` by the call's reduction; a mean is over rows, or over the weights of the targets."""
+    ops, dtype = call.platform.ops, call.platform.loss_dtype(call.arguments["input"])
+    if call.arguments["reduction"] == "none":
+        return ops.cast(losses, dtype)
+    total = ops.sum(losses)
+    if call.arguments["reduction"] == "mean":
+        if weights is None:
+            return ops.cast(ops.div(total, call.sizes["rows"]), dtype)
+        count = call.platform.detach(ops.sum(weights))
+        for group in _groups(call, "rows"):
+            count = collectives.all_reduce_data(count, group)
+        total = ops.div(total, count)
+    return ops.cast(total, dtype)
+
+
+def _groups(call: LocalCall, factor: str) -> Sequence[Any]:
+    return call.groups.get(factor, ())
+
+
+def _float32(call: LocalCall, x: Tensor) -> Tensor:
+    """Half precision holds neither the sum over classes nor that over rows."""
+    platform = call.platform
+    return platform.ops.cast(x, platform.dtype("float32")) if platform.itemsize(x.dtype) < 4 else x

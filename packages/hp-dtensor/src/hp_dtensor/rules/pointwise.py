@@ -1,4 +1,4 @@
-"""Pointwise operations: every dimension is parallel; broadcast dimensions have a factor of their own."""
+"""Rules of pointwise operations: every dimension may be sharded, broadcast dimensions aside."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.rules.engine.factors import Dims, Factorization, PartialResults
-from hp_dtensor.rules.engine.registry import DATA_DEPENDENT, OpCall, Rule, RuleRegistry, broadcast_shape, names_for
+from hp_dtensor.rules.factors import Dims, Factorization, PartialResults
+from hp_dtensor.rules.registry import DATA_DEPENDENT, OpCall, Rule, RuleRegistry, broadcast_shape, names_for
 from hp_dtensor.spec.tensor_spec import TensorSpec
 
 NONLINEAR = (

@@ -1,15 +1,16 @@
-"""Random operations: every rank draws the whole tensor's numbers and keeps its part.
+"""Rules of random operations: every rank draws the numbers of the global tensor and keeps those of its shard.
 
-So the numbers are the single-device ones whatever the layout, on any generator (also torch's sequential one
-on CPU), and the generators of all ranks stay in step: seed them alike (`manual_seed`) and they remain alike.
-torch draws the numbers of a transposed tensor in the order of its memory, so the whole one is made to lie in memory as
-this rank's part does. Where a dimension leaves several elements to some ranks and one or none to others, torch gives
-results of one operation different strides on them; then the ranks draw in the order that the fullest part has, on which
-they agree by a message (`_best_seen`).
+The numbers therefore equal those of one device in every layout and for every generator, also torch's sequential one on
+CPU. Generators that are seeded alike on all ranks (`manual_seed`) stay alike.
 
-What strides do not tell is lost: kernels that take a tensor with one element along a dimension for contiguous give it
-contiguous results (`gelu(x.transpose(0, 1))` with one row per rank), and redistribution makes parts contiguous. From
-then on all ranks draw alike, in the order of the parts.
+torch draws the numbers of a transposed tensor in the order of its memory, so the global tensor gets the memory order of
+this rank's shard. Where a dimension leaves several elements to some ranks and one or none to others, torch may give the
+shards of one tensor different strides. Then all ranks use the order of the largest shard, which they find by a message
+(`_best_seen`).
+
+Information that strides do not carry is lost. Kernels that treat a tensor with one element along a dimension as
+contiguous return contiguous results (`gelu(x.transpose(0, 1))` with one row per rank), and redistribution makes shards
+contiguous. From then on all ranks draw in the order of the shards.
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
-from hp_dtensor.rules.engine.factors import LINEAR, Factorization, LocalWork, PartialResults
-from hp_dtensor.rules.engine.local_call import LocalCall
-from hp_dtensor.rules.engine.notation import first_of, line
-from hp_dtensor.rules.engine.registry import OpCall, Rule, RuleRegistry, names_for
+from hp_dtensor.rules.factors import LINEAR, Factorization, LocalCall, LocalWork, PartialResults
+from hp_dtensor.rules.notation import first_of, line
 from hp_dtensor.rules.pointwise import pointwise
+from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, names_for
 from hp_dtensor.spec.placements import RaggedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec
 

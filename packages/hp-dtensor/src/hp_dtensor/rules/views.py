@@ -1,4 +1,4 @@
-"""Views and reshapes: dimensions split into and merged from factors."""
+"""Rules of views and reshapes: a reshape splits and merges dimensions, and its rule finds the common factors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hp_dtensor.rules.engine.factors import (
+from hp_dtensor.rules.factors import (
     LINEAR,
     Cuts,
     Dims,
@@ -18,8 +18,8 @@ from hp_dtensor.rules.engine.factors import (
     PartialResults,
     uncut,
 )
-from hp_dtensor.rules.engine.notation import line
-from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
+from hp_dtensor.rules.notation import line
+from hp_dtensor.rules.registry import OpCall, RuleRegistry, names_for
 
 
 def register(registry: RuleRegistry) -> None:

@@ -1,4 +1,4 @@
-"""The `ops` namespace: kernels under the names of `hp_dtensor.platform.ops`, on plain tensors and on DTensors.
+"""The `ops` namespace: kernels under the names of `hp_dtensor.platform.interface`, on plain tensors and on DTensors.
 
 An operation on a DTensor goes to hp_dtensor's dispatch under its own name, before MindSpore takes it apart
 into primitives that hide its arguments.
@@ -15,7 +15,7 @@ import mindspore as ms
 from mindspore import Tensor
 
 from hp_dtensor.exceptions import CapabilityError
-from hp_dtensor.platform.ops import OP_NAMES
+from hp_dtensor.platform.interface import OP_NAMES
 from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_platform_mindspore.capabilities import Capabilities

@@ -13,7 +13,7 @@ import mindspore as ms
 from mindspore import Tensor
 
 from hp_dtensor.exceptions import CapabilityError
-from hp_dtensor.platform.host_copies import HostCopies, Wait
+from hp_dtensor.platform.autograd import HostCopies, Wait
 from hp_platform_mindspore.tensor.autograd import GradMode
 from hp_platform_mindspore.tensor.dtensor import MindSporeDTensor
 from hp_platform_mindspore.tensor.memory import HOST_DTYPES, host_view, share

@@ -14,7 +14,7 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.common.np_dtype import bfloat16
 
-from hp_dtensor.platform.tensors import DTYPE_NAMES
+from hp_dtensor.platform.interface import DTYPE_NAMES
 
 Array = np.ndarray[Any, Any]
 

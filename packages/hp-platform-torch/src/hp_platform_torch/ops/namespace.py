@@ -1,4 +1,4 @@
-"""The namespace `platform.ops`: torch's functions by the names of `hp_dtensor.platform.ops`, for any tensors."""
+"""The namespace `platform.ops`: torch's functions by the names of `hp_dtensor.platform.interface`, for any tensors."""
 
 from __future__ import annotations
 

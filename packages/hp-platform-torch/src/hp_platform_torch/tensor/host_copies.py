@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hp_dtensor.platform.host_copies import HostCopies, Wait
+from hp_dtensor.platform.autograd import HostCopies, Wait
 from hp_platform_torch.tensor.dtensor import TorchDTensor
 from hp_platform_torch.tensor.local_operations import LocalOperations, NoGrad, is_intercepting
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hp_dtensor.exceptions import CapabilityError
-from hp_dtensor.platform.modules import ModuleInterface, Removable
+from hp_dtensor.platform.interface import ModuleInterface, Removable
 
 Tensor = torch.Tensor
 Removable.register(RemovableHandle)

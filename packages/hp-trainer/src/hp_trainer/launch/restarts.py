@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.launch import launch
-from hp_dtensor.launch.stop_signals import STOP_SIGNALS
+from hp_dtensor.launch.local_launch import STOP_SIGNALS
 from hp_dtensor.platform.interface import Platform
 from hp_trainer.checkpoint import find_latest
 from hp_trainer.config import TrainerConfig

@@ -13,8 +13,8 @@ from hp_dtensor.parallel.attention.dropout import AttentionDropout
 from hp_dtensor.parallel.attention.mask import AttentionMask
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
-from hp_dtensor.rules.engine.factors import Dims, Factorization, uncut
-from hp_dtensor.rules.engine.registry import REQUIRED, OpCall, Parameter, Registration
+from hp_dtensor.rules.factors import Dims, Factorization, uncut
+from hp_dtensor.rules.registry import REQUIRED, OpCall, Parameter, Registration
 from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.tensor.conversions import replicate_like
 from hp_dtensor.tensor.dtensor import DTensor

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hp_dtensor.platform.interface import Platform
-from hp_dtensor.platform.ops import OP_NAMES
+from hp_dtensor.platform.interface import OP_NAMES, Platform
 from hp_dtensor.testing.conformance.operation_cases import Array, Case, cases, creation_cases
 from hp_dtensor.testing.conformance.values import read, tensor
 

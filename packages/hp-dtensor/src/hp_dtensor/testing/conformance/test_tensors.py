@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hp_dtensor.platform.interface import Platform
-from hp_dtensor.platform.ops import OP_NAMES
-from hp_dtensor.platform.tensors import DTYPE_NAMES
+from hp_dtensor.platform.interface import DTYPE_NAMES, OP_NAMES, Platform
 from hp_dtensor.testing.conformance.values import assert_values, read, tensor, whole_numbers
 
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2}

@@ -1,7 +1,7 @@
-"""Integers and slices over cut dimensions: every rank keeps what it has of the part that is picked.
+"""Rules of integers and slices as indices, `narrow` and `select`, along sharded dimensions. None of them communicates.
 
-A slice of a cut dimension is ragged, a view of each rank's own rows. A position in it has one owner, and is partial:
-its row there, zeros elsewhere. Neither communicates.
+The result of a slice is ragged: each rank keeps a view of its own rows inside the slice. The result of an integer index
+is partial: the owner returns the row, the other ranks return zeros.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import replace
 from typing import Any
 
 from hp_dtensor.exceptions import IndexOutOfRangeError
-from hp_dtensor.rules.engine.factors import (
+from hp_dtensor.rules.factors import (
     LINEAR,
     Cuts,
     Dim,
     Dims,
     Factorization,
+    LocalCall,
     LocalWork,
     Part,
     positions_within,
 )
-from hp_dtensor.rules.engine.local_call import LocalCall
-from hp_dtensor.rules.engine.registry import OpCall, RuleRegistry, names_for
+from hp_dtensor.rules.registry import OpCall, RuleRegistry, names_for
 
 Item = Any
 Tensor = Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hp_dtensor.rules.engine.factors import Strategy
+from hp_dtensor.rules.factors import Strategy
 from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 
 INFINITE = float("inf")

@@ -1,4 +1,4 @@
-"""Rules by operation name, and the view of a call that a rule gets."""
+"""The registry of sharding rules by operation name, and `OpCall`, the call that a rule sees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor.exceptions import ShardingRuleError
-from hp_dtensor.rules.engine.factors import Factorization
+from hp_dtensor.rules.factors import Factorization
 from hp_dtensor.spec.tensor_spec import TensorSpec
 
 REQUIRED = object()
@@ -19,7 +19,7 @@ DATA_DEPENDENT = (
 )
 
 
-class WholeNeededError(ShardingRuleError):
+class NeedsReplicatedError(ShardingRuleError):
     """No rule covers this form of a call, which is right on one device: it is computed on whole operands."""
 
 
@@ -60,9 +60,9 @@ class OpCall:
             f"{self.name}({specs}): {why}. Redistribute the inputs, or run it on local tensors (to_local, local_map)."
         )
 
-    def whole(self, why: str) -> WholeNeededError:
+    def whole(self, why: str) -> NeedsReplicatedError:
         """Return the error that makes every rank gather the operands and compute this call whole."""
-        return WholeNeededError(str(self.refuse(why)))
+        return NeedsReplicatedError(str(self.refuse(why)))
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class RuleRegistry:
                 raise ValueError(f"operation {name!r} has a sharding rule already")
             self._registrations[name] = registration
 
-    def register_whole(self, names: str) -> None:
+    def register_replicated(self, names: str) -> None:
         """Register operations that every rank computes on whole operands: cut or partial ones are gathered.
 
         They must be pure: they write no argument, and draw no random numbers.

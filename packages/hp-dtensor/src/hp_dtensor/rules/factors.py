@@ -1,8 +1,8 @@
-"""Factor rules: an operation maps tensor dimensions to named factors, and one engine does the rest.
+"""Factors: what a sharding rule returns, and the search for all ways to shard an operation on one mesh axis.
 
-The idea is Shardy's and GSPMD's (arXiv 2105.04663). A factor that every dimension list carries through is
-parallel; one that outputs lack is reduced (the outputs become partial); one marked `fixed` must be whole on
-every rank. `terms` says in which groups of inputs the operation is linear, hence which may be partial.
+A rule maps each tensor dimension to named factors, as Shardy and GSPMD do (arXiv 2105.04663). A factor that all outputs
+have is parallel. One that outputs lack is reduced, and the outputs are partial. One marked `fixed` is never sharded.
+`terms` lists the groups of inputs in which the operation is linear, so that they may be partial.
 """
 
 from __future__ import annotations
@@ -11,9 +11,15 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard
+from hp_dtensor.spec.tensor_spec import TensorSpec
+
+if TYPE_CHECKING:
+    from hp_dtensor.platform.interface import Platform
+
 
 Dim = tuple[str, ...]
 Dims = tuple[Dim, ...]
@@ -369,3 +375,33 @@ def _partial_inputs(rule: Factorization) -> list[Strategy]:
         Strategy(tuple(SUM if i in chosen else REPLICATE for i in range(len(rule.inputs))), outputs)
         for chosen in choices
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalCall:
+    """Call of an operation on this rank, as given to a rule's own local function, which runs in place of the operation.
+
+    Attributes:
+        name: the operation.
+        arguments: by parameter name, tensors local and plain.
+        spans: cut factor -> (start, length) of this rank's part.
+        lengths: cut factor -> per group, the lengths of its ranks' parts.
+        groups: cut factor -> the groups over which it is cut, outermost first.
+        parts: cut factor that the rule wants `known` -> the group of all ranks over which it is cut, and the (start,
+            length) of each one's part.
+        sizes: factor -> its global size.
+        output: how the first output is placed, of no dtype.
+        on: `on(x, **static)` runs the operation itself with its first argument replaced by the plain tensor `x`,
+            and static ones by name.
+    """
+
+    platform: Platform
+    name: str
+    arguments: Mapping[str, Any]
+    spans: Mapping[str, tuple[int, int]]
+    lengths: Mapping[str, tuple[tuple[int, ...], ...]]
+    groups: Mapping[str, tuple[ProcessGroup, ...]]
+    parts: Mapping[str, tuple[ProcessGroup, tuple[Part, ...]]]
+    sizes: Mapping[str, int]
+    output: TensorSpec
+    on: Callable[..., Any]

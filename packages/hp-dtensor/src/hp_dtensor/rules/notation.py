@@ -1,4 +1,4 @@
-"""Sharding rules as lines: a name for each dimension of each tensor."""
+"""Sharding rules written as one line: a name for each dimension of each tensor, as in einsum."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor.comm.process_group import REDUCE_OPS
-from hp_dtensor.rules.engine.factors import Cuts, Dims, Factorization, PartialResults
-from hp_dtensor.rules.engine.registry import OpCall, Rule, WholeNeededError
+from hp_dtensor.rules.factors import Cuts, Dims, Factorization, PartialResults
+from hp_dtensor.rules.registry import NeedsReplicatedError, OpCall, Rule
 from hp_dtensor.spec.placements import RaggedShard
 
 REST = "..."
@@ -44,7 +44,7 @@ def first_of(*rules: Rule) -> Rule:
         for each in rules[:-1]:
             try:
                 return each(call)
-            except WholeNeededError:
+            except NeedsReplicatedError:
                 continue
         return rules[-1](call)
 

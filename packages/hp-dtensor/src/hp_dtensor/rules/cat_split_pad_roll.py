@@ -1,0 +1,307 @@
+"""Rules of operations that move elements along a dimension: cat, stack, split, pad, repeat, diagonals, roll, flip.
+
+The dimensions whose size changes are unsharded. `roll` and `flip` keep the input's sharding: ranks send each other the
+rows that change their owner.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hp_dtensor.comm import collectives
+from hp_dtensor.comm.collectives import RowMove
+from hp_dtensor.rules.factors import (
+    LINEAR,
+    Cuts,
+    Dim,
+    Dims,
+    Factorization,
+    LocalCall,
+    LocalWork,
+    Part,
+    PartialResults,
+    uncut,
+)
+from hp_dtensor.rules.notation import line
+from hp_dtensor.rules.registry import OpCall, RuleRegistry, names_for
+
+
+def register(registry: RuleRegistry) -> None:
+    registry.register("cat concat", "tensors dim=0", _cat)
+    registry.register("stack", "tensors dim=0", _stack)
+    registry.register("split", "input sizes dim=0", _split, view=True)
+    registry.register("chunk", "input chunks dim=0", _chunk, view=True)
+    registry.register("split_with_sizes_copy unsafe_split", "input sizes dim=0", _split)
+    registry.register("unsafe_chunk", "input chunks dim=0", _chunk)
+    registry.register("unbind_copy", "input dim=0", _unbind)
+    registry.register("unbind", "input dim=0", _unbind, view=True)
+    registry.register("pad", "input pad mode=constant value=None", _pad)
+    registry.register("repeat tile", "input *repeats", _repeat)
+    registry.register("unfold", "input dimension size step", _unfold, view=True)
+    matrices = line("... rows! columns! -> ... rows columns", linear=True)
+    registry.register("tril triu", "input diagonal=0", matrices)
+    registry.register("tril_ triu_", "input diagonal=0", matrices, in_place=True)
+    registry.register("diagonal", "input offset=0 dim1=0 dim2=1", _diagonal, view=True)
+    registry.register("diagonal_copy", "input offset=0 dim1=0 dim2=1", _diagonal)
+    registry.register("linalg_diagonal", "A * offset=0 dim1=-2 dim2=-1", _diagonal, view=True)
+    registry.register("unfold_copy", "input dimension size step", _unfold)
+    registry.register("diag_embed", "input offset=0 dim1=-2 dim2=-1", _diag_embed)
+    registry.register("roll", "input shifts dims=None", _roll)
+    registry.register("flip", "input *dims", _flip)
+
+
+def _cat(call: OpCall) -> Factorization:
+    shapes = [spec.shape for spec in call.tensors]
+    # torch passes over tensors of the shape (0,), with which key-value caches begin.
+    joined = [shape for shape in shapes if shape != (0,)] or shapes
+    first = joined[0]
+    dim = call["dim"] + len(first) if call["dim"] < 0 else call["dim"]
+    if not 0 <= dim < len(first):
+        raise call.refuse(f"dimension {call['dim']} of a {len(first)}-dimensional tensor")
+    if any(len(s) != len(first) or s[:dim] + s[dim + 1 :] != first[:dim] + first[dim + 1 :] for s in joined):
+        raise call.refuse("shapes differ outside the dimension that is joined")
+    dims, sizes = names_for("d", first)
+    own = {f"i{i}": 0 if shape == (0,) else shape[dim] for i, shape in enumerate(shapes)}
+    own["joined"] = sum(own.values())
+    inputs = tuple(
+        ((f"i{i}",),) if shape == (0,) else (*dims[:dim], (f"i{i}",), *dims[dim + 1 :])
+        for i, shape in enumerate(shapes)
+    )
+    output = (*dims[:dim], ("joined",), *dims[dim + 1 :])
+    del sizes[f"d{dim}"]
+    return Factorization(
+        inputs, (output,), sizes | own, cuts=uncut(own), partial=PartialResults(terms=_each(len(shapes)))
+    )
+
+
+def _each(count: int) -> tuple[frozenset[int], ...]:
+    return tuple(frozenset({i}) for i in range(count))
+
+
+def _stack(call: OpCall) -> Factorization:
+    shapes = {spec.shape for spec in call.tensors}
+    if len(shapes) > 1:
+        raise call.refuse(f"tensors to stack have one shape, got {' and '.join(map(str, map(list, sorted(shapes))))}")
+    dims, sizes = names_for("d", call.tensors[0].shape)
+    dim, count = call.dim(call["dim"], extra=1), len(call.tensors)
+    output = (*dims[:dim], ("stacked",), *dims[dim:])
+    return Factorization(
+        (dims,) * count,
+        (output,),
+        sizes | {"stacked": count},
+        cuts=uncut({"stacked"}),
+        partial=PartialResults(terms=_each(count)),
+    )
+
+
+def with_lengths(call: OpCall, dim: int, lengths: Sequence[int], **options: Any) -> Factorization:
+    """One output per length, each the input with dimension `dim` replaced by one of that length."""
+    dims, sizes = names_for("d", call.tensors[0].shape)
+    names = [f"o{i}" for i in range(len(lengths))]
+    outputs = tuple((*dims[:dim], (name,), *dims[dim + 1 :]) for name in names)
+    fixed = frozenset({f"d{dim}", *names})
+    all_sizes = {**sizes, **dict(zip(names, lengths, strict=True))}
+    return Factorization((dims,), outputs, all_sizes, cuts=uncut(fixed), **options)
+
+
+def _split(call: OpCall) -> Factorization:
+    dim = call.dim(call["dim"])
+    total, sizes = call.tensors[0].shape[dim], call["sizes"]
+    lengths = _pieces(total, sizes) if isinstance(sizes, int) else list(sizes)
+    if sum(lengths) != total:
+        raise call.refuse(f"pieces {lengths} do not sum to {total}")
+    return with_lengths(call, dim, lengths, partial=LINEAR)
+
+
+def _chunk(call: OpCall) -> Factorization:
+    dim = call.dim(call["dim"])
+    total, chunks = call.tensors[0].shape[dim], call["chunks"]
+    pieces = _pieces(total, -(-total // chunks)) if total else [0] * chunks
+    return with_lengths(call, dim, pieces, partial=LINEAR)
+
+
+def _pieces(total: int, length: int) -> list[int]:
+    return [min(length, total - start) for start in range(0, total, length)] or [0]
+
+
+def _unbind(call: OpCall) -> Factorization:
+    dims, sizes = names_for("d", call.tensors[0].shape)
+    dim = call.dim(call["dim"])
+    output: Dims = (*dims[:dim], *dims[dim + 1 :])
+    count = call.tensors[0].shape[dim]
+    return Factorization((dims,), (output,) * count, sizes, cuts=uncut({f"d{dim}"}), partial=LINEAR)
+
+
+def _pad(call: OpCall) -> Factorization:
+    """Padded dimensions, from the last one backward in pairs, are whole."""
+    shape, pad = call.tensors[0].shape, list(call["pad"])
+    dims, sizes = names_for("d", shape)
+    output = list(dims)
+    fixed = set()
+    for pair in range(len(pad) // 2):
+        before, after = pad[2 * pair : 2 * pair + 2]
+        dim = len(shape) - 1 - pair
+        if before or after:
+            sizes[f"o{dim}"] = shape[dim] + before + after
+            fixed |= {f"d{dim}", f"o{dim}"}
+            output[dim] = (f"o{dim}",)
+    linear = call["mode"] == "constant" and not call["value"]
+    return Factorization(
+        (dims,), (tuple(output),), sizes, cuts=uncut(fixed), partial=LINEAR if linear else PartialResults()
+    )
+
+
+def _repeat(call: OpCall) -> Factorization:
+    """A dimension that is repeated is whole; one repeated once is parallel."""
+    shape, repeats = call.tensors[0].shape, tuple(call["repeats"])
+    if call.name == "tile":
+        repeats = (1,) * (len(shape) - len(repeats)) + repeats
+    dims, sizes = names_for("d", shape)
+    aligned: Dims = (*((),) * (len(repeats) - len(shape)), *dims)
+    output: list[Dim] = []
+    for i, (dim, count) in enumerate(zip(aligned, repeats, strict=True)):
+        sizes |= {f"r{i}": count}
+        output.append(dim if count == 1 else (f"r{i}", *dim))
+    return Factorization(
+        (dims,), (tuple(output),), sizes, cuts=uncut(f"r{i}" for i in range(len(repeats))), partial=LINEAR
+    )
+
+
+def _unfold(call: OpCall) -> Factorization:
+    shape = call.tensors[0].shape
+    dims, sizes = names_for("d", shape)
+    dim = call.dim(call["dimension"])
+    windows = (shape[dim] - call["size"]) // call["step"] + 1
+    output = (*dims[:dim], ("windows",), *dims[dim + 1 :], ("window",))
+    fixed = frozenset({f"d{dim}", "windows", "window"})
+    sizes = sizes | {"windows": windows, "window": call["size"]}
+    return Factorization((dims,), (output,), sizes, cuts=uncut(fixed), partial=LINEAR)
+
+
+def _diagonal(call: OpCall) -> Factorization:
+    shape = call.tensors[0].shape
+    dims, sizes = names_for("d", shape)
+    first, second, offset = call.dim(call["dim1"]), call.dim(call["dim2"]), call["offset"]
+    rows, columns = shape[first] + min(offset, 0), shape[second] - max(offset, 0)
+    sizes = sizes | {"diagonal": max(0, min(rows, columns))}
+    output = (*(dim for i, dim in enumerate(dims) if i not in (first, second)), ("diagonal",))
+    fixed = frozenset({f"d{first}", f"d{second}", "diagonal"})
+    return Factorization((dims,), (output,), sizes, cuts=uncut(fixed), partial=LINEAR)
+
+
+def _diag_embed(call: OpCall) -> Factorization:
+    shape = call.tensors[0].shape
+    dims, sizes = names_for("d", shape)
+    if {call["dim1"], call["dim2"]} - {-2, -1} or call["dim1"] == call["dim2"]:
+        raise call.whole("its rule puts the diagonal into the last two dimensions")
+    length = shape[-1] + abs(call["offset"])
+    output = (*dims[:-1], ("row",), ("column",))
+    fixed = frozenset({dims[-1][0], "row", "column"})
+    return Factorization(
+        (dims,), (output,), sizes | {"row": length, "column": length}, cuts=uncut(fixed), partial=LINEAR
+    )
+
+
+Tensor = Any
+Targets = Callable[[Part], list[Part]]
+"""Where the rows of a part go: (start, length) ranges of positions, in the order of the rows."""
+
+
+def _moving(call: OpCall, dims: Sequence[int], local: Callable[[LocalCall], Tensor]) -> Factorization:
+    names, sizes = names_for("d", call.tensors[0].shape)
+    factors = [f"d{dim}" for dim in dims]
+    return Factorization(
+        (names,),
+        (names,),
+        sizes,
+        cuts=Cuts(known=frozenset(factors)),
+        partial=LINEAR,
+        work=LocalWork(by_factor=dict.fromkeys(factors, local)),
+    )
+
+
+def _roll(call: OpCall) -> Factorization:
+    """Without dimensions it rolls the flattened tensor, which must be whole unless it is flat."""
+    (spec,) = call.tensors
+    dims, shifts = call["dims"], call["shifts"]
+    if dims is None or dims == ():
+        if spec.ndim != 1:
+            rule = _moving(call, range(spec.ndim), _rolled_by({}))
+            return replace(
+                rule, cuts=replace(rule.cuts, fixed=frozenset(rule.sizes)), work=replace(rule.work, by_factor={})
+            )
+        dims = 0
+    pairs = zip(*((value,) if isinstance(value, int) else tuple(value) for value in (shifts, dims)), strict=True)
+    by_dim: dict[int, int] = {}
+    for shift, dim in pairs:
+        by_dim[call.dim(dim)] = by_dim.get(call.dim(dim), 0) + shift
+    return _moving(call, [*by_dim], _rolled_by(by_dim))
+
+
+def _flip(call: OpCall) -> Factorization:
+    dims = [call.dim(dim) for dim in call["dims"]]
+    return _moving(call, dims, functools.partial(_flipped, dims))
+
+
+def _rolled_by(by_dim: dict[int, int]) -> Callable[[LocalCall], Tensor]:
+    def local(call: LocalCall) -> Tensor:
+        ops, x = call.platform.ops, call.arguments["input"]
+        for dim, shift in by_dim.items():
+            size = call.sizes[f"d{dim}"]
+            cut = -shift % size if size else 0
+            if f"d{dim}" in call.spans:
+                x = _moved(call, x, dim, functools.partial(_rolled_part, cut, size))
+            elif cut:
+                x = ops.cat([ops.narrow(x, dim, cut, size - cut), ops.narrow(x, dim, 0, cut)], dim)
+        return x
+
+    return local
+
+
+def _rolled_part(cut: int, size: int, part: Part) -> list[Part]:
+    """Position `cut` becomes the first."""
+    start, length = part
+    before = max(0, min(cut, start + length) - start)
+    return [(start + size - cut, before), (start + before - cut, length - before)]
+
+
+def _flipped(dims: Sequence[int], call: LocalCall) -> Tensor:
+    x = call.on(call.arguments["input"])
+    for dim in dims:
+        if f"d{dim}" in call.spans:
+            x = _moved(call, x, dim, functools.partial(_flipped_part, call.sizes[f"d{dim}"]))
+    return x
+
+
+def _flipped_part(size: int, part: Part) -> list[Part]:
+    start, length = part
+    return [(size - start - length, length)]
+
+
+def _moved(call: LocalCall, x: Tensor, dim: int, targets: Targets) -> Tensor:
+    if f"d{dim}" not in call.parts:  # a rank outside the mesh
+        return x
+    group, parts = call.parts[f"d{dim}"]
+    return collectives.move_rows(x, group, dim, row_moves(parts, [targets(part) for part in parts]))
+
+
+def row_moves(parts: Sequence[Part], targets: Sequence[Sequence[Part]]) -> list[RowMove]:
+    """Return the rows that ranks send to each other, when the rows of part i go to targets[i] and are cut as before."""
+    holders = [(start, rank) for rank, (start, length) in enumerate(parts) if length]
+    starts = [start for start, _ in holders]
+    moves = []
+    for source, ranges in enumerate(targets):
+        row = 0
+        for start, length in ranges:
+            end = start + length
+            while start < end:
+                target = holders[bisect_right(starts, start) - 1][1]
+                first, held = parts[target]
+                count = min(end, first + held) - start
+                moves.append(RowMove(source, row, target, start - first, count))
+                row, start = row + count, start + count
+    return moves

@@ -1,0 +1,186 @@
+"""Rules of operations that read or write along one dimension at positions given by a tensor.
+
+Reading: `gather`, `index_select`, `take_along_dim`. The dimension is unsharded, unless few positions are picked: then
+each rank returns those that it owns and zeros for the others, and the partial result is sent instead of the input.
+Writing: `scatter`, `index_add`, `index_put` and similar. The dimension is unsharded.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hp_dtensor.rules.factors import LINEAR, Dim, Dims, Factorization, LocalCall, uncut
+from hp_dtensor.rules.notation import line
+from hp_dtensor.rules.registry import DATA_DEPENDENT, OpCall, RuleRegistry, names_for
+
+if TYPE_CHECKING:
+    from hp_dtensor.platform.interface import Platform
+
+
+Tensor = Any
+
+
+def own_ids(ops: Any, ids: Tensor, start: int, length: int, size: int) -> tuple[Tensor, Tensor]:
+    """Ids relative to a part (0 where outside it), and whether each is inside.
+
+    One outside the whole becomes `length`, so that the local operation fails on it as it would on one device.
+    """
+    relative = ops.sub(ids, start)
+    inside = ops.logical_and(ops.ge(relative, 0), ops.lt(relative, length))
+    own = ops.mul(relative, ops.cast(inside, ids.dtype))
+    return ops.add(own, ops.mul(ops.cast(_outside(ops, ids, size), ids.dtype), length)), inside
+
+
+def check_ids(platform: Platform, ids: Tensor, size: int) -> None:
+    """Fail as an embedding does where an id is outside `size`: in a kernel, so that nobody waits for the device."""
+    ops = platform.ops
+    ops.embedding(ops.cast(_outside(ops, ids, size), ids.dtype), ops.zeros((1, 1), platform.dtype("float32")))
+
+
+def _outside(ops: Any, ids: Tensor, size: int) -> Tensor:
+    return ops.logical_or(ops.lt(ids, 0), ops.ge(ids, size))
+
+
+def register(registry: RuleRegistry) -> None:
+    registry.register("gather", "input dim index * sparse_grad=False", _gather)
+    registry.register("index_select", "input dim index", _index_select)
+    registry.register(
+        "take_along_dim", "input index dim=None", line("... dim! ..., ... x! ... -> ... x ...", linear="0")
+    )
+    filled = line("... dim! ..., x!, [] -> ... dim ...")
+    written = line("... dim! ..., x!, ... x! ... -> ... dim ...")
+    for names, in_place in (("scatter scatter_add", False), ("scatter_ scatter_add_", True)):
+        registry.register(names, "input dim index src=None * value=None reduce=None", _scatter, in_place=in_place)
+    for names, in_place in (("scatter_reduce", False), ("scatter_reduce_", True)):
+        registry.register(names, "input dim index src reduce include_self=True", _scatter, in_place=in_place)
+    for names, in_place in (("index_add index_copy", False), ("index_add_ index_copy_", True)):
+        registry.register(names, "input dim index source * alpha=1", written, in_place=in_place)
+    for names, in_place in (("index_reduce", False), ("index_reduce_", True)):
+        registry.register(names, "input dim index source reduce * include_self=True", written, in_place=in_place)
+    for names, in_place in (("index_fill", False), ("index_fill_", True)):
+        registry.register(names, "input dim index value", filled, in_place=in_place)
+    for names, in_place in (("index_put", False), ("index_put_", True)):
+        registry.register(names, "input indices values accumulate=False", _index_put, in_place=in_place)
+    registry.register(
+        "masked_select nonzero argwhere unique unique_consecutive", "input ...", _data_dependent, data_dependent=True
+    )
+
+
+def _gather(call: OpCall) -> Factorization:
+    """Dimensions in which input and index agree are parallel; the others must be whole."""
+    shape, index = (spec.shape for spec in call.tensors)
+    dim = call.dim(call["dim"])
+    if len(shape) != len(index):
+        raise call.whole("its rule is of an index with as many dimensions")
+    dims, sizes = names_for("d", shape)
+    index_dims = []
+    fixed = {f"d{dim}"}
+    for i, size in enumerate(index):
+        if i != dim and size == shape[i]:
+            index_dims.append((f"d{i}",))
+            continue
+        sizes[f"x{i}"] = size
+        fixed |= {f"d{i}"} if i != dim else set()
+        fixed |= {f"x{i}"}
+        index_dims.append((f"x{i}",))
+    rule = Factorization((dims, tuple(index_dims)), (tuple(index_dims),), sizes, cuts=uncut(fixed), partial=LINEAR)
+    return _picked_by_owners(call, rule, dim)
+
+
+def _index_select(call: OpCall) -> Factorization:
+    shape, index = (spec.shape for spec in call.tensors)
+    dim = call.dim(call["dim"])
+    if len(index) != 1:
+        raise call.refuse(f"its index must have one dimension, got {list(index)}")
+    dims, sizes = names_for("d", shape)
+    output = (*dims[:dim], ("x",), *dims[dim + 1 :])
+    rule = Factorization((dims, (("x",),)), (output,), sizes | {"x": index[0]}, cuts=uncut({f"d{dim}"}), partial=LINEAR)
+    return _picked_by_owners(call, rule, dim)
+
+
+def _picked_by_owners(call: OpCall, rule: Factorization, dim: int) -> Factorization:
+    """The rule with the dimension cut where few are picked: each rank gives those that it has, zeros otherwise."""
+    shape, index = (spec.shape for spec in call.tensors)
+    picked = index[dim] if len(index) > 1 or call.name != "index_select" else index[0]
+    platform = call.tensors[0].mesh.platform
+    if 2 * picked > shape[dim] or platform.dtype_name(call.tensors[0].dtype) == "bool":
+        return rule
+    factor = f"d{dim}"
+    return replace(
+        rule,
+        cuts=replace(rule.cuts, fixed=rule.cuts.fixed - {factor}),
+        partial=replace(rule.partial, reduced={factor: "sum"}),
+        work=replace(rule.work, by_factor={factor: functools.partial(_own_picked, dim)}),
+    )
+
+
+def _own_picked(dim: int, call: LocalCall) -> Any:
+    platform, ops = call.platform, call.platform.ops
+    x, index, size = call.arguments["input"], call.arguments["index"], call.sizes[f"d{dim}"]
+    start, length = call.spans[f"d{dim}"]
+    if not length:
+        check_ids(platform, index, size)
+        return ops.cast(_zeros_picked(call, dim), x.dtype)
+    own, inside = own_ids(ops, index, start, length, size)
+    rows = call.on(x, index=own)
+    if call.name == "index_select":
+        inside = ops.reshape(inside, (-1, *[1] * (len(x.shape) - dim - 1)))
+    if platform.is_floating(rows.dtype):
+        return ops.masked_fill(rows, ops.logical_not(inside), 0.0)  # which may be infinite
+    return ops.mul(rows, ops.cast(inside, rows.dtype))
+
+
+def _zeros_picked(call: LocalCall, dim: int) -> Any:
+    """The zeros that a rank without anything of the dimension picks, in the graph of the input."""
+    ops, index = call.platform.ops, call.arguments["index"]
+    zeros = ops.sum(call.arguments["input"], dim, True)
+    shape = list(zeros.shape)
+    shape[dim] = index.shape[0]
+    if call.name == "gather":
+        shape = list(index.shape)
+        for other, length in enumerate(shape):
+            zeros = zeros if other == dim else ops.narrow(zeros, other, 0, length)
+    return ops.expand(zeros, tuple(shape))
+
+
+def _scatter(call: OpCall) -> Factorization:
+    """Input, index and (where it is a tensor) source; a dimension in which they all agree is parallel."""
+    target, others = call.tensors[0].shape, [spec.shape for spec in call.tensors[1:]]
+    dim = call.dim(call["dim"])
+    dims, sizes = names_for("d", target)
+    fixed = {f"d{dim}"}
+    inputs: list[Dims] = [dims]
+    for number, shape in enumerate(others):
+        row: list[Dim] = []
+        for i, size in enumerate(shape):
+            if i != dim and all(other[i] == target[i] for other in others):
+                row.append((f"d{i}",))
+                continue
+            sizes[f"s{number}_{i}"] = size
+            fixed |= {f"d{i}", f"s{number}_{i}"}
+            row.append((f"s{number}_{i}",))
+        inputs.append(tuple(row))
+    return Factorization(tuple(inputs), (dims,), sizes, cuts=uncut(fixed))
+
+
+def _index_put(call: OpCall) -> Factorization:
+    """Rows of the leading dimension(s) replaced; the trailing dimensions are parallel."""
+    indices = call["indices"]
+    if len(call.tensors) != len(indices) + 2 or any(spec.ndim != 1 for spec in call.tensors[1:-1]):
+        raise call.whole("its rule is of one-dimensional index DTensors and a DTensor of values")
+    dims, sizes = names_for("d", call.tensors[0].shape)
+    count = len(indices)
+    sizes = sizes | {"x": call.tensors[1].shape[0]}
+    fixed = frozenset({"x", *(f"d{i}" for i in range(count))})
+    values = (("x",), *dims[count:])
+    if call.tensors[-1].shape != (sizes["x"], *call.tensors[0].shape[count:]) or any(
+        spec.shape != (sizes["x"],) for spec in call.tensors[1:-1]
+    ):
+        raise call.whole("its rule is of values that are not broadcast")
+    return Factorization((dims, *((("x",),),) * count, values), (dims,), sizes, cuts=uncut(fixed))
+
+
+def _data_dependent(call: OpCall) -> Factorization:
+    raise call.refuse(DATA_DEPENDENT)

@@ -1,0 +1,455 @@
+"""Rules of `x[index]` and `x[index] = value`: slices, tensors of positions, masks, lists and NumPy arrays.
+
+Lists, ranges and arrays become replicated DTensors before there is a plan (`with_positions`). Indices without tensors
+use `slices.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from hp_dtensor.exceptions import IndexOutOfRangeError, ShardingRuleError
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.rules import slices
+from hp_dtensor.rules.factors import LINEAR, Cuts, Dim, Dims, Factorization, LocalCall, LocalWork, uncut
+from hp_dtensor.rules.registry import DATA_DEPENDENT, OpCall, RuleRegistry, broadcast_shape, names_for
+from hp_dtensor.spec.placements import Replicate
+from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_dtensor.tensor.dtensor import DTensor
+
+Item = Any
+Tensor = Any
+Array = numpy.ndarray
+
+
+def register(registry: RuleRegistry) -> None:
+    registry.register("getitem", "input index", _getitem, view=True, data_dependent=True)
+    registry.register("setitem", "input index value", _setitem, in_place=True)
+
+
+def _items(call: OpCall, ndim: int) -> list[Item]:
+    """One item per dimension (a mask: for several), and the `None`s: integers, slices, specs of index tensors."""
+    index = call["index"] if isinstance(call["index"], tuple) else (call["index"],)
+    if any(not _is_item(item) for item in index):
+        raise call.refuse(
+            "only integers, slices, None, ..., lists, arrays and DTensors of positions or truth values index a DTensor"
+        )
+    if any(isinstance(item, TensorSpec) and _is_unclear(item) for item in index):
+        raise call.refuse("uint8 in an index may be positions or truth values: convert it to int64 or bool")
+    used = sum(_dims_taken(call, item) for item in index)
+    if used > ndim:
+        raise IndexOutOfRangeError(f"{call.name}: {used} indices for a {ndim}-dimensional tensor {call.tensors[0]!r}")
+    rest = [slice(None)] * (ndim - used)
+    where = next((i for i, item in enumerate(index) if item is Ellipsis), None)
+    return [*index, *rest] if where is None else [*index[:where], *rest, *index[where + 1 :]]
+
+
+def _is_unclear(item: TensorSpec) -> bool:
+    platform = item.mesh.platform
+    return not platform.masks_of_bytes and platform.dtype_name(item.dtype) == "uint8"
+
+
+def _is_item(item: Item) -> bool:
+    return item is None or item is Ellipsis or type(item) in (int, slice) or isinstance(item, TensorSpec)
+
+
+def _dims_taken(call: OpCall, item: Item) -> int:
+    return 0 if item is None or item is Ellipsis else item.ndim if _is_mask(call, item) else 1
+
+
+def _is_mask(call: OpCall, item: Item) -> bool:
+    return isinstance(item, TensorSpec) and item.mesh.platform.dtype_name(item.dtype) in ("bool", "uint8")
+
+
+def _getitem(call: OpCall) -> Factorization:
+    shape = call.tensors[0].shape
+    items = _items(call, len(shape))
+    if any(_is_mask(call, item) for item in items):
+        raise call.refuse(DATA_DEPENDENT)
+    if any(isinstance(item, TensorSpec) for item in items):
+        return _by_positions(call, items)
+    dims, sizes = names_for("d", shape)
+    output, kept, picked = slices.basic(call, items, dims, sizes)
+    rule = Factorization(
+        (dims,),
+        (output,),
+        sizes,
+        cuts=Cuts(kept=kept),
+        partial=LINEAR,
+        work=LocalWork(localize=slices.localize_index(items, sizes, kept)),
+    )
+    return slices.from_owners(call, rule, picked, functools.partial(slices.picked_by_owners, items))
+
+
+def _by_positions(call: OpCall, items: list[Item]) -> Factorization:
+    """The picked dimensions are whole, those of the index tensors, broadcast together, parallel."""
+    dims, sizes = names_for("d", call.tensors[0].shape)
+    picked, result, fixed = _picked(call, items, dims, sizes)
+    return Factorization((dims, *picked.indices), (result,), sizes, cuts=uncut(fixed), partial=LINEAR)
+
+
+def _picked(call: OpCall, items: list[Item], dims: Dims, sizes: dict[str, int]) -> tuple[Picked, Dims, set[str]]:
+    """Return the dimensions that tensors of positions pick, those of the result, and the factors picked from."""
+    picked = tensor_index(call, items)
+    output, fixed = _sliced_to_new_factors(call, items, dims, sizes)
+    sizes |= picked.sizes
+    return picked, picked.inserted([dim for dim in output if dim != ("tensor",)]), fixed
+
+
+# Assignment --------------------------------------------------------------------------------------------------
+
+
+def _setitem(call: OpCall) -> Factorization:
+    """Each rank writes what it holds of the picked part; the value is whole along dimensions that are picked from."""
+    target = call.tensors[0]
+    items = _items(call, target.ndim)
+    dims, sizes = names_for("d", target.shape)
+    value = call["value"] if isinstance(call["value"], TensorSpec) else None
+    if any(_is_mask(call, item) for item in items):
+        return _where_true(call, items, value)
+    if any(isinstance(item, TensorSpec) for item in items):
+        return _setitem_by_positions(call, items, value)
+    picked, fixed = _sliced_to_new_factors(call, items, dims, sizes)
+    kept = [dim for dim in picked if dim and dim[0].startswith("d")]
+    inputs: tuple[Dims, ...] = (dims,)
+    if value is not None:
+        shape = tuple(math.prod(sizes[f] for f in dim) for dim in picked)
+        inputs = (dims, _aligned(call, value.shape, shape, tuple(picked)))
+    written = [name for (name,) in dims if (name,) not in kept]
+    fixed -= {name for (name,) in dims}
+    return Factorization(
+        inputs, (dims,), sizes, cuts=uncut(fixed), work=LocalWork(by_factor=dict.fromkeys(written, _assign_own_part))
+    )
+
+
+def _setitem_by_positions(call: OpCall, items: list[Item], value: TensorSpec | None) -> Factorization:
+    """The index tensors are whole; each rank writes the rows that it has."""
+    dims, sizes = names_for("d", call.tensors[0].shape)
+    picked, result, fixed = _picked(call, items, dims, sizes)
+    inputs: tuple[Dims, ...] = (dims, *picked.indices)
+    if value is not None:
+        shape = tuple(math.prod(sizes[f] for f in dim) for dim in result)
+        inputs = (*inputs, _aligned(call, value.shape, shape, result))
+    written = [name for (name,) in dims if (name,) not in result]
+    fixed = (fixed | picked.sizes.keys()) - {name for (name,) in dims}
+    local = functools.partial(assign_own, items, picked)
+    return Factorization(
+        inputs, (dims,), sizes, cuts=uncut(fixed), work=LocalWork(by_factor=dict.fromkeys(written, local))
+    )
+
+
+def _sliced_to_new_factors(
+    call: OpCall, items: list[Item], dims: Dims, sizes: dict[str, int]
+) -> tuple[list[Dim], set[str]]:
+    """The dimensions of what is picked, those that are sliced by factors of their own, and all factors that are
+    sliced or picked from, or come of it."""
+    output, kept, picked = slices.basic(call, items, dims, sizes)
+    names = {factor: f"o{factor}" for factor in kept}
+    sizes |= {names[factor]: len(positions) for factor, positions in kept.items()}
+    renamed: list[Dim] = [tuple(names.get(factor, factor) for factor in dim) for dim in output]
+    return renamed, {*kept, *names.values(), *picked}
+
+
+def _aligned(call: OpCall, shape: tuple[int, ...], whole: tuple[int, ...], names: Dims) -> Dims:
+    extra = len(whole) - len(shape)
+    if extra < 0 or any(n not in (1, whole[extra + i]) for i, n in enumerate(shape)):
+        raise call.refuse(f"a value {list(shape)} does not fit the part {list(whole)} that is written")
+    return tuple(names[extra + i] if n == whole[extra + i] else () for i, n in enumerate(shape))
+
+
+def _where_true(call: OpCall, items: list[Item], value: TensorSpec | None) -> Factorization:
+    """`x[mask] = number`, a mask over the leading dimensions."""
+    mask, target = items[0], call.tensors[0]
+    if (
+        not _is_mask(call, mask)
+        or len(call.tensors) > 2
+        or value is not None
+        or mask.shape != target.shape[: mask.ndim]
+    ):
+        raise call.refuse(
+            "by DTensors it takes one mask over the leading dimensions and a number; use where, masked_scatter or "
+            "index_put with whole dimensions"
+        )
+    dims, sizes = names_for("d", target.shape)
+    return Factorization((dims, dims[: mask.ndim]), (dims,), sizes)
+
+
+def _assign_own_part(call: LocalCall) -> Any:
+    """Write the intersection of the picked part and this rank's."""
+    arguments = call.arguments
+    x, value = arguments["input"], arguments["value"]
+    given = arguments["index"] if isinstance(arguments["index"], tuple) else (arguments["index"],)
+    index, taken = slices.own_index(_expanded(given, len(x.shape)), call.sizes, call.spans)
+    ops = call.platform.ops
+    if slices.ELSEWHERE in index:
+        call.on(x, index=(slice(0, 0),), value=_none_of_value(ops, value))
+    else:
+        call.on(x, index=tuple(index), value=slices.part_of_value(ops, value, taken))
+    return x
+
+
+def _none_of_value(ops: Any, value: Any) -> Any:
+    """A scalar in the graph of the value, whose gradient all ranks sum up together, writers or not."""
+    if not hasattr(value, "shape") or not len(value.shape):
+        return value
+    return ops.sum(ops.narrow(value, 0, 0, 0))
+
+
+def _expanded(index: tuple[Item, ...], ndim: int) -> list[Item]:
+    used = sum(item is not None and item is not Ellipsis for item in index)
+    rest = [slice(None)] * (ndim - used)
+    where = next((i for i, item in enumerate(index) if item is Ellipsis), None)
+    return [*index, *rest] if where is None else [*index[:where], *rest, *index[where + 1 :]]
+
+
+INDEXING = frozenset({"getitem", "setitem"})
+
+
+@dataclass(frozen=True)
+class Picked:
+    """The dimensions and factors that positions pick.
+
+    Attributes:
+        shape: the index tensors broadcast together.
+        start: where these dimensions are among those of the result.
+        indices: factors of each index tensor.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    indices: tuple[Dims, ...]
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return {f"x{i}": size for i, size in enumerate(self.shape)}
+
+    def inserted(self, rest: Sequence[Dim]) -> Dims:
+        """The dimensions of the result, from those that come of slices and `None`."""
+        return (*rest[: self.start], *((name,) for name in self.sizes), *rest[self.start :])
+
+
+def tensor_index(call: OpCall, items: Sequence[Item]) -> Picked:
+    """Analyse an index of one item per dimension, of which some are specs of tensors of positions."""
+    tensors = [item for item in items if isinstance(item, TensorSpec)]
+    try:
+        shape = broadcast_shape([tensor.shape for tensor in tensors])
+    except ValueError as error:
+        raise call.refuse(str(error)) from None
+    indices = tuple(
+        tuple(
+            (f"x{len(shape) - tensor.ndim + i}",) if size == shape[len(shape) - tensor.ndim + i] else ()
+            for i, size in enumerate(tensor.shape)
+        )
+        for tensor in tensors
+    )
+    if call.tensors[0].mesh.platform.picks_integers_first:
+        items = [item for item in items if not _is_integer(item)]
+    return Picked(shape, _start(_places(items)), indices)
+
+
+def _is_integer(item: Item) -> bool:
+    """Tell if an item picks one position: a tensor without dimensions does, as a number does."""
+    return isinstance(item, int) or (isinstance(item, TensorSpec) and item.ndim == 0)
+
+
+def _places(items: Sequence[Item]) -> list[int]:
+    """Return the dimensions whose items are integers and tensors, which together pick positions."""
+    return [i for i, item in enumerate(items) if isinstance(item, (int, TensorSpec))]
+
+
+def _start(places: Sequence[int]) -> int:
+    """Return the place of the picked dimensions in the result: the first one if the items stand apart."""
+    return places[0] if places and places[-1] - places[0] < len(places) else 0
+
+
+def assign_own(items: Sequence[Item], picked: Picked, call: LocalCall) -> Tensor:
+    """`x[index] = value` where a dimension that is picked from is cut: the rows in this rank's part.
+
+    The positions are looked at on the host. A rank that has none writes nothing, in the graph of the value.
+    """
+    platform, x = call.platform, call.arguments["input"]
+    places = _places(items)
+    index, taken = slices.own_index(
+        [0 if i in places else item for i, item in enumerate(items)], call.sizes, call.spans
+    )
+    dims = {place: sum(item is not None for item in items[:place]) for place in places}
+    rows = {place: _rows(call, place, items, dim, picked.shape) for place, dim in dims.items()}
+    spans = {place: call.spans.get(f"d{dim}", (0, call.sizes[f"d{dim}"])) for place, dim in dims.items()}
+    inside = [(rows[place] >= start) & (rows[place] < start + length) for place, (start, length) in spans.items()]
+    own = numpy.flatnonzero(numpy.logical_and.reduce(inside))
+    for place in places:
+        index[place] = platform.from_numpy(rows[place][own] - spans[place][0], platform.device_of(x))
+    taken = [*taken[: picked.start], None, *taken[picked.start :]]
+    value = slices.part_of_value(platform.ops, _rows_of_value(call, picked, len(taken), own), taken)
+    call.on(x, index=tuple(index), value=_moved(platform.ops, value, picked.start, _start(places), len(taken)))
+    return x
+
+
+def _moved(ops: Any, value: Any, source: int, target: int, ndim: int) -> Any:
+    """The value whose dimension of picked rows is where an index of tensors alone has it."""
+    if source == target or not hasattr(value, "shape"):
+        return value
+    value = ops.reshape(value, (1,) * (ndim - len(value.shape)) + tuple(value.shape))
+    order = [dim for dim in range(ndim) if dim != source]
+    return ops.permute(value, (*order[:target], source, *order[target:]))
+
+
+def _rows(call: LocalCall, place: int, items: Sequence[Item], dim: int, shape: tuple[int, ...]) -> Array:
+    """The positions along a dimension that the item at `place` gives, as many as are picked."""
+    found = numpy.asarray(items[place]) if isinstance(items[place], int) else _on_host(call, items, place)
+    return numpy.broadcast_to(counted_from_front(call.name, found, dim, call.sizes[f"d{dim}"]), shape).ravel()
+
+
+def counted_from_front(what: str, found: Array, dim: int, size: int) -> Array:
+    """Positions along a dimension of `size`, those counted from its end counted from its front.
+
+    Raises:
+        IndexOutOfRangeError: there is no such position in `what`.
+    """
+    found = found.astype(numpy.int64)  # one byte does not hold the size
+    outside = found[(found < -size) | (found >= size)]
+    if outside.size:
+        raise IndexOutOfRangeError(
+            f"{what}: index {outside.flat[0]} is out of bounds for dimension {dim} with size {size}"
+        )
+    return numpy.where(found < 0, found + size, found)
+
+
+def _on_host(call: LocalCall, items: Sequence[Item], place: int) -> Array:
+    index = call.arguments["index"]
+    tensors = [item for item in (index if isinstance(index, tuple) else (index,)) if hasattr(item, "shape")]
+    number = sum(isinstance(item, TensorSpec) for item in items[:place])
+    local = tensors[number]
+    return call.platform.to_numpy(call.platform.unwrap(local) if isinstance(local, DTensor) else local)
+
+
+def _rows_of_value(call: LocalCall, picked: Picked, ndim: int, own: Array) -> Any:
+    """The value for the picked positions `own`, which are one dimension now; `ndim`: with it, those of the result."""
+    value, ops = call.arguments["value"], call.platform.ops
+    behind = ndim - 1 - picked.start
+    if not hasattr(value, "shape") or len(value.shape) <= behind:
+        return value
+    count = len(picked.shape)
+    shape = (1,) * (ndim - 1 + count - len(value.shape)) + tuple(value.shape)
+    before, after = shape[: picked.start], shape[picked.start + count :]
+    value = ops.expand(ops.reshape(value, shape), (*before, *picked.shape, *after))
+    value = ops.reshape(value, (*before, math.prod(picked.shape), *after))
+    return ops.index_select(value, picked.start, call.platform.from_numpy(own, call.platform.device_of(value)))
+
+
+def with_positions(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of `getitem` or `setitem`, with DTensors of positions for lists, ranges and arrays in the index.
+
+    Truth values become the positions of the true ones, since they are the same on all ranks.
+
+    Raises:
+        IndexOutOfRangeError: a position that the tensor does not have, truth values of another shape, or more of all
+            than it has dimensions.
+        ShardingRuleError: a list of lists by itself or an array of bytes, which frameworks understand differently; an
+            array of anything but integers and truth values, or of one truth value.
+    """
+    x, index, *rest = args
+    if not isinstance(x, DTensor):  # which is refused, whatever the index
+        return args
+    if type(index) is list and any(isinstance(item, (list, tuple, range, Array)) for item in index):
+        raise ShardingRuleError(
+            f"a list of lists as the index of a DTensor {x.spec!r}: NumPy takes it for an array, torch for a tuple. "
+            "Write x[numpy.array(index)] or x[tuple(index)]."
+        )
+    items = index if isinstance(index, tuple) else (index,)
+    known = [_array(x, item) for item in items]
+    if all(array is None for array in known):
+        return args
+    return x, tuple(_resolved(x, items, known)), *rest
+
+
+def _array(x: DTensor, item: Any) -> Array | None:
+    """A list, range, array or NumPy number as an array of integers or truth values; None for anything else."""
+    array = _as_array(x.spec.mesh.platform, item)
+    if array is not None and isinstance(item, Array) and array.dtype == numpy.uint8:
+        array = _of_bytes(x, array)
+    if array is not None and (array.dtype.kind not in "iub" or (array.dtype.kind == "b" and not array.ndim)):
+        if isinstance(item, (list, range)):
+            return None
+        kind = "a single truth value" if array.dtype.kind == "b" else f"an array of {array.dtype}"
+        raise ShardingRuleError(
+            f"{kind} as the index of a DTensor {x.spec!r}: expected integers, or truth values of one dimension or more"
+        )
+    return array
+
+
+def _of_bytes(x: DTensor, array: Array) -> Array:
+    if x.spec.mesh.platform.masks_of_bytes:
+        return array.astype(bool)
+    raise ShardingRuleError(
+        f"an array of uint8 as the index of a DTensor {x.spec!r}: NumPy takes it for positions, torch for a mask. "
+        "Write index.astype(bool) or index.astype(numpy.int64)."
+    )
+
+
+def _as_array(platform: Platform, item: Any) -> Array | None:
+    if not isinstance(item, (list, range, Array, numpy.generic)) or _holds_tensor(platform, item):
+        return None
+    array = numpy.asarray(item, numpy.int64) if isinstance(item, (list, range)) and not len(item) else None
+    try:
+        return numpy.asarray(item) if array is None else array
+    except ValueError:  # lists of different lengths
+        return None
+
+
+def _holds_tensor(platform: Platform, item: Any) -> bool:
+    if isinstance(item, list):
+        return any(_holds_tensor(platform, each) for each in item)
+    return isinstance(item, (DTensor, platform.Tensor))
+
+
+def _resolved(x: DTensor, items: Sequence[Any], known: Sequence[Array | None]) -> list[Any]:
+    taken = [_dims_of_item(item, array) for item, array in zip(items, known, strict=True)]
+    if sum(taken) > len(x.spec.shape):
+        raise IndexOutOfRangeError(f"{sum(taken)} indices for a {len(x.spec.shape)}-dimensional tensor {x.spec!r}")
+    index: list[Any] = []
+    dim = 0
+    for item, array, count in zip(items, known, taken, strict=True):
+        if item is Ellipsis:
+            count = len(x.spec.shape) - sum(taken)
+        if array is None:
+            index.append(item)
+        elif array.dtype.kind == "b":
+            index += [_replicated(x, places) for places in numpy.nonzero(_mask(x, array, dim))]
+        elif not array.ndim:
+            index.append(operator.index(array[()]))
+        else:
+            index.append(_replicated(x, counted_from_front(repr(x.spec), array, dim, x.spec.shape[dim])))
+        dim += count
+    return index
+
+
+def _dims_of_item(item: Any, array: Array | None) -> int:
+    if array is not None and array.dtype.kind == "b":
+        return array.ndim
+    if isinstance(item, DTensor) and item.spec.mesh.platform.dtype_name(item.spec.dtype) in ("bool", "uint8"):
+        return len(item.spec.shape)
+    return 0 if item is None or item is Ellipsis else 1
+
+
+def _mask(x: DTensor, mask: Array, dim: int) -> Array:
+    if mask.shape != x.spec.shape[dim : dim + mask.ndim]:
+        raise IndexOutOfRangeError(
+            f"truth values {list(mask.shape)} do not fit dimension {dim} and on of {x.spec!r}: expected "
+            f"{list(x.spec.shape[dim : dim + mask.ndim])}"
+        )
+    return mask
+
+
+def _replicated(x: DTensor, positions: Array) -> Any:
+    mesh = x.spec.mesh
+    platform = mesh.platform
+    local = platform.from_numpy(positions.astype(numpy.int64))
+    return platform.wrap(local, TensorSpec(mesh, (Replicate(),) * mesh.ndim, positions.shape, local.dtype))
