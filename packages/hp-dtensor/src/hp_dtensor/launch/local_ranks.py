@@ -1,4 +1,4 @@
-"""`LocalRanks`: the local processes of one job, from their start to their end, with the report of the rank that failed."""
+"""`LocalRanks`: the local processes of one job, from start to end, and the report of the rank that failed."""
 
 from __future__ import annotations
 

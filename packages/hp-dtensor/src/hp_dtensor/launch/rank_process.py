@@ -1,4 +1,4 @@
-"""The process of one local rank: it joins the job, runs the functions that its parent names, and ends with its parent."""
+"""The process of one local rank: it joins the job, runs functions for its parent, and ends with its parent."""
 
 from __future__ import annotations
 
