@@ -20,7 +20,7 @@ from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_dtensor.testing.simulated import SimulatedGroup, run_ranks
 from hp_fsdp import CallOrderError, fully_shard, hsdp, hsdp_sync_stream, memory_use
-from hp_fsdp._engine.call_order import NUM_CODES_SENT, order_of
+from hp_fsdp._engine.rank_checks import NUM_CODES_SENT, order_of
 
 WIDTH = 6
 SAME = (0, 1, 2)

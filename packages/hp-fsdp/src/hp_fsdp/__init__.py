@@ -1,11 +1,10 @@
 """Fully sharded data parallelism: one differentiable all-gather per group of parameters."""
 
 from hp_fsdp._engine.gathered_step import GatheredStep
-from hp_fsdp._forward_methods import register_fsdp_forward_method
-from hp_fsdp._fsdp_module import FSDPModule, HSDPModule, UnshardHandle, share_comm_ctx
+from hp_fsdp._fsdp_module import FSDPModule, HSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from hp_fsdp._fully_shard import fully_shard
+from hp_fsdp._hsdp import HSDPCell, hsdp, hsdp_sync_stream
 from hp_fsdp.communication import Communication
-from hp_fsdp.compat.hsdp import HSDPCell, hsdp, hsdp_sync_stream
 from hp_fsdp.exceptions import (
     CallOrderError,
     CommunicationError,
@@ -17,8 +16,7 @@ from hp_fsdp.exceptions import (
 )
 from hp_fsdp.full_parameters import full_parameters, summon_full_params
 from hp_fsdp.grad_scaler import GradScaler
-from hp_fsdp.memory import MemoryMeter, MemoryUse, memory_use
-from hp_fsdp.planned_buffers import PlannedBuffer, PlannedParameter, plan_group
+from hp_fsdp.memory import MemoryMeter, MemoryUse, PlannedBuffer, PlannedParameter, memory_use, plan_group
 from hp_fsdp.plugins import get_storage
 from hp_fsdp.policies import (
     CPUOffloadPolicy,
@@ -27,8 +25,8 @@ from hp_fsdp.policies import (
     OffloadPolicy,
     ShardPlacementResult,
 )
-from hp_fsdp.state.options import StateDictOptions
-from hp_fsdp.state.state_dict import (
+from hp_fsdp.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh, init_device_mesh, require_mesh
@@ -16,15 +17,23 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.spec.rank_checks import check_alike, telling_failure_to_alike
 from hp_fsdp._argument_checks import check_policy, check_settings, parameters_given
-from hp_fsdp._engine.extensions import chunked_layout, find_extensions
 from hp_fsdp._engine.flat_buffer import FlatBuffer
-from hp_fsdp._engine.fsdp_state import FSDPState, state_of
-from hp_fsdp._engine.group import ParameterGroup
-from hp_fsdp._engine.group_settings import GroupSettings
+from hp_fsdp._engine.forward import FSDPState, state_of
+from hp_fsdp._engine.gather_extension import ExtensionGathering, chunked_layout
 from hp_fsdp._engine.layout import plan_buffers
-from hp_fsdp._engine.original_parameters import DataParallel, OriginalParameter, check_ties, collect, mark_ignored
-from hp_fsdp._engine.shard_placement import ShardPlacementFunction, place
-from hp_fsdp._sharded_class import with_methods
+from hp_fsdp._engine.param_group import ParameterGroup
+from hp_fsdp._engine.parameters import (
+    DataParallel,
+    OriginalParameter,
+    ShardPlacementFunction,
+    check_ties,
+    collect,
+    find_extensions,
+    mark_ignored,
+    place,
+)
+from hp_fsdp._engine.settings import GroupSettings
+from hp_fsdp._fsdp_module import with_methods
 from hp_fsdp.communication import Communication
 from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.plugins import get_communication, get_storage
@@ -264,7 +273,8 @@ def _make_buffers(
         parallel = DataParallel(original.mesh, shards=id(original.tensor) not in whole)
         if original.extension is not None:
             layout = chunked_layout(original, parallel.num_shards)
-            yield FlatBuffer(storage, parallel, [original], layout, *common)
+            make_gathering = partial(ExtensionGathering, extension=original.extension)
+            yield FlatBuffer(storage, parallel, [original], layout, *common, make_gathering)
             continue
         # Frozen parameters lie apart: their buffer has no gradients, and no reduction. So do other dtypes, as a
         # collective has one.

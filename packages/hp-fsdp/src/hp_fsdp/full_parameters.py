@@ -10,14 +10,14 @@ from typing import Any
 from hp_dtensor.parallel.parameters import check_state
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_fsdp import _model_state as _state
 from hp_fsdp._engine.flat_buffer import FlatBuffer
-from hp_fsdp._engine.fsdp_parameter import FSDPParameter
-from hp_fsdp._engine.fsdp_state import platform_of_model, state_of
-from hp_fsdp._engine.group import ParameterGroup
-from hp_fsdp._plain_tensors import gather_full
+from hp_fsdp._engine.forward import platform_of_model, state_of
+from hp_fsdp._engine.param_group import ParameterGroup
+from hp_fsdp._engine.parameters import FSDPParameter
+from hp_fsdp._model_state import gather_full
 from hp_fsdp.exceptions import FSDPStateError
 from hp_fsdp.plugins import get_storage
-from hp_fsdp.state import model_state as _state
 from hp_fsdp.storage import ParameterStorage
 
 Tensor = Any

@@ -1,12 +1,17 @@
-"""Memory that the engine's buffers hold, counted by the engine itself, on any device."""
+"""Memory that the engine's buffers hold, counted by the engine itself, on any device.
+
+Bytes of a group's buffers and collectives, computed by the engine's own layout without ranks or a framework.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from hp_fsdp._engine.fsdp_state import FSDPState, state_of, states_below
+from hp_fsdp._engine.forward import FSDPState, state_of, states_below
+from hp_fsdp._engine.layout import Block, FlatLayout, block_of, cut_dim_of, plan_buffers
 from hp_fsdp.exceptions import FullyShardError
 
 Module = Any
@@ -130,3 +135,189 @@ def _use(states: list[FSDPState]) -> MemoryUse:
         + sum(schedule.reducing_bytes for schedule in schedules.values()),
         sharded_gradients=sum(buffer.gradients.reduced_bytes for buffer in buffers),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedParameter:
+    """A parameter that a group would have.
+
+    Attributes:
+        name: dotted name.
+        shape: of the part that one rank computes with: of the whole, or of its tensor- or expert-parallel part.
+        cut_dim: the dimension that the ranks of the group cut; None: the first one longer than 1.
+        itemsize: bytes of an element of the sharded parameter.
+        trainable: whether it gets a gradient.
+
+    Example:
+        >>> from hp_fsdp import PlannedParameter
+        >>> PlannedParameter("head.weight", (6, 4)).itemsize
+        4
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    cut_dim: int | None = None
+    itemsize: int = 4
+    trainable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBuffer:
+    """One flat buffer of a group; all numbers are bytes on one rank.
+
+    Attributes:
+        parameters: in the order of the layout's blocks.
+        layout: the place of each.
+        param_itemsize: bytes of an element of the full buffer.
+        reduce_itemsize: bytes of an element of gradients that are reduced.
+        num_replicas: ranks that hold the same shard.
+        trainable: whether its parameters get gradients.
+        is_offloaded: shards lie in host memory, so that even one rank alone needs a full buffer.
+
+    Example:
+        >>> from hp_fsdp import PlannedParameter, plan_group
+        >>> (buffer,) = plan_group([PlannedParameter("weight", (6, 4))], num_shards=2)
+        >>> buffer.shard, buffer.full, buffer.gather_wire, buffer.reduce_wire
+        (48, 96, 48, 48.0)
+    """
+
+    parameters: tuple[PlannedParameter, ...]
+    layout: FlatLayout
+    param_itemsize: int
+    reduce_itemsize: int
+    num_replicas: int = 1
+    trainable: bool = True
+    is_offloaded: bool = False
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the shard."""
+        return self.parameters[0].itemsize
+
+    @property
+    def is_whole(self) -> bool:
+        """The one shard is the full buffer itself: nothing is gathered or freed."""
+        return self.layout.num_shards == 1 and self.param_itemsize == self.itemsize and not self.is_offloaded
+
+    @property
+    def shard(self) -> int:
+        """The sharded parameters, padding included."""
+        return self.layout.shard_numel * self.itemsize
+
+    @property
+    def full(self) -> int:
+        """The full parameters while they are gathered, beyond the shard."""
+        return 0 if self.is_whole else self.layout.numel * self.param_itemsize
+
+    @property
+    def full_gradient(self) -> int:
+        """Gradients before their reduction."""
+        return self.layout.numel * self.reduce_itemsize if self.trainable else 0
+
+    @property
+    def reduced(self) -> int:
+        """This rank's part of the reduced gradients, in the dtype of the reduction; 0 where nothing is cut."""
+        if not self.trainable or self.layout.num_shards == 1:
+            return 0
+        return self.layout.shard_numel * self.reduce_itemsize
+
+    @property
+    def reduces_in_place(self) -> bool:
+        """The full gradients are those of the shard after their reduction: nothing is cut, copied or cast."""
+        return self.layout.num_shards == 1 and self.reduce_itemsize == self.itemsize and not self.is_offloaded
+
+    @property
+    def gradient(self) -> int:
+        """Gradients of the sharded parameters: views of one buffer, padding included."""
+        return self.layout.shard_numel * self.itemsize if self.trainable else 0
+
+    @property
+    def gather_wire(self) -> int:
+        """Sent by one rank in one gather of the full parameters."""
+        return (self.layout.num_shards - 1) * self.layout.shard_numel * self.param_itemsize
+
+    @property
+    def reduce_wire(self) -> float:
+        """Sent by one rank in one reduce-scatter of gradients."""
+        return (self.layout.num_shards - 1) * float(self.layout.shard_numel * self.reduce_itemsize) * self.trainable
+
+    @property
+    def replicate_wire(self) -> float:
+        """Sent by one rank to the ranks that hold the same shard, in one all-reduce of reduced gradients."""
+        share = 2 * (self.num_replicas - 1) / self.num_replicas
+        return share * self.layout.shard_numel * self.reduce_itemsize * self.trainable
+
+    def largest_pieces(self) -> dict[str, int]:
+        """Return the elements of each parameter on the rank that holds most of this buffer's, by name.
+
+        Optimizers have state for these, not for padding. The time does not grow with the number of ranks.
+        """
+        rank = self._fullest_shard()
+        return {each.name: self.layout.piece(i, rank)[1] for i, each in enumerate(self.parameters)}
+
+    def _fullest_shard(self) -> int:
+        """Return a shard with the least padding: the first one without any, else the best of those with a gap's end."""
+        size = self.layout.shard_numel
+        gaps = list(self.layout.gaps())
+        candidates = {0, self.layout.num_shards - 1}
+        for offset, length in gaps:
+            # The padding of a gap is least in the shards at its ends and beside it.
+            for place in (offset, offset + length):
+                candidates.update((place // size - 1, place // size, place // size + 1))
+        legal = [shard for shard in sorted(candidates) if 0 <= shard < self.layout.num_shards]
+        return min(legal, key=lambda shard: _overlap(gaps, shard * size, (shard + 1) * size))
+
+
+def plan_group(
+    parameters: Iterable[PlannedParameter],
+    num_shards: int,
+    *,
+    param_itemsize: int | None = None,
+    reduce_itemsize: int | None = None,
+    num_replicas: int = 1,
+    is_offloaded: bool = False,
+) -> list[PlannedBuffer]:
+    """Return the flat buffers of the group that `fully_shard` would make of these parameters.
+
+    Args:
+        parameters: of one module, in its order.
+        num_shards: ranks of the axis that shards (1 for `zero_stage=0`).
+        param_itemsize: bytes of the dtype of computation; None: that of the parameters.
+        reduce_itemsize: bytes of the dtype of the reduction; None: that of computation.
+        num_replicas: ranks of the axis that replicates.
+        is_offloaded: the shards lie in host memory.
+
+    Example:
+        >>> from hp_fsdp import PlannedParameter, plan_group
+        >>> buffers = plan_group([PlannedParameter("weight", (8, 4))], num_shards=4, param_itemsize=2)
+        >>> sum(each.shard for each in buffers), sum(each.full for each in buffers)
+        (32, 64)
+    """
+    kinds: dict[tuple[int, bool], list[PlannedParameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.itemsize, parameter.trainable), []).append(parameter)
+    planned = []
+    for (itemsize, trainable), alike in kinds.items():
+        computed = param_itemsize or itemsize
+        for chosen, layout in plan_buffers([_block(each, min(itemsize, computed)) for each in alike], num_shards):
+            planned.append(
+                PlannedBuffer(
+                    tuple(alike[index] for index in chosen),
+                    layout,
+                    computed,
+                    reduce_itemsize or computed,
+                    num_replicas,
+                    trainable,
+                    is_offloaded,
+                )
+            )
+    return planned
+
+
+def _block(parameter: PlannedParameter, itemsize: int) -> Block:
+    cut_dim = cut_dim_of(parameter.shape) if parameter.cut_dim is None else parameter.cut_dim
+    return block_of(parameter.shape, cut_dim, itemsize)
+
+
+def _overlap(gaps: Sequence[tuple[int, int]], begin: int, end: int) -> int:
+    return sum(max(0, min(end, offset + length) - max(begin, offset)) for offset, length in gaps)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hp_fsdp._engine.group import ParameterGroup
-from hp_fsdp._engine.root_context import RootContext
+from hp_fsdp._engine.backward import RootContext
+from hp_fsdp._engine.param_group import ParameterGroup
 from hp_fsdp.exceptions import FSDPStateError
 
 

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from hp_dtensor.comm.process_group import DONE, Work
-from hp_fsdp._engine.collective_errors import Communicating
 from hp_fsdp._engine.flat_buffer import FlatBuffer
-from hp_fsdp._engine.group import ParameterGroup
-from hp_fsdp._engine.group_settings import ReduceOptions
-from hp_fsdp._engine.used_parameters import UsedParameters
+from hp_fsdp._engine.param_group import ParameterGroup
+from hp_fsdp._engine.rank_checks import Communicating, UsedParameters
+from hp_fsdp._engine.settings import ReduceOptions
 
 Tensor = Any
 

@@ -1,10 +1,20 @@
-"""Flat buffers of hp-fsdp on torch, and the autograd nodes through which parameters are gathered."""
+"""Large buffers in host memory whose memory goes back to the system when they are freed.
+
+An allocator keeps what is freed for the next request that fits. Where buffers of many sizes come and go with every
+group of parameters, what it keeps adds up to more than what is in use. The C library maps memory of its own, and unmaps
+it at once, only for requests above `MAPPED_BYTES` (glibc's largest threshold), so a smaller buffer asks for as much:
+pages that nothing touches take no memory. Huge pages make the others cheap to touch anew.
+
+Flat buffers of hp-fsdp on torch, and the autograd nodes through which parameters are gathered.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -19,12 +29,46 @@ from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_fsdp.storage import GatherExtension, Gradients, ParameterStorage, moved_to_front
-from hp_platform_torch.fsdp import host_memory
 from hp_platform_torch.fsdp.gather_extension import find_extension
 from hp_platform_torch.patches import running_backward
 from hp_platform_torch.tensor.dtensor import TorchDTensor, adopt
 from hp_platform_torch.tensor.host_copies import stay_on_device
 from hp_platform_torch.tensor.local_operations import LocalOperations, NoGrad
+
+SMALLEST = 2**20  # bytes; below, the allocator's way costs less
+MAPPED_BYTES = 2**25 + 2**16
+
+_PAGE = 4096
+_MADV_HUGEPAGE = 14
+
+
+def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return an uninitialised flat tensor in host memory, the only one over its storage."""
+    if numel * dtype.itemsize < SMALLEST:
+        return torch.empty(numel, dtype=dtype)
+    tensor = torch.empty(0, dtype=dtype)
+    storage = tensor.untyped_storage()
+    refill(storage, numel * dtype.itemsize)
+    return tensor.set_(storage, 0, (numel,), (1,))  # type: ignore[call-overload, no-any-return]
+
+
+def refill(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """Give an empty storage at least `nbytes` bytes of uninitialised host memory."""
+    if nbytes < SMALLEST:
+        storage.resize_(nbytes)
+        return
+    storage.resize_(max(nbytes, MAPPED_BYTES))
+    advise = _advise()
+    if advise is not None:
+        start = -(-storage.data_ptr() // _PAGE) * _PAGE
+        advise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), _MADV_HUGEPAGE)
+
+
+@functools.cache
+def _advise() -> Any:
+    """Return `madvise` of the C library, whose refusal only costs speed; None on other systems than Linux."""
+    return ctypes.CDLL(None).madvise if sys.platform == "linux" else None
+
 
 Tensor = torch.Tensor
 
@@ -62,7 +106,7 @@ class TorchParameterStorage(ParameterStorage):
 
     def new_buffer(self, numel: int, dtype: torch.dtype, device_type: str) -> Tensor:
         if device_type == "cpu":
-            return host_memory.allocate(numel, dtype)
+            return allocate(numel, dtype)
         return super().new_buffer(numel, dtype, device_type)
 
     def release(self, buffer: Tensor) -> None:
@@ -73,7 +117,7 @@ class TorchParameterStorage(ParameterStorage):
     def refill(self, buffer: Tensor) -> None:
         storage, nbytes = buffer.untyped_storage(), buffer.numel() * buffer.itemsize
         if buffer.device.type == "cpu":
-            host_memory.refill(storage, nbytes)
+            refill(storage, nbytes)
         else:
             storage.resize_(nbytes)
 

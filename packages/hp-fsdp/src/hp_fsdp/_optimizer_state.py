@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_fsdp._plain_tensors import copy_of
+from hp_fsdp import _model_state as _state
+from hp_fsdp._model_state import copy_of
 from hp_fsdp.exceptions import StateDictError
-from hp_fsdp.state import model_state as _state
 
 Tensor = Any
 Named = dict[str, Any]

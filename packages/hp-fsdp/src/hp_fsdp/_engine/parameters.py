@@ -1,25 +1,63 @@
-"""The parameters of modules as they were before `fully_shard`, and the sharded form that each of them will have."""
+"""One parameter in its two forms: the sharded DTensor of the optimizer, the unsharded tensor of the module.
+
+The parameters of modules as they were before `fully_shard`, and the sharded form that each of them will have.
+
+Weights whose class says how they are gathered: which they are, and how they are cut.
+
+The mesh and the dimension to cut of each parameter, where `shard_placement_fn` chooses them.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.process_group import ProcessGroup
-from hp_dtensor.exceptions import HPError
+from hp_dtensor.exceptions import CapabilityError, HPError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Placement, RaggedShard, Replicate, Shard
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_fsdp._argument_checks import mesh_problems, reshard_problems
 from hp_fsdp._engine.layout import Block, block_of, cut_dim_of
 from hp_fsdp.exceptions import FullyShardError
-from hp_fsdp.storage import GatherExtension
+from hp_fsdp.policies import ShardPlacementResult
+from hp_fsdp.storage import GatherExtension, ParameterStorage
 
 Tensor = Any
 Module = Any
+
+
+@dataclass(slots=True)
+class FSDPParameter:
+    """A parameter of a flat buffer.
+
+    Attributes:
+        name: dotted name below the first module of the group; the first one of a tied parameter.
+        owners: every (module, attribute) that holds it.
+        sharded: the DTensor parameter that users and optimizers see; the same object for ever.
+        full_spec: the spec of the unsharded parameter, if it was a DTensor before `fully_shard` (tensor parallel).
+        view: the plain unsharded parameter, a view of the full buffer.
+        leaf: the unsharded parameter outside the graph of a forward, without gradients or in a recomputation; autograd
+            accumulates the gradients of the latter here.
+        start: offset of this rank's piece in the shard, in elements.
+        local_shape: shape of that piece.
+        first_dim: the dimension that is outermost in memory, in the full buffer and in the shard.
+    """
+
+    name: str
+    owners: list[tuple[Module, str]]
+    sharded: Tensor
+    full_spec: TensorSpec | None
+    view: Tensor
+    leaf: Tensor
+    start: int
+    local_shape: tuple[int, ...]
+    first_dim: int
+
 
 STATE_ATTRIBUTE = "_hp_fsdp_state"
 TAKEN_ATTRIBUTE = "_hp_fsdp_taken_by"
@@ -305,4 +343,89 @@ def _spec_problems(original: OriginalParameter, spec: TensorSpec, mesh: DeviceMe
     except HPError as error:
         where = f"{original.name} is a DTensor on mesh {spec.mesh.describe()}"
         return [f"{where}, which does not go with {mesh.describe()}: {error}"]
+    return []
+
+
+def find_extensions(storage: ParameterStorage, originals: Sequence[OriginalParameter]) -> None:
+    """Find out which parameters have a gather of their own.
+
+    Raises:
+        FullyShardError: naming those whose gather cannot be used, and why.
+    """
+    problems = []
+    for original in originals:
+        try:
+            original.extension = storage.gather_extension(original.tensor)
+        except CapabilityError as error:
+            problems.append(f"{original.name}: {error}")
+    if problems:
+        raise FullyShardError(
+            f"{'; '.join(problems)}. Shard plain weights, and send them in fewer bits by communication='fp8' or "
+            "another Communication (examples/hp-fsdp-quantized); or leave these out (ignored_params)"
+        )
+
+
+def extension_problems(original: OriginalParameter) -> list[str]:
+    """Return why a parameter's own gather does not go with how it is to be cut; an empty list if it does."""
+    if original.extension is None or original.cut_dim == 0:
+        return []
+    return [
+        f"{original.name}: shard_placement_fn cuts dimension {original.cut_dim}, expected 0, because the gather of "
+        f"{original.extension.kind} joins shards along the first dimension"
+    ]
+
+
+ShardPlacementFunction = Callable[[Any], Shard | ShardPlacementResult | None]
+
+
+def place(
+    originals: Sequence[OriginalParameter],
+    mesh: DeviceMesh,
+    choose: ShardPlacementFunction | None,
+    reshard_after_forward: bool | int | None,
+    where: str,
+) -> None:
+    """Give every parameter its mesh and the dimension to cut.
+
+    Args:
+        where: how errors call the group.
+
+    Raises:
+        FullyShardError: listing every parameter that cannot be sharded so.
+    """
+    if choose is not None and not callable(choose):
+        raise FullyShardError(
+            f"shard_placement_fn: expected a function of a parameter, got {choose!r}; lambda parameter: {choose!r}"
+        )
+    problems = []
+    for original in originals:
+        original.mesh = mesh
+        chosen = choose(original.tensor) if choose is not None else None
+        wrong = _choose(original, mesh, chosen, reshard_after_forward)
+        problems += [f"{original.name}: shard_placement_fn: {problem}" for problem in wrong]
+        if not wrong:
+            problems += problems_of(original, original.mesh) or extension_problems(original)
+    if problems:
+        raise FullyShardError(f"{where}, rank {mesh.world.rank}: {'; '.join(problems)}")
+
+
+def _choose(
+    original: OriginalParameter, mesh: DeviceMesh, chosen: Any, reshard_after_forward: bool | int | None
+) -> list[str]:
+    result = chosen if isinstance(chosen, ShardPlacementResult) else ShardPlacementResult(chosen)
+    if result.placement is not None and type(result.placement) is not Shard:
+        return [f"expected Shard(dim), a ShardPlacementResult or None, got {chosen!r}"]
+    if result.mesh is not None:
+        wrong = mesh_problems(result.mesh)
+        if not wrong and result.mesh.world is not mesh.world:
+            wrong = ["mesh: it belongs to another world than that of the group"]
+        wrong = wrong or reshard_problems(reshard_after_forward, result.mesh.shape[-1])
+        if wrong:
+            return wrong
+        original.mesh = result.mesh
+    if result.placement is not None:
+        num_dims = len(original.tensor.shape)
+        if not -num_dims <= result.placement.dim < num_dims:
+            return [f"{result.placement!r} cuts a dimension that a parameter {list(original.tensor.shape)} lacks"]
+        original.chosen_dim = result.placement.dim % num_dims
     return []

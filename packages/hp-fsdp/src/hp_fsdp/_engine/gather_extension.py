@@ -7,9 +7,9 @@ import math
 from typing import Any
 
 from hp_dtensor.comm.process_group import DONE, Work
-from hp_fsdp._engine.buffer_memory import BufferMemory
-from hp_fsdp._engine.gather_and_free import Gathering
-from hp_fsdp._engine.versions import ParameterVersions
+from hp_fsdp._engine.flat_buffer import BufferMemory, Gathering, ParameterVersions
+from hp_fsdp._engine.layout import Block, FlatLayout
+from hp_fsdp._engine.parameters import OriginalParameter
 from hp_fsdp.communication import Holding
 from hp_fsdp.exceptions import FSDPStateError
 from hp_fsdp.storage import GatherExtension
@@ -153,3 +153,10 @@ class _All:
         works, self._works = self._works, []
         for work in works:
             work.wait()
+
+
+def chunked_layout(original: OriginalParameter, num_shards: int) -> FlatLayout:
+    """Lay out one parameter in as many rows for each shard, and fewer for the last ones, as torch's `chunk` cuts it."""
+    rows = -(-original.local_shape[0] // num_shards)
+    block = Block(math.prod(original.local_shape), max(1, original.row_numel))
+    return FlatLayout(num_shards, max(1, rows * original.row_numel), (block,), (0,))

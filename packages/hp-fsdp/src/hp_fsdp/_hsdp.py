@@ -15,10 +15,9 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp._argument_checks import dtype_problem
-from hp_fsdp._engine.fsdp_state import FSDPState, state_of, states_below
-from hp_fsdp._fsdp_module import FSDPModule
+from hp_fsdp._engine.forward import FSDPState, state_of, states_below
+from hp_fsdp._fsdp_module import FSDPModule, with_methods
 from hp_fsdp._fully_shard import fully_shard
-from hp_fsdp._sharded_class import with_methods
 from hp_fsdp.exceptions import HSDPError
 from hp_fsdp.policies import MixedPrecisionPolicy
 

@@ -1,18 +1,33 @@
-"""The order in which ranks gather and reduce the modules of a model, compared between them.
+"""The parameters that a backward has used on any rank: only they have gradients, as on a single device.
+
+On one device a parameter that a loss does not use keeps `grad` None, and optimizers leave it alone; with a gradient of
+zeros AdamW would decay and move it. Ranks may use different parameters, so that this is decided over all of them: each
+sends one bit per parameter and reduction with the message by which call orders are compared. A few elements at the end
+of the reduction would do too, but would have to be read from the device.
+
+The order in which ranks gather and reduce the modules of a model, compared between them.
 
 Collectives of two ranks meet by their order alone: where one rank calls modules of equal size in another order, data
 of different modules mix, and no backend objects. So each rank records what it begins with a process group, and a digest
 of that goes to the others at the end of each forward and each backward. The same message tells of each reduction which
 parameters have gradients on this rank (`used_parameters.py`).
+
+The call orders in which the flat buffers of a model take part: those of their shards and of their replicas.
+
+Collectives of a group under its name: for those who record them, and in errors where one fails.
+
+Comparison of the replicas of shards, which every rank updates by itself, in `check_mode`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import weakref
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from hashlib import blake2b
 from struct import Struct
@@ -20,9 +35,57 @@ from typing import Any, Protocol
 
 from hp_dtensor.comm.process_group import PendingBytes, ProcessGroup
 from hp_dtensor.comm.world import current_world
-from hp_dtensor.spec.rank_checks import name_ranks, ranks_by_fact
-from hp_fsdp._engine.used_parameters import FLAG_BYTES, UsedParameters, pack_flags, unpack_flags
+from hp_dtensor.exceptions import HPError, RankMismatchError
+from hp_dtensor.platform.recording import inside, is_recording
+from hp_dtensor.spec.rank_checks import digest, is_checking, name_ranks, ranks_by_fact
 from hp_fsdp.exceptions import CallOrderError, CommunicationError
+
+# Bits in one message; of more parameters, neighbours share a bit.
+FLAG_BYTES = 1024
+
+
+class UsedParameters:
+    """The parameters of one reduction that have gradients.
+
+    Attributes:
+        indices: of those with gradients on this rank; once ranks have compared, of those with gradients on any.
+        count: of all parameters in the buffer.
+    """
+
+    def __init__(self, indices: frozenset[int], count: int) -> None:
+        self.indices = indices
+        self.count = count
+
+
+def pack_flags(reductions: Sequence[UsedParameters]) -> bytes:
+    """Pack one bit per parameter of these reductions, in order, into `FLAG_BYTES` bytes."""
+    total = sum(each.count for each in reductions)
+    flags, begin = 0, 0
+    for each in reductions:
+        for index in each.indices:
+            flags |= 1 << _bit(begin + index, total)
+        begin += each.count
+    return flags.to_bytes(FLAG_BYTES, "little")
+
+
+def unpack_flags(messages: Sequence[bytes], reductions: Sequence[UsedParameters]) -> None:
+    """Set the indices of these reductions to those that some rank's message has a bit of."""
+    if not reductions:
+        return
+    flags = 0
+    for message in messages:
+        flags |= int.from_bytes(message, "little")
+    total, begin = sum(each.count for each in reductions), 0
+    for each in reductions:
+        each.indices = frozenset(i for i in range(each.count) if flags >> _bit(begin + i, total) & 1)
+        begin += each.count
+
+
+def _bit(position: int, total: int) -> int:
+    """Return the bit of a parameter; neighbours share one where there are more parameters than bits."""
+    bits = FLAG_BYTES * 8
+    return position if total <= bits else position * bits // total
+
 
 ACTIONS = ("gathers", "gathers what was kept of", "reduces the gradients of")
 GATHERS, GATHERS_KEPT, REDUCES = range(len(ACTIONS))
@@ -309,3 +372,198 @@ def who_does_what(ranks: Sequence[int], actions: Sequence[str]) -> str:
     """Join ranks with the same action: `ranks 0, 2 <action>; rank 1 <action>`."""
     alike = ranks_by_fact(dict(zip(ranks, actions, strict=True)))
     return "; ".join(f"{name_ranks(same)} {action}" for action, same in alike.items())
+
+
+class BufferActions:
+    """Records what this rank begins with one flat buffer, in the call orders of its process groups."""
+
+    def __init__(self) -> None:
+        self._among_shards: tuple[CallOrder, int] | None = None
+        self._among_replicas: tuple[CallOrder, int] | None = None
+
+    def join(
+        self, group: Group, parameters: Sequence[str], shard_group: ProcessGroup, replicate_group: ProcessGroup | None
+    ) -> None:
+        """Take the next number in each of the two call orders; every rank's buffers join in the same order."""
+        shards, replicas = order_of(shard_group), order_of(replicate_group)
+        self._among_shards = (shards, shards.join(group, parameters)) if shards is not None else None
+        self._among_replicas = (replicas, replicas.join(group, parameters)) if replicas is not None else None
+
+    def record(self, action: int) -> None:
+        """Record an action among the shards that begins now."""
+        if self._among_shards is not None:
+            order, number = self._among_shards
+            order.record(number * len(ACTIONS) + action)
+
+    def record_reduction(self, used: UsedParameters | None, among_replicas: bool) -> None:
+        """Record a reduction that begins now.
+
+        Args:
+            used: to be completed when ranks have compared; None: the gradients are not stored yet.
+            among_replicas: it communicates over the replicate axis, too.
+        """
+        if self._among_shards is not None:
+            order, number = self._among_shards
+            order.record(number * len(ACTIONS) + REDUCES, used)
+        if among_replicas and self._among_replicas is not None:
+            order, number = self._among_replicas
+            order.record(number * len(ACTIONS) + REDUCES, used, is_second=self._among_shards is not None)
+
+    @property
+    def orders(self) -> list[CallOrder]:
+        """The call orders in which the buffer takes part."""
+        return [*self.first_orders, *self.second_orders]
+
+    @property
+    def first_orders(self) -> list[CallOrder]:
+        """The call order among the shards; among the replicas, where nothing is sharded."""
+        first = self._among_shards or self._among_replicas
+        return [first[0]] if first is not None else []
+
+    @property
+    def second_orders(self) -> list[CallOrder]:
+        """The call order among the replicas of shards, to be compared when that among the shards has been."""
+        both = self._among_shards is not None and self._among_replicas is not None
+        return [self._among_replicas[0]] if both and self._among_replicas is not None else []
+
+
+class CallOrders:
+    """The call orders in which the buffers of one model take part.
+
+    Those among replicas of shards come second: which parameters some rank of a shard group has used is known when its
+    comparison is over, and goes to the replicas with theirs. So the parameters that any rank has used are known on all.
+    One that is both, of parameters with different meshes, is compared both times.
+    """
+
+    def __init__(self, buffers: Iterable[BufferActions]) -> None:
+        actions = list(buffers)
+        self._first = list(dict.fromkeys(order for each in actions for order in each.first_orders))
+        self._second = list(dict.fromkeys(order for each in actions for order in each.second_orders))
+        self._errors_raised = {order: order.error for order in (*self._first, *self._second)}
+        self._second_phase = ""
+
+    def start_comparing(self, phase: str) -> None:
+        """Begin to compare the call orders, at the end of a `phase`: forward or backward."""
+        for order in self._first:
+            order.start_comparing(phase)
+        self._second_phase = phase
+
+    def check(self, timeout_seconds: float | None = None) -> None:
+        """Wait for the comparisons under way; without a limit of time, also for those among replicas of shards.
+
+        Raises:
+            CallOrderError: ranks have begun different things, with this model or another one that has the same ranks.
+            CommunicationError: a comparison failed.
+        """
+        for order in self._first:
+            order.check(timeout_seconds)
+        # Also where ranks of this shard group have parted: its replicas know nothing of it, and wait for these.
+        if timeout_seconds is None and self._second_phase:
+            phase, self._second_phase = self._second_phase, ""
+            for order in self._second:
+                order.start_comparing(phase, is_second=True)
+        for order in self._second:
+            order.check(timeout_seconds)
+        for order, raised in self._errors_raised.items():
+            if order.error is not None and order.error is not raised:
+                self._errors_raised[order] = order.error
+                raise copy_of(order.error)
+
+
+Module = Any
+
+
+class CommunicatingGroup(Protocol):
+    """The attributes of a parameter group that errors of its collectives name."""
+
+    modules: list[Module]
+    state: Any
+
+    @property
+    def place(self) -> str: ...
+
+    @property
+    def orders(self) -> list[CallOrder]: ...
+
+    @property
+    def ranks(self) -> Iterable[int]: ...
+
+
+class Communicating:
+    """Context manager around collectives of a group.
+
+    They are recorded as those of the group's module, and a failed one raises `CommunicationError`, or `CallOrderError`
+    where ranks have called different modules. It is a class, not a generator, because it is entered several times per
+    group and step.
+
+    Args:
+        action: for errors, such as "gather parameters".
+        in_backward: they reduce gradients; else they are forward or backward by when they are started.
+    """
+
+    __slots__ = ("_action", "_group", "_inside")
+
+    def __init__(self, group: CommunicatingGroup, action: str, in_backward: bool = False) -> None:
+        self._group, self._action = group, action
+        self._inside: AbstractContextManager[None] | None = None
+        if is_recording():
+            self._inside = inside(group.modules, in_backward)
+
+    def __enter__(self) -> None:
+        if self._inside is not None:
+            self._inside.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if self._inside is not None:
+            self._inside.__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError):
+            _explain(self._group, self._action, error)
+
+
+def _explain(group: CommunicatingGroup, action: str, error: RuntimeError) -> None:
+    """Raise an error that says more than the backend's, if `error` is one of a failed collective."""
+    # torch's OutOfMemoryError is a RuntimeError too: buffers are allocated inside of the block.
+    if isinstance(error, HPError) or "OutOfMemory" in type(error).__name__:
+        return
+    for different_order in (order.new_error() for order in group.orders):
+        if different_order is not None:
+            raise different_order from error
+    before = " ".join(f"{order.last_actions()}." for order in group.orders)
+    raise CommunicationError(
+        f"{group.place}, state {group.state.value!r}: could not {action} with ranks {sorted(group.ranks)}: {error}. "
+        f"{before} Either one of them has ended, or ranks call modules in different orders, or not all of them; in "
+        "hp_dtensor.check_mode() (or with HP_CHECK=1) an error names who calls what"
+    ) from error
+
+
+def check_replicas(groups: Iterable[Any]) -> None:
+    """In `check_mode`: check that ranks that hold the same shards of these groups hold the same values.
+
+    Two exchanges for each buffer with replicas; reads the shards on the host.
+
+    Raises:
+        RankMismatchError: on all ranks of the group, naming the parameters and which ranks agree.
+    """
+    for group in groups if is_checking() else ():
+        for buffer in group.buffers:
+            if buffer.replicate_group is not None:
+                problem = _problem(buffer, buffer.replicate_group).encode()
+                found = [each.decode() for each in buffer.shard_group.all_gather_bytes(problem) if each]
+                if found:
+                    raise RankMismatchError(
+                        f"group {group.name}: replicas differ: {'; '.join(found)}. What writes parameters must write "
+                        "the same on every rank; load a state dict, or broadcast them, to make them equal again"
+                    )
+
+
+def _problem(buffer: Any, replicas: ProcessGroup) -> str:
+    """Name the parameters whose replicas differ, and the ranks that agree; empty if all are equal."""
+    platform, shard = buffer.platform, buffer.shard
+    mine = json.dumps({each.name: digest(platform, buffer.part_of(each, shard)) for each in buffer.parameters})
+    everybody = [json.loads(answer) for answer in replicas.all_gather_bytes(mine.encode())]
+    differing = sorted(name for name, value in everybody[0].items() if any(each[name] != value for each in everybody))
+    if not differing:
+        return ""
+    values = [json.dumps([each[name] for name in differing]) for each in everybody]
+    alike = ranks_by_fact(dict(zip(replicas.ranks, values, strict=True)))
+    return f"{', '.join(differing)} on {' than on '.join(map(name_ranks, alike.values()))}"

@@ -1,11 +1,18 @@
-"""Contents of a model's state dict by name, and the way of values of any layout into this model's tensors."""
+"""Contents of a model's state dict by name, and the way of values of any layout into this model's tensors.
+
+The load hooks of modules, which PyTorch and MindSpore keep in the same way.
+
+Plain tensors of DTensors: whole, copied, on the host.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
-from collections.abc import Collection, Iterator
+import math
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +20,15 @@ from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute import plan_between
-from hp_dtensor.spec.placements import Replicate
+from hp_dtensor.spec.placements import RaggedShard, Replicate
 from hp_dtensor.spec.rank_checks import name_ranks
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_fsdp._engine.fsdp_state import states_below
-from hp_fsdp._engine.group import GroupState, ParameterGroup
+from hp_fsdp._engine.forward import states_below
+from hp_fsdp._engine.param_group import GroupState, ParameterGroup
 from hp_fsdp.exceptions import StateDictError
+from hp_fsdp.storage import ParameterStorage
 
 Tensor = Any
 Module = Any
@@ -210,3 +218,113 @@ def gather_again(groups: Collection[ParameterGroup]) -> None:
             for buffer in group.buffers:
                 buffer.gathering.wait()
             group.state = GroupState.UNSHARDED
+
+
+def run_before(
+    platform: Platform, model: Module, state_dict: Mapping[str, Any], strict: bool, problems: Problems
+) -> dict[str, Any]:
+    """Run the modules' `register_load_state_dict_pre_hook` functions on a copy of `state_dict`, and return the copy.
+
+    Outer modules' come first. The functions may add to `problems`.
+    """
+    changed: Any = OrderedDict(state_dict)
+    metadata = getattr(state_dict, "_metadata", None) or {}
+    found = problems.missing, problems.unexpected, problems.others
+    for name, module in platform.named_modules(model):
+        for hook in list(getattr(module, "_load_state_dict_pre_hooks", {}).values()):
+            prefix = f"{name}." if name else ""
+            hook(changed, prefix, metadata.get(name, {}), strict, *found)
+    return dict(changed)
+
+
+def has_after(platform: Platform, model: Module) -> bool:
+    """Return True if a module has a hook that `run_after` calls."""
+    return any(getattr(module, "_load_state_dict_post_hooks", {}) for _, module in platform.named_modules(model))
+
+
+def run_after(platform: Platform, model: Module, keys: Any) -> None:
+    """Call the modules' `register_load_state_dict_post_hook` functions, inner modules' first, with the missing and
+    unexpected keys, of which they may take some out."""
+    for _, module in reversed(list(platform.named_modules(model))):
+        for hook in list(getattr(module, "_load_state_dict_post_hooks", {}).values()):
+            hook(module, keys)
+
+
+def own_loading(platform: Platform, model: Module) -> list[str]:
+    """Return why modules of users that override `_load_from_state_dict` cannot be loaded.
+
+    The framework's own overrides may be passed over: they only fill in what older versions of it did not save.
+    """
+    frameworks = {_package(_definer(platform.Module)), _package(object)}
+    found = []
+    for name, module in platform.named_modules(model):
+        owner = _definer(type(module))
+        if _package(owner) not in frameworks:
+            found.append(
+                f"{name or 'the model'} ({owner.__name__}) loads by a _load_from_state_dict of its own, which sees "
+                "sharded parameters; change the state dict in a register_load_state_dict_pre_hook instead"
+            )
+    return found
+
+
+def _definer(cls: type) -> type:
+    return next((each for each in cls.__mro__ if "_load_from_state_dict" in vars(each)), object)
+
+
+def _package(cls: type) -> str:
+    return cls.__module__.split(".")[0]
+
+
+def gather_full(storage: ParameterStorage, x: Tensor) -> Tensor:
+    """Gather the whole of a DTensor into a plain tensor in memory of its own, on every rank of its mesh; no autograd.
+
+    Rows that only the last mesh axis cuts are received where they belong, so nothing beside the result is held.
+    """
+    platform = storage.platform
+    with platform.no_grad():
+        if _is_cut_by_rows(x.spec):
+            return _gather_rows(storage, x)
+        full = platform.detach(x).full_tensor()
+        return platform.ops.clone(full) if _shares_memory(x.spec) else full
+
+
+def to_host(platform: Platform, x: Tensor) -> Tensor:
+    """Copy a plain tensor to the CPU; it is returned itself if it is there already."""
+    if str(platform.device_of(x)).startswith("cpu"):
+        return x
+    return platform.from_bits(platform.to_numpy(x), x.dtype, "cpu")
+
+
+def copy_of(platform: Platform, x: Tensor) -> Tensor:
+    """Copy a plain tensor into memory of its own."""
+    with platform.no_grad():
+        return platform.ops.clone(platform.detach(x))
+
+
+def _is_cut_by_rows(spec: TensorSpec) -> bool:
+    *outer, last = spec.placements
+    if not isinstance(last, RaggedShard) or not all(p.is_replicate() for p in outer) or spec.mesh.shape[-1] == 1:
+        return False
+    # Rows are contiguous in the whole where every dimension before the cut has one element.
+    return math.prod(spec.shape[: last.dim]) == 1
+
+
+def _gather_rows(storage: ParameterStorage, x: Tensor) -> Tensor:
+    platform, spec = storage.platform, x.spec
+    ragged = spec.placements[-1]
+    assert isinstance(ragged, RaggedShard)
+    row = math.prod(spec.shape[ragged.dim + 1 :])
+    group = spec.mesh.get_group(spec.mesh.ndim - 1)
+    local = platform.contiguous(platform.unwrap(platform.detach(x)))
+    full = platform.empty((math.prod(spec.shape),), spec.dtype, platform.device_of(local))
+    sizes = [units * row for units in ragged.units]
+    starts = [sum(sizes[:rank]) for rank in range(group.size)]
+    mine = platform.ops.reshape(local, (-1,))
+    receives = [storage.part(full, start, (size,)) if size else None for start, size in zip(starts, sizes, strict=True)]
+    group.exchange([mine if sizes[group.rank] else None] * group.size, receives)
+    return platform.ops.reshape(full, spec.shape)
+
+
+def _shares_memory(spec: TensorSpec) -> bool:
+    """Return True if redistributing to the whole moves nothing, so that the result would share memory."""
+    return all(n == 1 or p.is_replicate() for n, p in zip(spec.mesh.shape, spec.placements, strict=True))
