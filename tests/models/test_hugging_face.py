@@ -91,7 +91,7 @@ def test_experts_kept_together_are_read_too(tmp_path, model_type):
     assert not [*apart.problems(), *together.problems()]
     assert any(name.endswith("experts.gate_up_proj") for name in together.weights.names)
     for name, tensor in apart.tensors.items():
-        whole = Box.whole(tensor.shape)
+        whole = Box.full(tensor.shape)
         numpy.testing.assert_array_equal(apart.read(name, whole), together.read(name, whole), err_msg=name)
 
 

@@ -122,4 +122,4 @@ def test_the_average_is_the_model_of_an_export(lab: Lab, tmp_path):
     assert cli.main(["export", str(run.path), f"--to={tmp_path / 'out'}", "--weights=ema"]) == 0
     directory = ModelDirectory(tmp_path / "out", run.load_config().config.model.options)
     for name, value in averages(run).items():
-        np.testing.assert_array_equal(directory.read(name, Box.whole(value.shape)), value)
+        np.testing.assert_array_equal(directory.read(name, Box.full(value.shape)), value)

@@ -27,8 +27,7 @@ from hp_trainer.checkpoint import (
     prune,
     save_checkpoint,
 )
-from hp_trainer.checkpoint.shard_file import CHECKSUM_BLOCK, read_header
-from hp_trainer.checkpoint.tensor_box import cover_exactly
+from hp_trainer.checkpoint.shard_file import CHECKSUM_BLOCK, cover_exactly, read_header
 from hp_trainer.exceptions import CheckpointError
 
 MODEL = {"name": "tiny", "hidden_size": 8}
@@ -91,7 +90,7 @@ def data() -> dict[str, np.ndarray]:
 
 def save_alone(storage: LocalStorage, data: dict[str, np.ndarray], step: int = 1, **more: Any) -> str:
     parts = [
-        TensorPart(name, str(value.dtype), value.shape, [(Box.whole(value.shape), value)])
+        TensorPart(name, str(value.dtype), value.shape, [(Box.full(value.shape), value)])
         for name, value in data.items()
     ]
     return save_checkpoint(storage, parts, step=step, model=MODEL, state={"samples": 10 * step}, **more)
@@ -125,7 +124,7 @@ def test_the_files_are_plain_safetensors(storage: LocalStorage, data: dict[str, 
 
 def test_bfloat16_is_kept_as_bits(storage: LocalStorage) -> None:
     bits = np.array([[0x3F80, 0x4000], [0xFF80, 0x7FC1]], dtype=np.uint16)
-    part = TensorPart("w", "bfloat16", (2, 2), [(Box.whole((2, 2)), bits)])
+    part = TensorPart("w", "bfloat16", (2, 2), [(Box.full((2, 2)), bits)])
     save_checkpoint(storage, [part], step=1, model=MODEL, state={})
     checkpoint = open_latest(storage)
     assert checkpoint.index.tensors["w"].dtype == "bfloat16"
@@ -150,7 +149,7 @@ def test_a_two_dimensional_layout_is_read_by_columns(storage: LocalStorage) -> N
     def save(group: ThreadGroup) -> str:
         row, column = divmod(group.rank, 2)
         box = Box((row * 3, column * 4), ((3, 1)[row], (4, 2)[column]))
-        part = TensorPart("w", "int32", (4, 6), [(box, weight[box.slices_in(Box.whole((4, 6)))])])
+        part = TensorPart("w", "int32", (4, 6), [(box, weight[box.slices_in(Box.full((4, 6)))])])
         return save_checkpoint(storage, [part], step=1, model=MODEL, state={}, group=group)
 
     on_ranks(4, save)
@@ -164,7 +163,7 @@ def test_replicas_are_written_once_and_spread_over_the_ranks(storage: LocalStora
 
     def save(group: ThreadGroup) -> str:
         parts = [
-            TensorPart(n, "float32", (2, 2), [(Box.whole((2, 2)), v)], replica=group.rank, num_replicas=4)
+            TensorPart(n, "float32", (2, 2), [(Box.full((2, 2)), v)], replica=group.rank, num_replicas=4)
             for n, v in values.items()
         ]
         return save_checkpoint(storage, parts, step=1, model=MODEL, state={}, group=group)
@@ -178,7 +177,7 @@ def test_replicas_are_written_once_and_spread_over_the_ranks(storage: LocalStora
 
 def test_the_same_box_from_two_ranks_is_indexed_once(storage: LocalStorage) -> None:
     weight = np.arange(6, dtype=np.float32).reshape(3, 2)
-    part = TensorPart("w", "float32", (3, 2), [(Box.whole((3, 2)), weight)])
+    part = TensorPart("w", "float32", (3, 2), [(Box.full((3, 2)), weight)])
     on_ranks(2, lambda group: save_checkpoint(storage, [part], step=1, model=MODEL, state={}, group=group))
     assert len(open_latest(storage).index.tensors["w"].chunks) == 1
 
@@ -200,7 +199,7 @@ def test_parts_that_do_not_cover_a_tensor_are_refused_on_every_rank(storage: Loc
 def test_ranks_that_disagree_are_refused(storage: LocalStorage) -> None:
     def save(group: ThreadGroup) -> str:
         shape = (2 + group.rank,)
-        part = TensorPart("w", "float32", shape, [(Box.whole(shape), np.zeros(shape, np.float32))])
+        part = TensorPart("w", "float32", shape, [(Box.full(shape), np.zeros(shape, np.float32))])
         return save_checkpoint(storage, [part], step=1, model=MODEL, state={}, group=group)
 
     assert "tensor 'w' is ['float32', [2]] on one rank and ['float32', [3]] on rank 1" in str(on_ranks(2, save)[0])
@@ -221,7 +220,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(storage: LocalStorage) -
 
 def test_data_of_the_wrong_shape_or_dtype_is_refused(storage: LocalStorage) -> None:
     part = TensorPart("w", "float32", (2,), [(Box((0,), (2,)), np.zeros(2))])
-    with pytest.raises(CheckpointError, match=r"tensor 'w' \(float32\[2\]\).* came with float64\[2\]"):
+    with pytest.raises(CheckpointError, match=r"tensor 'w' \(float32\[2\]\).* got float64\[2\]"):
         save_checkpoint(storage, [part], step=1, model=MODEL, state={})
 
 
@@ -288,11 +287,11 @@ def damage(storage: LocalStorage, file: str, how: str) -> None:
     ("how", "words"),
     [
         ("missing", ["is missing", "'weight'"]),
-        ("truncated", ["bytes and should have", "'weight'"]),
-        ("empty", ["it has 0 bytes", "'weight'"]),
+        ("truncated", ["is damaged: expected", "'weight'"]),
+        ("empty", ["got 0", "'weight'"]),
         ("bit flipped", ["tensor 'weight'", "checksum differs"]),
         ("header damaged", ["is damaged", "'weight'"]),
-        ("from another save", ["belongs elsewhere", "'weight'"]),
+        ("from another save", ["belongs to another checkpoint", "'weight'"]),
     ],
 )
 def test_a_damaged_shard_is_named_and_the_step_before_is_taken(
@@ -325,7 +324,7 @@ def test_swapped_shards_are_told_apart(storage: LocalStorage) -> None:
     held = first.read_bytes()
     first.write_bytes(second.read_bytes())
     second.write_bytes(held)
-    with pytest.raises(CheckpointError, match=r"shard-00000\.safetensors (belongs elsewhere|is damaged)"):
+    with pytest.raises(CheckpointError, match=r"shard-00000\.safetensors (belongs to another checkpoint|is damaged)"):
         open_latest(storage)
 
 
@@ -338,11 +337,11 @@ def test_an_index_cannot_be_edited_unnoticed(two_steps: LocalStorage) -> None:
 
 
 def test_no_sound_checkpoint_is_an_error_that_tells_what_was_tried(storage: LocalStorage) -> None:
-    with pytest.raises(CheckpointError, match="holds no sound checkpoint"):
+    with pytest.raises(CheckpointError, match="has no sound checkpoint"):
         open_latest(storage)
     save_alone(storage, {"w": np.ones(2, np.float32)})
     (storage.root / "step-00000001" / "shard-00000.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"(?s)holds no sound checkpoint.*shard-00000\.safetensors is missing"):
+    with pytest.raises(CheckpointError, match=r"(?s)has no sound checkpoint.*shard-00000\.safetensors is missing"):
         open_latest(storage)
 
 
@@ -378,7 +377,7 @@ def test_tensors_that_do_not_fit_are_all_listed(two_steps: LocalStorage) -> None
 
 def test_a_tensor_or_box_that_is_not_there_is_refused(two_steps: LocalStorage) -> None:
     checkpoint = open_latest(two_steps)
-    with pytest.raises(CheckpointError, match="holds no tensor 'x'"):
+    with pytest.raises(CheckpointError, match="has no tensor 'x'"):
         checkpoint.read("x")
     with pytest.raises(CheckpointError, match="is outside tensor 'weight'"):
         checkpoint.read("weight", Box((2, 0), (3, 2)))
@@ -439,11 +438,11 @@ def weight_chunk(body: dict[str, Any]) -> dict[str, Any]:
 FORGERIES = {
     "no step": (lambda body: body.pop("step") and None, "step is missing"),
     "step as text": (lambda body: body.update(step="2"), "step: expected int, got str"),
-    "step below 0": (lambda body: body.update(step=-1), "step: expected a whole number from 0 to 2**63 - 1, got -1"),
-    "step too large": (lambda body: body.update(step=2**70), "step: expected a whole number"),
+    "step below 0": (lambda body: body.update(step=-1), "step: expected an integer from 0 to 2**63 - 1, got -1"),
+    "step too large": (lambda body: body.update(step=2**70), "step: expected an integer"),
     "tensors as list": (lambda body: body.update(tensors=[]), "tensors: expected dict, got list"),
     "no state": (lambda body: body.pop("state") and None, "state is missing"),
-    "size as text": (lambda body: body.update(shard_bytes=["9"]), "shard_bytes[0]: expected a whole number"),
+    "size as text": (lambda body: body.update(shard_bytes=["9"]), "shard_bytes[0]: expected an integer"),
     "no tensor": (lambda body: body["tensors"].update(weight=None), "tensors.weight.dtype is missing"),
     "dtype": (lambda body: body["tensors"]["weight"].update(dtype="f4"), "tensors.weight.dtype: dtype 'f4' cannot be"),
     "shard as path": (
@@ -476,7 +475,7 @@ def test_an_index_that_is_not_of_the_format_is_named_and_the_step_before_is_take
 def test_a_file_that_is_no_index_is_named_and_the_step_before_is_taken(two_steps: LocalStorage, content: bytes) -> None:
     file = two_steps.root / "step-00000002" / "index.json"
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match="is damaged: it cannot be read as an index"):
+    with pytest.raises(CheckpointError, match="is damaged: it is not a valid index"):
         Checkpoint(two_steps, "step-00000002")
     assert open_latest(two_steps).step == 1
 
@@ -486,7 +485,7 @@ def test_a_folder_named_after_another_step_is_passed_over(two_steps: LocalStorag
     found = find_latest(two_steps)
     assert found.checkpoint is not None
     assert found.checkpoint.step == 1
-    assert "is of step 2, its folder is named after step 9; give the folder its own name back" in found.skipped[0]
+    assert "is of step 2, but its folder is named after step 9; rename the folder" in found.skipped[0]
 
 
 def test_a_place_shorter_than_its_array_is_damage(storage: LocalStorage) -> None:
@@ -519,7 +518,7 @@ def test_a_header_of_many_megabytes_is_refused_before_it_is_read(two_steps: Loca
     forged = len(text).to_bytes(8, "little") + text + data
     shard.write_bytes(forged)
     forge(two_steps, "step-00000002", lambda body: body["shard_bytes"].__setitem__(0, len(forged)))
-    with pytest.raises(CheckpointError, match=f"{shard.name} is damaged: its header should have {len(text)} bytes"):
+    with pytest.raises(CheckpointError, match=f"{shard.name} is damaged: it states a header of {len(text)} bytes"):
         Checkpoint(two_steps, "step-00000002").verify()
 
 

@@ -14,12 +14,11 @@ from hp_trainer.checkpoint import (
     TensorPart,
     list_checkpoints,
     list_set_aside,
-    object_storage,
     open_latest,
     save_checkpoint,
     set_aside_later,
 )
-from hp_trainer.checkpoint.object_storage import ObjectStorage, ObjectStorageConfig
+from hp_trainer.checkpoint.storage import ObjectStorage, ObjectStorageConfig
 from hp_trainer.config import parse_config
 from hp_trainer.exceptions import CheckpointError, ConfigError
 from hp_trainer.registries import Registries
@@ -72,7 +71,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     made = ObjectStore()
     made.store.clear()
     made.pseudo_dirs[:] = [""]
-    monkeypatch.setattr(object_storage, "_filesystem", lambda url: (made, "/bucket/run"))
+    monkeypatch.setattr("hp_trainer.checkpoint.storage._filesystem", lambda url: (made, "/bucket/run"))
     return made
 
 
@@ -83,7 +82,7 @@ def storage(store: ObjectStore) -> ObjectStorage:
 
 def save(storage: ObjectStorage, step: int, keep: int | None = None) -> str:
     data = np.full((3, 2), step, np.float32)
-    part = TensorPart("w", "float32", (3, 2), [(Box.whole((3, 2)), data)])
+    part = TensorPart("w", "float32", (3, 2), [(Box.full((3, 2)), data)])
     return save_checkpoint(storage, [part], step=step, model={"name": "m"}, state={}, keep=keep)
 
 

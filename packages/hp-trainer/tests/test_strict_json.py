@@ -33,7 +33,7 @@ def test_numbers_that_are_not_finite_become_text_wherever_they_are():
 
 
 def saved(storage: LocalStorage, step: int, **state: object) -> None:
-    part = TensorPart("w", "float32", (2,), [(Box.whole((2,)), np.ones(2, np.float32))])
+    part = TensorPart("w", "float32", (2,), [(Box.full((2,)), np.ones(2, np.float32))])
     save_checkpoint(storage, [part], step=step, model={"name": "tiny"}, state=state, keep=1, keep_best=1)
 
 
@@ -67,6 +67,6 @@ def test_the_index_of_an_earlier_version_with_a_bare_nan_is_read():
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_a_model_whose_options_are_not_finite_is_recognized_again(tmp_path, value):
     storage, model = LocalStorage(tmp_path), {"name": "tiny", "scale": value}
-    part = TensorPart("w", "float32", (2,), [(Box.whole((2,)), np.ones(2, np.float32))])
+    part = TensorPart("w", "float32", (2,), [(Box.full((2,)), np.ones(2, np.float32))])
     folder = save_checkpoint(storage, [part], step=1, model=model, state={})
     Checkpoint(storage, folder).check_model(model)

@@ -80,7 +80,7 @@ def hp_trackers(registry: Registry) -> None:
 def hp_checkpoint_storages(registry: Registry) -> None:
     """Register `local`, a folder of a file system, and `object_store`, a prefix in whatever fsspec knows."""
     from hp_trainer.checkpoint import LocalStorage
-    from hp_trainer.checkpoint.object_storage import ObjectStorage, ObjectStorageConfig
+    from hp_trainer.checkpoint.storage import ObjectStorage, ObjectStorageConfig
 
     registry.add("local", lambda options, folder: LocalStorage(folder))
     registry.add("object_store", lambda options, folder: ObjectStorage(options.url), options=ObjectStorageConfig)

@@ -34,6 +34,6 @@ def make_run(work: Path, step: int = 2) -> RunFolder:
 
 def save(run: RunFolder, step: int) -> None:
     """A further checkpoint of a run."""
-    part = TensorPart("w", "float32", (2,), [(Box.whole((2,)), np.ones(2, np.float32))])
+    part = TensorPart("w", "float32", (2,), [(Box.full((2,)), np.ones(2, np.float32))])
     model = to_plain(run.load_config().config.model)
     save_checkpoint(LocalStorage(run.checkpoints), [part], step=step, model=model, state={"loss": 0.5})

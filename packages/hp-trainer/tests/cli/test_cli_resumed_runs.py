@@ -77,7 +77,7 @@ def test_resume_without_a_run_or_a_checkpoint_is_refused(work: Path, error, prep
     assert "holds no run (no run.json)" in error("resume", "out")
     create_run(work / "out", load_config(work / "run.yaml", registered=registries()).config)
     way = "`hp-train run out/config.yaml --run.folder=out` begins again"
-    assert error("resume", "out") == f"hp-train: out/checkpoints holds no sound checkpoint; {way}\n"
+    assert error("resume", "out") == f"hp-train: out/checkpoints has no sound checkpoint; {way}\n"
 
 
 def test_a_resumed_run_compares_its_data_with_their_digest(work: Path, error, prepared: list) -> None:
@@ -157,7 +157,7 @@ def test_run_refuses_what_it_cannot_go_on_with(work: Path, error, prepared: list
     # Not from the beginning: there is something to save.
     *passed_over, told = error("run", "run.yaml").splitlines()
     assert len(passed_over) == len(list((work / "out" / "checkpoints").iterdir()))
-    assert told.startswith("hp-train: out/checkpoints holds no sound checkpoint; bring one of them back")
+    assert told.startswith("hp-train: out/checkpoints has no sound checkpoint; bring one of them back")
     assert prepared == []
 
 
@@ -165,7 +165,7 @@ def test_resume_from_an_earlier_step_sets_later_checkpoints_aside(work: Path, pr
     run = make_run(work)
     save(run, 4)
     save(run, 6)
-    assert "holds no checkpoint of step 3; there are: 2, 4, 6" in error("resume", "out", "--from-step=3")
+    assert "has no checkpoint of step 3; available steps: 2, 4, 6" in error("resume", "out", "--from-step=3")
     assert cli.main(["resume", "out", "--from-step=2", "--optimizer.lr=1e-4"]) == 0
     assert prepared[-1][2] == "step-00000002"
     assert capsys.readouterr().err.count("hp-train: set aside out/checkpoints/step-0000000") == 2
@@ -186,7 +186,7 @@ def test_resume_from_an_earlier_step_sets_later_checkpoints_aside(work: Path, pr
 def test_checkpoints_are_listed_with_their_damage(work: Path, capsys) -> None:
     run = create_run(work / "out", load_config(work / "run.yaml", registered=registries()).config)
     assert cli.main(["checkpoints", "out"]) == 0
-    assert capsys.readouterr().out == "out/checkpoints holds no checkpoint\n"
+    assert capsys.readouterr().out == "out/checkpoints has no checkpoint\n"
     save(run, 2)
     save(run, 4)
     shard = run.checkpoints / "step-00000004" / "shard-00000.safetensors"

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from hp_platform_torch.trainer.pickle_tree import Made, Name, Pairs, read_pickle_tree
 from hp_trainer.checkpoint import Box
-from hp_trainer.checkpoint.tensor_box import cover_exactly
+from hp_trainer.checkpoint.shard_file import cover_exactly
 
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _T = TypeVar("_T")

@@ -1,4 +1,7 @@
-"""Catalog of a run's checkpoints: their names, the latest sound one, retention."""
+"""The checkpoints of a run: list them, find the newest sound one, delete old ones.
+
+A checkpoint is sound when it verifies, see `Checkpoint.verify`.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hp_trainer.checkpoint.index import COMPLETE, step_of
 from hp_trainer.checkpoint.load import Checkpoint
-from hp_trainer.checkpoint.names import COMPLETE, step_of
 from hp_trainer.checkpoint.storage import Storage
 from hp_trainer.exceptions import CheckpointError
 
@@ -20,51 +23,54 @@ _LEFTOVER = re.compile(r"^step-\d+(-\d+)?\.(incomplete|deleted)-")
 
 @dataclass(frozen=True)
 class Latest:
-    """The newest sound checkpoint, and why newer ones were passed over."""
+    """Result of a search: the newest sound checkpoint, and the problems of the newer ones that were skipped."""
 
     checkpoint: Checkpoint | None
     skipped: tuple[str, ...]
 
 
 def list_checkpoints(storage: Storage) -> list[str]:
-    """List the names of all complete checkpoints, newest first (by step, then by how often it was saved)."""
+    """Return the folder names of all complete checkpoints, newest first.
+
+    A step that was saved several times is ordered by its saves (`step-00000100-2` is newer than `step-00000100`).
+    """
     found = [(match, name) for name in storage.list_folders() if (match := COMPLETE.match(name))]
     return [name for _, name in sorted(((_order(match), name) for match, name in found), reverse=True)]
 
 
 def find_latest(storage: Storage, *, content: bool = True) -> Latest:
-    """Look for the newest checkpoint that verifies.
+    """Find the newest sound checkpoint.
 
     Args:
-        content: compare all checksums; False: sizes and headers only.
+        content: True to compare all checksums, False to check only file sizes and headers.
     """
     return _first_sound(storage, list_checkpoints(storage), content=content)
 
 
 def open_latest(storage: Storage, *, content: bool = True) -> Checkpoint:
-    """Return the newest checkpoint that verifies.
+    """Open the newest sound checkpoint.
 
     Raises:
-        CheckpointError: there is none; says what was passed over.
+        CheckpointError: there is none; the message lists the problems of those that were skipped.
     """
     latest = find_latest(storage, content=content)
     if latest.checkpoint is None:
         reasons = "".join(f"\n  {reason}" for reason in latest.skipped)
-        raise CheckpointError(f"{storage.describe('')} holds no sound checkpoint{reasons}")
+        raise CheckpointError(f"{storage.describe('')} has no sound checkpoint{reasons}")
     return latest.checkpoint
 
 
 def open_step(storage: Storage, step: int) -> Checkpoint:
-    """Return the newest save of a step; all of it is verified.
+    """Open the newest sound checkpoint of `step`, with all checksums compared.
 
     Raises:
-        CheckpointError: there is none, and which steps there are; or each save of it is damaged.
+        CheckpointError: the step was not saved (the message lists the steps that were), or every save of it is damaged.
     """
     names = list_checkpoints(storage)
     wanted = [name for name in names if step_of(name) == step]
     if not wanted:
-        there = ", ".join(str(found) for found in sorted({step_of(name) for name in names})) or "none"
-        raise CheckpointError(f"{storage.describe('')} holds no checkpoint of step {step}; there are: {there}")
+        available = ", ".join(str(found) for found in sorted({step_of(name) for name in names})) or "none"
+        raise CheckpointError(f"{storage.describe('')} has no checkpoint of step {step}; available steps: {available}")
     found = _first_sound(storage, wanted, content=True)
     if found.checkpoint is None:
         raise CheckpointError("; ".join(found.skipped))
@@ -72,9 +78,9 @@ def open_step(storage: Storage, step: int) -> Checkpoint:
 
 
 def set_aside_later(storage: Storage, step: int) -> list[str]:
-    """Rename the checkpoints after a step, so that no search finds them again; returns their new names.
+    """Rename the checkpoints of later steps so that searches skip them, and return the new names.
 
-    Nothing deletes them; given its name back, a checkpoint is one again.
+    They are never deleted. Renaming a folder back restores the checkpoint.
     """
     renamed = []
     for name in list_checkpoints(storage):
@@ -85,55 +91,56 @@ def set_aside_later(storage: Storage, step: int) -> list[str]:
 
 
 def list_set_aside(storage: Storage) -> list[str]:
-    """List the names of the checkpoints that `set_aside_later` has renamed."""
+    """Return the names of the checkpoints that `set_aside_later` renamed."""
     return sorted(name for name in storage.list_folders() if SET_ASIDE in name)
 
 
 def prune(storage: Storage, keep: int, keep_best: int = 0) -> list[str]:
-    """Delete what is older than the newest `keep` sound checkpoints; returns the names deleted.
+    """Delete old checkpoints, and return the deleted names.
 
-    So many more as `keep_best` stay: those of the lowest `evaluation_loss` in their state. A checkpoint whose sizes or
-    headers are wrong does not count, so the last sound one always stays. A step saved again replaces its earlier save.
+    The newest `keep` sound checkpoints stay, and of the older ones the `keep_best` with the lowest `evaluation_loss` in
+    their state. Checkpoints with wrong file sizes or headers do not count, so the last sound one is never deleted. Only
+    the newest save of a step counts.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
-    kept: dict[int, str] = {}
-    doomed = []
+    retained: set[int] = set()
+    deleted = []
     for name in list_checkpoints(storage):
         step = step_of(name)
-        # Newest first: a step that is kept already has been saved again since.
-        if len(kept) >= keep or step in kept:
-            doomed.append(name)
+        # Names come newest first: a step seen before has a newer save.
+        if len(retained) >= keep or step in retained:
+            deleted.append(name)
         elif _first_sound(storage, [name], content=False).checkpoint is not None:
-            kept[step] = name
-    best = _best(storage, doomed, keep_best)
-    doomed = [name for name in doomed if name not in best]
-    for name in doomed:
+            retained.add(step)
+    best = _best(storage, deleted, keep_best)
+    deleted = [name for name in deleted if name not in best]
+    for name in deleted:
         storage.delete_folder(name)
-    return doomed
+    return deleted
 
 
-def _best(storage: Storage, names: Sequence[str], number: int) -> set[str]:
-    """Return the sound checkpoints with the lowest evaluation loss among `names`, as many as `number`."""
+def _best(storage: Storage, names: Sequence[str], count: int) -> set[str]:
+    """Return the `count` sound checkpoints of `names` with the lowest evaluation loss."""
     rated: list[tuple[float, int, str]] = []
-    for name in names if number else ():
+    for name in names if count else ():
         checkpoint = _first_sound(storage, [name], content=False).checkpoint
         loss = None if checkpoint is None else checkpoint.state.get("evaluation_loss")
-        # One that is not finite is text, in older checkpoints NaN, which no order holds.
+        # Losses that are not finite are saved as text; older checkpoints have NaN, which would break the sort.
         if isinstance(loss, float) and math.isfinite(loss):
             rated.append((loss, -step_of(name), name))
-    return {name for _, _, name in sorted(rated)[:number]}
+    return {name for _, _, name in sorted(rated)[:count]}
 
 
 def delete_leftovers(storage: Storage) -> None:
-    """Remove what killed saves and deletions left behind; only the run's one writer may."""
+    """Delete the folders of killed saves and deletions. Only the process that owns the run may call this."""
     for name in storage.list_folders():
         if _LEFTOVER.match(name):
             storage.delete_folder(name)
 
 
 def free_name(storage: Storage, stem: str) -> str:
-    """Return `stem`, or `stem-2`, `stem-3`, ... where that is taken: a published checkpoint is never written over."""
+    """Return `stem`, or the first free name of `stem-2`, `stem-3`, ...: a published checkpoint is never overwritten."""
     taken = set(storage.list_folders())
     name, attempt = stem, 1
     while name in taken:
@@ -147,7 +154,7 @@ def _order(match: re.Match[str]) -> tuple[int, int]:
 
 
 def _first_sound(storage: Storage, names: Sequence[str], *, content: bool) -> Latest:
-    """Return the first checkpoint of these names that verifies, and why those before it do not."""
+    """Return the first sound checkpoint of `names`, and the problems of those before it."""
     skipped = []
     for name in names:
         try:

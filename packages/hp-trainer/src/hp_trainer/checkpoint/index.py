@@ -1,17 +1,20 @@
-"""Index of a checkpoint: every tensor with the files and keys that hold it."""
+"""The index of a checkpoint: where the elements of each tensor are stored, and the trainer's state.
+
+The file is JSON and contains its own SHA-256 digest. Reading it also validates every value against the format, because
+a digest only proves that the file is as it was written. Folder names of checkpoints are defined here too.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hp_trainer._json import strict_json, strict_value
-from hp_trainer.checkpoint.dtypes import storage_dtype
-from hp_trainer.checkpoint.shard_file import CHECKSUM_BLOCK
-from hp_trainer.checkpoint.tensor_box import Box
+from hp_trainer.checkpoint.shard_file import CHECKSUM_BLOCK, Box, storage_dtype
 from hp_trainer.exceptions import CheckpointError
 
 INDEX_FILE = "index.json"
@@ -22,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A saved box: which shard file, under which key, and its checksums (`shard_file.checksums`)."""
+    """A saved box of a tensor: its shard file, its key there, and the CRC-32 of each of its blocks."""
 
     shard: int
     key: str
@@ -32,7 +35,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor of the checkpoint; its chunks cover it exactly."""
+    """A tensor of a checkpoint. Its chunks cover it exactly once."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -41,15 +44,15 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class Index:
-    """The index of a checkpoint: its tensors, its model, and the trainer's state.
+    """Content of the index file.
 
     Attributes:
-        step: optimizer steps done.
-        save_id: of this save; every shard repeats it.
-        shard_bytes: size of each shard file, in rank order.
-        tensors: by name.
+        step: number of completed optimizer steps.
+        save_id: random identifier of this save, repeated in every shard file.
+        shard_bytes: size of each shard file in bytes, in rank order.
+        tensors: saved tensors by name.
         model: name and options of the model, as in the configuration.
-        state: the trainer's own (JSON values).
+        state: state of the trainer, as JSON values.
     """
 
     step: int
@@ -60,7 +63,7 @@ class Index:
     state: Mapping[str, Any]
 
     def dump(self) -> str:
-        """Return the JSON text, with its own digest; numbers of `model` and `state` that are not finite become text."""
+        """Return the index as JSON text with its digest. Infinite and NaN values of `model` and `state` become text."""
         body: dict[str, Any] = {
             "format": FORMAT,
             "step": self.step,
@@ -75,22 +78,22 @@ class Index:
 
     @classmethod
     def parse(cls, text: str | bytes, where: str) -> Index:
-        """Read the text of `dump` back; `where` names the file.
+        """Parse the text that `dump` returns. `where` names the file in errors.
 
         Raises:
-            CheckpointError: the text is damaged, of another format version, or does not follow the format.
+            CheckpointError: the text is damaged, has another format version, or does not follow the format.
         """
         try:
             body = json.loads(text)
             digest = body.pop("sha256")
             version = body["format"]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{where} is damaged: it cannot be read as an index") from error
-        # Before the version: a damaged number there would be taken for another format.
+            raise CheckpointError(f"{where} is damaged: it is not a valid index") from error
+        # Checked before the version: a damaged version number would be reported as an unknown format.
         if digest != _digest(body):
             raise CheckpointError(f"{where} is damaged: its digest differs")
         if version != FORMAT:
-            raise CheckpointError(f"{where} has format {version}; this version of hp-trainer reads {FORMAT}")
+            raise CheckpointError(f"{where} has format {version}; this version of hp-trainer reads format {FORMAT}")
         try:
             return parse_body(body)
         except SchemaError as error:
@@ -98,17 +101,17 @@ class Index:
 
 
 def shard_name(rank: int) -> str:
-    """Return the file that `rank` writes."""
+    """Return the name of the shard file of `rank`."""
     return f"shard-{rank:05}.safetensors"
 
 
 def model_fingerprint(model: Mapping[str, Any]) -> str:
-    """Return a digest of a model's name and options; equal for equal models."""
+    """Return the SHA-256 digest of a model's name and options."""
     return _digest(strict_value(model))
 
 
 def _digest(body: Any) -> str:
-    # As it was written: the first versions of hp-train wrote NaN, which is read still.
+    # json.dumps, not strict_json: indexes of the first versions of hp-train contain NaN and must still be readable.
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -126,23 +129,20 @@ def _plain_tensor(tensor: SavedTensor) -> dict[str, Any]:
     return {"dtype": tensor.dtype, "shape": list(tensor.shape), "chunks": chunks}
 
 
-# Schema: every value is checked before it is used, since the digest only tells that it was written so --------
-
-
 class SchemaError(ValueError):
-    """A value of an index that is not what the format says; the message begins with its path."""
+    """A value of an index violates the format. The message starts with the path of the value."""
 
 
 def parse_body(body: Any) -> Index:
-    """Return the index that the JSON values of a file describe.
+    """Validate the JSON values of an index file and return them as an `Index`.
 
     Raises:
-        SchemaError: a value is missing, of another type or out of range.
+        SchemaError: a value is missing, has the wrong type, or is out of range.
     """
-    shard_bytes = tuple(_whole(size, f"shard_bytes[{i}]") for i, size in enumerate(_get(body, "shard_bytes", list)))
+    shard_bytes = tuple(_natural(size, f"shard_bytes[{i}]") for i, size in enumerate(_get(body, "shard_bytes", list)))
     tensors = _get(body, "tensors", dict)
     return Index(
-        step=_whole(_get(body, "step", int), "step"),
+        step=_natural(_get(body, "step", int), "step"),
         save_id=_get(body, "save_id", str),
         shard_bytes=shard_bytes,
         tensors={name: _tensor(value, f"tensors.{name}", len(shard_bytes)) for name, value in tensors.items()},
@@ -163,16 +163,16 @@ def _tensor(value: Any, path: str, num_shards: int) -> SavedTensor:
 
 
 def _chunk(value: Any, path: str, num_shards: int, itemsize: int) -> Chunk:
-    shard = _whole(_get(value, "shard", int, path), f"{path}.shard")
+    shard = _natural(_get(value, "shard", int, path), f"{path}.shard")
     if shard >= num_shards:
         raise SchemaError(f"{path}.shard: expected a number below {num_shards}, got {shard}")
     box = Box(_sizes(value, "offset", path), _sizes(value, "shape", path))
     checksums = _sizes(value, "crc32", path)
-    # A value that fits its type may still contradict others; a short list would leave the end of a chunk unchecked.
+    # A list of checksums that is too short would leave the end of the chunk unverified.
     blocks = -(-box.numel * itemsize // CHECKSUM_BLOCK)
     if len(box.offset) != len(box.shape) or len(checksums) != blocks:
         raise SchemaError(
-            f"{path}: expected as many offsets as sizes, and {blocks} checksums, got {len(box.offset)} offsets, "
+            f"{path}: expected as many offsets as sizes and {blocks} checksums, got {len(box.offset)} offsets, "
             f"{len(box.shape)} sizes and {len(checksums)} checksums"
         )
     return Chunk(shard, _get(value, "key", str, path), box, checksums)
@@ -188,11 +188,37 @@ def _get(value: Any, key: str, kind: type[T], path: str = "") -> T:
     return found
 
 
-def _whole(value: Any, path: str) -> int:
+def _natural(value: Any, path: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
-        raise SchemaError(f"{path}: expected a whole number from 0 to 2**63 - 1, got {str(value)[:40]}")
+        raise SchemaError(f"{path}: expected an integer from 0 to 2**63 - 1, got {str(value)[:40]}")
     return value
 
 
 def _sizes(value: Any, key: str, path: str) -> tuple[int, ...]:
-    return tuple(_whole(size, f"{path}.{key}[{i}]") for i, size in enumerate(_get(value, key, list, path)))
+    return tuple(_natural(size, f"{path}.{key}[{i}]") for i, size in enumerate(_get(value, key, list, path)))
+
+
+COMPLETE = re.compile(r"^step-(\d{8,})(?:-(\d+))?$")
+
+
+def step_name(step: int) -> str:
+    """Return the folder name of the first save of a step."""
+    return f"step-{step:08}"
+
+
+def step_in_name(folder: str) -> int | None:
+    """Return the step in the folder name of a complete checkpoint, or None for other names."""
+    match = COMPLETE.match(folder)
+    return None if match is None else int(match[1])
+
+
+def step_of(folder: str) -> int:
+    """Return the step in the folder name of a complete checkpoint.
+
+    Raises:
+        CheckpointError: the name is not that of a complete checkpoint.
+    """
+    step = step_in_name(folder)
+    if step is None:
+        raise CheckpointError(f"{folder!r} is not a checkpoint; expected a name such as step-00000100")
+    return step

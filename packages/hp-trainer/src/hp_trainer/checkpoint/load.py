@@ -1,13 +1,17 @@
-"""Reading a checkpoint: any box of any tensor, whatever layout wrote it."""
+"""Read a checkpoint: any box of any tensor, independent of the layout that wrote it.
+
+Files are memory-mapped, and every block of 4 MiB is verified once, before its first use. `CheckpointFormat` is the
+interface of checkpoints of other tools, such as `torch.distributed.checkpoint`, which platforms implement.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
-from hp_trainer.checkpoint.dtypes import safetensors_name, storage_dtype
 from hp_trainer.checkpoint.index import (
     INDEX_FILE,
     Chunk,
@@ -15,32 +19,35 @@ from hp_trainer.checkpoint.index import (
     SavedTensor,
     model_fingerprint,
     shard_name,
+    step_in_name,
 )
-from hp_trainer.checkpoint.names import step_in_name
 from hp_trainer.checkpoint.shard_file import (
     CHECKSUM_BLOCK,
+    Box,
     Header,
     block_checksum,
+    cover_exactly,
     read_header,
+    safetensors_name,
+    storage_dtype,
     view_array,
 )
 from hp_trainer.checkpoint.storage import Storage
-from hp_trainer.checkpoint.tensor_box import Box, cover_exactly
 from hp_trainer.exceptions import CheckpointError
 
-# Of some millions of boxes; a file that is larger is none, and would fill the memory before it is refused.
+# Enough for millions of boxes. A larger file is not an index, and parsing it would exhaust the memory first.
 _LARGEST_INDEX = 2**30
 
 
 class Checkpoint:
-    """A complete checkpoint; files are mapped when first read, and each block is verified once.
+    """A complete checkpoint, opened for reading.
 
     Args:
-        storage: where it lives.
-        folder: its name there.
+        storage: storage that contains the checkpoint.
+        folder: name of the checkpoint's folder.
 
     Raises:
-        CheckpointError: there is no index, it is damaged, or it is of another step than its folder's name.
+        CheckpointError: the index is missing or damaged, or its step differs from the one in the folder's name.
     """
 
     def __init__(self, storage: Storage, folder: str) -> None:
@@ -49,75 +56,76 @@ class Checkpoint:
         where = storage.describe(folder, INDEX_FILE)
         size = storage.file_size(folder, INDEX_FILE)
         if size is None:
-            raise CheckpointError(f"{where} is missing: this is no complete checkpoint")
+            raise CheckpointError(f"{where} is missing: this is not a complete checkpoint")
         if size > _LARGEST_INDEX:
-            raise CheckpointError(f"{where} is damaged: an index has at most {_LARGEST_INDEX} bytes, it has {size}")
+            raise CheckpointError(f"{where} is damaged: it has {size} bytes, an index has at most {_LARGEST_INDEX}")
         self.index = Index.parse(storage.map_file(folder, INDEX_FILE).tobytes(), where)
         if step_in_name(folder) not in (None, self.index.step):
             raise CheckpointError(
-                f"{where} is of step {self.index.step}, its folder is named after step {step_in_name(folder)}; give "
-                "the folder its own name back"
+                f"{where} is of step {self.index.step}, but its folder is named after step {step_in_name(folder)}; "
+                "rename the folder to its original name"
             )
         self._shards: dict[int, tuple[np.ndarray, Header]] = {}
         self._verified: set[tuple[int, str, int]] = set()
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Number of completed optimizer steps."""
         return self.index.step
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """The trainer's own values."""
+        """State of the trainer, as JSON values."""
         return self.index.state
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
-        """Return the elements of a box (default: all) of a tensor, in its storage dtype (uint16 for bfloat16).
+        """Return the elements of a box of a tensor (by default, all) in its storage dtype (uint16 for bfloat16).
 
         Raises:
-            CheckpointError: no such tensor, a box outside it, or damage; names the file and the tensor.
+            CheckpointError: the tensor does not exist, the box is outside it, or a file is damaged.
         """
         tensor = self._tensor(name)
-        box = box if box is not None else Box.whole(tensor.shape)
+        box = box if box is not None else Box.full(tensor.shape)
         if not box.is_inside(tensor.shape):
             raise CheckpointError(f"{box} is outside tensor {name!r} of shape {tensor.shape}")
         result = np.empty(box.shape, dtype=storage_dtype(tensor.dtype))
         for chunk in tensor.chunks:
-            part = chunk.box.intersect(box)
-            if part is not None:
-                inside = part.slices_in(chunk.box)
-                result[part.slices_in(box)] = self._chunk(name, tensor, chunk, inside)[inside]
+            overlap = chunk.box.intersect(box)
+            if overlap is not None:
+                inside = overlap.slices_in(chunk.box)
+                result[overlap.slices_in(box)] = self._chunk(name, tensor, chunk, inside)[inside]
         return result
 
     def check_model(self, model: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
-        """Refuse a checkpoint of another model.
+        """Check that the checkpoint is of the given model.
 
         Args:
-            model: name and options of the model that is wanted.
-            defaults: of its options. A checkpoint that was written before an option came has its default.
+            model: name and options of the expected model.
+            defaults: default values of its options. They stand for options that the checkpoint does not contain
+                because they were added later.
 
         Raises:
-            CheckpointError: naming every option that differs.
+            CheckpointError: options differ; the message lists them all.
         """
         refuse_other_model(self.index.model, model, defaults or {}, self._describe())
 
     def check_averaged(self) -> None:
-        """Refuse a checkpoint without moving averages of weights.
+        """Check that the checkpoint contains moving averages of the weights.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: it contains none.
         """
         if not any(name.startswith("ema.") for name in self.index.tensors):
             raise CheckpointError(
-                f"{self._describe()} holds no moving average of the weights: its run was trained without "
-                "training.ema.decay; leave --weights=ema out"
+                f"{self._describe()} has no moving averages of the weights: its run was trained without "
+                "training.ema.decay; omit --weights=ema"
             )
 
     def check_tensors(self, expected: Mapping[str, Sequence[int]]) -> None:
-        """Refuse a checkpoint whose tensors are not those expected (name -> global shape).
+        """Check names and global shapes of the saved tensors against `expected`.
 
         Raises:
-            CheckpointError: listing every tensor that is missing, not expected, or of another shape.
+            CheckpointError: tensors are missing, unexpected, or of another shape; the message lists them all.
         """
         saved = self.index.tensors
         problems = [f"tensor {name!r} is missing" for name in expected if name not in saved]
@@ -131,10 +139,10 @@ class Checkpoint:
             raise CheckpointError(f"{self._describe()} does not fit: {'; '.join(problems)}")
 
     def problems(self, *, content: bool = True) -> Iterator[str]:
-        """Yield every damage found; each names the file, and the tensor where one is hit.
+        """Yield a message for each damage, naming the file and the affected tensors.
 
         Args:
-            content: read everything and compare checksums; False: look at sizes and headers only.
+            content: True to read everything and compare checksums, False to check only file sizes and headers.
         """
         for name, tensor in self.index.tensors.items():
             reason = cover_exactly([chunk.box for chunk in tensor.chunks], tensor.shape)
@@ -146,18 +154,18 @@ class Checkpoint:
                 self._shard(rank)
             except CheckpointError as error:
                 broken.add(rank)
-                hit = [name for name, tensor in self.index.tensors.items() if _uses(tensor, rank)]
-                yield f"{error}{_tensors_hit(hit)}"
+                affected = [name for name, tensor in self.index.tensors.items() if _uses(tensor, rank)]
+                yield f"{error}{_list_affected(affected)}"
         for name, tensor in self.index.tensors.items():
             for chunk in tensor.chunks:
                 if chunk.shard not in broken:
                     yield from self._chunk_problems(name, tensor, chunk, content=content)
 
     def verify(self, *, content: bool = True) -> None:
-        """Refuse a damaged checkpoint.
+        """Check the checkpoint for damage.
 
         Raises:
-            CheckpointError: listing all damage.
+            CheckpointError: the checkpoint is damaged; the message lists all damage.
         """
         found = list(self.problems(content=content))
         if found:
@@ -169,22 +177,23 @@ class Checkpoint:
     def _tensor(self, name: str) -> SavedTensor:
         tensor = self.index.tensors.get(name)
         if tensor is None:
-            raise CheckpointError(f"{self._describe()} holds no tensor {name!r}")
+            raise CheckpointError(f"{self._describe()} has no tensor {name!r}")
         return tensor
 
     def _chunk_problems(self, name: str, tensor: SavedTensor, chunk: Chunk, *, content: bool) -> Iterator[str]:
         try:
             if content:
-                self._chunk(name, tensor, chunk, Box.whole(chunk.box.shape).slices_in(Box.whole(chunk.box.shape)))
+                self._chunk(name, tensor, chunk, Box.full(chunk.box.shape).slices_in(Box.full(chunk.box.shape)))
             else:
-                self._place(name, tensor, chunk)
+                self._byte_range(name, tensor, chunk)
         except CheckpointError as error:
             yield str(error)
 
     def _chunk(self, name: str, tensor: SavedTensor, chunk: Chunk, inside: tuple[slice, ...]) -> np.ndarray:
-        """Return a chunk as an array without a copy, the blocks below the slices `inside` verified."""
+        """Return a chunk as an array without copying. Verifies the blocks that contain the slices `inside`."""
         file, _ = self._shard(chunk.shard)
-        begin, end = self._place(name, tensor, chunk)
+        begin, end = self._byte_range(name, tensor, chunk)
+        # Only the first dimension narrows the range: rows are contiguous in the file.
         row = (end - begin) // chunk.box.shape[0] if chunk.box.shape else end - begin
         first, last = (inside[0].start * row, inside[0].stop * row) if inside else (0, row)
         for block in range(first // CHECKSUM_BLOCK, -(-last // CHECKSUM_BLOCK)):
@@ -193,7 +202,7 @@ class Checkpoint:
 
     def _verify_block(self, name: str, chunk: Chunk, data: np.ndarray, block: int) -> None:
         key = (chunk.shard, chunk.key, block)
-        # Boxes that are read from one chunk share its blocks.
+        # Reads of several boxes from one chunk may share blocks.
         if key in self._verified:
             return
         if block_checksum(data, block) != chunk.checksums[block]:
@@ -201,20 +210,20 @@ class Checkpoint:
             raise CheckpointError(f"{where}: tensor {name!r} (key {chunk.key!r}) is damaged: its checksum differs")
         self._verified.add(key)
 
-    def _place(self, name: str, tensor: SavedTensor, chunk: Chunk) -> tuple[int, int]:
-        """Return the first and end byte of a chunk in its file, where header and index must agree about it."""
+    def _byte_range(self, name: str, tensor: SavedTensor, chunk: Chunk) -> tuple[int, int]:
+        """Return the start and end byte of a chunk in its file, after comparing the file's header with the index."""
         _, header = self._shard(chunk.shard)
         entry = header.entries.get(chunk.key)
         expected = (safetensors_name(tensor.dtype), chunk.box.shape)
         if entry is None or entry[:2] != expected:
             where = self.storage.describe(self.folder, shard_name(chunk.shard))
-            got = "nothing" if entry is None else f"{entry[0]}{list(entry[1])}"
+            got = "no such key" if entry is None else f"{entry[0]}{list(entry[1])}"
             raise CheckpointError(
                 f"{where}: tensor {name!r} (key {chunk.key!r}): expected {expected[0]}{list(expected[1])}, got {got}"
             )
         size = chunk.box.numel * storage_dtype(tensor.dtype).itemsize
         if entry[3] - entry[2] != size:
-            # What lies beyond the place would be read all the same, and its checksums never compared.
+            # Otherwise bytes outside this range would be read too, and never compared with a checksum.
             where = self.storage.describe(self.folder, shard_name(chunk.shard))
             raise CheckpointError(
                 f"{where}: tensor {name!r} (key {chunk.key!r}): expected {size} bytes, got {entry[3] - entry[2]}"
@@ -232,43 +241,43 @@ class Checkpoint:
         if size is None:
             raise CheckpointError(f"{where} is missing")
         if size != expected:
-            raise CheckpointError(f"{where} is damaged: it has {size} bytes and should have {expected}")
+            raise CheckpointError(f"{where} is damaged: expected {expected} bytes, got {size}")
         data = self.storage.map_file(self.folder, file)
         header = read_header(data, where, self._longest_header(rank))
         owner = (header.metadata.get("hp_save"), header.metadata.get("hp_rank"))
         if owner != (self.index.save_id, str(rank)):
             raise CheckpointError(
-                f"{where} belongs elsewhere: it is from save {owner[0]}, rank {owner[1]}; expected save "
-                f"{self.index.save_id}, rank {rank}"
+                f"{where} belongs to another checkpoint: expected save {self.index.save_id}, rank {rank}, got save "
+                f"{owner[0]}, rank {owner[1]}"
             )
         return data, header
 
     def _longest_header(self, rank: int) -> int:
-        """Return a bound on the bytes of a shard's header: reading a forged one of many megabytes takes minutes."""
+        """Return an upper bound for the header of a shard in bytes: parsing a forged one of many MiB takes minutes."""
         chunks = (chunk for tensor in self.index.tensors.values() for chunk in tensor.chunks if chunk.shard == rank)
-        # A key takes at most six bytes for a character, an entry's dtype, sizes and offsets at most 20 for a number.
+        # At most six bytes per character of a key (escapes), and 20 per number of an entry.
         return 65536 + sum(6 * len(chunk.key) + 200 + 20 * len(chunk.box.shape) for chunk in chunks)
 
 
 def refuse_other_model(
     saved: Mapping[str, Any], model: Mapping[str, Any], defaults: Mapping[str, Any], where: str
 ) -> None:
-    """Refuse a checkpoint, called `where`, whose model is another; see `Checkpoint.check_model`."""
-    saved = _filled(saved, defaults)
+    """Raise `CheckpointError` where two models differ, see `Checkpoint.check_model`. `where` names the checkpoint."""
+    saved = _with_defaults(saved, defaults)
     if model_fingerprint(model) == model_fingerprint(saved):
         return
     names = sorted({*saved, *model})
     differ = [name for name in names if saved.get(name) != model.get(name)]
-    told = ", ".join(f"{name} is {saved.get(name)!r} there and {model.get(name)!r} here" for name in differ)
-    raise CheckpointError(f"{where} is a checkpoint of another model: {told}")
+    options = ", ".join(f"{name} is {saved.get(name)!r} there and {model.get(name)!r} here" for name in differ)
+    raise CheckpointError(f"{where} is a checkpoint of another model: {options}")
 
 
-def _filled(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return saved options, and the default of each that is missing."""
+def _with_defaults(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the saved options, with defaults for those that are missing, at every level."""
     filled = {**defaults, **saved}
     for name, value in saved.items():
         if isinstance(value, Mapping) and isinstance(defaults.get(name), Mapping):
-            filled[name] = _filled(value, defaults[name])
+            filled[name] = _with_defaults(value, defaults[name])
     return filled
 
 
@@ -276,8 +285,44 @@ def _uses(tensor: SavedTensor, rank: int) -> bool:
     return any(chunk.shard == rank for chunk in tensor.chunks)
 
 
-def _tensors_hit(names: Sequence[str]) -> str:
+def _list_affected(names: Sequence[str]) -> str:
     if not names:
         return ""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f" (holds {', '.join(repr(name) for name in names[:3])}{more})"
+    return f" (contains {', '.join(repr(name) for name in names[:3])}{more})"
+
+
+class ForeignCheckpoint(Protocol):
+    """A checkpoint of another format, opened for reading."""
+
+    def tensors(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """Return the dtype and the global shape of each tensor, by name."""
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a full tensor in its storage dtype (uint16 for bfloat16).
+
+        Raises:
+            CheckpointError: the checkpoint is damaged.
+        """
+
+
+class CheckpointFormat(Protocol):
+    """A checkpoint format of another tool, registered through the hook `hp_checkpoint_formats`."""
+
+    def write(self, folder: Path, tensors: Mapping[str, SavedTensor], read: Callable[[str, Box], np.ndarray]) -> None:
+        """Write a checkpoint into a folder that is new or empty.
+
+        Args:
+            tensors: the tensors to write, with the boxes in which they are saved.
+            read: function that returns the elements of a box of a tensor in its storage dtype.
+
+        Raises:
+            ExportError: the checkpoint cannot be written.
+        """
+
+    def open(self, folder: Path) -> ForeignCheckpoint:
+        """Open the checkpoint in a folder.
+
+        Raises:
+            CheckpointError: the folder is not of this format, or damaged.
+        """

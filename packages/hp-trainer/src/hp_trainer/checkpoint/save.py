@@ -1,4 +1,8 @@
-"""Writing a checkpoint: every rank its shard, then the coordinator the index and the name."""
+"""Write a checkpoint: every rank writes its shard file, then the coordinator writes the index and renames the folder.
+
+In the background (`PendingSave`), tensors are copied to host memory and a thread writes them. The thread never
+communicates, so the order of collectives is that of the main thread alone.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +18,24 @@ import numpy as np
 
 from hp_trainer._exchange import Alone, Group, all_ranks, coordinator
 from hp_trainer.checkpoint.catalog import INCOMPLETE, delete_leftovers, free_name, prune
-from hp_trainer.checkpoint.dtypes import storage_dtype
-from hp_trainer.checkpoint.index import INDEX_FILE, Chunk, Index, SavedTensor, shard_name
-from hp_trainer.checkpoint.names import step_name
-from hp_trainer.checkpoint.shard_file import Entry, checksums, file_parts
+from hp_trainer.checkpoint.index import INDEX_FILE, Chunk, Index, SavedTensor, shard_name, step_name
+from hp_trainer.checkpoint.shard_file import Box, Entry, checksums, cover_exactly, file_parts, storage_dtype
 from hp_trainer.checkpoint.storage import Storage
-from hp_trainer.checkpoint.tensor_box import Box, cover_exactly
 from hp_trainer.early_exits import describe_exit
 from hp_trainer.exceptions import CheckpointError
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A rank's part of a tensor.
+    """The boxes of a tensor that a rank holds.
 
     Attributes:
         name: dotted name, the same on every rank.
-        dtype: name such as `bfloat16`.
-        shape: the global shape.
-        boxes: the boxes held, each with its elements (`numpy` dtype of the same name; uint16 for bfloat16).
-        replica, num_replicas: of the ranks that hold the same boxes, which one this is, and how many they are.
+        dtype: name of the dtype, such as `bfloat16`.
+        shape: global shape.
+        boxes: boxes of this rank with their elements, in the NumPy dtype of the same name (uint16 for bfloat16).
+        replica: index of this rank among the ranks that hold the same boxes.
+        num_replicas: number of ranks that hold the same boxes.
     """
 
     name: str
@@ -45,7 +47,7 @@ class TensorPart:
 
     @property
     def is_writer(self) -> bool:
-        """Tell whether this rank writes for its replicas; the tensor's name decides, without communication."""
+        """True on the replica that writes this tensor. A hash of the name chooses it, which spreads the writing."""
         return zlib.crc32(self.name.encode()) % self.num_replicas == self.replica
 
 
@@ -61,21 +63,23 @@ def save_checkpoint(
     keep_best: int = 0,
     may_write: Callable[[], None] = lambda: None,
 ) -> str:
-    """Write a checkpoint; called by every rank of `group` (default: this one alone). Returns its folder's name.
+    """Write a checkpoint and return the name of its folder. Every rank of `group` must call this.
 
     Args:
-        storage: where to.
-        tensors: what this rank holds; the names, shapes and dtypes agree over ranks.
-        step: optimizer steps done.
-        model: name and options of the model (JSON values), the same on every rank.
-        state: the trainer's own (JSON values), the same on every rank.
-        keep: then delete all but so many of the newest sound checkpoints; None: keep all.
-        keep_best: keep so many more: those of the lowest `evaluation_loss` in their state.
-        may_write: called by the coordinator before it begins, publishes or deletes anything; raises where another job
-            has taken the run over.
+        storage: storage to write to.
+        tensors: boxes that this rank holds. Names, shapes and dtypes must agree between ranks.
+        step: number of completed optimizer steps.
+        model: name and options of the model as JSON values, the same on every rank.
+        state: state of the trainer as JSON values, the same on every rank.
+        group: ranks that write the checkpoint together; by default, this rank alone.
+        keep: after the save, delete all but the newest `keep` sound checkpoints. None deletes none.
+        keep_best: additional number of older checkpoints to keep: those with the lowest `evaluation_loss` in their
+            state.
+        may_write: called by the coordinator before it creates, publishes or deletes anything. It raises where another
+            job has taken over the run.
 
     Raises:
-        CheckpointError: on every rank when any failed; earlier checkpoints are untouched.
+        CheckpointError: on every rank when any rank failed. Earlier checkpoints are untouched.
     """
     save = PendingSave(
         storage,
@@ -93,16 +97,16 @@ def save_checkpoint(
 
 
 class PendingSave:
-    """A checkpoint under way on every rank of a group: begun when this is made, complete after `publish`.
+    """A save in progress on every rank of a group. It starts with the constructor and is complete after `publish`.
 
-    Arguments are those of `save_checkpoint`.
+    Other arguments are those of `save_checkpoint`.
 
     Args:
-        background: copy the tensors to host memory now and write them in a thread, which nothing that changes them
-            later reaches; False: write them in `publish`.
+        background: True to copy the tensors to host memory now and write them in a thread, so that they may change
+            meanwhile. False to write them in `publish`.
 
     Raises:
-        CheckpointError: on every rank when the coordinator could not begin.
+        CheckpointError: on every rank when the coordinator could not create the folder.
     """
 
     def __init__(
@@ -123,22 +127,22 @@ class PendingSave:
         self._model, self._state, self._keep, self._keep_best = model, state, keep, keep_best
         self._group: Group = group if group is not None else Alone()
         self._may_write = may_write
-        self._save_id: str = coordinator(self._group, "beginning a checkpoint", self._begin, CheckpointError)
+        self._save_id: str = coordinator(self._group, "creating a checkpoint", self._create_folder, CheckpointError)
         self._folder = f"{step_name(step)}{INCOMPLETE}{self._save_id}"
         self._written: dict[str, Any] | None = None
         self._failure: Exception | None = None
-        self._thread = self._start() if background else None
+        self._thread = self._start_thread() if background else None
 
     def is_written(self) -> bool:
-        """Return whether every rank has written its part, so that `publish` need not wait; called by all of them."""
+        """Return True when every rank has written its shard, so that `publish` does not block. A collective call."""
         done = self._thread is None or not self._thread.is_alive()
         return all(flag == b"1" for flag in self._group.all_gather_bytes(b"1" if done else b"0"))
 
     def publish(self) -> str:
-        """Wait for all parts, give the checkpoint its name and delete those that are too many; returns the name.
+        """Wait for all shards, publish the checkpoint under its name, delete old ones, and return the name.
 
         Raises:
-            CheckpointError: on every rank when any failed; earlier checkpoints are untouched.
+            CheckpointError: on every rank when any rank failed. Earlier checkpoints are untouched.
         """
         group = self._group
         try:
@@ -146,42 +150,45 @@ class PendingSave:
 
             def publish() -> str:
                 self._may_write()
-                index = _merge(shards, self._step, self._save_id, self._model, self._state)
+                index = _build_index(shards, self._step, self._save_id, self._model, self._state)
                 return _publish(self._storage, self._folder, index)
 
             name: str = coordinator(group, "publishing a checkpoint", publish, CheckpointError)
         except CheckpointError:
             if group.rank == 0:
-                # Its own alone: what else is incomplete may be another job's by now. A failing disk may refuse this.
+                # Only our folder: other incomplete ones may belong to another job by now. A failing disk may refuse.
                 with contextlib.suppress(OSError):
                     self._storage.delete_folder(self._folder)
             raise
-        # Older ones go only now that the new one has its name.
+        # Old checkpoints are deleted only after the new one is published.
         if group.rank == 0 and self._keep is not None:
             prune(self._storage, self._keep, self._keep_best)
         return name
 
-    def _begin(self) -> str:
+    def _create_folder(self) -> str:
         self._may_write()
-        return _begin(self._storage, self._step)
+        delete_leftovers(self._storage)
+        save_id = secrets.token_hex(4)
+        self._storage.create_folder(f"{step_name(self._step)}{INCOMPLETE}{save_id}")
+        return save_id
 
-    def _start(self) -> threading.Thread:
-        """Copy the tensors and begin to write them. A failure is kept: all ranks hear of it in `publish`."""
+    def _start_thread(self) -> threading.Thread:
+        """Copy the tensors and start the thread that writes them. A failure is raised on all ranks by `publish`."""
         try:
             self._tensors = [_copied(part) for part in self._tensors]
         except Exception as error:
             self._failure = error
             self._tensors = []
-        thread = threading.Thread(target=self._write_and_keep_failure, name="checkpoint", daemon=True)
+        thread = threading.Thread(target=self._write_in_thread, name="checkpoint", daemon=True)
         thread.start()
         return thread
 
-    def _write_and_keep_failure(self) -> None:
+    def _write_in_thread(self) -> None:
         try:
             if self._failure is None:
                 self._written = self._write()
         except SystemExit as leaving:
-            # A thread would end without a word.
+            # A thread ends silently on SystemExit; here it must fail the save.
             self._failure = CheckpointError(describe_exit(leaving, "while writing"))
         except Exception as error:
             self._failure = error
@@ -202,28 +209,21 @@ class PendingSave:
 
 
 def _copied(part: TensorPart) -> TensorPart:
-    """Return a part with elements of its own; none where another rank writes them."""
+    """Copy the elements of a part, or drop them where another replica writes them."""
     return replace(part, boxes=[(box, data.copy()) for box, data in part.boxes] if part.is_writer else [])
-
-
-def _begin(storage: Storage, step: int) -> str:
-    delete_leftovers(storage)
-    save_id = secrets.token_hex(4)
-    storage.create_folder(f"{step_name(step)}{INCOMPLETE}{save_id}")
-    return save_id
 
 
 def _write_shard(
     storage: Storage, folder: str, save_id: str, rank: int, tensors: Iterable[TensorPart]
 ) -> dict[str, Any]:
-    """Write this rank's file; returns what the coordinator must know of it."""
+    """Write the shard file of this rank, and return its entries of the index as JSON values for the coordinator."""
     parts = list(tensors)
     entries = [(part, box, entry) for part in parts if part.is_writer for box, entry in _entries(part)]
     metadata = {"format": "pt", "hp_save": save_id, "hp_rank": str(rank)}
     size = storage.write_file(folder, shard_name(rank), file_parts([entry for _, _, entry in entries], metadata))
     chunks = [[part.name, entry.key, box.offset, box.shape, checksums(entry.data)] for part, box, entry in entries]
-    known = {part.name: [part.dtype, list(part.shape)] for part in parts}
-    return {"bytes": size, "tensors": known, "chunks": chunks}
+    kinds = {part.name: [part.dtype, list(part.shape)] for part in parts}
+    return {"bytes": size, "tensors": kinds, "chunks": chunks}
 
 
 def _entries(part: TensorPart) -> Iterator[tuple[Box, Entry]]:
@@ -231,40 +231,41 @@ def _entries(part: TensorPart) -> Iterator[tuple[Box, Entry]]:
     for box, data in part.boxes:
         if data.shape != box.shape or data.dtype != expected or not box.is_inside(part.shape):
             raise CheckpointError(
-                f"tensor {part.name!r} ({part.dtype}{list(part.shape)}): {box} came with {data.dtype}"
-                f"{list(data.shape)}; expected {expected}{list(box.shape)} within the tensor"
+                f"tensor {part.name!r} ({part.dtype}{list(part.shape)}): {box}: expected {expected}{list(box.shape)} "
+                f"within the tensor, got {data.dtype}{list(data.shape)}"
             )
         if box.numel:
             yield box, Entry(_key(part, box), part.dtype, np.ascontiguousarray(data).reshape(box.shape))
 
 
 def _key(part: TensorPart, box: Box) -> str:
-    """Return a box's key: of a whole tensor its name, so that one-rank checkpoints are plain safetensors."""
+    """Return the key of a box: for a full tensor its name, so one-rank checkpoints are plain safetensors files."""
     if box.shape == part.shape:
         return part.name
     return f"{part.name}@{','.join(str(begin) for begin in box.offset)}"
 
 
-def _merge(
+def _build_index(
     shards: Sequence[dict[str, Any]], step: int, save_id: str, model: Mapping[str, Any], state: Mapping[str, Any]
 ) -> Index:
-    """Return the index of what the ranks wrote.
+    """Combine the entries of all ranks into the index.
 
     Raises:
-        CheckpointError: ranks disagree about a tensor, or their boxes do not cover it; lists all of them.
+        CheckpointError: ranks disagree about tensors, or boxes do not cover them; the message lists them all.
     """
     kinds, problems = _agreed_kinds(shards)
     chunks: dict[str, dict[Box, Chunk]] = {name: {} for name in kinds}
     for rank, shard in enumerate(shards):
         for name, key, offset, shape, sums in shard["chunks"]:
             box = Box(tuple(offset), tuple(shape))
+            # Replicas may write the same box; the first one counts.
             chunks[name].setdefault(box, Chunk(rank, key, box, tuple(sums)))
     for name, (_, shape) in kinds.items():
         reason = cover_exactly(list(chunks[name]), shape)
         if reason is not None:
             problems.append(f"tensor {name!r} of shape {tuple(shape)}: {reason}")
     if problems:
-        raise CheckpointError("the ranks' parts make no whole checkpoint: " + "; ".join(problems))
+        raise CheckpointError("the ranks' shards do not form a complete checkpoint: " + "; ".join(problems))
     return Index(
         step=step,
         save_id=save_id,
@@ -279,6 +280,7 @@ def _merge(
 
 
 def _agreed_kinds(shards: Sequence[dict[str, Any]]) -> tuple[dict[str, list[Any]], list[str]]:
+    """Return dtype and shape of each tensor, and a message for each on which ranks disagree."""
     kinds: dict[str, list[Any]] = {}
     problems = []
     for rank, shard in enumerate(shards):
@@ -289,8 +291,8 @@ def _agreed_kinds(shards: Sequence[dict[str, Any]]) -> tuple[dict[str, list[Any]
 
 
 def _publish(storage: Storage, folder: str, index: Index) -> str:
-    # The index comes last and the name after it: killed at any moment, a save leaves a whole checkpoint or a folder
-    # that nothing takes for one.
+    # The index is written after all shards, and the folder renamed after the index. A save killed at any moment
+    # leaves a complete checkpoint or a folder that no search takes for one.
     storage.write_file(folder, INDEX_FILE, [index.dump().encode()])
     name = free_name(storage, step_name(index.step))
     storage.rename_folder(folder, name)

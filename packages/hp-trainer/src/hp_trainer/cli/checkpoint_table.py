@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hp_trainer.checkpoint import Checkpoint, Storage, list_checkpoints, list_set_aside
-from hp_trainer.checkpoint.names import step_in_name
+from hp_trainer.checkpoint.index import step_in_name
 from hp_trainer.exceptions import CheckpointError
 
 _COLUMNS = ("step", "loss", "size", "state", "folder")
@@ -22,7 +22,7 @@ def describe_checkpoints(storage: Storage) -> tuple[str, bool]:
             row, all_sound = (str(step_in_name(name.partition(".")[0])), "-", "-", f"damaged: {error}", name), False
         rows.append(row)
     if len(rows) == 1:
-        return f"{storage.describe('')} holds no checkpoint", True
+        return f"{storage.describe('')} has no checkpoint", True
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = [
         "  ".join([*(text.rjust(width) for text, width in zip(row, widths, strict=False)), *row[3:]]) for row in rows

@@ -126,6 +126,6 @@ def newest(run: RunFolder, config: TrainerConfig) -> Checkpoint:
             way = "bring one of them back, or begin a new run in another folder"
         else:
             way = f"`hp-train run {run.config_file} --run.folder={run.path}` begins again"
-        raise CheckpointError(f"{storage.describe('')} holds no sound checkpoint; {way}")
+        raise CheckpointError(f"{storage.describe('')} has no sound checkpoint; {way}")
     check_model(found.checkpoint, config)
     return found.checkpoint

@@ -22,8 +22,7 @@ from hp_trainer.checkpoint import (
     refuse_other_model,
     save_checkpoint,
 )
-from hp_trainer.checkpoint.dtypes import storage_dtype
-from hp_trainer.checkpoint.shard_file import bytes_of, header_parts
+from hp_trainer.checkpoint.shard_file import bytes_of, header_parts, storage_dtype
 from hp_trainer.config import TrainerConfig, to_plain
 from hp_trainer.exceptions import CheckpointError
 from hp_trainer.models.hugging_face.export import make_directory
@@ -44,7 +43,7 @@ def export_checkpoint(checkpoint: Checkpoint, folder: Path, format_: CheckpointF
     index = checkpoint.index
     told = strict_json({"step": index.step, "model": index.model, "state": index.state}).encode()
     state = np.frombuffer(told, np.uint8)
-    whole = Box.whole(state.shape)
+    whole = Box.full(state.shape)
     tensors = {**index.tensors, STATE: SavedTensor("uint8", state.shape, (Chunk(0, STATE, whole, ()),))}
 
     def read(name: str, box: Box) -> np.ndarray:
@@ -160,4 +159,4 @@ def _models(tensors: Mapping[str, Any]) -> set[str]:
 def _parts(found: ForeignCheckpoint, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[TensorPart]:
     for name, (dtype, shape) in tensors.items():
         if name != STATE:
-            yield TensorPart(name, dtype, shape, [(Box.whole(shape), found.read(name))])
+            yield TensorPart(name, dtype, shape, [(Box.full(shape), found.read(name))])

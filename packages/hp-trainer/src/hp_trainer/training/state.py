@@ -13,7 +13,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_trainer.checkpoint import Box, Checkpoint, TensorPart
-from hp_trainer.checkpoint.dtypes import is_finite
+from hp_trainer.checkpoint.shard_file import is_finite
 from hp_trainer.exceptions import CheckpointError
 from hp_trainer.optimizers import set_state
 from hp_trainer.training.optimizer import Optimizer
@@ -174,7 +174,7 @@ def num_parameters(platform: Platform, model: Module) -> int:
 
 def box_of(tensor: Tensor) -> Box:
     """Return the part of the whole tensor that this rank holds."""
-    return Box(*tensor.spec.box()) if isinstance(tensor, DTensor) else Box.whole(tuple(tensor.shape))
+    return Box(*tensor.spec.box()) if isinstance(tensor, DTensor) else Box.full(tuple(tensor.shape))
 
 
 def _parameter_of(name: str) -> str:

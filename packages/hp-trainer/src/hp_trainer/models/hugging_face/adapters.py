@@ -63,7 +63,7 @@ def export_adapters(
         layer, found, which = name.partition(".lora_")
         if found:
             theirs = tensors[f"{layer}.weight"].pieces[0].source.removesuffix(".weight")
-            values = np.ascontiguousarray(read(name, Box.whole(shape)))
+            values = np.ascontiguousarray(read(name, Box.full(shape)))
             entries.append(Entry(f"{_PREFIX}{theirs}.lora_{which}", "float32", values))
     with (folder / ADAPTER_FILE).open("wb") as out:
         for part in file_parts(entries, {"format": "pt"}):

@@ -14,8 +14,7 @@ import numpy as np
 
 from hp_trainer._exchange import Group, all_ranks, coordinator
 from hp_trainer.checkpoint import Box
-from hp_trainer.checkpoint.dtypes import storage_dtype
-from hp_trainer.checkpoint.shard_file import bytes_of, header_parts
+from hp_trainer.checkpoint.shard_file import bytes_of, header_parts, storage_dtype
 from hp_trainer.exceptions import ExportError
 from hp_trainer.models.hugging_face.pieces import Array, Piece
 from hp_trainer.models.hugging_face.tensor_map import TensorMap

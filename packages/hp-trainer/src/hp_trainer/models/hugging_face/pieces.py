@@ -99,7 +99,7 @@ class MappedTensor:
         piece = Piece(
             source,
             source_shape,
-            Box.whole(shape),
+            Box.full(shape),
             axes or tuple(range(count)),
             start or (0,) * count,
             stride or (1,) * count,
