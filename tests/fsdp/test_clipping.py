@@ -12,7 +12,7 @@ from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import LaunchError, RankMismatchError
-from hp_dtensor.optim.clip import clip_grad_norm_
+from hp_dtensor.optim import clip_grad_norm_
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.parallelize_module import parallelize_module
 from hp_dtensor.parallel.parameters import place_parameter

@@ -11,7 +11,7 @@ from fsdp_training import AdamW, Case, build, micro_loss, shard, whole, whole_gr
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.comm.world import current_world
-from hp_dtensor.optim.clip import clip_grad_norm_
+from hp_dtensor.optim import clip_grad_norm_
 from hp_dtensor.parallel.parallelize_module import parallelize_module
 from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel
 from hp_dtensor.testing.simulated import run_ranks

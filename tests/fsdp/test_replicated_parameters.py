@@ -7,7 +7,7 @@ import pytest
 from fsdp_training import mesh_of, whole
 
 from hp_dtensor.comm.world import current_world
-from hp_dtensor.optim.clip import clip_grad_norm_
+from hp_dtensor.optim import clip_grad_norm_
 from hp_dtensor.parallel import nn
 from hp_dtensor.testing.simulated import run_ranks
 from hp_fsdp import fully_shard

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 
 from hp_dtensor.comm.collectives import all_reduce_data
-from hp_dtensor.optim.clip import clip_grad_norm_
+from hp_dtensor.optim import clip_grad_norm_
 from hp_dtensor.parallel.context_parallel import use_cut
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.tensor.dtensor import DTensor

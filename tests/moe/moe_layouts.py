@@ -15,7 +15,7 @@ import numpy
 from hp_dtensor.comm.collectives import all_reduce_data
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.process_group import record_collectives
-from hp_dtensor.debug.comm_debug import CommDebugMode
+from hp_dtensor.comm_debug import CommDebugMode
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.distribute_module import distribute_module
 from hp_dtensor.parallel.parallelize_module import parallelize_module

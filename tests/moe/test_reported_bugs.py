@@ -9,7 +9,7 @@ import numpy
 import pytest
 
 from hp_dtensor.comm.mesh import init_device_mesh
-from hp_dtensor.optim.clip import clip_grad_norm_
+from hp_dtensor.optim import clip_grad_norm_
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.tensor.dtensor import DTensor

@@ -11,8 +11,8 @@ import pytest
 from hp_dtensor import DeviceMesh, Partial, RaggedShard, Replicate, Shard, StridedShard, fake_world, plan_redistribute
 from hp_dtensor.exceptions import MeshError, PlacementError
 from hp_dtensor.redistribute import CostModel
-from hp_dtensor.redistribute.agreeing_elements import agreeing
-from hp_dtensor.redistribute.least_volume import least_volume
+from hp_dtensor.redistribute.ownership import least_volume
+from hp_dtensor.redistribute.segments import agreeing
 from hp_dtensor.spec.tensor_spec import split_ranges
 from hp_dtensor.testing.redistribution_search import exhaustive_volumes, placement_options
 

@@ -16,8 +16,8 @@ from hp_dtensor import (
     fake_world,
     visualize_sharding,
 )
-from hp_dtensor.debug.visualize import sharding_picture, shorten
 from hp_dtensor.exceptions import PlacementError
+from hp_dtensor.visualize import sharding_picture, shorten
 
 
 def spec(shape, placements, mesh=(2, 2)):

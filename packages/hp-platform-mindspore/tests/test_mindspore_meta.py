@@ -21,8 +21,7 @@ from hp_dtensor import (
     zeros,
 )
 from hp_dtensor.exceptions import CapabilityError
-from hp_dtensor.tensor.init import Normal
-from hp_dtensor.tensor.meta import meta_tensors
+from hp_dtensor.tensor.init import Normal, meta_tensors
 from hp_dtensor.testing import run_ranks
 
 

@@ -13,7 +13,7 @@ from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, replicat
 from hp_dtensor.compat.shard_module import ShardingPlan, shard_module
 from hp_dtensor.compat.value_and_grad import parallelize_value_and_grad
 from hp_dtensor.exceptions import GradientPathError, PlanError
-from hp_dtensor.optim.clip import clip_grad_norm_
+from hp_dtensor.optim import clip_grad_norm_
 from hp_dtensor.parallel.parallelize_module import parallelize_module
 from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel
 from hp_dtensor.platform.interface import Platform

@@ -15,7 +15,7 @@ from hp_dtensor import parallelize_value_and_grad
 from hp_dtensor.comm.collectives import all_gather, all_to_all_rows
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.saved_tensors import Kept
-from hp_dtensor.debug.comm_debug import CommDebugMode
+from hp_dtensor.comm_debug import CommDebugMode
 from hp_dtensor.exceptions import CapabilityError, GradientPathError
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.recompute import checkpoint, kept, kept_result

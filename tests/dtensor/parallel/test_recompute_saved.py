@@ -10,7 +10,7 @@ import pytest
 
 from hp_dtensor import get_platform
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.recompute_record import reached
+from hp_dtensor.comm.saved_tensors import reached
 from hp_dtensor.parallel.recompute import checkpoint, kept, kept_result, noticed
 from hp_dtensor.testing import run_ranks
 

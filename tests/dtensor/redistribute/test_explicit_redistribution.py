@@ -26,7 +26,7 @@ from hp_dtensor import (
 )
 from hp_dtensor.exceptions import ImplicitRedistributionError, PlacementError
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.redistribute.collective_steps import AllGather
+from hp_dtensor.redistribute.collectives import AllGather
 from hp_dtensor.spec.placements import Placement
 from hp_dtensor.testing import run_ranks
 

@@ -9,7 +9,7 @@ import pytest
 
 from hp_dtensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.tensor.pending_dtensor import PendingDTensor, begin_wait
+from hp_dtensor.tensor.base import PendingDTensor, begin_wait
 from hp_dtensor.testing import run_ranks
 
 

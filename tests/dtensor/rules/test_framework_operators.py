@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, explicit_redistribution, implicit_replication
-from hp_dtensor.debug.comm_debug import CommDebugMode
+from hp_dtensor.comm_debug import CommDebugMode
 from hp_dtensor.exceptions import ImplicitRedistributionError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks

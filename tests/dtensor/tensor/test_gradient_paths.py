@@ -20,7 +20,7 @@ from hp_dtensor import (
     shard_module,
 )
 from hp_dtensor.exceptions import GradientPathError, MeshError, PlanError
-from hp_dtensor.optim.clip import clip_grad_norm_
+from hp_dtensor.optim import clip_grad_norm_
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.distribute_module import distribute_module
 from hp_dtensor.parallel.parallelize_module import parallelize_module

@@ -29,8 +29,7 @@ from hp_dtensor import (
 )
 from hp_dtensor.exceptions import CapabilityError, MetaTensorError
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.tensor.init import Distribution, Normal
-from hp_dtensor.tensor.meta import meta_tensors
+from hp_dtensor.tensor.init import Distribution, Normal, meta_tensors
 from hp_dtensor.testing import run_ranks
 
 PLAN = ShardingPlan({"up.weight": (Shard(0),), "up.bias": (Shard(0),), "down.weight": (Shard(1),)})

@@ -1,13 +1,14 @@
 """Every public name of hp_dtensor, once: type checkers read this file, and `__init__.py` takes the names from it."""
 
-from hp_dtensor.comm.current_mesh import get_current_mesh as get_current_mesh
 from hp_dtensor.comm.mesh import DeviceMesh as DeviceMesh
+from hp_dtensor.comm.mesh import get_current_mesh as get_current_mesh
 from hp_dtensor.comm.mesh import init_device_mesh as init_device_mesh
 from hp_dtensor.comm.process_group import ProcessGroup as ProcessGroup
 from hp_dtensor.comm.process_group import record_collectives as record_collectives
 from hp_dtensor.comm.world import World as World
 from hp_dtensor.comm.world import current_world as current_world
 from hp_dtensor.comm.world import fake_world as fake_world
+from hp_dtensor.comm_debug import CommDebugMode as CommDebugMode
 from hp_dtensor.compat.layout import Layout as Layout
 from hp_dtensor.compat.process_groups import destroy_process_group as destroy_process_group
 from hp_dtensor.compat.process_groups import get_backend as get_backend
@@ -18,17 +19,13 @@ from hp_dtensor.compat.process_groups import split_group as split_group
 from hp_dtensor.compat.shard_module import shard_module as shard_module
 from hp_dtensor.compat.sharding_plan import ShardingPlan as ShardingPlan
 from hp_dtensor.compat.value_and_grad import parallelize_value_and_grad as parallelize_value_and_grad
-from hp_dtensor.debug.comm_debug import CommDebugMode as CommDebugMode
-from hp_dtensor.debug.visualize import draw_sharding as draw_sharding
-from hp_dtensor.debug.visualize import print_sharding as print_sharding
-from hp_dtensor.debug.visualize import visualize_sharding as visualize_sharding
 from hp_dtensor.dispatch.custom_ops import sharding_rule as sharding_rule
 from hp_dtensor.dispatch.implicit_regions import SkipDTensorDispatch as SkipDTensorDispatch
 from hp_dtensor.dispatch.implicit_regions import implicit_replication as implicit_replication
 from hp_dtensor.dispatch.registered_shardings import register_sharding as register_sharding
-from hp_dtensor.optim.clip import clip_grad_norm_ as clip_grad_norm_
-from hp_dtensor.optim.muon import Muon as Muon
-from hp_dtensor.optim.muon import MuonOptions as MuonOptions
+from hp_dtensor.optim import Muon as Muon
+from hp_dtensor.optim import MuonOptions as MuonOptions
+from hp_dtensor.optim import clip_grad_norm_ as clip_grad_norm_
 from hp_dtensor.parallel import nn as nn
 from hp_dtensor.parallel.attention import AttentionDropout as AttentionDropout
 from hp_dtensor.parallel.attention import AttentionMask as AttentionMask
@@ -56,7 +53,7 @@ from hp_dtensor.platform.plugins import hookimpl as hookimpl
 from hp_dtensor.platform.selection import get_platform as get_platform
 from hp_dtensor.redistribute import CostModel as CostModel
 from hp_dtensor.redistribute import plan_redistribute as plan_redistribute
-from hp_dtensor.redistribute.explicit_redistribution import explicit_redistribution as explicit_redistribution
+from hp_dtensor.redistribute.explicit import explicit_redistribution as explicit_redistribution
 from hp_dtensor.spec.placements import Partial as Partial
 from hp_dtensor.spec.placements import Placement as Placement
 from hp_dtensor.spec.placements import RaggedShard as RaggedShard
@@ -65,7 +62,6 @@ from hp_dtensor.spec.placements import Shard as Shard
 from hp_dtensor.spec.placements import StridedShard as StridedShard
 from hp_dtensor.spec.rank_checks import check_mode as check_mode
 from hp_dtensor.spec.tensor_spec import TensorSpec as TensorSpec
-from hp_dtensor.tensor.batch_redistribute import batch_redistribute as batch_redistribute
 from hp_dtensor.tensor.conversions import distribute_tensor as distribute_tensor
 from hp_dtensor.tensor.conversions import from_local as from_local
 from hp_dtensor.tensor.conversions import full_tensor as full_tensor
@@ -78,11 +74,15 @@ from hp_dtensor.tensor.factories import ones as ones
 from hp_dtensor.tensor.factories import rand as rand
 from hp_dtensor.tensor.factories import randn as randn
 from hp_dtensor.tensor.factories import zeros as zeros
+from hp_dtensor.tensor.init import init_empty_weights as init_empty_weights
+from hp_dtensor.tensor.init import init_on_device as init_on_device
 from hp_dtensor.tensor.init import init_parameters as init_parameters
+from hp_dtensor.tensor.init import materialize as materialize
 from hp_dtensor.tensor.local_map import custom_shard as custom_shard
 from hp_dtensor.tensor.local_map import local_map as local_map
-from hp_dtensor.tensor.meta import init_empty_weights as init_empty_weights
-from hp_dtensor.tensor.meta import init_on_device as init_on_device
-from hp_dtensor.tensor.meta import materialize as materialize
+from hp_dtensor.tensor.redistribution import batch_redistribute as batch_redistribute
+from hp_dtensor.visualize import draw_sharding as draw_sharding
+from hp_dtensor.visualize import print_sharding as print_sharding
+from hp_dtensor.visualize import visualize_sharding as visualize_sharding
 
 __version__: str

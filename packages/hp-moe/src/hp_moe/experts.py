@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.recompute_record import reached
+from hp_dtensor.comm.saved_tensors import reached
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.recompute import kept
 from hp_dtensor.platform.interface import Platform

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 import numpy
 
-from hp_dtensor.comm.recompute_record import PRODUCTS, kept_result
-from hp_dtensor.comm.saved_tensors import Kept
+from hp_dtensor.comm.saved_tensors import PRODUCTS, Kept, kept_result
 from hp_dtensor.platform.interface import Platform
 from hp_moe.plugins import plugin_manager
 

@@ -24,7 +24,7 @@ from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import Removable
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.gradients import check_reached, differentiated
-from hp_dtensor.tensor.varying_view import shortcut_views, with_shortcuts
+from hp_dtensor.tensor.redistribution import shortcut_views, with_shortcuts
 from hp_platform_mindspore.capabilities import CPU
 from hp_platform_mindspore.device import choose_device
 from hp_platform_mindspore.ops.mindspore_functions import FOUND

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hp_dtensor.comm.process_group import ProcessGroup
-from hp_dtensor.comm.recompute_record import COLLECTIVES, kept_result
-from hp_dtensor.comm.saved_tensors import Kept
+from hp_dtensor.comm.saved_tensors import COLLECTIVES, Kept, kept_result
 from hp_dtensor.platform.interface import Platform
 
 Tensor = Any

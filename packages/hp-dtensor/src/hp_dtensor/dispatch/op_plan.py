@@ -16,7 +16,7 @@ from hp_dtensor.rules.factors import LocalCall, Part
 from hp_dtensor.rules.registry import Registration
 from hp_dtensor.spec.placements import Placement
 from hp_dtensor.spec.tensor_spec import TensorSpec
-from hp_dtensor.tensor import redistribute_dtensor, varying_view
+from hp_dtensor.tensor import redistribution
 from hp_dtensor.tensor.dtensor import DTensor
 
 Tensor = Any
@@ -43,10 +43,10 @@ class Move:
         if self.target is not None:
             check_explicit(self.operation, self.location, x.spec, self.target)
             try:
-                x = redistribute_dtensor.redistribute_to(x, self.target)
+                x = redistribution.redistribute_to(x, self.target)
             except PlacementError as error:
                 raise PlacementError(f"{self.operation}: {error}") from None
-        return varying_view.vary(x, self.vary) if self.vary else x
+        return redistribution.vary(x, self.vary) if self.vary else x
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

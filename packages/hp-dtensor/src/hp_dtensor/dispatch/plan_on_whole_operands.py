@@ -9,7 +9,7 @@ from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.dispatch.implicit_regions import is_replicating, mesh_of, replicated_spec
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.redistribute.explicit_redistribution import gathered
+from hp_dtensor.redistribute.explicit import gathered
 from hp_dtensor.tensor.dtensor import DTensor
 
 Tensor = Any

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hp_dtensor.comm.current_mesh import get_current_mesh
-from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
+from hp_dtensor.comm.mesh import DeviceMesh, get_current_mesh, require_mesh
 from hp_dtensor.parallel.parameters import own_parameters, parameter_owners, place_tied, tie_again, tied_owners
 from hp_dtensor.spec.placements import Replicate
 from hp_dtensor.tensor import conversions

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from hp_dtensor.dispatch.implicit_regions import implicit_replication_of
-from hp_dtensor.redistribute.explicit_redistribution import explicit_redistribution_of
+from hp_dtensor.redistribute.explicit import explicit_redistribution_of
 
 
 @contextlib.contextmanager

@@ -7,8 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hp_dtensor.comm.current_mesh import get_current_mesh
-from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
+from hp_dtensor.comm.mesh import DeviceMesh, get_current_mesh, require_mesh
 from hp_dtensor.exceptions import MeshError, PlanError
 from hp_dtensor.parallel.parameters import Owner, PlannedParameters, dotted, tie_again, tied_owners
 from hp_dtensor.parallel.style import ParallelStyle

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from hp_dtensor.comm.recompute_record import KINDS, current, kept, kept_result
+from hp_dtensor.comm.saved_tensors import KINDS, current, kept, kept_result
 from hp_dtensor.parallel.recompute_node import as_one_node
 from hp_dtensor.parallel.recompute_part import Part
 from hp_dtensor.parallel.recompute_saved import without_saved

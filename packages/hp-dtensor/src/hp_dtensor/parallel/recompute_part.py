@@ -7,8 +7,7 @@ import functools
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from hp_dtensor.comm.recompute_record import Record, current
-from hp_dtensor.comm.saved_tensors import Kept
+from hp_dtensor.comm.saved_tensors import Kept, Record, current
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.dtensor import DTensor
 

@@ -15,8 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hp_dtensor.comm.recompute_record import ANOTHER_WAY
-from hp_dtensor.comm.saved_tensors import Held, Keeper, keeping
+from hp_dtensor.comm.saved_tensors import ANOTHER_WAY, Held, Keeper, keeping
 from hp_dtensor.parallel.recompute_part import Part
 from hp_dtensor.platform.recording import located
 

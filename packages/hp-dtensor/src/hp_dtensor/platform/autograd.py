@@ -204,7 +204,7 @@ class AutogradInterface(ABC):
         """Return what keeps results of the framework's own operations from a computation to its repetition.
 
         Args:
-            kinds: some of `hp_dtensor.comm.recompute_record.KINDS`, whose nodes of ours keep results by themselves.
+            kinds: some of `hp_dtensor.comm.saved_tensors.KINDS`, whose nodes of ours keep results by themselves.
 
         Raises:
             CapabilityError: the framework cannot keep one of the kinds: the default for products.

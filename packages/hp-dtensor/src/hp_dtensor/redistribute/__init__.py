@@ -2,9 +2,8 @@
 
 from hp_dtensor.redistribute.across_meshes import AcrossPlan, plan_across
 from hp_dtensor.redistribute.costs import CostModel
+from hp_dtensor.redistribute.plan import RedistributePlan, Step
 from hp_dtensor.redistribute.planner import plan_between, plan_redistribute
-from hp_dtensor.redistribute.redistribute_plan import RedistributePlan
-from hp_dtensor.redistribute.step import Step
 
 __all__ = [
     "AcrossPlan",

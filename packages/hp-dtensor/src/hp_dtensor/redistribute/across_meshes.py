@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor.exceptions import PlacementError
-from hp_dtensor.redistribute.planner import plan_between
-from hp_dtensor.redistribute.redistribute_plan import RedistributePlan
-from hp_dtensor.redistribute.regions import (
+from hp_dtensor.redistribute.exchange import (
     Part,
     Received,
     Recipe,
@@ -28,6 +26,8 @@ from hp_dtensor.redistribute.regions import (
     runs_in,
     size_of,
 )
+from hp_dtensor.redistribute.plan import RedistributePlan
+from hp_dtensor.redistribute.planner import plan_between
 from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard
 from hp_dtensor.spec.tensor_spec import Ranges, TensorSpec
 

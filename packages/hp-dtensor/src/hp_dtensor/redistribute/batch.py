@@ -11,11 +11,9 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.redistribute.collective_steps import Collective
-from hp_dtensor.redistribute.exchange_steps import Exchange
-from hp_dtensor.redistribute.redistribute_plan import RedistributePlan
-from hp_dtensor.redistribute.regions import Received
-from hp_dtensor.redistribute.step import IF_OTHERS_DIFFER, Step
+from hp_dtensor.redistribute.collectives import Collective
+from hp_dtensor.redistribute.exchange import Exchange, Received
+from hp_dtensor.redistribute.plan import IF_OTHERS_DIFFER, RedistributePlan, Step
 
 Tensor = Any
 

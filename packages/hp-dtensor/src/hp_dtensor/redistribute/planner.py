@@ -1,4 +1,7 @@
-"""Plans of redistributions: a problem in the search's terms, and the steps that its moves become."""
+"""Plans of redistributions: a problem in the search's terms, and the steps that its moves become.
+
+Ragged shards in plans: they enter and leave that form in steps of their own.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,14 @@ from dataclasses import replace
 
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
 from hp_dtensor.exceptions import PlacementError
-from hp_dtensor.redistribute.collective_steps import AllGather, AllReduce, AllToAll, ReduceScatter
+from hp_dtensor.redistribute.collectives import AllGather, AllReduce, AllToAll, ReduceScatter
 from hp_dtensor.redistribute.costs import DEFAULT_COSTS, CostModel
-from hp_dtensor.redistribute.exchange_steps import Exchange, ReduceToOwners
-from hp_dtensor.redistribute.least_volume import least_volume
-from hp_dtensor.redistribute.ownership import Ownership
-from hp_dtensor.redistribute.ragged import around_ragged, restored, without_ragged
-from hp_dtensor.redistribute.redistribute_plan import RedistributePlan, Stage
+from hp_dtensor.redistribute.exchange import Exchange, ReduceToOwners
+from hp_dtensor.redistribute.ownership import Ownership, least_volume
+from hp_dtensor.redistribute.plan import RedistributePlan, Scale, Stage, Step
 from hp_dtensor.redistribute.search import REPLICATE, SUM, Move, Problem, cheapest_moves
 from hp_dtensor.redistribute.segments import Placements, cuts_of, product
-from hp_dtensor.redistribute.step import Scale, Step
-from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Shard, StridedShard
+from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec, require_placements
 
 LINEAR = ("sum", "avg")
@@ -73,7 +73,7 @@ def plan_between(
     if source.shape != target.shape:
         raise PlacementError(f"cannot redistribute between shapes: {list(source.shape)} -> {list(target.shape)}")
     stages = [_Planner(first, second, itemsize, costs).stage() for first, second in _stages(source, target)]
-    return RedistributePlan(source, target, itemsize, tuple(stages))
+    return RedistributePlan(source, target, itemsize, tuple(stages), plan_between)
 
 
 # Partial results of different kinds -----------------------------------------------------------------------
@@ -143,7 +143,7 @@ class _Planner:
                 found.append(self._on_own_line(a, b))
         if self.factors != (1, 1):
             found.append(self._scale(last))
-        return Stage(self.source, self.target, tuple(found), self.op, self.factors, self.itemsize)
+        return Stage(self.source, self.target, tuple(found), self.op, self.factors, self.itemsize, replan=plan_between)
 
     def _plain(self, placements: Placements, before: Placements | None = None) -> Placements:
         """Return placements in the search's terms: axes of one rank are replicated, averages are sums, and new partial
@@ -330,3 +330,78 @@ def _smallest_alike(
             # from those which they cannot.
             result.append(size if size % unit else unit * math.gcd(size // unit, every))
     return tuple(result)
+
+
+def without_ragged(placements: Placements) -> Placements:
+    return tuple(Shard(p.dim) if isinstance(p, RaggedShard) else p for p in placements)
+
+
+def restored(state: Placements, source: Placements, back: dict[Placements, Placements]) -> Placements:
+    """Return a state of the search with the ragged shards that stood still in place again."""
+    if state in back:
+        return back[state]
+    return tuple(p if isinstance(p, RaggedShard) else now for p, now in zip(source, state, strict=True))
+
+
+# Ragged shards --------------------------------------------------------------------------------------------
+
+_Links = list[tuple[Placements, Placements]]
+
+
+def around_ragged(
+    mesh_shape: tuple[int, ...], source: Placements, target: Placements
+) -> tuple[_Links, tuple[Placements, Placements], _Links]:
+    """Return (steps before, the pair to plan freely, steps after), each step a pair of placements.
+
+    Ragged parts are known on an axis' own line only, so an axis that is ragged now or then, and does not
+    stand still, leaves and takes that form in steps of its own.
+    """
+    moving = _moving(mesh_shape, source, target)
+    ragged = [a for a in moving if isinstance(source[a], RaggedShard) or isinstance(target[a], RaggedShard)]
+    if not ragged:
+        return [], (source, target), []
+    # One axis by itself needs no detour: both forms are known on its line.
+    if len(moving) == 1:
+        return [(source, target)], (target, target), []
+    before = _unragged(source, target, moving)
+    after = _unragged(target, source, moving)
+    first, last = (before[-1][1] if before else source), (after[-1][1] if after else target)
+    return before, (first, last), [(b, a) for a, b in reversed(after)]
+
+
+def _moving(mesh_shape: tuple[int, ...], source: Placements, target: Placements) -> list[int]:
+    """Return the axes that differ, and those whose part of a dimension depends on one that does."""
+    differ = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s != t]
+    dims = {
+        p.dim: min(a for a in differ if source[a].is_shard(p.dim) or target[a].is_shard(p.dim))
+        for a in differ
+        for p in (source[a], target[a])
+        if isinstance(p, (Shard, StridedShard, RaggedShard))
+    }
+    return [
+        a
+        for a, p in enumerate(source)
+        if a in differ or (isinstance(p, (Shard, StridedShard, RaggedShard)) and a > dims.get(p.dim, len(mesh_shape)))
+    ]
+
+
+def _unragged(placements: Placements, other: Placements, moving: Sequence[int]) -> _Links:
+    """Return steps from `placements` to others without ragged shards on the moving axes, one axis at a time, innermost
+    first.
+    """
+    dims = {p.dim: a for a in reversed(moving) if isinstance(p := placements[a], RaggedShard)}
+    links: _Links = []
+    now = placements
+    for axis in reversed(range(len(placements))):
+        placement = now[axis]
+        if not isinstance(placement, (Shard, StridedShard, RaggedShard)) or axis < dims.get(placement.dim, len(now)):
+            continue
+        outermost = axis == dims[placement.dim]
+        # A plain shard where the other side is cut here too; a dimension that is to be whole is gathered at once, not
+        # cut anew first.
+        to_shard = outermost and not other[axis].is_replicate()
+        new: Placement = Shard(placement.dim) if to_shard else Replicate()
+        after = (*now[:axis], new, *now[axis + 1 :])
+        links.append((now, after))
+        now = after
+    return links

@@ -14,8 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from hp_dtensor.redistribute.least_volume import Volume, least_volume
-from hp_dtensor.redistribute.ownership import Ownership
+from hp_dtensor.redistribute.ownership import Ownership, Volume, least_volume
 from hp_dtensor.redistribute.segments import Placements, cuts_of, product
 from hp_dtensor.spec.placements import Partial, Placement, Replicate, Shard
 

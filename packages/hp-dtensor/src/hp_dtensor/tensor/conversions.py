@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hp_dtensor.comm.current_mesh import get_current_mesh
-from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
+from hp_dtensor.comm.mesh import DeviceMesh, get_current_mesh, require_mesh
 from hp_dtensor.exceptions import (
     GradientPathError,
     MeshError,
@@ -21,7 +20,7 @@ from hp_dtensor.spec.placements import Placement, RaggedShard, Shard, StridedSha
 from hp_dtensor.spec.tensor_spec import TensorSpec, grad_spec, normalize_placements
 from hp_dtensor.tensor.base import DTensorBase
 from hp_dtensor.tensor.gradients import gradient_placed, with_grad_plan
-from hp_dtensor.tensor.redistribute_dtensor import Placements, placements_on, redistribute, replicated_on
+from hp_dtensor.tensor.redistribution import Placements, placements_on, redistribute, replicated_on
 
 Tensor = Any
 

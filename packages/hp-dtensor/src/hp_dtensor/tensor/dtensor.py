@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.spec.placements import Replicate
-from hp_dtensor.tensor import conversions, redistribute_dtensor
+from hp_dtensor.tensor import conversions, redistribution
 from hp_dtensor.tensor.base import DTensorBase
 
 Tensor = Any
@@ -88,8 +88,8 @@ class DTensor(DTensorBase):
         forward_dtype: DType | None = None,
         backward_dtype: DType | None = None,
     ) -> Any:
-        """Return this tensor with other placements, also on another mesh; see `redistribute_dtensor.redistribute`."""
-        return redistribute_dtensor.redistribute(
+        """Return this tensor with other placements, also on another mesh; see `redistribution.redistribute`."""
+        return redistribution.redistribute(
             self,
             device_mesh,
             placements,
@@ -101,7 +101,7 @@ class DTensor(DTensorBase):
     def reduce_partial(self) -> Any:
         """Return the tensor with every partial axis reduced to a replicated one, the others as they are."""
         reduced = [Replicate() if p.is_partial() else p for p in self.placements]
-        return redistribute_dtensor.redistribute(self, None, reduced)
+        return redistribution.redistribute(self, None, reduced)
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
         """Return the whole tensor as a plain one on every rank; differentiable. See `conversions.full_tensor`."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hp_dtensor.comm.current_mesh import get_current_mesh
-from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
+from hp_dtensor.comm.mesh import DeviceMesh, get_current_mesh, require_mesh
 from hp_dtensor.exceptions import PlacementError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.rank_checks import check_created
 from hp_dtensor.spec.tensor_spec import TensorSpec, normalize_placements
-from hp_dtensor.tensor.redistribute_dtensor import Placements, placements_on
+from hp_dtensor.tensor.redistribution import Placements, placements_on
 
 Tensor = Any
 DType = Any

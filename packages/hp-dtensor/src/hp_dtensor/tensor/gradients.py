@@ -9,12 +9,11 @@ from hp_dtensor.comm import collectives
 from hp_dtensor.exceptions import GradientPathError, PlacementError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute import plan_between
-from hp_dtensor.redistribute.explicit_redistribution import check_explicit
+from hp_dtensor.redistribute.explicit import check_explicit
 from hp_dtensor.spec.placements import Partial, Placement
 from hp_dtensor.spec.tensor_spec import TensorSpec, grad_spec, has_gradient, shown_grad_spec
 from hp_dtensor.tensor.base import DTensorBase
-from hp_dtensor.tensor.redistribute_dtensor import placements_on, redistribute
-from hp_dtensor.tensor.varying_view import observe_gradient
+from hp_dtensor.tensor.redistribution import observe_gradient, placements_on, redistribute
 
 Tensor = Any
 

@@ -14,7 +14,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from hp_dtensor.comm.recompute_record import current, reached
+from hp_dtensor.comm.saved_tensors import current, reached
 from hp_platform_mindspore.tensor.autograd import custom_function, is_recording
 from hp_platform_mindspore.tensor.memory import FLOATING
 

@@ -19,12 +19,12 @@ from mindspore.graph.api import _pynative_executor as executor
 
 from hp_dtensor.compat.layout import Layout
 from hp_dtensor.exceptions import CapabilityError, MixedOperandsError
-from hp_dtensor.redistribute.explicit_redistribution import check_explicit, gathered
+from hp_dtensor.redistribute.explicit import check_explicit, gathered
 from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
+from hp_dtensor.tensor.base import PendingDTensor, begin_wait
 from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.tensor.dtensor import DTensor, check_copied
 from hp_dtensor.tensor.gradients import check_gradient, check_hook
-from hp_dtensor.tensor.pending_dtensor import PendingDTensor, begin_wait
 from hp_platform_mindspore.tensor.autograd import GradMode
 from hp_platform_mindspore.tensor.local_operations import is_local
 from hp_platform_mindspore.tensor.memory import numbers

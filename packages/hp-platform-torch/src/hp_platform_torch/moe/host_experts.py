@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from hp_dtensor.comm.recompute_record import PRODUCTS, kept, kept_result
+from hp_dtensor.comm.saved_tensors import PRODUCTS, kept, kept_result
 from hp_moe import GroupSizes, TokenPermutation
 
 # A batch of experts has about so many elements of its inputs: few enough to be in the cache still when they are used

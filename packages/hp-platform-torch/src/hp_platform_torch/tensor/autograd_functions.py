@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hp_dtensor.exceptions import GradientPathError
 from hp_dtensor.tensor.gradients import check_hook, check_reached, differentiated
-from hp_dtensor.tensor.varying_view import observe_gradient, shortcut_views, with_shortcuts
+from hp_dtensor.tensor.redistribution import observe_gradient, shortcut_views, with_shortcuts
 from hp_platform_torch.tensor.dtensor import TorchDTensor, unwrap_gradient, wrap_gradient
 from hp_platform_torch.tensor.local_operations import LocalOperations, locally
 from hp_platform_torch.tensor.torch_functions import Handler
@@ -81,7 +81,7 @@ def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
     roots = [differentiated(output, seed) for output, seed in zip(outputs, seeds, strict=True)]
     materialize = call.pop("materialize_grads", False)
     # Where `x` was gathered and then used differently per rank, its gradient goes past it to its source
-    # (`tensor/varying_view.py`). Whoever asks for it gets both parts: through `x`, and through those views, summed over
+    # (`tensor/redistribution.py`). Its gradient is the sum of both: through `x`, and through those views, reduced over
     # their ranks.
     past = [shortcut_views(x) if isinstance(x, TorchDTensor) else [] for x in inputs]
     allow_unused = True if materialize or any(past) else call.get("allow_unused")

@@ -19,10 +19,10 @@ from hp_dtensor.dispatch import dispatch
 from hp_dtensor.dispatch.plan_cache import Uncached
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
+from hp_dtensor.tensor.base import FACTS, PendingDTensor, begin_wait
 from hp_dtensor.tensor.dtensor import DTensor, check_copied
 from hp_dtensor.tensor.gradients import as_contributed, as_replicated, check_gradient
-from hp_dtensor.tensor.pending_dtensor import FACTS, PendingDTensor, begin_wait
-from hp_dtensor.tensor.varying_view import forget_source
+from hp_dtensor.tensor.redistribution import forget_source
 from hp_platform_torch.comm.dispatch_modes import is_watched
 from hp_platform_torch.tensor import distributed_checkpoint as checkpointing
 from hp_platform_torch.tensor.global_view import GlobalView

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hp_dtensor.redistribute.explicit_redistribution import gathered
+from hp_dtensor.redistribute.explicit import gathered
 
 Tensor = torch.Tensor
 

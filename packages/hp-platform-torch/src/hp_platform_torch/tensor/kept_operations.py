@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from hp_dtensor.comm.recompute_record import ANOTHER_WAY, ATTENTION, PRODUCTS
+from hp_dtensor.comm.saved_tensors import ANOTHER_WAY, ATTENTION, PRODUCTS
 from hp_dtensor.platform.autograd import KeptOperations
 from hp_platform_torch.tensor.local_operations import LocalMode
 

@@ -15,7 +15,7 @@ from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.conversions import replicate_like
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_dtensor.tensor.varying_view import recorded_view
+from hp_dtensor.tensor.redistribution import recorded_view
 from hp_dtensor.trees import map_tensors
 from hp_platform_torch.ops.local_forms import CHECKS, LOCAL_FORMS
 from hp_platform_torch.ops.names import canonical_name

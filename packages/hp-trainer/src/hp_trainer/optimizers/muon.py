@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hp_dtensor.optim.muon import Muon, MuonOptions
+from hp_dtensor.optim import Muon, MuonOptions
 from hp_dtensor.platform.interface import Platform
 from hp_trainer.config import AdamWConfig
 from hp_trainer.optimizers.groups import GroupedOptimizer

@@ -9,7 +9,7 @@ from typing import Any
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.parallel import nn
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.tensor.meta import init_empty_weights
+from hp_dtensor.tensor.init import init_empty_weights
 from hp_trainer._patterns import matches_any
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import ConfigError, Problem, raise_if_any

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.optim.clip import clip_grad_norm_, total_norm
+from hp_dtensor.optim import clip_grad_norm_, total_norm
 from hp_dtensor.parallel.context_parallel import use_cut
 from hp_moe import AutoDispatcher, moe_layers
 from hp_trainer.data import Batch

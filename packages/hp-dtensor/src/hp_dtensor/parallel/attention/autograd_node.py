@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hp_dtensor.comm.recompute_record import ATTENTION, kept_result
-from hp_dtensor.comm.saved_tensors import Kept
+from hp_dtensor.comm.saved_tensors import ATTENTION, Kept, kept_result
 from hp_dtensor.parallel.attention.sinks import grad_of_sinks, with_sinks
 from hp_dtensor.platform.interface import Platform
 

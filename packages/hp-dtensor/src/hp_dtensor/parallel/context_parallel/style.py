@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.recompute_record import kept
+from hp_dtensor.comm.saved_tensors import kept
 from hp_dtensor.exceptions import AttentionError
 from hp_dtensor.parallel.attention.function import routed_attention
 from hp_dtensor.parallel.attention.mask import AttentionMask

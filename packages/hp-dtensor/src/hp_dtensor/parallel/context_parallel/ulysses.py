@@ -15,7 +15,7 @@ import numpy as np
 
 from hp_dtensor.comm.collectives import staying
 from hp_dtensor.comm.process_group import ProcessGroup
-from hp_dtensor.comm.recompute_record import COLLECTIVES, kept_result
+from hp_dtensor.comm.saved_tensors import COLLECTIVES, kept_result
 from hp_dtensor.parallel.context_parallel.messages import empty_message, packed, unpacked
 from hp_dtensor.platform.interface import Platform
 

@@ -17,9 +17,9 @@ from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.redistribute import plan_across
 from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec
-from hp_dtensor.tensor.batch_redistribute import batch_redistribute
 from hp_dtensor.tensor.conversions import distribute_tensor, from_local
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.redistribution import batch_redistribute
 from hp_dtensor.testing.redistribution_proof import local_values, prove_redistribution
 from hp_dtensor.testing.shares import chosen
 

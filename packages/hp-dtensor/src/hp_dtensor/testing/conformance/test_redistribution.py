@@ -17,7 +17,7 @@ from hp_dtensor.redistribute import plan_between
 from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.conversions import from_local
-from hp_dtensor.tensor.redistribute_dtensor import redistribute_to
+from hp_dtensor.tensor.redistribution import redistribute_to
 from hp_dtensor.testing.conformance import redistribution_programs
 from hp_dtensor.testing.conformance.ranks import Ranks
 from hp_dtensor.testing.redistribution_proof import RedistributionReport, local_values, prove_redistribution

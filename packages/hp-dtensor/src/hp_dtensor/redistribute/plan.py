@@ -1,4 +1,6 @@
-"""A redistribution ready to run, with its gradient.
+"""Base of a plan's steps: each acts on this rank's local data; the plan has the gradient.
+
+A redistribution ready to run, with its gradient.
 
 The gradient of a value has the placements that follow from the value's (R -> R, S -> S, P -> R), so the
 backward of a redistribution is the redistribution of the gradient from the target's to the source's: one
@@ -9,19 +11,105 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hp_dtensor.comm.collectives import grad_of_selected, staying
+from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.process_group import ProcessGroup, Work, no_average_of
 from hp_dtensor.comm.saved_tensors import Kept
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.redistribute.step import IF_OTHERS_DIFFER, Step, scaled
+from hp_dtensor.redistribute.segments import Placements
 from hp_dtensor.spec.placements import Partial, Placement, Replicate
 from hp_dtensor.spec.tensor_spec import TensorSpec, describe
 
 Tensor = Any
+
+IF_OTHERS_DIFFER = "If other ranks did not come to it: hp_dtensor.check_mode() tells what they do instead."
+
+
+class Step(ABC):
+    """One collective, or one change of the local data alone.
+
+    Attributes:
+        name: `slice`, `scale`, `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all` (one axis from one
+            dimension to another), `exchange` (each rank receives what it lacks), `reduce_to_owners`.
+        axes: the mesh axes whose ranks communicate, or whose placement changes.
+        source, target: placements before and after, one per mesh axis.
+        wire_bytes: sent per rank, the mean over ranks.
+        seconds: by the cost model.
+    """
+
+    __slots__ = ("__dict__", "axes", "mesh", "name", "seconds", "source", "target", "wire_bytes")
+
+    def __init__(
+        self,
+        name: str,
+        mesh: DeviceMesh,
+        axes: tuple[int, ...],
+        source: Placements,
+        target: Placements,
+        wire_bytes: float,
+        seconds: float,
+    ) -> None:
+        self.name, self.mesh, self.axes, self.source, self.target = name, mesh, axes, source, target
+        self.wire_bytes, self.seconds = wire_bytes, seconds
+
+    @abstractmethod
+    def run(self, local: Tensor) -> Tensor:
+        """Return this rank's local tensor after the step, as data; the result is a tensor of its own."""
+
+    def start(self, local: Tensor) -> Callable[[], Tensor]:
+        """Begin the step; return a function that waits and gives the result. `local` must not change before."""
+        result = self.run(local)
+        return lambda: result
+
+    @property
+    def group(self) -> ProcessGroup:
+        return self.mesh.group_over(self.axes)
+
+    @property
+    def platform(self) -> Platform:
+        return self.mesh.platform
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None
+        return coordinate
+
+
+class Scale(Step):
+    """Scaling of averages to sums, or of sums to averages: times `up`, divided by `down`."""
+
+    up, down = 1, 1
+
+    def run(self, local: Tensor) -> Tensor:
+        platform = self.platform
+        if not platform.is_floating(local.dtype):
+            raise no_average_of(platform.dtype_name(local.dtype))
+        return scaled(platform, local, self.up, self.down)
+
+
+def scaled(platform: Platform, x: Tensor, up: int, down: int) -> Tensor:
+    if up != 1:
+        x = platform.ops.mul(x, up)
+    return x if down == 1 else platform.ops.div(x, down)
+
+
+def after(work: Work, finish: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def wait() -> Tensor:
+        work.wait()
+        return finish()
+
+    return wait
+
+
 Result = TypeVar("Result")
+Replan = Callable[[TensorSpec, TensorSpec, int], "RedistributePlan"]
+"""Function of (source, target, bytes per element) that plans another redistribution, such as that of a gradient."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +127,7 @@ class Stage:
     op: str
     factors: tuple[int, int]
     itemsize: int
+    replan: Replan = field(repr=False, compare=False)
 
     def run(self, local: Tensor) -> Tensor:
         platform = self.source.mesh.platform
@@ -86,7 +175,7 @@ class Stage:
 
     @functools.cached_property
     def _backward(self) -> RedistributePlan:
-        return _plan(*_grad_specs(self.source, self.target), self.itemsize)
+        return self.replan(*_grad_specs(self.source, self.target), self.itemsize)
 
     @functools.cached_property
     def _repeated(self) -> int:
@@ -127,7 +216,7 @@ class Stage:
         )
         # Values are compared where they were before the reduction: the result is brought back to the source's other
         # placements, with the gradient, which goes the same way.
-        back = _plan(self.target, whole, self.itemsize)
+        back = self.replan(self.target, whole, self.itemsize)
         grad, result = scaled(platform, back.run_data(grad), self._repeated, 1), back.run_data(result)
         return grad_of_selected(grad, x, result, self.source.mesh.group_over(self.selected_axes), self.op)
 
@@ -140,6 +229,7 @@ class RedistributePlan:
     target: TensorSpec
     itemsize: int
     stages: tuple[Stage, ...] = field(repr=False)
+    replan: Replan = field(repr=False, compare=False)
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -244,7 +334,7 @@ class RedistributePlan:
         comes = self.target.with_placements(
             [Partial() if a in axes else p for a, p in enumerate(self.target.placements)]
         )
-        back = _plan(comes, self.source, self.itemsize)
+        back = self.replan(comes, self.source, self.itemsize)
         return self._at_hand(local, result, back.run_data)
 
     def __str__(self) -> str:
@@ -285,9 +375,3 @@ def _grad_specs(source: TensorSpec, target: TensorSpec) -> tuple[TensorSpec, Ten
         return spec.with_placements(result)
 
     return placed(target), placed(source)
-
-
-def _plan(source: TensorSpec, target: TensorSpec, itemsize: int) -> RedistributePlan:
-    from hp_dtensor.redistribute.planner import plan_between
-
-    return plan_between(source, target, itemsize)

@@ -10,8 +10,8 @@ from typing import Any
 
 from hp_dtensor.comm.process_group import Work
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.redistribute.plan import Step, after
 from hp_dtensor.redistribute.segments import Placements
-from hp_dtensor.redistribute.step import Step, after
 
 Tensor = Any
 
