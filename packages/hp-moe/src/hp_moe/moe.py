@@ -28,7 +28,7 @@ from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.recompute import kept
 from hp_dtensor.spec.placements import Partial, Placement, Replicate, Shard
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_dtensor.tensor.varying_view import vary
+from hp_dtensor.tensor.redistribution import vary
 from hp_moe.capacity import Capacity, Choices, kept_choices
 from hp_moe.dispatch import LocalDispatcher, ReplicatingDispatcher
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError

@@ -11,7 +11,7 @@ from hp_dtensor.dispatch import in_place
 from hp_dtensor.dispatch.arguments import Location, bind, replace_at, replace_static
 from hp_dtensor.exceptions import HPError, MeshError, PlacementError, ShardingRuleError
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.redistribute.explicit_redistribution import check_explicit
+from hp_dtensor.redistribute.explicit import check_explicit
 from hp_dtensor.rules.factors import LocalCall, Part
 from hp_dtensor.rules.registry import Registration
 from hp_dtensor.spec.placements import Placement

@@ -278,7 +278,7 @@ class TensorInterface(ABC):
     def adopt_later(self, result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) -> Tensor:
         """Return `result`, a recorded `promised` tensor, as a DTensor of `spec` with the data that `finish` gives.
 
-        `finish` is called once, at the latest when the data is first used (`hp_dtensor.tensor.pending_dtensor`); by
+        `finish` is called once, at the latest when the data is first used (`hp_dtensor.tensor.base`); by
         default at once.
         """
         self.copy_(self.detach(result), finish())

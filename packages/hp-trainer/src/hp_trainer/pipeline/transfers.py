@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.mesh_axes import MeshAxis
+from hp_dtensor.comm.mesh_layout import MeshAxis
 from hp_dtensor.comm.process_group import ProcessGroup, Work
 from hp_dtensor.comm.world import World
 from hp_dtensor.platform.interface import Platform
