@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from activation_meter import measure
 
-from hp_trainer.memory import KINDS, BlockRecompute, format_size, parse_size
 from hp_trainer.models import DecoderConfig
-from hp_trainer.models.decoder.activation_bytes import ActivationShape, decoder_activations
+from hp_trainer.models.decoder.activations import ActivationShape, decoder_activations
+from hp_trainer.models.recomputation import KINDS, NOTHING_AGAIN, BlockRecompute
+from hp_trainer.sizes import format_size, parse_size
+from hp_trainer.training.activation_budget import Demand
 
 SMALL = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 DENSE = {**SMALL, "intermediate_size": 96}
@@ -46,7 +48,7 @@ def test_formulas_are_within_a_fiftieth_of_counted_bytes(name, hp_platform):
     config, shape = DecoderConfig(num_hidden_layers=2, **options), ActivationShape(**{"batch": 2, "length": 64} | sizes)
     found = measure(config, degrees, batch=shape.batch, length=shape.length, dtype=shape.dtype)
     told = decoder_activations(config, shape)
-    assert told.kept()[1] == pytest.approx(found.block, rel=0.06 if name in ROUGH else 0.02)
+    assert told.blocks[1].kept() == pytest.approx(found.block, rel=0.06 if name in ROUGH else 0.02)
     assert told.head.kept() == pytest.approx(found.head, rel=0.04)
 
 
@@ -67,9 +69,9 @@ def test_what_recomputation_keeps_is_within_a_fiftieth_of_counted_bytes(name, ke
 
 def test_a_pipeline_holds_several_micro_batches():
     config = DecoderConfig(num_hidden_layers=4, **DENSE)
-    told = decoder_activations(config, ActivationShape(batch=1, length=32))
-    one = told.peak(layers=(0, 1), has_head=False)
-    assert told.peak(layers=(0, 1), in_flight=3, has_head=False) == one + 2 * sum(told.kept()[:2])
+    blocks = decoder_activations(config, ActivationShape(batch=1, length=32)).blocks[:2]
+    one, three = (Demand(blocks=blocks, in_flight=each).peak([NOTHING_AGAIN] * 2) for each in (1, 3))
+    assert three == one + 2 * sum(block.kept() for block in blocks)
 
 
 def test_recomputation_keeps_less_the_less_it_keeps():

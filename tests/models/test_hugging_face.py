@@ -18,9 +18,8 @@ from hp_trainer.checkpoint import Box
 from hp_trainer.exceptions import ExportError
 from hp_trainer.models import DecoderConfig, build_decoder
 from hp_trainer.models.hugging_face import ARCHITECTURES, ModelDirectory
-from hp_trainer.models.hugging_face.export import export_weights
-from hp_trainer.models.hugging_face.matching import find_architecture, meaning
-from hp_trainer.models.hugging_face.weights import Weights, narrow, widen
+from hp_trainer.models.hugging_face.export import export_weights, find_architecture, meaning
+from hp_trainer.models.hugging_face.model_directory import Weights, narrow, widen
 from hp_trainer.parallel import ParallelDims
 
 # Made by transformers with the weights of `write_model`; `test_transformers_computes_the_same` makes them again.

@@ -12,7 +12,7 @@ from hp_dtensor.platform.selection import get_platform
 from hp_trainer.config import TrainerConfig, parse_config
 from hp_trainer.data import Batch
 from hp_trainer.parallel import ParallelDims
-from hp_trainer.planning.step_shape import StepShape
+from hp_trainer.planning.shapes import StepShape
 from hp_trainer.plugins import registries
 from hp_trainer.training.memory_report import memory_by_kind
 from hp_trainer.training.pipelined_model import PipelinedModel

@@ -8,13 +8,13 @@ import math
 import pytest
 from planned_runs import config_of, shape_of
 
-from hp_trainer.memory import KINDS
+from hp_trainer.models.recomputation import KINDS
 from hp_trainer.planning import memory
 from hp_trainer.planning.devices import find_device
 from hp_trainer.planning.plan import plan_step
-from hp_trainer.planning.recomputed_blocks import recompute_of
 from hp_trainer.planning.search import search_layouts
-from hp_trainer.training.activation_plan import plan_activations
+from hp_trainer.planning.shapes import recompute_of
+from hp_trainer.training.activation_budget import plan_activations
 
 SETTINGS = {
     "model__num_hidden_layers": 8,

@@ -8,7 +8,7 @@ import pytest
 from planned_runs import config_of, measured_peak, shape_of
 
 from hp_trainer.planning.memory import plan_memory
-from hp_trainer.planning.stage_parts import every_stage
+from hp_trainer.planning.shapes import every_stage
 
 pytestmark = pytest.mark.real_ranks
 

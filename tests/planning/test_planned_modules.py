@@ -14,8 +14,8 @@ from hp_trainer.cli import main
 from hp_trainer.exceptions import PlanError
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.planning.devices import find_device
-from hp_trainer.planning.own_modules import ModuleCounter
 from hp_trainer.planning.plan import StepPlan, plan_step
+from hp_trainer.planning.user_modules import ModuleCounter
 
 own_models = pytest.importorskip("own_models", reason="needs torch", exc_type=ImportError)
 

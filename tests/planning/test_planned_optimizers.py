@@ -14,7 +14,7 @@ from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.testing import run_ranks
 from hp_fsdp import PlannedParameter, fully_shard, plan_group
 from hp_trainer.planning import memory
-from hp_trainer.planning.stage_parts import every_stage
+from hp_trainer.planning.shapes import every_stage
 from hp_trainer.plugins import registries
 
 SHAPES = {"embed.weight": (64, 72), "0.weight": (8, 8), "0.bias": (8,), "experts": (2, 8, 4)}

@@ -12,7 +12,7 @@ from hp_fsdp import memory_use, plan_group
 from hp_trainer.config import TrainingConfig
 from hp_trainer.models import DecoderConfig, DecoderParts, build_decoder
 from hp_trainer.models.decoder.lora import LoraConfig, is_adapter
-from hp_trainer.models.decoder.planned_parameters import planned_parameters
+from hp_trainer.models.decoder.parameters import planned_parameters
 from hp_trainer.parallel import ParallelDims
 
 DENSE = DecoderConfig(

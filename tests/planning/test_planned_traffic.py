@@ -11,7 +11,7 @@ from planned_runs import config_of, random_batch, setup_rank, shape_of
 
 from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.testing import run_ranks
-from hp_trainer.planning.stage_parts import every_stage
+from hp_trainer.planning.shapes import every_stage
 from hp_trainer.planning.traffic import stage_traffic
 from hp_trainer.training.step import OptimizerStep
 

@@ -11,21 +11,20 @@ from training_runs import FOUR_RANKS, events, losses, tensors, train_rank
 from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.testing import run_ranks
-from hp_trainer.memory import (
+from hp_trainer.models.estimates import BlockActivations, KeptTensor
+from hp_trainer.models.recomputation import KINDS, NOTHING_AGAIN, BlockRecompute
+from hp_trainer.parallel import ParallelDims
+from hp_trainer.training.activation_budget import (
     ESTIMATED,
-    KINDS,
-    NOTHING_AGAIN,
-    BlockActivations,
-    BlockRecompute,
     BudgetError,
     CostRates,
     Demand,
-    KeptTensor,
+    _options,
+    activation_shape,
+    plan_activations,
     plan_recompute,
+    stage_demands,
 )
-from hp_trainer.memory.planner import _options
-from hp_trainer.parallel import ParallelDims
-from hp_trainer.training.activation_plan import activation_shape, plan_activations, stage_demands
 from hp_trainer.training.measured_rates import measure_rates
 
 SETTINGS = {"training__steps": 2, "checkpoint__interval": None, "model__num_hidden_layers": 3}

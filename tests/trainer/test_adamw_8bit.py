@@ -16,8 +16,7 @@ from hp_trainer.checkpoint import Checkpoint, LocalStorage, save_checkpoint
 from hp_trainer.config import AdamWConfig
 from hp_trainer.exceptions import CheckpointError
 from hp_trainer.optimizers import AdamW8bitConfig, state_bytes
-from hp_trainer.optimizers.blockwise import dynamic_values
-from hp_trainer.optimizers.code_search import CodeSearch
+from hp_trainer.optimizers.adamw_8bit import CodeSearch, dynamic_values
 from hp_trainer.plugins import registries
 from hp_trainer.training.state import load_state, state_parts
 

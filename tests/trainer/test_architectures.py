@@ -8,7 +8,7 @@ from training_runs import Lab
 
 from hp_trainer.config import load_config
 from hp_trainer.models.hugging_face import ARCHITECTURES as KNOWN
-from hp_trainer.models.hugging_face.matching import find_architecture
+from hp_trainer.models.hugging_face.export import find_architecture
 from hp_trainer.plugins import registries
 
 

@@ -22,7 +22,7 @@ from hp_trainer.config.load import parse_config
 from hp_trainer.exceptions import ConfigError, ExportError
 from hp_trainer.launch import check_new_run
 from hp_trainer.models import DecoderConfig
-from hp_trainer.models.hugging_face.weights import Weights
+from hp_trainer.models.hugging_face.model_directory import Weights
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.plugins import registries
 from hp_trainer.run import create_run

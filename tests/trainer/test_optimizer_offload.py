@@ -12,7 +12,7 @@ from hp_fsdp.plugins import get_storage
 from hp_fsdp.storage import ParameterStorage
 from hp_trainer.exceptions import TrainingError
 from hp_trainer.launch.memory_problems import find_memory_problems
-from hp_trainer.optimizers import state_on_host
+from hp_trainer.optimizers import state
 from hp_trainer.parallel import ParallelDims
 
 OPTIMIZERS = {
@@ -45,7 +45,7 @@ def copies(hp_platform, monkeypatch):
     }
     for name, function in played.items():
         monkeypatch.setattr(storage, name, function)
-    monkeypatch.setattr(state_on_host.build_on_host, "__defaults__", (600,))
+    monkeypatch.setattr(state.build_on_host, "__defaults__", (600,))
     return found
 
 
@@ -85,7 +85,7 @@ def test_state_is_on_the_device_for_three_buckets_at_most(hp_platform, copies):
             return self.slots
 
     held = []
-    optimizer = state_on_host.build_on_host(named, Momentum, hp_platform)
+    optimizer = state.build_on_host(named, Momentum, hp_platform)
     for _ in range(2):
         optimizer.step(0.5)
     assert len(held) == 2 * 6
@@ -119,7 +119,7 @@ def test_states_that_are_parts_of_one_tensor_are_refused(hp_platform, copies):
 
     named = [(str(n), hp_platform.zeros((3,), kind)) for n in range(2)]
     with pytest.raises(TrainingError, match="Together keeps its state in another form than dense tensors"):
-        state_on_host.build_on_host(named, Together, hp_platform)
+        state.build_on_host(named, Together, hp_platform)
 
 
 def test_a_platform_that_keeps_nothing_on_the_host_says_so_before_a_run(lab, monkeypatch):

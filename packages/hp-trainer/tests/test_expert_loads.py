@@ -11,7 +11,7 @@ from hp_moe import LoadMetrics
 from hp_trainer.metrics import ExpertLoadsTracker
 from hp_trainer.metrics.expert_loads import draw, loads_of
 from hp_trainer.metrics.scalars import step_scalars
-from hp_trainer.models.decoder.expert_metrics import expert_metrics
+from hp_trainer.models.decoder.decoder import expert_metrics
 from hp_trainer.records import StepRecord
 
 LOADS = {"layers.0.moe": [[4, 0, 2], [2, 2, 2]], "layers.3.moe": [[3, 1], [0, 4]]}

@@ -17,7 +17,7 @@ from hp_trainer.data import find_text_files, open_reader
 from hp_trainer.data.chat_template import load_template
 from hp_trainer.data.formats import json_lines
 from hp_trainer.exceptions import ConfigError, DataError, PlanError, RunFolderError
-from hp_trainer.models.hugging_face.config_reader import ConfigReader
+from hp_trainer.models.hugging_face.architectures import ConfigReader
 from hp_trainer.planning.devices import find_device
 from hp_trainer.registries import Registries
 from hp_trainer.run import RunFolder

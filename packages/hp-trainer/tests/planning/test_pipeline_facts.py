@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hp_trainer.planning.pipeline_facts import InFlight, PipelineFacts, pipeline_facts
+from hp_trainer.planning.pipeline import InFlight, PipelineFacts, pipeline_facts
 
 
 def facts(name: str, ranks: int, micro_batches: int, stages: int | None = None, **options: bool) -> PipelineFacts:
@@ -44,7 +44,7 @@ def test_a_place_that_computes_again_has_nothing_pending() -> None:
 def test_long_steps_are_told_from_short_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stages = None if name in ("1f1b", "zero_bubble_h1") else 2
     whole = facts(name, 2, 48, stages)
-    monkeypatch.setattr("hp_trainer.planning.pipeline_facts.MAX_ACTIONS", 10)
+    monkeypatch.setattr("hp_trainer.planning.pipeline.MAX_ACTIONS", 10)
     told = facts(name, 2, 48, stages)
     assert told.before_gradients == whole.before_gradients
     assert told.with_gradients == whole.with_gradients

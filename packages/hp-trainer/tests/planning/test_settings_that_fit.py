@@ -12,9 +12,9 @@ import pytest
 from hp_trainer.cli import main
 from hp_trainer.cli.plan import load_for_planning
 from hp_trainer.launch import platforms
-from hp_trainer.memory import KINDS
+from hp_trainer.models.recomputation import KINDS
 from hp_trainer.parallel import ParallelDims
-from hp_trainer.training.activation_plan import plan_activations
+from hp_trainer.training.activation_budget import plan_activations
 
 YAML = """\
 model: {vocab_size: 512, hidden_size: 64, num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 4,

@@ -6,7 +6,7 @@ import mindspore as ms
 from mindspore import Tensor, mint
 
 from hp_platform_mindspore.platform_base import MindSporeBase
-from hp_trainer.optimizers.code_search import CodeSearch
+from hp_trainer.optimizers.adamw_8bit import CodeSearch
 
 
 def find_codes(platform: MindSporeBase, x: Tensor, search: CodeSearch) -> Tensor:

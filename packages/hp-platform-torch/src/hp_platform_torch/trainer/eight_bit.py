@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hp_platform_torch.trainer.optimizers import apply_adamw
-from hp_trainer.optimizers.code_search import CodeSearch
+from hp_trainer.optimizers.adamw_8bit import CodeSearch
 
 if TYPE_CHECKING:
     from hp_trainer.optimizers import AdamW8bitConfig

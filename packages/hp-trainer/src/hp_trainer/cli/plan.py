@@ -12,18 +12,18 @@ from hp_trainer.cli.shared import check_file_to_write, check_world_size, refuse
 from hp_trainer.config import AdamWConfig, LoadedConfig, TrainerConfig, load_config
 from hp_trainer.exceptions import Problem
 from hp_trainer.launch import chosen_platform, layout_problems, world_size_of
-from hp_trainer.memory import EXPECTED_SIZE, parse_size
 from hp_trainer.models import DecoderConfig
 from hp_trainer.optimizers import AdamW8bitConfig
 from hp_trainer.parallel import ParallelDims
-from hp_trainer.planning.changes import Settings, changes_as_json, describe_changes, find_changes
+from hp_trainer.planning.advice import Settings, changes_as_json, describe_changes, find_changes
 from hp_trainer.planning.devices import Device, find_device
-from hp_trainer.planning.own_modules import ModuleCounter
-from hp_trainer.planning.picture import draw_memory
-from hp_trainer.planning.plan import describe_plan, plan_as_json, plan_step
+from hp_trainer.planning.plan import describe_plan, draw_memory, plan_as_json, plan_step
 from hp_trainer.planning.search import describe_fitting, search_layouts
+from hp_trainer.planning.user_modules import ModuleCounter
 from hp_trainer.plugins import plugin_manager
 from hp_trainer.registries import fill_registries
+from hp_trainer.sizes import EXPECTED as EXPECTED_SIZE
+from hp_trainer.sizes import parse_size
 
 
 def plan_command(given: list[str]) -> int:

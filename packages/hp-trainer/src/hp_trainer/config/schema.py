@@ -8,7 +8,8 @@ from typing import Literal
 
 from hp_trainer.config._setting import Component, component, section, sections, setting
 from hp_trainer.exceptions import Problem
-from hp_trainer.memory import EXPECTED_SIZE, parse_size
+from hp_trainer.sizes import EXPECTED as EXPECTED_SIZE
+from hp_trainer.sizes import parse_size
 
 TensorParallelStyle = Literal["colwise", "rowwise"]
 DTypeName = Literal["float32", "bfloat16", "float16"]

@@ -11,10 +11,10 @@ from hp_fsdp.plugins import get_storage
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import PipelineError, Problem, ScheduleError
 from hp_trainer.launch.platforms import num_accelerators
-from hp_trainer.memory import BudgetError, format_size
 from hp_trainer.models.recomputation import block_names, kept_kinds, recompute_by_settings
 from hp_trainer.parallel import ParallelDims
-from hp_trainer.training.activation_plan import ActivationPlan, is_plannable, plan_activations
+from hp_trainer.sizes import format_size
+from hp_trainer.training.activation_budget import ActivationPlan, BudgetError, is_plannable, plan_activations
 
 
 def find_memory_problems(dims: ParallelDims, config: TrainerConfig, platform: str) -> Iterator[Problem]:

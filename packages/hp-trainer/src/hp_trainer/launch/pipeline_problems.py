@@ -9,7 +9,7 @@ from hp_dtensor.exceptions import RegistryError
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import PipelineError, Problem, ScheduleError, join_choices
 from hp_trainer.parallel import ParallelDims
-from hp_trainer.parallel.divisors import divisors, nearest_divisors
+from hp_trainer.parallel.axes import divisors, nearest_divisors
 from hp_trainer.pipeline import Schedule, build_schedule, schedule_names
 from hp_trainer.pipeline.schedules import most_microbatches
 from hp_trainer.pipeline.simulation import check_whole_backwards

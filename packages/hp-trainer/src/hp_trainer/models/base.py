@@ -1,15 +1,21 @@
-"""Interface of a model that hp-train trains."""
+"""Interface of a model that hp-train trains.
+
+Precision of a training as the policy of sharded modules.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hp_fsdp import MixedPrecisionPolicy
+
 if TYPE_CHECKING:
     from hp_dtensor.comm.mesh import DeviceMesh
     from hp_dtensor.tensor.init import Distribution
     from hp_trainer.config import TrainingConfig
     from hp_trainer.parallel import ParallelDims
+
 
 Tensor = Any
 
@@ -71,3 +77,10 @@ class LanguageModel(Protocol):
             everyones: returns a JSON value of every rank of a pipeline, for numbers about all stages; given to parts of
                 a model alone.
         """
+
+
+def precision_policy(training: TrainingConfig | None) -> MixedPrecisionPolicy:
+    """Return the dtypes of computation and of gradients' sums; None: float32."""
+    if training is None or training.dtype == "float32":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=training.dtype, reduce_dtype=training.reduce_dtype)

@@ -1,13 +1,11 @@
 """Optimizers: SGD, Lion, Adafactor and Muon for every platform, 8-bit AdamW, and groups of parameters."""
 
-from hp_trainer.optimizers.adafactor import Adafactor
-from hp_trainer.optimizers.adamw_8bit import AdamW8bit
-from hp_trainer.optimizers.elementwise import SGD, ElementwiseOptimizer, Lion
+from hp_trainer.optimizers.adafactor import Adafactor, AdafactorConfig
+from hp_trainer.optimizers.adamw_8bit import AdamW8bit, AdamW8bitConfig
+from hp_trainer.optimizers.elementwise import SGD, ElementwiseOptimizer, Lion, LionConfig, SGDConfig
 from hp_trainer.optimizers.groups import GroupedOptimizer, build_grouped, group_problems
-from hp_trainer.optimizers.muon import build_muon
-from hp_trainer.optimizers.options import AdafactorConfig, AdamW8bitConfig, LionConfig, MuonConfig, SGDConfig
-from hp_trainer.optimizers.state import set_state, state_bytes
-from hp_trainer.optimizers.state_on_host import build_on_host
+from hp_trainer.optimizers.muon import MuonConfig, build_muon
+from hp_trainer.optimizers.state import build_on_host, set_state, state_bytes
 
 __all__ = [
     "SGD",

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import replicate_like, whole_of, zeros_laid_out_as
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_trainer.optimizers.options import AdafactorConfig
+from hp_trainer.config import setting
 
 Tensor = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdafactorConfig:
+    """Adafactor (Shazeer and Stern, 2018, "Adaptive learning rates with sublinear memory cost", arXiv 1804.04235)."""
+
+    lr: float = setting(1e-2, help="peak learning rate, relative to the size of the weights", above=0)
+    decay_power: float = setting(0.8, help="the second moment decays by 1 - step**-decay_power", above=0, maximum=1)
+    eps: float = setting(1e-30, help="added to squared gradients", above=0)
+    smallest_scale: float = setting(
+        1e-3, help="smallest size of weights that the learning rate is relative to", above=0
+    )
+    clip_threshold: float = setting(1.0, help="largest root mean square of an update", above=0)
+    weight_decay: float = setting(0.0, help="decoupled weight decay", minimum=0)
+
+    def state_bytes(self, name: str, shape: tuple[int, ...], elements: int, itemsize: int) -> int:
+        """Return the bytes of a matrix's row and column, which every rank has whole; see the hook `hp_optimizers`."""
+        if len(shape) < 2:
+            return elements * itemsize
+        return (math.prod(shape[:-1]) + math.prod((*shape[:-2], shape[-1]))) * itemsize
 
 
 class Adafactor:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import local_of, zeros_laid_out_as
-from hp_trainer.optimizers.options import LionConfig, SGDConfig
+from hp_trainer.config import setting
+from hp_trainer.exceptions import Problem
 
 Tensor = Any
+
+
+def below_one(**values: float) -> Iterator[Problem]:
+    for name, value in values.items():
+        if value >= 1:
+            yield Problem(path=name, what="out of range", expected="a number < 1", got=str(value))
 
 
 class ElementwiseOptimizer(ABC):
@@ -62,6 +70,23 @@ class ElementwiseOptimizer(ABC):
         return self._state
 
 
+@dataclass(frozen=True, kw_only=True)
+class SGDConfig:
+    """Stochastic gradient descent with momentum, as `torch.optim.SGD`."""
+
+    lr: float = setting(1e-2, help="peak learning rate", above=0)
+    momentum: float = setting(0.9, help="decay rate of the velocity; 0: none", minimum=0)
+    nesterov: bool = setting(False, help="look ahead by the velocity")
+    weight_decay: float = setting(0.0, help="added to the gradient, times the weight", minimum=0)
+
+    def check(self) -> Iterator[Problem]:
+        yield from below_one(momentum=self.momentum)
+
+    def state_bytes(self, name: str, shape: tuple[int, ...], elements: int, itemsize: int) -> int:
+        """Return the bytes of the velocity; see the hook `hp_optimizers`."""
+        return elements * itemsize
+
+
 class SGD(ElementwiseOptimizer):
     """Stochastic gradient descent with momentum and the arithmetic of `torch.optim.SGD`."""
 
@@ -77,6 +102,22 @@ class SGD(ElementwiseOptimizer):
         self.platform.copy_(state["momentum_buffer"], velocity)
         step = ops.add(grad, ops.mul(velocity, options.momentum)) if options.nesterov else velocity
         self.platform.copy_(parameter, ops.sub(parameter, ops.mul(step, learning_rate)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LionConfig:
+    """Lion (Chen et al., 2023, "Symbolic discovery of optimization algorithms", arXiv 2302.06675)."""
+
+    lr: float = setting(1e-4, help="peak learning rate; a third to a tenth of AdamW's", above=0)
+    betas: tuple[float, float] = setting((0.9, 0.99), help="decay rates of the update and of the momentum", minimum=0)
+    weight_decay: float = setting(1.0, help="decoupled weight decay; three to ten times AdamW's", minimum=0)
+
+    def check(self) -> Iterator[Problem]:
+        yield from below_one(betas=max(self.betas))
+
+    def state_bytes(self, name: str, shape: tuple[int, ...], elements: int, itemsize: int) -> int:
+        """Return the bytes of the momentum; see the hook `hp_optimizers`."""
+        return elements * itemsize
 
 
 class Lion(ElementwiseOptimizer):

@@ -2,17 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor.optim import Muon, MuonOptions
 from hp_dtensor.platform.interface import Platform
-from hp_trainer.config import AdamWConfig
+from hp_trainer._patterns import matches_any
+from hp_trainer.config import AdamWConfig, setting
+from hp_trainer.exceptions import Problem
+from hp_trainer.optimizers.elementwise import below_one
 from hp_trainer.optimizers.groups import GroupedOptimizer
-from hp_trainer.optimizers.options import MuonConfig
 
 Tensor = Any
 AdamWBuilder = Callable[[list[tuple[str, Tensor]], AdamWConfig, Platform], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig:
+    """Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) for matrices, AdamW for all else."""
+
+    lr: float = setting(1e-3, help="peak learning rate of both, as AdamW's", above=0)
+    momentum: float = setting(0.95, help="decay rate of the running mean of gradients", minimum=0)
+    nesterov: bool = setting(True, help="look ahead by the momentum")
+    weight_decay: float = setting(0.1, help="decoupled weight decay of both", minimum=0)
+    steps: int = setting(5, help="steps of the Newton-Schulz iteration", minimum=1)
+    adamw: tuple[str, ...] = setting(
+        ("*embed*", "*head*", "*router*", "*gate.weight", "*experts.b?"),
+        help="patterns of names of matrices that AdamW updates",
+    )
+    stacks: tuple[str, ...] = setting(
+        ("*experts*",), help="patterns of names of three-dimensional weights that are stacks of matrices"
+    )
+    betas: tuple[float, float] = setting((0.9, 0.95), help="AdamW's decay rates", minimum=0)
+    eps: float = setting(1e-8, help="AdamW's epsilon", above=0)
+
+    def check(self) -> Iterator[Problem]:
+        yield from below_one(momentum=self.momentum, betas=max(self.betas))
+
+    def is_matrix(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Return whether Muon, not AdamW, updates a parameter."""
+        is_stack = len(shape) == 3 and matches_any(name, self.stacks)
+        return (len(shape) == 2 or is_stack) and not matches_any(name, self.adamw)
+
+    def state_bytes(self, name: str, shape: tuple[int, ...], elements: int, itemsize: int) -> int:
+        """Return the bytes of a matrix's momentum, or of AdamW's moments; see the hook `hp_optimizers`."""
+        return (1 if self.is_matrix(name, shape) else 2) * elements * itemsize
+
+    def update_bytes(self, held: Sequence[tuple[str, tuple[int, ...], int]], *, is_host: bool) -> int:
+        """Return the bytes of all matrices on their way to the ranks that compute with them, and back.
+
+        Directions, messages both ways and updates are as large as the shards; what arrives, is whole and is done as
+        large as an owner's matrices. A CPU computes in float32, others in bfloat16. See the hook `hp_optimizers`.
+        """
+        matrices = [(shape, elements) for name, shape, elements in held if self.is_matrix(name, shape)]
+        shards = sum(elements for _, elements in matrices)
+        owned = max(shards, max((math.prod(shape) for shape, _ in matrices), default=0))
+        return (4 if is_host else 2) * 3 * (shards + owned)
 
 
 def build_muon(

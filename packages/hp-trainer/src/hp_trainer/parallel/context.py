@@ -16,7 +16,7 @@ from hp_dtensor.parallel.context_parallel import (
 )
 from hp_dtensor.redistribute.costs import CostModel
 from hp_trainer.exceptions import Problem, join_choices
-from hp_trainer.parallel.divisors import divisors
+from hp_trainer.parallel.axes import divisors
 
 if TYPE_CHECKING:
     from hp_trainer.config import TrainingConfig

@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING, Any
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import World, current_world
 from hp_trainer.exceptions import ParallelDimsError, Problem, raise_if_any
-from hp_trainer.parallel.axes import ALIASES, DEGREES, DENSE_AXES, CpMethod, ExpertMesh, around_dp_shard, product
+from hp_trainer.parallel.axes import (
+    ALIASES,
+    DEGREES,
+    DENSE_AXES,
+    CpMethod,
+    ExpertMesh,
+    around_dp_shard,
+    build_mesh,
+    product,
+)
 from hp_trainer.parallel.context import context_problems
-from hp_trainer.parallel.mesh import build_mesh
 from hp_trainer.parallel.problems import chosen_expert_mesh, find_model_problems, find_problems
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from hp_trainer.exceptions import Problem
-from hp_trainer.parallel.axes import ExpertMesh
+from hp_trainer.parallel.axes import ExpertMesh, divisors
 from hp_trainer.parallel.dims import ParallelDims
-from hp_trainer.parallel.divisors import divisors
 
 Check = Callable[[ParallelDims], Iterable[Problem]]
 

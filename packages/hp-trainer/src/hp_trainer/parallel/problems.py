@@ -8,8 +8,15 @@ from typing import Any, get_args
 from hp_moe.dispatch import dispatchers
 from hp_moe.expert_parallel import CHUNKED, COPYING
 from hp_trainer.exceptions import Problem, join_choices
-from hp_trainer.parallel.axes import DEGREES, CpMethod, ExpertMesh, around_dp_shard, dense_degrees, product
-from hp_trainer.parallel.divisors import nearest_divisors
+from hp_trainer.parallel.axes import (
+    DEGREES,
+    CpMethod,
+    ExpertMesh,
+    around_dp_shard,
+    dense_degrees,
+    nearest_divisors,
+    product,
+)
 
 
 def find_problems(dims: Any) -> Iterator[Problem]:

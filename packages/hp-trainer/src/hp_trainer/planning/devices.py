@@ -16,7 +16,7 @@ import yaml
 
 from hp_trainer._files import read_plain_text
 from hp_trainer.exceptions import PlanError
-from hp_trainer.memory import parse_size
+from hp_trainer.sizes import parse_size
 
 _DTYPES = ("float32", "bfloat16", "float16")
 

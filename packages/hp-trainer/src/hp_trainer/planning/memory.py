@@ -9,13 +9,12 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from hp_fsdp import PlannedBuffer
-from hp_trainer.memory import BlockActivations, BlockRecompute
-from hp_trainer.models.decoder.activation_bytes import ActivationShape, DecoderActivations, decoder_activations
-from hp_trainer.optimizers.state_on_host import BUCKET_ELEMENTS, cut_buckets
-from hp_trainer.planning.pipeline_facts import InFlight
-from hp_trainer.planning.recomputed_blocks import recompute_key, recompute_of
-from hp_trainer.planning.stage_parts import StageParts, whole_shapes
-from hp_trainer.planning.step_shape import StepShape
+from hp_trainer.models.decoder.activations import ActivationShape, DecoderActivations, decoder_activations
+from hp_trainer.models.estimates import BlockActivations
+from hp_trainer.models.recomputation import BlockRecompute
+from hp_trainer.optimizers.state import BUCKET_ELEMENTS, cut_buckets
+from hp_trainer.planning.pipeline import InFlight
+from hp_trainer.planning.shapes import StageParts, StepShape, recompute_key, recompute_of, whole_shapes
 from hp_trainer.planning.traffic import message_bytes, shared_context_cost
 
 
@@ -421,7 +420,7 @@ def _layer_costs(shape: StepShape) -> list[LayerCost]:
 
 
 def activations_of(shape: StepShape) -> DecoderActivations:
-    """Return the activations of one micro-batch, by the formulas of `hp_trainer.models.decoder.activation_bytes`.
+    """Return the activations of one micro-batch, by the formulas of `hp_trainer.models.decoder.activations`.
 
     Those of a user's own module are counted.
     """

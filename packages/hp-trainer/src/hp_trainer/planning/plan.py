@@ -1,4 +1,7 @@
-"""The plan of a step: memory of the fullest rank, bytes on the wire, and the estimated time."""
+"""The plan of a step: memory of the fullest rank, bytes on the wire, and the estimated time.
+
+Picture of a plan's memory: a bar for each place in the pipeline, stacked by what holds it.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,27 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hp_trainer.config import TrainerConfig
-from hp_trainer.memory import format_size
+from hp_trainer.metrics.picture import new_figure, write_picture
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.memory import MemoryPlan, optimizer_bytes, plan_memory
-from hp_trainer.planning.module_facts import CountModule
-from hp_trainer.planning.recomputed_blocks import budget_error, keeps_budget
-from hp_trainer.planning.stage_parts import StageParts, num_parameters, stage_parts
-from hp_trainer.planning.step_shape import Memo, StepShape
+from hp_trainer.planning.shapes import (
+    Memo,
+    StageParts,
+    StepShape,
+    budget_error,
+    keeps_budget,
+    num_parameters,
+    stage_parts,
+)
 from hp_trainer.planning.step_time import StepTime, model_flops, seconds_of, step_time
 from hp_trainer.planning.traffic import Sent, stage_traffic
+from hp_trainer.planning.user_modules import CountModule
+from hp_trainer.sizes import format_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,3 +236,22 @@ def format_seconds(seconds: float) -> str:
         ('90.00 s', '12.50 ms')
     """
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+
+
+def draw_memory(plan: StepPlan, device_memory: float, picture: str | Path) -> None:
+    """Write the memory of each place in the pipeline as a PNG, with the device's memory as a line."""
+    figure = new_figure(max(5.0, 2.5 + 0.5 * len(plan.memory)), 5.0)
+    axes = figure.subplots()
+    below = [0.0] * len(plan.memory)
+    places = range(len(plan.memory))
+    for name in plan.memory[0].parts():
+        sizes = [each.parts()[name] / 2**30 for each in plan.memory]
+        if any(sizes):
+            axes.bar(places, sizes, bottom=below, label=name, width=0.6)
+            below = [a + b for a, b in zip(below, sizes, strict=True)]
+    axes.axhline(device_memory / 2**30, color="black", linestyle="--", label="device memory")
+    axes.set_xticks(list(places), [str(place) if len(plan.memory) > 1 else "every rank" for place in places])
+    axes.set_xlabel("place in the pipeline" if len(plan.memory) > 1 else "")
+    axes.set_ylabel("GiB at the fullest moment")
+    figure.legend(loc="outside right upper")
+    write_picture(figure, Path(picture))

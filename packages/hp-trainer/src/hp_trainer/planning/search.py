@@ -14,13 +14,12 @@ from typing import Any
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import Problem
 from hp_trainer.launch import batch_problems, microbatch_problems, schedule_problems, training_problems
-from hp_trainer.memory import format_size
 from hp_trainer.parallel import DEGREES, ParallelDims, find_model_problems
 from hp_trainer.parallel.layouts import list_degrees
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.plan import StepPlan, plan_step
-from hp_trainer.planning.recomputed_blocks import keeps_budget
-from hp_trainer.planning.step_shape import Memo
+from hp_trainer.planning.shapes import Memo, keeps_budget
+from hp_trainer.sizes import format_size
 from hp_trainer.training.stages import num_microbatches
 
 # Context parallelism pays for long sequences: of more ranks, or with fewer tokens on each, it is not searched.

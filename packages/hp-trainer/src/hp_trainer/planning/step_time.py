@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hp_trainer.models.decoder.flops import (
+from hp_trainer.models.decoder.activations import (
     head_flops_per_token,
     layer_flops_per_token,
     routed_flops_per_token,
@@ -17,8 +17,7 @@ from hp_trainer.models.decoder.flops import (
 from hp_trainer.parallel.axes import DENSE_AXES
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.memory import layer_costs
-from hp_trainer.planning.stage_parts import StageParts
-from hp_trainer.planning.step_shape import StepShape
+from hp_trainer.planning.shapes import StageParts, StepShape
 from hp_trainer.planning.traffic import Sent, message_bytes, stage_traffic
 
 _POINT_TO_POINT = ("all_to_all", "exchange", "send")

@@ -12,9 +12,7 @@ from hp_fsdp import PlannedBuffer
 from hp_moe.dispatch.auto import dispatch_costs
 from hp_trainer.parallel.context import context_cost
 from hp_trainer.pipeline.transfers import HEADER_BYTES
-from hp_trainer.planning.recomputed_blocks import recompute_of
-from hp_trainer.planning.stage_parts import StageParts
-from hp_trainer.planning.step_shape import StepShape
+from hp_trainer.planning.shapes import StageParts, StepShape, recompute_of
 
 
 @dataclass(frozen=True)

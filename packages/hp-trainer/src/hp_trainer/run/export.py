@@ -13,13 +13,18 @@ from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import ExportError
 from hp_trainer.models.decoder import DecoderConfig
 from hp_trainer.models.hugging_face import COMPANIONS
-from hp_trainer.models.hugging_face.adapters import ADAPTER_FILE, export_adapters, merging
 from hp_trainer.models.hugging_face.architectures import read_architecture
-from hp_trainer.models.hugging_face.export import LARGEST_FILE, export_weights
-from hp_trainer.models.hugging_face.matching import find_architecture, same_meaning
-from hp_trainer.models.hugging_face.pieces import Array
-from hp_trainer.models.hugging_face.tensor_map import build_tensor_map
-from hp_trainer.models.hugging_face.weights import widen
+from hp_trainer.models.hugging_face.export import (
+    ADAPTER_FILE,
+    LARGEST_FILE,
+    export_adapters,
+    export_weights,
+    find_architecture,
+    merging,
+    same_meaning,
+)
+from hp_trainer.models.hugging_face.model_directory import widen
+from hp_trainer.models.hugging_face.tensor_map import Array, build_tensor_map
 from hp_trainer.run.folder import RunFolder
 
 DTYPES = ("float32", "bfloat16", "float16")

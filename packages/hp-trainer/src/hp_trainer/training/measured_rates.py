@@ -11,7 +11,7 @@ from typing import Any
 
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.platform.interface import Platform
-from hp_trainer.memory import ESTIMATED, CostRates
+from hp_trainer.training.activation_budget import ESTIMATED, CostRates
 from hp_trainer.training.pipelined_model import exchange_over
 
 _LEAST_SECONDS = 2e-3

@@ -17,14 +17,13 @@ from hp_fsdp import GradScaler
 from hp_trainer.config import TrainerConfig
 from hp_trainer.data import BatchReader, Dataset, Samples
 from hp_trainer.exceptions import ParallelDimsError, Problem, ProblemsError, raise_if_any
-from hp_trainer.memory import ESTIMATED, BlockRecompute
 from hp_trainer.models.decoder import DecoderConfig
-from hp_trainer.models.recomputation import kept_kinds
+from hp_trainer.models.recomputation import BlockRecompute, kept_kinds
 from hp_trainer.optimizers import build_grouped, build_on_host
 from hp_trainer.parallel import ParallelDims, context_style
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder
-from hp_trainer.training.activation_plan import plan_activations
+from hp_trainer.training.activation_budget import ESTIMATED, plan_activations
 from hp_trainer.training.build_model import build_plain_model, without_data
 from hp_trainer.training.initial_weights import give_initial_weights
 from hp_trainer.training.measured_rates import measure_rates

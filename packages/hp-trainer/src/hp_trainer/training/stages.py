@@ -10,7 +10,7 @@ from typing import Any
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import PipelineError
 from hp_trainer.models import DecoderConfig, DecoderParts
-from hp_trainer.models.decoder.flops import head_flops_per_token, layer_flops_per_token
+from hp_trainer.models.decoder.activations import head_flops_per_token, layer_flops_per_token
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.pipeline import Schedule, balanced_stages, build_schedule, listed_stages, validate
 

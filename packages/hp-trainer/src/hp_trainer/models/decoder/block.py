@@ -8,11 +8,9 @@ from typing import Any
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.attention import AttentionDropout, AttentionMask
 from hp_moe import AuxLosses, Capacity, FeedForward, MoE, clamped_swiglu
-from hp_trainer.models.decoder.attention import GroupedAttention
+from hp_trainer.models.decoder.attention import GroupedAttention, LatentAttention, build_norm
 from hp_trainer.models.decoder.config import DecoderConfig
-from hp_trainer.models.decoder.latent_attention import LatentAttention
 from hp_trainer.models.decoder.lora import add_adapters
-from hp_trainer.models.decoder.norm import build_norm
 from hp_trainer.models.decoder.rotary import Rotation
 
 Tensor = Any

@@ -1,4 +1,7 @@
-"""The decoder: embedding, blocks, final norm and head, whole or in parts."""
+"""The decoder: embedding, blocks, final norm and head, whole or in parts.
+
+Metrics of a step's routing, from the loads of the blocks' experts.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.parallel import nn
@@ -17,16 +21,15 @@ from hp_dtensor.tensor.conversions import whole_of
 from hp_dtensor.tensor.init import Constant, Distribution, Normal, Uniform
 from hp_moe import LoadMetrics, place_copies_of_experts, update_expert_bias
 from hp_trainer.exceptions import TrainingError
-from hp_trainer.memory import NOTHING_AGAIN, BlockRecompute
+from hp_trainer.metrics.scalars import EXPERT_LOAD
+from hp_trainer.models.decoder.activations import training_flops_per_token
+from hp_trainer.models.decoder.attention import build_norm
 from hp_trainer.models.decoder.block import DecoderBlocks
 from hp_trainer.models.decoder.config import DecoderConfig
-from hp_trainer.models.decoder.expert_metrics import expert_metrics
-from hp_trainer.models.decoder.flops import training_flops_per_token
 from hp_trainer.models.decoder.lora import initial_bound, is_adapter
-from hp_trainer.models.decoder.loss import TokenLoss
-from hp_trainer.models.decoder.norm import build_norm
 from hp_trainer.models.decoder.rotary import RotaryTables
-from hp_trainer.models.recomputation import recompute_by_settings
+from hp_trainer.models.loss import TokenLoss
+from hp_trainer.models.recomputation import NOTHING_AGAIN, BlockRecompute, recompute_by_settings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from hp_dtensor.comm.mesh import DeviceMesh
     from hp_trainer.config import TrainingConfig
     from hp_trainer.parallel import ParallelDims
+
 
 Tensor = Any
 
@@ -239,3 +243,36 @@ def build_decoder(options: DecoderConfig, platform: Platform, parts: DecoderPart
     """Return the decoder, or parts of it, on a platform, its parameters plain and zero."""
     with nn.building(platform):
         return Decoder(options, parts)
+
+
+def expert_metrics(loads: Mapping[str, LoadMetrics]) -> dict[str, float]:
+    """Return the metrics by name; none for a model without experts.
+
+    - `max_load_violation`: the largest load of any block over the mean one, less 1.
+    - `load_variation`: standard deviation of a block's loads over their mean, the mean over the blocks.
+    - `load_entropy`: that of a block's loads over that of even ones, the smallest of any block.
+    - `dead_experts`: experts of all blocks without a token.
+    - `dropped_choices`: share of all choices that were beyond the capacity.
+    - `expert_bytes_sent`: bytes that left a rank for experts and back, in forward, of all ranks.
+    - `aux_loss/...`: auxiliary losses without their coefficients, means over the blocks.
+    - `expert_load/<block>/<expert>`: an expert's load over the mean one of its block.
+    """
+    if not loads:
+        return {}
+    blocks = list(loads.values())
+    choices = sum(block.tokens for block in blocks)
+    metrics = {
+        "max_load_violation": max(block.max_violation for block in blocks),
+        "load_variation": fmean(block.coefficient_of_variation for block in blocks),
+        "load_entropy": min(block.entropy for block in blocks),
+        "dead_experts": float(sum(block.idle_experts for block in blocks)),
+        "dropped_choices": sum(block.dropped for block in blocks) / max(choices, 1),
+        "expert_bytes_sent": float(sum(block.sent_bytes for block in blocks)),
+    }
+    for name in blocks[0].aux_losses:
+        metrics[f"aux_loss/{name}"] = fmean(block.aux_losses[name] for block in blocks)
+    for name, block in loads.items():
+        mean = max(block.tokens, 1) / len(block.loads)
+        layer = name.removesuffix(".moe").removeprefix("layers.")
+        metrics |= {f"{EXPERT_LOAD}{layer}/{expert}": load / mean for expert, load in enumerate(block.loads)}
+    return metrics

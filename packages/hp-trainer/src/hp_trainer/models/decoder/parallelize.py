@@ -36,8 +36,8 @@ from hp_moe import (
     expert_shard_dim,
     moe_layers,
 )
+from hp_trainer.models.base import precision_policy
 from hp_trainer.models.decoder.lora import place_adapters
-from hp_trainer.models.precision import precision_policy
 from hp_trainer.parallel import context_style
 
 if TYPE_CHECKING:

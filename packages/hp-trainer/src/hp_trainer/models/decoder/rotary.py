@@ -1,15 +1,91 @@
-"""Rotary positions (arXiv 2104.09864): pairs (i, i + head_dim / 2) turn with the token's position."""
+"""Rotary frequencies, and the ways to stretch them beyond the length that a model was trained on.
+
+Each kind follows `transformers.modeling_rope_utils`, so that a model that was trained there means the same here.
+
+Rotary positions (arXiv 2104.09864): pairs (i, i + head_dim / 2) turn with the token's position.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy
 
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import replicate_like
-from hp_trainer.models.decoder.config import DecoderConfig
-from hp_trainer.models.decoder.rotary_scaling import rotary_frequencies
+from hp_trainer.models.decoder.config import DecoderConfig, RopeScalingConfig
+
+Array = numpy.ndarray
+
+
+def rotary_frequencies(dim: int, theta: float, scaling: RopeScalingConfig) -> tuple[Array, float]:
+    """Return the angle per position of each rotated pair, and the factor on cosines and sines.
+
+    Args:
+        dim: width of a head's rotated part.
+        theta: base of the angles.
+
+    Returns:
+        float64 `[dim / 2]` in radians, and the factor (1 but for YaRN).
+    """
+    plain = theta ** (-numpy.arange(0, dim, 2) / dim)
+    if scaling.kind == "linear":
+        return plain / scaling.factor, 1.0
+    if scaling.kind == "llama3":
+        return _llama3(plain, scaling), 1.0
+    if scaling.kind == "yarn":
+        return _yarn(plain, dim, theta, scaling), _yarn_attention_factor(scaling)
+    return plain, 1.0
+
+
+def score_factor(scaling: RopeScalingConfig) -> float:
+    """Return the factor on latent attention's scores that comes with YaRN (DeepSeek-V3's `mscale_all_dim`)."""
+    if scaling.kind != "yarn" or scaling.mscale_all_dim is None:
+        return 1.0
+    return _magnitude(scaling.factor, scaling.mscale_all_dim) ** 2
+
+
+def _llama3(plain: Array, scaling: RopeScalingConfig) -> Array:
+    assert scaling.original_max_position_embeddings is not None
+    length, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
+    # Turns of each pair within a text of the first training: few-turning pairs are slowed, fast ones kept.
+    turns = length * plain / (2 * math.pi)
+    kept = numpy.clip((turns - low) / (high - low), 0.0, 1.0)
+    blended: Array = (1 - kept) * plain / scaling.factor + kept * plain
+    return blended
+
+
+def _yarn(plain: Array, dim: int, theta: float, scaling: RopeScalingConfig) -> Array:
+    """Blend slowed and plain angles by frequency (arXiv 2309.00071, section 3.2)."""
+    assert scaling.original_max_position_embeddings is not None
+    length = scaling.original_max_position_embeddings
+
+    def pair_that_turns(times: float) -> float:
+        return dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    # Equal ends would divide by zero.
+    high = high + 0.001 if low == high else high
+    slowed = numpy.clip((numpy.arange(dim // 2) - low) / (high - low), 0.0, 1.0)
+    blended: Array = slowed * plain / scaling.factor + (1 - slowed) * plain
+    return blended
+
+
+def _yarn_attention_factor(scaling: RopeScalingConfig) -> float:
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale is not None and scaling.mscale_all_dim is not None:
+        return _magnitude(scaling.factor, scaling.mscale) / _magnitude(scaling.factor, scaling.mscale_all_dim)
+    return _magnitude(scaling.factor, 1.0)
+
+
+def _magnitude(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
 
 Tensor = Any
 

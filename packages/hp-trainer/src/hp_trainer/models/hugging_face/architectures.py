@@ -2,18 +2,23 @@
 
 An architecture is a table: which options it copies from which keys, which it fixes, and which keys must have a value
 that the decoder computes with. What a table cannot say (layer patterns, factors) is a small function beside it.
+
+Reading of a `config.json`: values by key, with every problem noted.
+
+Rotary settings of a `config.json`: as `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hp_trainer.models.hugging_face.config_reader import ConfigReader
-from hp_trainer.models.hugging_face.rotary import read_rotary, write_rotary
+from hp_trainer._files import read_plain_text
+from hp_trainer.exceptions import Problem
 
 Options = dict[str, Any]
 # Options that say how a model is trained, not what it computes.
@@ -394,3 +399,126 @@ def read_architecture(folder: Path) -> tuple[Architecture | None, Options, Confi
         return None, {}, reader
     architecture = ARCHITECTURES[name]
     return architecture, architecture.read(reader), reader
+
+
+_MISSING = object()
+
+
+class ConfigReader:
+    """The values of one `config.json`; what is wrong goes into `problems`.
+
+    Args:
+        values: the mapping that the file holds.
+        where: names the file in messages.
+    """
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        self.values, self.where = values, where
+        self.problems: list[Problem] = []
+
+    @classmethod
+    def open(cls, folder: Path) -> ConfigReader:
+        """Read `config.json` of a directory; where it cannot be read, the values are empty and there is a problem."""
+        file = folder / "config.json"
+        reader = cls({}, str(file))
+        try:
+            found = json.loads(read_plain_text(file))
+        except OSError as error:
+            reader.add("", f"cannot be read: {error.strerror or error}", expected="a directory of a Hugging Face model")
+        except (ValueError, RecursionError) as error:
+            reader.add("", f"is no JSON: {error}")
+        else:
+            if isinstance(found, dict):
+                reader.values = found
+            else:
+                reader.add("", "is not a mapping", expected="{...}", got=type(found).__name__)
+        return reader
+
+    def add(self, key: str, what: str, expected: str = "", got: str = "", hint: str = "") -> None:
+        """Note a problem with the value of a key."""
+        told = f"{self.where}: {f'{key}: ' if key else ''}{what}"
+        self.problems.append(Problem(path="", what=told, expected=expected, got=got, hint=hint))
+
+    def take(self, kind: type, *keys: str, default: Any = _MISSING) -> Any:
+        """Return the value of the first of the keys that is there and not null, as `kind`.
+
+        Without a default a missing key is a problem; a value of another kind is one always. Then None is returned.
+        """
+        for key in keys:
+            found = self.values.get(key)
+            if found is None:
+                continue
+            if kind is float and type(found) is int:
+                return float(found)
+            if type(found) is kind:
+                return found
+            self.add(key, "wrong type", kind.__name__, repr(found))
+            return None
+        if default is _MISSING:
+            self.add(keys[0], "missing", expected=kind.__name__)
+            return None
+        return default
+
+    def only(self, key: str, *allowed: Any, hint: str = "") -> None:
+        """Note a problem unless the key is missing, null, or has one of the values that this model can compute."""
+        found = self.values.get(key)
+        if found is not None and found not in allowed:
+            told = " or ".join(map(json.dumps, allowed)) or "null"
+            self.add(key, "is not supported", expected=told, got=json.dumps(found)[:200], hint=hint)
+
+
+_KINDS = ("default", "linear", "llama3", "yarn")
+_NUMBERS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+)
+# What each kind says about itself.
+_OF_KIND = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
+}
+
+
+def read_rotary(reader: ConfigReader, otherwise: float) -> dict[str, Any]:
+    """Return the options `rope_theta` (`otherwise` where it is missing) and `rope_scaling` (as a mapping)."""
+    given = reader.values.get("rope_parameters") or reader.values.get("rope_scaling") or {}
+    inner = ConfigReader(given if isinstance(given, dict) else {}, f"{reader.where}: rope_scaling")
+    kind = inner.take(str, "rope_type", "type", default="default")
+    if kind not in _KINDS:
+        inner.add("rope_type", "is not supported", expected=", ".join(_KINDS), got=repr(kind))
+    scaling: dict[str, Any] = {"kind": kind}
+    if kind != "default":
+        numbers = {key: inner.take(float, key, default=None) for key in _NUMBERS}
+        scaling |= {key: value for key, value in numbers.items() if value is not None}
+        scaling["truncate"] = inner.take(bool, "truncate", default=True)
+        original = inner.take(int, "original_max_position_embeddings", default=None)
+        if original is None and kind != "linear":
+            original = reader.take(int, "max_position_embeddings")
+        scaling["original_max_position_embeddings"] = original
+    theta = inner.take(float, "rope_theta", default=None) or reader.take(float, "rope_theta", default=otherwise)
+    for each in (reader, inner):
+        each.only("partial_rotary_factor", 1, 1.0)
+    reader.problems += inner.problems
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def write_rotary(config: Any) -> dict[str, Any]:
+    """Return the rotary settings of a `config.json`, in the forms of transformers 4 and of 5."""
+    scaling = config.rope_scaling
+    told = {key: getattr(scaling, key) for key in _OF_KIND[scaling.kind]}
+    optional = {key: getattr(scaling, key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
+    told |= {key: value for key, value in optional.items() if value is not None and scaling.kind == "yarn"}
+    scaled = {"rope_type": scaling.kind, **told}
+    return {
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if scaling.kind == "default" else scaled,
+        "rope_parameters": {"rope_theta": config.rope_theta, **scaled},
+    }

@@ -1,7 +1,13 @@
-"""Writing of a Hugging Face directory: tensor by tensor, each file by one of the ranks that work together."""
+"""The architecture that a decoder is: found by writing a `config.json` and reading it back.
+
+Writing of a Hugging Face directory: tensor by tensor, each file by one of the ranks that work together.
+
+Adapters in PEFT's files, and merged into the weights that they adapt.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -14,11 +20,103 @@ import numpy as np
 
 from hp_trainer._exchange import Group, all_ranks, coordinator
 from hp_trainer.checkpoint import Box
-from hp_trainer.checkpoint.shard_file import bytes_of, header_parts, storage_dtype
+from hp_trainer.checkpoint.shard_file import Entry, bytes_of, file_parts, header_parts, storage_dtype
+from hp_trainer.config import to_plain
 from hp_trainer.exceptions import ExportError
-from hp_trainer.models.hugging_face.pieces import Array, Piece
-from hp_trainer.models.hugging_face.tensor_map import TensorMap
-from hp_trainer.models.hugging_face.weights import INDEX_FILE, WEIGHTS_FILE, narrow
+from hp_trainer.models.hugging_face.architectures import ARCHITECTURES, TRAINING_ONLY, Architecture, ConfigReader
+from hp_trainer.models.hugging_face.model_directory import INDEX_FILE, WEIGHTS_FILE, narrow
+from hp_trainer.models.hugging_face.tensor_map import Array, Piece, TensorMap
+
+_OF_EXPERTS = (
+    "num_dense_layers",
+    "moe_intermediate_size",
+    "num_experts_per_tok",
+    "num_shared_experts",
+    "norm_topk_prob",
+    "score_func",
+    "routed_scaling_factor",
+    "n_group",
+    "topk_group",
+    "router_bias",
+    "expert_bias",
+    "swiglu_limit",
+)
+_OF_LATENT = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "rope_interleaved",
+)
+_OF_GROUPED = ("num_key_value_heads", "head_dim")
+
+
+def find_architecture(config: Any) -> Architecture:
+    """Return the architecture that computes what a decoder with these options does.
+
+    Raises:
+        ExportError: there is none in the table; tells which comes nearest, and by which options it differs.
+    """
+    wanted = meaning(to_plain(config), config.num_hidden_layers)
+    differing = {each: _difference(each, config, wanted) for each in ARCHITECTURES.values()}
+    best = min(differing, key=lambda each: len(differing[each]))
+    if differing[best]:
+        told = ", ".join(f"{name} is {got!r} there" for name, got in sorted(differing[best].items()))
+        raise ExportError(
+            f"no architecture of transformers that is known here ({', '.join(ARCHITECTURES)}) has the options of this "
+            f"model together; {best.model_type} comes nearest: {told}"
+        )
+    return best
+
+
+def meaning(options: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Return the options that decide what a model computes; those that do nothing beside the others are left out."""
+    kept = {name: value for name, value in options.items() if name not in (*TRAINING_ONLY, "name", "from")}
+    if kept["num_experts"] is None:
+        unused: tuple[str, ...] = _OF_EXPERTS
+    else:
+        unused = ("intermediate_size",) if kept["num_dense_layers"] == 0 else ()
+    unused += _OF_GROUPED if kept["attention"] == "latent" else _OF_LATENT
+    pattern = kept.pop("layer_pattern")
+    kinds = [pattern[layer % len(pattern)] for layer in range(layers)]
+    if kept["sliding_window"] is None or "sliding" not in kinds:
+        kept["sliding_window"], kinds = None, []
+    if kept["attention"] == "grouped" and kept["attention_scale"] is None:
+        kept["attention_scale"] = kept["head_dim"] ** -0.5
+    scaling = kept["rope_scaling"]
+    if scaling["kind"] == "default":
+        kept["rope_scaling"] = {"kind": "default"}
+    return {name: value for name, value in kept.items() if name not in unused} | {"layers": kinds}
+
+
+def _difference(architecture: Architecture, config: Any, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that come back otherwise from a `config.json` of this architecture."""
+    reader = ConfigReader(architecture.write(config), architecture.model_type)
+    options = architecture.read(reader)
+    if reader.problems:
+        return {problem.what: problem.got for problem in reader.problems}
+    scaling = type(config.rope_scaling)(**options.pop("rope_scaling"))
+    read = type(config)(**options, rope_scaling=scaling)
+    return dict(_changed(wanted, meaning(to_plain(read), config.num_hidden_layers)))
+
+
+def _changed(wanted: dict[str, Any], got: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name in {**wanted, **got}:
+        one, other = wanted.get(name), got.get(name)
+        if isinstance(one, float) and isinstance(other, float) and math.isclose(one, other, rel_tol=1e-9):
+            # A factor that config.json keeps as its inverse, or the root of it.
+            continue
+        if one != other:
+            yield name, other
+
+
+def same_meaning(config: Any, options: dict[str, Any]) -> bool:
+    """Return whether options read from a directory are those of a decoder, but for what only training needs."""
+    read = dataclasses.replace(config, **options)
+    layers = config.num_hidden_layers
+    return meaning(to_plain(read), read.num_hidden_layers) == meaning(to_plain(config), layers)
+
 
 ReadBox = Callable[[str, Box], Array]
 # transformers cuts its own files here.
@@ -156,3 +254,72 @@ def _finish(folder: Path, files: Sequence[OutputFile], config: dict[str, Any], d
 
 def _num_bytes(tensor: OutputTensor, dtype: str) -> int:
     return math.prod(tensor.shape) * storage_dtype(dtype).itemsize
+
+
+ADAPTER_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+
+def merging(read: ReadBox, shapes: dict[str, tuple[int, ...]], scale: float) -> ReadBox:
+    """Return a reader that adds `scale * lora_B @ lora_A` to the weights that have an adapter.
+
+    Args:
+        read: (name of a parameter, box) -> float32 values.
+        shapes: shape of every parameter by name, those of adapters among them.
+    """
+
+    def merged(name: str, box: Box) -> Array:
+        values = read(name, box)
+        layer = name.removesuffix(".weight")
+        a, b = f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+        if a not in shapes:
+            return values
+        rank = shapes[a][0]
+        rows = read(b, Box((box.offset[0], 0), (box.shape[0], rank)))
+        columns = read(a, Box((0, box.offset[1]), (rank, box.shape[1])))
+        # In float64, so that the sum is rounded once.
+        added: Array = values + scale * (rows.astype(np.float64) @ columns.astype(np.float64))
+        return added.astype(np.float32)
+
+    return merged
+
+
+def export_adapters(
+    folder: Path, tensors: TensorMap, read: ReadBox, shapes: dict[str, tuple[int, ...]], lora: Any, base: str | None
+) -> None:
+    """Write `adapter_model.safetensors` and `adapter_config.json`, which PEFT reads.
+
+    Args:
+        tensors: where the decoder's own tensors lie.
+        read: (name of a parameter, box) -> float32 values.
+        shapes: shape of every parameter by name.
+        lora: the options of the adapters.
+        base: directory of the model that they adapt, where it is known.
+
+    Raises:
+        ExportError: the directory is not empty.
+    """
+    make_directory(folder)
+    entries = []
+    for name, shape in shapes.items():
+        layer, found, which = name.partition(".lora_")
+        if found:
+            theirs = tensors[f"{layer}.weight"].pieces[0].source.removesuffix(".weight")
+            values = np.ascontiguousarray(read(name, Box.full(shape)))
+            entries.append(Entry(f"{_PREFIX}{theirs}.lora_{which}", "float32", values))
+    with (folder / ADAPTER_FILE).open("wb") as out:
+        for part in file_parts(entries, {"format": "pt"}):
+            out.write(part)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": list(lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,18 +1,24 @@
-"""A directory of a Hugging Face model: what it is, whether it is whole, and its weights for any rank's shards."""
+"""A directory of a Hugging Face model: what it is, whether it is whole, and its weights for any rank's shards.
+
+Weights of a Hugging Face directory: safetensors files, one or many, read slice by slice.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from hp_trainer._files import read_plain_text
 from hp_trainer.checkpoint import Box
+from hp_trainer.checkpoint.shard_file import Header, read_header, view_array
 from hp_trainer.exceptions import CheckpointError, Problem
 from hp_trainer.models.hugging_face.architectures import read_architecture
-from hp_trainer.models.hugging_face.pieces import Array
-from hp_trainer.models.hugging_face.tensor_map import build_tensor_map
-from hp_trainer.models.hugging_face.weights import Weights, weight_problems
+from hp_trainer.models.hugging_face.tensor_map import Array, TensorMap, build_tensor_map
 
 # Files beside the weights that go with a model wherever it goes; data, all of them.
 COMPANIONS = (
@@ -72,3 +78,148 @@ class ModelDirectory:
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         assert self.architecture is not None
         return layer is not None and int(layer[1]) >= self._layers and self.architecture.model_type == "deepseek_v3"
+
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# Bytes of a header that are read; one with a million tensors takes some hundred megabytes.
+_LONGEST_HEADER = 512 * 2**20
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+
+
+class Weights:
+    """The tensors of a directory; files are mapped, and what is not asked for is never read.
+
+    Attributes:
+        problems: what is wrong with the files themselves; the tensors of the others are there all the same.
+        bytes_read: of the slices that were taken so far.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.problems: list[Problem] = []
+        self.bytes_read = 0
+        self._files: dict[str, tuple[Array, Header]] = {}
+        self._places: dict[str, str] = {}
+        for file in self._file_names():
+            self._open(file)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._places)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entry(name)[1]
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype as safetensors calls it, such as `BF16`."""
+        return self._entry(name)[0]
+
+    def read(self, name: str, slices: tuple[slice, ...]) -> Array:
+        """Return a part of a tensor as float32.
+
+        bfloat16 and float16 are widened, which is exact; float64 is rounded.
+        """
+        kind, shape, begin, _ = self._entry(name)
+        view = view_array(self._files[self._places[name]][0], begin, _DTYPES[kind], shape)[slices]
+        self.bytes_read += view.nbytes
+        return widen(view, _DTYPES[kind])
+
+    def _entry(self, name: str) -> tuple[str, tuple[int, ...], int, int]:
+        return self._files[self._places[name]][1].entries[name]
+
+    def _add(self, what: str, expected: str = "", hint: str = "") -> None:
+        self.problems.append(Problem(path="", what=what, expected=expected, hint=hint))
+
+    def _file_names(self) -> list[str]:
+        index = self.folder / INDEX_FILE
+        if not index.is_file():
+            if (self.folder / WEIGHTS_FILE).is_file():
+                return [WEIGHTS_FILE]
+            pickled = sorted(file.name for file in self.folder.glob("*.bin")) if self.folder.is_dir() else []
+            told = f"; {pickled[0]} is a pickle, which is never read" if pickled else ""
+            self._add(f"{self.folder} has no weights{told}", expected=f"{WEIGHTS_FILE}, or {INDEX_FILE} and its shards")
+            return []
+        try:
+            shards = json.loads(read_plain_text(index))["weight_map"]
+            names = sorted({str(name) for name in shards.values()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            self._add(f"{index} is damaged: {error!r}", expected='{"weight_map": {tensor: file}}')
+            return []
+        outside = [name for name in names if Path(name).name != name]
+        if outside:
+            self._add(f"{index} names files elsewhere: {', '.join(outside)}", expected="names of files beside it")
+        return [name for name in names if name not in outside]
+
+    def _open(self, file: str) -> None:
+        path = self.folder / file
+        if not path.is_file():
+            self._add(f"{path} is missing", expected="every shard that the index names", hint="download it again")
+            return
+        data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
+        try:
+            header = read_header(data, str(path), _LONGEST_HEADER)
+        except CheckpointError as error:
+            self._add(str(error), hint="download it again")
+            return
+        self._files[file] = data, header
+        for name, (kind, shape, begin, end) in header.entries.items():
+            size = int(np.prod(shape, dtype=np.int64))
+            if kind in _DTYPES and end - begin != size * np.dtype(storage(kind)).itemsize:
+                self._add(f"{path} is damaged: {name} has {end - begin} bytes for the shape {list(shape)}")
+            self._places[name] = file
+
+
+def storage(kind: str) -> str:
+    """Return the NumPy dtype that holds the bits of a dtype of safetensors."""
+    return {"F32": "<f4", "BF16": "<u2", "F16": "<f2", "F64": "<f8"}[kind]
+
+
+def widen(values: Array, dtype: str) -> Array:
+    """Return values as float32; those of bfloat16 come as their bits, uint16."""
+    if dtype == "bfloat16":
+        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return values.astype(np.float32)
+
+
+def narrow(values: Array, dtype: str) -> Array:
+    """Return float32 values in a dtype, rounded to nearest, ties to even; bfloat16 as its bits, uint16."""
+    if dtype != "bfloat16":
+        return values.astype(dtype)
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    # A NaN whose low bits carry would become an infinity.
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+    return np.where(np.isnan(values), quiet, rounded).astype(np.uint16)
+
+
+def weight_problems(weights: Weights, tensors: TensorMap, is_ignored: Any) -> Iterator[Problem]:
+    """Yield what is wrong with the files, and every tensor that is missing, not expected, or of another shape or dtype.
+
+    Args:
+        tensors: what the decoder consists of.
+        is_ignored: (name) -> the tensor is not expected, but known to be superfluous.
+    """
+    yield from weights.problems
+    expected = {piece.source: piece.shape for tensor in tensors.values() for piece in tensor.pieces}
+    found = set(weights.names)
+    missing = [name for name in expected if name not in found]
+    if missing and not weights.problems:
+        yield Problem(path="", what=f"{weights.folder}: missing: {_listed(missing)}")
+    left = sorted(name for name in found if name not in expected and not is_ignored(name))
+    if left:
+        yield Problem(path="", what=f"{weights.folder}: not expected: {_listed(left)}")
+    for name, shape in expected.items():
+        if name in found and weights.shape(name) != shape:
+            what = f"{weights.folder}: {name} has another shape than config.json says"
+            yield Problem(path="", what=what, expected=str(list(shape)), got=str(list(weights.shape(name))))
+        if name in found and weights.dtype(name) not in _DTYPES:
+            what = f"{weights.folder}: {name} has a dtype that cannot be trained"
+            yield Problem(path="", what=what, expected=", ".join(_DTYPES), got=weights.dtype(name))
+
+
+def _listed(names: Iterable[str], most: int = 8) -> str:
+    every = list(names)
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return f"{', '.join(every[:most])}{more}"

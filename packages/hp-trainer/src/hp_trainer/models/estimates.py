@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hp_trainer.memory.recompute import NOTHING_AGAIN, BlockRecompute
+from hp_trainer.models.recomputation import NOTHING_AGAIN, BlockRecompute
 
 
 @dataclass(frozen=True, kw_only=True)

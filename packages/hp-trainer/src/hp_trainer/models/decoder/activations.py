@@ -1,4 +1,6 @@
-"""Activation bytes of the decoder by formula: per block, for its ends, and at the peak.
+"""Floating-point operations of the decoder: those of its matrix products, which are nearly all.
+
+Activation bytes of the decoder by formula: per block, for its ends, and at the peak.
 
 The formulas list what autograd keeps of each operation (after arXiv 2205.05198, section 4, for the operations that this
 decoder has). They are those of torch's operations on the CPU and on CUDA. Tests compare them with bytes that have been
@@ -8,12 +10,71 @@ counted on torch's CPU, to a tenth; MindSpore does not tell when a tensor is fre
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hp_trainer.memory import NOTHING_AGAIN, BlockActivations, BlockRecompute, Demand, KeptTensor
 from hp_trainer.models.decoder.config import DecoderConfig
-from hp_trainer.models.decoder.flops import visible_keys
+from hp_trainer.models.estimates import BlockActivations, KeptTensor
+
+
+def training_flops_per_token(config: DecoderConfig, sequence_length: int) -> float:
+    """Return the operations that a token needs in forward and backward, on average over one document.
+
+    A weight of a matrix product costs 2 in forward and 4 in backward for each token that meets it, so an expert
+    counts for the tokens that are routed to it. Attention's two products count the pairs of query and key that the
+    causal mask and the window let see each other. Nothing is counted that is computed again (PaLM, arXiv 2204.02311,
+    appendix B, which counts all pairs).
+    """
+    return sum(layer_flops_per_token(config, sequence_length)) + head_flops_per_token(config)
+
+
+def layer_flops_per_token(config: DecoderConfig, sequence_length: int) -> list[float]:
+    """Return the same for each block, by which a pipeline is cut into stages."""
+    widths = config.num_attention_heads * (_score_width(config) + _value_width(config))
+    keys = [visible_keys(sequence_length, config.window_of(layer)) for layer in range(config.num_hidden_layers)]
+    return [
+        6.0 * (_attention_weights(config) + _feed_forward_weights(config, layer) + seen * widths)
+        for layer, seen in enumerate(keys)
+    ]
+
+
+def routed_flops_per_token(config: DecoderConfig, layer: int) -> float:
+    """Return the part of a block's operations that its gate and its routed experts have; 0 of a dense block."""
+    if config.num_experts is None or config.is_dense(layer):
+        return 0.0
+    experts = 3 * config.moe_intermediate_size * config.num_experts_per_tok
+    return 6.0 * config.hidden_size * (experts + config.num_experts)
+
+
+def head_flops_per_token(config: DecoderConfig) -> float:
+    """Return the same for the head."""
+    return 6.0 * config.hidden_size * config.vocab_size
+
+
+def visible_keys(length: int, window: int | None) -> float:
+    """Return how many keys a query of a document sees on average, itself included."""
+    width = length if window is None else min(window, length)
+    return width - width * (width - 1) / 2 / length
+
+
+def _attention_weights(config: DecoderConfig) -> int:
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    output = heads * _value_width(config) * hidden
+    query_width = heads * _score_width(config)
+    if config.attention == "grouped":
+        return hidden * (query_width + 2 * config.num_key_value_heads * config.head_dim) + output
+    rank = config.q_lora_rank
+    queries = hidden * query_width if rank is None else (hidden + query_width) * rank
+    compressed = hidden * (config.kv_lora_rank + config.qk_rope_head_dim)
+    return queries + compressed + config.kv_lora_rank * heads * (config.qk_nope_head_dim + config.v_head_dim) + output
+
+
+def _feed_forward_weights(config: DecoderConfig, layer: int) -> int:
+    if config.num_experts is None or config.is_dense(layer):
+        return 3 * config.hidden_size * config.intermediate_size
+    experts = config.num_experts_per_tok + config.num_shared_experts
+    return config.hidden_size * (3 * config.moe_intermediate_size * experts + config.num_experts)
+
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -65,54 +126,10 @@ class DecoderActivations:
     Attributes:
         blocks: of all layers of the whole model, in order.
         head: of the final norm, the head and the loss.
-
-    Example:
-        >>> config = DecoderConfig(num_hidden_layers=2)
-        >>> activations = decoder_activations(config, ActivationShape(batch=1, length=64))
-        >>> again = [BlockRecompute(mode="full")] * 2
-        >>> activations.peak(again) < activations.peak()
-        True
     """
 
     blocks: tuple[BlockActivations, ...]
     head: BlockActivations
-
-    def kept(self, recompute: Sequence[BlockRecompute] | None = None) -> list[float]:
-        """Return the bytes that each block keeps from forward to backward.
-
-        Args:
-            recompute: of each block; None: nothing is computed again.
-        """
-        return [block.kept(each) for block, each in zip(self.blocks, self._each(recompute), strict=True)]
-
-    def peak(
-        self,
-        recompute: Sequence[BlockRecompute] | None = None,
-        *,
-        layers: Sequence[int] | None = None,
-        in_flight: float = 1,
-        has_head: bool = True,
-    ) -> float:
-        """Return the most bytes of activations that a rank holds at once.
-
-        Args:
-            recompute: of each block of the whole model.
-            layers: the blocks that this rank has, those of all its stages; None: all.
-            in_flight: micro-batches whose activations a rank of a pipeline holds at once, over all its stages: the
-                `Timeline.peak_activations` of its schedule, divided by the stages that it has.
-            has_head: the rank has the head.
-        """
-        chosen = range(len(self.blocks)) if layers is None else layers
-        modes = self._each(recompute)
-        demand = Demand(
-            blocks=tuple(self.blocks[layer] for layer in chosen),
-            head=self.head if has_head else None,
-            in_flight=in_flight,
-        )
-        return demand.peak([modes[layer] for layer in chosen])
-
-    def _each(self, recompute: Sequence[BlockRecompute] | None) -> Sequence[BlockRecompute]:
-        return [NOTHING_AGAIN] * len(self.blocks) if recompute is None else recompute
 
 
 def decoder_activations(config: DecoderConfig, shape: ActivationShape) -> DecoderActivations:
@@ -123,8 +140,8 @@ def decoder_activations(config: DecoderConfig, shape: ActivationShape) -> Decode
     Example:
         >>> config = DecoderConfig(num_hidden_layers=1, hidden_size=192)
         >>> activations = decoder_activations(config, ActivationShape(batch=1, length=10))
-        >>> activations.kept([BlockRecompute(mode="full")])  # the input alone: 10 x 192 float32
-        [7680.0]
+        >>> activations.blocks[0].kept(BlockRecompute(mode="full"))  # the input alone: 10 x 192 float32
+        7680.0
     """
     # Blocks of one kind are one object.
     kinds = [(config.is_dense(layer), config.window_of(layer)) for layer in range(config.num_hidden_layers)]

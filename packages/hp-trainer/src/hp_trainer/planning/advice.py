@@ -11,15 +11,14 @@ from typing import Any
 
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import ConfigError, PlanError
-from hp_trainer.memory import format_size
 from hp_trainer.parallel import ParallelDims
-from hp_trainer.parallel.divisors import divisors
+from hp_trainer.parallel.axes import divisors
 from hp_trainer.pipeline import schedule_names
-from hp_trainer.planning.own_modules import ModuleCounter
 from hp_trainer.planning.plan import StepPlan, format_seconds, plan_step
-from hp_trainer.planning.recomputed_blocks import keeps_budget
 from hp_trainer.planning.search import problems_together
-from hp_trainer.planning.step_shape import StepShape
+from hp_trainer.planning.shapes import StepShape, keeps_budget
+from hp_trainer.planning.user_modules import ModuleCounter
+from hp_trainer.sizes import format_size
 
 SHOWN = 8
 _BUDGET_TRIES = 4

@@ -1,17 +1,154 @@
-"""Choice of what each block of a model keeps, computes again or has on the host, within a budget of activations."""
+"""Activations that a rank has to hold, and the cost of not holding them: computing again, or copies to the host.
+
+Choice of what each block of a model keeps, computes again or has on the host, within a budget of activations.
+
+Choice of the recomputation of a run: by its settings, or to stay within a budget of activations.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from hp_trainer.memory.demand import ESTIMATED, CostRates, Demand
-from hp_trainer.memory.recompute import NOTHING_AGAIN, BlockRecompute, Kind
-from hp_trainer.memory.sizes import format_size
+from hp_trainer.config import TrainerConfig
+from hp_trainer.models import DecoderConfig
+from hp_trainer.models.decoder.activations import ActivationShape, decoder_activations
+from hp_trainer.models.estimates import BlockActivations
+from hp_trainer.models.recomputation import NOTHING_AGAIN, BlockRecompute, Kind, block_names
+from hp_trainer.parallel import ParallelDims, context_style
+from hp_trainer.pipeline import simulate
+from hp_trainer.sizes import format_size, parse_size
+from hp_trainer.training.stages import num_microbatches, plan_stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostRates:
+    """Time of a byte, in operations of matrix products that take as long.
+
+    Attributes:
+        moved: of a byte that a cheap operation writes: about 5 on a CPU, 100 to 300 on a GPU.
+        sent: of a byte that goes to another rank.
+        host: of a byte that goes to host memory, or comes from there: 20,000 on an H100 with 16 lanes of PCIe 4.
+    """
+
+    moved: float = 100.0
+    sent: float = 5000.0
+    host: float = 20_000.0
+
+    def describe(self) -> str:
+        """Return the rates in one line.
+
+        Example:
+            >>> CostRates(moved=100, sent=5000, host=20_000).describe()
+            'a byte written takes the time of 100 operations of products, one sent 5,000, one copied to the host 20,000'
+        """
+        return (
+            f"a byte written takes the time of {self.moved:,.0f} operations of products, one sent {self.sent:,.0f}, "
+            f"one copied to the host {self.host:,.0f}"
+        )
+
+    def work(self, block: BlockActivations) -> float:
+        """Return the work of a forward, in operations."""
+        return self.again(block, BlockRecompute(mode="full"))
+
+    def again(self, block: BlockActivations, recompute: BlockRecompute) -> float:
+        """Return the work of what a block computes again, in operations."""
+        moved, sent = block.moved_again(recompute), block.sent_again(recompute)
+        return block.flops_again(recompute) + self.moved * moved + self.sent * sent
+
+    def waited(self, block: BlockActivations, chosen: BlockRecompute, forward: float, backward: float) -> float:
+        """Return the wait for a block's copies to the host and back, in operations.
+
+        Args:
+            forward: work of the next block's forward, beside which the copies to the host are made.
+            backward: work of the next block's backward, beside which they are brought back.
+        """
+        copied = self.host * (block.kept(chosen) - block.on_device(chosen))
+        return max(0.0, copied - forward) + max(0.0, copied - backward)
+
+
+ESTIMATED = CostRates()
+"""Rates about right on any accelerator, where none have been measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """Activations that one rank has to hold.
+
+    Attributes:
+        blocks: those that the rank has, in the order of forward.
+        head: the final norm, head and loss; None: another rank has them.
+        in_flight: micro-batches whose activations it holds at once.
+        ends: indices of blocks that are the last of a stage, whose tensors stay on the device; the last one always is.
+    """
+
+    blocks: tuple[BlockActivations, ...]
+    head: BlockActivations | None = None
+    in_flight: float = 1.0
+    ends: frozenset[int] = frozenset()
+
+    def stays(self, index: int) -> bool:
+        """Return whether a block's tensors stay on the device whatever is chosen: backward begins with them."""
+        return index == len(self.blocks) - 1 or index in self.ends
+
+    def peak(self, chosen: Sequence[BlockRecompute]) -> float:
+        """Return the most bytes on the device at once.
+
+        Backward has freed what is behind the block that it is in. Tensors of the block in front of it come back from
+        the host in the place of those that it has used, while blocks further in front have theirs there.
+
+        Example:
+            >>> x = KeptTensor(name="x", kind="input", saved=1, result=1)
+            >>> block = BlockActivations(tensors=(x, KeptTensor(name="rest", kind="rest", saved=9)))
+            >>> demand = Demand(blocks=(block,) * 3)
+            >>> demand.peak([BlockRecompute(mode="full")] * 3), demand.peak([NOTHING_AGAIN] * 3)
+            (12.0, 30.0)
+            >>> demand.peak([BlockRecompute(offloads=True)] * 3)
+            10.0
+        """
+        peak = waiting = before = before_waiting = 0.0
+        for index, (block, each) in enumerate(zip(self.blocks, chosen, strict=True)):
+            here = block.kept(each)
+            room = min(before - before_waiting, block.makes_room(each))
+            peak = max(peak, waiting + before - room + here + block.temporary(each))
+            waiting += before_waiting
+            before, before_waiting = here, here if self.stays(index) else block.on_device(each)
+        if self.head is not None:
+            peak = max(peak, waiting + before + self.head.kept() + self.head.working)
+        return (self.in_flight - 1) * (waiting + before_waiting) + peak
+
+    def work(self, rates: CostRates = ESTIMATED) -> float:
+        """Return the work of a forward, in operations."""
+        parts = [*self.blocks, *([] if self.head is None else [self.head])]
+        return sum(map(rates.work, parts))
+
+    def cost(self, chosen: Sequence[BlockRecompute], rates: CostRates = ESTIMATED) -> float:
+        """Return the work that comes on top of a step: what is computed again, and waits for copies; in operations."""
+        again = sum(rates.again(block, each) for block, each in zip(self.blocks, chosen, strict=True))
+        return again + sum(self.waits(range(len(self.blocks)), chosen, rates))
+
+    def waits(
+        self, indices: Iterable[int], chosen: Sequence[BlockRecompute], rates: CostRates = ESTIMATED
+    ) -> Iterator[float]:
+        """Yield the waits for copies of these blocks, in operations."""
+        for index in indices:
+            if chosen[index].offloads and not self.stays(index):
+                after = self.blocks[index + 1]
+                forward = rates.work(after)
+                backward = 2 * forward + rates.again(after, chosen[index + 1])
+                yield rates.waited(self.blocks[index], chosen[index], forward, backward)
+
+    def copied(self, chosen: Sequence[BlockRecompute]) -> float:
+        """Return the bytes that a micro-batch sends to the host, and gets back."""
+        return sum(
+            block.kept(each) - block.on_device(each)
+            for index, (block, each) in enumerate(zip(self.blocks, chosen, strict=True))
+            if not self.stays(index)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,3 +419,168 @@ def describe_blocks(names: Sequence[str], chosen: Sequence[BlockRecompute]) -> s
         else:
             parts.append((name, name, recompute))
     return "; ".join(f"{a} {each}" if a == b else f"{a} to {b} {each}" for a, b, each in parts)
+
+
+@dataclass(frozen=True)
+class StageDemand:
+    """Activations of one place in the pipeline.
+
+    Attributes:
+        layers: its blocks' indices in the whole model.
+        demand: what it has to hold.
+    """
+
+    layers: tuple[int, ...]
+    demand: Demand
+
+
+@dataclass(frozen=True)
+class ActivationPlan:
+    """The choice for a whole model: one plan for each place in the pipeline.
+
+    Attributes:
+        budget: bytes on each rank.
+        stages: of each place.
+        plans: of each place.
+    """
+
+    budget: int
+    stages: tuple[StageDemand, ...]
+    plans: tuple[RecomputePlan, ...]
+
+    def of_layers(self) -> list[BlockRecompute]:
+        """Return what each block of the whole model computes again."""
+        chosen = {
+            layer: recompute
+            for stage, plan in zip(self.stages, self.plans, strict=True)
+            for layer, recompute in zip(stage.layers, plan.chosen, strict=True)
+        }
+        return [chosen[layer] for layer in sorted(chosen)]
+
+    def describe(self) -> list[str]:
+        """Return in one line for each place what was chosen, and why."""
+        return [self._line(place) for place in range(len(self.plans))]
+
+    def _line(self, place: int) -> str:
+        stage, plan = self.stages[place], self.plans[place]
+        everything = block_names(max(stage.layers) + 1) if stage.layers else []
+        names = [everything[layer] for layer in stage.layers]
+        where = "" if len(self.plans) == 1 else f"stage rank {place}, {stage.demand.in_flight:g} micro-batches: "
+        why = (
+            "everything fits"
+            if plan.whole <= self.budget
+            else f"keeping everything takes {format_size(plan.whole)}, keeping as little as possible "
+            f"{format_size(plan.least)}"
+        )
+        return (
+            f"{where}recompute {describe_blocks(names, plan.chosen)}; {format_size(plan.peak)} of the budget of "
+            f"{format_size(self.budget)}, {plan.slowdown:.1%} more work ({why}){_offload_line(plan)}"
+        )
+
+
+def _offload_line(plan: RecomputePlan) -> str:
+    """Return what copies to the host take and save, and what would be chosen without them."""
+    if not any(each.offloads for each in plan.chosen):
+        return "; nothing is offloaded, which would cost more" if plan.kept_here is not None and plan.cost else ""
+    waits = f"{plan.share(plan.waits):.1%} of a step waits for them" if plan.waits else "all beside computation"
+    without = (
+        "without offload nothing fits"
+        if plan.kept_here is None
+        else f"without offload {plan.share(plan.kept_here):.1%} more work"
+    )
+    return f"; {format_size(plan.copied)} of each micro-batch to the host and back, {waits}; {without}"
+
+
+def activation_shape(config: TrainerConfig, dims: ParallelDims, *, fused_experts: bool = True) -> ActivationShape:
+    """Return the sizes of one micro-batch of a run on one rank.
+
+    Args:
+        fused_experts: as in `ActivationShape`.
+    """
+    training = config.training
+    share = training.global_batch_size // dims.dp_size
+    batch = training.micro_batch_size or share
+    if dims.pp_enabled:
+        batch = max(1, share // num_microbatches(config, dims))
+    return ActivationShape(
+        batch=batch,
+        length=training.sequence_length,
+        dtype=training.dtype,
+        tp=dims.tp,
+        cp=dims.cp,
+        cp_method=_cp_method(config, dims),
+        ep=dims.ep,
+        etp=dims.etp,
+        splits_tokens=dims.expert_mesh == "peer",
+        fused_experts=fused_experts,
+    )
+
+
+def stage_demands(config: TrainerConfig, dims: ParallelDims, shape: ActivationShape) -> tuple[StageDemand, ...]:
+    """Return the activations of each place in the pipeline of a decoder's run; without one there is one place."""
+    activations = decoder_activations(config.model.options, shape)
+    if not dims.pp_enabled:
+        layers = tuple(range(len(activations.blocks)))
+        return (StageDemand(layers, Demand(blocks=activations.blocks, head=activations.head)),)
+    plan = plan_stages(config, dims)
+    peaks = simulate(plan.schedule).peak_activations
+    found = []
+    for place in range(dims.pp):
+        parts = plan.parts_of(place)
+        layers = tuple(parts.layers or ())
+        stages = [plan.stages[index].layers for index in plan.indices_of(place)]
+        demand = Demand(
+            blocks=tuple(activations.blocks[layer] for layer in layers),
+            head=activations.head if parts.head else None,
+            in_flight=peaks[place] / len(plan.indices_of(place)),
+            ends=frozenset(layers.index(max(stage)) for stage in stages if stage),
+        )
+        found.append(StageDemand(layers, demand))
+    return tuple(found)
+
+
+def plan_activations(
+    config: TrainerConfig,
+    dims: ParallelDims,
+    kinds: Sequence[Kind],
+    *,
+    fused_experts: bool = True,
+    rates: CostRates = ESTIMATED,
+) -> ActivationPlan:
+    """Choose what each block computes again or offloads, so that every rank stays within `training.activation_budget`.
+
+    The same on every rank that has the same rates: beside them it depends on the settings alone.
+
+    Args:
+        kinds: of operations whose results the platform can keep.
+        rates: measured, or estimated.
+
+    Raises:
+        BudgetError: no choice stays within the budget; its `least` is that of the rank that needs most.
+    """
+    assert config.training.activation_budget is not None
+    budget = parse_size(config.training.activation_budget)
+    shape = activation_shape(config, dims, fused_experts=fused_experts)
+    stages = stage_demands(config, dims, shape)
+    # The rank that needs most comes first, so that an error tells what works for all.
+    needs = sorted(stages, key=lambda stage: -stage.demand.peak([BlockRecompute(mode="full")] * len(stage.layers)))
+    offloads, usable = config.training.offload_activations, _usable(config, kinds)
+    plans = {id(stage): plan_recompute(stage.demand, budget, usable, offloads=offloads, rates=rates) for stage in needs}
+    return ActivationPlan(budget, stages, tuple(plans[id(stage)] for stage in stages))
+
+
+def is_plannable(options: Any) -> bool:
+    """Return whether the activations of a model with these options are known."""
+    return isinstance(options, DecoderConfig)
+
+
+def _usable(config: TrainerConfig, kinds: Sequence[Kind]) -> tuple[Kind, ...]:
+    # What is compiled hides its operations.
+    return tuple(kind for kind in kinds if not config.training.compile or kind == "collectives")
+
+
+def _cp_method(config: TrainerConfig, dims: ParallelDims) -> str:
+    if not dims.cp_enabled:
+        return "ulysses"
+    style = context_style(dims, config.model.options, config.training)
+    return "ulysses" if style.ulysses_degree == dims.cp else str(style.method)
