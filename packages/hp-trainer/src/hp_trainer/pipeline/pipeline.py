@@ -15,7 +15,7 @@ from hp_dtensor.comm.world import World, current_world
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.trees import flattened, map_tensors
 from hp_trainer.exceptions import PipelineError, join_choices
-from hp_trainer.parallel.divisors import nearest_divisors
+from hp_trainer.parallel.axes import nearest_divisors
 from hp_trainer.pipeline.actions import Action, Kind, Schedule, rank_actions
 from hp_trainer.pipeline.schedules import build_schedule
 from hp_trainer.pipeline.simulation import check_whole_backwards, validate
