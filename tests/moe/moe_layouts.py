@@ -74,6 +74,7 @@ LAYOUTS = {
     "hidden cut": Layout({"etp": 2}, (TensorParallel(), ("etp",))),
     "hidden cut beside data": Layout({"dp": 2, "etp": 2}, (TensorParallel(), ("etp",)), data=("dp",), replicas=("dp",)),
     "ep and hidden": Layout({"ep": 2, "etp": 2}, (ExpertTensorParallel(), ("ep", "etp")), data=("ep",)),
+    "hidden and ep": Layout({"etp": 2, "ep": 2}, (ExpertTensorParallel(), ("etp", "ep")), data=("ep",)),
     "sequence, ep folded": Layout({"tp": 2}, (ExpertParallel(), ("tp",)), sequence="tp"),
     "data and sequence, ep folded over both": Layout(
         {"dp": 2, "tp": 2}, (ExpertParallel(), ("folded",)), data=("dp",), sequence="tp"
@@ -92,6 +93,12 @@ LAYOUTS = {
     ),
     "same tokens on ep, sequence, hidden cut": Layout(
         {"ep": 2, "tp": 2}, (ExpertTensorParallel(split_tokens=True), ("ep", "tp")), sequence="tp"
+    ),
+    "sequence, same tokens on ep": Layout(
+        {"tp": 2, "ep": 2}, (ExpertParallel(split_tokens=True), ("tp", "ep")), sequence="tp"
+    ),
+    "sequence, hidden cut, same tokens on ep": Layout(
+        {"tp": 2, "ep": 2}, (ExpertTensorParallel(split_tokens=True), ("tp", "ep")), sequence="tp"
     ),
     "sequence over three, uneven": Layout({"tp": 3}, (ExpertParallel(), ("tp",)), sequence="tp"),
 }
@@ -227,7 +234,7 @@ def _layer(platform, layout, mesh, num_experts, options, one_expert, top_k=2):
         _cut_sequence(layer, mesh[layout.sequence])
     tokens = [*layout.data]
     if layer.split_mesh is not None:
-        tokens.append(axes[0])
+        tokens.extend(layer.split_mesh.mesh_dim_names)
     if layout.sequence is not None and layer.experts.partial_mesh is None:
         tokens.append(layout.sequence)
     if tokens:

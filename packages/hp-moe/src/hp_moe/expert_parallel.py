@@ -172,8 +172,9 @@ class BaseExpertParallel(ParallelStyle):
 class ExpertParallel(BaseExpertParallel):
     """Expert parallelism: whole experts on each rank of a 1-D mesh, in chunk order; tokens travel.
 
-    On a 2-D mesh, along the first axis; the input is distributed along the second, whose ranks hold the same
-    experts and route different tokens, and the experts' gradients are summed over them.
+    On a 2-D mesh the experts are spread over the axis named `ep`, or over the first one if none has that name. The
+    input is distributed over the other axis, whose ranks hold the same experts and route different tokens; the experts'
+    gradients are summed over it.
 
     Args:
         dispatcher: name of the token dispatcher (hook `hp_token_dispatcher`): `all_to_all`, `copy_per_expert`,
@@ -181,7 +182,7 @@ class ExpertParallel(BaseExpertParallel):
             of experts to one, such as `functools.partial(TwoLevelDispatcher, inner_size=8)`.
         num_chunks: parts that the tokens travel in, so that experts, and shared experts, work meanwhile: for the
             `all_to_all` dispatchers, and for `auto`, which chooses it where None; None elsewhere: 1.
-        split_tokens: ranks of the first axis are given the same tokens, as where it is an axis of its own
+        split_tokens: ranks of the experts' axis are given the same tokens, as where it is an axis of its own
             beside data parallelism; each then routes a share of them, and all get all results.
 
     Example:
@@ -213,7 +214,9 @@ class ExpertParallel(BaseExpertParallel):
         self.split_tokens = split_tokens
 
     def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
-        return dict.fromkeys(WEIGHTS, (Shard(0), Replicate())[: mesh.ndim])
+        expert_axis = _expert_axis(mesh)
+        placements = tuple(Shard(0) if axis == expert_axis else Replicate() for axis in range(mesh.ndim))
+        return dict.fromkeys(WEIGHTS, placements)
 
     def _dispatcher(self, num_experts: int, mesh: DeviceMesh) -> TokenDispatcher | None:
         build: Callable[..., TokenDispatcher] = (
@@ -221,15 +224,15 @@ class ExpertParallel(BaseExpertParallel):
         )
         if self.num_chunks is not None:
             build = functools.partial(build, num_chunks=self.num_chunks)
-        return build(mesh.get_group(0), num_experts)
+        return build(mesh.get_group(_expert_axis(mesh)), num_experts)
 
     def _split_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
-        return mesh[mesh.mesh_dim_names[0]] if self.split_tokens else None
+        return mesh[mesh.mesh_dim_names[_expert_axis(mesh)]] if self.split_tokens else None
 
     def _router_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
         if self.split_tokens:
             return mesh
-        return mesh[mesh.mesh_dim_names[1]] if mesh.ndim == 2 else None
+        return _other_axis(mesh) if mesh.ndim == 2 else None
 
 
 class TensorParallel(BaseExpertParallel):
@@ -254,9 +257,10 @@ class TensorParallel(BaseExpertParallel):
 
 
 class ExpertTensorParallel(ExpertParallel):
-    """Expert and tensor parallelism: experts over the first axis of a 2-D mesh, hidden dimensions over the second.
+    """Expert and tensor parallelism: experts over one axis of a 2-D mesh, hidden dimensions over the other.
 
-    Tokens travel along the first axis only; ranks along the second take the same tokens.
+    The experts' axis is the one named `ep`, whatever the order of the axes, or the first one if none has that name.
+    Tokens are sent along it only; ranks along the other axis take the same tokens.
 
     Example:
         >>> def program():
@@ -272,10 +276,23 @@ class ExpertTensorParallel(ExpertParallel):
     mesh_ndims = (2,)
 
     def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
-        return {name: (Shard(0), placement) for name, placement in _HIDDEN_CUT.items()}
+        if _expert_axis(mesh) == 0:
+            return {name: (Shard(0), placement) for name, placement in _HIDDEN_CUT.items()}
+        return {name: (placement, Shard(0)) for name, placement in _HIDDEN_CUT.items()}
 
     def _partial_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
-        return mesh[mesh.mesh_dim_names[1]]
+        return _other_axis(mesh)
+
+
+def _expert_axis(mesh: DeviceMesh) -> int:
+    """Return the index of the axis over which experts are spread: the one named `ep`, else the first."""
+    names = mesh.mesh_dim_names
+    return names.index("ep") if "ep" in names else 0
+
+
+def _other_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the 1-D mesh of the axis of a 2-D mesh over which experts are not spread."""
+    return mesh[mesh.mesh_dim_names[1 - _expert_axis(mesh)]]
 
 
 class ReplicatedExperts(BaseExpertParallel):
