@@ -10,7 +10,7 @@ import pytest
 from equality_models import MODELS
 from equality_training import Case, all_layouts, check_equal, train, train_reference
 
-from hp_dtensor.testing.shares import chosen
+from hp_dtensor.testing.pytest_plugin import chosen
 from hp_dtensor.testing.simulated import run_ranks
 
 REDUCED = ((1, "every"), (3, "every"), (3, "last"))

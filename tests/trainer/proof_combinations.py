@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 from combinations import all_combinations, check, pairwise_sample
 
-from hp_dtensor.testing.shares import Share, chosen
+from hp_dtensor.testing.pytest_plugin import Share, chosen
 
 ALL = all_combinations()
 SAMPLE = list(pairwise_sample(ALL))

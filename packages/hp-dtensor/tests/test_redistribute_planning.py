@@ -14,7 +14,7 @@ from hp_dtensor.redistribute import CostModel
 from hp_dtensor.redistribute.ownership import least_volume
 from hp_dtensor.redistribute.segments import agreeing
 from hp_dtensor.spec.tensor_spec import split_ranges
-from hp_dtensor.testing.redistribution_search import exhaustive_volumes, placement_options
+from hp_dtensor.testing.redistribution_proof import exhaustive_volumes, placement_options
 
 R, P = Replicate(), Partial()
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hp_dtensor.testing.shares import Share, chosen
+from hp_dtensor.testing.pytest_plugin import Share, chosen
 
 CASES = list(itertools.product("RSP", repeat=4))
 COUNTING = """

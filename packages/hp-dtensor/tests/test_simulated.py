@@ -14,7 +14,7 @@ from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import CapabilityError, CollectiveError, LaunchError
 from hp_dtensor.testing import run_ranks
-from hp_dtensor.testing.simulated_job import Job
+from hp_dtensor.testing.simulated import Job
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
-from hp_dtensor.testing.conformance.operation_cases import cases
+from hp_dtensor.testing.conformance.test_ops import cases
 
 CASES = cases()
 # Two units in the last place of the largest number: each of a few operations rounds once.

@@ -14,9 +14,9 @@ import pytest
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, StridedShard
 from hp_dtensor.testing import run_ranks
-from hp_dtensor.testing.conformance.redistribution_programs import moved_in_batches
+from hp_dtensor.testing.conformance.test_redistribution import moved_in_batches
+from hp_dtensor.testing.pytest_plugin import Share
 from hp_dtensor.testing.redistribution_proof import prove_redistribution
-from hp_dtensor.testing.shares import Share
 
 LONG = 7200
 MORE: tuple[Placement, ...] = (StridedShard(0, 2), Partial("avg"), RaggedShard(0, (3, 1)), RaggedShard(1, (1, 2)))

@@ -9,7 +9,7 @@ import pytest
 
 from hp_dtensor import DTensor, Partial, RaggedShard, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_dtensor.testing import run_ranks
-from hp_dtensor.testing.shares import chosen
+from hp_dtensor.testing.pytest_plugin import chosen
 
 PLAIN = [Replicate(), Shard(0), Shard(1), Partial()]
 LIMITS = {"mindspore": 120}  # of 384 cases each; torch has them all

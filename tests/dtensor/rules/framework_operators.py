@@ -29,7 +29,7 @@ from hp_dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
 from hp_dtensor.exceptions import HPError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import replicate_like
-from hp_dtensor.testing.shares import ALL, Share, chosen
+from hp_dtensor.testing.pytest_plugin import ALL, Share, chosen
 
 Tensor = torch.Tensor
 Placements = tuple[Placement, ...]

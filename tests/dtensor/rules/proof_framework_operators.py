@@ -12,7 +12,7 @@ import pytest
 
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
-from hp_dtensor.testing.shares import Share
+from hp_dtensor.testing.pytest_plugin import Share
 
 torch = pytest.importorskip("torch")
 operators = pytest.importorskip("framework_operators")

@@ -14,9 +14,9 @@ import pytest
 
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import all_samples, run_ranks
+from hp_dtensor.testing.pytest_plugin import Share
 from hp_dtensor.testing.rule_proof import provable, prove
 from hp_dtensor.testing.rule_samples import Sample
-from hp_dtensor.testing.shares import Share
 
 LONG = 7200
 MESHES = ((2,), (3,), (4,), (6,), (2, 2), (2, 3))

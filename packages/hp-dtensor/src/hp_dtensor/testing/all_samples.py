@@ -1,22 +1,15 @@
-"""The samples of all sharding rules, from their tables."""
+"""All samples of sharding rules."""
 
 from __future__ import annotations
 
-from hp_dtensor.testing import (
-    complex_samples,
-    dimension_samples,
-    linear_algebra_samples,
-    network_samples,
-    operation_samples,
-    rule_samples,
-)
+from hp_dtensor.testing import linear_algebra_samples, network_samples, operation_samples, rule_samples
 from hp_dtensor.testing.rule_samples import Sample
 
 OPERATIONS: tuple[Sample, ...] = (
-    *operation_samples.SAMPLES,
-    *dimension_samples.SAMPLES,
+    *operation_samples.POINTWISE_AND_REDUCTIONS,
+    *operation_samples.DIMENSIONS,
     *network_samples.SAMPLES,
-    *complex_samples.SAMPLES,
+    *operation_samples.COMPLEX,
     *linear_algebra_samples.SAMPLES,
 )
 """One or more per operation."""

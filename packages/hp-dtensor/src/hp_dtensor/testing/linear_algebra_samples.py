@@ -1,7 +1,4 @@
-"""Calls of the operations on batches of matrices.
-
-As in `operation_samples`, `ops.<name>` is the framework's own function.
-"""
+"""Samples of operations on batches of matrices (see `operation_samples`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Calls of the operations of networks: normalizations, convolutions, pooling, losses, random numbers.
-
-As in `operation_samples`, `ops.<name>` is the framework's own function, with torch's order of arguments.
-"""
+"""Samples of normalizations, convolutions, pooling, losses and random operations (see `operation_samples`)."""
 
 from __future__ import annotations
 

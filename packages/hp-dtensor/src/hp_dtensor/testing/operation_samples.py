@@ -1,7 +1,7 @@
-"""Calls of the operations that have a sharding rule but are not in `platform.ops`, by canonical name.
+"""Samples of operations that have a sharding rule but are not in `platform.ops`, by torch's name.
 
-`ops.<name>` is the framework's own function, with torch's order of arguments (`Platform.operation`); a platform
-whose framework lacks an operation skips its samples.
+`ops.<name>` is the framework's own function with torch's argument order (`Platform.operation`). A platform whose
+framework lacks an operation skips its samples. Complex numbers are built from real ones and split into real ones again.
 """
 
 from __future__ import annotations
@@ -400,4 +400,135 @@ _SELECTION = (
     _sample("bincount", lambda ops, i: ops.bincount(i, 6), (9,), integers={0: 4}, gradients=False),
 )  # fmt: skip
 
-SAMPLES: tuple[Sample, ...] = (*_POINTWISE, *_COPIES, *_IN_PLACE, *_REDUCTIONS, *_PRODUCTS, *_VIEWS, *_SELECTION)
+POINTWISE_AND_REDUCTIONS: tuple[Sample, ...] = (
+    *_POINTWISE,
+    *_COPIES,
+    *_IN_PLACE,
+    *_REDUCTIONS,
+    *_PRODUCTS,
+    *_VIEWS,
+    *_SELECTION,
+)
+
+
+CUBE = (5, 4, 3)
+FLAT = (7,)
+
+
+def _single(name: str, call: Callable[..., Any], shape: tuple[int, ...] = MATRIX, **options: Any) -> Sample:
+    return Sample(name, (shape,), call, **options)
+
+
+_SLICES = (
+    _single("getitem rows", lambda ops, x: x[1:4]),
+    _single("getitem every second row", lambda ops, x: x[1::2], LONG),
+    _single("getitem from behind", lambda ops, x: x[-3:-1, ::3]),
+    _single("getitem no rows", lambda ops, x: x[3:3]),
+    _single("getitem a row", lambda ops, x: x[2]),
+    _single("getitem the last column", lambda ops, x: x[:, -1]),
+    _single("getitem an element", lambda ops, x: x[3, 1]),
+    _single("getitem of all kinds", lambda ops, x: x[1:, 2, None, ::2], CUBE),
+    _single("getitem of all kinds behind", lambda ops, x: x[..., None, 2, 1:], CUBE),
+    _single("getitem neighbours", lambda ops, x: ops.sub(x[1:], x[:-1])),
+    _single("getitem twice", lambda ops, x: ops.exp(x[1:][::2][1])),
+    _single("getitem summed", lambda ops, x: ops.sum(x[1:4][:, 2], 0)),
+    _single("narrow columns", lambda ops, x: ops.narrow(x, 1, 2, 2)),
+    _single("select a column", lambda ops, x: ops.select(x, 1, -2)),
+)
+
+_LISTS = (
+    _single("getitem by a list", lambda ops, x: x[[3, 0, -1]]),
+    _single("getitem columns by a list", lambda ops, x: x[:, [1, 0]]),
+    _single("getitem by lists", lambda ops, x: x[[0, 4], [1, 2]]),
+    _single("getitem by a list and a slice", lambda ops, x: x[1:, None, [2, 2], 1], CUBE),
+    _single("getitem by nested lists", lambda ops, x: x[..., [[0, 1], [2, 0]]], CUBE),
+    _single("getitem by truth values", lambda ops, x: x[[True, False, True, True, False]]),
+)
+
+_MOVES = (
+    _single("roll backward", lambda ops, x: ops.roll(x, -1, 1)),
+    _single("roll far", lambda ops, x: ops.roll(x, 13, 0), FLAT),
+    _single("roll a flat tensor", lambda ops, x: ops.roll(x, 3), FLAT),
+    _single("roll both ways", lambda ops, x: ops.roll(x, (1, 2), (0, 1))),
+    _single("roll of a slice", lambda ops, x: ops.roll(x[1:], 1, 0)),
+    _single("flip rows", lambda ops, x: ops.flip(x, (0,)), FLAT),
+    _single("flip both ways", lambda ops, x: ops.flip(x, (0, 1))),
+    _single("flip of a slice", lambda ops, x: ops.flip(x[1:4], (0, 1))),
+)
+
+_SCANS = (
+    _single("logcumsumexp rows", lambda ops, x: ops.logcumsumexp(x, 0)),
+    _single("logcumsumexp flat", lambda ops, x: ops.logcumsumexp(ops.mul(x, 20.0), -1), FLAT),
+    _single("logcumsumexp of a slice", lambda ops, x: ops.logcumsumexp(x[3:], 0), LONG),
+    *(
+        sample
+        for name in ("cummax", "cummin")
+        for sample in (
+            _single(f"{name} values", lambda ops, x, name=name: getattr(ops, name)(x, 0)[0], LONG),
+            _single(f"{name} positions", lambda ops, x, name=name: getattr(ops, name)(x, 0)[1], LONG, gradients=False),
+            _single(f"{name} of ties", lambda ops, x, name=name: getattr(ops, name)(ops.floor(x), 0)[1], LONG,
+                    gradients=False),
+            _single(f"{name} of integers", lambda ops, x, name=name: getattr(ops, name)(x, -1), FLAT, integers={0: 3},
+                    gradients=False),
+            _single(f"{name} of a slice", lambda ops, x, name=name: getattr(ops, name)(x[1:5], 0)[0], LONG),
+        )
+    ),
+)  # fmt: skip
+
+DIMENSIONS: tuple[Sample, ...] = (*_SLICES, *_LISTS, *_MOVES, *_SCANS)
+
+
+PAIRS = (5, 3, 2)
+"""Rows, columns, and a real and an imaginary part."""
+
+
+def _of_complex(
+    name: str, call: Callable[..., Tensor], *shapes: tuple[int, ...], real: bool = False, **options: Any
+) -> Sample:
+    """Of tensors of which each is made of pairs; `real`: the result is real already."""
+
+    def run(ops: Any, *tensors: Tensor) -> Tensor:
+        result = call(ops, *[ops.view_as_complex(x) for x in tensors])
+        return result if real else ops.view_as_real(ops.resolve_conj(result))
+
+    return Sample(name, shapes or (PAIRS,), run, **options)
+
+
+def _rotary(ops: Any, x: Tensor, frequencies: Tensor) -> Tensor:
+    """Rotary embeddings `[batch, length, heads, width]` by complex numbers, as the reference code of Llama."""
+    numbers = ops.view_as_complex(ops.reshape(ops.float(x), (*x.shape[:-1], -1, 2)))
+    turns = ops.polar(ops.ones_like(frequencies), frequencies)
+    turned = ops.mul(numbers, ops.reshape(turns, (1, x.shape[1], 1, -1)))
+    return ops.type_as(ops.flatten(ops.view_as_real(turned), 3), x)
+
+
+COMPLEX: tuple[Sample, ...] = (
+    _of_complex("view_as_real", lambda ops, z: z),
+    _of_complex("view_as_complex", lambda ops, z: ops.mul(z, z)),
+    Sample("view_as_complex rotary", ((2, 3, 4, 4), (3, 2)), _rotary),
+    _of_complex("mul of complex", lambda ops, z, w: ops.mul(z, w), PAIRS, (3, 2)),
+    _of_complex("matmul of complex", lambda ops, z, w: ops.matmul(z, w), PAIRS, (3, 4, 2)),
+    _of_complex("sum of complex", lambda ops, z: ops.sum(z, 0)),
+    _of_complex("sum of all complex", lambda ops, z: ops.sum(ops.mul(z, z))),
+    _of_complex("logcumsumexp of complex", lambda ops, z: ops.logcumsumexp(z, 0)),
+    _of_complex("norm of complex", lambda ops, z: ops.norm(z, 2, 0), real=True),
+    _of_complex("any of complex", lambda ops, z: ops.any(ops.mul(z, 0.4), 0), real=True, gradients=False),
+    _of_complex("conj", lambda ops, z: ops.conj(z)),
+    _of_complex("conj twice", lambda ops, z: ops.mul(ops.conj(z), ops.conj(ops.conj(z)))),
+    _of_complex("conj_physical", lambda ops, z: ops.conj_physical(z)),
+    _of_complex("resolve_conj", lambda ops, z: ops.resolve_conj(ops.conj(z))),
+    _of_complex("resolve_neg", lambda ops, z: ops.resolve_neg(ops.imag(ops.conj(z))), real=True),
+    _of_complex("imag of conjugates", lambda ops, z: ops.exp(ops.imag(ops.conj(z))), real=True),
+    _of_complex("cfloat", lambda ops, z: ops.cfloat(ops.cdouble(z))),
+    _of_complex("cdouble", lambda ops, z: ops.cfloat(ops.square(ops.cdouble(z)))),
+    _of_complex("adjoint of complex", lambda ops, z: ops.adjoint(z)),
+    _of_complex("vdot of complex", lambda ops, z, w: ops.vdot(z, w), (5, 2), (5, 2)),
+    *(
+        _of_complex(f"{name} of complex", lambda ops, z, name=name: getattr(ops, name)(z), real=True)
+        for name in ("real", "imag", "abs", "angle")
+    ),
+    Sample("real of real numbers", ((5, 4),), lambda ops, x: ops.exp(ops.real(x))),
+    Sample("angle", ((5, 4),), lambda ops, x: ops.angle(x)),
+    Sample("complex", ((5, 4), (5, 4)), lambda ops, x, y: ops.view_as_real(ops.complex(x, y))),
+    Sample("polar", ((5, 4), (4,)), lambda ops, x, y: ops.view_as_real(ops.polar(x, y)), positive=True),
+)

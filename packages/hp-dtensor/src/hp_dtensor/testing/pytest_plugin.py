@@ -1,6 +1,6 @@
-"""Pytest options and fixtures for tests that need a platform or real ranks.
+"""Pytest options and fixtures for tests that need a platform or real ranks, and shares of long tests.
 
-Loaded by every pytest that finds hp-dtensor installed, so it imports nothing heavy before a test asks for it.
+Loaded by every pytest run that finds hp-dtensor installed, so it imports nothing heavy before a test asks for it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ import itertools
 import os
 import random
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
 if TYPE_CHECKING:
     from hp_dtensor.launch import RankPool
     from hp_dtensor.platform.interface import Platform
-    from hp_dtensor.testing.shares import Share
+
 
 CASES = "hp_cases"
 """The property of a report that holds [label, cases right, cases refused as declared]."""
@@ -160,7 +161,6 @@ def _counted(right: int, refused: int) -> str:
 @pytest.fixture(scope="session")
 def hp_share(pytestconfig: pytest.Config) -> Share:
     """The share of a proof's cases to run (`--hp-share`)."""
-    from hp_dtensor.testing.shares import Share
 
     try:
         return Share.parse(pytestconfig.getoption("--hp-share"))
@@ -227,3 +227,48 @@ def _first_given_port() -> int:
         first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
         return max(first, _FIRST_PORT + 1000)
     return 32768
+
+
+Case = TypeVar("Case")
+
+
+@dataclass(frozen=True)
+class Share:
+    """Share `number` (from 1) of `count` disjoint, nearly equal shares that are together everything."""
+
+    number: int = 1
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.number <= self.count:
+            raise ValueError(f"expected a share N/M with 1 <= N <= M, such as 2/4; got {self}")
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    @classmethod
+    def parse(cls, text: str) -> Share:
+        """Return the share that text such as `2/4` names.
+
+        Raises:
+            ValueError: it is anything else.
+        """
+        try:
+            number, count = map(int, text.split("/"))
+        except ValueError:
+            raise ValueError(f"expected a share N/M, such as 2/4; got {text!r}") from None
+        return cls(number, count)
+
+
+ALL = Share()
+
+
+def chosen(cases: Sequence[Case], limit: int | None = None, share: Share = ALL) -> list[Case]:
+    """Return the share's cases, at most `limit` of all, in their order; the same ones each time.
+
+    Drawn, since every nth case of a product of options would have the same last option.
+    """
+    drawn = list(range(len(cases)))
+    if share.count > 1 or (limit is not None and limit < len(cases)):
+        random.Random(len(cases)).shuffle(drawn)
+    return [cases[i] for i in sorted(drawn[:limit][share.number - 1 :: share.count])]

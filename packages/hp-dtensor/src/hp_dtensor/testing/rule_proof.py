@@ -19,8 +19,8 @@ from hp_dtensor.spec.placements import Partial, Placement, Replicate, Shard
 from hp_dtensor.spec.tensor_spec import TensorSpec, grad_spec
 from hp_dtensor.tensor import conversions
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.testing.pytest_plugin import ALL, Share, chosen
 from hp_dtensor.testing.rule_samples import Sample
-from hp_dtensor.testing.shares import ALL, Share, chosen
 
 Tensor = Any
 Placements = tuple[Placement, ...]

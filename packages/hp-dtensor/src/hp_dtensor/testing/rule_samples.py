@@ -1,4 +1,4 @@
-"""Calls of every operation that has a sharding rule, small enough to try all placements of."""
+"""`Sample`, a call of an operation small enough to try all placements, and the samples of `platform.ops`."""
 
 from __future__ import annotations
 

@@ -1,25 +1,28 @@
-"""Simulated ranks: threads of one process of which one runs at a time, with collectives in memory.
+"""`run_ranks`: simulated ranks as threads of one process, with collectives in memory.
 
-A rank runs until it meets a collective that others have not reached; then the lowest rank that can go on
-does. So runs are deterministic, and a deadlock is found the moment it happens: no rank can go on.
+One thread runs at a time. It runs until it reaches a collective that other ranks have not reached; then the lowest rank
+that can continue runs. Runs are therefore deterministic, and a deadlock is reported as soon as no rank can continue,
+with the call that each rank is blocked in.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
+import traceback
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from hp_dtensor.comm.process_group import DONE, PendingBytes, ProcessGroup, Rows, Work
-from hp_dtensor.comm.world import World
-from hp_dtensor.exceptions import CapabilityError, LaunchError
+from hp_dtensor.comm.world import World, use_world
+from hp_dtensor.exceptions import CapabilityError, CollectiveError, LaunchError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.testing import simulated_collectives as collectives
-from hp_dtensor.testing.simulated_collectives import describe_tensor
-from hp_dtensor.testing.simulated_job import Call, Complete, Job, Receiving
+from hp_dtensor.testing.simulated_collectives import Call, describe_tensor
 
 Tensor = Any
 
@@ -138,3 +141,263 @@ class SimulatedGroup(ProcessGroup):
 
     def _kind(self, x: Tensor, shape: Sequence[int] | None = None) -> str:
         return describe_tensor(self.platform, x, shape)
+
+
+Complete = Callable[[Platform, "list[Call]"], None]
+Message = tuple[tuple[int, ...], int, int, int]
+"""A message of a group: (its ranks, sender, receiver, number), the two as group ranks."""
+
+
+class Posted:
+    """Bytes of every rank that are under way."""
+
+    def __init__(self, call: Call, job: Job) -> None:
+        self._call = call
+        self._job = job
+
+    def wait(self, timeout_seconds: float | None = None) -> list[bytes] | None:
+        """Return the bytes of all ranks, or None. A timeout that is not 0 is over when no rank can go on."""
+        if not self._is_complete and timeout_seconds != 0:
+            self._job.wait_for_post(self._call, is_patient=timeout_seconds is None)
+        everything = sorted(self._call.here.items())
+        return [call.payload for _, call in everything] if self._is_complete else None
+
+    @property
+    def _is_complete(self) -> bool:
+        return len(self._call.here) == len(self._call.ranks)
+
+
+class Receiving:
+    """A message from one rank to another that is awaited; it is the next one of its sender nobody awaits yet."""
+
+    def __init__(self, call: Call, source: int, job: Job) -> None:
+        self._call = call
+        self._job = job
+        self._message = job.expect(call, source)
+        self._is_over = False
+
+    def wait(self) -> None:
+        """Return when the message is in the tensor that the call was given.
+
+        Raises:
+            CollectiveError: on all ranks, where the message has another shape or dtype.
+        """
+        if not self._is_over:
+            self._is_over = True
+            self._job.receive(self._call, self._message)
+
+
+class Aborted(BaseException):
+    """Exception that unwinds a rank whose job has failed elsewhere; no `except Exception` may swallow it."""
+
+
+class Job:
+    """The ranks of one `run_ranks`: the one that has the baton, those that wait, and the first error."""
+
+    def __init__(self, size: int, platform: Platform, make_world: Callable[[int, Job], World]) -> None:
+        self.size = size
+        self.platform = platform
+        self._make_world = make_world
+        self.results: list[Any] = [None] * size
+        self.error: Exception | None = None
+        self._ended = [False] * size
+        self._waits: list[Call | None] = [None] * size
+        self._impatient = [False] * size
+        self._meetings: dict[tuple[int, ...], dict[int, Call]] = {}
+        self._posts: dict[tuple[tuple[int, ...], int], dict[int, Call]] = {}
+        self._num_posted: dict[tuple[tuple[int, ...], int], int] = defaultdict(int)
+        self._mail: dict[Message, Call] = {}
+        self._num_messages: dict[tuple[str, tuple[int, ...], int, int], int] = defaultdict(int)
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._states = [platform.rank_state()] * size
+        self._running: tuple[int, int] | None = None  # (rank, thread)
+        self._finished = threading.Event()
+
+    def serve(self, timeout_seconds: float) -> None:
+        """Give the first rank the baton and wait until it has gone through all of them."""
+        self._pass_on()
+        try:
+            in_time = self._finished.wait(timeout_seconds)
+        except BaseException:
+            self.error = LaunchError("interrupted")
+            raise
+        if not in_time:
+            self.error = self._late(timeout_seconds)
+            raise self.error
+
+    def close(self) -> tuple[Exception | None, list[Any]]:
+        """Return the first error and the results, and forget them: caches of plans keep the job alive."""
+        error, results = self.error, self.results
+        self.error, self.results, self._states = None, [], []
+        return error, results
+
+    def run(self, rank: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Run one rank's program in its thread, in turn with the others."""
+        try:
+            self._take_turn(rank)
+            with use_world(self._make_world(rank, self)):
+                self.results[rank] = fn(*args)
+        except Aborted:
+            pass
+        except BaseException as error:
+            self._fail(rank, error)
+        finally:
+            self._ended[rank] = True
+            self._pass_on()
+
+    def meet(self, call: Call, complete: Complete) -> None:
+        """Return when every rank of the group has come to this call and `complete` has run for them."""
+        if self.error is not None:
+            raise Aborted
+        calls = self._meetings.setdefault(call.ranks, {})
+        calls[call.rank] = call
+        call.here = calls
+        self._check_agreement(calls)
+        if len(calls) == len(call.ranks):
+            del self._meetings[call.ranks]
+            self._complete([calls[rank] for rank in range(len(call.ranks))], complete)
+            for rank in call.ranks:
+                self._waits[rank] = None
+            # The calls would hold each other, and their buffers, until Python looks for cycles.
+            calls.clear()
+        else:
+            self._wait(call.ranks[call.rank], call)
+
+    def post(self, call: Call) -> Posted:
+        """Leave the call's bytes for the other ranks, whose posts meet in their order."""
+        if self.error is not None:
+            raise Aborted
+        round_ = self._num_posted[call.ranks, call.rank]
+        self._num_posted[call.ranks, call.rank] += 1
+        calls = self._posts.setdefault((call.ranks, round_), {})
+        calls[call.rank] = call
+        call.here = calls
+        if len(calls) == len(call.ranks):
+            del self._posts[call.ranks, round_]
+            for other in calls.values():
+                if self._waits[call.ranks[other.rank]] is other:
+                    self._waits[call.ranks[other.rank]] = None
+        return Posted(call, self)
+
+    def send(self, call: Call, target: int) -> None:
+        """Leave a message (a host array) for another rank of the group."""
+        if self.error is not None:
+            raise Aborted
+        message = self._next_message("send", call.ranks, call.rank, target)
+        self._mail[message] = call
+        receiver = call.ranks[target]
+        waiting = self._waits[receiver]
+        if waiting is not None and waiting.here.get(call.rank) == message:
+            self._waits[receiver] = None
+
+    def expect(self, call: Call, source: int) -> Message:
+        """Return the message that a `receive` of the group rank `source` will bring."""
+        message = self._next_message("receive", call.ranks, source, call.rank)
+        # All are here but the sender, whose entry tells which message ends the wait.
+        call.here = {i: message if i == source else None for i in range(len(call.ranks))}
+        return message
+
+    def receive(self, call: Call, message: Message) -> None:
+        """Fill the call's tensor with a message, when it has come."""
+        if self.error is not None:
+            raise Aborted
+        if message not in self._mail:
+            self._wait(call.ranks[call.rank], call)
+        sent = self._mail.pop(message)
+        self._check_agreement({sent.rank: Call("receive", sent.ranks, sent.rank, sent.facts, None), call.rank: call})
+        values = self.platform.from_bits(sent.payload, call.payload.dtype, self.platform.device_of(call.payload))
+        with self.platform.no_grad():
+            self.platform.copy_(call.payload, values)
+
+    def _next_message(self, which: str, ranks: tuple[int, ...], source: int, target: int) -> Message:
+        number = self._num_messages[which, ranks, source, target]
+        self._num_messages[which, ranks, source, target] += 1
+        return ranks, source, target, number
+
+    def wait_for_post(self, call: Call, is_patient: bool) -> None:
+        """Let other ranks go on until all have posted; if not patient, only until nobody can go on."""
+        rank = call.ranks[call.rank]
+        self._impatient[rank] = not is_patient
+        self._wait(rank, call)
+        self._impatient[rank] = False
+
+    def _complete(self, calls: list[Call], complete: Complete) -> None:
+        try:
+            with self.platform.no_grad():
+                complete(self.platform, calls)
+        except CollectiveError as error:
+            self.error = error
+            raise Aborted from None
+
+    def _wait(self, rank: int, call: Call) -> None:
+        self._waits[rank] = call
+        # All ranks share what a framework keeps for the whole process, such as a grad flag: each takes its own along.
+        self._states[rank] = self.platform.rank_state()
+        self._pass_on()
+        self._take_turn(rank)
+
+    def _take_turn(self, rank: int) -> None:
+        self._turns[rank].acquire()
+        self._running = rank, threading.get_ident()
+        self.platform.set_rank_state(self._states[rank])
+        if self.error is not None:
+            raise Aborted
+
+    def _pass_on(self) -> None:
+        """Hand the baton to the lowest rank that can go on; after a failure every rank can, to unwind."""
+        if all(self._ended):
+            self._finished.set()
+            return
+        ready = [rank for rank in range(self.size) if not self._ended[rank] and self._can_go_on(rank)]
+        if not ready:
+            # Time does not pass here: a wait with a timeout is over when nobody else can go on.
+            ready = [rank for rank in range(self.size) if self._impatient[rank]]
+            self._waits = [None if rank in ready[:1] else wait for rank, wait in enumerate(self._waits)]
+        if not ready:
+            self.error = CollectiveError(self._stuck())
+            ready = [self._ended.index(False)]
+        self._turns[ready[0]].release()
+
+    def _can_go_on(self, rank: int) -> bool:
+        return self.error is not None or self._waits[rank] is None
+
+    def _fail(self, rank: int, error: BaseException) -> None:
+        if self.error is None:
+            what = f"{type(error).__name__}: {error}"
+            self.error = LaunchError(f"rank {rank} of {self.size} failed: {what}", rank)
+            self.error.__cause__ = error
+
+    def _check_agreement(self, calls: dict[int, Call]) -> None:
+        first, *others = calls.values()
+        if any(call.name != first.name or call.facts != first.facts for call in others):
+            lines = [f"\n  rank {call.ranks[call.rank]}: {call.describe()}" for call in calls.values()]
+            self.error = CollectiveError(
+                f"the ranks of group {first.ranks} came to collectives that do not agree:{''.join(lines)}"
+            )
+            raise Aborted
+
+    def _stuck(self) -> str:
+        lines = [f"\n  rank {rank} {self._where(rank)}" for rank in range(self.size)]
+        return f"no rank can go on:{''.join(lines)}"
+
+    def _where(self, rank: int) -> str:
+        call = self._waits[rank]
+        if call is None:
+            return "has ended"
+        missing = [other for i, other in enumerate(call.ranks) if i not in call.here or _is_due(call, i)]
+        return f"waits in {call.describe()} of group {call.ranks} for {_ranks(missing)}"
+
+    def _late(self, seconds: float) -> LaunchError:
+        assert self._running is not None
+        rank, thread = self._running
+        stack = "".join(traceback.format_stack(sys._current_frames().get(thread)))
+        return LaunchError(f"the ranks did not finish within {seconds:g} s; rank {rank} is running:\n{stack}", rank)
+
+
+def _is_due(call: Call, i: int) -> bool:
+    """Return True for the sender of a message that `call` waits for."""
+    return call.name == "receive" and call.here[i] is not None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

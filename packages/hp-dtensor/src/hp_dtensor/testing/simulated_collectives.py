@@ -1,23 +1,44 @@
-"""Collectives of simulated ranks, done for all ranks by the last one that comes to them.
+"""The collectives of simulated ranks, computed for all ranks by the last one to call them, and simulated slow links.
 
-Data moves as host arrays, which every platform has; reductions use the platform's own arithmetic, in rank order, so
-that low-precision dtypes round as they do on real ranks.
+Data is exchanged as host arrays, which every platform has. Reductions use the platform's own arithmetic in rank order,
+so that low-precision dtypes round as they do on real ranks. `slow_link` delays all-to-alls by the time that their bytes
+would take on a link of a given rate.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
+from hp_dtensor.comm.process_group import DONE, ProcessGroup, Rows, Work, row_bytes
 from hp_dtensor.exceptions import CollectiveError
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.testing.simulated_job import Call
 
 Tensor = Any
+
+
+@dataclass(slots=True)
+class Call:
+    """One rank's call of a collective: facts on which all ranks must agree, and its buffers."""
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    facts: dict[str, Any]
+    payload: Any
+    result: Any = None
+    here: Mapping[int, Any] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        return " ".join([self.name, *(f"{key} {value}" for key, value in self.facts.items())])
 
 
 def describe_tensor(platform: Platform, x: Tensor, shape: Sequence[int] | None = None) -> str:
@@ -136,3 +157,73 @@ def _check_exchange(platform: Platform, calls: list[Call]) -> None:
     ]
     if problems:
         raise CollectiveError(f"exchange in group {ranks} does not agree:{''.join(problems)}")
+
+
+@dataclass
+class Transfer:
+    """One all-to-all on a slow link; times are `time.perf_counter()`.
+
+    Attributes:
+        num_bytes: what this rank sends to others.
+        begun: time of the call.
+        arrived: time at which the link has carried it, after all that was begun before.
+        waited: time at which the caller began to wait for it; 0.0: not yet.
+
+    Example:
+        >>> Transfer(num_bytes=100, begun=1.0, arrived=2.0).waited
+        0.0
+    """
+
+    num_bytes: int
+    begun: float
+    arrived: float
+    waited: float = 0.0
+
+
+class _Late:
+    """A communication that is over when it is, but not before its transfer has arrived."""
+
+    def __init__(self, work: Work, transfer: Transfer) -> None:
+        self._work = work
+        self._transfer = transfer
+
+    def wait(self) -> None:
+        self._transfer.waited = time.perf_counter()
+        self._work.wait()
+        time.sleep(max(0.0, self._transfer.arrived - time.perf_counter()))
+
+
+@contextlib.contextmanager
+def slow_link(group: ProcessGroup, bytes_per_second: float) -> Iterator[list[Transfer]]:
+    """Let all-to-alls of a group take as long as a link of this rate from this rank would, while the rank goes on.
+
+    Transfers follow each other in the order in which they begin. Waiting sleeps, which leaves the processor to others.
+
+    Yields:
+        The transfers so far, first begun first: a timeline.
+
+    Example:
+        >>> def program():
+        ...     group = init_device_mesh("cpu", (2,)).get_group()
+        ...     x = platform.ops.ones((2, 250), platform.dtype("float32"))
+        ...     with slow_link(group, bytes_per_second=1e5) as timeline:
+        ...         all_to_all_rows_data(x, group, [1, 1], [1, 1])
+        ...     return timeline[0].num_bytes, round(timeline[0].arrived - timeline[0].begun, 3)
+        >>> run_ranks(program, 2)  # 1000 bytes to the other rank
+        [(1000, 0.01), (1000, 0.01)]
+    """
+    original, timeline = group._all_to_all_into, list[Transfer]()
+
+    def slowed(output: Any, x: Any, output_rows: Rows, input_rows: Rows, async_op: bool) -> Work:
+        num_bytes = (sum(input_rows) - input_rows[group.rank]) * row_bytes(group.platform, x)
+        begun = time.perf_counter()
+        free = max(begun, timeline[-1].arrived) if timeline else begun
+        timeline.append(Transfer(num_bytes, begun, free + num_bytes / bytes_per_second))
+        late = _Late(original(output, x, output_rows, input_rows, async_op), timeline[-1])
+        if async_op:
+            return late
+        late.wait()
+        return DONE
+
+    with mock.patch.object(group, "_all_to_all_into", slowed):
+        yield timeline

@@ -1,4 +1,4 @@
-"""Ranks of both kinds, and the dtypes that the platform claims."""
+"""Fixtures: simulated and real ranks, and the dtypes of the platform's collectives."""
 
 from __future__ import annotations
 

@@ -1,14 +1,22 @@
-"""Ranks of either kind, for programs that do not care which."""
+"""Simulated or real ranks behind one interface, and exact conversion of tensors of any dtype to and from NumPy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.launch import RankPool
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing.simulated import run_ranks
+
+Tensor = Any
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -24,3 +32,47 @@ class Ranks:
         if self.pool is None:
             return run_ranks(program, self.size, self.platform, self.platform, *args)
         return self.pool.run(program, self.platform.name, *args)
+
+
+def groups(platform: Platform) -> Iterator[ProcessGroup]:
+    """Yield the groups of this rank: all ranks, all but rank 0, the first and the last, and this rank alone."""
+    world = current_world(platform)
+    last = world.size - 1
+    for members in (range(world.size), range(1, world.size), (0, last), (world.rank,)):
+        if world.rank in members:
+            yield world.group(tuple(members))
+
+
+def tensor(platform: Platform, array: Any, dtype_name: str = "float32", requires_grad: bool = False) -> Tensor:
+    """A tensor of its own memory with the array's values, which the dtype must hold exactly."""
+    if dtype_name == "bfloat16":
+        bits = (np.asarray(array, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        made = platform.from_bits(bits, platform.dtype("bfloat16"))
+    else:
+        made = platform.from_numpy(np.array(array, dtype_name))
+    if requires_grad:
+        platform.set_requires_grad(made, True)
+    return made
+
+
+def read(platform: Platform, x: Tensor) -> Array:
+    """The values as an array; bfloat16 as float32."""
+    values = platform.to_numpy(x)
+    if platform.dtype_name(x.dtype) == "bfloat16":
+        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return np.array(values)
+
+
+def whole_numbers(dtype_name: str, shape: Sequence[int], seed: int) -> Array:
+    """Small integers that differ between seeds and that sums of a few keep exact in every dtype."""
+    numbers = (np.arange(math.prod(shape)) * 3 + seed * 5 + 1) % 7
+    if dtype_name == "bool":
+        return (numbers % 2).reshape(shape).astype(bool)
+    return (numbers if dtype_name.startswith("u") else numbers - 2).reshape(shape)
+
+
+def assert_values(platform: Platform, x: Tensor, expected: Any, context: str = "") -> None:
+    """`x` holds exactly `expected`, in its shape."""
+    found = read(platform, x)
+    assert found.shape == np.shape(expected), f"{context}: expected shape {np.shape(expected)}, got {found.shape}"
+    np.testing.assert_array_equal(found, expected, err_msg=context)

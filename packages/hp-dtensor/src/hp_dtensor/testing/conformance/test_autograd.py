@@ -1,4 +1,4 @@
-"""Gradients: accumulation, flags, and nodes of one's own."""
+"""Gradients: accumulation, flags, and custom autograd nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.testing.conformance.values import assert_values, tensor
+from hp_dtensor.testing.conformance.ranks import assert_values, tensor
 
 Tensor = Any
 

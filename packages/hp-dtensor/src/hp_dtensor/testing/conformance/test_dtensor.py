@@ -1,29 +1,193 @@
-"""DTensors: local shards with a spec, on simulated and on real ranks."""
+"""DTensors: wrapping and unwrapping, parameters, and the public functions, on simulated and real ranks."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
-from hp_dtensor.testing.conformance import dtensor_programs as programs
-from hp_dtensor.testing.conformance.ranks import Ranks
+from hp_dtensor.comm.mesh import DeviceMesh, init_device_mesh
+from hp_dtensor.comm.world import current_world
+from hp_dtensor.exceptions import MixedOperandsError, ShardShapeError
+from hp_dtensor.parallel import nn
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard
+from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_dtensor.tensor import conversions
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.testing.conformance.ranks import Array, Ranks, assert_values, tensor, whole_numbers
+
+
+def check_wrapping(name: str | Platform) -> None:
+    """A DTensor is its local shard: same memory, same graph, global shape."""
+    platform, mesh = _start(name)
+    spec, mine = _ragged(platform, mesh)
+    x = tensor(platform, mine, requires_grad=True)
+    inner = platform.ops.mul(x, 2.0)
+    wrapped = platform.wrap(inner, spec)
+    assert isinstance(wrapped, DTensor)
+    assert isinstance(wrapped, platform.DTensor)
+    assert wrapped.spec is spec
+    assert tuple(wrapped.shape) == spec.shape
+    assert wrapped.ndim == 2
+    assert platform.local_shape(wrapped) == wrapped.local_shape == mine.shape
+    assert platform.requires_grad(wrapped)
+    plain = platform.unwrap(wrapped)
+    assert not isinstance(plain, DTensor)
+    assert_values(platform, plain, 2 * mine)
+    platform.backward(platform.ops.mul(plain, 3.0), tensor(platform, mine))
+    assert_values(platform, platform.get_grad(x), 6 * mine)
+
+
+def check_shared_memory(name: str | Platform) -> None:
+    platform, mesh = _start(name)
+    spec, mine = _ragged(platform, mesh)
+    local = tensor(platform, mine)
+    wrapped = platform.wrap(local, spec)
+    platform.copy_(platform.unwrap(wrapped), tensor(platform, mine + 1))
+    assert_values(platform, local, mine + 1)
+    assert not isinstance(local, DTensor)
+    assert not platform.requires_grad(wrapped)
+
+
+def check_parameters(name: str | Platform) -> None:
+    """A DTensor as a module's parameter: a leaf whose gradient is a DTensor, and which an update in place trains."""
+    platform, mesh = _start(name)
+    spec, mine = _ragged(platform, mesh)
+    with nn.building(platform):
+        norm = nn.RMSNorm(3)
+    parameter = platform.Parameter(platform.wrap(tensor(platform, mine), spec), requires_grad=True)
+    platform.set_parameter(norm, "weight", parameter)
+    (found,) = [p for _, p in platform.named_parameters(norm)]
+    assert isinstance(found, DTensor)
+    assert found.spec is spec
+    assert platform.is_leaf(found)
+    assert platform.requires_grad(found)
+    assert platform.get_grad(found) is None
+    for times in (1, 2):
+        platform.backward(platform.ops.mul(platform.unwrap(found), 2.0), tensor(platform, mine))
+        gradient = platform.get_grad(found)
+        assert isinstance(gradient, DTensor)
+        assert gradient.spec is spec
+        assert_values(platform, platform.unwrap(gradient), 2 * times * mine)
+    platform.copy_(platform.unwrap(found), tensor(platform, np.zeros(mine.shape)))
+    assert_values(platform, platform.unwrap(norm.weight), np.zeros(mine.shape))
+    platform.set_grad(found, None)
+    assert platform.get_grad(found) is None
+
+
+def check_gradient_placements(name: str | Platform) -> None:
+    """R -> R, S -> S, P -> R."""
+    platform, mesh = _start(name)
+    for placement, expected in ((Replicate(), Replicate()), (Shard(0), Shard(0)), (Partial(), Replicate())):
+        spec = TensorSpec(mesh, (placement,), (2 * mesh.size(), 3), platform.dtype("float32"))
+        numbers = whole_numbers("float32", spec.local_shape, 4)
+        leaf = platform.Parameter(platform.wrap(tensor(platform, numbers), spec), requires_grad=True)
+        platform.backward(platform.unwrap(leaf), tensor(platform, numbers))
+        assert platform.get_grad(leaf).placements == (expected,)
+
+
+def check_operations(name: str | Platform) -> None:
+    """Operations give DTensors; within `local_op` they give plain tensors; plain and distributed do not mix."""
+    platform, mesh = _start(name)
+    ops = platform.ops
+    spec, mine = _ragged(platform, mesh)
+    x = platform.wrap(tensor(platform, mine, requires_grad=True), spec)
+    doubled = ops.add(x, x)
+    assert isinstance(doubled, DTensor)
+    assert doubled.spec is spec
+    assert_values(platform, platform.unwrap(doubled), 2 * mine)
+    with platform.local_op():
+        plain = ops.add(x, x)
+    assert not isinstance(plain, DTensor)
+    assert_values(platform, plain, 2 * mine)
+    with pytest.raises(MixedOperandsError):
+        ops.mul(x, tensor(platform, whole_numbers("float32", spec.shape, 2)))
+
+
+def check_round_trips(name: str | Platform) -> None:
+    """Distributed by every placement and gathered again, with the gradient of the whole."""
+    platform, mesh = _start(name)
+    for shape in ((5, 3), (1, 2), (0, 3)):
+        whole = whole_numbers("float32", shape, 3)
+        for placement in _placements(shape, mesh.size()):
+            x = conversions.distribute_tensor(tensor(platform, whole), mesh, (placement,))
+            assert_values(platform, conversions.full_tensor(x), whole, f"{placement} of {shape}")
+            leaf = platform.Parameter(x, requires_grad=True)
+            loss = platform.ops.sum(platform.ops.mul(conversions.full_tensor(leaf), conversions.full_tensor(leaf)))
+            platform.backward(loss)
+            assert_values(
+                platform, conversions.full_tensor(platform.get_grad(leaf)), 2 * whole, f"{placement} of {shape}"
+            )
+
+
+def check_two_axes(name: str | Platform) -> None:
+    """On a mesh of two axes, every pair of placements, two shards of one dimension among them."""
+    platform = get_platform(name)
+    size = current_world(platform).size
+    inner = 2 if size % 2 == 0 else 1
+    mesh = init_device_mesh("cpu", (size // inner, inner), mesh_dim_names=("a", "b"), platform=platform)
+    whole = whole_numbers("float32", (5, 3), 6)
+    for placements in itertools.product((Replicate(), Shard(0), Shard(1)), repeat=2):
+        x = conversions.distribute_tensor(tensor(platform, whole), mesh, placements)
+        assert_values(platform, conversions.full_tensor(x), whole, str(placements))
+
+
+def check_local_gradients(name: str | Platform) -> None:
+    """`to_local` of a replicated tensor used differently by every rank sums the gradients when told so."""
+    platform, mesh = _start(name)
+    rank, size = mesh.get_local_rank(), mesh.size()
+    x = platform.Parameter(
+        conversions.from_local(tensor(platform, [1.0, 2.0]), mesh, (Replicate(),), shape=(2,)), requires_grad=True
+    )
+    local = conversions.to_local(x, grad_placements=(Partial(),))
+    platform.backward(local, tensor(platform, [rank + 1.0, 1.0]))
+    assert_values(platform, platform.unwrap(platform.get_grad(x)), [size * (size + 1) / 2, size])
+
+
+def check_wrong_shards(name: str | Platform) -> None:
+    platform, mesh = _start(name)
+    with pytest.raises(ShardShapeError, match=r"must be \[.*, 3\], got \[9, 3\]"):
+        conversions.from_local(tensor(platform, np.zeros((9, 3))), mesh, (Shard(0),), shape=(5, 3))
+
+
+def _start(name: str | Platform) -> tuple[Platform, DeviceMesh]:
+    platform = get_platform(name)
+    size = current_world(platform).size
+    return platform, init_device_mesh("cpu", (size,), mesh_dim_names=("x",), platform=platform)
+
+
+def _ragged(platform: Platform, mesh: DeviceMesh) -> tuple[TensorSpec, Array]:
+    """A spec with different, also empty, shards, and this rank's numbers."""
+    units = tuple((2 * i + 2) % 4 for i in range(mesh.size()))
+    spec = TensorSpec(mesh, (RaggedShard(0, units),), (sum(units), 3), platform.dtype("float32"))
+    return spec, whole_numbers("float32", spec.local_shape, mesh.get_local_rank())
+
+
+def _placements(shape: tuple[int, ...], size: int) -> list[Placement]:
+    return [Replicate(), Shard(0), Shard(1), Shard(-1), RaggedShard(0, (0,) * (size - 1) + (shape[0],))]
 
 
 @pytest.mark.parametrize(
     "check",
     [
-        programs.check_wrapping,
-        programs.check_shared_memory,
-        programs.check_parameters,
-        programs.check_gradient_placements,
-        programs.check_operations,
-        programs.check_round_trips,
-        programs.check_two_axes,
-        programs.check_local_gradients,
-        programs.check_wrong_shards,
+        check_wrapping,
+        check_shared_memory,
+        check_parameters,
+        check_gradient_placements,
+        check_operations,
+        check_round_trips,
+        check_two_axes,
+        check_local_gradients,
+        check_wrong_shards,
     ],
 )
 def test_dtensors(ranks: Ranks, check: Callable[..., Any]) -> None:
     ranks.run(check)
+
+
+Tensor = Any

@@ -1,4 +1,4 @@
-"""Modules written once: names, parameters, hooks."""
+"""Modules: names, parameters and hooks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from hp_dtensor.parallel import nn
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.testing.conformance.values import assert_values, read, tensor
+from hp_dtensor.testing.conformance.ranks import assert_values, read, tensor
 
 Tensor = Any
 

@@ -1,15 +1,351 @@
-"""The `ops` namespace: values against NumPy, gradients against central differences of NumPy in float64."""
+"""The `ops` namespace: values against NumPy, gradients against central differences of NumPy in float64.
+
+A reference gets its operands as float64 (or integer) arrays, so that its central differences are the wanted gradients.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hp_dtensor.platform.interface import OP_NAMES, Platform
-from hp_dtensor.testing.conformance.operation_cases import Array, Case, cases, creation_cases
-from hp_dtensor.testing.conformance.values import read, tensor
+from hp_dtensor.testing.conformance.ranks import read, tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """`ops.<name>` applied by `call(ops, *operands)`; integer and boolean operands get no gradient.
+
+    Attributes:
+        tolerance: relative to the largest expected number; float32 rounds to 6e-8, and these sums are short.
+    """
+
+    name: str
+    label: str
+    operands: tuple[Array, ...]
+    call: Callable[..., Any]
+    reference: Callable[..., Any]
+    differentiable: bool = True
+    tolerance: float = 2e-6
+
+    @property
+    def id(self) -> str:
+        return f"{self.name} {self.label}".strip()
+
+
+def numbers(*shape: int, seed: int = 0, low: float = -2.0, high: float = 2.0) -> Array:
+    """Distinct numbers, none closer than 0.005 to another, so that no maximum or sign is within a rounding error."""
+    count = int(np.prod(shape))
+    order = np.random.default_rng(seed).permutation(count)
+    return (low + (high - low) * (order + 0.37) / count).reshape(shape)
+
+
+def cases() -> list[Case]:
+    """Every operation at least once (`test_ops.py` checks that)."""
+    groups = (_pointwise, _comparisons, _reductions, _products, _normalization, _shapes, _selection)
+    return [case for group in groups for case in group()]
+
+
+def _case(name: str, *operands: Any, reference: Callable[..., Any], label: str = "", **more: Any) -> Case:
+    """The operation called with the operands, then `arguments`."""
+    arguments = more.pop("arguments", ())
+    keywords = more.pop("keywords", {})
+    arrays = tuple(np.asarray(operand) for operand in operands)
+    if not label:
+        label = " ".join([str(list(array.shape)) for array in arrays] + [repr(a) for a in arguments])
+
+    def call(ops: Any, *tensors: Any) -> Any:
+        return getattr(ops, name)(*tensors, *arguments, **keywords)
+
+    return Case(name, label, arrays, call, reference, **more)
+
+
+def _pointwise() -> list[Case]:
+    x, y = numbers(2, 3, seed=1), numbers(2, 3, seed=2)
+    row, positive = numbers(3, seed=3), numbers(2, 3, seed=4, low=0.5, high=3.0)
+    unary: dict[str, Callable[[Array], Array]] = {
+        "neg": np.negative,
+        "exp": np.exp,
+        "abs": np.abs,
+        "sin": np.sin,
+        "cos": np.cos,
+        "tanh": np.tanh,
+        "sigmoid": _sigmoid,
+        "relu": lambda a: np.maximum(a, 0),
+        "silu": lambda a: a * _sigmoid(a),
+        "gelu": lambda a: a * 0.5 * (1 + _erf(a / np.sqrt(2))),
+        "square": np.square,
+        "clone": np.copy,
+    }
+    roots: dict[str, Callable[[Array], Array]] = {"log": np.log, "sqrt": np.sqrt, "rsqrt": lambda a: 1 / np.sqrt(a)}
+    binary: dict[str, Callable[[Array, Array], Array]] = {
+        "add": np.add,
+        "sub": np.subtract,
+        "mul": np.multiply,
+        "div": np.divide,
+        "maximum": np.maximum,
+        "minimum": np.minimum,
+    }
+    mask = np.array([[True, False, True], [False, False, True]])
+    return [
+        *(_case(name, x, reference=reference) for name, reference in unary.items()),
+        *(_case(name, positive, reference=reference) for name, reference in roots.items()),
+        *(_case(name, x, y, reference=reference) for name, reference in binary.items()),
+        *(_case(name, x, row, reference=reference) for name, reference in binary.items()),
+        *(
+            _case(name, x, arguments=(0.3,), reference=lambda a, reference=reference: reference(a, 0.3))
+            for name, reference in binary.items()
+        ),
+        _case("pow", positive, arguments=(3.0,), reference=lambda a: a**3),
+        _case("pow", positive, row, reference=np.power),
+        _case("clamp", x, keywords={"min": -1.0, "max": 0.7}, reference=lambda a: np.clip(a, -1.0, 0.7)),
+        _case("clamp", x, label="min", keywords={"min": 0.1}, reference=lambda a: np.maximum(a, 0.1)),
+        _case("where", mask, x, y, reference=np.where),
+        _case("where", mask, x, row, reference=np.where),
+        _case("masked_fill", x, mask, arguments=(-7.0,), reference=lambda a, m: np.where(m, -7.0, a)),
+        _case("zeros_like", x, reference=np.zeros_like, differentiable=False),
+        _case("ones_like", x, reference=np.ones_like, differentiable=False),
+    ]
+
+
+def _comparisons() -> list[Case]:
+    x = np.array([[1.0, 2.0, 3.0], [0.0, -1.0, 3.0]])
+    y = np.array([[1.0, 3.0, 2.0], [0.0, 0.0, 4.0]])
+    a, b = x > 1, y > 1
+    odd = np.array([1.0, np.inf, -np.inf, np.nan])
+    compared: dict[str, Callable[[Array, Any], Array]] = {
+        "eq": np.equal,
+        "ne": np.not_equal,
+        "lt": np.less,
+        "le": np.less_equal,
+        "gt": np.greater,
+        "ge": np.greater_equal,
+    }
+    found = [
+        *(_case(name, x, y, reference=reference) for name, reference in compared.items()),
+        *(
+            _case(name, x, arguments=(1.0,), reference=lambda v, reference=reference: reference(v, 1.0))
+            for name, reference in compared.items()
+        ),
+        _case("eq", np.array([1, 2, 3]), np.array([[1], [3]]), reference=np.equal, label="int64"),
+        _case("logical_and", a, b, reference=np.logical_and),
+        _case("logical_or", a, b, reference=np.logical_or),
+        _case("logical_not", a, reference=np.logical_not),
+        _case("isfinite", odd, reference=np.isfinite),
+    ]
+    return [Case(c.name, c.label, c.operands, c.call, c.reference, differentiable=False) for c in found]
+
+
+def _reductions() -> list[Case]:
+    x, cube = numbers(2, 3, seed=5), numbers(2, 3, 4, seed=6)
+    count = np.arange(6).reshape(2, 3)
+    return [
+        _case("sum", x, reference=np.sum),
+        _case("sum", cube, arguments=(1,), reference=lambda a: a.sum(1)),
+        _case("sum", cube, arguments=((0, 2),), reference=lambda a: a.sum((0, 2))),
+        _case("sum", cube, arguments=(-1, True), reference=lambda a: a.sum(-1, keepdims=True)),
+        _case("sum", count, arguments=(0,), label="int64", reference=lambda a: a.sum(0)),
+        _case("mean", x, reference=np.mean),
+        _case("mean", cube, arguments=(-1, True), reference=lambda a: a.mean(-1, keepdims=True)),
+        _case("amax", cube, arguments=(1,), reference=lambda a: a.max(1)),
+        _case("amax", cube, arguments=(-1, True), reference=lambda a: a.max(-1, keepdims=True)),
+        _case("amin", cube, arguments=(0,), reference=lambda a: a.min(0)),
+        _case("argmax", cube, arguments=(1,), reference=lambda a: a.argmax(1), differentiable=False),
+        _case("logsumexp", cube, arguments=(-1,), reference=lambda a: _logsumexp(a, -1)[..., 0]),
+        _case("logsumexp", x, arguments=(0, True), reference=lambda a: _logsumexp(a, 0)),
+        _case("cumsum", x, arguments=(1,), reference=lambda a: a.cumsum(1)),
+        _case("cumsum", count, arguments=(0,), label="int64", reference=lambda a: a.cumsum(0)),
+    ]
+
+
+def _products() -> list[Case]:
+    x, y = numbers(3, 4, seed=7), numbers(4, 2, seed=8)
+    batch, right = numbers(2, 3, 4, seed=9), numbers(2, 4, 2, seed=10)
+    weight, bias = numbers(5, 4, seed=11), numbers(5, seed=12)
+    query, key, value = numbers(1, 4, 3, 2, seed=13), numbers(1, 4, 3, 2, seed=14), numbers(1, 4, 3, 2, seed=15)
+    few_keys, few_values = numbers(1, 2, 3, 2, seed=16), numbers(1, 2, 3, 2, seed=17)
+    return [
+        _case("matmul", x, y, reference=np.matmul),
+        _case("matmul", batch, y, reference=np.matmul),
+        _case("matmul", batch, right, reference=np.matmul),
+        _case("bmm", batch, right, reference=np.matmul),
+        _case("linear", x, weight, reference=lambda a, w: a @ w.T),
+        _case("linear", batch, weight, bias, reference=lambda a, w, b: a @ w.T + b),
+        _case("scaled_dot_product_attention", query, key, value, label="full", reference=_attention),
+        _case(
+            "scaled_dot_product_attention", query, key, value,
+            label="causal", keywords={"is_causal": True}, reference=lambda q, k, v: _attention(q, k, v, causal=True),
+        ),
+        _case(
+            "scaled_dot_product_attention", query, few_keys, few_values,
+            label="causal, grouped", keywords={"is_causal": True, "enable_gqa": True},
+            reference=lambda q, k, v: _attention(q, k.repeat(2, 1), v.repeat(2, 1), causal=True),
+        ),
+    ]  # fmt: skip
+
+
+def _normalization() -> list[Case]:
+    x, weight = numbers(2, 3, 4, seed=18), numbers(4, seed=19, low=0.5)
+    logits, targets, ignoring = numbers(3, 4, seed=20), np.array([1, 3, 0]), np.array([1, -100, 0])
+    table, ids = numbers(5, 2, seed=21), np.array([[0, 4], [4, 2]])
+    return [
+        _case("softmax", x, arguments=(-1,), reference=lambda a: np.exp(a - _logsumexp(a, -1))),
+        _case("softmax", x, arguments=(1,), reference=lambda a: np.exp(a - _logsumexp(a, 1))),
+        _case("log_softmax", x, arguments=(-1,), reference=lambda a: a - _logsumexp(a, -1)),
+        _case("rms_norm", x, weight, arguments=(1e-3,), reference=lambda a, w: _rms(a, 1e-3) * w),
+        *(
+            _case(
+                "cross_entropy", logits, targets, label=reduction, keywords={"reduction": reduction},
+                reference=lambda a, t, reduction=reduction: _cross_entropy(a, t, reduction),
+            )
+            for reduction in ("mean", "sum", "none")
+        ),
+        *(
+            _case(
+                "cross_entropy", logits, ignoring, label=f"{reduction}, one ignored", keywords={"reduction": reduction},
+                reference=lambda a, t, reduction=reduction: _cross_entropy(a, t, reduction),
+            )
+            for reduction in ("mean", "sum", "none")
+        ),
+        _case("cross_entropy", logits, targets, label="default", reference=lambda a, t: _cross_entropy(a, t, "mean")),
+        _case("embedding", ids, table, reference=lambda i, t: t[i]),
+    ]  # fmt: skip
+
+
+def _shapes() -> list[Case]:
+    x, cube, thin = numbers(2, 3, seed=22), numbers(2, 3, 4, seed=23), numbers(2, 1, 3, seed=24)
+    row, long = numbers(1, 3, seed=25), numbers(5, 2, seed=26)
+    empty = np.zeros((0, 3))
+
+    def listed(name: str) -> Callable[..., Any]:
+        return lambda ops, a, b: getattr(ops, name)([a, b], 0)
+
+    return [
+        _case("reshape", cube, arguments=((4, 6),), reference=lambda a: a.reshape(4, 6)),
+        _case("reshape", cube, arguments=((2, -1),), reference=lambda a: a.reshape(2, -1)),
+        _case("transpose", cube, arguments=(0, 2), reference=lambda a: a.swapaxes(0, 2)),
+        _case("transpose", cube, arguments=(-1, -2), reference=lambda a: a.swapaxes(-1, -2)),
+        _case("permute", cube, arguments=((2, 0, 1),), reference=lambda a: a.transpose(2, 0, 1)),
+        _case("unsqueeze", x, arguments=(1,), reference=lambda a: a[:, None]),
+        _case("unsqueeze", x, arguments=(-1,), reference=lambda a: a[..., None]),
+        _case("squeeze", thin, arguments=(1,), reference=lambda a: a[:, 0]),
+        _case("expand", row, arguments=((4, 3),), reference=lambda a: np.broadcast_to(a, (4, 3))),
+        _case("expand", row, arguments=((2, -1, 3),), reference=lambda a: np.broadcast_to(a, (2, 1, 3))),
+        Case("cat", "", (x, row), listed("cat"), lambda a, b: np.concatenate([a, b])),
+        Case("cat", "with an empty one", (empty, x), listed("cat"), lambda a, b: np.concatenate([a, b])),
+        Case(
+            "cat",
+            "of empty ones",
+            (np.zeros((0, 1)), np.zeros((0, 2))),
+            lambda ops, a, b: ops.cat([a, b], 1),
+            lambda a, b: np.concatenate([a, b], 1),
+        ),
+        Case("stack", "", (x, -x), listed("stack"), lambda a, b: np.stack([a, b])),
+        _case("split", long, arguments=([2, 0, 3], 0), reference=lambda a: np.split(a, [2, 2])),
+        _case("split", x, arguments=([1, 2], 1), reference=lambda a: np.split(a, [1], 1)),
+        _case("chunk", cube, arguments=(2, -1), reference=lambda a: np.split(a, 2, -1)),
+        _case("chunk", long, arguments=(2, 0), reference=lambda a: [a[:3], a[3:]]),
+        _case("chunk", long, arguments=(4, 0), label="fewer", reference=lambda a: [a[:2], a[2:4], a[4:]]),
+        _case("chunk", np.zeros((0, 2)), arguments=(3, 0), reference=lambda a: [a, a, a]),
+        _case("narrow", long, arguments=(0, 1, 3), reference=lambda a: a[1:4]),
+        _case("narrow", cube, arguments=(-1, 2, 0), label="to nothing", reference=lambda a: a[..., 2:2]),
+        _case("repeat_interleave", x, arguments=(2, 1), reference=lambda a: a.repeat(2, 1)),
+    ]
+
+
+def _selection() -> list[Case]:
+    x, cube = numbers(4, 3, seed=27), numbers(2, 3, 4, seed=28)
+    index, picked = np.array([3, 0, 3]), np.array([[0, 2], [1, 1], [2, 0], [0, 1]])
+    rows, values = np.array([2, 0]), numbers(2, 3, seed=29)
+    nothing = np.zeros((0,), np.int64)
+    ids = np.array([1, 4, 1, 0])
+    return [
+        Case("index_select", "dim 0", (x, index), lambda o, a, i: o.index_select(a, 0, i), lambda a, i: a[i]),
+        Case("index_select", "dim 2", (cube, index), lambda o, a, i: o.index_select(a, 2, i), lambda a, i: a[:, :, i]),
+        Case("index_select", "nothing", (x, nothing), lambda o, a, i: o.index_select(a, 0, i), lambda a, i: a[i]),
+        Case(
+            "gather", "", (x, picked), lambda o, a, i: o.gather(a, 1, i), lambda a, i: np.take_along_axis(a, i, 1)
+        ),
+        Case("index_put", "", (x, rows, values), lambda o, a, i, v: o.index_put(a, i, v), _index_put),
+        _case("topk", x, arguments=(2, 1), reference=lambda a: [-np.sort(-a, 1)[:, :2], np.argsort(-a, 1)[:, :2]]),
+        _case("argsort", x, arguments=(1,), reference=lambda a: a.argsort(1), differentiable=False),
+        _case(
+            "argsort", ids, arguments=(0,), keywords={"stable": True, "descending": False},
+            reference=lambda a: a.argsort(kind="stable"), differentiable=False,
+        ),
+        _case(
+            "argsort", x, arguments=(0,), label="descending", keywords={"descending": True},
+            reference=lambda a: (-a).argsort(0), differentiable=False,
+        ),
+        _case("bincount", ids, arguments=(6,), reference=lambda a: np.bincount(a, minlength=6), differentiable=False),
+        _case("bincount", nothing, arguments=(2,), reference=lambda a: np.zeros(2, int), differentiable=False),
+        _case("one_hot", picked, arguments=(3,), reference=lambda a: np.eye(3, dtype=int)[a], differentiable=False),
+    ]  # fmt: skip
+
+
+def creation_cases(platform: Platform) -> dict[str, tuple[Any, Array]]:
+    """Return label -> (result, expected) for operations that make tensors from nothing, and for casts."""
+    ops, float32, int64 = platform.ops, platform.dtype("float32"), platform.dtype("int64")
+    x = platform.from_numpy(np.array([1.7, -2.2, 0.0], np.float32))
+    return {
+        "zeros": (ops.zeros((2, 3), float32), np.zeros((2, 3), np.float32)),
+        "ones": (ops.ones((2,), int64), np.ones(2, np.int64)),
+        "full": (ops.full((2, 2), 3.5, float32), np.full((2, 2), 3.5, np.float32)),
+        "full int": (ops.full((), 3, int64), np.array(3, np.int64)),
+        "arange": (ops.arange(4, int64), np.arange(4)),
+        "arange float": (ops.arange(3, float32), np.arange(3, dtype=np.float32)),
+        "arange nothing": (ops.arange(0, int64), np.arange(0)),
+        "cast int": (ops.cast(x, int64), np.array([1, -2, 0])),
+        "cast bool": (ops.cast(x, platform.dtype("bool")), np.array([True, True, False])),
+        "cast float16": (ops.cast(x, platform.dtype("float16")), np.array([1.7, -2.2, 0.0], np.float16)),
+    }
+
+
+def _sigmoid(a: Array) -> Array:
+    return 1 / (1 + np.exp(-a))
+
+
+def _erf(a: Array) -> Array:
+    """The error function by its Taylor series, which for |a| < 2 has converged after 40 terms."""
+    term, total = a.copy(), a.copy()
+    for n in range(1, 40):
+        term = term * -(a**2) / n
+        total = total + term / (2 * n + 1)
+    return total * 2 / np.sqrt(np.pi)
+
+
+def _logsumexp(a: Array, axis: int) -> Array:
+    return np.log(np.exp(a).sum(axis, keepdims=True))
+
+
+def _rms(a: Array, eps: float) -> Array:
+    return a / np.sqrt((a**2).mean(-1, keepdims=True) + eps)
+
+
+def _cross_entropy(logits: Array, targets: Array, reduction: str) -> Array:
+    counts = targets != -100
+    picked = np.take_along_axis(logits, np.where(counts, targets, 0)[:, None], 1)
+    losses = np.where(counts, (_logsumexp(logits, -1) - picked)[:, 0], 0)
+    total = {"none": losses, "sum": losses.sum(), "mean": losses.sum() / counts.sum()}
+    return np.asarray(total[reduction])
+
+
+def _attention(query: Array, key: Array, value: Array, causal: bool = False) -> Array:
+    scores = query @ key.swapaxes(-1, -2) / np.sqrt(query.shape[-1])
+    if causal:
+        scores = np.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -np.inf)
+    return np.exp(scores - _logsumexp(scores, -1)) @ value
+
+
+def _index_put(a: Array, rows: Array, values: Array) -> Array:
+    result = a.copy()
+    result[rows] = values
+    return result
+
 
 CASES = cases()
 STEP = 1e-4  # of the central differences: their error is about 1e-8 of a third derivative
@@ -107,3 +443,6 @@ def _central_differences(case: Case, position: int, weights: list[Array]) -> Arr
             sums.append(sum(float((o * w).sum()) for o, w in zip(floating, weights, strict=True)))
         result[where] = (sums[0] - sums[1]) / (2 * STEP)
     return result
+
+
+Array = np.ndarray[Any, Any]

@@ -1,4 +1,4 @@
-"""Dtypes, plain tensors, and the way between them and NumPy."""
+"""Dtypes, plain tensors, and conversion to and from NumPy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hp_dtensor.platform.interface import DTYPE_NAMES, OP_NAMES, Platform
-from hp_dtensor.testing.conformance.values import assert_values, read, tensor, whole_numbers
+from hp_dtensor.testing.conformance.ranks import assert_values, read, tensor, whole_numbers
 
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2}
 every_dtype = pytest.mark.parametrize("name", DTYPE_NAMES)
