@@ -136,11 +136,11 @@ def torch_ring(method: str) -> Callable[[Case], Attend]:
 
 def ours(method: str, ulysses: bool) -> Callable[[Case], Attend]:
     def build(case: Case) -> Attend:
-        from hp_dtensor import AttentionMask, SequenceCut, context_parallel_attention, init_device_mesh
+        from hp_dtensor import AttentionMask, SequenceSharding, context_parallel_attention, init_device_mesh
 
         mesh = init_device_mesh("cpu", (case.ranks,), platform=connected_platform())
         degree = case.ranks if ulysses else 1
-        cut = SequenceCut(length=case.length, ranks=case.ranks, ulysses_degree=degree, balanced=case.causal)
+        cut = SequenceSharding(length=case.length, ranks=case.ranks, ulysses_degree=degree, balanced=case.causal)
 
         def attend(*tensors: torch.Tensor) -> torch.Tensor:
             mask = AttentionMask(causal=case.causal)
@@ -229,7 +229,7 @@ def sent(built: dict[str, Attend], tensors: list[torch.Tensor], grad: torch.Tens
 
 def print_timeline(attend: Any, tensors: list[torch.Tensor], grad: torch.Tensor, rank: int) -> None:
     """Print what rank 0 did in one step of the ring: hops under way are drawn beside the blocks computed meanwhile."""
-    from hp_dtensor.parallel.context_parallel import ring
+    from hp_dtensor.parallel.attention import ring
 
     events: list[tuple[float, str]] = []
     start = time.perf_counter()
@@ -251,7 +251,7 @@ def print_timeline(attend: Any, tensors: list[torch.Tensor], grad: torch.Tensor,
 
     swap = ring._Ring.swap
     ring._Ring.swap = lambda self, *args: Hop(swap(self, *args))
-    ring.Attended.add = noted("forward", ring.Attended.add)
+    ring.PartialAttention.add = noted("forward", ring.PartialAttention.add)
     ring.AttentionGrads.add = noted("backward", ring.AttentionGrads.add)
     attend(*tensors).backward(grad)
     if rank == 0:

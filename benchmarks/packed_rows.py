@@ -33,17 +33,17 @@ def packing(random: np.random.Generator, length: int, documents: int) -> tuple[i
 
 def cuts_of(documents: Documents, ranks: int, method: str) -> dict[str, Any]:
     """Return both cuts by name."""
-    from hp_dtensor import SequenceCut
+    from hp_dtensor import SequenceSharding
 
     length = sum(documents[0])
-    of_row = SequenceCut(length=length, ranks=ranks)
-    of_documents = SequenceCut(length=length, ranks=ranks, documents=documents, even_hops=method == "ring")
+    of_row = SequenceSharding(length=length, ranks=ranks)
+    of_documents = SequenceSharding(length=length, ranks=ranks, documents=documents, even_hops=method == "ring")
     return dict(zip(CUTS, (of_row, of_documents), strict=True))
 
 
 def imbalance(documents: Documents, cut: Any) -> float:
     """Return the busiest rank's work over the mean."""
-    from hp_dtensor.parallel.context_parallel.balance import work_of_places
+    from hp_dtensor.parallel.attention.sharding import work_of_places
 
     work = work_of_places(documents, [cut.places(rank) for rank in range(cut.ranks)])
     return max(work) * len(work) / sum(work)

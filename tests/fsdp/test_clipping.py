@@ -14,8 +14,8 @@ from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import LaunchError, RankMismatchError
 from hp_dtensor.optim import clip_grad_norm_
 from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.distribute_module import place_parameter
 from hp_dtensor.parallel.parallelize_module import parallelize_module
-from hp_dtensor.parallel.parameters import place_parameter
 from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel
 from hp_dtensor.spec.placements import Shard
 from hp_dtensor.testing.simulated import run_ranks

@@ -22,7 +22,7 @@ from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.process_group import ProcessGroup, record_collectives
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.parameters import place_parameter
+from hp_dtensor.parallel.distribute_module import place_parameter
 from hp_dtensor.spec.placements import RaggedShard, Replicate, Shard
 from hp_dtensor.spec.rank_checks import check_mode
 from hp_dtensor.tensor.dtensor import DTensor

@@ -9,7 +9,7 @@ import pytest
 
 from hp_dtensor import DTensor, Shard, ShardingPlan, distribute_tensor, init_device_mesh, shard_module
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.parameters import place_parameter
+from hp_dtensor.parallel.distribute_module import place_parameter
 from hp_dtensor.testing import run_ranks
 from hp_fsdp import HSDPError, fully_shard, hsdp
 

@@ -11,7 +11,7 @@ from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.parameters import place_parameter
+from hp_dtensor.parallel.distribute_module import place_parameter
 from hp_dtensor.spec.placements import RaggedShard, Replicate, Shard
 from hp_dtensor.testing.simulated import run_ranks
 from hp_fsdp import FullyShardError, ShardPlacementResult, fully_shard, summon_full_params

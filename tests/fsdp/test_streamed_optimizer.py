@@ -78,7 +78,7 @@ def _make(platform, name, parameters):
     if platform.name == "torch":
         import torch.optim as optim
     else:
-        from hp_platform_mindspore.optim import optimizers as optim
+        from hp_platform_mindspore import optim as optim
     return OPTIMIZERS[name](optim, list(parameters))
 
 

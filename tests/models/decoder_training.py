@@ -9,7 +9,7 @@ import numpy
 
 from hp_dtensor.comm.collectives import all_reduce_data
 from hp_dtensor.optim import clip_grad_norm_
-from hp_dtensor.parallel.context_parallel import use_cut
+from hp_dtensor.parallel.attention import use_sequence_sharding
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.init import init_parameters
@@ -95,7 +95,7 @@ def train_decoder(
                 batch = SequenceShares(style, dims.cp, mesh["cp"].get_local_rank()).own(batch)
             given = (batch.ids, batch.targets, batch.positions)
             arrays = [platform.from_numpy(numpy.ascontiguousarray(x)) for x in given if x is not None]
-            with use_cut(batch.cut):
+            with use_sequence_sharding(batch.cut):
                 loss = platform.ops.div(model(*arrays), GLOBAL_BATCH * length)
             platform.backward(loss)
             total = platform.ops.add(platform.detach(loss), total)

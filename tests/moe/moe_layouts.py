@@ -19,9 +19,8 @@ from hp_dtensor.comm_debug import CommDebugMode
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.distribute_module import distribute_module
 from hp_dtensor.parallel.parallelize_module import parallelize_module
-from hp_dtensor.parallel.prepare_module import PrepareModuleInput
 from hp_dtensor.parallel.recompute import checkpoint
-from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel
+from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.spec.placements import Replicate, Shard
 from hp_dtensor.tensor.conversions import distribute_tensor

@@ -12,8 +12,12 @@ from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.distribute_module import distribute_module
 from hp_dtensor.parallel.parallelize_module import parallelize_module
-from hp_dtensor.parallel.prepare_module import PrepareModuleInput, PrepareModuleOutput
-from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel
+from hp_dtensor.parallel.tensor_parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+)
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.spec.placements import Replicate, Shard
 from hp_dtensor.tensor.dtensor import DTensor

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from hp_dtensor.exceptions import AttentionError
-from hp_dtensor.parallel.attention.blocks import count_scores, is_empty, plan_blocks
-from hp_dtensor.parallel.attention.mask import Tokens
-from hp_dtensor.parallel.context_parallel import ContextParallel, SequenceCut
-from hp_dtensor.parallel.context_parallel.all_gather import plan_gather
-from hp_dtensor.parallel.context_parallel.ring import needed_hops, plan_member
+from hp_dtensor.parallel.attention import ContextParallel, SequenceSharding
+from hp_dtensor.parallel.attention.all_gather import plan_gather
+from hp_dtensor.parallel.attention.masks import Tokens, count_scores, is_empty, plan_blocks
+from hp_dtensor.parallel.attention.ring import needed_hops, plan_member
 
 
 def packing(random, length, documents):
@@ -27,7 +26,7 @@ def packings(count, length, documents, rows=1):
 
 
 def cut_of(documents, ranks, even_hops=True, **options):
-    return SequenceCut(length=sum(documents[0]), ranks=ranks, documents=documents, even_hops=even_hops, **options)
+    return SequenceSharding(length=sum(documents[0]), ranks=ranks, documents=documents, even_hops=even_hops, **options)
 
 
 def positions_of(documents):
@@ -53,7 +52,7 @@ def test_work_is_equal(ranks, documents, rows, even_hops):
         work = [of_tokens[cut.places(rank)].sum() for rank in range(ranks)]
         assert list(cut.work()) == work
         assert imbalance(work) <= 1.02
-        plain = SequenceCut(length=4096, ranks=ranks)
+        plain = SequenceSharding(length=4096, ranks=ranks)
         of_rows.append(imbalance([of_tokens[plain.places(rank)].sum() for rank in range(ranks)]))
     assert np.mean(of_rows) > 1.15  # what head and tail of the row leave
 
@@ -156,8 +155,8 @@ def test_hops_are_needed_where_there_are_blocks_to_compute(causal, window):
 
 
 def test_documents_may_be_lists_and_are_not_all_shown():
-    cut = SequenceCut(length=400, ranks=2, documents=[[1] * 400])
-    assert cut == SequenceCut(length=400, ranks=2, documents=((1,) * 400,))
+    cut = SequenceSharding(length=400, ranks=2, documents=[[1] * 400])
+    assert cut == SequenceSharding(length=400, ranks=2, documents=((1,) * 400,))
     assert cut.places(0).size == 200
     assert len(str(cut)) < 400
 
@@ -173,13 +172,13 @@ def test_documents_may_be_lists_and_are_not_all_shown():
 )
 def test_refuses_documents_that_do_not_fit(options, message):
     with pytest.raises(AttentionError, match=re.escape(message)):
-        SequenceCut(length=10, ranks=2, **options)
+        SequenceSharding(length=10, ranks=2, **options)
 
 
 @pytest.mark.parametrize("positions", [np.arange(8), np.zeros((1, 8)), [["a"] * 8], [[[0] * 8]]])
 def test_refuses_positions_that_are_no_rows_of_whole_numbers(positions):
     with pytest.raises(AttentionError, match=r"expected whole numbers \[batch, length\], got (ndarray|list) of shape"):
-        SequenceCut.of_positions(positions, ranks=2)
+        SequenceSharding.of_positions(positions, ranks=2)
 
 
 def test_refuses_positions_of_another_length():

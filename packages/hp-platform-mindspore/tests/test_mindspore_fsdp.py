@@ -10,7 +10,7 @@ from mindspore import Tensor, mint, nn
 from hp_dtensor import init_device_mesh, parallelize_value_and_grad
 from hp_dtensor.exceptions import CapabilityError, GradientPathError
 from hp_dtensor.testing import run_ranks
-from hp_platform_mindspore.optim.optimizers import AdamW
+from hp_platform_mindspore.optim import AdamW
 
 fsdp = pytest.importorskip("hp_fsdp")
 

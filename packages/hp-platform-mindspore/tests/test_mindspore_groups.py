@@ -143,7 +143,9 @@ def test_a_rank_that_does_not_come_is_given_up_on(monkeypatch, tmp_path):
 
 
 @pytest.mark.real_ranks
-def test_ranks_start_and_end_without_a_word(capfd):
+def test_ranks_print_nothing_but_what_mindspores_network_threads_say_at_exit(capfd):
     assert launch("mindspore_rank_functions:world_facts", num_ranks=2, platform="mindspore")[1][:2] == (1, 2)
     captured = capfd.readouterr()
-    assert (captured.out, captured.err) == ("", "")
+    # At exit two of MindSpore's threads print a line each, whatever GLOG_v says.
+    others = [line for line in captured.err.splitlines() if "Event base dispatch success!" not in line]
+    assert (captured.out, others) == ("", [])

@@ -11,8 +11,7 @@ import pytest
 from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, get_platform
 from hp_dtensor.spec.placements import Placement
 from hp_dtensor.testing import run_ranks
-from hp_platform_mindspore.ops.names import canonical
-from hp_platform_mindspore.ops.primitive_names import ADAPTED
+from hp_platform_mindspore.ops.primitive_names import ADAPTED, canonical
 
 pytestmark = pytest.mark.usefixtures("platform")  # it sets the runtime up, before any kernel runs
 

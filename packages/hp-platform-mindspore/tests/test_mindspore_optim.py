@@ -9,7 +9,7 @@ from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.spec.placements import Replicate, Shard
 from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.testing import run_ranks
-from hp_platform_mindspore.optim.optimizers import SGD, AdamW
+from hp_platform_mindspore.optim import SGD, AdamW
 
 SHAPES = {"matrix": (5, 3), "vector": (4,), "scalar": ()}
 STEPS = 4

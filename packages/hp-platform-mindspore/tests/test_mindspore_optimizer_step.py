@@ -11,7 +11,7 @@ from mindspore.experimental import optim
 from hp_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, from_local, init_device_mesh
 from hp_dtensor.exceptions import CapabilityError, PlacementError
 from hp_dtensor.testing import run_ranks
-from hp_platform_mindspore.optim.local_step import ELEMENTWISE
+from hp_platform_mindspore.patches.optimizers import ELEMENTWISE
 
 RNG = np.random.default_rng(3)
 WEIGHT, BIAS, BATCH = (RNG.normal(size=shape).astype(np.float32) for shape in ((5, 3), (3,), (4, 5)))

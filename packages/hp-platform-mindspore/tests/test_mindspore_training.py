@@ -10,7 +10,7 @@ from mindspore import Tensor, nn, ops
 from hp_dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.testing import run_ranks
-from hp_platform_mindspore.optim.local_step import ELEMENTWISE
+from hp_platform_mindspore.patches.optimizers import ELEMENTWISE
 
 hp_fsdp = pytest.importorskip("hp_fsdp")
 

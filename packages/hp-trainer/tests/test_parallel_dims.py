@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from hp_dtensor.comm.world import fake_world
-from hp_dtensor.parallel.context_parallel import AttentionShape, choose_context_parallel
+from hp_dtensor.parallel.attention import AttentionShape, choose_context_parallel
 from hp_dtensor.redistribute.costs import CostModel
 from hp_trainer.exceptions import ParallelDimsError
 from hp_trainer.parallel import ParallelDims, context

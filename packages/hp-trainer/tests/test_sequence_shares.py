@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hp_dtensor.parallel.context_parallel import ContextParallel
+from hp_dtensor.parallel.attention import ContextParallel
 from hp_trainer.data import Batch
 from hp_trainer.training.sequence_shares import SequenceShares
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hp_dtensor import current_world, init_device_mesh
-from hp_dtensor.parallel.attention import AttentionMask
-from hp_dtensor.parallel.context_parallel import SequenceCut, context_parallel_attention
+from hp_dtensor.parallel.attention import AttentionMask, SequenceSharding, context_parallel_attention
 
 
 def attend_on_ranks(platform, arrays, mask, options, ulysses=1, method="ring", balanced=True, dtype=None, cut=None):
@@ -15,7 +14,7 @@ def attend_on_ranks(platform, arrays, mask, options, ulysses=1, method="ring", b
     mesh = init_device_mesh("cpu", (world.size,), platform=platform)
     q, k, v, grad, *sinks = arrays
     if cut is None:
-        cut = SequenceCut(length=k.shape[2], ranks=world.size, ulysses_degree=ulysses, balanced=balanced)
+        cut = SequenceSharding(length=k.shape[2], ranks=world.size, ulysses_degree=ulysses, balanced=balanced)
     own = [cut.take(x, world.rank, 2) for x in (q, k, v)] + [x.copy() for x in sinks]
     inputs = [_cast(platform, platform.from_numpy(x), dtype) for x in own]
     for x in inputs:

@@ -9,8 +9,7 @@ from context_programs import attend_on_ranks, put_together
 
 from hp_dtensor import DeviceMesh, Shard, distribute_tensor
 from hp_dtensor.exceptions import AttentionError
-from hp_dtensor.parallel.attention import AttentionDropout, AttentionMask, attention, function
-from hp_dtensor.parallel.context_parallel import SequenceCut
+from hp_dtensor.parallel.attention import AttentionDropout, AttentionMask, SequenceSharding, attention
 from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.platform.attention import kept_entries
 from hp_dtensor.testing import run_ranks
@@ -43,7 +42,7 @@ def one_device(arrays, mask, rows=SEEDS.tolist()):
 def test_every_method_drops_what_one_device_drops(hp_platform, case):
     method, ranks, degree, mask = case
     arrays = reference.inputs(heads=4, kv_heads=2, keys=LENGTH)[:4]
-    cut = SequenceCut(length=LENGTH, ranks=ranks, ulysses_degree=degree)
+    cut = SequenceSharding(length=LENGTH, ranks=ranks, ulysses_degree=degree)
     options = {"dropout": dropped()}
     results = run_ranks(attend_on_ranks, ranks, hp_platform, hp_platform, arrays, mask, options, degree, method)
     found = put_together(results, cut)
@@ -65,7 +64,7 @@ def computed(platform, arrays, options, call=attention):
 @pytest.mark.parametrize("tile", [512, 4])
 def test_one_rank_and_its_recomputation(hp_platform, tile, monkeypatch):
     """Entries do not depend on the blocks that are computed, on fewer queries than keys, nor on the second forward."""
-    monkeypatch.setattr(function, "TILE", tile)
+    monkeypatch.setattr(attention, "TILE", tile)
     arrays = reference.inputs(queries=6, keys=LENGTH)[:4]
     found = computed(hp_platform, arrays, {"dropout": dropped()})
     reference.compare(found, one_device(arrays, {}))

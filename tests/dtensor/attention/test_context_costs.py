@@ -10,7 +10,7 @@ from context_programs import attend_on_ranks
 
 from hp_dtensor import AttentionShape, choose_context_parallel, record_collectives
 from hp_dtensor.exceptions import AttentionError
-from hp_dtensor.parallel.context_parallel import SequenceCut, ring
+from hp_dtensor.parallel.attention import SequenceSharding, ring
 from hp_dtensor.testing import run_ranks
 
 SIZES = {"batch": 2, "heads": 8, "kv_heads": 2, "keys": 48}
@@ -118,7 +118,9 @@ def test_the_cost_model_counts_what_is_sent(hp_platform, ranks, degree, method, 
     if documents := mask.pop("documents", None):
         rows = (documents, documents)
         mask["positions"] = reference.positions_of(*rows)
-        cut = SequenceCut(length=29, ranks=ranks, ulysses_degree=degree, documents=rows, even_hops=method == "ring")
+        cut = SequenceSharding(
+            length=29, ranks=ranks, ulysses_degree=degree, documents=rows, even_hops=method == "ring"
+        )
     found = counted(hp_platform, ranks, degree, method, mask.get("causal", True), sizes, cut=cut, **mask)
     assert found == pytest.approx((cost.forward_bytes, cost.backward_bytes), rel=0.02 if 29 % ranks else 1e-9)
 
@@ -143,7 +145,7 @@ def test_every_hop_is_under_way_while_the_block_before_it_is_computed(hp_platfor
 
     swap = ring._Ring.swap
     monkeypatch.setattr(ring._Ring, "swap", lambda self, *args: Traced(swap(self, *args), note))
-    for each in (ring.Attended, ring.AttentionGrads):
+    for each in (ring.PartialAttention, ring.AttentionGrads):
         compute = each.add
         monkeypatch.setattr(each, "add", lambda *args, compute=compute: note("compute") or compute(*args))
     arrays = reference.inputs(**SIZES)[:4]
@@ -186,17 +188,17 @@ def test_refuses_a_degree_that_heads_or_ranks_do_not_have():
     with pytest.raises(AttentionError, match=r"ulysses_degree=8 of 8 context parallel ranks and 6 heads; expected"):
         choose_context_parallel(shape, 8, ulysses_degree=8)
     with pytest.raises(AttentionError, match="expected a ulysses_degree that divides the ranks"):
-        SequenceCut(length=8, ranks=4, ulysses_degree=3)
+        SequenceSharding(length=8, ranks=4, ulysses_degree=3)
     for ranks, method in ((2, "ulysses"), (2, "rings"), (0, "ring"), (-2, None)):
         with pytest.raises(AttentionError, match=f"method {method!r} for {ranks} ranks; expected 'ring', 'all_gather'"):
             choose_context_parallel(shape, ranks, method=method)
     for rank in (-1, 4):
         with pytest.raises(AttentionError, match=f"rank {rank} of 4; expected one from 0 to 3"):
-            SequenceCut(length=8, ranks=4, balanced=False).places(rank)
+            SequenceSharding(length=8, ranks=4, balanced=False).places(rank)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_head_and_tail_chunks_balance_a_causal_mask(ranks):
-    cut = SequenceCut(length=64 * ranks, ranks=ranks)
+    cut = SequenceSharding(length=64 * ranks, ranks=ranks)
     work = [int((cut.places(rank) + 1).sum()) for rank in range(ranks)]
     assert max(work) / (sum(work) / ranks) < 1.001

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from context_programs import attend_on_ranks, put_together
 
-from hp_dtensor.parallel.attention import AttentionMask, attention, function
-from hp_dtensor.parallel.context_parallel import SequenceCut
+from hp_dtensor.parallel.attention import AttentionMask, SequenceSharding, attention
 from hp_dtensor.platform.attention import AttentionInterface
 from hp_dtensor.testing import run_ranks
 
@@ -17,7 +16,7 @@ LENGTH = 64
 
 def shared(platform, arrays, ranks, mask=None, options=None, degree=1, method="ring", dtype="float32"):
     """Return the result and gradients of the whole sequence."""
-    cut = SequenceCut(length=arrays[1].shape[2], ranks=ranks, ulysses_degree=degree)
+    cut = SequenceSharding(length=arrays[1].shape[2], ranks=ranks, ulysses_degree=degree)
     parts = run_ranks(
         attend_on_ranks, ranks, platform, platform, arrays, mask or {}, options or {}, degree, method, True, dtype
     )
@@ -53,7 +52,7 @@ def rounded(platform, x, dtype):
 def test_sums_of_gradients_travel_in_float32(hp_platform):
     """Halves are added to a number next to which they vanish in 16 bits one by one: seven of them do not."""
     dtype, large = ("bfloat16", 256) if hp_platform.name == "torch" else ("float16", 2048)
-    cut = SequenceCut(length=32, ranks=8)
+    cut = SequenceSharding(length=32, ranks=8)
     # Queries of zeros weigh all keys alike: the gradient of each value is the sum over tokens, divided by 32.
     grad = np.full((1, 1, 32, 4), 0.5 * 32 / 4, np.float32)
     grad[:, :, cut.places(3)] = large * 32 / 4
@@ -96,7 +95,7 @@ def test_no_more_scores_are_held_than_those_of_a_block(hp_platform, monkeypatch,
         sizes.append(int(np.prod(scores.shape)))
         return scores
 
-    monkeypatch.setattr(function, "TILE", 8)
+    monkeypatch.setattr(attention, "TILE", 8)
     monkeypatch.setattr(AttentionInterface, "_masked_scores", noted)
     arrays = reference.inputs(batch=1, heads=2, kv_heads=1, keys=LENGTH)[:4]
     options = {"soft_cap": 5.0}

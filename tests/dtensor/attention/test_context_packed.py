@@ -9,7 +9,7 @@ from context_programs import attend_on_ranks, put_together
 
 from hp_dtensor import AttentionDropout
 from hp_dtensor.exceptions import AttentionError, LaunchError
-from hp_dtensor.parallel.context_parallel import SequenceCut
+from hp_dtensor.parallel.attention import SequenceSharding
 from hp_dtensor.testing import run_ranks
 
 ROWS = {
@@ -43,7 +43,7 @@ def test_equals_one_device(hp_platform, case):
     arrays = reference.inputs(batch=len(documents), heads=heads, kv_heads=kv_heads, keys=length)[
         : 5 if has_sinks else 4
     ]
-    cut = SequenceCut(
+    cut = SequenceSharding(
         length=length, ranks=ranks, ulysses_degree=degree, documents=documents, even_hops=method == "ring"
     )
     given = arrays, mask, options, degree, method, True, None, cut
@@ -68,21 +68,21 @@ def test_refuses_ranks_that_cut_otherwise(hp_platform):
         from hp_dtensor import current_world
 
         documents = ((8, 4),) if current_world().rank else None
-        cut = SequenceCut(length=12, ranks=2, documents=documents)
+        cut = SequenceSharding(length=12, ranks=2, documents=documents)
         attend_on_ranks(hp_platform, arrays, mask, {}, cut=cut)
 
     refused(hp_platform, program, "ranks [1] cut the sequence otherwise than rank 0")
 
 
 def test_refuses_positions_of_another_cut(hp_platform):
-    """Such as those of a model that is not called within `use_cut`."""
+    """Such as those of a model that is not called within `use_sequence_sharding`."""
     arrays = reference.inputs(batch=1, keys=12)[:4]
     positions = reference.positions_of((8, 4))
-    packed = SequenceCut(length=12, ranks=2, documents=((8, 4),))
-    plain = SequenceCut(length=12, ranks=2)
+    packed = SequenceSharding(length=12, ranks=2, documents=((8, 4),))
+    plain = SequenceSharding(length=12, ranks=2)
     moved = plain.restore([packed.take(positions, rank) for rank in range(2)])
 
     def program():
         attend_on_ranks(hp_platform, arrays, {"positions": moved}, {}, cut=plain)
 
-    refused(hp_platform, program, "called within `use_cut` of a cut of packed documents")
+    refused(hp_platform, program, "called within `use_sequence_sharding` of a cut of packed documents")

@@ -6,7 +6,7 @@ import attention_reference as reference
 import pytest
 from context_programs import attend_on_ranks, put_together
 
-from hp_dtensor.parallel.context_parallel import SequenceCut
+from hp_dtensor.parallel.attention import SequenceSharding
 from hp_dtensor.platform.selection import get_platform
 
 pytestmark = pytest.mark.real_ranks
@@ -29,7 +29,7 @@ def test_equals_one_device(hp_platform, rank_pool, ranks):
     pool = rank_pool(ranks)
     for method, degree, mask in CASES[ranks]:
         documents = DOCUMENTS if "positions" in mask else None
-        cut = SequenceCut(length=41, ranks=ranks, ulysses_degree=degree, documents=documents)
+        cut = SequenceSharding(length=41, ranks=ranks, ulysses_degree=degree, documents=documents)
         for _ in range(2):
             results = pool.run(attend_by_name, hp_platform.name, arrays, mask, {}, degree, method, True, None, cut)
             reference.compare(put_together(results, cut), reference.expected(arrays, mask, {}))

@@ -10,7 +10,7 @@ from hp_dtensor import (
     AttentionMask,
     ContextParallel,
     DeviceMesh,
-    SequenceCut,
+    SequenceSharding,
     Shard,
     attention,
     context_parallel_attention,
@@ -20,7 +20,7 @@ from hp_dtensor import (
     nn,
     parallelize_module,
     record_collectives,
-    use_cut,
+    use_sequence_sharding,
 )
 from hp_dtensor.exceptions import AttentionError, LaunchError
 from hp_dtensor.parallel.recompute import checkpoint
@@ -61,7 +61,7 @@ def run(platform, model, x, positions, recomputed=False, cut=None):
     given = platform.from_numpy(np.ascontiguousarray(x))
     platform.set_requires_grad(given, True)
     known = None if positions is None else platform.from_numpy(np.ascontiguousarray(positions))
-    with use_cut(cut):
+    with use_sequence_sharding(cut):
         y = checkpoint(model, given, known, platform=platform) if recomputed else model(given, known)
     platform.backward(platform.ops.sum(platform.ops.square(y)))
     weight = platform.get_grad(model.projection.weight)
@@ -153,7 +153,7 @@ def test_with_tensor_parallel_heads(hp_platform):
 
     def program():
         mesh = DeviceMesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-        cut, rank = SequenceCut(length=LENGTH, ranks=2), mesh["cp"].get_local_rank()
+        cut, rank = SequenceSharding(length=LENGTH, ranks=2), mesh["cp"].get_local_rank()
         placed = [
             distribute_tensor(hp_platform.from_numpy(cut.take(x, rank, 2)), mesh["tp"], [Shard(1)]) for x in (q, k, v)
         ]
@@ -167,7 +167,7 @@ def test_with_tensor_parallel_heads(hp_platform):
         return [hp_platform.to_numpy(x.full_tensor()) for x in every]
 
     results = run_ranks(program, 4, hp_platform)
-    cut = SequenceCut(length=LENGTH, ranks=2)
+    cut = SequenceSharding(length=LENGTH, ranks=2)
     for index, expected in enumerate(wanted):
         found = cut.restore([results[0][index], results[2][index]], 2)
         np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-5)
@@ -194,7 +194,7 @@ def test_refuses_another_length_than_the_cut_gives(hp_platform):
         parallelize_module(model, init_device_mesh("cpu", (2,)), ContextParallel(length=12))
         run(hp_platform, model, X[:, :5], None)
 
-    refused(hp_platform, program, "rank 0 of 2 has 5 queries and 5 keys; SequenceCut(length=12")
+    refused(hp_platform, program, "rank 0 of 2 has 5 queries and 5 keys; SequenceSharding(length=12")
 
 
 def test_refuses_a_mask_of_another_cut(hp_platform):
@@ -214,7 +214,7 @@ def test_refuses_a_mask_of_another_cut(hp_platform):
         parallelize_module(model, init_device_mesh("cpu", (2,)), ContextParallel())
         q = hp_platform.from_numpy(np.zeros((1, 2, 4, 8), np.float32))
         for documents in (((8,),), ((6, 2),)):
-            with use_cut(SequenceCut(length=8, ranks=2, documents=documents)):
+            with use_sequence_sharding(SequenceSharding(length=8, ranks=2, documents=documents)):
                 model(q)
 
     refused(hp_platform, program, "expected a mask of its own for each forward pass")

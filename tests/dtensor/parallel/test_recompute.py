@@ -18,7 +18,7 @@ from hp_dtensor.comm.saved_tensors import Kept
 from hp_dtensor.comm_debug import CommDebugMode
 from hp_dtensor.exceptions import CapabilityError, GradientPathError
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.recompute import checkpoint, kept, kept_result
+from hp_dtensor.parallel.recompute import checkpoint, saved_result, saved_value
 from hp_dtensor.spec.placements import Replicate, Shard
 from hp_dtensor.tensor.conversions import distribute_tensor, full_tensor
 from hp_dtensor.testing import run_ranks
@@ -52,7 +52,7 @@ class Layer:
     def __call__(self, x, factor=1.0):
         ops = self.platform.ops
         self.calls += 1
-        chosen = float(kept(lambda: next(self.numbers)))
+        chosen = float(saved_value(lambda: next(self.numbers)))
         hidden = ops.silu(ops.linear(x, self.weight))
         self.inside = weakref.ref(hidden)
         return ops.mul(ops.mul(hidden, hidden), chosen * factor)
@@ -239,7 +239,7 @@ def test_a_rank_that_holds_nothing_repeats_as_many_collectives(hp_platform, name
 def test_another_way_the_second_time_is_refused(hp_platform):
     def wander(x):
         for _ in range(next(lengths)):
-            kept(int)
+            saved_value(int)
         return hp_platform.ops.mul(hp_platform.ops.mul(x, x), x)
 
     for first, second in ((1, 2), (2, 1)):
@@ -365,7 +365,7 @@ class Counted:
     def __call__(self, x):
         platform, group = self.platform, self.mesh.get_group()
         x = platform.custom_function(
-            lambda t: kept_result("products", lambda: self._count("products", platform.ops.mul(t, 2.0))),
+            lambda t: saved_result("products", lambda: self._count("products", platform.ops.mul(t, 2.0))),
             lambda g: platform.ops.mul(g, 2.0),
             x,
         )
@@ -408,8 +408,8 @@ def test_decisions_within_a_kept_result_are_part_of_it(hp_platform):
     numbers = itertools.count(1)
 
     def part(x):
-        factor = kept(lambda: kept(lambda: next(numbers)) + kept(lambda: next(numbers)))
-        return hp_platform.ops.mul(x, float(factor * kept(lambda: next(numbers))))
+        factor = saved_value(lambda: saved_value(lambda: next(numbers)) + saved_value(lambda: next(numbers)))
+        return hp_platform.ops.mul(x, float(factor * saved_value(lambda: next(numbers))))
 
     x = leaf(hp_platform, VALUES)
     hp_platform.backward(hp_platform.ops.sum(checkpoint(part, x, platform=hp_platform)))

@@ -11,7 +11,7 @@ import pytest
 from hp_dtensor import get_platform
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.saved_tensors import reached
-from hp_dtensor.parallel.recompute import checkpoint, kept, kept_result, noticed
+from hp_dtensor.parallel.recompute import checkpoint, noticed, saved_result, saved_value
 from hp_dtensor.testing import run_ranks
 
 torch = pytest.importorskip("torch")
@@ -166,10 +166,10 @@ def test_a_derivative_within_the_part(x, weight):
     """A repetition while forward still runs; what it draws and decides is what forward has drawn so far."""
 
     def part(x):
-        factor = kept(lambda: 2.0)
+        factor = saved_value(lambda: 2.0)
         y = torch.nn.functional.dropout(torch.exp(x * factor), 0.5)
         (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return torch.exp(slope @ weight) * kept(lambda: 3.0)
+        return torch.exp(slope @ weight) * saved_value(lambda: 3.0)
 
     found = []
     for run in (again, lambda part, x: part(x)):
@@ -180,7 +180,7 @@ def test_a_derivative_within_the_part(x, weight):
 
 def test_parts_within_parts(x, weight):
     def layer(x):
-        return torch.exp(torch.sin(x @ weight) * kept(lambda: 0.5))
+        return torch.exp(torch.sin(x @ weight) * saved_value(lambda: 0.5))
 
     def inner(x):
         return again(layer, torch.cos(x), keep=("products",)) * x
@@ -321,7 +321,7 @@ def test_a_kept_collective_and_a_mark_in_front_of_it_are_in_step(x):
 
     def part(x):
         y = PLATFORM.custom_function(
-            lambda x: kept_result("collectives", lambda: made.append(1) or torch.exp(x)), lambda g: g, x
+            lambda x: saved_result("collectives", lambda: made.append(1) or torch.exp(x)), lambda g: g, x
         )
         return reached(PLATFORM, y) * 2
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from hp_dtensor.parallel.parameters import check_state
+from hp_dtensor.parallel.distribute_module import check_state
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp import _model_state as _state

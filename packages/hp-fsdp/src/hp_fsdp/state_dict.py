@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hp_dtensor.comm.process_group import ProcessGroup
-from hp_dtensor.parallel.parameters import check_state
+from hp_dtensor.parallel.distribute_module import check_state
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp import _model_state as _load_hooks

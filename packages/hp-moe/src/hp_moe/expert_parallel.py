@@ -13,9 +13,8 @@ from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.process_group import ProcessGroup
-from hp_dtensor.parallel.distribute_module import distribute_module
-from hp_dtensor.parallel.parameters import place_parameter
-from hp_dtensor.parallel.style import ParallelStyle
+from hp_dtensor.parallel.distribute_module import distribute_module, place_parameter
+from hp_dtensor.parallel.parallelize_module import ParallelStyle
 from hp_dtensor.spec.placements import Placement, Replicate, Shard
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.dispatch import AutoDispatcher, TokenDispatcher, dispatchers

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.saved_tensors import reached
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.recompute import kept
+from hp_dtensor.parallel.recompute import saved_value
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Partial
 from hp_dtensor.tensor.dtensor import DTensor
@@ -155,7 +155,7 @@ class GroupedExperts(nn.Module):
         if isinstance(dispatcher, ChunkedDispatcher) and dispatcher.num_chunks > 1:
             return self._in_chunks(dispatcher, x, routing, meanwhile)
         sent = dispatcher.dispatch(x, routing)
-        kept(lambda: self._count_bytes(sent))
+        saved_value(lambda: self._count_bytes(sent))
         return dispatcher.combine(self._results_of(sent, self._local_weights()), sent)
 
     def _in_chunks(
@@ -175,7 +175,7 @@ class GroupedExperts(nn.Module):
         returning = []
         for chunk in begun:
             sent = dispatcher.arrived(chunk)
-            kept(functools.partial(self._count_bytes, sent))
+            saved_value(functools.partial(self._count_bytes, sent))
             returning.append(dispatcher.begin_combine(self._results_of(sent, weights), sent))
         return self.ops.cat([dispatcher.combined(each) for each in returning], 0)
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy
 
-from hp_dtensor.comm.saved_tensors import PRODUCTS, Kept, kept_result
+from hp_dtensor.comm.saved_tensors import PRODUCTS, Kept, saved_result
 from hp_dtensor.platform.interface import Platform
 from hp_moe.plugins import plugin_manager
 
@@ -126,7 +126,7 @@ def loop_grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
     kept = Kept(sizes.platform, x, weight)
 
     def forward(x: Tensor, weight: Tensor) -> Tensor:
-        return kept_result(PRODUCTS, lambda: products(x, weight))
+        return saved_result(PRODUCTS, lambda: products(x, weight))
 
     def products(x: Tensor, weight: Tensor) -> Tensor:
         each = [

@@ -19,7 +19,7 @@ import numpy
 from hp_dtensor.comm.collectives import all_reduce_data
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.recompute import is_checkpointed, kept
+from hp_dtensor.parallel.recompute import is_checkpointed, saved_value
 from hp_dtensor.platform.interface import Platform
 from hp_moe.exceptions import MoEConfigError
 from hp_moe.routing import count_keys
@@ -142,7 +142,7 @@ class LossTerms:
         """Return the sum over this rank's tokens of all losses with their coefficients, over the step's tokens."""
         ops = self.platform.ops
         # Each rank's numbers; the same calls in the same order on all of them.
-        everywhere = kept(lambda: self._over_ranks(counts) if self._needs_all_counts else counts)
+        everywhere = saved_value(lambda: self._over_ranks(counts) if self._needs_all_counts else counts)
         # Zero, but in the graph: the sum of losses then gets a gradient whichever of them there are.
         nothing = ops.sum(ops.mul(logits, 0.0))
         sums, total = [], nothing
@@ -152,7 +152,7 @@ class LossTerms:
             sums.append(nothing if loss is None else loss)
             if loss is not None:
                 total = ops.add(total, ops.mul(loss, coefficient))
-        kept(lambda: self.tally.add("losses", self.platform.detach(ops.stack(sums, 0))))
+        saved_value(lambda: self.tally.add("losses", self.platform.detach(ops.stack(sums, 0))))
         total = ops.mul(total, self.loss_scale if self.is_counted else 0.0)
         if self.step_tokens is not None:
             return ops.div(total, float(self.step_tokens))
@@ -174,7 +174,7 @@ class LossTerms:
         elif name == "micro_batch":
             shares = shares_of(ops, ops.unsqueeze(everywhere, 0), logits.dtype)
         else:
-            shares = kept(lambda: self._shares_of_sequences(experts, logits.dtype))
+            shares = saved_value(lambda: self._shares_of_sequences(experts, logits.dtype))
         return ops.mul(ops.sum(ops.mul(probabilities, shares)), float(probabilities.shape[1]))
 
     def _shares_of_sequences(self, experts: Tensor, dtype: Any) -> Tensor:

@@ -25,7 +25,7 @@ from hp_dtensor.comm.collectives import all_reduce_data
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.recompute import kept
+from hp_dtensor.parallel.recompute import saved_value
 from hp_dtensor.spec.placements import Partial, Placement, Replicate, Shard
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.redistribution import vary
@@ -325,7 +325,7 @@ class MoE(nn.Module):
         return self.platform.from_numpy(self.platform.to_numpy(old), self.platform.device_of(new))
 
     def _hp_check_state(self) -> None:
-        """Refuse that weights are saved or loaded while experts are away; see `hp_dtensor.parallel.parameters`."""
+        """Refuse to save or load weights while experts are away; see `hp_dtensor.parallel.distribute_module`."""
         dispatcher = dispatcher_of(self.experts, self.platform)
         if isinstance(dispatcher, ReplicatingDispatcher) and not dispatcher.is_home:
             away = sum(expert != place for expert, place in enumerate(dispatcher.homes))
@@ -380,7 +380,7 @@ class MoE(nn.Module):
         else:
             results = self.experts(rows, routing, meanwhile=lambda: shared.append(self._shared(x)))
         # Kept: a recomputation in backward must not count the same tokens again.
-        kept(lambda: self._count(counts))
+        saved_value(lambda: self._count(counts))
         routed = region.leave(self.ops.reshape(results, tuple(region.rows.shape)))
         if self.shared_experts is None:
             return routed
@@ -419,7 +419,7 @@ class MoE(nn.Module):
     ) -> Routing:
         if self.capacity is None:
             return Routing(experts, counts, scores, takes_nonfinite=self.takes_nonfinite)
-        experts, counts = kept(lambda: self._within_capacity(experts, scores, region, shape))
+        experts, counts = saved_value(lambda: self._within_capacity(experts, scores, region, shape))
         return Routing(experts, counts, scores, has_dropped=True, takes_nonfinite=self.takes_nonfinite)
 
     def _within_capacity(

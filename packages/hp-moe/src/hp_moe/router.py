@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy
 
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.recompute import kept
+from hp_dtensor.parallel.recompute import saved_value
 from hp_dtensor.spec.placements import Partial
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
@@ -274,7 +274,7 @@ class TokenChoiceTopKRouter(nn.Module):
         logits = self._logits(self._jittered(x, numbers))
         scores = scoring.scores(ops, logits)
         # Kept: scores that round otherwise in a recomputation could choose other experts than forward did.
-        selected, counts = kept(lambda: self._choose(self.platform.detach(scores), expert_bias, ids))
+        selected, counts = saved_value(lambda: self._choose(self.platform.detach(scores), expert_bias, ids))
         top_scores = scoring.weights(ops, ops.gather(scores, 1, selected))
         if self.route_norm:
             top_scores = normalized(ops, top_scores)
@@ -334,7 +334,7 @@ class TokenChoiceTopKRouter(nn.Module):
         if not (self.jitter and is_trained(self)):
             return x
         # Kept: the counter of calls has moved on, and a recomputation would draw other noise.
-        noise = kept(lambda: self._noise(x, numpy.arange(int(x.shape[0])) if numbers is None else numbers()))
+        noise = saved_value(lambda: self._noise(x, numpy.arange(int(x.shape[0])) if numbers is None else numbers()))
         return self.ops.mul(self.ops.cast(x, noise.dtype), noise)
 
     def _noise(self, x: Tensor, numbers: numpy.ndarray) -> Tensor:

@@ -1,12 +1,16 @@
-"""`MindSporePlatform`: hp_dtensor's interface to a framework, on MindSpore in PyNative mode."""
+"""`MindSporePlatform`: the interface of hp_dtensor to a framework, on MindSpore in PyNative mode."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import math
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import mindspore as ms
@@ -14,47 +18,49 @@ import numpy as np
 from mindspore import Tensor, mint, nn
 from mindspore.common.hook_handle import HookHandle
 from mindspore.graph.api import _pynative_executor as executor
+from mindspore.profiler import ProfilerActivity
 
 try:
     from mindspore._c_expression import _unsafe_set_version_counter as set_versions
 except ImportError:  # MindSpore 2.9
     set_versions = None
 
-from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.comm.world import World
+from hp_dtensor.dispatch.plan_cache import forget_plans
+from hp_dtensor.exceptions import CapabilityError, PlatformError
+from hp_dtensor.launch.environment import from_environment, is_launched
 from hp_dtensor.platform.interface import Removable
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.gradients import check_reached, differentiated
 from hp_dtensor.tensor.redistribution import shortcut_views, with_shortcuts
-from hp_platform_mindspore.capabilities import CPU
-from hp_platform_mindspore.device import choose_device
-from hp_platform_mindspore.ops.mindspore_functions import FOUND
-from hp_platform_mindspore.ops.names import names_of, primitives_of
-from hp_platform_mindspore.ops.namespace import Operations, build_functions, build_ops
+from hp_platform_mindspore.ops.namespace import FOUND, Operations, build_functions, build_ops
+from hp_platform_mindspore.ops.primitive_names import names_of, primitives_of
 from hp_platform_mindspore.ops.primitives import call_primitive
 from hp_platform_mindspore.patches import table
-from hp_platform_mindspore.processes import MindSporeProcesses
-from hp_platform_mindspore.tensor import autograd, dtensor, meta, modules
-from hp_platform_mindspore.tensor.host_copies import MindSporeHostCopies
-from hp_platform_mindspore.tensor.local_operations import LocalOperations
+from hp_platform_mindspore.platform_base import CPU, MindSporeBase, choose_device
+from hp_platform_mindspore.tensor import autograd, dtensor, modules
+from hp_platform_mindspore.tensor.dtensor import LocalOperations
 from hp_platform_mindspore.tensor.memory import (
     DTYPES,
     FLOATING,
     HOST_DTYPES,
     NAMES,
+    MindSporeHostCopies,
     copy,
     host_view,
     numbers,
     share,
     store,
 )
-from hp_platform_mindspore.tensor.parameter import Parameter
+from hp_platform_mindspore.tensor.modules import META, META_EXISTS, Parameter, is_making_meta, making_meta, meta_tensor
+from hp_platform_mindspore.world import MindSporeWorld
 
 Removable.register(HookHandle)
 # MindSpore 2.9 has no hooks for a forward that raises.
 _CALLS_ALWAYS = "always_call" in inspect.signature(nn.Cell.register_forward_hook).parameters
 
 
-class MindSporePlatform(MindSporeProcesses):
+class MindSporePlatform(MindSporeBase):
     """MindSpore in PyNative mode, on CPU or Ascend.
 
     `HP_DEVICE` (`cpu`, `npu`) limits it to one kind of device where it could use several.
@@ -99,13 +105,13 @@ class MindSporePlatform(MindSporeProcesses):
         return dtype in FLOATING
 
     def empty(self, shape: Sequence[int], dtype: Any, device: Any = None) -> Tensor:
-        if meta.is_making_meta() or device == meta.META:
-            return meta.meta_tensor(shape, dtype)
+        if is_making_meta() or device == META:
+            return meta_tensor(shape, dtype)
         return mint.empty(tuple(shape), dtype=dtype)
 
     def zeros(self, shape: Sequence[int], dtype: Any, device: Any = None) -> Tensor:
-        if device == meta.META:  # in `init_empty_weights` too, buffers are zeros
-            return meta.meta_tensor(shape, dtype)
+        if device == META:  # in `init_empty_weights` too, buffers are zeros
+            return meta_tensor(shape, dtype)
         return mint.zeros(tuple(shape), dtype=dtype)
 
     def from_numpy(self, array: np.ndarray, device: Any = None) -> Tensor:
@@ -156,15 +162,15 @@ class MindSporePlatform(MindSporeProcesses):
             )
 
     def default_device(self, device: Any) -> AbstractContextManager[None]:
-        if device == meta.META and meta.IS_THERE:
-            return meta.making_meta()
+        if device == META and META_EXISTS:
+            return making_meta()
         if device in self.device_types[:1]:
             return contextlib.nullcontext()
         return super().default_device(device)
 
     def device_of(self, x: Tensor) -> str:
         if self.is_meta(x):
-            return meta.META
+            return META
         return "cpu" if x.device.startswith("CPU") else self.capabilities.device_type
 
     def is_meta(self, x: Tensor) -> bool:
@@ -372,3 +378,91 @@ class MindSporePlatform(MindSporeProcesses):
 
     def synchronize(self) -> None:
         ms.runtime.synchronize()
+
+    # Processes -------------------------------------------------------------------------------------------
+
+    def connect(self, rank: int, size: int, address: str, timeout_seconds: float = 300.0, local_rank: int = 0) -> World:
+        """Join a job as `Platform.connect` says.
+
+        On CPU a collective fails on the other ranks within `timeout_seconds` when one has died, or
+        `MS_CPU_COMM_OP_TIMEOUT` if that is set.
+
+        Raises:
+            PlatformError: this process has joined a job before (MindSpore can do that once), or the job cannot
+                be joined.
+        """
+        if self._world is not None:
+            raise PlatformError(
+                f"this process is already rank {self._world.rank} of a job of {self._world.size}; disconnect() first"
+            )
+        self._world = MindSporeWorld.join(self, rank, size, address, timeout_seconds, local_rank)
+        return self._world
+
+    def join_launched(self) -> None:
+        if is_launched():
+            from_environment(self)
+
+    def disconnect(self) -> None:
+        world, self._world = self._world, None
+        if world is not None:
+            world.close()
+        forget_plans()
+
+    def environment(self, local_rank: int, local_size: int) -> dict[str, str]:
+        """Return the variables for a new rank: a log of errors only, and its share of this machine's cores.
+
+        What the user has set stays.
+        """
+        threads = max(1, len(os.sched_getaffinity(0)) // max(1, local_size))
+        wanted = {"GLOG_v": "3", "OMP_NUM_THREADS": str(threads)}
+        return {name: value for name, value in wanted.items() if name not in os.environ}
+
+    def num_accelerators(self) -> int:
+        return 0 if self.capabilities is CPU else int(ms.device_context.ascend.device_count())
+
+    def peak_memory(self) -> int:
+        return super().peak_memory() if self.capabilities is CPU else int(ms.runtime.max_memory_allocated())
+
+    def profile(self, folder: Path, rank: int) -> AbstractContextManager[None]:
+        return _profiled(folder, rank, on_npu=self.capabilities is not CPU)
+
+    def collective_dtypes(self, reducing: bool) -> tuple[str, ...]:
+        return self.capabilities.reduced_dtypes if reducing else self.capabilities.moved_dtypes
+
+    @property
+    def records_by_thread(self) -> bool:
+        return not ms.__version__.startswith("2.9")
+
+    def rank_state(self) -> tuple[bool, bool, Any]:
+        """Return the two grad flags and the state of the generator, which a simulated rank takes along."""
+        return executor.grad_flag(), executor.enable_grad(), self._generator.bit_generator.state
+
+    def set_rank_state(self, state: tuple[bool, bool, Any]) -> None:
+        grad_flag, enabled, generator = state
+        executor.set_grad_flag(grad_flag)
+        executor.set_enable_grad(enabled)
+        self._generator.bit_generator.state = generator
+
+
+@contextlib.contextmanager
+def _profiled(folder: Path, rank: int, *, on_npu: bool) -> Iterator[None]:
+    """Profile the block; see `Platform.profile`. The tables of the profiler lie in `rank0-profiler`."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.NPU] if on_npu else [])]
+    # The profiler names a folder of its own within the one given, by host, process and time.
+    with tempfile.TemporaryDirectory(dir=folder, prefix=f"rank{rank}-") as scratch:
+        profiler = ms.profiler.profile(
+            activities=activities,
+            profile_memory=on_npu,
+            on_trace_ready=ms.profiler.tensorboard_trace_handler(scratch),
+        )
+        profiler.start()
+        try:
+            yield
+        finally:
+            profiler.stop()
+        (written,) = Path(scratch).iterdir()
+        tables = folder / f"rank{rank}-profiler"
+        shutil.rmtree(tables, ignore_errors=True)
+        shutil.move(written, tables)
+        for trace in tables.rglob("trace_view.json"):
+            shutil.move(trace, folder / f"rank{rank}-trace.json")

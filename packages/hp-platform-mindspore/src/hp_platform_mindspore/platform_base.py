@@ -1,15 +1,112 @@
-"""The platform as its parts see it: they get one, and must not import the module that puts them together."""
+"""Tables of MindSpore's abilities on each kind of device, by which native or composed forms are chosen.
+
+The device that this process runs on.
+
+The platform as its parts see it: they get one, and must not import the module that puts them together.
+"""
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import mindspore as ms
 from mindspore import Tensor
 
-from hp_dtensor.platform.interface import Platform
-from hp_platform_mindspore.capabilities import Capabilities
+from hp_dtensor.exceptions import PlatformError
+from hp_dtensor.platform.interface import DTYPE_NAMES, Platform
+
+WITHOUT_BOOL = tuple(name for name in DTYPE_NAMES if name != "bool")
+
+# The operations whose CPU kernels, forward and backward, take bfloat16. The others go through float32.
+BFLOAT16_ON_CPU = frozenset(
+    """
+    zeros ones full arange zeros_like neg clone cast cat split chunk transpose permute reshape unsqueeze squeeze
+    """.split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Abilities of one kind of device.
+
+    Attributes:
+        target: MindSpore's name of the device.
+        device_type: the name that meshes use.
+        host_memory: tensors live in host memory, so NumPy arrays can share their storage.
+        native_collectives: the collectives exist as kernels; otherwise they are composed from point-to-point
+            transfers.
+        native_operations: operations use MindSpore's own where the CPU has no kernel (embedding, topk, ...).
+        bfloat16_operations: names in `hp_dtensor.platform.interface` whose kernels take bfloat16; None: all.
+        moved_dtypes: dtypes that collectives move.
+        reduced_dtypes: dtypes that collectives reduce.
+    """
+
+    target: str
+    device_type: str
+    host_memory: bool
+    native_collectives: bool
+    native_operations: bool
+    bfloat16_operations: frozenset[str] | None
+    moved_dtypes: tuple[str, ...] = DTYPE_NAMES
+    reduced_dtypes: tuple[str, ...] = WITHOUT_BOOL
+
+
+CPU = Capabilities(
+    target="CPU",
+    device_type="cpu",
+    host_memory=True,
+    native_collectives=False,
+    native_operations=False,
+    bfloat16_operations=BFLOAT16_ON_CPU,
+)
+
+ASCEND = Capabilities(
+    target="Ascend",
+    device_type="npu",
+    host_memory=False,
+    native_collectives=True,
+    native_operations=True,
+    bfloat16_operations=None,
+    moved_dtypes=tuple(name for name in WITHOUT_BOOL if name != "float64"),
+    reduced_dtypes=("float32", "float16", "bfloat16", "int64", "int32", "int8"),
+)
+
+
+def choose_device() -> Capabilities:
+    """Set MindSpore's device to an Ascend where there is one, else to the CPU, within what `HP_DEVICE` allows.
+
+    Raises:
+        PlatformError: `HP_DEVICE` names a device that MindSpore cannot use here, or operations have run on another one.
+    """
+    usable = {"cpu": CPU}
+    if ms.device_context.ascend.is_available():
+        usable = {ASCEND.device_type: ASCEND, **usable}
+    wanted = os.environ.get("HP_DEVICE") or next(iter(usable))
+    if wanted not in usable:
+        raise PlatformError(f"HP_DEVICE is {wanted!r}, but mindspore can use here only: {', '.join(usable)}")
+    capabilities = usable[wanted]
+    _set_device(capabilities.target)
+    if capabilities is CPU:
+        # On CPU asynchronous launches are slower, and a failing kernel corrupts the interpreter.
+        ms.runtime.launch_blocking()
+    return capabilities
+
+
+def _set_device(target: str) -> None:
+    used = ms.get_context("device_target")  # the call below changes it, also where it then fails
+    try:
+        ms.set_device(target)
+    except RuntimeError as error:
+        # MindSpore lets nobody choose once an operation has run or a device number was set; the same device is right.
+        if used != target:
+            raise PlatformError(
+                f"MindSpore runs on {used} already, and {target} is wanted; call hp_dtensor.get_platform('mindspore') "
+                f"before the first operation, or set HP_DEVICE={used.lower().replace('ascend', 'npu')}"
+            ) from error
 
 
 class MindSporeBase(Platform):

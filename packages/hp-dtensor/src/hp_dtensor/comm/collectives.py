@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hp_dtensor.comm.process_group import ProcessGroup
-from hp_dtensor.comm.saved_tensors import COLLECTIVES, Kept, kept_result
+from hp_dtensor.comm.saved_tensors import COLLECTIVES, Kept, saved_result
 from hp_dtensor.platform.interface import Platform
 
 Tensor = Any
@@ -160,7 +160,7 @@ def staying(collective: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor
         >>> staying(lambda x: x)(3)
         3
     """
-    return lambda x: kept_result(COLLECTIVES, lambda: collective(x))
+    return lambda x: saved_result(COLLECTIVES, lambda: collective(x))
 
 
 # The same on data alone, outside autograd ----------------------------------------------------------------
@@ -290,7 +290,7 @@ def _all_reduce_selecting(x: Tensor, group: ProcessGroup, op: str) -> Tensor:
     kept: list[Kept] = []
 
     def forward(t: Tensor) -> Tensor:
-        result = kept_result(COLLECTIVES, lambda: all_reduce_data(t, group, op))
+        result = saved_result(COLLECTIVES, lambda: all_reduce_data(t, group, op))
         # A list: forward runs inside of the node, when both closures exist.
         kept[:] = [Kept(platform, t, result)]
         return result

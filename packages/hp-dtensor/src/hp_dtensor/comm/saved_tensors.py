@@ -121,20 +121,20 @@ ATTENTION, PRODUCTS, COLLECTIVES = KINDS = ("attention", "products", "collective
 """Kinds of operations whose results can be kept."""
 
 
-def kept(decide: Callable[[], T]) -> T:
+def saved_value(decide: Callable[[], T]) -> T:
     """Return `decide()` or, while a part of a model is computed again, the value that the same call gave at first.
 
     For decisions from data (which experts a token goes to), for counting, and for what is dear and needs no gradient.
 
     Example:
-        >>> kept(lambda: 3)
+        >>> saved_value(lambda: 3)
         3
     """
     record = current.get()
     return decide() if record is None or record.is_making else record.next(decide)
 
 
-def kept_result(kind: str, compute: Callable[[], T]) -> T:
+def saved_result(kind: str, compute: Callable[[], T]) -> T:
     """Return `compute()` or, while a part is computed again that keeps results of this kind, that of the first time.
 
     For use in the forward of an autograd node, which is made anew around the kept result.
@@ -144,7 +144,7 @@ def kept_result(kind: str, compute: Callable[[], T]) -> T:
         compute: returns plain tensors, or a tree of them, outside the graph.
 
     Example:
-        >>> kept_result("products", lambda: 3)
+        >>> saved_result("products", lambda: 3)
         3
     """
     record = current.get()
@@ -194,10 +194,10 @@ class Record:
     Example:
         >>> record = Record(platform)
         >>> with record.first():
-        ...     kept(lambda: "once")
+        ...     saved_value(lambda: "once")
         'once'
         >>> with record.again():
-        ...     kept(lambda: "twice")
+        ...     saved_value(lambda: "twice")
         'once'
     """
 
@@ -280,7 +280,8 @@ class Record:
 
 ANOTHER_WAY = (
     "a checkpointed function went another way when it was computed again in backward than in forward; "
-    "expected the same calls of hp_dtensor.parallel.recompute.kept, and the same kept operations, in the same order"
+    "expected the same calls of hp_dtensor.parallel.recompute.saved_value and the same saved operations, in the same "
+    "order"
 )
 current: ContextVar[Record | None] = ContextVar("hp_dtensor.comm.saved_tensors", default=None)
 

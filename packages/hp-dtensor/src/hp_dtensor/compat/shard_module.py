@@ -14,9 +14,14 @@ from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
 from hp_dtensor.exceptions import PlanError
-from hp_dtensor.parallel.distribute_module import replicate_plain
-from hp_dtensor.parallel.inputs_outputs import map_outputs
-from hp_dtensor.parallel.parameters import Owner, PlannedParameters, parameter_owners, place_tied
+from hp_dtensor.parallel.distribute_module import (
+    Owner,
+    PlannedParameters,
+    parameter_owners,
+    place_tied,
+    replicate_plain,
+)
+from hp_dtensor.parallel.tensor_parallel import map_outputs
 from hp_dtensor.spec.aliases import is_aliases, is_specification, placements_for
 from hp_dtensor.spec.placements import Placement, Replicate
 from hp_dtensor.spec.tensor_spec import wrong_count

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hp_dtensor.exceptions import GradientPathError
-from hp_dtensor.parallel.recompute_node import for_given_inputs
+from hp_dtensor.parallel.recompute import for_given_inputs
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.spec.tensor_spec import grad_spec

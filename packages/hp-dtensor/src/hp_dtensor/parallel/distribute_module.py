@@ -1,17 +1,191 @@
-"""`distribute_module`: every parameter and buffer of a module becomes a DTensor."""
+"""Parameters of modules: which modules own them, under which names, and how they become DTensors.
+
+`distribute_module`: every parameter and buffer of a module becomes a DTensor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from hp_dtensor.comm.mesh import DeviceMesh, get_current_mesh, require_mesh
-from hp_dtensor.parallel.parameters import own_parameters, parameter_owners, place_tied, tie_again, tied_owners
-from hp_dtensor.spec.placements import Replicate
-from hp_dtensor.tensor import conversions
+from hp_dtensor.exceptions import PlacementError, PlanError
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.spec.placements import Placement, Replicate
+from hp_dtensor.spec.tensor_spec import normalize_placements
+from hp_dtensor.tensor import conversions, gradients
 from hp_dtensor.tensor.dtensor import DTensor
 
+Tensor = Any
 Module = Any
+Placements = tuple[Placement, ...]
+
+
+class Owner(NamedTuple):
+    """A module that holds a parameter, the module's path in the model, and the parameter's name in the module."""
+
+    path: str
+    module: Module
+    name: str
+
+    @property
+    def dotted(self) -> str:
+        """The parameter's name in the model."""
+        return dotted(self.path, self.name)
+
+
+def dotted(path: str, name: str) -> str:
+    """Join the path of a module and the name of what it holds; the root module has the path ''."""
+    return f"{path}.{name}" if path else name
+
+
+def own_parameters(platform: Platform, module: Module) -> dict[str, Tensor]:
+    """Return the parameters that `module` itself holds, a tied one under each of its names."""
+    return dict(platform.named_parameters(module, recurse=False, remove_duplicate=False))
+
+
+def check_state(platform: Platform, module: Module) -> None:
+    """Let the modules at and below `module` refuse that their parameters are saved or loaded as they are now.
+
+    One does so by raising in a method `_hp_check_state`, without arguments: where rows of a weight are not in the order
+    that its name stands for, say. It raises on all ranks that hold the module, or on none.
+    """
+    for _, each in platform.named_modules(module):
+        check = getattr(type(each), "_hp_check_state", None)
+        if check is not None:
+            check(each)
+
+
+def parameter_owners(platform: Platform, module: Module) -> dict[int, list[Owner]]:
+    """Map the identity of each parameter in `module` to its owners; a tied parameter has several."""
+    owners: dict[int, list[Owner]] = {}
+    for path, submodule in platform.named_modules(module):
+        for name, parameter in own_parameters(platform, submodule).items():
+            owners.setdefault(id(parameter), []).append(Owner(path, submodule, name))
+    return owners
+
+
+def tied_owners(platform: Platform, module: Module) -> list[list[Owner]]:
+    """Return the owners of each parameter in `module` that has several names."""
+    return [owners for owners in parameter_owners(platform, module).values() if len(owners) > 1]
+
+
+def tie_again(platform: Platform, tied: Iterable[Sequence[Owner]]) -> None:
+    """Make parameters that were one before their modules were placed one again.
+
+    Args:
+        tied: the owners of each tied parameter, as `tied_owners` found them before.
+
+    Raises:
+        PlanError: the modules placed such a parameter in different ways.
+    """
+    for owners in tied:
+        now = {owner.dotted: own_parameters(platform, owner.module).get(owner.name) for owner in owners}
+        placed = {name: parameter for name, parameter in now.items() if isinstance(parameter, DTensor)}
+        if not placed:
+            continue
+        (first, chosen), *others = placed.items()
+        for name, other in others:
+            if (other.device_mesh, other.placements) != (chosen.device_mesh, chosen.placements):
+                raise PlanError(f"{name} is the same parameter as {first}: placed {other.spec!r} and {chosen.spec!r}")
+        for owner in owners:
+            if now[owner.dotted] is not None:
+                platform.set_parameter(owner.module, owner.name, chosen)
+
+
+def place_parameter(
+    module: Module,
+    name: str,
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    src_data_rank: int | None = 0,
+) -> None:
+    """Replace a plain parameter that `module` itself holds by a DTensor parameter.
+
+    The parameter is replaced under all names that it has in this module; where other modules hold it too, they keep
+    the plain one.
+
+    Args:
+        src_data_rank: the mesh coordinate whose values count; None: every rank has the same ones.
+
+    Raises:
+        PlanError: the parameter has hooks for its gradient, which the DTensor would not call.
+    """
+    platform = device_mesh.platform
+    own = own_parameters(platform, module)
+    old = own[name]
+    if (hooks := gradients.lost_hooks(platform, name, old)) is not None:
+        raise PlanError(f"{type(module).__name__}: {hooks}")
+    with platform.no_grad():
+        local = conversions.distribute_tensor(
+            platform.detach(old), device_mesh, placements, src_data_rank=src_data_rank
+        )
+    new = platform.Parameter(local, requires_grad=platform.requires_grad(old))
+    for each, parameter in own.items():
+        if parameter is old:
+            platform.set_parameter(module, each, new)
+
+
+def place_tied(
+    owners: Sequence[Owner],
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    src_data_rank: int | None = 0,
+) -> None:
+    """Replace a plain parameter, as `place_parameter` does, in all modules that hold it."""
+    platform = device_mesh.platform
+    first, *others = owners
+    place_parameter(first.module, first.name, device_mesh, placements, src_data_rank)
+    placed = own_parameters(platform, first.module)[first.name]
+    for owner in others:
+        platform.set_parameter(owner.module, owner.name, placed)
+
+
+class PlannedParameters:
+    """The placements that a plan gives to parameters, and what is wrong with them.
+
+    Attributes:
+        problems: one sentence per mistake, in the order in which they were found.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh) -> None:
+        self.problems: list[str] = []
+        self._mesh = device_mesh
+        self._placed: dict[int, tuple[str, Placements]] = {}
+
+    def add(self, label: str, parameter: Tensor, placements: Sequence[Placement]) -> Placements | None:
+        """Note the placements of `parameter` and return them with dimensions counted from the front.
+
+        Args:
+            label: names the entry of the plan in messages.
+
+        Returns:
+            None if the entry is wrong, which `problems` then tells. An entry is wrong for a DTensor, for a parameter
+            with gradient hooks, where the placements do not fit the mesh or the shape, and where another entry places
+            the same parameter in another way.
+        """
+        problem, normal = self._read(label, parameter, placements)
+        if problem is not None:
+            self.problems.append(problem)
+        return normal
+
+    def _read(
+        self, label: str, parameter: Tensor, placements: Sequence[Placement]
+    ) -> tuple[str | None, Placements | None]:
+        if isinstance(parameter, DTensor):
+            return f"{label}: is a DTensor already, placed {parameter.spec.describe_placements()}", None
+        if (hooks := gradients.lost_hooks(self._mesh.platform, label, parameter)) is not None:
+            return hooks, None
+        try:
+            normal = normalize_placements(self._mesh, placements, len(parameter.shape))
+        except PlacementError as error:
+            return f"{label}: {error}", None
+        first, known = self._placed.setdefault(id(parameter), (label, normal))
+        if known != normal:
+            return f"{label}: the same parameter as {first}: placed {list(normal)} and {list(known)}", None
+        return None, normal
+
+
 PartitionFn = Callable[[str, Module, DeviceMesh], None]
 InputFn = Callable[[Module, tuple[Any, ...], DeviceMesh], tuple[Any, ...] | None]
 OutputFn = Callable[[Module, Any, DeviceMesh], Any]

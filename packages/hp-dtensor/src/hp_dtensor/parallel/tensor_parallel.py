@@ -1,25 +1,95 @@
-"""Tensor-parallel styles for linear layers, embeddings and normalizations.
+"""Inputs and outputs of modules on their way to the placements that a style or plan wants.
+
+Tensor-parallel styles for linear layers, embeddings and normalizations.
 
 Names and arguments follow torch's `torch.distributed.tensor.parallel`. The layouts are those of Megatron-LM
 (arXiv 1909.08053): a column-wise layer followed by a row-wise one needs one all-reduce in forward and one in backward.
+
+Styles that bring a module's inputs and outputs from the placements they have to those that are wanted.
+
+Names and arguments follow torch's `torch.distributed.tensor.parallel`.
+
+`loss_parallel`: cross entropy of logits that stay cut over classes.
 """
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.parallel.distribute_module import distribute_module, replicate_plain
-from hp_dtensor.parallel.inputs_outputs import bring, first_input
-from hp_dtensor.parallel.parameters import own_parameters, place_parameter
-from hp_dtensor.parallel.style import ParallelStyle
+from hp_dtensor.dispatch.implicit_regions import implicit_replication_of
+from hp_dtensor.exceptions import PlanError
+from hp_dtensor.parallel.distribute_module import distribute_module, own_parameters, place_parameter, replicate_plain
+from hp_dtensor.parallel.parallelize_module import ParallelStyle
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.redistribute.explicit import explicit_redistribution_of
 from hp_dtensor.spec.placements import Placement, Replicate, Shard
+from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_dtensor.tensor import conversions
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.trees import like_sequence
 
+Tensor = Any
 Module = Any
+
+
+def bring(x: Any, mesh: DeviceMesh, given: Placement, desired: Placement) -> Any:
+    """Return `x` as a DTensor placed as `desired` on a 1-D mesh.
+
+    Args:
+        x: a DTensor, or a plain tensor that is this rank's shard of one placed as `given`. The global length of the
+            dimension that `given` cuts is the sum of what the ranks hold, which may differ; they exchange it.
+    """
+    if not isinstance(x, DTensor):
+        x = conversions.from_local(x, mesh, (given,), shape=_global_shape(x, mesh, given))
+    return x.redistribute(placements=(desired,))
+
+
+def _global_shape(x: Tensor, mesh: DeviceMesh, given: Placement) -> tuple[int, ...]:
+    """Return the global shape of the tensor of which `x` is this rank's shard."""
+    if not isinstance(given, Shard):
+        return tuple(x.shape)
+    shape = list(x.shape)
+    lengths = mesh.get_group().all_gather_bytes(str(shape[given.dim]).encode())
+    shape[given.dim] = sum(int(length) for length in lengths)
+    return TensorSpec(mesh, (given,), shape, x.dtype).shape
+
+
+def first_input(module: Module, args: tuple[Any, ...]) -> Any:
+    """Return the first positional argument of a call of `module`.
+
+    Raises:
+        PlanError: there is none.
+    """
+    if not args:
+        raise PlanError(
+            f"{type(module).__name__}: a tensor-parallel style takes the module's first positional argument as its "
+            "input, but the module was called with keyword arguments only; pass the input by position"
+        )
+    return args[0]
+
+
+def map_outputs(where: str, output: Any, entries: Sequence[Any], place: Callable[[Any, Any], Any]) -> Any:
+    """Return `output` with `place(value, entry)` for each of its values, as the single value or sequence that it is.
+
+    Args:
+        where: names the module in messages.
+        output: one value, or a tuple, named tuple or list of them.
+        entries: one entry of the plan per value.
+
+    Raises:
+        PlanError: there are more or fewer values than entries.
+    """
+    several = isinstance(output, (tuple, list))
+    values = list(output) if several else [output]
+    if len(values) != len(entries):
+        raise PlanError(f"{where} gave {len(values)} outputs, its output plan has {len(entries)}")
+    placed = [place(value, entry) for value, entry in zip(values, entries, strict=True)]
+    return like_sequence(output, placed) if several else placed[0]
+
 
 # An attribute that only embeddings have -> the name of their table: those of torch and `mindspore.mint.nn`, and
 # `mindspore.nn.Embedding`.
@@ -184,3 +254,223 @@ class SequenceParallel(ParallelStyle):
 def _table_of(module: Module) -> str | None:
     """Return the name of an embedding's table, or None if `module` is no embedding."""
     return next((table for attribute, table in _TABLES.items() if hasattr(module, attribute)), None)
+
+
+Layouts = Placement | Sequence[Placement | None] | None
+"""A placement per input or output, None for one that is left alone; a single one needs no tuple."""
+
+
+class PrepareModuleInput(ParallelStyle):
+    """Bring a module's inputs from what they are to what it wants.
+
+    Args:
+        input_layouts: per positional argument, the placement of a plain local tensor; None leaves it alone.
+        desired_input_layouts: per positional argument, the placement it is brought to.
+        input_kwarg_layouts, desired_input_kwarg_layouts: the same by keyword.
+        use_local_output: hand the module plain local tensors; default: DTensors.
+
+    Raises:
+        PlanError: given and desired layouts differ in number or names.
+
+    Example:
+        >>> style = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 4)
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     parallelize_module(model, mesh, style)
+        ...     distribute_module(model, mesh)
+        ...     return tuple(model(platform.zeros((3, 4), platform.dtype("float32"))).shape)
+        >>> run_ranks(program, 2)[0]  # each rank gave 3 rows, and works on all
+        (6, 4)
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
+        input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        self.input_layouts = _as_tuple(input_layouts)
+        self.desired_input_layouts = _as_tuple(desired_input_layouts)
+        self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
+        self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
+        self.use_local_output = use_local_output
+        self._check()
+
+    def _check(self) -> None:
+        given, desired = len(self.input_layouts), len(self.desired_input_layouts)
+        by_name, desired_by_name = sorted(self.input_kwarg_layouts), sorted(self.desired_input_kwarg_layouts)
+        problems = []
+        if given != desired:
+            problems.append(f"{given} input_layouts, {desired} desired_input_layouts")
+        if by_name != desired_by_name:
+            problems.append(f"keyword layouts for {by_name} and {desired_by_name}")
+        if problems:
+            raise PlanError(f"PrepareModuleInput: {'; '.join(problems)}; they must match")
+
+    def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
+        def prepare(m: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return self._positional(args, device_mesh), self._keywords(kwargs, device_mesh)
+
+        device_mesh.platform.add_forward_pre_hook(module, prepare)
+        return module
+
+    def _positional(self, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        layouts = list(zip(self.input_layouts, self.desired_input_layouts, strict=True))
+        if not layouts:
+            return args
+        if len(args) != len(layouts):
+            raise PlanError(f"PrepareModuleInput: the module got {len(args)} inputs, the plan has {len(layouts)}")
+        return tuple(_placed(x, mesh, ways, self.use_local_output) for x, ways in zip(args, layouts, strict=True))
+
+    def _keywords(self, kwargs: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+        prepared = dict(kwargs)
+        # An optional argument that is not given needs no placement.
+        for name in self.input_kwarg_layouts.keys() & kwargs.keys():
+            ways = self.input_kwarg_layouts[name], self.desired_input_kwarg_layouts[name]
+            prepared[name] = _placed(kwargs[name], mesh, ways, self.use_local_output)
+        return prepared
+
+
+class PrepareModuleOutput(ParallelStyle):
+    """Bring a module's outputs from what they are to what its users want.
+
+    Args:
+        output_layouts: per output, the placement of a plain local tensor; None leaves it alone.
+        desired_output_layouts: per output, the placement it is brought to.
+        use_local_output: give plain local tensors (default); False: DTensors.
+
+    Raises:
+        PlanError: given and desired layouts differ in number.
+
+    Example:
+        >>> style = PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Replicate())
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 4)
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     parallelize_module(model, mesh, style)
+        ...     return tuple(model(platform.zeros((3, 4), platform.dtype("float32"))).shape)
+        >>> run_ranks(program, 2)[0]
+        (6, 4)
+    """
+
+    def __init__(
+        self, *, output_layouts: Layouts = None, desired_output_layouts: Layouts = None, use_local_output: bool = True
+    ) -> None:
+        self.output_layouts = _as_tuple(output_layouts)
+        self.desired_output_layouts = _as_tuple(desired_output_layouts)
+        self.use_local_output = use_local_output
+        if len(self.output_layouts) != len(self.desired_output_layouts):
+            raise PlanError(
+                f"PrepareModuleOutput: {len(self.output_layouts)} output_layouts, "
+                f"{len(self.desired_output_layouts)} desired_output_layouts; they must match"
+            )
+
+    def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
+        ways = list(zip(self.output_layouts, self.desired_output_layouts, strict=True))
+        where = f"PrepareModuleOutput: {type(module).__name__}"
+
+        def prepare(m: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            return map_outputs(where, output, ways, lambda x, way: _placed(x, device_mesh, way, self.use_local_output))
+
+        if ways:
+            device_mesh.platform.add_forward_hook(module, prepare)
+        return module
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """`PrepareModuleInput` and `PrepareModuleOutput` in one.
+
+    Takes the arguments of both; `use_local_input` is the input's `use_local_output`.
+
+    Example:
+        >>> style = PrepareModuleInputOutput(
+        ...     input_layouts=Shard(0), desired_input_layouts=Replicate(),
+        ...     output_layouts=Replicate(), desired_output_layouts=Shard(0),
+        ... )
+        >>> def program():
+        ...     with nn.building(platform):
+        ...         model = nn.Linear(4, 4)
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     parallelize_module(model, mesh, style)
+        ...     distribute_module(model, mesh)
+        ...     return tuple(model(platform.zeros((3, 4), platform.dtype("float32"))).shape)
+        >>> run_ranks(program, 2)[0]
+        (3, 4)
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
+        input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Layouts = None,
+        desired_output_layouts: Layouts = None,
+        use_local_output: bool = True,
+    ) -> None:
+        self.prepare_module_input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+        )
+        self.prepare_module_output = PrepareModuleOutput(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+
+    def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
+        self.prepare_module_input.apply(module, device_mesh)
+        return self.prepare_module_output.apply(module, device_mesh)
+
+
+def _placed(x: Any, mesh: DeviceMesh, ways: tuple[Placement | None, Placement | None], local: bool) -> Any:
+    """Return an input or output brought from the given placement to the desired one, as a plain shard if `local`."""
+    given, desired = ways
+    if given is None or desired is None:
+        return x
+    x = bring(x, mesh, given, desired)
+    return x.to_local() if local else x
+
+
+def _as_tuple(layouts: Layouts) -> tuple[Placement | None, ...]:
+    if layouts is None:
+        return ()
+    return (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
+
+
+@contextlib.contextmanager
+def loss_parallel() -> Iterator[None]:
+    """Inside the block, `cross_entropy` keeps its logits cut over classes, and takes plain targets and weights.
+
+    Follows torch's `torch.distributed.tensor.parallel.loss_parallel`. Plain targets and class weights are taken as
+    replicated: every rank gives the same whole ones. Outside the block cross entropy keeps cut logits cut too; inside,
+    it raises where it would communicate them. The backward may come after the block.
+
+    Raises:
+        ImplicitRedistributionError: from a `cross_entropy` that would communicate its logits.
+        RankMismatchError: in `check_mode`, from one whose plain targets differ between ranks.
+
+    Example:
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     logits = zeros(3, 4, device_mesh=mesh, placements=[Shard(1)])  # classes are cut
+        ...     targets = distribute_tensor(platform.from_numpy(np.array([0, 1, 2])), mesh, [Replicate()])
+        ...     with loss_parallel():
+        ...         loss = platform.ops.cross_entropy(logits, targets)
+        ...     return round(float(platform.to_numpy(loss.full_tensor())), 4)
+        >>> run_ranks(program, 2)[0]
+        1.3863
+    """
+    with explicit_redistribution_of("cross_entropy"), implicit_replication_of("cross_entropy"):
+        yield

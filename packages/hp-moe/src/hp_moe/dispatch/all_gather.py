@@ -8,7 +8,7 @@ import numpy
 
 from hp_dtensor.comm.collectives import all_gather_varying, gather_data, reduce_scatter
 from hp_dtensor.comm.process_group import ProcessGroup
-from hp_dtensor.parallel.recompute import kept
+from hp_dtensor.parallel.recompute import saved_value
 from hp_dtensor.spec.placements import Shard
 from hp_moe.dispatch.base import Dispatched, TokenDispatcher, TokenPermutation
 from hp_moe.grouped_gemm import GroupSizes
@@ -47,7 +47,7 @@ class AllGatherDispatcher(TokenDispatcher):
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
         """Gather all tokens with their experts and scores; see `TokenDispatcher`."""
         group = self.group
-        lengths, sizes = kept(lambda: self._exchange_sizes(int(x.shape[0]), routing))
+        lengths, sizes = saved_value(lambda: self._exchange_sizes(int(x.shape[0]), routing))
         rows = all_gather_varying(x, group, 0, lengths)
         scores = None if routing.scores is None else all_gather_varying(routing.scores, group, 0, lengths)
 
@@ -57,7 +57,7 @@ class AllGatherDispatcher(TokenDispatcher):
             local = local_numbers(self.platform, experts, self.first, self.num_local)
             return TokenPermutation(self.platform, local, sum(sizes.host))
 
-        return Dispatched(rows, sizes, scores, kept(order), lengths, self._sent_bytes(lengths, x, routing))
+        return Dispatched(rows, sizes, scores, saved_value(order), lengths, self._sent_bytes(lengths, x, routing))
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         """Add up what all ranks made of this rank's tokens; see `TokenDispatcher`."""

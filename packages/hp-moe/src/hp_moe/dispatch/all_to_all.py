@@ -13,7 +13,7 @@ import numpy
 
 from hp_dtensor.comm.collectives import all_to_all_rows, all_to_all_rows_data
 from hp_dtensor.comm.process_group import ProcessGroup
-from hp_dtensor.parallel.recompute import kept
+from hp_dtensor.parallel.recompute import saved_value
 from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, Returning, Route, TokenPermutation, Underway
 from hp_moe.dispatch.exchange import RoundedExchange, RowExchange, block_width, find_wire_format
 from hp_moe.exceptions import ExpertParallelError
@@ -77,7 +77,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
         """Send each token to every rank that owns experts of it; see `TokenDispatcher`."""
         # Kept: a recomputation in backward replays the exchange with the sizes that forward agreed on.
-        ((route, sizes),) = kept(lambda: self._plan_routes(routing, [int(x.shape[0])]))
+        ((route, sizes),) = saved_value(lambda: self._plan_routes(routing, [int(x.shape[0])]))
         if self.wire_format is None:
             rows = self._send(route, x)
         else:
@@ -89,7 +89,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
     def begin(self, x: Tensor, routing: Routing) -> list[Underway]:
         """Begin to send all chunks of the tokens; see `ChunkedDispatcher`."""
         lengths = self._chunk_lengths(int(x.shape[0]))
-        routes = kept(lambda: self._plan_routes(routing, lengths))
+        routes = saved_value(lambda: self._plan_routes(routing, lengths))
         ops, begun = self.platform.ops, []
         tokens, choices = ops.split(x, lengths, 0), ops.split(self._choices(routing), lengths, 0)
         for part, chosen, (route, sizes) in zip(tokens, choices, routes, strict=True):
@@ -279,7 +279,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
             return TokenPermutation(platform, local, sum(sizes.host))
 
         sent_bytes = self._sent_bytes(route, int(rows.shape[1]), platform.itemsize(rows.dtype), routing)
-        return Dispatched(rows, sizes, scores, kept(order), route, sent_bytes)
+        return Dispatched(rows, sizes, scores, saved_value(order), route, sent_bytes)
 
     def _constant(self, array: numpy.ndarray, like: Tensor) -> Tensor:
         """An int64 tensor on the device of `like`."""
@@ -312,7 +312,7 @@ class CopyPerExpertDispatcher(AllToAllDispatcher):
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
         """Send a copy of each token to each of its experts; see `TokenDispatcher`."""
         tokens, top_k = (int(size) for size in routing.experts.shape)
-        copies = kept(lambda: self._copies(tokens, top_k, x))
+        copies = saved_value(lambda: self._copies(tokens, top_k, x))
         shape = (tokens * top_k, 1)
         single = replace(
             routing,

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy
 
-from hp_dtensor.parallel.recompute import kept
+from hp_dtensor.parallel.recompute import saved_value
 from hp_dtensor.platform.interface import Platform
 from hp_moe.dispatch.exchange import RowExchange
 from hp_moe.grouped_gemm import GroupSizes
@@ -312,7 +312,7 @@ class LocalDispatcher(TokenDispatcher):
             return Dispatched(x, sizes, routing.scores, None)
         num_rows = sum(sizes.host) if routing.has_dropped else int(numpy.prod(routing.experts.shape))
         # Kept: a recomputation in backward must see the order of forward, and need not sort again.
-        permutation = kept(lambda: TokenPermutation(self.platform, routing.experts, num_rows))
+        permutation = saved_value(lambda: TokenPermutation(self.platform, routing.experts, num_rows))
         return Dispatched(x, sizes, routing.scores, permutation)
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:

@@ -18,8 +18,7 @@ from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_fsdp.storage import Gradients, ParameterStorage, moved_to_front
 from hp_platform_mindspore.tensor.autograd import GradMode, arm
 from hp_platform_mindspore.tensor.dtensor import MindSporeDTensor, unwrap, wrap
-from hp_platform_mindspore.tensor.host_copies import may_leave_device, stay_on_device
-from hp_platform_mindspore.tensor.memory import HOST_DTYPES, host_view, share
+from hp_platform_mindspore.tensor.memory import HOST_DTYPES, host_view, may_leave_device, share, stay_on_device
 
 
 class MindSporeParameterStorage(ParameterStorage):

@@ -16,7 +16,7 @@ from mindspore import Tensor, ops
 
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_platform_mindspore.cpu_kernels import creation, pointwise, scattering, shapes
+from hp_platform_mindspore.ops.cpu_kernels import creation, pointwise, scattering, shapes
 from hp_platform_mindspore.platform_base import MindSporeBase
 from hp_platform_mindspore.tensor.autograd import is_recording
 from hp_platform_mindspore.tensor.memory import FLOATING

@@ -1,4 +1,12 @@
-"""The `ops` namespace: kernels under the names of `hp_dtensor.platform.interface`, on plain tensors and on DTensors.
+"""MindSpore's own kernels on Ascend, where they exist and where a value must not go through the host.
+
+MindSpore's own functions by canonical name, where they work on its CPU as they are.
+
+They consist of primitives, so they take DTensors by the primitives' rules.
+
+Operations on the local data of DTensors, and their way to hp_dtensor's dispatch.
+
+The `ops` namespace: kernels under the names of `hp_dtensor.platform.interface`, on plain tensors and on DTensors.
 
 An operation on a DTensor goes to hp_dtensor's dispatch under its own name, before MindSpore takes it apart
 into primitives that hide its arguments.
@@ -12,22 +20,164 @@ from types import SimpleNamespace
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor
+from mindspore import Tensor, mint, ops
 
+from hp_dtensor.dispatch import dispatch
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import OP_NAMES
+from hp_dtensor.rules.pointwise import LINEAR_UNARY, NONLINEAR
 from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_platform_mindspore.capabilities import Capabilities
-from hp_platform_mindspore.cpu_kernels import scattering, table
-from hp_platform_mindspore.cpu_kernels.empty import unless_empty
-from hp_platform_mindspore.cpu_kernels.random import Generator, random_operations
-from hp_platform_mindspore.ops import native_kernels
-from hp_platform_mindspore.ops.in_place import WRITTEN, writing
-from hp_platform_mindspore.ops.local_forms import POINTWISE, dispatched, getitem, setitem, unwrapping
-from hp_platform_mindspore.ops.mindspore_functions import FOUND
-from hp_platform_mindspore.platform_base import MindSporeBase
-from hp_platform_mindspore.tensor.local_operations import is_local
+from hp_platform_mindspore.ops.cpu_kernels import images, reductions, scattering, shapes, table
+from hp_platform_mindspore.ops.cpu_kernels.creation import Generator, random_operations
+from hp_platform_mindspore.ops.cpu_kernels.empty import unless_empty
+from hp_platform_mindspore.ops.cpu_kernels.shapes import tensor_split
+from hp_platform_mindspore.ops.in_place import SHARING, WRITTEN, remember_sharing, set_item, writing
+from hp_platform_mindspore.platform_base import Capabilities, MindSporeBase
+from hp_platform_mindspore.tensor.autograd import arm
+from hp_platform_mindspore.tensor.dtensor import LocalOperations, MindSporeDTensor, is_local, unwrap
+
+F = mint.nn.functional
+
+
+def _native_topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
+    values, indices = mint.topk(x, k, dim, largest, sorted)
+    return values, indices
+
+
+def _native_sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = False) -> tuple[Tensor, Tensor]:
+    values, indices = mint.sort(x, dim=dim, descending=descending, stable=stable)
+    return values, indices
+
+
+def _native_argsort(x: Tensor, dim: int = -1, stable: bool = True, descending: bool = False) -> Tensor:
+    return _native_sort(x, dim, descending, stable)[1]
+
+
+def _native_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return ops.rms_norm(x, weight, eps)[0]
+
+
+_OWN = """
+    all any count_nonzero max min argmin prod norm std var cumprod roll tril triu einsum median kthvalue cummax cummin
+    bitwise_not logaddexp scatter scatter_add index_add masked_select nonzero unique_consecutive conv1d conv2d conv3d
+    conv_transpose2d avg_pool1d avg_pool2d avg_pool3d max_pool2d adaptive_avg_pool1d adaptive_avg_pool2d
+    adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d batch_norm interpolate
+"""
+# Kernels that find positions on the host, which only a CPU's memory allows.
+_ON_HOST = ({"copysign", "fmin", *reductions.ORDER_KERNELS, *scattering.KERNELS, *images.KERNELS}) - {
+    "aminmax",
+    "searchsorted",
+    "bucketize",
+}
+
+NATIVE_KERNELS: dict[str, Callable[..., Any]] = {
+    **{name: kernel for name, kernel in table.KERNELS.items() if name not in _ON_HOST},
+    **{name: getattr(F, name, None) or getattr(mint, name) for name in _OWN.split()},
+    "full": lambda shape, value, dtype: mint.full(tuple(shape), value, dtype=dtype),
+    "arange": lambda end, dtype: mint.arange(end, dtype=dtype),
+    "gelu": F.gelu,
+    "argmax": mint.argmax,
+    "logsumexp": mint.logsumexp,
+    "cumsum": mint.cumsum,
+    "log_softmax": F.log_softmax,
+    "rms_norm": _native_rms_norm,
+    "cross_entropy": lambda logits, targets, reduction="mean": F.cross_entropy(logits, targets, reduction=reduction),
+    "embedding": F.embedding,
+    "stack": lambda tensors, dim=0: mint.stack(list(tensors), dim),
+    "index_select": mint.index_select,
+    "topk": _native_topk,
+    "sort": _native_sort,
+    "argsort": _native_argsort,
+    "bincount": lambda x, minlength: mint.bincount(x, minlength=minlength),
+    "one_hot": F.one_hot,
+}
+"""By canonical name, as `hp_platform_mindspore.ops.cpu_kernels.table.KERNELS`."""
+
+
+_OF_MINT = """
+    expm1 erf erfc sinh cosh tan sinc floor ceil trunc log1p reciprocal isnan isinf sign round atanh erfinv fmod
+    remainder
+    xlogy logical_xor isclose nan_to_num lerp ravel t swapaxes concat hstack dstack
+    diff
+"""
+_OF_OPS = """
+    exp2 asinh atan deg2rad rad2deg softsign tanhshrink frac i0 positive relu6 elu celu mish softplus hardtanh
+    log2 log10 lgamma digamma sgn signbit acos asin acosh atan2 fmax logaddexp2 hypot true_divide bitwise_and bitwise_or
+    bitwise_xor bitwise_left_shift bitwise_right_shift heaviside nextafter ldexp addcmul addcdiv type_as
+    inner kron addmv addbmm addr adjoint movedim moveaxis fliplr flipud rot90 vstack column_stack atleast_2d
+    pixel_shuffle pixel_unshuffle
+"""
+_OF_F = "hardswish hardsigmoid hardshrink softshrink glu broadcast_to"
+_METHODS = "float double int long short bool byte half bfloat16 contiguous to type view new_zeros new_ones new_empty"
+
+FOUND: dict[str, Callable[..., Any]] = {
+    **{name: getattr(mint, name) for name in _OF_MINT.split()},
+    **{name: getattr(ops, name) for name in _OF_OPS.split()},
+    **{name: getattr(F, name) for name in _OF_F.split()},
+    **{name: (lambda x, *args, name=name: getattr(x, name)(*args)) for name in _METHODS.split()},
+    "flatten": mint.flatten,
+    "tensor_split": tensor_split,
+    "hsplit": lambda x, parts: tensor_split(x, parts, 0 if x.ndim == 1 else 1),
+    "vsplit": lambda x, parts: tensor_split(x, parts, 0),
+}
+
+
+POINTWISE = frozenset(f"{NONLINEAR} {LINEAR_UNARY} alias".split())
+
+
+def unwrapping(kernel: Callable[..., Any], written: bool = False) -> Callable[..., Any]:
+    """Have `kernel` get the local data of DTensors among its arguments, in lists too.
+
+    Args:
+        written: `kernel` writes its first argument, and gets that as it is.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        local = (*args[:1], *_unwrapped(args[1:])) if written else _unwrapped(args)
+        return kernel(*local, **{name: _unwrapped(value) for name, value in kwargs.items()})
+
+    return run
+
+
+def _unwrapped(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)([_unwrapped(item) for item in value])
+    return unwrap(value) if isinstance(value, DTensor) else value
+
+
+def dispatched(
+    platform: MindSporeBase, name: str, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `hp_dtensor.dispatch.dispatch`, and note which results share memory with the first argument."""
+    # MindSpore's own value_and_grad leaves the flag off: what comes next would be missing in gradients, without a word.
+    arm()
+    result = dispatch.dispatch(platform, name, kernel, args, kwargs)
+    if name in SHARING and args:
+        remember_sharing(args[0], result)
+    return result
+
+
+_getitem = unwrapping(shapes.getitem)
+
+
+def getitem(x: Tensor, index: Any) -> Any:
+    """Return `x[index]` of a DTensor by its sharding rule, of a plain tensor by MindSpore's own indexing."""
+    if not isinstance(x, MindSporeDTensor):
+        return x[index]
+    return dispatched(x._spec.mesh.platform, "getitem", _getitem, (x, index), {})
+
+
+def setitem(x: MindSporeDTensor, index: Any, value: Any) -> None:
+    """Do `x[index] = value` on a DTensor."""
+    platform = x._spec.mesh.platform
+
+    def store(_: Tensor, index: Any, value: Any) -> Tensor:
+        with LocalOperations():
+            return set_item(platform, x, _unwrapped(index), _unwrapped(value))
+
+    dispatch.dispatch(platform, "setitem", store, (x, index, value), {})
+
 
 Function = Callable[..., Any]
 
@@ -80,7 +230,7 @@ def build_functions(platform: MindSporeBase, generator: Generator) -> dict[str, 
 
 def kernels_of(capabilities: Capabilities) -> dict[str, Function]:
     """Return every kernel on plain tensors by name; those without a bfloat16 form compute bfloat16 in float32."""
-    kernels = native_kernels.KERNELS if capabilities.native_operations else table.KERNELS
+    kernels = NATIVE_KERNELS if capabilities.native_operations else table.KERNELS
     direct = capabilities.bfloat16_operations
     if direct is None:
         return kernels

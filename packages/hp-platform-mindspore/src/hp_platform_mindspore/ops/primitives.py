@@ -1,23 +1,29 @@
 """MindSpore's primitives on DTensors: the one way of everything that `__fallback__` intercepts.
 
 A primitive gets its canonical name and torch's arguments, and runs by the sharding rule of that name.
+
+Primitives that are several operations, or whose results differ from the operation's.
+
+Each is `function(run, args, primitive)`: `run` has the operations by canonical name, `args` are the call's, without the
+primitive and its name for one of the older kind, whose attributes are on `primitive`.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
+from mindspore import Tensor
+
 from hp_dtensor.exceptions import CapabilityError
-from hp_platform_mindspore.cpu_kernels.empty import unless_empty
-from hp_platform_mindspore.cpu_kernels.table import check_composed
-from hp_platform_mindspore.ops.composed_primitives import COMPOSED
-from hp_platform_mindspore.ops.local_forms import POINTWISE, dispatched, unwrapping
-from hp_platform_mindspore.ops.mindspore_functions import FOUND
-from hp_platform_mindspore.ops.names import caller, canonical, is_older_kind, older_method
-from hp_platform_mindspore.ops.primitive_names import WITHOUT_KERNEL
+from hp_platform_mindspore.ops.argument_adapters import likelihood, unless_default
+from hp_platform_mindspore.ops.cpu_kernels.empty import unless_empty
+from hp_platform_mindspore.ops.cpu_kernels.table import check_composed
+from hp_platform_mindspore.ops.namespace import FOUND, POINTWISE, dispatched, unwrapping
+from hp_platform_mindspore.ops.primitive_names import WITHOUT_KERNEL, caller, canonical, is_older_kind, older_method
 from hp_platform_mindspore.platform_base import MindSporeBase
-from hp_platform_mindspore.tensor.dtensor import copy_values
-from hp_platform_mindspore.tensor.local_operations import LocalOperations
+from hp_platform_mindspore.tensor.dtensor import LocalOperations, copy_values
 
 
 def call_primitive(platform: MindSporeBase, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -60,3 +66,289 @@ def call_primitive(platform: MindSporeBase, func: Any, args: tuple[Any, ...], kw
     if name in POINTWISE:
         kernel = unless_empty(kernel, name)
     return dispatched(platform, name, unwrapping(kernel), given, named)
+
+
+Function = Callable[[Any, tuple[Any, ...], Any], Any]
+
+
+def _convolution(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+    """Run `Conv2D` or `Conv3D`, which `mindspore.nn.Conv1d`, `2d` and `3d` call."""
+    x, weight = args
+    count = weight.ndim - 2
+    stride, dilation = (tuple(getattr(primitive, name))[-count:] for name in ("stride", "dilation"))
+    kernel, groups = tuple(weight.shape[2:]), int(getattr(primitive, "group", getattr(primitive, "groups", 1)))
+    x, padding = _explicitly_padded(run, x, primitive, kernel, stride, dilation)
+    return getattr(run, f"conv{count}d")(x, weight, None, stride, padding, dilation, groups)
+
+
+def _explicitly_padded(
+    run: Any, x: Tensor, primitive: Any, kernel: Any, stride: Any, dilation: Any, value: float = 0.0
+) -> tuple[Any, Any]:
+    """Pad the input where its two sides differ, and return it with the padding that is left."""
+    mode = str(primitive.pad_mode).lower()
+    if mode in ("valid", "2"):
+        return x, (0,) * len(kernel)
+    if mode in ("same", "1"):
+        options = zip(x.shape[2:], kernel, stride, dilation, strict=True)
+        totals = [max(0, (-(-size // s) - 1) * s + d * (k - 1) + 1 - size) for size, k, s, d in options]
+        pairs = [(total // 2, total - total // 2) for total in totals]
+    else:
+        given = tuple(primitive.pad)
+        pairs = [given[2 * i : 2 * i + 2] for i in range(len(kernel))]
+    if all(before == after for before, after in pairs):
+        return x, tuple(before for before, _ in pairs)
+    flat = tuple(size for pair in reversed(pairs) for size in pair)
+    return run.pad(x, flat, value=value), (0,) * len(kernel)
+
+
+def _max_pool_as_said(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+    """Run `MaxPool`, of `mindspore.nn.MaxPool2d`: without padding, or with as much as keeps the size."""
+    kernel, stride = tuple(primitive.kernel_size)[-2:], tuple(primitive.strides)[-2:]
+    x, padding = _explicitly_padded(run, args[0], primitive, kernel, stride, (1, 1), -math.inf)
+    return run.max_pool2d(x, kernel, stride, padding)
+
+
+def _avg_pool_as_said(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+    """Run `AvgPool`, of `mindspore.nn.AvgPool2d`, without padding."""
+    if str(primitive.pad_mode).lower() not in ("valid", "2"):
+        raise TypeError(f"avg pooling of DTensors with pad_mode {primitive.pad_mode!r}: use mint.nn.functional")
+    kernel, stride = tuple(primitive.kernel_size)[-2:], tuple(primitive.strides)[-2:]
+    return run.avg_pool2d(args[0], kernel, stride)
+
+
+def _batch_norm(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Any, ...]:
+    """Return the result and four times None: MindSpore's callers take nothing but the first."""
+    x, weight, bias, mean, variance, training, *rest = args
+    if primitive is None:
+        momentum, eps = rest
+    else:
+        eps, momentum = primitive.epsilon, primitive.momentum
+    return run.batch_norm(x, mean, variance, weight, bias, bool(training), momentum, eps), None, None, None, None
+
+
+def _dropout(name: str) -> Function:
+    return lambda run, args, primitive: (getattr(run, name)(args[0], 1.0 - primitive.keep_prob, True), None)
+
+
+def _adaptive_max_pool(run: Any, args: tuple[Any, ...], primitive: Any) -> Any:
+    count = args[0].ndim - 2
+    return getattr(run, f"adaptive_max_pool{count}d")(args[0], args[1], True)
+
+
+def _diagonal_matrix(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+    x, offset = args
+    return run.diag_embed(x, offset) if x.ndim == 1 else run.diagonal(x, offset, 0, 1)
+
+
+def _extreme_with_position(name: str) -> Function:
+    def found(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Tensor, Tensor]:
+        values, positions = getattr(run, name)(*args)
+        return positions, values
+
+    return found
+
+
+def _all_equal(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+    return run.all(run.eq(*args))
+
+
+def _meshgrid(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Tensor, ...]:
+    """Expand vectors to grids; with `xy` (1) indexing the first two dimensions are the other way round."""
+    tensors, indexing = args
+    swapped = indexing in (1, "xy") and len(tensors) > 1
+    order = [1, 0, *range(2, len(tensors))] if swapped else range(len(tensors))
+    shape = tuple(tensors[i].shape[0] for i in order)
+    places = list(order)
+    return tuple(
+        run.expand(run.reshape(x, tuple(-1 if place == i else 1 for place in places)), shape)
+        for i, x in enumerate(tensors)
+    )
+
+
+def _with_channel_bias(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+    """Run `BiasAdd` along dimension 1, or along the last one where channels come last."""
+    x, bias = args[:2]
+    last = str(args[2] if len(args) > 2 else primitive.data_format) in ("NHWC", "1") or x.ndim == 2
+    return run.add(x, bias if last else run.reshape(bias, (-1, *[1] * (x.ndim - 2))))
+
+
+def _adaptive_avg_pool(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+    """Run an adaptive average pool, whose primitive has -1 for the size of the input."""
+    sizes = tuple(None if n == -1 else n for n in primitive.output_size)
+    return getattr(run, f"adaptive_avg_pool{len(sizes)}d")(args[0], sizes)
+
+
+def _first_of(name: str, results: int, count: int | None = None) -> Function:
+    """Make a primitive of several results, of which MindSpore's callers take the first."""
+    return lambda run, args, primitive: (getattr(run, name)(*args[:count]), *[None] * (results - 1))
+
+
+def _norm(name: str) -> Function:
+    """Run `LayerNormExt` over a shape, or `GroupNorm` over a number of groups."""
+
+    def normalized(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Any, ...]:
+        x, over, weight, bias, eps = args
+        return getattr(run, name)(x, over, unless_default(weight, 1), unless_default(bias, 0), eps), None, None
+
+    return normalized
+
+
+def _layer_norm(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Any, ...]:
+    """Run `LayerNorm`, which normalizes from an axis on."""
+    x, weight, bias = args[:3]
+    axis = primitive.begin_norm_axis % x.ndim
+    if axis != primitive.begin_params_axis % x.ndim:
+        raise TypeError("LayerNorm of DTensors: begin_norm_axis and begin_params_axis must be the same")
+    return run.layer_norm(x, tuple(x.shape[axis:]), weight, bias, primitive.epsilon), None, None
+
+
+def _rms_norm(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Any, ...]:
+    x, weight = args[:2]
+    eps = args[2] if len(args) > 2 else primitive.epsilon
+    return run.rms_norm(x, weight, eps), None
+
+
+def _likelihood(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Any, ...]:
+    (x, target), options = likelihood(args, {})
+    return run.nll_loss(x, target, **options), None
+
+
+def _looked_up(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+    """Run `EmbeddingLookup`, of `mindspore.nn.EmbeddingLookup`."""
+    table, ids, offset = args
+    if offset:
+        raise TypeError("EmbeddingLookup of DTensors takes no offset")
+    return run.embedding(ids, table)
+
+
+def _max_pool(run: Any, args: tuple[Any, ...], primitive: Any) -> Any:
+    """Run `FuncMaxPool2D`, which gives values and positions whatever its last argument says."""
+    *given, _ = args
+    return run.max_pool2d(*given, True)
+
+
+def _max_pool_with_places(run: Any, args: tuple[Any, ...], primitive: Any) -> Any:
+    """Run `MaxPoolWithArgmaxV2`, of `mindspore.ops.max_pool2d`."""
+    options = [tuple(getattr(primitive, name))[-2:] for name in ("kernel_size", "strides", "pads", "dilation")]
+    return run.max_pool2d(args[0], *options, primitive.ceil_mode, True)
+
+
+def _avg_pool_3d(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+    """Run `AvgPool3D`, of `mindspore.ops.avg_pool1d` and `2d` too, which give it dimensions of one element."""
+    pads = tuple(primitive.pad_list)
+    if primitive.pad_mode == "SAME" or pads[::2] != pads[1::2]:
+        raise TypeError("avg_pool of DTensors takes the same padding before and behind")
+    kernel, stride = (tuple(getattr(primitive, name))[-3:] for name in ("kernel_size", "strides"))
+    options = primitive.ceil_mode, primitive.count_include_pad, primitive.divisor_override or None
+    if kernel[0] == args[0].shape[2] == 1 and pads[0] == 0:
+        image = run.squeeze(args[0], 2)
+        return run.unsqueeze(run.avg_pool2d(image, kernel[1:], stride[1:], pads[2::2], *options), 2)
+    return run.avg_pool3d(args[0], kernel, stride, pads[::2], *options)
+
+
+def _hot(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+    """Run `OneHot`, of any two numbers, in a last dimension."""
+    ids, classes, on, off = args[:4]
+    axis = primitive.axis
+    if axis not in (-1, ids.ndim):
+        raise TypeError("one_hot of DTensors has its classes in the last dimension")
+    hot = run.cast(run.one_hot(ids, classes), on.dtype)
+    on, off = float(on), float(off)
+    return hot if (on, off) == (1.0, 0.0) else run.add(run.mul(hot, on - off), off)
+
+
+def _median(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Any, ...]:
+    find = run.nanmedian if primitive.ignore_nan else run.median
+    return (find(args[0]), None) if primitive.global_median else find(args[0], primitive.axis, primitive.keep_dims)
+
+
+def _quantile(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+    find = run.nanquantile if primitive.ignore_nan else run.quantile
+    every_dim = 10000
+    return find(args[0], float(args[1]), None if primitive.dim == every_dim else primitive.dim, primitive.keep_dims)
+
+
+def _index_fill(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+    x, dim, index, value = args
+    return run.index_fill(x, int(dim), index, value.item() if isinstance(value, Tensor) else value)
+
+
+def _resized(mode: str) -> Function:
+    """Make `ResizeBilinearV2` or `ResizeNearestNeighborV2`, of `mindspore.ops.interpolate`."""
+
+    def resize(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+        x, size, align_corners, half_pixel = args
+        known = align_corners != half_pixel if mode != "nearest" else not (align_corners or half_pixel)
+        if not known:
+            raise TypeError(f"{mode} resizing of DTensors has no align_corners={align_corners} with {half_pixel=}")
+        wanted = tuple(int(n) for n in (size.asnumpy() if isinstance(size, Tensor) else size))
+        return run.interpolate(x, wanted, mode=mode, align_corners=align_corners or None)
+
+    return resize
+
+
+def _gated(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+    """Run `Swiglu`: one half, through SiLU, times the other."""
+    gate, value = run.chunk(args[0], 2, args[1])
+    return run.mul(run.silu(gate), value)
+
+
+def _length(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+    axes = primitive.axis
+    return run.norm(args[0], float(primitive.p), axes if isinstance(axes, int) else tuple(axes), primitive.keep_dims)
+
+
+COMPOSED: dict[str, Function] = {
+    "Median": _median,
+    "Quantile": _quantile,
+    "IndexFill": _index_fill,
+    "KLDivLoss": lambda run, args, primitive: run.kl_div(*args, reduction=primitive.reduction),
+    "ResizeBilinearV2": _resized("bilinear"),
+    "ResizeNearestNeighborV2": _resized("nearest"),
+    "Swiglu": _gated,
+    "LpNorm": _length,
+    "Unique2": lambda run, args, primitive: run.unique(args[0], True, True, True),
+    "AdaptiveAvgPool3D": _adaptive_avg_pool,
+    "BiasAdd": _with_channel_bias,
+    "LayerNormExt": _norm("layer_norm"),
+    "GroupNorm": _norm("group_norm"),
+    "LogSigmoid": _first_of("logsigmoid", 2, 1),
+    "LayerNorm": _layer_norm,
+    "RmsNorm": _rms_norm,
+    "NLLLoss": _likelihood,
+    "FuncMaxPool2D": _max_pool,
+    "MaxPoolWithArgmaxV2": _max_pool_with_places,
+    "AvgPool3D": _avg_pool_3d,
+    "OneHot": _hot,
+    "AdaptiveAvgPool2D": _adaptive_avg_pool,
+    "IndexAdd": lambda run, args, primitive: run.index_add(args[0], primitive.axis, *args[1:3]),
+    "Conv2D": _convolution,
+    "Conv3D": _convolution,
+    "MaxPool": _max_pool_as_said,
+    "AvgPool": _avg_pool_as_said,
+    "BatchNorm": _batch_norm,
+    "BatchNormExt": _batch_norm,
+    "Dropout": _dropout("dropout"),
+    "Dropout2D": _dropout("dropout2d"),
+    "Dropout3D": _dropout("dropout3d"),
+    "AdaptiveMaxPool1D": _adaptive_max_pool,
+    "AdaptiveMaxPool2D": _adaptive_max_pool,
+    "PixelShuffle": lambda run, args, primitive: run.pixel_shuffle(*args),
+    "DiagExt": _diagonal_matrix,
+    "TraceExt": lambda run, args, primitive: run.sum(run.diagonal(args[0], 0, 0, 1)),
+    "Trace": lambda run, args, primitive: run.sum(run.diagonal(args[0], 0, 0, 1)),
+    "ArgMaxWithValue": _extreme_with_position("max"),
+    "ArgMinWithValue": _extreme_with_position("min"),
+    "EqualExt": _all_equal,
+    "EmbeddingLookup": _looked_up,
+    "ExpandAs": lambda run, args, primitive: run.expand(args[0], tuple(args[1].shape)),
+    "ViewAs": lambda run, args, primitive: run.reshape(args[0], tuple(args[1].shape)),
+    "GeLU": lambda run, args, primitive: run.gelu(args[0], approximate="tanh"),
+    "SparseSoftmaxCrossEntropyWithLogits": lambda run, args, primitive: run.cross_entropy(*args),
+    "SoftmaxCrossEntropyWithLogits": lambda run, args, primitive: (run.cross_entropy(*args, reduction="none"), None),
+    "SigmoidCrossEntropyWithLogits": lambda run, args, primitive: run.binary_cross_entropy_with_logits(
+        *args, reduction="none"
+    ),
+    "Flatten": lambda run, args, primitive: run.flatten(args[0], 1),
+    "Meshgrid": _meshgrid,
+}

@@ -1,21 +1,83 @@
-"""Functions of MindSpore in which `__fallback__` does not see DTensors.
+"""Search for DTensors in what a function of MindSpore gets: containers, Cells, and functions with what they hold.
+
+Functions of MindSpore in which `__fallback__` does not see DTensors.
 
 MindSpore looks for tensor subclasses among the arguments of primitives. It does not look into lists that primitives of
 the older kind get, and some of its functions make their result from a tensor's shape alone.
+
+Replacements for MindSpore's saving: files hold whole tensors, which any layout and any platform can load.
+
+Replacements for the lists of a Cell's parameters.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mindspore as ms
+from mindspore import Parameter, Tensor, nn
 
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.tensor.conversions import replicate_like
-from hp_platform_mindspore.tensor.dtensor import MindSporeDTensor
-from hp_platform_mindspore.tensor.local_operations import is_local
+from hp_platform_mindspore.tensor import autograd
+from hp_platform_mindspore.tensor.dtensor import MindSporeDTensor, is_local
+
+
+def first_dtensor(*values: Any) -> MindSporeDTensor | None:
+    """Return a DTensor that the values are or hold; None if there is none."""
+    return next((x for x in held_tensors(*values) if isinstance(x, MindSporeDTensor)), None)
+
+
+def held_tensors(*values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in containers, Cells (their parameters) and the variables that functions have from outside."""
+    return _held(values, {})
+
+
+def _held(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
+    if id(value) in seen:
+        return
+    # Kept alive: a list made here would else leave its id to the next one, which would then be passed over.
+    seen[id(value)] = value
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Cell):
+        yield from _held([parameter for cell in _cells(value) for parameter in cell._params.values()], seen)
+    elif isinstance(value, dict):
+        yield from _held(list(value.values()), seen)
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from _held(item, seen)
+    elif inspect.ismethod(value):
+        yield from _held([value.__self__, value.__func__], seen)
+    elif inspect.isfunction(value):
+        yield from _held(_outside(inspect.unwrap(value)), seen)
+
+
+def _cells(cell: nn.Cell) -> list[nn.Cell]:
+    return [each for _, each in cell.cells_and_names()]
+
+
+def _outside(function: Any) -> list[Any]:
+    """Return the values of a function's variables that are not its own: of its closure, and globals that it names.
+
+    Globals of MindSpore's own functions (those that `value_and_grad` makes) hold nothing of the user's.
+    """
+    closure = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    if function.__module__.startswith("mindspore"):
+        return closure
+    return closure + [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
 
 Function = Callable[..., Any]
 
@@ -115,3 +177,45 @@ FUNCTIONS: dict[str, Function] = {
     "tensor_split": lambda run, input, indices_or_sections, axis=0: run.tensor_split(input, indices_or_sections, axis),
 }
 """By name in `mindspore.ops`: the same function of (operations of a platform, *arguments)."""
+
+
+def saving_whole_tensors(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Have `save_checkpoint` gather DTensors; every rank must call it, with a file of its own or the same contents."""
+
+    @functools.wraps(own)
+    def convert(save_obj: Any, *args: Any) -> Any:
+        if first_dtensor(save_obj) is None:
+            return own(save_obj, *args)
+        if isinstance(save_obj, dict):
+            return own({name: _whole_parameter(name, value) for name, value in save_obj.items()}, *args)
+        if isinstance(save_obj, nn.Cell):
+            save_obj = [parameter for _, parameter in save_obj.parameters_and_names()]
+        named = [x if isinstance(x, dict) else {"name": x.name, "data": x} for x in save_obj]
+        return own([{**x, "data": _whole(x["data"])} for x in named], *args)
+
+    return convert
+
+
+def _whole(x: Any) -> Any:
+    return x._spec.mesh.platform.detach(x.full_tensor()) if isinstance(x, MindSporeDTensor) else x
+
+
+def _whole_parameter(name: str, x: Any) -> Any:
+    return Parameter(_whole(x), name=name) if isinstance(x, MindSporeDTensor) else x
+
+
+def accumulating_safely(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Have the parameters that a Cell lists accumulate gradients safely (`autograd.accumulate_safely`).
+
+    A Cell goes through its parameters at its first call. Who trains lists them too: parameters that a Cell has made,
+    or that are copies, come by here before a backward.
+    """
+
+    @functools.wraps(plain)
+    def parameters_and_names(self: nn.Cell, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in plain(self, name_prefix, expand):
+            if isinstance(parameter, ms.Parameter):
+                autograd.accumulate_safely(parameter)
+            yield name, parameter
+
+    return parameters_and_names

@@ -14,9 +14,8 @@ import mindspore as ms
 from mindspore import Tensor
 
 from hp_dtensor.platform.patch import Patch
-from hp_platform_mindspore.optim import local_step
-from hp_platform_mindspore.patches import cells, checkpoints, functions, gradients, graphs
-from hp_platform_mindspore.tensor import meta
+from hp_platform_mindspore.patches import functions, gradients, optimizers
+from hp_platform_mindspore.tensor import modules
 
 
 def _of_list(primitive: str, name: str) -> Patch:
@@ -81,52 +80,54 @@ PATCHES = (
         "refused, but for `recompute()` inside `value_and_grad`",
         gradients.explaining_custom_bprop,
     ),
-    _of_graph("mindspore.graph.api._JitExecutor.compile", graphs.refusing_source),
-    _of_graph("mindspore.graph.api._CellGraphExecutor.compile", graphs.refusing_cell),
-    _of_graph("mindspore.graph._utils.pijit_context.PreJit", graphs.refusing_bytecode_arguments),
-    _of_graph("mindspore.graph._utils.pijit_context.PIJitCaptureContext.__enter__", graphs.refusing_bytecode_closure),
-    _of_graph("mindspore.graph.jit_trace._jit_trace_begin", graphs.refusing_trace),
+    _of_graph("mindspore.graph.api._JitExecutor.compile", gradients.refusing_source),
+    _of_graph("mindspore.graph.api._CellGraphExecutor.compile", gradients.refusing_cell),
+    _of_graph("mindspore.graph._utils.pijit_context.PreJit", gradients.refusing_bytecode_arguments),
+    _of_graph(
+        "mindspore.graph._utils.pijit_context.PIJitCaptureContext.__enter__", gradients.refusing_bytecode_closure
+    ),
+    _of_graph("mindspore.graph.jit_trace._jit_trace_begin", gradients.refusing_trace),
     Patch(
         "mindspore.Parameter._get_parameter_new_args",
         "not concerned",
         "not concerned; inside `init_empty_weights` parameters are made without data",
-        meta.making_parameters,
+        modules.making_parameters,
     ),
     Patch(
         "mindspore.nn.Cell.parameters_and_names",
         "parameters that cells make add up transposed gradients wrongly (plain ones too)",
         "every listed parameter accumulates safely",
-        cells.accumulating_safely,
+        functions.accumulating_safely,
     ),
     Patch(
         "mindspore.experimental.optim.Optimizer._preprocess_param_group",
         "would step on shards of partial sums",
         "placements are checked; optimizers that are not elementwise are refused",
-        local_step.checking,
+        optimizers.checking,
     ),
     Patch(
         "mindspore.experimental.optim.Optimizer.__call__",
         "each operation of a step would be intercepted",
         "the step runs on local data",
-        local_step.stepping_on_shards,
+        optimizers.stepping_on_shards,
     ),
     Patch(
         "mindspore.nn.Optimizer.__init__",
         "would step on shards of partial sums; some of its optimizers look at a parameter as a whole",
         "placements are checked; optimizers that are not elementwise are refused",
-        local_step.checking_at_start,
+        optimizers.checking_at_start,
     ),
     Patch(
         "mindspore.nn.Optimizer.__call__",
         "each operation of a step would be intercepted",
         "the step runs on local data",
-        local_step.stepping_on_shards,
+        optimizers.stepping_on_shards,
     ),
     Patch(
         "mindspore.train.serialization._convert_save_obj_to_param_list",
         "would save this rank's shard",
         "whole tensors are saved; every rank must call `save_checkpoint`",
-        checkpoints.saving_whole_tensors,
+        functions.saving_whole_tensors,
     ),
     _of_list("Stack", "stack"),
     _of_list("AddN", "addn"),

@@ -1,4 +1,6 @@
-"""`MindSporeDTensor`: MindSpore's tensor subclass that is its own local shard.
+"""The context in which operations see the local data of DTensors.
+
+`MindSporeDTensor`: MindSpore's tensor subclass that is its own local shard.
 
 Interception is MindSpore's `__fallback__`, which sees primitives. Operations of `platform.ops` do not get that
 far: they go to hp_dtensor's dispatch by themselves, with their own arguments. What comes here is what a
@@ -8,7 +10,9 @@ program calls on a DTensor directly (`x + y`, `mint.matmul`, `x.sum()`).
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any, NoReturn
 
 import mindspore as ms
@@ -26,8 +30,36 @@ from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.tensor.dtensor import DTensor, check_copied
 from hp_dtensor.tensor.gradients import check_gradient, check_hook
 from hp_platform_mindspore.tensor.autograd import GradMode
-from hp_platform_mindspore.tensor.local_operations import is_local
 from hp_platform_mindspore.tensor.memory import numbers
+
+
+class _Depth(threading.local):
+    value = 0
+
+
+_depth = _Depth()
+
+
+class LocalOperations:
+    """Context in which operations on DTensors run on their local data and give plain tensors; per thread."""
+
+    __slots__ = ("_guard",)
+
+    def __enter__(self) -> None:
+        self._guard = NoFallbackGuard()
+        self._guard.__enter__()
+        _depth.value += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _depth.value -= 1
+        self._guard.__exit__(kind, error, trace)
+
+
+def is_local() -> bool:
+    """Return True inside `LocalOperations` of this thread."""
+    return _depth.value > 0
 
 
 def _reflected(name: str) -> Callable[[Any, Any], Any]:

@@ -1,16 +1,26 @@
-"""Modules: a Cell with `forward`, and walks over cells, parameters and buffers."""
+"""Modules: a Cell with `forward`, and walks over cells, parameters and buffers.
+
+Parameters that share the storage of the tensor that they are made from.
+
+Tensors without data, on MindSpore's meta device, and parameters that are made so.
+"""
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor, nn
+from mindspore import Tensor, mint, nn
 from mindspore.nn.layer.normalization import _BatchNorm, _InstanceNorm
 
+from hp_dtensor.platform.thread_region import ThreadRegion
 from hp_platform_mindspore.tensor import autograd
+from hp_platform_mindspore.tensor.autograd import accumulate_safely
+from hp_platform_mindspore.tensor.dtensor import detached
 
 
 class _ModuleMeta(type):
@@ -104,3 +114,82 @@ def set_parameter(module: nn.Cell, name: str, value: Tensor) -> None:
         # What Cell, and who goes through its lists, ask of a parameter.
         value.name, value.requires_grad = getattr(replaced, "name", name), value._requires_grad
     module._params[name] = value
+
+
+class _ParameterMeta(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, ms.Parameter)
+
+    def __call__(cls, tensor: Tensor, requires_grad: bool = True, name: str | None = None) -> ms.Parameter:
+        data = without_data(detached(tensor))
+        # A DTensor's parameter is both classes, which `mindspore.Parameter` makes itself (`MindSporeDTensor.__new__`)
+        # without a copy.
+        make = _sharing_parameter if type(data) is Tensor else ms.Parameter
+        parameter = make(data, name, requires_grad)
+        accumulate_safely(parameter)
+        return parameter
+
+
+def _sharing_parameter(data: Tensor, name: str | None, requires_grad: bool) -> ms.Parameter:
+    """Make a parameter of the storage of a plain tensor.
+
+    `mindspore.Parameter` itself copies a tensor that somebody else refers to.
+    """
+    parameter = Tensor.__new__(ms.Parameter._get_base_class(Tensor))
+    Tensor.__init__(parameter, data)
+    parameter.init_mode = None
+    parameter.is_default_input_init = False
+    ms.Parameter.__init__(parameter, data, name, requires_grad)
+    return parameter
+
+
+class Parameter(metaclass=_ParameterMeta):
+    """`Parameter(tensor, requires_grad=True)`: a `mindspore.Parameter` that shares the tensor's storage.
+
+    A DTensor gives a parameter that is a DTensor. Every `mindspore.Parameter` is an instance.
+    """
+
+
+META = "meta"
+META_EXISTS = not ms.__version__.startswith("2.9")
+
+
+_making = ThreadRegion()
+
+
+def making_meta() -> AbstractContextManager[None]:
+    """Make the parameters of this thread, and `Platform.empty`, without data inside the block."""
+    return _making.of_all()
+
+
+def is_making_meta() -> bool:
+    """Return whether this thread is inside `making_meta`."""
+    return _making.depth > 0
+
+
+def meta_tensor(shape: Sequence[int], dtype: Any) -> Tensor:
+    """Return a tensor that has a shape and no memory."""
+    return mint.empty(tuple(shape), dtype=dtype, device=META)
+
+
+def without_data(x: Tensor) -> Tensor:
+    """Return `x`, inside `making_meta` one without data like it."""
+    return meta_tensor(x.shape, x.dtype) if is_making_meta() and type(x) is Tensor and not x.is_meta else x
+
+
+def making_parameters(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that gives `Parameter` its data so that inside `making_meta` it gives none.
+
+    An initializer is not run then.
+    """
+
+    @functools.wraps(own)
+    def new_arguments(data: Any, *args: Any) -> Any:
+        if is_making_meta():
+            if not isinstance(data, Tensor):
+                kind, *given = own(data, *args)
+                data = kind(*given)
+            return Tensor, without_data(data)
+        return own(data, *args)
+
+    return new_arguments

@@ -1,4 +1,7 @@
-"""AdamW for hp-trainer."""
+"""AdamW for hp-trainer.
+
+Search for 8-bit codes of optimizer states.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mindspore import Tensor
+import mindspore as ms
+from mindspore import Tensor, mint
 
 from hp_dtensor.tensor.conversions import zeros_laid_out_as
-from hp_platform_mindspore.optim.adamw import AdamWStep, adamw_
+from hp_platform_mindspore.optim import AdamWStep, adamw_
 from hp_platform_mindspore.platform_base import MindSporeBase
+from hp_trainer.optimizers.adamw_8bit import CodeSearch
 
 if TYPE_CHECKING:
     from hp_trainer.config import AdamWConfig
@@ -59,3 +64,10 @@ class AdamW:
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Return `exp_avg` and `exp_avg_sq` of each parameter by name; zeros before the first step."""
         return {name: {"exp_avg": slots.exp_avg, "exp_avg_sq": slots.exp_avg_sq} for name, slots in self._slots.items()}
+
+
+def find_codes(platform: MindSporeBase, x: Tensor, search: CodeSearch) -> Tensor:
+    """Return in which stretch between the bounds of a search each element lies, as uint8; see `FindCodes`."""
+    if platform.capabilities.host_memory:
+        return platform.from_numpy(search.find(platform.to_numpy(x)))
+    return mint.searchsorted(platform.from_numpy(search.bounds, platform.device_of(x)), x).astype(ms.uint8)

@@ -36,7 +36,7 @@ def _build_adamw(parameters: Iterable[tuple[str, Any]], options: AdamWConfig, pl
 
 
 def _build_adamw_8bit(parameters: Iterable[tuple[str, Any]], options: AdamW8bitConfig, platform: Platform) -> Optimizer:
-    from hp_platform_mindspore.trainer.eight_bit import find_codes
+    from hp_platform_mindspore.trainer.optimizers import find_codes
     from hp_trainer.optimizers import AdamW8bit
 
     return AdamW8bit(parameters, options, platform, partial(find_codes, platform))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from hp_dtensor.comm.saved_tensors import PRODUCTS, kept, kept_result
+from hp_dtensor.comm.saved_tensors import PRODUCTS, saved_result, saved_value
 from hp_moe import GroupSizes, TokenPermutation
 
 # A batch of experts has about so many elements of its inputs: few enough to be in the cache still when they are used
@@ -30,7 +30,7 @@ def host_experts(
     score_before_experts: bool,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, `[tokens, dim]`; see `hp_moe.hookspecs.hp_fused_experts`."""
-    entries = kept(lambda: permutation.entries)
+    entries = saved_value(lambda: permutation.entries)
     groups = _Groups(entries, permutation.num_rows, permutation.num_slots, sizes.host)
     return _HostExperts.apply(groups, x, scores, score_before_experts, *weights)
 
@@ -172,7 +172,7 @@ class _HostExperts(torch.autograd.Function):
         w2: torch.Tensor,
         w3: torch.Tensor,
     ) -> torch.Tensor:
-        pre, out = kept_result(PRODUCTS, lambda: _products(groups, x, scores, score_before, w1, w2, w3))
+        pre, out = saved_result(PRODUCTS, lambda: _products(groups, x, scores, score_before, w1, w2, w3))
         # The tables are saved with the rest, so that they may be made again instead of being kept.
         ctx.groups, ctx.score_before = groups.arguments, score_before
         ctx.save_for_backward(x, scores, w1, w2, w3, pre, *groups.tables)

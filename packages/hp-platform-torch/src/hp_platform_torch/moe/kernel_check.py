@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from hp_dtensor.parallel.recompute import kept
+from hp_dtensor.parallel.recompute import saved_value
 from hp_dtensor.platform.interface import Platform
 from hp_moe import GroupSizes, TokenPermutation
 from hp_platform_torch.moe.fused_experts import fused_experts, order_rows
@@ -59,7 +59,7 @@ def checked_fused_experts(
     kind = Kind(x.device, x.dtype, dim, hidden_dim, permutation.num_slots, score_before, tiles)
     if not _passes(kind, permutation.platform):
         return None
-    order = kept(lambda: order_rows(permutation, len(sizes)))
+    order = saved_value(lambda: order_rows(permutation, len(sizes)))
     return fused_experts(x, order, sizes.tensor, scores, weights, score_before_experts, tiles)
 
 

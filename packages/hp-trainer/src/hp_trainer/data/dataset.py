@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hp_dtensor.parallel.context_parallel import SequenceCut
+from hp_dtensor.parallel.attention import SequenceSharding
 from hp_trainer.data.order import SampleOrder
 from hp_trainer.exceptions import Problem
 
@@ -194,7 +194,7 @@ class Batch:
     global_tokens: int
     global_targets: int
     rows: np.ndarray | None = None
-    cut: SequenceCut | None = None
+    cut: SequenceSharding | None = None
 
     def arrays(self) -> list[np.ndarray]:
         """Return the arguments of a model: ids, targets and, where there are any, positions; each contiguous."""

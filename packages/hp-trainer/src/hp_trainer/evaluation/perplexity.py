@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hp_dtensor.comm.world import current_world
-from hp_dtensor.parallel.context_parallel import use_cut
+from hp_dtensor.parallel.attention import use_sequence_sharding
 from hp_dtensor.platform.interface import Platform
 from hp_trainer._exchange import Alone, Group, coordinator
 from hp_trainer.checkpoint import Checkpoint
@@ -169,5 +169,5 @@ def _batch_size(config: TrainerConfig) -> int:
 
 def _loss_sum(platform: Platform, model: Any, batch: Batch) -> float:
     """Return the cross entropy summed over a batch's targets, in nats."""
-    with use_cut(batch.cut):
+    with use_sequence_sharding(batch.cut):
         return float(platform.to_numpy(model(*map(platform.from_numpy, batch.arrays()))))

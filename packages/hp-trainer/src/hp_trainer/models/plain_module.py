@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.parallelize_module import fits, parallelize_module
-from hp_dtensor.parallel.style import ParallelStyle
+from hp_dtensor.parallel.parallelize_module import ParallelStyle, fits, parallelize_module
 from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel
 from hp_dtensor.tensor.conversions import whole_of
 from hp_fsdp import fully_shard

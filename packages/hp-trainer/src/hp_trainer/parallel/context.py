@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hp_dtensor.parallel.context_parallel import (
+from hp_dtensor.parallel.attention import (
     AttentionShape,
     ContextChoice,
     ContextCost,

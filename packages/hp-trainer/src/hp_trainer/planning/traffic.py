@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from hp_dtensor.parallel.context_parallel import ContextCost
+from hp_dtensor.parallel.attention import ContextCost
 from hp_fsdp import PlannedBuffer
 from hp_moe.dispatch.auto import dispatch_costs
 from hp_trainer.parallel.context import context_cost

@@ -11,7 +11,7 @@ import numpy as np
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.process_group import ProcessGroup
-from hp_dtensor.parallel.context_parallel import use_cut
+from hp_dtensor.parallel.attention import use_sequence_sharding
 from hp_dtensor.platform.interface import Platform
 from hp_trainer.config import ParallelConfig
 from hp_trainer.data import Batch
@@ -33,7 +33,7 @@ class ModelStage(PipelineStage):
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run these parts; the targets are the last stage's alone."""
         targets = kwargs["targets"] if self.is_last else None
-        with use_cut(kwargs["cut"]):
+        with use_sequence_sharding(kwargs["cut"]):
             return self.submod(*args, targets, kwargs["positions"], self._parts, kwargs["rows"])
 
 

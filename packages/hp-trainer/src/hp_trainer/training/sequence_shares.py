@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hp_dtensor.parallel.context_parallel import ContextParallel
+from hp_dtensor.parallel.attention import ContextParallel
 from hp_trainer.data import Batch
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import current_world
-from hp_dtensor.parallel.parameters import check_state
+from hp_dtensor.parallel.distribute_module import check_state
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor

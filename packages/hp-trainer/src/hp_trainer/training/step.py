@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.optim import clip_grad_norm_, total_norm
-from hp_dtensor.parallel.context_parallel import use_cut
+from hp_dtensor.parallel.attention import use_sequence_sharding
 from hp_moe import AutoDispatcher, moe_layers
 from hp_trainer.data import Batch
 from hp_trainer.training.setup import RankSetup
@@ -86,7 +86,7 @@ class OptimizerStep:
         """Return the cross entropy summed over this rank's targets, in nats."""
         batch = batch if self.shares is None else self.shares.own(batch)
         rows = {"rows": batch.rows} if getattr(self.model, "takes_rows", False) else {}
-        with use_cut(batch.cut):
+        with use_sequence_sharding(batch.cut):
             return self.model(*map(self.platform.from_numpy, batch.arrays()), **rows)
 
     def agree(self, loss: Tensor, stop: bool) -> tuple[float, bool]:

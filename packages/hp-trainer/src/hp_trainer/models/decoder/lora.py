@@ -9,7 +9,7 @@ from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.parallel import nn
-from hp_dtensor.parallel.parameters import place_parameter
+from hp_dtensor.parallel.distribute_module import place_parameter
 from hp_dtensor.spec.placements import Replicate, Shard
 from hp_trainer.config import setting
 from hp_trainer.exceptions import Problem

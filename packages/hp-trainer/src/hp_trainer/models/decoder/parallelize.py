@@ -12,13 +12,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.parallel.context_parallel import ContextParallel
-from hp_dtensor.parallel.distribute_module import distribute_module
-from hp_dtensor.parallel.parallelize_module import parallelize_module
-from hp_dtensor.parallel.parameters import place_parameter
-from hp_dtensor.parallel.prepare_module import PrepareModuleInput, PrepareModuleOutput
-from hp_dtensor.parallel.style import ParallelStyle
-from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from hp_dtensor.parallel.attention import ContextParallel
+from hp_dtensor.parallel.distribute_module import distribute_module, place_parameter
+from hp_dtensor.parallel.parallelize_module import ParallelStyle, parallelize_module
+from hp_dtensor.parallel.tensor_parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from hp_dtensor.spec.placements import Replicate, Shard
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method

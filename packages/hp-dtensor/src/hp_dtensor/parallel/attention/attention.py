@@ -1,0 +1,337 @@
+"""Attention sinks (gpt-oss, arXiv 2508.10925): one more score per head, which takes its share of the softmax.
+
+It has no value, so that a head may attend to nothing.
+
+The autograd node of attention, whichever ranks hold the keys.
+
+Attention of DTensors: batch and key-value heads may be cut, everything else is made whole.
+
+`attention`: the one function through which models attend, on plain tensors and on DTensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+
+from hp_dtensor.comm.saved_tensors import ATTENTION, Kept, saved_result
+from hp_dtensor.dispatch.dispatch import dispatch
+from hp_dtensor.exceptions import AttentionError
+from hp_dtensor.parallel.attention.blockwise import Options, attend, attend_grad
+from hp_dtensor.parallel.attention.masks import AttentionDropout, AttentionMask, Plan, Tokens, placed, plan_blocks
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform, platform_of_tensor
+from hp_dtensor.rules.factors import Dims, Factorization, uncut
+from hp_dtensor.rules.registry import REQUIRED, OpCall, Parameter, Registration
+from hp_dtensor.rules.tables import rule_registry
+from hp_dtensor.tensor.conversions import replicate_like
+from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.trees import map_tensors
+
+Tensor = Any
+
+
+def with_sinks(platform: Platform, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return attention and log-sum-exp with the scores `sinks` `[heads]` added to those of all keys."""
+    ops = platform.ops
+    of_heads = _per_head(platform, sinks, lse)
+    highest = ops.maximum(lse, of_heads)
+    total = ops.add(highest, ops.log(ops.add(ops.exp(ops.sub(lse, highest)), ops.exp(ops.sub(of_heads, highest)))))
+    return ops.mul(out, ops.unsqueeze(ops.exp(ops.sub(lse, total)), -1)), total
+
+
+def grad_of_sinks(platform: Platform, grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of `sinks`; `out` and `lse` have them in."""
+    ops = platform.ops
+    share = ops.exp(ops.sub(_per_head(platform, sinks, lse), lse))
+    delta = ops.sum(ops.mul(ops.cast(grad, lse.dtype), ops.cast(out, lse.dtype)), -1)
+    return ops.neg(ops.sum(ops.mul(share, delta), (0, 2)))
+
+
+def _per_head(platform: Platform, sinks: Tensor, lse: Tensor) -> Tensor:
+    ops = platform.ops
+    return ops.add(ops.reshape(ops.cast(sinks, lse.dtype), (1, sinks.shape[0], 1)), ops.mul(ops.zeros_like(lse), 0.0))
+
+
+def attention_node(
+    platform: Platform,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    attend: Callable[..., Sequence[Tensor]],
+    attend_grad: Callable[..., Sequence[Tensor]],
+) -> Tensor:
+    """Attend as one autograd node, which keeps its inputs, the result and log-sum-exps.
+
+    Args:
+        attend: called with queries, keys and values; returns attention and its log-sum-exp without sinks, then what
+            else is to be kept.
+        attend_grad: called with the gradient, queries, keys, values, the result, its log-sum-exp, and what else was
+            kept; returns the gradients of queries, keys and values.
+    """
+    kept: list[Kept] = []
+    inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *s: Tensor) -> Tensor:
+        out, lse, *more = saved_result(ATTENTION, lambda: attend(q, k, v))
+        if s:
+            out, lse = with_sinks(platform, out, lse, s[0])
+        out = platform.ops.cast(out, q.dtype)
+        kept[:] = [Kept(platform, q, k, v, *s, out, lse, *more)]
+        return out
+
+    def backward(grad: Tensor) -> list[Tensor]:
+        tensors = kept[0].tensors
+        given, (out, lse, *more) = tensors[: len(inputs)], tensors[len(inputs) :]
+        q, k, v, *s = given
+        grads = list(attend_grad(grad, q, k, v, out, lse, *more))
+        if s:
+            grads.append(grad_of_sinks(platform, grad, out, lse, s[0]))
+        return [platform.ops.cast(g, x.dtype) for g, x in zip(grads, given, strict=True)]
+
+    return platform.custom_function(forward, backward, *inputs)
+
+
+NAME = "hp_dtensor.attention"
+
+
+def attention_of_dtensors(
+    local: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: AttentionMask,
+    scale: float,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+    dropout: AttentionDropout | None,
+) -> Tensor:
+    """Run `local` on the parts that each rank has, after bringing inputs to placements in which that is right."""
+    _register()
+    first = next(x for x in (query, key, value, sinks) if isinstance(x, DTensor))
+    platform, batch = first.device_mesh.platform, query.shape[0]
+    positions = _positions(mask, first)
+
+    p = 0.0 if dropout is None else dropout.p
+    numbers = _numbers(platform, dropout, query, first)
+
+    def run(*args: Any) -> Tensor:
+        q, k, v, rows, own_sinks, seeds, heads = map_tensors(args, DTensor, platform.unwrap)
+        own = mask if rows is None or rows.shape[0] == batch else mask.of_rows(rows)
+        own_dropout = None if seeds is None else AttentionDropout(p, seeds, heads)
+        return local(q, k, v, own, scale, soft_cap, own_sinks, own_dropout)
+
+    return dispatch(platform, NAME, run, (query, key, value, positions, sinks, *numbers), {})
+
+
+def _positions(mask: AttentionMask, like: DTensor) -> Tensor | None:
+    """Return the mask's positions as a DTensor, so that a cut batch cuts them too."""
+    if mask.positions is None:
+        return None
+    platform = get_platform(like.device_mesh.platform)
+    is_tensor = isinstance(mask.positions, (DTensor, platform.Tensor))
+    return replicate_like(mask.positions if is_tensor else platform.from_numpy(mask.positions), like)
+
+
+def _numbers(platform: Platform, dropout: AttentionDropout | None, query: Tensor, like: DTensor) -> tuple[Any, Any]:
+    """Return the seeds of all rows and the numbers of all heads as DTensors, so that a cut query cuts them too."""
+    if dropout is None or dropout.p == 0:
+        return None, None
+    found = dropout.rows(platform, query.shape[0]), dropout.numbers(platform, query.shape[1])
+    seeds, heads = (replicate_like(platform.from_numpy(np.ascontiguousarray(x, np.int64)), like) for x in found)
+    return seeds, heads
+
+
+@functools.cache
+def _register() -> None:
+    names = ("query", "key", "value", "positions", "sinks", "seeds", "heads")
+    optional = {"positions", "sinks", "seeds", "heads"}
+    parameters = tuple(Parameter(name, None if name in optional else REQUIRED) for name in names)
+    rule_registry().add(NAME, Registration(_sharding_rule, parameters, by_type=True, own=True), NAME)
+
+
+def _sharding_rule(call: OpCall) -> Factorization:
+    """Query heads are key-value heads times the group that shares one."""
+    query, key, value = (spec.shape for spec in call.tensors[:3])
+    groups = query[1] // max(key[1], 1)
+    sizes = {"batch": query[0], "heads": key[1], "group": groups, "q": query[2], "k": key[2]}
+    sizes |= {"width": query[3], "out": value[3]}
+    heads = ("heads",) if groups == 1 else ("heads", "group")
+    if groups == 1:
+        del sizes["group"]
+    inputs: tuple[Dims, ...] = (
+        (("batch",), heads, ("q",), ("width",)),
+        (("batch",), ("heads",), ("k",), ("width",)),
+        (("batch",), ("heads",), ("k",), ("out",)),
+    )
+    if call["positions"] is not None:
+        inputs = (*inputs, (("batch",), ("k",)))
+    if call["sinks"] is not None:
+        inputs = (*inputs, (heads,))
+    if call["seeds"] is not None:
+        inputs = (*inputs, (("batch",),), (heads,))
+    fixed = frozenset({"q", "k", "width", "out"})
+    return Factorization(inputs, ((("batch",), heads, ("q",), ("out",)),), sizes, cuts=uncut(fixed))
+
+
+Route = tuple[Callable[[AttentionMask], bool], Callable[..., Tensor]]
+routed_attention: ContextVar[Route | None] = ContextVar("hp_dtensor.parallel.attention.route", default=None)
+"""Set inside a module whose attention is not this rank's own affair: for which masks, and what attends instead."""
+TILE = 512
+"""Most queries and keys of a block whose scores are held as a matrix."""
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: AttentionMask,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: AttentionDropout | None = None,
+) -> Tensor:
+    """Return scaled dot-product attention `[batch, heads, queries, value width]`, in the queries' dtype.
+
+    The matrix of scores is never held whole, neither in forward nor in backward: the framework's fused kernels are
+    taken where they can be, else blocks are merged by their log-sum-exp in float32. Inside a `ContextParallel` module
+    the tensors are this rank's part of a sequence, and this is `context_parallel_attention`.
+
+    Args:
+        query: `[batch, heads, queries, head_dim]`, floating; plain, or a DTensor: cut over batch or heads it is
+            computed as it lies, other cuts are gathered.
+        key: `[batch, key-value heads, keys, head_dim]`; query head h reads key-value head
+            `h // (heads / key-value heads)`.
+        value: `[batch, key-value heads, keys, value width]`.
+        mask: the keys that each query sees.
+        scale: factor on the products of queries and keys; None: 1 / sqrt(head_dim).
+        soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`, as in Gemma 2 (arXiv 2408.00118).
+        sinks: `[heads]`, one more score per head that takes its share of the softmax and has no value, as in gpt-oss
+            (arXiv 2508.10925).
+        dropout: entries of the softmax that are dropped, the same ones on any ranks; the framework's fused kernels do
+            not know of places, so blocks are computed that hold their scores. None: none, as in evaluation.
+
+    Raises:
+        AttentionError: shapes, mask or options that do not fit each other.
+
+    Example:
+        >>> q = platform.from_numpy(np.ones((1, 4, 3, 8), "float32"))
+        >>> k = v = platform.from_numpy(np.ones((1, 2, 3, 8), "float32"))
+        >>> tuple(attention(q, k, v, mask=AttentionMask()).shape)
+        (1, 4, 3, 8)
+    """
+    check_inputs(query, key, value, mask, soft_cap, sinks, dropout)
+    route = routed_attention.get()
+    if route is not None and route[0](mask):
+        return route[1](query, key, value, mask=mask, scale=scale, soft_cap=soft_cap, sinks=sinks, dropout=dropout)
+    scale = 1.0 / math.sqrt(max(query.shape[3], 1)) if scale is None else float(scale)
+    if any(isinstance(x, DTensor) for x in (query, key, value, sinks)):
+        return attention_of_dtensors(local_attention, query, key, value, mask, scale, soft_cap, sinks, dropout)
+    return local_attention(query, key, value, mask, scale, soft_cap, sinks, dropout)
+
+
+def check_inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: AttentionMask,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+    dropout: AttentionDropout | None,
+) -> None:
+    """Refuse tensors, a mask or options that do not fit each other; see `attention`."""
+    q, k, v = (tuple(x.shape) for x in (query, key, value))
+    problems = []
+    if not isinstance(mask, AttentionMask):
+        raise AttentionError(f"attention: mask must be an AttentionMask, got {type(mask).__name__}")
+    if not isinstance(dropout, (AttentionDropout, type(None))):
+        raise AttentionError(f"attention: dropout must be None or an AttentionDropout(p, seed), got {dropout!r}")
+    if {len(q), len(k), len(v)} != {4}:
+        raise AttentionError(
+            f"attention takes [batch, heads, length, head_dim], got query {list(q)}, key {list(k)}, value {list(v)}"
+        )
+    if not q[0] == k[0] == v[0] or k[1:3] != v[1:3] or q[3] != k[3]:
+        problems.append(f"query {list(q)}, key {list(k)} and value {list(v)} do not fit each other")
+    if (k[1] == 0) != (q[1] == 0) or (k[1] and q[1] % k[1]):
+        problems.append(f"{q[1]} query heads cannot share {k[1]} key-value heads equally")
+    if (mask.causal or mask.window or mask.positions is not None) and q[2] > k[2]:
+        problems.append(f"{q[2]} queries are more than {k[2]} keys, whose last ones they are under this mask")
+    if mask.positions is not None and tuple(mask.positions.shape) != (k[0], k[2]):
+        problems.append(f"the mask's positions {list(mask.positions.shape)} must be [batch, keys] {[k[0], k[2]]}")
+    if soft_cap is not None and not soft_cap > 0:
+        problems.append(f"soft_cap must be None or above 0, got {soft_cap!r}")
+    if sinks is not None and tuple(sinks.shape) != (q[1],):
+        problems.append(f"sinks {list(sinks.shape)} must be [heads] {[q[1]]}")
+    if problems:
+        raise AttentionError(f"attention: {'; '.join(problems)}")
+
+
+def local_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: AttentionMask,
+    scale: float,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+    dropout: AttentionDropout | None = None,
+) -> Tensor:
+    """Compute `attention` of plain tensors."""
+    platform = platform_of_tensor(query)
+    queries, keys = query.shape[2], key.shape[2]
+    documents = mask.documents(platform)
+    window = mask.window if mask.window is not None and mask.window < keys else None
+    causal = mask.causal and queries > 1
+    places = np.arange(keys - queries, keys), np.arange(keys)
+    dropped = placed(platform, dropout, query, *places)
+    plain = documents is None and window is None and soft_cap is None and sinks is None and dropped is None
+    is_usual = math.isclose(scale, 1.0 / math.sqrt(max(query.shape[3], 1)), rel_tol=1e-9)
+    fits = platform.has_fused_attention(query, value) or queries * keys <= TILE * TILE
+    if plain and is_usual and fits and (not causal or queries == keys):
+        shared = query.shape[1] != key.shape[1]
+        return platform.ops.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=shared)
+    options = Options(scale, soft_cap, mask.causal, window, dropped)
+    tile = tile_of(platform, query, value, options)
+    remembered = ("plan", queries, keys, window, tile)
+    plan = mask.remembered(remembered, lambda: _local_plan(mask, documents, window, queries, keys, tile))
+    return blockwise(platform, query, key, value, sinks, plan, options)
+
+
+def tile_of(platform: Platform, query: Tensor, value: Tensor, options: Options) -> int | None:
+    """Return the most queries and keys of a block; None where kernels hold no matrix of scores."""
+    can_be_fused = options.soft_cap is None and options.dropout is None
+    return None if can_be_fused and platform.has_fused_blocks(query, value) else TILE
+
+
+def _local_plan(
+    mask: AttentionMask, documents: Any, window: int | None, queries: int, keys: int, tile: int | None
+) -> Plan:
+    of_queries = None if documents is None else documents[:, keys - queries :]
+    return plan_blocks(
+        Tokens(np.arange(keys - queries, keys), of_queries),
+        Tokens(np.arange(keys), documents),
+        mask.causal,
+        window,
+        tile,
+    )
+
+
+def blockwise(
+    platform: Platform, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, plan: Plan, options: Options
+) -> Tensor:
+    """Attend over the blocks of a plan as one autograd node."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return attend(platform, q, k, v, plan, options)
+
+    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+        return attend_grad(platform, grad, q, k, v, out, lse, plan, options)
+
+    return attention_node(platform, query, key, value, sinks, forward, backward)

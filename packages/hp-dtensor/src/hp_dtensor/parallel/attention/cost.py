@@ -1,0 +1,278 @@
+"""The choice of a method: bytes on the wire, time and memory of each, counted from its plan, and told with reasons."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hp_dtensor.exceptions import AttentionError
+from hp_dtensor.parallel.attention.all_gather import plan_gather
+from hp_dtensor.parallel.attention.masks import Plan, Tokens, count_scores
+from hp_dtensor.parallel.attention.ring import needed_hops, plan_member
+from hp_dtensor.parallel.attention.sharding import SequenceSharding
+from hp_dtensor.parallel.attention.ulysses import HeadShares
+from hp_dtensor.redistribute.costs import DEFAULT_COSTS, CostModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """One layer's attention of a whole sequence, before ranks share it.
+
+    Attributes:
+        batch: sequences that the ranks share.
+        length: tokens of each.
+        heads, kv_heads, head_dim: of this rank; tensor parallel ranks have a share of the heads.
+        causal, window: as of `hp_dtensor.AttentionMask`.
+        itemsize: bytes of an element of queries, keys and values; gradients of keys and values travel in float32.
+        documents: lengths of the documents that each sequence is packed of, and is cut within; None: it is one.
+
+    Example:
+        >>> AttentionShape(batch=1, length=8192, heads=32, kv_heads=8, head_dim=128).window is None
+        True
+    """
+
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool = True
+    window: int | None = None
+    itemsize: int = 2
+    documents: tuple[int, ...] | None = None
+
+    def tokens(self, cut: SequenceSharding) -> list[Tokens]:
+        """Return the tokens of each ring rank."""
+        places = [cut.ring_places(ring) for ring in range(cut.ring_size)]
+        if self.documents is None:
+            return [Tokens(each) for each in places]
+        numbers = np.repeat(np.arange(len(self.documents)), self.documents)
+        return [Tokens(each, numbers[None, each]) for each in places]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextCost:
+    """The cost of one layer's attention by one method, forward and backward.
+
+    Attributes:
+        method, ulysses_degree: as `context_parallel_attention` and `SequenceSharding` take them.
+        forward_bytes, backward_bytes: what a rank sends, the mean over ranks.
+        heads_bytes: the part of each of the two that is heads, which travel apart from the attention.
+        seconds: computation of the busiest rank, and the part of the transfers that it does not hide.
+        extra_bytes: largest memory of a rank for keys and values of others, and their gradients.
+
+    Example:
+        >>> shape = AttentionShape(batch=1, length=64, heads=8, kv_heads=2, head_dim=16, itemsize=4)
+        >>> cost: ContextCost = choose_context_parallel(shape, 2, method="ring", ulysses_degree=1).best
+        >>> cost.forward_bytes, cost.backward_bytes  # half of 2 * 64 * 2 * 16 * 4 bytes; and with their gradients
+        (8192.0, 16384.0)
+    """
+
+    method: str
+    ulysses_degree: int
+    forward_bytes: float
+    backward_bytes: float
+    heads_bytes: float
+    seconds: float
+    extra_bytes: float
+
+    @property
+    def wire_bytes(self) -> float:
+        return self.forward_bytes + self.backward_bytes
+
+
+@dataclass(frozen=True)
+class ContextChoice:
+    """The cheapest way to share a sequence, and the others that were weighed.
+
+    Attributes:
+        best: what was chosen: the least time, then the fewest bytes.
+        costs: all that were weighed, best first.
+
+    Example:
+        >>> shape = AttentionShape(batch=1, length=8192, heads=32, kv_heads=8, head_dim=128)
+        >>> choose_context_parallel(shape, 4).best.method in ("ring", "all_gather")
+        True
+    """
+
+    ranks: int
+    costs: tuple[ContextCost, ...] = field(repr=False)
+
+    @property
+    def best(self) -> ContextCost:
+        return self.costs[0]
+
+    def __str__(self) -> str:
+        lines = [f"{'':2}{'method':<12}{'ulysses':>8}{'sent MiB':>12}{'extra MiB':>12}{'ms':>10}"]
+        for index, cost in enumerate(self.costs):
+            name = "ulysses" if cost.ulysses_degree == self.ranks else cost.method
+            lines.append(
+                f"{'* ' if index == 0 else '  '}{name:<12}{cost.ulysses_degree:>8}{cost.wire_bytes / 2**20:>12.3f}"
+                f"{cost.extra_bytes / 2**20:>12.3f}{cost.seconds * 1e3:>10.3f}"
+            )
+        return "\n".join(lines)
+
+
+def choose_context_parallel(
+    shape: AttentionShape,
+    ranks: int,
+    *,
+    method: str | None = None,
+    ulysses_degree: int | None = None,
+    costs: CostModel = DEFAULT_COSTS,
+    axis: str = "cp",
+    flops: float = 1e14,
+) -> ContextChoice:
+    """Return the costs of the methods by which `ranks` can share a sequence, the cheapest first.
+
+    Args:
+        method: `"ring"` or `"all_gather"` for what is left beside Ulysses; None: either.
+        ulysses_degree: ranks that exchange heads; None: any divisor of `ranks` that there are heads for.
+        costs: latency and bandwidth of the axis.
+        axis: the name that `costs` may know it by.
+        flops: operations per second of a rank's attention kernels.
+
+    Raises:
+        AttentionError: no such method, or no ranks; or nothing is left: `ulysses_degree` does not divide `ranks`, or is
+            more than there are heads.
+
+    Example:
+        >>> print(choose_context_parallel(AttentionShape(batch=1, length=64, heads=8, kv_heads=8, head_dim=16), 1))
+          method       ulysses    sent MiB   extra MiB        ms
+        * ulysses            1       0.000       0.000     0.000
+    """
+    if method not in (None, "ring", "all_gather") or ranks < 1:
+        raise AttentionError(
+            f"choose_context_parallel: method {method!r} for {ranks} ranks; expected 'ring', 'all_gather' or None "
+            "(heads are exchanged by ulysses_degree), for at least one rank"
+        )
+    degrees = [degree for degree in range(1, ranks + 1) if ranks % degree == 0 and degree <= max(shape.heads, 1)]
+    if ulysses_degree is not None and ulysses_degree not in degrees:
+        raise AttentionError(
+            f"ulysses_degree={ulysses_degree} of {ranks} context parallel ranks and {shape.heads} heads; "
+            f"expected one of {degrees}"
+        )
+    chosen = degrees if ulysses_degree is None else [ulysses_degree]
+    found = [cost for degree in chosen for cost in _costs_of(shape, ranks, degree, method, costs, axis, flops)]
+    return ContextChoice(
+        ranks, tuple(sorted(found, key=lambda each: (each.seconds, each.wire_bytes, each.extra_bytes)))
+    )
+
+
+def _costs_of(
+    shape: AttentionShape, ranks: int, degree: int, method: str | None, costs: CostModel, axis: str, flops: float
+) -> Iterator[ContextCost]:
+    is_balanced = shape.causal or shape.documents is not None
+    cut = SequenceSharding(length=shape.length, ranks=ranks, ulysses_degree=degree, balanced=is_balanced)
+    methods = ("ring",) if degree == ranks else ("ring", "all_gather") if method is None else (method,)
+    heads = _HeadsExchanged(shape, cut)
+    for each in methods:
+        if shape.documents is not None:
+            cut = dataclasses.replace(cut, documents=(shape.documents,), even_hops=each == "ring")
+        inner = (_Ring if each == "ring" else _Gather)(shape, cut, heads)
+        forward, backward = heads.wire_bytes + inner.forward_bytes, heads.wire_bytes + inner.backward_bytes
+        alone = costs.seconds("exchange", (axis,), heads.wire_bytes) * 4 if degree > 1 else 0.0
+        yield ContextCost(
+            method=each,
+            ulysses_degree=degree,
+            forward_bytes=forward,
+            backward_bytes=backward,
+            heads_bytes=heads.wire_bytes,
+            seconds=alone + inner.seconds(costs, axis, flops),
+            extra_bytes=inner.extra_bytes,
+        )
+
+
+class _HeadsExchanged:
+    """The exchanges of heads among the ranks of a Ulysses group: queries, keys, values there, the result back.
+
+    Attributes:
+        wire_bytes: sent by a rank in one direction of the layer, the mean.
+        query_heads, kv_heads: of the rank that has most.
+    """
+
+    def __init__(self, shape: AttentionShape, cut: SequenceSharding) -> None:
+        degree = cut.ulysses_degree
+        shares = HeadShares.of(shape.heads, shape.kv_heads, degree)
+        queries, keys = (sum(b - a for a, b in spans) for spans in (shares.queries, shares.keys))
+        self.query_heads, self.kv_heads = (max(b - a for a, b in spans) for spans in (shares.queries, shares.keys))
+        self.kv_heads_mean = keys / degree
+        elements = shape.batch * shape.length / cut.ranks * shape.head_dim * (2 * queries + 2 * keys) / degree
+        self.wire_bytes = (degree - 1) * elements * shape.itemsize
+
+
+class _Ring:
+    """The ring of a cut: what travels, and the time of each hop, in which all ranks go along together."""
+
+    def __init__(self, shape: AttentionShape, cut: SequenceSharding, heads: _HeadsExchanged) -> None:
+        size, tokens = cut.ring_size, shape.tokens(cut)
+        needed = needed_hops(tokens, shape.causal, shape.window)
+        plans = [plan_member(tokens, ring, needed, shape.causal, shape.window, None) for ring in range(size)]
+        per_token = 2 * shape.batch * heads.kv_heads_mean * shape.head_dim
+        there = sum(hops * count for hops, count in zip(plans[0].reach, plans[0].lengths, strict=True)) / size
+        back = sum(hops * count for hops, count in zip(plans[0].back_reach, plans[0].lengths, strict=True)) / size
+        sums = (
+            sum(
+                _sum_hops(first, last) * count
+                for first, last, count in zip(plans[0].back_first, plans[0].back_reach, plans[0].lengths, strict=True)
+            )
+            / size
+        )
+        self.forward_bytes = there * per_token * shape.itemsize
+        self.backward_bytes = back * per_token * shape.itemsize + sums * per_token * _sum_itemsize(shape)
+        self.hops = max(max(plans[0].reach), max(plans[0].back_reach)) if size > 1 else 0
+        self._work = [max(_operations(plan.plans[hop], shape, heads) for plan in plans) for hop in range(size)]
+        block = max(plans[0].lengths) * 2 * shape.batch * heads.kv_heads * shape.head_dim
+        self.extra_bytes = 0.0 if size == 1 else block * (2 * shape.itemsize + 3 * _sum_itemsize(shape))
+
+    def seconds(self, costs: CostModel, axis: str, flops: float) -> float:
+        compute = [work / flops for work in self._work]
+        if not self.hops:
+            return 3.5 * sum(compute)
+        forward = costs.seconds("exchange", (axis,), self.forward_bytes / self.hops)
+        backward = costs.seconds("exchange", (axis,), self.backward_bytes / self.hops)
+        # A hop is under way while the block before it is computed; backward is 2.5 times the products of forward.
+        there = sum(max(forward, work) for work in compute[: self.hops]) + sum(compute[self.hops :])
+        back = sum(max(backward, 2.5 * work) for work in compute[: self.hops]) + 2.5 * sum(compute[self.hops :])
+        return there + back
+
+
+class _Gather:
+    """The gathering of keys and values that are seen: transfers first, then all of the computation."""
+
+    def __init__(self, shape: AttentionShape, cut: SequenceSharding, heads: _HeadsExchanged) -> None:
+        size, tokens = cut.ring_size, shape.tokens(cut)
+        plans = [plan_gather(tokens, ring, shape.causal, shape.window, None) for ring in range(size)]
+        others = [
+            sum(b - a for source, ranges in enumerate(plan.taken) if source != ring for a, b in ranges)
+            for ring, plan in enumerate(plans)
+        ]
+        per_token = 2 * shape.batch * heads.kv_heads_mean * shape.head_dim
+        mean = float(np.mean(others))
+        self.forward_bytes = mean * per_token * shape.itemsize
+        again = 0.0 if plans[0].is_kept else self.forward_bytes
+        self.backward_bytes = again + mean * per_token * _sum_itemsize(shape)
+        self._work = max(_operations(plan.plan, shape, heads) for plan in plans)
+        most = max(others) * 2 * shape.batch * heads.kv_heads * shape.head_dim
+        self.extra_bytes = most * (shape.itemsize + _sum_itemsize(shape))
+
+    def seconds(self, costs: CostModel, axis: str, flops: float) -> float:
+        forward = costs.seconds("exchange", (axis,), self.forward_bytes)
+        return forward + costs.seconds("exchange", (axis,), self.backward_bytes) + 3.5 * self._work / flops
+
+
+def _sum_hops(first: int, last: int) -> int:
+    """Return the hops of a block's gradients: from the first rank that needs it on to the last, and home."""
+    return last - first + 1 if first else 0
+
+
+def _sum_itemsize(shape: AttentionShape) -> int:
+    return max(shape.itemsize, 4)
+
+
+def _operations(plan: Plan, shape: AttentionShape, heads: _HeadsExchanged) -> float:
+    """Return the operations of a plan in forward: two products of a multiplication and an addition per score."""
+    return 4.0 * count_scores(plan, 1) * shape.batch * heads.query_heads * shape.head_dim

@@ -1,0 +1,167 @@
+"""Ulysses (arXiv 2309.14509): one exchange gives each rank some heads of the whole sequence, another takes them back.
+
+Query heads are shared evenly. A rank gets the key-value heads that its query heads read and no others: with fewer
+key-value heads than ranks several ranks get the same one, which is sent to each of them as it is, and whose gradients
+are added where it came from, in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hp_dtensor.comm.collectives import staying
+from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.comm.saved_tensors import COLLECTIVES, saved_result
+from hp_dtensor.parallel.attention.messages import empty_message, packed, unpacked
+from hp_dtensor.platform.interface import Platform
+
+Tensor = Any
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class HeadShares:
+    """The heads of each rank of a Ulysses group.
+
+    Attributes:
+        queries: by rank, (first, after the last) of its query heads.
+        keys: by rank, the same of the key-value heads that these read.
+        groups: query heads that read one key-value head.
+    """
+
+    queries: tuple[Range, ...]
+    keys: tuple[Range, ...]
+    groups: int
+
+    @classmethod
+    def of(cls, heads: int, kv_heads: int, ranks: int) -> HeadShares:
+        """Share `heads` evenly over `ranks`."""
+        groups = heads // max(kv_heads, 1)
+        queries = [(rank * heads // ranks, (rank + 1) * heads // ranks) for rank in range(ranks)]
+        keys = [(a // groups, -(-b // groups)) if b > a else (0, 0) for a, b in queries]
+        return cls(tuple(queries), tuple(keys), groups)
+
+    def expansion(self, rank: int) -> list[int] | None:
+        """Return the own key-value head that each own query head reads; None where all are read equally often."""
+        (a, b), (first, last) = self.queries[rank], self.keys[rank]
+        reads = [head // self.groups - first for head in range(a, b)]
+        shared = (b - a) // max(last - first, 1)
+        return None if reads == [i // shared for i in range(b - a)] else reads
+
+
+def heads_for_sequence(
+    platform: Platform, tensors: Sequence[Tensor], group: ProcessGroup, shares: HeadShares, lengths: Sequence[int]
+) -> list[Tensor]:
+    """Return this rank's heads of queries, keys and values over the tokens of all ranks, in rank order.
+
+    Args:
+        tensors: queries, keys, values `[batch, heads, own tokens, width]`.
+        lengths: by rank, its tokens.
+    """
+    of_tensor = [shares.queries, shares.keys, shares.keys]
+    rank, size = group.rank, group.size
+    # Closures keep shapes alone: the tensors themselves are free after forward.
+    like = [(tuple(x.shape), x.dtype) for x in tensors]
+
+    def forward(*given: Tensor) -> tuple[Tensor, ...]:
+        sends = [[_heads(platform, x, of[j]) for x, of in zip(given, of_tensor, strict=True)] for j in range(size)]
+        shapes = [
+            [_shaped(shape, of[rank], lengths[j]) for (shape, _), of in zip(like, of_tensor, strict=True)]
+            for j in range(size)
+        ]
+        arrived = _swap(platform, group, sends, shapes, given[0].dtype)
+        return tuple(platform.ops.cat([parts[i] for parts in arrived], 2) for i in range(len(given)))
+
+    def backward(*grads: Tensor | None) -> list[Tensor]:
+        whole = [_shaped(shape, of[rank], sum(lengths)) for (shape, _), of in zip(like, of_tensor, strict=True)]
+        known = [
+            platform.zeros(shape, dtype) if g is None else g
+            for g, shape, (_, dtype) in zip(grads, whole, like, strict=True)
+        ]
+        cut = [platform.ops.split(g, list(lengths), 2) for g in known]
+        sends = [[each[j] for each in cut] for j in range(size)]
+        shapes = [
+            [_shaped(shape, of[j], lengths[rank]) for shape, of in zip(whole, of_tensor, strict=True)]
+            for j in range(size)
+        ]
+        arrived = _swap(platform, group, sends, shapes, known[0].dtype)
+        return [
+            _summed(platform, [parts[i] for parts in arrived], of_tensor[i], shape[1])
+            for i, (shape, _) in enumerate(like)
+        ]
+
+    found = platform.custom_function(
+        lambda *given: saved_result(COLLECTIVES, lambda: forward(*given)), backward, *tensors
+    )
+    return list(found)
+
+
+def sequence_for_heads(
+    platform: Platform, x: Tensor, group: ProcessGroup, shares: HeadShares, lengths: Sequence[int]
+) -> Tensor:
+    """Return all heads of this rank's tokens `[batch, heads, tokens, width]`: `heads_for_sequence` undone."""
+    rank, size = group.rank, group.size
+    heads = sum(b - a for a, b in shares.queries)
+
+    def forward(given: Tensor) -> Tensor:
+        sends = [[part] for part in platform.ops.split(given, list(lengths), 2)]
+        shapes = [[_shaped(tuple(given.shape), shares.queries[j], lengths[rank])] for j in range(size)]
+        return platform.ops.cat([parts[0] for parts in _swap(platform, group, sends, shapes, given.dtype)], 1)
+
+    def backward(grad: Tensor) -> Tensor:
+        assert grad.shape[1] == heads
+        sends = [[_heads(platform, grad, shares.queries[j])] for j in range(size)]
+        shapes = [[_shaped(tuple(grad.shape), shares.queries[rank], lengths[j])] for j in range(size)]
+        return platform.ops.cat([parts[0] for parts in _swap(platform, group, sends, shapes, grad.dtype)], 2)
+
+    return platform.linear_map(x, staying(forward), backward)
+
+
+def _swap(
+    platform: Platform,
+    group: ProcessGroup,
+    sends: Sequence[Sequence[Tensor]],
+    shapes: Sequence[Sequence[tuple[int, ...]]],
+    dtype: Any,
+) -> list[list[Tensor]]:
+    """Send each rank its tensors in one message; return those of these shapes that come from each."""
+    messages: list[Tensor | None] = [None if j == group.rank else packed(platform, x) for j, x in enumerate(sends)]
+    receives: list[Tensor | None] = [
+        None if j == group.rank else empty_message(platform, each, dtype) for j, each in enumerate(shapes)
+    ]
+    group.exchange(messages, receives)
+    return [
+        list(sends[j]) if message is None else unpacked(platform, message, each)
+        for j, (message, each) in enumerate(zip(receives, shapes, strict=True))
+    ]
+
+
+def _heads(platform: Platform, x: Tensor, span: Range) -> Tensor:
+    first, last = span
+    return x if last - first == x.shape[1] else platform.ops.narrow(x, 1, first, last - first)
+
+
+def _shaped(shape: tuple[int, ...], heads: Range, length: int) -> tuple[int, ...]:
+    return (shape[0], heads[1] - heads[0], length, shape[3])
+
+
+def _summed(platform: Platform, parts: Sequence[Tensor], spans: Sequence[Range], heads: int) -> Tensor:
+    """Put parts together along dimension 1, each the heads of its span; heads that several have are added."""
+    ops = platform.ops
+    bounds = np.unique([0, heads, *(end for span in spans for end in span)])
+    pieces = []
+    for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        owners = [
+            _heads(platform, part, (first - a, last - a))
+            for part, (a, b) in zip(parts, spans, strict=True)
+            if a <= first and last <= b
+        ]
+        total = owners[0]
+        for other in owners[1:]:
+            total = ops.add(total, other)
+        pieces.append(total)
+    return pieces[0] if len(pieces) == 1 else ops.cat(pieces, 1)

@@ -1,0 +1,176 @@
+"""New tensors: filled with a value, counted, or one-hot.
+
+Random operations on plain tensors, drawn from the platform's generator on the host.
+
+MindSpore's own differ between kernels in what seeds them, and some have no kernel on CPU. These follow
+`Platform.manual_seed` alone; all numbers are drawn in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint, ops
+
+from hp_platform_mindspore.ops.cpu_kernels import pointwise
+from hp_platform_mindspore.tensor.memory import HOST_DTYPES, encode, numbers, share, store
+
+Number = int | float | bool
+
+
+def zeros(shape: Sequence[int], dtype: Any) -> Tensor:
+    return mint.zeros(tuple(shape), dtype=dtype)
+
+
+def ones(shape: Sequence[int], dtype: Any) -> Tensor:
+    return mint.ones(tuple(shape), dtype=dtype)
+
+
+def full(shape: Sequence[int], value: Number, dtype: Any) -> Tensor:
+    return made(np.full(tuple(shape), value), dtype)
+
+
+def arange(end: int, dtype: Any) -> Tensor:
+    return made(np.arange(end), dtype)
+
+
+def made(values: np.ndarray[Any, Any], dtype: Any) -> Tensor:
+    return share(encode(values) if dtype == ms.bfloat16 else values.astype(HOST_DTYPES[dtype]), dtype)
+
+
+def one_hot(x: Tensor, num_classes: int) -> Tensor:
+    ids = numbers(x)
+    return share((ids[..., None] == np.arange(num_classes)).astype(np.int64))
+
+
+def full_like(x: Tensor, fill_value: Any, *, dtype: Any = None) -> Tensor:
+    return full(tuple(x.shape), fill_value, dtype or x.dtype)
+
+
+def empty_like(x: Tensor, *, dtype: Any = None) -> Tensor:
+    return mint.empty(tuple(x.shape), dtype=dtype or x.dtype)
+
+
+def new_full(x: Tensor, size: Sequence[int], fill_value: Any, *, dtype: Any = None) -> Tensor:
+    return full(tuple(size), fill_value, dtype or x.dtype)
+
+
+Array = np.ndarray[Any, Any]
+Generator = Callable[[], np.random.Generator]
+
+
+def random_operations(generator: Generator) -> dict[str, Callable[..., Any]]:
+    """Return the random operations by canonical name, all drawing from `generator()`.
+
+    Those that end in an underscore give the numbers that the first argument is to be filled with.
+    """
+    filled = {
+        "uniform_": lambda size, low=0.0, high=1.0: low + (high - low) * _uniform(generator(), size),
+        "normal_": lambda size, mean=0.0, std=1.0: mean + std * _normal(generator(), size),
+        "exponential_": lambda size, rate=1.0: generator().standard_exponential(size, np.float32) / rate,
+        "log_normal_": lambda size, mean=1.0, std=2.0: np.exp(mean + std * _normal(generator(), size)),
+        "geometric_": lambda size, p: generator().geometric(p, size),
+        "bernoulli_": lambda size, p=0.5: _uniform(generator(), size) < _host(p),
+    }
+    return {
+        **{name: _filling(draw) for name, draw in filled.items()},
+        "dropout": _dropout(generator, None),
+        **{f"dropout{count}d": _dropout(generator, 2) for count in (1, 2, 3)},
+        "feature_dropout": _dropout(generator, 2),
+        "random_": _filling_integers(generator),
+        "rand_like": lambda x, *, dtype=None: _made(_uniform(generator(), tuple(x.shape)), dtype or x.dtype),
+        "randn_like": lambda x, *, dtype=None: _made(_normal(generator(), tuple(x.shape)), dtype or x.dtype),
+        "bernoulli": lambda x: _made(_uniform(generator(), tuple(x.shape)) < numbers(x), x.dtype),
+        "multinomial": _multinomial(generator),
+    }
+
+
+def _uniform(generator: np.random.Generator, size: Sequence[int]) -> Array:
+    return generator.random(tuple(size), np.float32)
+
+
+def _normal(generator: np.random.Generator, size: Sequence[int]) -> Array:
+    return generator.standard_normal(tuple(size), np.float32)
+
+
+def _host(value: Any) -> Any:
+    return numbers(value) if isinstance(value, Tensor) else value
+
+
+def _made(values: Array, dtype: Any) -> Tensor:
+    made = zeros(values.shape, dtype)
+    store(made, values)
+    return made
+
+
+def _filling(draw: Callable[..., Array]) -> Callable[..., Tensor]:
+    return lambda x, *args, **kwargs: _made(draw(tuple(x.shape), *args, **kwargs), x.dtype)
+
+
+def _filling_integers(generator: Generator) -> Callable[..., Tensor]:
+    """Make `random_(to)` and `random_(from, to)`; without an end it draws all integers that the dtype holds exactly."""
+
+    def drawn(x: Tensor, low: int = 0, high: int | None = None) -> Tensor:
+        begin, end = (0, low) if high is None and low else (low, high)
+        return _made(generator().integers(begin, _largest(x.dtype) if end is None else end, tuple(x.shape)), x.dtype)
+
+    return drawn
+
+
+def _largest(dtype: Any) -> int:
+    exact = {ms.float16: 2**11, ms.bfloat16: 2**8, ms.float32: 2**24, ms.float64: 2**53, ms.bool_: 2}
+    return exact[dtype] if dtype in exact else int(np.iinfo(ms.dtype_to_nptype(dtype)).max)
+
+
+def _dropout(generator: Generator, dims: int | None) -> Callable[..., Tensor]:
+    """Make dropout of elements, or of whole channels: what the first `dims` dimensions tell apart."""
+
+    def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+        if not 0 <= p <= 1:
+            raise ValueError(f"dropout: the probability must be between 0 and 1, got {p}")
+        if not training or p == 0:
+            return pointwise.clone(x)
+        shape = tuple(x.shape) if dims is None else (*x.shape[:dims], *[1] * (x.ndim - dims))
+        kept = _uniform(generator(), shape) >= p
+        return pointwise.mul(x, _made(kept / (1 - p) if p < 1 else kept * 0.0, x.dtype))
+
+    return dropout
+
+
+def _multinomial(generator: Generator) -> Callable[..., Tensor]:
+    """Make `multinomial` over rows of weights, which need not sum to one.
+
+    Without replacement it takes the largest of weight / exponential, as Efraimidis and Spirakis (2006) do.
+    """
+
+    def drawn(x: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
+        weights = numbers(x).astype(np.float64)
+        total = weights.sum(-1, keepdims=True)
+        if (weights < 0).any() or not (total > 0).all():
+            raise ValueError("multinomial: weights must not be negative, and some of each row positive")
+        if replacement:
+            numbers_drawn = generator().random((*weights.shape[:-1], num_samples, 1))
+            return share((np.cumsum(weights / total, -1)[..., None, :] <= numbers_drawn).sum(-1))
+        if ((weights > 0).sum(-1) < num_samples).any():
+            raise ValueError(f"multinomial: fewer than {num_samples} positive weights in a row")
+        scores = weights / generator().standard_exponential(weights.shape)
+        return share(np.ascontiguousarray(np.argsort(-scores, axis=-1, kind="stable")[..., :num_samples]))
+
+    return drawn
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "zeros": zeros,
+    "ones": ones,
+    "full": full,
+    "arange": arange,
+    "zeros_like": ops.zeros_like,
+    "ones_like": ops.ones_like,
+    "full_like": full_like,
+    "empty_like": empty_like,
+    "new_full": new_full,
+    "one_hot": one_hot,
+}

@@ -1,0 +1,216 @@
+"""Softmax, and normalization by mean and variance.
+
+Losses, with torch's arguments and reductions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint, ops
+
+from hp_platform_mindspore.ops.cpu_kernels import pointwise, reductions, shapes
+from hp_platform_mindspore.ops.cpu_kernels.empty import filled, is_empty
+from hp_platform_mindspore.tensor.memory import numbers, store
+
+F = mint.nn.functional
+LOW_PRECISION = (ms.float16, ms.bfloat16)
+
+
+def softmax(x: Tensor, dim: int) -> Tensor:
+    if dim % max(x.ndim, 1) == x.ndim - 1:
+        return F.softmax(x, dim)
+    # Along another dimension the CPU's gradient is wrong for some shapes, [7, 1] among them.
+    return mint.transpose(F.softmax(mint.transpose(x, dim, -1), -1), dim, -1)
+
+
+def log_softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    x = x if dtype is None else pointwise.cast(x, dtype)
+    return ops.log_softmax(x, dim)
+
+
+def softmin(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    return softmax(-(x if dtype is None else x.astype(dtype)), dim)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalize over the last dimension, in float32 (RMSNorm, arXiv 1910.07467)."""
+    wide = x.astype(ms.float32) if x.dtype in LOW_PRECISION else x
+    normalized = pointwise.mul(wide, mint.rsqrt(reductions.mean(wide * wide, -1, keepdim=True) + eps))
+    return pointwise.mul(pointwise.cast(normalized, x.dtype), weight)
+
+
+def group_norm(x: Tensor, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
+    if x.ndim < 2 or x.shape[1] % groups:
+        raise ValueError(f"group_norm: expected [batch, channels, ...] with channels in {groups} groups, got {x.shape}")
+    parts = mint.reshape(x, (x.shape[0], groups, math.prod(x.shape[1:]) // groups))
+    channel = (1, -1, *[1] * (x.ndim - 2))
+    return _affine(mint.reshape(_normalized(parts, (2,), eps), tuple(x.shape)), weight, bias, channel)
+
+
+def layer_norm(x: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    first = x.ndim - len(shape)
+    if first < 0 or tuple(x.shape[first:]) != shape:
+        raise ValueError(f"layer_norm: expected a shape that ends in {shape}, as normalized_shape says, got {x.shape}")
+    return _affine(_normalized(x, tuple(range(first, x.ndim)), eps), weight, bias, shape)
+
+
+def instance_norm(x: Tensor, *, eps: float = 1e-5) -> Tensor:
+    return _normalized(x, tuple(range(2, x.ndim)), eps)
+
+
+def _normalized(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
+    centered = x - reductions.mean(x, dims, True)
+    return pointwise.mul(centered, mint.rsqrt(reductions.mean(pointwise.mul(centered, centered), dims, True) + eps))
+
+
+def _affine(x: Tensor, weight: Any, bias: Any, shape: tuple[int, ...]) -> Tensor:
+    x = x if weight is None else pointwise.mul(x, mint.reshape(weight, shape))
+    return x if bias is None else pointwise.add(x, mint.reshape(bias, shape))
+
+
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Normalize channels (dimension 1), as `torch.nn.functional.batch_norm`.
+
+    In training it uses the statistics of the batch, and moves the running ones towards them in place.
+    """
+    if x.ndim < 2:
+        raise ValueError(f"batch_norm: expected [batch, channels, ...], got {x.shape}")
+    channel = (1, -1, *[1] * (x.ndim - 2))
+    if training:
+        others = tuple(dim for dim in range(x.ndim) if dim != 1)
+        mean = reductions.mean(x, others, True)
+        centered = x - mean
+        variance = reductions.mean(pointwise.mul(centered, centered), others, True)
+        count = math.prod(x.shape[dim] for dim in others)
+        for kept, value in ((running_mean, mean), (running_var, variance * (count / max(1, count - 1)))):
+            if kept is not None:
+                store(kept, numbers(kept) * (1 - momentum) + numbers(value).reshape(kept.shape) * momentum)
+    else:
+        centered, variance = x - mint.reshape(running_mean, channel), mint.reshape(running_var, channel)
+    result = pointwise.mul(centered, mint.rsqrt(variance + eps))
+    result = result if weight is None else pointwise.mul(result, mint.reshape(weight, channel))
+    return result if bias is None else pointwise.add(result, mint.reshape(bias, channel))
+
+
+_IGNORED = -100
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Compare logits `[batch, classes, ...]` with class numbers, or with probabilities of the shape of the logits.
+
+    Class number -100 takes no part: its loss is 0, and a mean is over the others.
+    """
+    likelihood = log_softmax(logits, 1)
+    if targets.ndim == logits.ndim:
+        return _reduced(-reductions.total(pointwise.mul(likelihood, targets), 1), reduction)
+    targets = pointwise.cast(targets, ms.int64)
+    ignored = targets == _IGNORED
+    picked = shapes.gather(likelihood, 1, mint.unsqueeze(pointwise.masked_fill(targets, ignored, 0), 1))
+    losses = pointwise.masked_fill(-mint.squeeze(picked, 1), ignored, 0.0)
+    if reduction != "mean":
+        return _reduced(losses, reduction)
+    return pointwise.div(reductions.total(losses), mint.sum((targets != _IGNORED).astype(losses.dtype)))
+
+
+def nll_loss(
+    x: Tensor, target: Tensor, weight: Any = None, *, ignore_index: int = -100, reduction: str = "mean"
+) -> Tensor:
+    if x.ndim == 1:  # one sample: [classes] and a number
+        x, target = mint.unsqueeze(x, 0), mint.unsqueeze(target, 0)
+        loss = nll_loss(x, target, weight, ignore_index=ignore_index, reduction=reduction)
+        return mint.squeeze(loss, 0) if reduction == "none" else loss
+    valid = (target != ignore_index).astype(target.dtype)
+    target = target * valid
+    weights = valid.astype(x.dtype)
+    if weight is not None:
+        weights = weights * ops.gather(weight, target, 0)
+    losses = -mint.squeeze(shapes.gather(x, 1, mint.unsqueeze(target, 1)), 1) * weights
+    if reduction == "none":
+        return losses
+    return reductions.total(losses) / reductions.total(weights) if reduction == "mean" else reductions.total(losses)
+
+
+def _reducing(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Give a loss of MindSpore's torch's arguments, and a reduction whose gradient is right."""
+
+    def loss(x: Tensor, target: Tensor, weight: Any = None, *, reduction: str = "mean", **more: Any) -> Tensor:
+        given = more if weight is None else {"weight": weight, **more}
+        losses = own(x, target, reduction="none", **given)  # whose mean has a wrong gradient on parts
+        return losses if reduction == "none" else (reductions.total if reduction == "sum" else reductions.mean)(losses)
+
+    return loss
+
+
+def kl_div(x: Tensor, target: Tensor, *, reduction: str = "mean", log_target: bool = False) -> Tensor:
+    if log_target:
+        losses = pointwise.mul(mint.exp(target), pointwise.sub(target, x))
+    else:
+        zero = target == 0
+        entropy = pointwise.mul(target, mint.log(pointwise.masked_fill(target, zero, 1.0)))
+        losses = pointwise.sub(entropy, pointwise.mul(target, x))
+    if reduction == "batchmean":
+        return pointwise.div(reductions.total(losses), x.shape[0])
+    return _reduced(losses, reduction)
+
+
+def soft_margin_loss(x: Tensor, target: Tensor, *, reduction: str = "mean") -> Tensor:
+    return _reduced(-pointwise.logsigmoid(pointwise.mul(x, target)), reduction)
+
+
+def _elementwise(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def reduced(x: Tensor, target: Tensor, *args: Any, reduction: str = "mean", **more: Any) -> Tensor:
+        if is_empty(x, target):
+            return _reduced(filled(0, np.broadcast_shapes(x.shape, target.shape), x, target), reduction)
+        return _reduced(loss(pointwise.sub(x, target), *args, **more), reduction)
+
+    return reduced
+
+
+def _huber(d: Tensor, delta: float = 1.0) -> Tensor:
+    size = mint.abs(d)
+    return pointwise.where(size <= delta, 0.5 * d * d, delta * (size - 0.5 * delta))
+
+
+def _reduced(losses: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return losses
+    if reduction not in ("sum", "mean"):
+        raise ValueError(f"reduction must be none, sum or mean, got {reduction!r}")
+    return (reductions.total if reduction == "sum" else reductions.mean)(losses)
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "softmax": softmax,
+    "log_softmax": log_softmax,
+    "softmin": softmin,
+    "rms_norm": rms_norm,
+    "layer_norm": layer_norm,
+    "group_norm": group_norm,
+    "instance_norm": instance_norm,
+    "batch_norm": batch_norm,
+    "cross_entropy": cross_entropy,
+    "nll_loss": nll_loss,
+    "binary_cross_entropy": _reducing(F.binary_cross_entropy),
+    "binary_cross_entropy_with_logits": _reducing(F.binary_cross_entropy_with_logits),
+    "smooth_l1_loss": _reducing(F.smooth_l1_loss),
+    "kl_div": kl_div,
+    "soft_margin_loss": soft_margin_loss,
+    "mse_loss": _elementwise(lambda d: d * d),
+    "l1_loss": _elementwise(mint.abs),
+    "huber_loss": _elementwise(_huber),
+}

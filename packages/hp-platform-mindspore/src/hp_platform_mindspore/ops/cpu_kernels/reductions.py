@@ -1,0 +1,402 @@
+"""Sums, means, norms and other reductions over dimensions.
+
+Cumulative operations along one dimension.
+
+Sorting, extremes, medians and quantiles.
+
+NumPy finds the positions on the host, where the order of equal elements is defined; a differentiable gather then picks
+the values, so positions need no gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from mindspore import Tensor, mint, ops
+
+from hp_platform_mindspore.ops.cpu_kernels import pointwise, shapes
+from hp_platform_mindspore.ops.cpu_kernels.empty import as_saved, filled, is_empty, result_dtype
+from hp_platform_mindspore.tensor.autograd import custom_function, is_recording
+from hp_platform_mindspore.tensor.memory import HOST_DTYPES, numbers, share
+
+Dims = int | Sequence[int] | None
+
+
+def total(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    if is_empty(x):
+        return filled(0, reduced_shape(x, dim, keepdim), x, dtype=result_dtype(mint.sum, x))
+    return mint.sum(x, dim=_all_dims(x, dim), keepdim=keepdim)
+
+
+def mean(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    if is_empty(x):
+        return filled(math.nan, reduced_shape(x, dim, keepdim), x, dtype=result_dtype(mint.mean, x))
+    return mint.mean(x, dim=_all_dims(x, dim), keepdim=keepdim)
+
+
+def reduced_shape(x: Tensor, dim: Dims, keepdim: bool) -> tuple[int, ...]:
+    dims = _all_dims(x, dim)
+    gone = {d % x.ndim for d in ((dims,) if isinstance(dims, int) else dims)}
+    return tuple(1 if i in gone else size for i, size in enumerate(x.shape) if keepdim or i not in gone)
+
+
+def _all_dims(x: Tensor, dim: Dims) -> int | tuple[int, ...]:
+    if dim is None:
+        return tuple(range(x.ndim))
+    return dim if isinstance(dim, int) else tuple(dim)
+
+
+def amax(x: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Tensor:
+    return mint.amax(x, dim if isinstance(dim, int) else tuple(dim), keepdim)
+
+
+def amin(x: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Tensor:
+    return mint.amin(x, dim if isinstance(dim, int) else tuple(dim), keepdim)
+
+
+def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    if is_empty(x):
+        return as_saved(filled(-math.inf, reduced_shape(x, dim, keepdim), x))
+    return ops.logsumexp(x, dim, keepdim)
+
+
+def prod(x: Tensor, dim: int | None = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
+    x = x if dtype is None else x.astype(dtype)
+    if is_empty(x):
+        return as_saved(filled(1, reduced_shape(x, dim, keepdim), x))
+    return mint.prod(x) if dim is None else mint.prod(x, dim, keepdim)
+
+
+def nansum(x: Tensor, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
+    x = x if dtype is None else x.astype(dtype)
+    return total(x, dim, keepdim) if is_empty(x) else mint.nansum(x, dim, keepdim)
+
+
+def every(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    # Truth values have no gradient; NumPy's reduction takes every dtype and empty tensors, MindSpore's does not.
+    return share(np.asarray(numbers(x).astype(bool).all(axis=_axes(dim), keepdims=keepdim)))
+
+
+def some(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    return share(np.asarray(numbers(x).astype(bool).any(axis=_axes(dim), keepdims=keepdim)))
+
+
+def _axes(dim: Dims) -> Any:
+    return dim if dim is None or isinstance(dim, int) else tuple(dim)
+
+
+def count_nonzero(x: Tensor, dim: Dims = None) -> Tensor:
+    return share(np.asarray(np.count_nonzero(numbers(x), axis=_axes(dim)), np.int64))
+
+
+def norm(x: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
+    """Compute the vector norm of order `p`; its gradient at 0 is 0, as torch's."""
+    x = x if dtype is None else x.astype(dtype)
+    p = 2.0 if p == "fro" else float(p)
+    dims = tuple(range(x.ndim)) if dim is None else dim
+    if math.isinf(p):
+        return (amax if p > 0 else amin)(mint.abs(x), dims, keepdim)
+    if p == 0:
+        return total((x != 0).astype(x.dtype), dims, keepdim)
+    if p == 1:
+        return total(mint.abs(x), dims, keepdim)
+    powers = total(x * x if p == 2 else mint.abs(x) ** p, dims, keepdim)
+    # The derivative of a root at 0 is infinite, and torch gives 0: the root is taken of 1 there, and the result set to
+    # 0, so that no gradient passes.
+    nothing = powers == 0
+    safe = pointwise.masked_fill(powers, nothing, 1.0)
+    return pointwise.masked_fill(mint.sqrt(safe) if p == 2 else safe ** (1.0 / p), nothing, 0.0)
+
+
+def spread(name: str) -> Callable[..., Any]:
+    """Make `std`, `var`, `std_mean` or `var_mean`."""
+
+    def found(
+        x: Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool = False, correction: float | None = 1
+    ) -> Any:
+        if isinstance(dim, bool):
+            dim, unbiased = None, dim
+        dims = tuple(range(x.ndim)) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+        count = math.prod(x.shape[d] for d in dims)
+        degrees = count - ((1 if correction is None else correction) if unbiased else 0)
+        average = mean(x, dims, True)
+        centered = x - average
+        squares = total(centered * centered, dims, keepdim)
+        result = squares / degrees if degrees > 0 else squares * math.nan
+        if name.startswith("std"):
+            nothing = result == 0
+            result = pointwise.masked_fill(mint.sqrt(pointwise.masked_fill(result, nothing, 1.0)), nothing, 0.0)
+        return (result, mean(x, dims, keepdim)) if name.endswith("mean") else result
+
+    return found
+
+
+def nanmean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    x = x if dtype is None else x.astype(dtype)
+    there = ~np.isnan(numbers(x))
+    axes = dim if dim is None or isinstance(dim, int) else tuple(dim)
+    counts = np.asarray(there.sum(axis=axes, keepdims=keepdim)).astype(HOST_DTYPES[x.dtype])
+    return pointwise.div(total(pointwise.masked_fill(x, share(~there), 0.0), dim, keepdim), share(counts))
+
+
+def bincount(x: Tensor, minlength: int) -> Tensor:
+    return share(np.bincount(numbers(x), minlength=minlength).astype(np.int64, copy=False))
+
+
+Array = np.ndarray[Any, Any]
+
+
+def cumsum(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    x = x if dtype is None else pointwise.cast(x, dtype)
+    return ops.cumsum(x, dim) if x.size else pointwise.clone(x)
+
+
+def cumprod(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    """Multiply cumulatively; the gradient is right at zeros too, by which MindSpore's own divides."""
+    x = x if dtype is None else x.astype(dtype)
+    if is_empty(x):
+        return pointwise.clone(x)
+    if not is_recording(x):
+        return mint.cumprod(x, dim)
+    factors = np.moveaxis(numbers(x).copy(), dim, 0)
+
+    # From the end: d x[i] = (product of what is before i) * (sum of later gradients, each times the factors between).
+    # No division, so zeros among the factors do no harm.
+    def gradient(grad: Tensor) -> Tensor:
+        before = np.ones_like(factors)
+        np.cumprod(factors[:-1], 0, out=before[1:])
+        later = np.moveaxis(numbers(grad).copy(), dim, 0)
+        for i in reversed(range(len(later) - 1)):
+            later[i] += factors[i + 1] * later[i + 1]
+        return share(np.ascontiguousarray(np.moveaxis(before * later, 0, dim)))
+
+    return custom_function(lambda t: mint.cumprod(t, dim), gradient, x)
+
+
+def logcumsumexp(x: Tensor, dim: int) -> Tensor:
+    return ops.logcumsumexp(x, dim) if x.size else pointwise.clone(x)
+
+
+def cumulative_extreme(better: Callable[[Array, Array], Array]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Make `cummax` or `cummin`, which give the last position of several equal values, as torch."""
+
+    def found(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        values = np.moveaxis(numbers(x), dim, 0)
+        position = np.zeros(values.shape, np.int64)
+        for i in range(1, len(values)):
+            best = np.take_along_axis(values, position[i - 1 : i], 0)[0]
+            # `>=`: of equal values the later position; a NaN stays the best once it has come.
+            position[i] = np.where(better(values[i], best) | np.isnan(values[i]), i, position[i - 1])
+        where = share(np.ascontiguousarray(np.moveaxis(position, 0, dim)))
+        return shapes.gather(x, dim, where), where
+
+    return found
+
+
+Position = Callable[[Array, int], Array]
+
+
+def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
+    """Return the `k` largest (or smallest) values in order and their indices; of equal values the lower index."""
+    order = np.take(order_of(x, dim, largest), np.arange(k), axis=dim)
+    # Positions are found on the host and have no gradient; the gather that picks the values has the right one.
+    indices = share(order)
+    return shapes.gather(x, dim, indices), indices
+
+
+def argsort(x: Tensor, dim: int = -1, stable: bool = True, descending: bool = False) -> Tensor:
+    return share(order_of(x, dim, descending))
+
+
+def order_of(x: Tensor, dim: int, descending: bool) -> np.ndarray[Any, Any]:
+    """Return the indices (int64) that sort along `dim`; equal elements keep their order."""
+    values = numbers(x)
+    if not descending:
+        return np.argsort(values, axis=dim, kind="stable")
+    # Flipped before and after, so that equal elements keep their order although the sort is downwards.
+    backward = np.flip(np.argsort(np.flip(values, dim), axis=dim, kind="stable"), dim)
+    return values.shape[dim] - 1 - backward if values.ndim else backward
+
+
+def argmax(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    return share(np.asarray(np.argmax(numbers(x), axis=dim, keepdims=keepdim), np.int64))
+
+
+def argmin(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return share(np.asarray(np.argmin(numbers(x), axis=dim, keepdims=keepdim), np.int64))
+
+
+def sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = False) -> tuple[Tensor, Tensor]:
+    order = argsort(x, dim, True, descending)
+    return shapes.gather(x, dim, order), order
+
+
+def extreme(name: str) -> Callable[..., Any]:
+    """Make `max` or `min`: of everything, along a dimension with positions, or of two tensors."""
+    own = getattr(mint, name)
+    position = np.argmax if name == "max" else np.argmin
+
+    def found(x: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
+        if dim is None:
+            return own(x)
+        if isinstance(dim, Tensor):
+            return pointwise.maximum(x, dim) if name == "max" else pointwise.minimum(x, dim)
+        where = share(np.asarray(np.expand_dims(position(numbers(x), axis=dim), dim), np.int64))
+        values = shapes.gather(x, dim, where)
+        return (values, where) if keepdim else (mint.squeeze(values, dim), mint.squeeze(where, dim))
+
+    return found
+
+
+def flattened(x: Tensor) -> Tensor:
+    return mint.reshape(x, (-1,))
+
+
+def _picked(x: Tensor, dim: int, position: Array, keepdim: bool) -> tuple[Tensor, Tensor]:
+    """Pick the values at positions `[..., 1, ...]` along `dim`, and return both."""
+    where = share(position.astype(np.int64))
+    values = shapes.gather(x, dim, where)
+    return (values, where) if keepdim else (mint.squeeze(values, dim), mint.squeeze(where, dim))
+
+
+def by_position(find: Position, alone: bool = True) -> Callable[..., Any]:
+    """Make an operation that finds one element along a dimension.
+
+    With `alone`, a call without a dimension gives the value among all elements, without its position.
+    """
+
+    def found(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+        if dim is None and alone:
+            return _picked(flattened(x), 0, find(numbers(flattened(x)), 0), False)[0]
+        dim = -1 if dim is None else dim
+        return _picked(x, dim, find(numbers(x), dim), keepdim)
+
+    return found
+
+
+def _median(values: Array, dim: int) -> Array:
+    """Find the median, the lower one of two; a NaN where there is one, as torch."""
+    order = np.argsort(values, axis=dim, kind="stable")
+    nans = np.isnan(values).sum(axis=dim, keepdims=True)
+    # Sorted, NaNs are last: the first of them where there is one.
+    rank = np.where(nans > 0, values.shape[dim] - nans, (values.shape[dim] - 1) // 2)
+    return np.take_along_axis(order, rank, dim)
+
+
+def _nanmedian(values: Array, dim: int) -> Array:
+    order = np.argsort(values, axis=dim, kind="stable")
+    count = (~np.isnan(values)).sum(axis=dim, keepdims=True)
+    return np.take_along_axis(order, np.maximum(count - 1, 0) // 2, dim)
+
+
+def _mode(values: Array, dim: int) -> Array:
+    """Find the most frequent value (the smallest of several), at its last place, as torch."""
+    moved = np.moveaxis(values, dim, -1)
+    rows = moved.reshape(-1, moved.shape[-1])
+    found = np.empty(len(rows), np.int64)
+    for i, row in enumerate(rows):
+        distinct, counts = np.unique(row, return_counts=True)
+        found[i] = np.flatnonzero(row == distinct[np.argmax(counts)])[-1]
+    return np.moveaxis(found.reshape(*moved.shape[:-1], 1), -1, dim)
+
+
+def kthvalue(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    order = np.argsort(numbers(x), axis=dim, kind="stable")
+    return _picked(x, dim, np.take(order, [k - 1], axis=dim), keepdim)
+
+
+def aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    dims = tuple(range(x.ndim)) if dim is None else dim
+    return amin(x, dims, keepdim), amax(x, dims, keepdim)
+
+
+def quantile(skip_nan: bool) -> Callable[..., Tensor]:
+    """Make `quantile` or `nanquantile` for one number `q`."""
+
+    def found(
+        x: Tensor, q: float, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
+    ) -> Tensor:
+        if dim is None:
+            shape = (1,) * x.ndim if keepdim else ()
+            return mint.reshape(found(flattened(x), q, 0, interpolation=interpolation), shape)
+        values = numbers(x)
+        order, nans = np.argsort(values, axis=dim, kind="stable"), np.isnan(values).sum(axis=dim, keepdims=True)
+        last = values.shape[dim] - 1 - (nans if skip_nan else 0)
+        place = np.where(nans * (not skip_nan) > 0, values.shape[dim] - 1.0, q * np.maximum(last, 0))
+        low, weight = _interpolated(place, interpolation)
+        pair = [_picked(x, dim, np.take_along_axis(order, rank, dim), keepdim)[0] for rank in _ranks(low, weight)]
+        shape = tuple(pair[0].shape)
+        return _between(*pair, share(weight.reshape(shape).astype(HOST_DTYPES[x.dtype])))
+
+    return found
+
+
+def _ranks(low: Array, weight: Array) -> tuple[Array, Array]:
+    # At a whole place there is no rank above, of which the last place has none at all.
+    return low, low + (weight > 0)
+
+
+def _interpolated(place: Array, how: str) -> tuple[Array, Array]:
+    """Return the rank below a fractional place, and the weight of the rank above."""
+    low = np.floor(place).astype(np.int64)
+    part = place - low
+    rounded = {
+        "lower": 0.0 * part,
+        "higher": np.ceil(part),
+        "nearest": np.round(place) - low,
+        "midpoint": 0.5 * (part > 0),
+    }
+    if how != "linear" and how not in rounded:
+        raise ValueError(f"quantile: interpolation must be linear or one of {', '.join(rounded)}, got {how!r}")
+    return low, rounded.get(how, part)
+
+
+def _between(low: Tensor, high: Tensor, weight: Tensor) -> Tensor:
+    return pointwise.add(low, pointwise.mul(pointwise.sub(high, low), weight))
+
+
+ORDER_KERNELS: dict[str, Callable[..., Any]] = {
+    "topk": topk,
+    "argsort": argsort,
+    "sort": sort,
+    "argmax": argmax,
+    "argmin": argmin,
+    "max": extreme("max"),
+    "min": extreme("min"),
+    "aminmax": aminmax,
+    "median": by_position(_median),
+    "nanmedian": by_position(_nanmedian),
+    "mode": by_position(_mode, alone=False),
+    "kthvalue": kthvalue,
+    "quantile": quantile(False),
+    "nanquantile": quantile(True),
+    "searchsorted": lambda boundaries, x, right=False: mint.searchsorted(boundaries, x, right=right),
+    "bucketize": lambda x, boundaries, right=False: mint.searchsorted(boundaries, x, right=right),
+}
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "sum": total,
+    "mean": mean,
+    "amax": amax,
+    "amin": amin,
+    "logsumexp": logsumexp,
+    "prod": prod,
+    "nansum": nansum,
+    "nanmean": nanmean,
+    "all": every,
+    "any": some,
+    "count_nonzero": count_nonzero,
+    "norm": norm,
+    "linalg_vector_norm": lambda x, p=2, dim=None, keepdim=False: norm(x, p, dim, keepdim),
+    **{name: spread(name) for name in ("std", "var", "std_mean", "var_mean")},
+    "bincount": bincount,
+    "cumsum": cumsum,
+    "cumprod": cumprod,
+    "logcumsumexp": logcumsumexp,
+    "cummax": cumulative_extreme(np.greater_equal),
+    "cummin": cumulative_extreme(np.less_equal),
+    **ORDER_KERNELS,
+}

@@ -1,0 +1,244 @@
+"""Writing by index: what the CPU has no kernel for, or none that takes int64 indices.
+
+NumPy works out the places that an index names, as positions in the flattened tensor: indices have no gradient.
+
+Operations whose result has a shape that depends on values: mask selection, nonzero, unique.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mindspore import Tensor, mint, ops
+
+from hp_platform_mindspore.ops.cpu_kernels import creation, pointwise, reductions, shapes
+from hp_platform_mindspore.ops.cpu_kernels.empty import filled, is_empty
+from hp_platform_mindspore.tensor.memory import HOST_DTYPES, numbers, share
+
+Array = np.ndarray[Any, Any]
+
+
+def flattened(x: Tensor) -> Tensor:
+    return mint.reshape(x, (-1,))
+
+
+def _along(shape: tuple[int, ...], dim: int, index: Array) -> Array:
+    """Return the places of `x[..., index[i], ...]` for an index of the shape of what is written."""
+    grids = np.indices(index.shape)
+    grids[dim] = np.where(index < 0, index + shape[dim], index)
+    _check_inside(grids[dim], shape[dim])
+    return np.ravel_multi_index(tuple(grids), shape)
+
+
+def _rows(shape: tuple[int, ...], dim: int, index: Array) -> Array:
+    """Return the places of `x.index_select(dim, index)`."""
+    index = np.where(index < 0, index + shape[dim], index)
+    _check_inside(index, shape[dim])
+    return np.take(np.arange(math.prod(shape)).reshape(shape), index, axis=dim)
+
+
+def _check_inside(index: Array, size: int) -> None:
+    if index.size and (index.min() < 0 or index.max() >= size):
+        raise IndexError(f"an index is outside a dimension of {size}")
+
+
+def _replaced(x: Tensor, places: Array, values: Tensor) -> Tensor:
+    """Write `values` (of the shape of `places`) into a copy of `x`; of several at one place the last one counts."""
+    if is_empty(values, x):
+        return pointwise.add(x, filled(0, x.shape, values)) if x.dtype == values.dtype else pointwise.clone(x)
+    # Inverted: for each place of `x` the value that goes there, so that one gather does it, whose gradient is right; of
+    # several values the last one counts, as in a loop.
+    last = np.zeros(x.size, np.int64) - 1
+    last[places.reshape(-1)] = np.arange(places.size)
+    source = share(np.maximum(last, 0))
+    picked = mint.reshape(ops.gather(flattened(pointwise.cast(values, x.dtype)), source, 0), x.shape)
+    return pointwise.where(share((last >= 0).reshape(x.shape)), picked, x)
+
+
+def _added(x: Tensor, places: Array, values: Tensor) -> Tensor:
+    """Add all `values` at their places to a copy of `x`."""
+    if is_empty(values, x):
+        return pointwise.add(x, filled(0, x.shape, values))
+    # Segments add up what falls on one place, and their gradient is a gather.
+    sums = ops.unsorted_segment_sum(flattened(values), share(places.reshape(-1).astype(np.int32)), x.size)
+    return pointwise.add(x, mint.reshape(sums, x.shape))
+
+
+def scatter(x: Tensor, dim: int, index: Tensor, src: Any = None, *, value: Any = None, reduce: Any = None) -> Tensor:
+    places = _along(tuple(x.shape), dim % x.ndim, numbers(index))
+    given = value if src is None else src
+    if not isinstance(given, Tensor):
+        given = creation.full(index.shape, given, x.dtype)
+    source = _leading(given, places.shape)
+    if reduce in ("add", "multiply"):
+        return _reduced(x, places, source, {"add": "sum", "multiply": "prod"}[reduce], True)
+    return _replaced(x, places, source)
+
+
+def _leading(src: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Cut off the part of a source that an index of `shape` does not cover."""
+    for dim, size in enumerate(shape):
+        src = src if src.shape[dim] == size else mint.narrow(src, dim, 0, size)
+    return src
+
+
+def scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    places = _along(tuple(x.shape), dim % x.ndim, numbers(index))
+    return _added(x, places, _leading(src, places.shape))
+
+
+def scatter_reduce(
+    x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor:
+    places = _along(tuple(x.shape), dim % x.ndim, numbers(index))
+    return _reduced(x, places, _leading(src, places.shape), reduce, include_self)
+
+
+def index_reduce(
+    x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor:
+    return _reduced(x, _rows(tuple(x.shape), dim, numbers(index)), source, reduce, include_self)
+
+
+def _reduced(x: Tensor, places: Array, values: Tensor, reduce: str, include_self: bool) -> Tensor:
+    """Reduce the values at each place by sum, prod, mean, amax or amin; with `include_self` also what `x` has there.
+
+    Values are laid out in one row per element of `x`, padded with what changes nothing.
+    """
+    if is_empty(values, x):
+        return pointwise.add(x, filled(0, x.shape, values))
+    neutral = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "amax": -math.inf, "amin": math.inf}
+    if reduce not in neutral:
+        raise ValueError(f"reduce must be one of {', '.join(neutral)}, got {reduce!r}")
+    table, counts = _by_place(places.reshape(-1), x.size, places.size)
+    padded = shapes.cat([flattened(values), creation.full((1,), neutral[reduce], values.dtype)], 0)
+    rows = ops.gather(padded, share(table), 0)
+    written = share(counts > 0)
+    # What counts nothing must change nothing: the neutral element takes the place of `x` where values are.
+    own = flattened(x) if include_self else pointwise.masked_fill(flattened(x), written, neutral[reduce])
+    rows = shapes.cat([mint.unsqueeze(own, 1), rows], 1)
+    if reduce in ("sum", "mean"):
+        result = reductions.total(rows, 1)
+        if reduce == "mean":
+            divisor = np.maximum(counts + (1 if include_self else 0), 1)
+            result = pointwise.div(result, share(np.where(counts > 0, divisor, 1).astype(HOST_DTYPES[x.dtype])))
+    elif reduce == "prod":
+        result = mint.prod(rows, 1)
+    else:
+        result = {"amax": reductions.amax, "amin": reductions.amin}[reduce](rows, 1)
+    return mint.reshape(pointwise.where(written, result, flattened(x)), x.shape)
+
+
+def _by_place(places: Array, size: int, absent: int) -> tuple[Array, Array]:
+    """Tabulate which values go to each place, and count them.
+
+    Returns the table `[size, most at one place]`, filled up with the number `absent`, and the counts `[size]`.
+    """
+    counts = np.bincount(places, minlength=size)
+    order = np.argsort(places, kind="stable")
+    # Number of a value among those of its place, in the order of the values.
+    rank = np.arange(places.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    table = np.full((size, counts.max()), absent)
+    table[places[order], rank] = order
+    return table, counts
+
+
+def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
+    return _added(x, _rows(tuple(x.shape), dim, numbers(index)), source if alpha == 1 else source * alpha)
+
+
+def index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    return _replaced(x, _rows(tuple(x.shape), dim, numbers(index)), source)
+
+
+def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    mask = np.zeros(tuple(x.shape), np.bool_)
+    mask.reshape(-1)[_rows(tuple(x.shape), dim, numbers(index)).reshape(-1)] = True
+    if not isinstance(value, Tensor):
+        return pointwise.masked_fill(x, share(mask), value)
+    return pointwise.where(share(mask), shapes.expand(pointwise.cast(value, x.dtype), x.shape), x)
+
+
+def index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Tensor:
+    picked = (indices,) if isinstance(indices, Tensor) else tuple(indices)
+    return put(x, picked, values, accumulate)
+
+
+def put(x: Tensor, index: Any, value: Any, accumulate: bool = False) -> Tensor:
+    """Return `x` as it is after `x[index] = value` (or `+=`), for any index that NumPy takes."""
+    # NumPy indexes the numbers of elements: its rules for mixed indices are torch's, and need not be written again.
+    places = np.arange(x.size).reshape(x.shape)[_host_index(index)]
+    if not isinstance(value, Tensor):
+        value = creation.full((), value, x.dtype)
+    value = pointwise.cast(value, x.dtype)
+    # NumPy and torch drop leading dimensions of one element of what is assigned.
+    while value.ndim > places.ndim and value.shape[0] == 1:
+        value = mint.squeeze(value, 0)
+    values = shapes.expand(value, places.shape)
+    return _added(x, places, values) if accumulate else _replaced(x, places, values)
+
+
+def _host_index(index: Any) -> Any:
+    if isinstance(index, (tuple, list)):
+        return type(index)(_host_index(item) for item in index)
+    return numbers(index) if isinstance(index, Tensor) else index
+
+
+def take_along_dim(x: Tensor, index: Tensor, dim: int | None = None) -> Tensor:
+    if dim is None:
+        return shapes.gather(flattened(x), 0, flattened(index))
+    return shapes.gather(x, dim, index)
+
+
+def masked_select(x: Tensor, mask: Tensor) -> Tensor:
+    shape = np.broadcast_shapes(x.shape, mask.shape)
+    places = np.flatnonzero(np.broadcast_to(numbers(mask), shape))
+    return shapes.index_select(flattened(shapes.expand(x, shape)), 0, share(places))
+
+
+def nonzero(x: Tensor, as_tuple: bool = False) -> Any:
+    found = np.nonzero(numbers(x))
+    return tuple(share(f) for f in found) if as_tuple else share(np.stack(found, -1))
+
+
+def unique(x: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Any:
+    """Return the sorted distinct values; on request where each element went, and how often each value occurs."""
+    values, inverse, counts = np.unique(numbers(x), return_inverse=True, return_counts=True)
+    return _chosen(values, inverse.reshape(x.shape), counts, return_inverse, return_counts)
+
+
+def unique_consecutive(x: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: None = None) -> Any:
+    if dim is not None:
+        raise TypeError("unique_consecutive of DTensors takes no dim")
+    flat = numbers(x).reshape(-1)
+    first = np.ones(flat.size, np.bool_)
+    first[1:] = flat[1:] != flat[:-1]
+    inverse = np.cumsum(first) - 1
+    return _chosen(flat[first], inverse.reshape(x.shape), np.bincount(inverse), return_inverse, return_counts)
+
+
+def _chosen(values: Array, inverse: Array, counts: Array, with_inverse: bool, with_counts: bool) -> Any:
+    extra = [array.astype(np.int64) for array, wanted in ((inverse, with_inverse), (counts, with_counts)) if wanted]
+    found = [share(np.ascontiguousarray(array)) for array in (values, *extra)]
+    return tuple(found) if extra else found[0]
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "scatter": scatter,
+    "scatter_add": scatter_add,
+    "scatter_reduce": scatter_reduce,
+    "index_add": index_add,
+    "index_copy": index_copy,
+    "index_fill": index_fill,
+    "index_reduce": index_reduce,
+    "index_put_": index_put,
+    "take_along_dim": take_along_dim,
+    "masked_select": masked_select,
+    "nonzero": nonzero,
+    "argwhere": nonzero,
+    "unique": unique,
+    "unique_consecutive": unique_consecutive,
+}

@@ -1,0 +1,264 @@
+"""Picking elements by slices and by tensors of indices.
+
+Operations that move elements and compute nothing: reshaping, joining, cutting, repeating, padding.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from mindspore import Tensor, mint, ops
+
+from hp_platform_mindspore.ops.cpu_kernels import creation, pointwise
+from hp_platform_mindspore.ops.cpu_kernels.empty import filled, is_empty, nothing
+from hp_platform_mindspore.tensor.autograd import custom_function, is_recording
+from hp_platform_mindspore.tensor.memory import share
+
+
+def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    dim %= x.ndim
+    return _pick(x, dim, index, (*x.shape[:dim], *index.shape, *x.shape[dim + 1 :]))
+
+
+def _pick(x: Tensor, dim: int, index: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if math.prod(shape) and x.size:
+        return ops.gather(x, index, dim)
+    return nothing(x, shape)
+
+
+def gather(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    return mint.gather(x, dim, index) if index.size and x.size else nothing(x, tuple(index.shape))
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    return _pick(weight, 0, ids, (*ids.shape, *weight.shape[1:]))
+
+
+def getitem(x: Tensor, index: Any) -> Tensor:
+    """Index with integers, slices, None and Ellipsis, as NumPy does."""
+    shape = np.broadcast_to(np.int8(0), x.shape)[index].shape
+    if not math.prod(shape):
+        return nothing(x, shape)
+    if is_recording(x):
+        x, index = _without_steps(x, index)
+    return x[index]
+
+
+def _without_steps(x: Tensor, index: Any) -> tuple[Tensor, tuple[Any, ...]]:
+    """Pick what slices with a step name, and return that and the rest of the index.
+
+    The CPU's gradient fails for `x[:, ::2]`.
+    """
+    items = index if isinstance(index, tuple) else (index,)
+    dim, rest = 0, []
+    for item in items:
+        if item is Ellipsis:
+            dim += x.ndim - sum(other is not None and other is not Ellipsis for other in items)
+        elif item is not None:
+            if isinstance(item, slice) and item.step not in (None, 1):
+                x = index_select(x, dim, share(np.arange(*item.indices(x.shape[dim]))))
+                item = slice(None)
+            dim += 1
+        rest.append(item)
+    return x, tuple(rest)
+
+
+def index_put(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
+    if is_empty(index, x):
+        return custom_function(lambda t, v: pointwise.clone(t), lambda g: [g, ops.zeros_like(values)], x, values)
+    return ops.tensor_scatter_update(x, mint.unsqueeze(index, -1), values)
+
+
+def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
+    return mint.reshape(x, tuple(shape))
+
+
+def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
+    return mint.permute(x, tuple(dims))
+
+
+def squeeze(x: Tensor, dim: int | Sequence[int]) -> Tensor:
+    dims = (dim,) if isinstance(dim, int) else tuple(dim)
+    return mint.squeeze(x, tuple(d for d in dims if x.shape[d] == 1)) if any(x.shape[d] == 1 for d in dims) else x
+
+
+def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
+    extra = len(shape) - x.ndim
+    target = tuple(x.shape[i - extra] if size == -1 else size for i, size in enumerate(shape))
+    return mint.broadcast_to(x, target) if math.prod(target) else filled(0, target, x)
+
+
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    if all(map(is_empty, tensors)):
+        # mint.cat leaves out empty tensors, and here their lengths with them.
+        shape = list(tensors[0].shape)
+        shape[dim] = sum(x.shape[dim] for x in tensors)
+        return filled(0, shape, *tensors)
+    return mint.cat(list(tensors), dim)
+
+
+def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    # ops.stack fails in backward on empty tensors.
+    return cat([mint.unsqueeze(x, dim) for x in tensors], dim)
+
+
+def split(x: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
+    # The gradient of mint.split is wrong where that of a piece is a view, as that of cat's operands is.
+    starts = itertools.accumulate(sizes, initial=0)
+    return tuple(mint.narrow(x, dim, start, size) for start, size in zip(starts, sizes, strict=False))
+
+
+def chunk(x: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
+    """Cut into pieces of `ceil(size / chunks)` as torch does: the last one may be smaller, and there may be fewer.
+
+    Of an empty dimension there are `chunks` empty pieces.
+    """
+    size = x.shape[dim]
+    piece = max(1, -(-size // chunks))
+    sizes = [min(piece, size - start) for start in range(0, size, piece)] or [0] * chunks
+    return split(x, sizes, dim)
+
+
+def repeat_interleave(x: Tensor, repeats: int, dim: int) -> Tensor:
+    dim %= x.ndim
+    shape = x.shape
+    repeated = expand(mint.unsqueeze(x, dim + 1), (*shape[: dim + 1], repeats, *shape[dim + 1 :]))
+    return mint.reshape(repeated, (*shape[:dim], shape[dim] * repeats, *shape[dim + 1 :]))
+
+
+def repeat(x: Tensor, *repeats: Any) -> Tensor:
+    counts = tuple(repeats[0]) if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats
+    x = mint.reshape(x, (*(1,) * (len(counts) - x.ndim), *x.shape))
+    shape = tuple(size for pair in zip(counts, x.shape, strict=True) for size in pair)
+    between = tuple(size for extent in x.shape for size in (1, extent))
+    result = tuple(count * size for count, size in zip(counts, x.shape, strict=True))
+    return mint.reshape(expand(mint.reshape(x, between), shape), result)
+
+
+def tile(x: Tensor, *repeats: Any) -> Tensor:
+    counts = tuple(repeats[0]) if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats
+    return repeat(x, (*(1,) * (x.ndim - len(counts)), *counts))
+
+
+def diag_embed(x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
+    """Write the last dimension on the diagonals of matrices in the last two dimensions."""
+    length = x.shape[-1]
+    size = length + abs(offset)
+    places = np.full((size, size), length)
+    steps = np.arange(length)
+    places[steps + max(0, -offset), steps + max(0, offset)] = steps
+    padded = cat([x, creation.zeros((*x.shape[:-1], 1), x.dtype)], -1)
+    square = index_select(padded, -1, share(places))
+    return square if (dim1, dim2) == (-2, -1) else mint.transpose(square, -2, -1)
+
+
+def diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    order = [dim for dim in range(x.ndim) if dim not in (dim1 % x.ndim, dim2 % x.ndim)]
+    rows, columns = x.shape[dim1], x.shape[dim2]
+    length = max(0, min(rows + min(offset, 0), columns - max(offset, 0)))
+    steps = np.arange(length)
+    places = (steps + max(0, -offset)) * columns + steps + max(0, offset)
+    matrices = mint.permute(x, (*order, dim1 % x.ndim, dim2 % x.ndim))
+    flat = mint.reshape(matrices, (*matrices.shape[:-2], rows * columns))
+    return index_select(flat, -1, share(places))
+
+
+def unflatten(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    dim %= x.ndim
+    known = -math.prod(sizes)
+    given = tuple(x.shape[dim] // known if size == -1 else size for size in sizes)
+    return mint.reshape(x, (*x.shape[:dim], *given, *x.shape[dim + 1 :]))
+
+
+def roll(x: Tensor, shifts: Any, dims: Any = None) -> Tensor:
+    if dims is None:
+        return mint.reshape(roll(mint.reshape(x, (-1,)), shifts, 0), tuple(x.shape))
+    pairs = [(shifts, dims)] if isinstance(dims, int) else list(zip(shifts, dims, strict=True))
+    for shift, dim in pairs:
+        size = x.shape[dim]
+        cut = -shift % size if size else 0
+        x = mint.cat([mint.narrow(x, dim, cut, size - cut), mint.narrow(x, dim, 0, cut)], dim) if cut else x
+    return x
+
+
+def flip(x: Tensor, *dims: Any) -> Tensor:
+    listed = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
+    return pointwise.clone(x) if is_empty(x) else mint.flip(x, tuple(listed))
+
+
+def triangle(name: str) -> Callable[..., Tensor]:
+    cut = getattr(np, name)
+
+    def kept(x: Tensor, diagonal: int = 0) -> Tensor:
+        mask = cut(np.ones(tuple(x.shape[-2:]), np.bool_), diagonal)
+        return pointwise.masked_fill(x, share(~mask), 0.0)
+
+    return kept
+
+
+def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    """Pad as torch does: a negative amount cuts off, which MindSpore's own does not do for integers."""
+    if mode == "constant" and any(n < 0 for n in pad):
+        for i, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+            start, cut = max(0, -before), max(0, -before) + max(0, -after)
+            x = mint.narrow(x, x.ndim - 1 - i, start, x.shape[x.ndim - 1 - i] - cut)
+        pad = [max(0, n) for n in pad]
+    added = [before + after for before, after in zip(pad[::2], pad[1::2], strict=True)]
+    whole = [n + more for n, more in zip(x.shape, [0] * (x.ndim - len(added)) + added[::-1], strict=True)]
+    if is_empty(x) and (mode == "constant" or not math.prod(whole)):
+        return filled(value or 0, whole, x)
+    return ops.pad(x, tuple(pad), mode, value)
+
+
+def unbind(x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+    return tuple(mint.squeeze(mint.narrow(x, dim, i, 1), dim) for i in range(x.shape[dim]))
+
+
+def tensor_split(x: Tensor, indices_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
+    """Cut into a number of pieces whose sizes differ by one at most, or at places that are read as a slice's bounds."""
+    size = x.shape[dim]
+    if isinstance(indices_or_sections, int):
+        if indices_or_sections < 1:
+            raise ValueError(f"tensor_split: expected one section or more, got {indices_or_sections}")
+        each, longer = divmod(size, indices_or_sections)
+        bounds = [i * each + min(i, longer) for i in range(indices_or_sections + 1)]
+    else:
+        bounds = [0, *(slice(i).indices(size)[1] for i in indices_or_sections), size]
+    return tuple(mint.narrow(x, dim, start, max(0, end - start)) for start, end in itertools.pairwise(bounds))
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "index_select": index_select,
+    "gather": gather,
+    "index_put": index_put,
+    "embedding": embedding,
+    "reshape": reshape,
+    "transpose": mint.transpose,
+    "permute": permute,
+    "unsqueeze": mint.unsqueeze,
+    "squeeze": squeeze,
+    "expand": expand,
+    "narrow": mint.narrow,
+    "cat": cat,
+    "stack": stack,
+    "split": split,
+    "chunk": chunk,
+    "repeat_interleave": repeat_interleave,
+    "repeat": repeat,
+    "tile": tile,
+    "diag_embed": diag_embed,
+    "diagonal": diagonal,
+    "unflatten": unflatten,
+    "mT": lambda x: mint.transpose(x, -2, -1),
+    "roll": roll,
+    "flip": flip,
+    "tril": triangle("tril"),
+    "triu": triangle("triu"),
+    "pad": pad,
+    "unbind": unbind,
+    "select": lambda x, dim, index: mint.squeeze(mint.narrow(x, dim, index % x.shape[dim], 1), dim),
+}

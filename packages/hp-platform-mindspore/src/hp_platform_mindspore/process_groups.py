@@ -1,0 +1,439 @@
+"""Reductions of host arrays, one per rank, in rank order: the same bits on every rank and in every run.
+
+Collectives on MindSpore's CPU communication (MCCL).
+
+MCCL has few collectives, few dtypes in each, and does nothing at all on views. What works for every dtype and
+any ranks is a transfer of bytes between two ranks, so on CPU every collective is composed of those and of
+sums on the host: in rank order, so results repeat and are the same on all ranks. It is as fast as the native
+ones where those exist. Groups then need no start-up of their own.
+
+Process groups on Ascend: HCCL's own collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import mindspore.mint.distributed as dist
+import numpy as np
+from mindspore import Tensor, mint
+
+from hp_dtensor.comm.process_group import DONE, GatheredBytes, PendingBytes, ProcessGroup, Rows, Work, no_average_of
+from hp_platform_mindspore.platform_base import MindSporeBase
+from hp_platform_mindspore.tensor.memory import FLOATING, NAMES, decode, encode, host_view
+
+Array = np.ndarray[Any, Any]
+Reduction = Callable[[Sequence[Array]], Array]
+
+PAIRWISE: dict[str, Callable[[Array, Array], Array]] = {
+    "sum": np.add,
+    "avg": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "product": np.multiply,
+}
+
+
+def reduction_of(x: Tensor, op: str) -> Reduction:
+    """Return the function that reduces arrays of the dtype of `x`, one per rank, to one.
+
+    Sums and products of bool mean any and all.
+
+    Raises:
+        CapabilityError: the average of a dtype that is not floating-point.
+    """
+    check_average(x, op)
+    return _reduce_bfloat16(op) if NAMES[x.dtype] == "bfloat16" else _reduce_in_rank_order(op)
+
+
+def check_average(x: Tensor, op: str) -> None:
+    """Refuse averages of integers, which are no numbers of their dtype."""
+    if op == "avg" and x.dtype not in FLOATING:
+        raise no_average_of(x.dtype)
+
+
+def _reduce_in_rank_order(op: str) -> Reduction:
+    """Reduce pair by pair; every intermediate result has the dtype of the parts."""
+
+    def reduction(parts: Sequence[Array]) -> Array:
+        total = reduce(PAIRWISE[op], parts)
+        return (total / len(parts)).astype(total.dtype) if op == "avg" else total
+
+    return reduction
+
+
+def _reduce_bfloat16(op: str) -> Reduction:
+    """Reduce bit patterns pair by pair, with every intermediate result rounded to bfloat16."""
+
+    def pair(x: Array, y: Array) -> Array:
+        return encode(PAIRWISE[op](decode(x), decode(y)))
+
+    def reduction(parts: Sequence[Array]) -> Array:
+        total = reduce(pair, parts)
+        return encode(decode(total) / np.float32(len(parts))) if op == "avg" else total
+
+    return reduction
+
+
+MCCL_WORLD = "mccl_world_group"
+
+# Up to this size one round of messages beats reduce-scatter and all-gather (measured with 2 and 4 ranks).
+SMALL_BYTES = 1 << 16
+
+
+class HostGroup(ProcessGroup):
+    """Collectives composed of transfers of bytes between host buffers."""
+
+    backend = "mccl"
+
+    platform: MindSporeBase
+
+    def __init__(self, ranks: Sequence[int], rank: int, platform: MindSporeBase) -> None:
+        super().__init__(ranks, rank, platform)
+        self._receiving: list[Receiving] = []
+
+    def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work:
+        reduction = reduction_of(x, op)
+        values = host_view(x)
+        flat = np.ascontiguousarray(values).reshape(-1)
+        # Every rank sums everything up itself, in rank order: one round, and the same bits everywhere.
+        if flat.nbytes <= SMALL_BYTES:
+            total = reduction(self._gather_arrays(flat))
+        else:
+            total = self._all_reduce_in_parts(flat, reduction)
+        np.copyto(values, total.reshape(values.shape))
+        return DONE
+
+    def _all_reduce_in_parts(self, flat: Array, reduction: Reduction) -> Array:
+        """All-reduce a flat array by a reduce-scatter and an all-gather."""
+        # The ranks divide the sum, in parts that need not be equal: 2 (n - 1) / n of the data per rank, where each for
+        # itself would receive n - 1 times.
+        parts = np.array_split(flat, self.size)
+        mine = reduction(self._swap(parts, [parts[self.rank].size] * self.size))
+        return np.concatenate(self._swap([mine] * self.size, [part.size for part in parts]))
+
+    def _all_gather_into(self, output: Tensor, x: Tensor, async_op: bool) -> Work:
+        flat = np.ascontiguousarray(host_view(x)).reshape(-1)
+        with _Contiguous(output) as whole:
+            parts = np.split(whole, self.size)
+            self._transfer([flat] * self.size, parts)
+        return DONE
+
+    def _reduce_scatter_into(self, output: Tensor, x: Tensor, op: str, async_op: bool) -> Work:
+        reduction = reduction_of(x, op)
+        flat = np.ascontiguousarray(host_view(x)).reshape(-1)
+        values = host_view(output)
+        parts = self._swap(np.split(flat, self.size), [values.size] * self.size)
+        np.copyto(values, reduction(parts).reshape(values.shape))
+        return DONE
+
+    def _all_to_all_into(self, output: Tensor, x: Tensor, output_rows: Rows, input_rows: Rows, async_op: bool) -> Work:
+        rows = np.ascontiguousarray(host_view(x))
+        sends = np.split(rows, np.cumsum(input_rows)[:-1])
+        with _Contiguous(output) as whole:
+            received = np.split(whole.reshape(output._shape), np.cumsum(output_rows)[:-1])
+            self._transfer(sends, received)
+        return DONE
+
+    def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
+        self._start_exchange(sends, receives).wait()
+
+    def _start_exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Work:
+        targets = [None if x is None or j == self.rank else _Contiguous(x) for j, x in enumerate(receives)]
+        works = self._begin_transfer(
+            [None if x is None or j == self.rank else np.ascontiguousarray(host_view(x)) for j, x in enumerate(sends)],
+            [None if target is None else target.array for target in targets],
+        )
+        return _Transfer(works, [target for target in targets if target is not None])
+
+    def _broadcast(self, x: Tensor, source: int, async_op: bool) -> Work:
+        with _Contiguous(x) as data:
+            mine = self.rank == source
+            self._transfer(
+                [data if mine else None] * self.size,
+                [None if mine or j != source else data for j in range(self.size)],
+            )
+        return DONE
+
+    def _send(self, x: Tensor, target: int, async_op: bool) -> Work:
+        values = np.ascontiguousarray(host_view(x))
+        work = Sending(dist.isend(_as_bytes(values), self.ranks[target], group=MCCL_WORLD), values)
+        return work if async_op else _waited_for(work)
+
+    def _receive(self, x: Tensor, source: int, async_op: bool) -> Work:
+        work = Receiving(x, self.ranks[source], self._receiving)
+        return work if async_op else _waited_for(work)
+
+    def _all_gather_bytes(self, data: bytes) -> list[bytes]:
+        lengths = self._gather_arrays(np.array([len(data)], np.int64))
+        mine = np.frombuffer(data, np.int8)
+        return [part.tobytes() for part in self._swap([mine] * self.size, [int(n[0]) for n in lengths])]
+
+    def _start_all_gather_bytes(self, data: bytes) -> PendingBytes:
+        """Gather bytes of a length that all ranks know, in one round; it is over when this returns."""
+        return GatheredBytes([part.tobytes() for part in self._gather_arrays(np.frombuffer(data, np.int8))])
+
+    # Host arrays -----------------------------------------------------------------------------------------
+
+    def _gather_arrays(self, flat: Array) -> list[Array]:
+        return self._swap([flat] * self.size, [flat.size] * self.size)
+
+    def _swap(self, sends: Sequence[Array], lengths: Sequence[int]) -> list[Array]:
+        """Send one flat array to each rank; `lengths[j]` elements come from rank j."""
+        received = [
+            sends[j] if j == self.rank else np.empty(length, sends[0].dtype) for j, length in enumerate(lengths)
+        ]
+        self._transfer(sends, [None if j == self.rank else array for j, array in enumerate(received)])
+        return received
+
+    def _transfer(self, sends: Sequence[Array | None], receives: Sequence[Array | None]) -> None:
+        """Move contiguous arrays between ranks; None and empty ones are skipped on both sides.
+
+        The own entry is copied where there is one to receive.
+        """
+        works = self._begin_transfer(sends, receives)
+        mine, into = sends[self.rank], receives[self.rank]
+        if mine is not None and into is not None:
+            np.copyto(into.reshape(-1), mine.reshape(-1))
+        for work in works:
+            work.wait()
+
+    def _begin_transfer(self, sends: Sequence[Array | None], receives: Sequence[Array | None]) -> list[_SentBytes]:
+        works = []
+        # Each round pairs every rank with another one; in rank order all would send to rank 0 first, and wait for it.
+        for step in range(1, self.size):
+            j = (self.rank + step) % self.size
+            if (data := sends[j]) is not None and data.size:
+                given = _as_bytes(data)
+                works.append(_SentBytes(dist.isend(given, self.ranks[j], group=MCCL_WORLD), given))
+        for step in range(1, self.size):
+            j = (self.rank - step) % self.size
+            if (target := receives[j]) is not None and target.size:
+                given = _as_bytes(target)
+                works.append(_SentBytes(dist.irecv(given, self.ranks[j], group=MCCL_WORLD), given))
+        return works
+
+
+class _SentBytes:
+    """A transfer under way, which keeps the memory that it reads or writes."""
+
+    def __init__(self, handle: Any, given: Tensor) -> None:
+        self._handle, self._given = handle, given
+
+    def wait(self) -> None:
+        self._handle.wait()
+
+
+class _Transfer:
+    """The works of one exchange, and the tensors with gaps that get what arrives."""
+
+    def __init__(self, works: Sequence[Work], targets: Sequence[_Contiguous]) -> None:
+        self._works, self._targets = works, targets
+
+    def wait(self) -> None:
+        works, self._works = self._works, ()
+        for work in works:
+            work.wait()
+        targets, self._targets = self._targets, ()
+        for target in targets:
+            target.store()
+
+
+class Sending:
+    """A message under way, and the array that it is read from."""
+
+    def __init__(self, work: Any, values: Array) -> None:
+        self._work = work
+        self._values: Array | None = values
+
+    def wait(self) -> None:
+        if self._values is not None:
+            self._values = None
+            self._work.wait()
+
+
+class Receiving:
+    """A message that is awaited: MCCL's receive blocks, so it begins in `wait`, after those asked for before it.
+
+    Args:
+        target: the tensor to fill.
+        source: global rank of the sender.
+        unfinished: of the group, in the order in which they were asked for.
+    """
+
+    def __init__(self, target: Tensor, source: int, unfinished: list[Receiving]) -> None:
+        self._target, self._source = target, source
+        self._unfinished = unfinished
+        unfinished.append(self)
+
+    def wait(self) -> None:
+        while self in self._unfinished:
+            # Messages of one sender arrive in the order of sending, so what was asked for first is filled first,
+            # whoever waits first.
+            earliest = next(each for each in self._unfinished if each._source == self._source)
+            self._unfinished.remove(earliest)
+            earliest._receive()
+
+    def _receive(self) -> None:
+        with _Contiguous(self._target) as data:
+            dist.irecv(_as_bytes(data), self._source, group=MCCL_WORLD).wait()
+
+
+def _waited_for(work: Work) -> Work:
+    work.wait()
+    return DONE
+
+
+class _Contiguous:
+    """Flat contiguous array to receive into, in place of a tensor's memory; stored back where the tensor has gaps."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._values = host_view(x)
+        self._direct = self._values.flags.c_contiguous
+        # The bytes of a view with gaps would be those of a copy: what arrives there would be lost, so `store` brings it
+        # back.
+        self.array = (self._values if self._direct else np.ascontiguousarray(self._values)).reshape(-1)
+
+    def store(self) -> None:
+        if not self._direct:
+            np.copyto(self._values, self.array.reshape(self._values.shape))
+
+    def __enter__(self) -> Array:
+        return self.array
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is None:
+            self.store()
+
+
+def _as_bytes(array: Array) -> Tensor:
+    """View contiguous memory as an int8 tensor, the one dtype that every transfer takes."""
+    flat = array.reshape(-1).view(np.int8)
+    return Tensor.from_numpy(flat if flat.flags.writeable else flat.copy())
+
+
+REDUCE_OPS = {"sum": "sum", "avg": "sum", "max": "max", "min": "min", "product": "prod"}
+
+
+class Pending:
+    """A native collective under way, and what to do with its result."""
+
+    def __init__(self, handle: Any, finish: Callable[[], None] | None = None) -> None:
+        self._handle = handle
+        self._finish = finish
+
+    def wait(self) -> None:
+        if self._handle is not None:
+            self._handle.wait()
+        if self._finish is not None:
+            self._finish()
+
+
+class _PendingFacts:
+    """Bytes that each rank's part of `gathered` holds once the collective that reads `sent` is over.
+
+    To ask whether they are there would wait for the device.
+    """
+
+    def __init__(self, work: Work, gathered: Tensor, sent: Tensor) -> None:
+        self._work = work
+        self._gathered = gathered
+        self._sent = sent
+
+    def wait(self, timeout_seconds: float | None = None) -> list[bytes] | None:
+        if timeout_seconds is not None:
+            return None
+        self._work.wait()
+        return [row.tobytes() for row in self._gathered.asnumpy().reshape(-1, self._sent.size)]
+
+
+class NativeGroup(ProcessGroup):
+    """Group with HCCL's collectives, asynchronous ones included."""
+
+    backend = "hccl"
+
+    platform: MindSporeBase
+
+    def __init__(self, ranks: Sequence[int], rank: int, platform: MindSporeBase) -> None:
+        super().__init__(ranks, rank, platform)
+        # Only members may create a group.
+        self._name = dist.new_group(list(ranks))
+
+    def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work:
+        handle = dist.all_reduce(x, self._native(op), group=self._name, async_op=async_op)
+        return self._started(handle, async_op, self._average(x, op))
+
+    def _all_gather_into(self, output: Tensor, x: Tensor, async_op: bool) -> Work:
+        flat = output.reshape((self.size * x.shape[0], *x.shape[1:])) if x.ndim else output
+        handle = dist.all_gather_into_tensor(flat, x, group=self._name, async_op=async_op)
+        return self._started(handle, async_op)
+
+    def _reduce_scatter_into(self, output: Tensor, x: Tensor, op: str, async_op: bool) -> Work:
+        handle = dist.reduce_scatter_tensor(output, x, self._native(op), group=self._name, async_op=async_op)
+        return self._started(handle, async_op, self._average(output, op))
+
+    def _all_to_all_into(self, output: Tensor, x: Tensor, output_rows: Rows, input_rows: Rows, async_op: bool) -> Work:
+        handle = dist.all_to_all_single(
+            output, x, list(output_rows), list(input_rows), group=self._name, async_op=async_op
+        )
+        return self._started(handle, async_op)
+
+    def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
+        transfers = [
+            dist.P2POp(kind, x, self.ranks[j], group=self._name)
+            for kind, tensors in (("isend", sends), ("irecv", receives))
+            for j, x in enumerate(tensors)
+            # Both sides know the shapes, and leave out what is empty.
+            if j != self.rank and x is not None and x.size
+        ]
+        if transfers:
+            for handle in dist.batch_isend_irecv(transfers):
+                handle.wait()
+
+    def _broadcast(self, x: Tensor, source: int, async_op: bool) -> Work:
+        handle = dist.broadcast(x, self.ranks[source], group=self._name, async_op=async_op)
+        return self._started(handle, async_op)
+
+    def _send(self, x: Tensor, target: int, async_op: bool) -> Work:
+        return self._started(dist.isend(x, self.ranks[target], group=self._name), async_op)
+
+    def _receive(self, x: Tensor, source: int, async_op: bool) -> Work:
+        return self._started(dist.irecv(x, self.ranks[source], group=self._name), async_op)
+
+    def _all_gather_bytes(self, data: bytes) -> list[bytes]:
+        lengths = self._gathered(np.array([len(data)], np.int64))
+        # At least one byte: a tensor without elements has no memory to send.
+        longest = max(1, int(lengths.max()))
+        padded = np.zeros(longest, np.int8)
+        padded[: len(data)] = np.frombuffer(data, np.int8)
+        everything = self._gathered(padded).reshape(self.size, longest)
+        return [row[: int(n)].tobytes() for row, n in zip(everything, lengths, strict=True)]
+
+    def _start_all_gather_bytes(self, data: bytes) -> PendingBytes:
+        mine = Tensor(np.frombuffer(data, np.int8))
+        output = mint.empty((self.size * len(data),), dtype=mine.dtype)
+        return _PendingFacts(self._all_gather_into(output, mine, True), output, mine)
+
+    def _gathered(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        mine = Tensor(values)
+        output = mint.empty((self.size * values.size,), dtype=mine.dtype)
+        dist.all_gather_into_tensor(output, mine, group=self._name)
+        return output.asnumpy()
+
+    def _native(self, op: str) -> str:
+        return REDUCE_OPS[op]
+
+    def _average(self, x: Tensor, op: str) -> Callable[[], None] | None:
+        if op != "avg":
+            return None
+        check_average(x, op)
+        return lambda: self.platform.copy_(x, x / self.size)
+
+    def _started(self, handle: Any, async_op: bool, finish: Callable[[], None] | None = None) -> Work:
+        work = Pending(handle, finish)
+        if async_op:
+            return work
+        work.wait()
+        return DONE

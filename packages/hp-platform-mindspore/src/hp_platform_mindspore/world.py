@@ -1,0 +1,100 @@
+"""The ranks of a job, and how they meet: over MCCL on CPU, over HCCL on Ascend."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import mindspore.mint.distributed as dist
+import numpy as np
+from mindspore.communication.management import _init_with_store
+from mindspore.mint.distributed import distributed as _distributed
+
+from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.comm.world import NoCommunicationGroup, World
+from hp_dtensor.exceptions import PlatformError
+from hp_platform_mindspore.platform_base import MindSporeBase
+from hp_platform_mindspore.process_groups import MCCL_WORLD, HostGroup, NativeGroup
+from hp_platform_mindspore.tensor.memory import share
+
+TIMEOUT_VARIABLE = "MS_CPU_COMM_OP_TIMEOUT"
+READY_KEY = "hp_dtensor/ready"
+
+
+class MindSporeWorld(World):
+    """The ranks of a job, and the groups among them."""
+
+    platform: MindSporeBase
+    _joined = False
+
+    @classmethod
+    def join(
+        cls,
+        platform: MindSporeBase,
+        rank: int,
+        size: int,
+        address: str,
+        timeout_seconds: float,
+        local_rank: int,
+    ) -> MindSporeWorld:
+        """Meet the other ranks at `address`.
+
+        Raises:
+            PlatformError: this process has joined before, or the others did not come in time.
+        """
+        if size > 1:
+            if cls._joined:
+                raise PlatformError(
+                    "this process has been in a job before; MindSpore joins one only once per process. Start a new one"
+                )
+            try:
+                _join(platform, rank, size, address, timeout_seconds, local_rank)
+            except RuntimeError as error:
+                raise PlatformError(
+                    f"rank {rank} of {size} could not join the job at {address} within {timeout_seconds:g} s: {error}"
+                ) from error
+            cls._joined = True
+        return cls(rank, size, platform)
+
+    def _create_group(self, ranks: tuple[int, ...]) -> ProcessGroup:
+        rank = ranks.index(self.rank)
+        if len(ranks) == 1:
+            return NoCommunicationGroup(ranks, rank, self.platform)
+        if self.platform.capabilities.native_collectives:
+            return NativeGroup(ranks, rank, self.platform)
+        return HostGroup(ranks, rank, self.platform)
+
+
+def _join(platform: MindSporeBase, rank: int, size: int, address: str, timeout_seconds: float, local_rank: int) -> None:
+    host, port = address.rsplit(":", 1)
+    timeout = timedelta(seconds=timeout_seconds)
+    if platform.capabilities.native_collectives:
+        dist.init_process_group(
+            "hccl", init_method=f"tcp://{address}", timeout=timeout, world_size=size, rank=rank, device_id=local_rank
+        )
+        return
+    os.environ.setdefault(TIMEOUT_VARIABLE, str(max(1, round(timeout_seconds))))
+    store = dist.TCPStore(host, int(port), world_size=size, is_master=rank == 0, timeout=timeout)
+    _init_with_store(backend="mccl", timeout=timeout, world_size=size, rank=rank, store=store)
+    # Their default group is HCCL's whatever the backend; isend and irecv look ranks up with it.
+    for function in (_distributed.get_cache_group_rank, _distributed.get_cache_group_size):
+        function.__defaults__ = (MCCL_WORLD,)
+    _wait_for_all(store, size, timeout_seconds)
+
+
+def _wait_for_all(store: Any, size: int, timeout_seconds: float) -> None:
+    """Wait until every rank can receive, and connect all by a first collective.
+
+    Rank 0 comes out of MindSpore's start seconds before its peers can receive: a transfer right away would fail.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    store.add(READY_KEY, 1)
+    while store.add(READY_KEY, 0) < size:
+        if time.monotonic() > deadline:
+            raise RuntimeError("not every rank was ready in time")
+        time.sleep(0.005)
+    one = share(np.ones(1, np.float32))
+    dist.all_reduce(one)
+    one.asnumpy()
