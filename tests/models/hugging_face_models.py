@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 
 from hp_dtensor.tensor.init import Normal, draw, stream_key
-from hp_trainer._exchange import Alone
+from hp_trainer._coordination import Alone
 from hp_trainer.models import DecoderConfig
 from hp_trainer.models.hugging_face import ModelDirectory, read_architecture
 from hp_trainer.models.hugging_face.export import export_weights
@@ -113,7 +113,7 @@ def write_model(
 
 def fill(platform: Any, model: Any, directory: ModelDirectory) -> None:
     """Give a plain or distributed model the weights of a directory."""
-    from hp_trainer.training.initial_weights import read_weights
+    from hp_trainer.training.setup import read_weights
 
     assert not list(directory.problems())
     read_weights(model, directory, platform)

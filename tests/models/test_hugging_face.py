@@ -13,7 +13,7 @@ from hugging_face_models import CONFIGS, IDS, fill, model_type_of, options_of, w
 
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.testing import run_ranks
-from hp_trainer._exchange import Alone
+from hp_trainer._coordination import Alone
 from hp_trainer.checkpoint import Box
 from hp_trainer.exceptions import ExportError
 from hp_trainer.models import DecoderConfig, build_decoder

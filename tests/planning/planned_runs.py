@@ -14,10 +14,9 @@ from hp_trainer.data import Batch
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.planning.shapes import StepShape
 from hp_trainer.plugins import registries
-from hp_trainer.training.memory_report import memory_by_kind
-from hp_trainer.training.pipelined_model import PipelinedModel
+from hp_trainer.training.pipelined import PipelinedModel, plan_stages
 from hp_trainer.training.setup import RankSetup, build_model, build_optimizer, build_scaler, sequence_shares
-from hp_trainer.training.stages import plan_stages
+from hp_trainer.training.speed import memory_by_kind
 from hp_trainer.training.step import OptimizerStep
 
 YAML = """\

@@ -21,11 +21,11 @@ from hp_trainer.training.activation_budget import (
     Demand,
     _options,
     activation_shape,
+    measure_rates,
     plan_activations,
     plan_recompute,
     stage_demands,
 )
-from hp_trainer.training.measured_rates import measure_rates
 
 SETTINGS = {"training__steps": 2, "checkpoint__interval": None, "model__num_hidden_layers": 3}
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
 from hugging_face_models import write_model
 
 from hp_dtensor.exceptions import LaunchError
-from hp_trainer._exchange import Alone
+from hp_trainer._coordination import Alone
 from hp_trainer.config import parse_config
 from hp_trainer.exceptions import ConfigError, ExportError
 from hp_trainer.plugins import registries

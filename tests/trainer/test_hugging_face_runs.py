@@ -16,7 +16,7 @@ from hugging_face_models import write_model
 
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.testing import run_ranks
-from hp_trainer._exchange import Alone
+from hp_trainer._coordination import Alone
 from hp_trainer.config import to_plain
 from hp_trainer.config.load import parse_config
 from hp_trainer.exceptions import ConfigError, ExportError

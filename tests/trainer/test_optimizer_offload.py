@@ -11,7 +11,7 @@ from training_runs import losses, tensors
 from hp_fsdp.plugins import get_storage
 from hp_fsdp.storage import ParameterStorage
 from hp_trainer.exceptions import TrainingError
-from hp_trainer.launch.memory_problems import find_memory_problems
+from hp_trainer.launch.step_checks import find_memory_problems
 from hp_trainer.optimizers import state
 from hp_trainer.parallel import ParallelDims
 

@@ -11,7 +11,7 @@ from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.testing import run_ranks
 from hp_trainer.exceptions import SilentCorruptionError
 from hp_trainer.training import Trainer
-from hp_trainer.training.silent_corruption import odd_ranks
+from hp_trainer.training.health import odd_ranks
 
 CHECKS = {"training__replay_interval": 2, "training__replica_check_interval": 1, "checkpoint__interval": None}
 

@@ -23,7 +23,7 @@ from hp_trainer.exceptions import CheckpointError, TrainingError
 from hp_trainer.launch import job
 from hp_trainer.plugins import hookimpl
 from hp_trainer.run import RunFolder
-from hp_trainer.stop_request import StopRequest
+from hp_trainer.stop_signals import StopRequest
 from hp_trainer.training import Trainer, open_dataset
 from hp_trainer.training import trainer as trainer_module
 

@@ -8,7 +8,7 @@ from training_runs import FOUR_RANKS, Lab, events, losses, tensors
 from hp_trainer import cli
 from hp_trainer.checkpoint import Box
 from hp_trainer.models.hugging_face import ModelDirectory
-from hp_trainer.training.weight_average import WeightAverage
+from hp_trainer.training.optimizer import WeightAverage
 
 SETTINGS = {"training__ema__decay": 0.9, "training__eval_interval": 3, "training__eval_batches": 1}
 

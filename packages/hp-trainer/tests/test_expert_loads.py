@@ -9,8 +9,8 @@ import pytest
 
 from hp_moe import LoadMetrics
 from hp_trainer.metrics import ExpertLoadsTracker
-from hp_trainer.metrics.expert_loads import draw, loads_of
-from hp_trainer.metrics.scalars import step_scalars
+from hp_trainer.metrics.pictures import draw_loads, loads_of
+from hp_trainer.metrics.tracker import step_scalars
 from hp_trainer.models.decoder.decoder import expert_metrics
 from hp_trainer.records import StepRecord
 
@@ -79,7 +79,7 @@ def test_rows_are_experts_and_columns_means_over_steps():
 
     figure = Figure()
     steps, loads = loads_of(events(800))
-    draw(figure, steps, loads)
+    draw_loads(figure, steps, loads)
     (image,) = figure.axes[0].images
     assert image.get_array().shape == (5, 400)
     numpy.testing.assert_allclose(image.get_array()[:, 0], [1.5, 0.5, 1.0, 0.75, 1.25])

@@ -9,7 +9,7 @@ import pytest
 
 from hp_trainer.config import GuardConfig
 from hp_trainer.exceptions import CheckpointError, TrainingError
-from hp_trainer.training.loss_guard import GO_ON, LossGuard
+from hp_trainer.training.health import GO_ON, LossGuard
 
 
 def guard_after(losses: list[float], **rules: object) -> LossGuard:

@@ -18,7 +18,7 @@ from hp_trainer.metrics import (
     draw_loss_curve,
     read_metrics,
 )
-from hp_trainer.metrics.loss_curve import draw, running_means
+from hp_trainer.metrics.pictures import draw_losses, running_means
 from hp_trainer.metrics.progress import format_seconds
 from hp_trainer.records import CheckpointRecord, EvaluationRecord, RunRecord, StepRecord
 from hp_trainer.registries import Registries
@@ -163,7 +163,7 @@ def test_the_loss_curve_is_a_picture_of_the_whole_run(tmp_path: Path, run) -> No
 def test_the_curve_has_whole_steps_and_its_last_value_in_the_legend() -> None:
     figure = matplotlib.figure.Figure()
     axes = figure.add_subplot()
-    draw(axes, [(1, 3.0), (2, 2.0)], [(2, 2.5)])
+    draw_losses(axes, [(1, 3.0), (2, 2.0)], [(2, 2.5)])
     assert all(tick == int(tick) for tick in axes.get_xticks())
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["training", "evaluation, last 2.500"]
     assert not axes.texts, "nothing lies upon the curves"

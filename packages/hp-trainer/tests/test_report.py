@@ -13,9 +13,7 @@ import yaml
 
 from hp_trainer import cli
 from hp_trainer.exceptions import RunFolderError
-from hp_trainer.report import RunHistory, compare_runs, report_run
-from hp_trainer.report.curves import MOST_POINTS, thin
-from hp_trainer.report.layout import draw_layout
+from hp_trainer.report import MOST_POINTS, RunHistory, compare_runs, draw_layout, report_run, thin
 
 PARALLEL = {
     "dp_replicate": 1, "dp_shard": -1, "cp": 1, "tp": 2, "pp": 1, "ep": 1, "etp": None, "expert_mesh": "folded",

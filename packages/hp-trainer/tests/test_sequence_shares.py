@@ -6,7 +6,7 @@ import numpy as np
 
 from hp_dtensor.parallel.attention import ContextParallel
 from hp_trainer.data import Batch
-from hp_trainer.training.sequence_shares import SequenceShares
+from hp_trainer.training.pipelined import SequenceShares
 
 STYLE = ContextParallel(balanced=True, length=64, whole_without_positions=True)
 

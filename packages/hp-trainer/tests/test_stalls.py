@@ -14,10 +14,18 @@ import pytest
 
 from hp_trainer.exceptions import CheckpointError, HangError, TrainingError
 from hp_trainer.pipeline import Action
-from hp_trainer.training import stall_watch
-from hp_trainer.training.stall_places import frames_of_error, frames_of_thread, place_in_model
-from hp_trainer.training.stall_reports import StallReport, describe_stall, read_reports, report_file
-from hp_trainer.training.stall_watch import StallWatch, watched_set_up
+from hp_trainer.training import stalls
+from hp_trainer.training.stalls import (
+    StallReport,
+    StallWatch,
+    describe_stall,
+    frames_of_error,
+    frames_of_thread,
+    place_in_model,
+    read_reports,
+    report_file,
+    watched_set_up,
+)
 
 
 def report(
@@ -106,9 +114,9 @@ def test_damaged_reports_are_left_out(tmp_path: Path) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stall_watch, "_CHECK_SECONDS", 0.02)
-    monkeypatch.setattr(stall_watch, "_GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(stall_watch, "_LEAST_SECONDS", 1.0)
+    monkeypatch.setattr(stalls, "_CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(stalls, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(stalls, "_LEAST_SECONDS", 1.0)
 
 
 class Clock:
@@ -127,7 +135,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(stall_watch, "time", found)
+    monkeypatch.setattr(stalls, "time", found)
     return found
 
 

@@ -9,10 +9,10 @@ import math
 import numpy as np
 import pytest
 
-from hp_trainer._json import strict_json
+from hp_trainer._files import strict_json
 from hp_trainer.checkpoint import Box, Checkpoint, LocalStorage, TensorPart, list_checkpoints, save_checkpoint
 from hp_trainer.checkpoint.index import Index
-from hp_trainer.cli.checkpoint_table import describe_checkpoints
+from hp_trainer.cli.runs import describe_checkpoints
 
 NAN, INF = math.nan, math.inf
 

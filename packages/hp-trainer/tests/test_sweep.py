@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from hp_trainer import cli
-from hp_trainer.cli import sweep
+from hp_trainer.cli import runs
 from hp_trainer.cli.arguments import UsageError
-from hp_trainer.cli.profile import profile_arguments
-from hp_trainer.cli.sweep import plan_sweep, split_values
-from hp_trainer.stop_request import Interrupted
+from hp_trainer.cli.runs import plan_sweep, profile_arguments, split_values
+from hp_trainer.stop_signals import Interrupted
 
 GOOD = """\
 model: {name: tiny}
@@ -82,7 +81,7 @@ def test_each_run_gets_its_settings_and_folder(config, monkeypatch, capsys) -> N
 
     monkeypatch.setattr(subprocess, "Popen", Process)
     compared: list[list[Path]] = []
-    monkeypatch.setattr(sweep, "compare_runs", lambda runs, to: compared.append(runs) or "table")
+    monkeypatch.setattr(runs, "compare_runs", lambda runs, to: compared.append(runs) or "table")
     command = ["sweep", str(config), "--optimizer.lr=0.1,0.2,0.3", "--run.folder=grid"]
     assert cli.main(command) == 1
     assert [each[1:] for each in started] == [

@@ -14,10 +14,15 @@ import pytest
 from hp_trainer.config import parse_config
 from hp_trainer.exceptions import ConfigError
 from hp_trainer.metrics import Tracker
-from hp_trainer.metrics.mlflow import MlflowConfig, MlflowTracker
-from hp_trainer.metrics.scalars import evaluation_scalars, step_scalars
-from hp_trainer.metrics.tensorboard import TensorBoardConfig, TensorBoardTracker
-from hp_trainer.metrics.wandb import WandbConfig, WandbTracker
+from hp_trainer.metrics.libraries import (
+    MlflowConfig,
+    MlflowTracker,
+    TensorBoardConfig,
+    TensorBoardTracker,
+    WandbConfig,
+    WandbTracker,
+)
+from hp_trainer.metrics.tracker import evaluation_scalars, step_scalars
 from hp_trainer.records import EvaluationRecord, RunRecord, StepRecord
 from hp_trainer.registries import Registries
 

@@ -1,14 +1,21 @@
-"""Atomic writes, which leave files whole or absent, and reading of small files that must be plain ones."""
+"""Atomic writes, which leave files whole or absent, and reading of small files that must be plain ones.
+
+JSON that every reader takes: RFC 8259 has no NaN and no infinity, which Python's `json` writes as bare words.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import secrets
 import stat
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from hp_trainer.machine_errors import with_path
+from hp_trainer.failures import with_path
 
 # No settings, note or template is so large; a larger file is none, and would fill the memory.
 _MOST_BYTES = 256 << 20
@@ -118,3 +125,22 @@ def _write(path: Path, text: str) -> None:
             os.fsync(out.fileno())
     except OSError as error:
         raise with_path(error, path) from error
+
+
+def strict_value(value: Any) -> Any:
+    """Return a JSON value with text in place of numbers that are not finite: `nan`, `inf` or `-inf`.
+
+    `float` reads the text back.
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(float(value))
+    if isinstance(value, Mapping):
+        return {key: strict_value(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict_value(each) for each in value]
+    return value
+
+
+def strict_json(value: Any, indent: int | None = None) -> str:
+    """Return the text of a JSON value, see `strict_value`."""
+    return json.dumps(strict_value(value), indent=indent, allow_nan=False)

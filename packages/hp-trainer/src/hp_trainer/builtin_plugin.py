@@ -61,9 +61,14 @@ def hp_trackers(registry: Registry) -> None:
         ProgressConfig,
         ProgressTracker,
     )
-    from hp_trainer.metrics.mlflow import MlflowConfig, MlflowTracker
-    from hp_trainer.metrics.tensorboard import TensorBoardConfig, TensorBoardTracker
-    from hp_trainer.metrics.wandb import WandbConfig, WandbTracker
+    from hp_trainer.metrics.libraries import (
+        MlflowConfig,
+        MlflowTracker,
+        TensorBoardConfig,
+        TensorBoardTracker,
+        WandbConfig,
+        WandbTracker,
+    )
 
     registry.add("jsonl", lambda options, run: JsonLinesTracker(run.metrics_file))
     registry.add("progress", lambda options, run: ProgressTracker(options.interval_seconds), options=ProgressConfig)

@@ -1,12 +1,28 @@
-"""Registries of what a configuration or a command names: models, datasets, optimizers, trackers, storages."""
+"""Registries of what a configuration or a command names: models, datasets, optimizers, trackers, storages.
+
+Models and datasets of a user's own Python file, named in a configuration as `my_file.py:build`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+import typing
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pluggy
 
-from hp_dtensor.platform.registry import Registry, fill_registry
+from hp_dtensor.exceptions import RegistryError
+from hp_dtensor.platform.registry import NoOptions, Registry, fill_registry
 
 
 @dataclass(frozen=True)
@@ -41,3 +57,88 @@ def fill_registries(manager: pluggy.PluginManager) -> Registries:
     return Registries(
         **{field.name: fill_registry(made[field.name], manager, f"hp_{field.name}") for field in fields(Registries)}
     )
+
+
+_NAME = re.compile(r"(?P<file>.+\.py):(?P<attribute>[A-Za-z_]\w*)")
+
+
+def is_python_name(name: str) -> bool:
+    """Return whether a name means something in a Python file: `my_file.py:build`."""
+    return _NAME.fullmatch(name) is not None
+
+
+def register_python_name(registry: Registry, name: str, folder: Path) -> str:
+    """Load the file of `my_file.py:build` and register what it names; return the name with the file's whole path.
+
+    `build` is a function or a class. It is called with as many of the arguments of the registry's builders as it takes.
+    The annotation of its first parameter, a dataclass, is the schema of its options; without one there are none.
+
+    Args:
+        folder: from where a relative path counts.
+
+    Raises:
+        RegistryError: there is no such file or nothing of this name in it, the file raises, or the annotation is no
+            dataclass.
+    """
+    found = _NAME.fullmatch(name)
+    assert found is not None
+    file = (folder / Path(found["file"]).expanduser()).absolute()
+    whole = f"{file}:{found['attribute']}"
+    if whole not in registry.names():
+        target = getattr(_load(file), found["attribute"], None)
+        if not callable(target):
+            raise RegistryError(f"{file} has no function or class {found['attribute']!r}")
+        with registry.registering(str(file), str(file)):
+            registry.add(whole, _adapted(target), options=_options_of(target, whole))
+    return whole
+
+
+def _load(file: Path) -> ModuleType:
+    """Import a file under a name of its own; its folder is searched for what it imports."""
+    name = f"hp_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if not file.is_file():
+        raise RegistryError(f"there is no file {file}")
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise RegistryError(f"{file} cannot be imported: {_where(error, file)}{error!r}") from error
+    return module
+
+
+def _where(error: Exception, file: Path) -> str:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    return f"line {lines[-1]}: " if lines else ""
+
+
+def _parameters(target: Callable[..., Any]) -> list[inspect.Parameter]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [each for each in inspect.signature(target).parameters.values() if each.kind in kinds]
+
+
+def _adapted(target: Callable[..., Any]) -> Callable[..., Any]:
+    taken = len(_parameters(target))
+    return lambda *arguments: target(*arguments[:taken])
+
+
+def _options_of(target: Callable[..., Any], name: str) -> type:
+    parameters = _parameters(target)
+    if not parameters:
+        return NoOptions
+    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    schema = hints.get(parameters[0].name, NoOptions)
+    if not (isinstance(schema, type) and dataclasses.is_dataclass(schema)):
+        raise RegistryError(
+            f"{name}: the first parameter, {parameters[0].name!r}, takes the options of the configuration; annotate it "
+            f"with a dataclass, got {schema!r}"
+        )
+    return schema

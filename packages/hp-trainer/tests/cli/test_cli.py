@@ -11,7 +11,7 @@ from cli_runs import make_run
 
 from hp_trainer import cli
 from hp_trainer.cli import commands
-from hp_trainer.cli.help import USAGE, describe_option
+from hp_trainer.cli.arguments import USAGE, describe_option
 from hp_trainer.config import list_options
 from hp_trainer.registries import Registries
 

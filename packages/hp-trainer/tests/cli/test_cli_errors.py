@@ -13,9 +13,9 @@ from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.launch import rank_process
 from hp_trainer import cli
 from hp_trainer.cli import runs
-from hp_trainer.cli.help import usage_of
+from hp_trainer.cli.arguments import usage_of
 from hp_trainer.exceptions import ParallelDimsError, Problem
-from hp_trainer.machine_errors import describe_machine_error
+from hp_trainer.failures import describe_machine_error
 
 
 def test_a_word_that_is_no_command_is_told_the_nearest(work: Path, error) -> None:

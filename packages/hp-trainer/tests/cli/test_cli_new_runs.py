@@ -12,7 +12,7 @@ from cli_runs import GOOD, make_run
 from hp_trainer import cli
 from hp_trainer.cli import runs
 from hp_trainer.config import TrainerConfig
-from hp_trainer.launch import platforms, preflight, world_size
+from hp_trainer.launch import platforms, preflight
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.registries import Registries
 from hp_trainer.run import RunFolder
@@ -229,7 +229,7 @@ def test_local_ranks_are_the_accelerators_or_else_those_of_the_cpu(
     seen = []
     monkeypatch.setattr(runs, "check_new_run", lambda loaded, folder, ranks, known: seen.append(ranks) or [])
     for accelerators in (0, 1, 2, 8):
-        monkeypatch.setattr(world_size, "num_accelerators", lambda platform, found=accelerators: found)
+        monkeypatch.setattr(platforms, "num_accelerators", lambda platform, found=accelerators: found)
         assert cli.main(["run.yaml", f"--run.folder=run{accelerators}", "--launch.cpu_ranks=4"]) == 0
     assert cli.main(["run.yaml", "--run.folder=three", "--launch.local_ranks=3"]) == 0
     assert seen == [4, 1, 2, 8, 3]
@@ -278,7 +278,7 @@ def test_the_example_fits_any_machine(
     tmp_path: Path, prepared: list, installed: Registries, monkeypatch: pytest.MonkeyPatch, accelerators: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(world_size, "num_accelerators", lambda platform: accelerators)
+    monkeypatch.setattr(platforms, "num_accelerators", lambda platform: accelerators)
     monkeypatch.setattr(preflight, "max_local_ranks", lambda platform: accelerators or None)
     assert cli.main([str(EXAMPLE), "--data.max_tokens=100000"]) == 0
     ((config, *_),) = prepared

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hp_trainer._json import strict_json, strict_value
+from hp_trainer._files import strict_json, strict_value
 from hp_trainer.checkpoint.shard_file import CHECKSUM_BLOCK, Box, storage_dtype
 from hp_trainer.exceptions import CheckpointError
 

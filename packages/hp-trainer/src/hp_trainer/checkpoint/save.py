@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from hp_trainer._exchange import Alone, Group, all_ranks, coordinator
+from hp_trainer._coordination import Alone, Group, all_ranks, coordinator
 from hp_trainer.checkpoint.catalog import INCOMPLETE, delete_leftovers, free_name, prune
 from hp_trainer.checkpoint.index import INDEX_FILE, Chunk, Index, SavedTensor, shard_name, step_name
 from hp_trainer.checkpoint.shard_file import Box, Entry, checksums, cover_exactly, file_parts, storage_dtype
 from hp_trainer.checkpoint.storage import Storage
-from hp_trainer.early_exits import describe_exit
 from hp_trainer.exceptions import CheckpointError
+from hp_trainer.failures import describe_exit
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import numpy as np
 
 from hp_trainer.config import setting
 from hp_trainer.exceptions import Problem
-from hp_trainer.machine_errors import with_path
+from hp_trainer.failures import with_path
 
 
 class Storage(ABC):

@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hp_dtensor.platform.selection import get_platform
-from hp_trainer._json import strict_json
+from hp_trainer._files import strict_json
 from hp_trainer.cli.arguments import Parser, UsageError, parse
-from hp_trainer.cli.check import check_command
-from hp_trainer.cli.evaluate import evaluate_command
-from hp_trainer.cli.export import export_command, import_command
-from hp_trainer.cli.plan import add_device_options, device_of, load_for_planning, plan_command
-from hp_trainer.cli.profile import profile_command
-from hp_trainer.cli.report_commands import compare_command, report_command
-from hp_trainer.cli.runs import checkpoints_command, resume_command, run_command
-from hp_trainer.cli.schedule import schedule_command
+from hp_trainer.cli.models import evaluate_command, export_command, import_command, tokenizer_command
+from hp_trainer.cli.planning import (
+    add_device_options,
+    check_command,
+    device_of,
+    load_for_planning,
+    plan_command,
+    schedule_command,
+)
+from hp_trainer.cli.runs import (
+    checkpoints_command,
+    compare_command,
+    profile_command,
+    report_command,
+    resume_command,
+    run_command,
+    sweep_command,
+)
 from hp_trainer.cli.shared import check_world_size, newest, open_run, require_platform
-from hp_trainer.cli.sweep import sweep_command
-from hp_trainer.cli.tokenizer import tokenizer_command
 from hp_trainer.generation import generate
 from hp_trainer.launch import training_problems, world_size_of
 from hp_trainer.models import DecoderConfig

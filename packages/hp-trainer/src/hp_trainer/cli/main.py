@@ -1,4 +1,4 @@
-"""Entry of `hp-train`: from words to an exit code, with one line about whatever went wrong."""
+"""Entry point of `hp-train`: run a command, report any error in one line, return the exit code."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hp_dtensor.exceptions import HPError, LaunchError
-from hp_trainer.cli.arguments import UsageError
-from hp_trainer.cli.help import help_text, usage_of
+from hp_trainer.cli.arguments import UsageError, help_text, usage_of
 from hp_trainer.cli.output import mute, open_standard_streams, write_stacks_on_request
-from hp_trainer.early_exits import describe_exit
 from hp_trainer.exceptions import ProblemsError, StoppedError
-from hp_trainer.machine_errors import describe_machine_error
+from hp_trainer.failures import describe_exit, describe_machine_error
 
 if TYPE_CHECKING:
     from hp_dtensor.launch import RankEnvironment
@@ -48,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(given: list[str]) -> int:
     """Run the command, and tell in one line whatever went wrong; returns the exit code."""
-    from hp_trainer.stop_request import Interrupted, interruptible
+    from hp_trainer.stop_signals import Interrupted, interruptible
 
     try:
         with interruptible():

@@ -1,4 +1,4 @@
-"""Standard streams that may be closed, full, or read by nobody."""
+"""Standard streams that may be closed, full, or no longer read."""
 
 from __future__ import annotations
 

@@ -1,14 +1,35 @@
-"""Commands about runs: begin one, go on with one, list its checkpoints; each returns the exit code."""
+"""The list of a run's checkpoints, each verified.
+
+Commands about runs: begin one, go on with one, list its checkpoints; each returns the exit code.
+
+`hp-train profile`: a short run that profiles its last steps.
+
+`hp-train sweep`: one run for every combination of settings, one after the other.
+
+Commands that show what runs have done; they load no framework.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hp_dtensor.launch import is_launched
-from hp_trainer.checkpoint import delete_leftovers, list_checkpoints, open_step, set_aside_later
-from hp_trainer.cli.arguments import Parser, UsageError, parse
-from hp_trainer.cli.checkpoint_table import describe_checkpoints
+from hp_trainer.checkpoint import (
+    Checkpoint,
+    Storage,
+    delete_leftovers,
+    list_checkpoints,
+    list_set_aside,
+    open_step,
+    set_aside_later,
+)
+from hp_trainer.checkpoint.index import step_in_name
+from hp_trainer.cli.arguments import Overrides, Parser, UsageError, parse
 from hp_trainer.cli.output import print_if_read
 from hp_trainer.cli.shared import (
     load,
@@ -16,12 +37,13 @@ from hp_trainer.cli.shared import (
     on_installed_platform,
     open_run,
     refuse,
+    refuse_settings,
     require_platform,
     resolved,
     tell,
 )
 from hp_trainer.config import LoadedConfig, TrainerConfig
-from hp_trainer.exceptions import Problem
+from hp_trainer.exceptions import CheckpointError, Problem
 from hp_trainer.launch import (
     check_new_run,
     check_resumed_run,
@@ -31,7 +53,50 @@ from hp_trainer.launch import (
     world_size_of,
 )
 from hp_trainer.plugins import registries
-from hp_trainer.run import RunFolder, check_model, checkpoint_storage, chosen_run_folder, complete_run, create_run
+from hp_trainer.report import compare_runs, report_run
+from hp_trainer.run import (
+    RunFolder,
+    check_model,
+    checkpoint_storage,
+    chosen_run_folder,
+    complete_run,
+    create_run,
+    default_run_folder,
+)
+from hp_trainer.stop_signals import Interrupted
+
+_COLUMNS = ("step", "loss", "size", "state", "folder")
+
+
+def describe_checkpoints(storage: Storage) -> tuple[str, bool]:
+    """Return the checkpoints of a storage as a table, newest first, and whether all of them are sound.
+
+    All content is read and compared with its checksums. Those set aside by `resume --from-step` come last.
+    """
+    rows, all_sound = [_COLUMNS], True
+    for name in [*list_checkpoints(storage), *list_set_aside(storage)]:
+        try:
+            row = _describe(storage, name)
+        except (CheckpointError, OSError) as error:
+            row, all_sound = (str(step_in_name(name.partition(".")[0])), "-", "-", f"damaged: {error}", name), False
+        rows.append(row)
+    if len(rows) == 1:
+        return f"{storage.describe('')} has no checkpoint", True
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [
+        "  ".join([*(text.rjust(width) for text, width in zip(row, widths, strict=False)), *row[3:]]) for row in rows
+    ]
+    return "\n".join(lines), all_sound
+
+
+def _describe(storage: Storage, name: str) -> tuple[str, str, str, str, str]:
+    checkpoint = Checkpoint(storage, name)
+    loss = checkpoint.state.get("loss")
+    # One that is no finite number is text.
+    told = f"{loss:.4f}" if isinstance(loss, float) else str(loss or "-")
+    size = sum(checkpoint.index.shard_bytes) / 2**20
+    checkpoint.verify()
+    return str(checkpoint.step), told, f"{size:,.1f} MiB", "sound", name
 
 
 def train_command(given: list[str]) -> int:
@@ -160,4 +225,142 @@ def _report(path: Path, config: TrainerConfig) -> int:
         if config.generate.prompts and samples.is_file():
             print_if_read(samples.read_text(encoding="utf-8").removesuffix("\n"))
         print_if_read(f"run folder: {path}")
+    return 0
+
+
+def profile_command(given: list[str]) -> int:
+    """Train a few steps and profile the last ones, into `profile/` of a new run: `hp-train profile CONFIG`."""
+    return train_command(profile_arguments(given))
+
+
+def profile_arguments(given: list[str]) -> list[str]:
+    """Return the arguments of a new run for `hp-train profile CONFIG [--steps=FIRST-LAST]`; other settings win.
+
+    The first steps of a run load kernels and compile; they are left out unless asked for.
+    """
+    parser = Parser(prog="hp-train profile", add_help=False)
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("--steps", default="4-5", metavar="FIRST-LAST")
+    options, overrides = parse(parser, given)
+    found = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", options.steps)
+    if found is None:
+        raise UsageError(f"--steps takes a step or FIRST-LAST, such as 4-5, got {options.steps!r}")
+    first, last = found[1], found[2] or found[1]
+    settings = [("profile.first", first), ("profile.last", last), ("training.steps", last), ("generate.prompts", "[]")]
+    return [options.config, *(f"--{path}={value}" for path, value in [*settings, *overrides])]
+
+
+def sweep_command(given: list[str]) -> int:
+    """Train every combination of the values given: `hp-train sweep CONFIG --optimizer.lr=1e-3,3e-3`.
+
+    Every combination is checked before the first one trains. The runs are folders within `--run.folder`; a comparison
+    of those that ended well stands beside them.
+    """
+    parser = Parser(prog="hp-train sweep", add_help=False)
+    parser.add_argument("config", metavar="CONFIG")
+    options, overrides = parse(parser, given)
+    if is_launched():
+        raise UsageError("sweep starts one run after the other by itself; do not start it under torchrun or msrun")
+    wanted = dict(overrides).get("run.folder")
+    base = default_run_folder(Path(options.config)) if wanted is None else Path(wanted).expanduser()
+    runs = plan_sweep([one for one in overrides if one[0] != "run.folder"], base)
+    _check(Path(options.config), runs)
+    failed = [folder for folder, chosen in runs.items() if not _train(options.config, chosen, folder, len(runs))]
+    done = [folder for folder in runs if folder not in failed]
+    if len(done) > 1:
+        print(compare_runs(done, base / "comparison.html"))
+        print(f"\ncurves: {base / 'comparison.html'}")
+    for folder in failed:
+        tell(f"{folder} failed")
+    return 1 if failed else 0
+
+
+def plan_sweep(overrides: Overrides, base: Path) -> dict[Path, Overrides]:
+    """Return the settings of each run by its folder: every combination of values, the last setting changing fastest."""
+    choices = [[(path, value) for value in split_values(text)] for path, text in overrides]
+    varied = {path for path, text in overrides if len(split_values(text)) > 1}
+    if not varied:
+        raise UsageError("sweep needs a setting with several values, --optimizer.lr=1e-3,3e-3")
+    runs: dict[Path, Overrides] = {}
+    for number, chosen in enumerate(itertools.product(*choices)):
+        label = "-".join(f"{path.rpartition('.')[2]}={value}" for path, value in chosen if path in varied)
+        runs[base / f"{number:03}-{label.replace('/', '_')}"] = list(chosen)
+    return runs
+
+
+def split_values(text: str) -> list[str]:
+    """Split a text at its commas, but for those within brackets, braces or quotes: `1,[2,3]` is `1` and `[2,3]`."""
+    values, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        depth += 0 if quote else (character in "[{") - (character in "]}")
+        if character == "," and depth == 0 and not quote:
+            values.append("")
+        else:
+            values[-1] += character
+    return values
+
+
+def _check(config: Path, runs: dict[Path, Overrides]) -> None:
+    """Refuse the whole sweep if one of its runs could not train."""
+    problems: list[Problem] = []
+    for folder, overrides in runs.items():
+        loaded = load(str(config), overrides)
+        found = check_new_run(loaded, folder, world_size_of(loaded.config), registries())
+        problems += [problem for problem in found if problem not in problems]
+    refuse(problems, str(config))
+
+
+def _train(config: str, overrides: Overrides, folder: Path, count: int) -> bool:
+    """Train one run in a process of its own, and return whether it ended well."""
+    print(f"run {folder.name} (of {count})", flush=True)
+    settings = [f"--{path}={value}" for path, value in (*overrides, ("run.folder", str(folder)))]
+    # -P: the working directory is not searched for modules. A session of its own: a signal of the terminal comes here
+    # first, and reaches the run once.
+    command: Sequence[str] = [sys.executable, "-P", "-m", "hp_trainer", config, *settings]
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        return process.wait() == 0
+    except Interrupted as interrupted:
+        _end(process, interrupted.signal)
+        raise
+
+
+def _end(process: subprocess.Popen[bytes], number: int) -> None:
+    """Hand a signal, and every further one, to a run, and wait for its end."""
+    while True:
+        process.send_signal(number)
+        try:
+            process.wait()
+        except Interrupted as again:
+            number = again.signal
+        else:
+            return
+
+
+def report_command(given: list[str]) -> int:
+    """Write the report of a run: `hp-train report RUN [--to FILE]`."""
+    parser = Parser(prog="hp-train report", add_help=False)
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--to", metavar="FILE", type=Path)
+    options, overrides = parse(parser, given)
+    refuse_settings("report", overrides)
+    print(report_run(Path(options.run), options.to))
+    return 0
+
+
+def compare_command(given: list[str]) -> int:
+    """Print and draw the differences of runs: `hp-train compare RUN RUN ... [--to FILE]`."""
+    parser = Parser(prog="hp-train compare", add_help=False)
+    parser.add_argument("runs", metavar="RUN", nargs="+")
+    parser.add_argument("--to", metavar="FILE", type=Path, default=Path("comparison.html"))
+    options, overrides = parse(parser, given)
+    refuse_settings("compare", overrides)
+    if len(options.runs) < 2:
+        raise UsageError("compare needs two runs or more")
+    print(compare_runs([Path(run) for run in options.runs], options.to))
+    print(f"\ncurves: {options.to}")
     return 0

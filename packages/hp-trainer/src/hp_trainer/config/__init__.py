@@ -1,9 +1,15 @@
 """The schema of the one YAML file, and its strict loader."""
 
-from hp_trainer.config._setting import Component, component, section, sections, setting
-from hp_trainer.config.cli_options import Option, list_options
-from hp_trainer.config.dump import dump_config, settings_by_path, to_plain
-from hp_trainer.config.load import LoadedConfig, load_config, parse_config
+from hp_trainer.config.load import (
+    LoadedConfig,
+    Option,
+    dump_config,
+    list_options,
+    load_config,
+    parse_config,
+    settings_by_path,
+    to_plain,
+)
 from hp_trainer.config.schema import (
     AdamWConfig,
     CheckpointConfig,
@@ -19,6 +25,7 @@ from hp_trainer.config.schema import (
     TrainerConfig,
     TrainingConfig,
 )
+from hp_trainer.config.settings import Component, component, section, sections, setting
 
 __all__ = [
     "AdamWConfig",

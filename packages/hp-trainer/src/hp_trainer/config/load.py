@@ -1,4 +1,9 @@
-"""Reading a configuration: strict, all problems at once, each with its path, its line and a suggestion."""
+"""Reading a configuration: strict, all problems at once, each with its path, its line and a suggestion.
+
+Writing a configuration so that it reads back equal.
+
+Every setting as a command-line option, generated from the dataclasses.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,14 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from hp_trainer.config._converter import Converter
-from hp_trainer.config._include import parse_file, read_text
-from hp_trainer.config._tree import Items, Section, Tree, apply_overrides
-from hp_trainer.config._values import INVALID
+import yaml
+
+from hp_trainer.config._converter import INVALID, Converter
+from hp_trainer.config._tree import Items, Section, Tree, apply_overrides, escape, is_number, parse_file, read_text
 from hp_trainer.config.schema import TrainerConfig
+from hp_trainer.config.settings import Component, describe, field_types, is_required
 from hp_trainer.exceptions import ConfigError, Problem, raise_if_any
 from hp_trainer.registries import Registries
 
@@ -89,3 +96,122 @@ def _sources(tree: Tree, path: str) -> Iterator[tuple[str, str]]:
     elif isinstance(tree, Items):
         for i, inner in enumerate(tree.items):
             yield from _sources(inner, f"{path}[{i}]")
+
+
+def to_plain(value: Any) -> Any:
+    """Return dataclasses as mappings, components as mappings with a `name`, tuples as lists."""
+    if isinstance(value, Component):
+        source = {} if value.source is None else {"from": value.source}
+        return {"name": value.name, **source} | to_plain(value.options)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, (tuple, list)):
+        return [to_plain(item) for item in value]
+    return value
+
+
+def dump_config(config: Any) -> str:
+    """Return the YAML text of a configuration, every setting included."""
+    text: str = yaml.dump(_escaped(to_plain(config)), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    return text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what the reader of configurations reads back equal."""
+
+
+def _write_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # YAML 1.1 calls `1e30` a text and needs no quotes for it; our reader calls it a number.
+    style = "'" if is_number(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _write_text)
+
+
+def settings_by_path(config: Any) -> dict[str, Any]:
+    """Return every setting of a configuration by its dotted path; lists are values."""
+    return _leaves(to_plain(config), "")
+
+
+def _leaves(tree: Any, path: str) -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {path: tree}
+    inner = {name: f"{path}.{name}" if path else name for name in tree}
+    return {leaf: value for name in tree for leaf, value in _leaves(tree[name], inner[name]).items()}
+
+
+def _escaped(tree: Any) -> Any:
+    """Return a tree whose texts are read back as they are: a variable of the environment was replaced before."""
+    if isinstance(tree, dict):
+        return {name: _escaped(value) for name, value in tree.items()}
+    if isinstance(tree, list):
+        return [_escaped(value) for value in tree]
+    return escape(tree) if isinstance(tree, str) else tree
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting: `--path=value`.
+
+    Attributes:
+        path: dotted path; that of an option within an entry of a list ends with its name after `[]`, and is given as
+            part of the list alone.
+        takes: what it takes, in words.
+        default: the default as YAML; None: it must be given.
+        help: one line.
+        when: the choice that it belongs to (`model.name=decoder`); empty: always there.
+    """
+
+    path: str
+    takes: str
+    default: str | None
+    help: str
+    when: str = ""
+
+
+def list_options(registered: Registries, schema: type = TrainerConfig) -> list[Option]:
+    """Every option in the order of the schema, those of all registered components included."""
+    return list(_options(registered, schema, ""))
+
+
+def _options(registered: Registries, schema: type, path: str, when: str = "") -> Iterator[Option]:
+    for field in dataclasses.fields(schema):
+        annotation = field_types(schema)[field.name]
+        inner = f"{path}.{field.name}" if path else field.name
+        if "registry" in field.metadata:
+            yield from _component_options(registered, field, annotation, inner)
+        elif dataclasses.is_dataclass(annotation):
+            yield from _options(registered, annotation, inner, when)  # type: ignore[arg-type]
+        elif "sections" in field.metadata:
+            schema_of_one = field.metadata["sections"]
+            yield Option(inner, "a list of sections, or of paths", "[]", field.metadata["help"], when)
+            yield from _options(registered, schema_of_one, f"{inner}[]", when)
+        else:
+            default = None if is_required(field) else _yaml(field.default)
+            yield Option(inner, describe(annotation), default, field.metadata.get("help", ""), when)
+
+
+def _component_options(
+    registered: Registries, field: dataclasses.Field[Any], annotation: Any, path: str
+) -> Iterator[Option]:
+    registry = getattr(registered, field.metadata["registry"])
+    names = ", ".join(registry.names()) or "none registered"
+    text = f"{field.metadata['help']}: {names}"
+    if annotation is not Component:
+        takes = "a list of names, or of {name: ..., option: ...}"
+        yield Option(path, takes, _yaml(field.metadata["default_name"]), text)
+        for name in registry.names():
+            yield from _options(registered, registry.options(name), f"{path}[]", f"name: {name} in {path}")
+        return
+    yield Option(f"{path}.name", f"the name of {registry.a_kind}", field.metadata["default_name"], text)
+    if any(hasattr(registry.options(name), "read_directory") for name in registry.names()):
+        directory = "directory of a Hugging Face model to begin with: its options, as defaults, and its weights"
+        yield Option(f"{path}.from", "text or null", "null", directory)
+    for name in registry.names():
+        yield from _options(registered, registry.options(name), path, f"{path}.name={name}")
+
+
+def _yaml(value: Any) -> str:
+    text: str = yaml.safe_dump(to_plain(value), default_flow_style=True, width=10**6)
+    return text.removesuffix("\n").removesuffix("...").strip()

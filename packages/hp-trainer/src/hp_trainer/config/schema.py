@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from hp_trainer.config._setting import Component, component, section, sections, setting
+from hp_trainer.config.settings import Component, component, section, sections, setting
 from hp_trainer.exceptions import Problem
 from hp_trainer.sizes import EXPECTED as EXPECTED_SIZE
 from hp_trainer.sizes import parse_size

@@ -20,7 +20,7 @@ import numpy as np
 from hp_trainer._files import write_atomically
 from hp_trainer.data.verification import BLOCK_BYTES, BlockDigests, blocks_of, verify_blocks
 from hp_trainer.exceptions import DataError, MachineError
-from hp_trainer.machine_errors import describe_machine_error
+from hp_trainer.failures import describe_machine_error
 
 _FORMAT = 3
 _DESCRIPTION = "corpus.json"

@@ -1,9 +1,7 @@
 """Launch of a job: checks before any rank starts, then the ranks."""
 
 from hp_trainer.launch.job import is_first_process, launch_training
-from hp_trainer.launch.memory_problems import chosen_activations
-from hp_trainer.launch.pipeline_problems import microbatch_problems, schedule_problems
-from hp_trainer.launch.platforms import chosen_platform, no_platform
+from hp_trainer.launch.platforms import chosen_platform, no_platform, world_size_of
 from hp_trainer.launch.preflight import (
     batch_problems,
     check_evaluation,
@@ -13,7 +11,7 @@ from hp_trainer.launch.preflight import (
     layout_problems,
     training_problems,
 )
-from hp_trainer.launch.world_size import world_size_of
+from hp_trainer.launch.step_checks import chosen_activations, microbatch_problems, schedule_problems
 
 __all__ = [
     "batch_problems",

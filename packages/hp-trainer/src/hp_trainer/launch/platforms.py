@@ -1,4 +1,7 @@
-"""The platform of a run, chosen without loading a framework, and its accelerators."""
+"""The platform of a run, chosen without loading a framework, and its accelerators.
+
+The number of ranks of a job.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import difflib
 import os
 
 from hp_dtensor.exceptions import PlatformError
+from hp_dtensor.launch import is_launched, rank_environment
 from hp_dtensor.platform.plugins import plugin_manager
 from hp_dtensor.platform.selection import get_platform
+from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import Problem, join_choices
 
 
@@ -68,3 +73,15 @@ def no_platform() -> Problem | None:
 def installed_platforms() -> list[str]:
     """List the names of the platform plugins, without loading their frameworks."""
     return sorted(one.plugin_name for one in plugin_manager().hook.hp_platform.get_hookimpls())
+
+
+def world_size_of(config: TrainerConfig) -> int:
+    """Return the number of ranks of the job.
+
+    Those of the launcher that started this process, else `launch.local_ranks`, else one for each accelerator of this
+    machine, else `launch.cpu_ranks`.
+    """
+    found = rank_environment() if is_launched() else None
+    if found is not None:
+        return found.size
+    return config.launch.local_ranks or num_accelerators(config.platform) or config.launch.cpu_ranks

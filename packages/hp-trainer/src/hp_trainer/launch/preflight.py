@@ -14,9 +14,8 @@ from hp_dtensor.exceptions import RegistryError
 from hp_dtensor.launch import is_launched
 from hp_trainer.config import LoadedConfig, TrainerConfig, settings_by_path
 from hp_trainer.exceptions import ParallelDimsError, Problem, join_choices
-from hp_trainer.launch.memory_problems import find_memory_problems
-from hp_trainer.launch.pipeline_problems import find_model_part_problems, find_pipeline_problems
 from hp_trainer.launch.platforms import chosen_platform, compile_backends, max_local_ranks
+from hp_trainer.launch.step_checks import find_memory_problems, find_model_part_problems, find_pipeline_problems
 from hp_trainer.models.hugging_face import ModelDirectory
 from hp_trainer.optimizers import group_problems
 from hp_trainer.parallel import (

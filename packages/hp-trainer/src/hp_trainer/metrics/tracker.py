@@ -1,7 +1,22 @@
-"""The interface of everything that is told about the steps of a run."""
+"""The interface of everything that is told about the steps of a run.
+
+The numbers of an event under the names by which every tracker shows them.
+
+Metrics as JSON lines: one object per event, complete on disk as soon as it has happened.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from hp_trainer._files import strict_json, write_atomically
+from hp_trainer.failures import with_path
 from hp_trainer.records import CheckpointRecord, EvaluationRecord, RunRecord, StepRecord
 
 
@@ -22,3 +37,121 @@ class Tracker:
 
     def finish(self) -> None:
         """After the last event, also when the run failed; called once."""
+
+
+# Metrics of single experts begin so. There are thousands of them in a large model: they are for the picture.
+EXPERT_LOAD = "expert_load/"
+
+
+def step_scalars(record: StepRecord) -> dict[str, float]:
+    """Return the numbers of a step by name (`train/loss`); those that were not taken are left out.
+
+    So are the loads of single experts.
+    """
+    values = {
+        "loss": record.loss,
+        "gradient_norm": record.gradient_norm,
+        "learning_rate": record.learning_rate,
+        "tokens_per_second": record.tokens_per_second,
+        "samples": record.samples,
+        "peak_memory_gib": record.peak_memory_gib,
+        "model_flops_per_second": record.model_flops_per_second,
+        "utilization": record.utilization,
+        **{name: value for name, value in record.metrics.items() if not name.startswith(EXPERT_LOAD)},
+    }
+    return {f"train/{name}": float(value) for name, value in values.items() if value is not None}
+
+
+def evaluation_scalars(record: EvaluationRecord) -> dict[str, float]:
+    """Return the numbers of an evaluation by name: its loss in nats per token, and the perplexity `exp(loss)`."""
+    # exp overflows above 709 nats.
+    return {"evaluation/loss": record.loss, "evaluation/perplexity": math.exp(min(record.loss, 700.0))}
+
+
+class JsonLinesTracker(Tracker):
+    """Appends to `path`. Each line has an `event`: `start`, `step`, `evaluation` or `checkpoint`.
+
+    A resumed run first drops the lines of steps that it is going to do again, so that each step stands once.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: TextIO | None = None
+
+    def start(self, run: RunRecord) -> None:
+        for line in damaged_lines(self.path):
+            print(f"hp-train: {self.path}: line {line} is damaged and is left out", file=sys.stderr)
+        keep_steps(self.path, run.first_step)
+        self._file = self.path.open("a", encoding="utf-8", buffering=1)
+        self._write(
+            "start",
+            {
+                "first_step": run.first_step,
+                "platform": run.platform,
+                "world_size": run.world_size,
+                "num_parameters": run.num_parameters,
+            },
+        )
+
+    def step(self, record: StepRecord) -> None:
+        self._write("step", asdict(record) | {"tokens_per_second": record.tokens_per_second})
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._write("evaluation", asdict(record) | {"perplexity": record.perplexity})
+
+    def checkpoint(self, record: CheckpointRecord) -> None:
+        self._write("checkpoint", asdict(record))
+
+    def finish(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, event: str, values: dict[str, Any]) -> None:
+        assert self._file is not None, "start was not called"
+        try:
+            self._file.write(strict_json({"event": event} | values) + "\n")
+        except OSError as error:
+            raise with_path(error, self.path) from error
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a metrics file in order; damaged lines, as one cut off by a crash, are left out."""
+    for _, event in _lines(path):
+        if event is not None:
+            yield event
+
+
+def damaged_lines(path: Path) -> list[int]:
+    """List the numbers of the lines that are no events, from 1; the last one may be cut off by a crash, and is none."""
+    lines = list(_lines(path))
+    return [number for number, event in lines if event is None and number != len(lines)]
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield the number and the event of each line; None in place of an event that does not follow the format."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                event = json.loads(line)
+            except (ValueError, RecursionError):
+                event = None
+            yield number, event if _is_event(event) else None
+
+
+def _is_event(value: Any) -> bool:
+    """Return whether a JSON value has an event's name and, where it tells one, a step as a whole number."""
+    if not isinstance(value, dict) or not isinstance(value.get("event"), str):
+        return False
+    step = value.get("step", 0)
+    return isinstance(step, int) and not isinstance(step, bool) and step >= 0
+
+
+def keep_steps(path: Path, last_step: int) -> None:
+    """Drop the events after `last_step`, in one step."""
+    if not path.is_file():
+        return
+    kept = [event for event in read_metrics(path) if event.get("step", 0) <= last_step]
+    write_atomically(path, "".join(strict_json(event) + "\n" for event in kept))

@@ -9,8 +9,8 @@ from typing import Any
 
 from hp_dtensor.optim import Muon, MuonOptions
 from hp_dtensor.platform.interface import Platform
-from hp_trainer._patterns import matches_any
 from hp_trainer.config import AdamWConfig, setting
+from hp_trainer.config.settings import matches_any
 from hp_trainer.exceptions import Problem
 from hp_trainer.optimizers.elementwise import below_one
 from hp_trainer.optimizers.groups import GroupedOptimizer

@@ -15,7 +15,7 @@ from typing import Any
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import platform_of
-from hp_trainer._exchange import all_ranks
+from hp_trainer._coordination import all_ranks
 from hp_trainer.exceptions import PipelineError
 from hp_trainer.pipeline.stage import PipelineStage
 from hp_trainer.pipeline.transfers import MessageLayout

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hp_trainer.config import TrainerConfig
-from hp_trainer.metrics.picture import new_figure, write_picture
+from hp_trainer.metrics.pictures import new_figure, write_picture
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.memory import MemoryPlan, optimizer_bytes, plan_memory

@@ -20,7 +20,7 @@ from hp_trainer.planning.devices import Device
 from hp_trainer.planning.plan import StepPlan, plan_step
 from hp_trainer.planning.shapes import Memo, keeps_budget
 from hp_trainer.sizes import format_size
-from hp_trainer.training.stages import num_microbatches
+from hp_trainer.training.pipelined import num_microbatches
 
 # Context parallelism pays for long sequences: of more ranks, or with fewer tokens on each, it is not searched.
 MAX_CP = 32

@@ -33,7 +33,7 @@ from hp_trainer.parallel import ParallelDims
 from hp_trainer.planning.pipeline import PipelineFacts, pipeline_facts
 from hp_trainer.planning.user_modules import CountModule, ModuleFacts
 from hp_trainer.training.activation_budget import BudgetError, plan_activations
-from hp_trainer.training.stages import cut_layers, num_microbatches
+from hp_trainer.training.pipelined import cut_layers, num_microbatches
 
 T = TypeVar("T")
 Memo = dict[Hashable, Any]

@@ -21,8 +21,8 @@ from hp_trainer.models.estimates import BlockActivations, KeptTensor
 from hp_trainer.models.plain_module import PlainModel
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.plugins import registries
-from hp_trainer.python_files import is_python_name, register_python_name
-from hp_trainer.training.build_model import build_plain_model
+from hp_trainer.registries import is_python_name, register_python_name
+from hp_trainer.training.setup import build_plain_model
 
 
 @dataclass(frozen=True, kw_only=True)

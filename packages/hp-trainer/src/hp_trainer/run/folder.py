@@ -1,7 +1,13 @@
-"""Run folders: their files, and the mark that says whose they are."""
+"""Run folders: their files, and the mark that says whose they are.
+
+Creation of a run: its folder and the prepared data in it.
+
+The place of a run's checkpoints, and the model that they must be of.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import secrets
@@ -12,8 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from hp_trainer._files import read_plain_text, write_atomically, write_new
-from hp_trainer.config import LoadedConfig, TrainerConfig, dump_config, load_config
-from hp_trainer.exceptions import RunFolderError
+from hp_trainer.checkpoint import Checkpoint, Storage
+from hp_trainer.config import LoadedConfig, TrainerConfig, dump_config, load_config, to_plain
+from hp_trainer.data import Dataset
+from hp_trainer.exceptions import DataError, RunFolderError
+from hp_trainer.models.hugging_face import COMPANIONS
 from hp_trainer.plugins import registries
 from hp_trainer.registries import Registries
 from hp_trainer.run.lock import LOCK_FILE, check_owner
@@ -202,3 +211,86 @@ def _read_mark(path: Path) -> dict[str, Any]:
     if not isinstance(mark, dict) or not isinstance(mark.get("id"), str) or not mark["id"]:
         raise RunFolderError(f"{path / _MARK} is damaged: it names no run (an id, which is text)")
     return mark
+
+
+def create_run(path: Path, config: TrainerConfig) -> RunFolder:
+    """Make the folder of a new run and prepare its data; done by one process. Nothing is left when that fails.
+
+    Raises:
+        RunFolderError: the folder holds something.
+        DataError: the data cannot be read, or are too few for a sample.
+    """
+    run = RunFolder.create(path, config)
+    try:
+        run.sweep()
+        _prepare(run, config)
+    except BaseException:
+        run.delete()
+        raise
+    return run
+
+
+def complete_run(run: RunFolder, config: TrainerConfig) -> None:
+    """Make what is missing of a run whose job was killed while it made it; done by one process.
+
+    Raises:
+        DataError: the data cannot be read, or are too few for a sample.
+    """
+    run.sweep()
+    run.fill(config)
+    _prepare(run, config)
+
+
+def _prepare(run: RunFolder, config: TrainerConfig) -> None:
+    source = registries().datasets.get(config.data.name).build(config.data.options)
+    source.prepare(run.data)
+    _keep_model_files(run, config)
+    _check_evaluation(source.open(run.data, config.training.sequence_length), config)
+
+
+def _keep_model_files(run: RunFolder, config: TrainerConfig) -> None:
+    """Copy what goes with the model that the run begins with, so that an export has it: configuration and tokenizer."""
+    if config.model.source is None:
+        return
+    run.model_files.mkdir(exist_ok=True)
+    for name in COMPANIONS:
+        file = Path(config.model.source) / name
+        if file.is_file():
+            shutil.copyfile(file, run.model_files / name)
+
+
+def _check_evaluation(dataset: Dataset, config: TrainerConfig) -> None:
+    if config.training.eval_interval is not None and not len(dataset.evaluation):
+        raise DataError(
+            f"no sample is left to evaluate with every training.eval_interval={config.training.eval_interval} steps, "
+            f"of training.sequence_length={config.training.sequence_length}; keep more text for evaluation "
+            "(data.eval_fraction), or set training.eval_interval=null"
+        )
+
+
+def checkpoint_storage(run: RunFolder, config: TrainerConfig) -> Storage:
+    """Return the storage that holds the run's checkpoints: `checkpoint.folder`, else `checkpoints/` of the run."""
+    folder = run.checkpoints if config.checkpoint.folder is None else Path(config.checkpoint.folder)
+    component = config.checkpoint.storage
+    storage: Storage = registries().checkpoint_storages.get(component.name).build(component.options, folder)
+    return storage
+
+
+def check_model(checkpoint: Checkpoint, config: TrainerConfig) -> None:
+    """Refuse a checkpoint of another model than a configuration's.
+
+    Raises:
+        CheckpointError: naming every option that differs.
+    """
+    checkpoint.check_model(to_plain(config.model), model_defaults(config))
+
+
+def model_defaults(config: TrainerConfig) -> dict[str, Any]:
+    """Return the defaults of those options of the model that have one, as plain values."""
+    found = {}
+    for field in dataclasses.fields(config.model.options):
+        if field.default is not dataclasses.MISSING:
+            found[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            found[field.name] = field.default_factory()
+    return {name: to_plain(value) for name, value in found.items()}

@@ -9,9 +9,8 @@ from typing import Any
 from hp_moe import LoadMetrics, expert_homes, move_experts, place_copies_of_experts, return_experts, set_expert_homes
 from hp_trainer.exceptions import ParallelDimsError, Problem
 from hp_trainer.optimizers import set_state
-from hp_trainer.training.optimizer import Optimizer
+from hp_trainer.training.optimizer import Optimizer, WeightAverage
 from hp_trainer.training.setup import RankSetup, raise_everyones
-from hp_trainer.training.weight_average import WeightAverage
 
 Tensor = Any
 

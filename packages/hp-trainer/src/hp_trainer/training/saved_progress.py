@@ -10,7 +10,7 @@ from hp_trainer.checkpoint import Checkpoint, PendingSave, Storage, find_latest
 from hp_trainer.config import to_plain
 from hp_trainer.exceptions import CheckpointError
 from hp_trainer.run import check_model
-from hp_trainer.training.loss_guard import LossGuard
+from hp_trainer.training.health import LossGuard
 from hp_trainer.training.setup import RankSetup
 from hp_trainer.training.state import load_state, state_parts
 

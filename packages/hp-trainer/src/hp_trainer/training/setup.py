@@ -1,38 +1,49 @@
-"""Setup of a rank: its model, optimizer and data, built from the configuration."""
+"""Setup of a rank: its model, optimizer and data, built from the configuration.
+
+Building of the model that a configuration names, on one rank and not laid out yet.
+
+Initial weights of a model that is laid out: drawn from the run's seed, or read from a directory.
+
+The whole model of a checkpoint on one rank, to be used and not trained.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.world import current_world
+from hp_dtensor.comm.world import SilentWorld, current_world, use_world
+from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.parallel import nn
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_dtensor.tensor.init import materialize
+from hp_dtensor.tensor.init import init_empty_weights, init_parameters, materialize
 from hp_fsdp import GradScaler
+from hp_trainer.checkpoint import Checkpoint
 from hp_trainer.config import TrainerConfig
+from hp_trainer.config.settings import matches_any
 from hp_trainer.data import BatchReader, Dataset, Samples
-from hp_trainer.exceptions import ParallelDimsError, Problem, ProblemsError, raise_if_any
+from hp_trainer.exceptions import CheckpointError, ConfigError, ParallelDimsError, Problem, ProblemsError, raise_if_any
 from hp_trainer.models.decoder import DecoderConfig
+from hp_trainer.models.decoder.lora import is_adapter
+from hp_trainer.models.hugging_face import ModelDirectory
+from hp_trainer.models.plain_module import PlainModel
 from hp_trainer.models.recomputation import BlockRecompute, kept_kinds
 from hp_trainer.optimizers import build_grouped, build_on_host
 from hp_trainer.parallel import ParallelDims, context_style
 from hp_trainer.plugins import registries
-from hp_trainer.run import RunFolder
-from hp_trainer.training.activation_budget import ESTIMATED, plan_activations
-from hp_trainer.training.build_model import build_plain_model, without_data
-from hp_trainer.training.initial_weights import give_initial_weights
-from hp_trainer.training.measured_rates import measure_rates
-from hp_trainer.training.optimizer import Optimizer
-from hp_trainer.training.pipelined_model import PipelinedModel, exchange_over
-from hp_trainer.training.sequence_shares import SequenceShares
-from hp_trainer.training.stages import StagePlan, plan_stages
-from hp_trainer.training.state import num_parameters
-from hp_trainer.training.weight_average import WeightAverage
+from hp_trainer.run import RunFolder, check_model
+from hp_trainer.training.activation_budget import ESTIMATED, measure_rates, plan_activations
+from hp_trainer.training.optimizer import Optimizer, WeightAverage
+from hp_trainer.training.pipelined import PipelinedModel, SequenceShares, StagePlan, exchange_over, plan_stages
+from hp_trainer.training.state import box_of, load_weights, num_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,3 +304,126 @@ def build_scaler(config: TrainerConfig, platform: Platform) -> GradScaler:
         enabled=scaling.enabled and config.training.dtype == "float16",
         platform=platform,
     )
+
+
+@contextlib.contextmanager
+def without_data(config: TrainerConfig, platform: Platform) -> Iterator[None]:
+    """Make parameters without data in the block, where the platform can: a rank gets memory for its shards alone.
+
+    Only for the decoder, whose parameters get their values later; others may compute with theirs while they are built.
+    """
+    with contextlib.ExitStack() as stack:
+        if isinstance(config.model.options, DecoderConfig):
+            # MindSpore has such tensors from 2.10 on.
+            with contextlib.suppress(CapabilityError):
+                stack.enter_context(init_empty_weights(platform))
+        yield
+
+
+def build_plain_model(
+    config: TrainerConfig,
+    platform: Platform,
+    *parts: Any,
+    everyones: Callable[[Any], list[Any]] = lambda fact: [fact],
+) -> Any:
+    """Return the model of a configuration, its parameters plain.
+
+    A module without a `parallelize` of its own is wrapped as `PlainModel`. Its own initial values come from the run's
+    seed.
+
+    Args:
+        parts: given on to what builds the model: the parts of a pipeline stage.
+        everyones: returns a JSON value of every rank of a pipeline, whose stages together have all parameters; default:
+            this rank has them all.
+
+    Raises:
+        ConfigError: a plan for a plain module, and a model that lays itself out.
+    """
+    platform.manual_seed(config.training.seed)
+    with nn.building(platform):
+        model = registries().models.get(config.model.name, platform.name).build(config.model.options, platform, *parts)
+    _freeze(model, config, platform, everyones)
+    parallel = config.parallel
+    if not hasattr(model, "parallelize"):
+        with nn.building(platform):
+            return PlainModel(model, config.model.options, parallel.tp_plan, parallel.fsdp_units)
+    if parallel.tp_plan or parallel.fsdp_units:
+        path = "parallel.tp_plan" if parallel.tp_plan else "parallel.fsdp_units"
+        what = f"model.name = {config.model.name} lays itself out"
+        raise ConfigError([Problem(path=path, what=what, expected="null", hint="leave it out")], "parallel")
+    return model
+
+
+def _freeze(model: Any, config: TrainerConfig, platform: Platform, everyones: Callable[[Any], list[Any]]) -> None:
+    """Take the gradients of what is not trained: all but adapters where there are any, and `training.freeze`.
+
+    Raises:
+        ConfigError: a pattern that no parameter matches, or nothing is left to train.
+    """
+    lora = getattr(config.model.options, "lora", None)
+    adapters_alone = lora is not None and lora.rank is not None
+    named = dict(platform.named_parameters(model))
+    for name, parameter in named.items():
+        if (adapters_alone and not is_adapter(name)) or matches_any(name, config.training.freeze):
+            platform.set_requires_grad(parameter, False)
+    # A stage of a pipeline has some of the parameters only.
+    facts = everyones({name: bool(platform.requires_grad(parameter)) for name, parameter in named.items()})
+    is_trained = {name: trained for part in facts for name, trained in part.items()}
+    raise_if_any(_freeze_problems(is_trained, config.training.freeze), ConfigError, "training.freeze")
+
+
+def _freeze_problems(is_trained: dict[str, bool], patterns: Iterable[str]) -> Iterator[Problem]:
+    unused = [pattern for pattern in patterns if not any(matches_any(name, [pattern]) for name in is_trained)]
+    if unused:
+        some = ", ".join(list(is_trained)[:4])
+        yield Problem(path="training.freeze", what=f"no parameter is called {', '.join(unused)}", expected=f"as {some}")
+    if not any(is_trained.values()):
+        yield Problem(path="training.freeze", what="nothing is left to train")
+
+
+def give_initial_weights(model: Any, config: TrainerConfig, platform: Platform) -> None:
+    """Give every parameter its first values: those of `model.from`, and for what it does not have those of the seed.
+
+    Raises:
+        CheckpointError: the directory does not fit the model; no parameter has been changed.
+    """
+    if config.model.source is None:
+        # A module of the framework's own has drawn its values when it was built.
+        if hasattr(model, "initializer"):
+            init_parameters(model, model.initializer, seed=config.training.seed)
+        return
+    directory = ModelDirectory(Path(config.model.source), config.model.options)
+    problems = list(directory.problems())
+    if problems:
+        raise CheckpointError("; ".join(map(str, problems)))
+    init_parameters(model, model.initializer, seed=config.training.seed, skip=directory.tensors)
+    read_weights(model, directory, platform)
+
+
+def read_weights(model: Any, directory: ModelDirectory, platform: Platform) -> None:
+    """Fill this rank's shards from a directory, reading no more of each tensor than the shard takes."""
+    with platform.no_grad():
+        for name, tensor in [*platform.named_parameters(model), *platform.named_buffers(model)]:
+            if name in directory.tensors:
+                local = local_of(platform, tensor)
+                values = directory.read(name, box_of(tensor)).reshape(tuple(local.shape))
+                platform.copy_(local, platform.from_numpy(values, platform.device_of(local)))
+
+
+@contextlib.contextmanager
+def whole_model(
+    config: TrainerConfig, platform: Platform, checkpoint: Checkpoint, *, averaged: bool = False
+) -> Iterator[Any]:
+    """Give the model of a checkpoint, written by any layout on any platform, in a block that records no gradients.
+
+    Args:
+        averaged: with the moving average of its weights.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model, damaged, or without averages.
+    """
+    check_model(checkpoint, config)
+    with use_world(SilentWorld(0, 1, platform)), platform.no_grad():
+        model = build_plain_model(config, platform)
+        load_weights(platform, model, checkpoint, averaged=averaged)
+        yield model

@@ -16,8 +16,7 @@ from hp_trainer.checkpoint import Box, Checkpoint, TensorPart
 from hp_trainer.checkpoint.shard_file import is_finite
 from hp_trainer.exceptions import CheckpointError
 from hp_trainer.optimizers import set_state
-from hp_trainer.training.optimizer import Optimizer
-from hp_trainer.training.weight_average import WeightAverage
+from hp_trainer.training.optimizer import Optimizer, WeightAverage
 
 Tensor = Any
 Module = Any

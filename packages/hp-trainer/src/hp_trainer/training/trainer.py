@@ -10,27 +10,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hp_dtensor.platform.interface import Platform
-from hp_trainer._exchange import all_ranks
+from hp_trainer._coordination import all_ranks
 from hp_trainer.checkpoint import PendingSave
 from hp_trainer.config import TrainerConfig
-from hp_trainer.early_exits import describe_exit
 from hp_trainer.exceptions import HangError, TrainingError
+from hp_trainer.failures import describe_exit
 from hp_trainer.metrics import Tracker
 from hp_trainer.plugins import LifeCycle, life_cycle, registries
 from hp_trainer.records import CheckpointRecord, ErrorRecord, EvaluationRecord, RunRecord, StepRecord
 from hp_trainer.run import RunFolder, checkpoint_storage
-from hp_trainer.stop_request import StopRequest, stop_requests
+from hp_trainer.stop_signals import StopRequest, stop_requests
 from hp_trainer.training.expert_moves import ExpertMoves
-from hp_trainer.training.loss_guard import GO_ON, Verdict, nonfinite_scores
-from hp_trainer.training.lr_schedule import learning_rate_factor
-from hp_trainer.training.memory_report import out_of_memory
+from hp_trainer.training.health import GO_ON, CorruptionChecks, Verdict, nonfinite_scores
+from hp_trainer.training.optimizer import learning_rate_factor
 from hp_trainer.training.saved_progress import Progress, TrainingCheckpoints
 from hp_trainer.training.setup import RankSetup
-from hp_trainer.training.silent_corruption import CorruptionChecks
-from hp_trainer.training.speed import ModelSpeed
-from hp_trainer.training.stall_watch import StallWatch
+from hp_trainer.training.speed import ModelSpeed, StepProfile, out_of_memory
+from hp_trainer.training.stalls import StallWatch
 from hp_trainer.training.step import OptimizerStep
-from hp_trainer.training.step_profile import StepProfile
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from hp_dtensor.tensor.conversions import whole_of
 from hp_dtensor.tensor.init import Constant, Distribution, Normal, Uniform
 from hp_moe import LoadMetrics, place_copies_of_experts, update_expert_bias
 from hp_trainer.exceptions import TrainingError
-from hp_trainer.metrics.scalars import EXPERT_LOAD
+from hp_trainer.metrics.tracker import EXPERT_LOAD
 from hp_trainer.models.decoder.activations import training_flops_per_token
 from hp_trainer.models.decoder.attention import build_norm
 from hp_trainer.models.decoder.block import DecoderBlocks

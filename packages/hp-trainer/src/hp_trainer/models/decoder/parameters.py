@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hp_fsdp import PlannedParameter
 from hp_moe import expert_shard_dim
-from hp_trainer._patterns import matches_any
+from hp_trainer.config.settings import matches_any
 from hp_trainer.models.decoder.lora import TARGETS, is_adapter
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hp_trainer._exchange import Group, all_ranks, coordinator
+from hp_trainer._coordination import Group, all_ranks, coordinator
 from hp_trainer.checkpoint import Box
 from hp_trainer.checkpoint.shard_file import Entry, bytes_of, file_parts, header_parts, storage_dtype
 from hp_trainer.config import to_plain

@@ -1,0 +1,63 @@
+"""Joint steps: taken by every rank, or by one for all, they succeed everywhere or fail everywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from hp_dtensor.exceptions import HPError
+from hp_trainer.failures import describe_exit, describe_machine_error
+
+
+class Group(Protocol):
+    """Interface of the ranks that act together: the part of `hp_dtensor.ProcessGroup` that is used here."""
+
+    rank: int
+
+    @property
+    def size(self) -> int: ...
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]: ...
+
+
+class Alone:
+    """The group of a single rank."""
+
+    rank = 0
+    size = 1
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data]
+
+
+def all_ranks(group: Group, what: str, do: Callable[[], Any], error: type[HPError]) -> list[Any]:
+    """Run `do` on every rank; every rank gets every result (JSON values), in rank order.
+
+    Raises:
+        HPError: of class `error`, on every rank when any failed; names the ranks and what happened to them.
+    """
+    failure: Exception | SystemExit | None = None
+    try:
+        answer = {"result": do()}
+    except SystemExit as leaving:
+        # Someone's code, such as a storage's: the others would wait for this rank.
+        failure = leaving
+        answer = {"error": describe_exit(leaving, f"while {what}")}
+    except Exception as caught:
+        failure = caught
+        answer = {"error": describe_machine_error(caught) or f"{type(caught).__name__}: {caught}"}
+    answers = [json.loads(data) for data in group.all_gather_bytes(json.dumps(answer).encode())]
+    errors = [f"rank {rank}: {one['error']}" for rank, one in enumerate(answers) if "error" in one]
+    if errors:
+        raise error(f"{what} failed; {'; '.join(errors)}") from failure
+    return [one["result"] for one in answers]
+
+
+def coordinator(group: Group, what: str, do: Callable[[], Any], error: type[HPError]) -> Any:
+    """Run `do` on rank 0 alone; every rank gets its result (a JSON value).
+
+    Raises:
+        HPError: of class `error`, on every rank when rank 0 failed.
+    """
+    return all_ranks(group, what, do if group.rank == 0 else lambda: None, error)[0]

@@ -1,0 +1,250 @@
+"""The command `hp-train evaluate`: on one rank, on several of this machine, or on those of a launcher.
+
+The commands `hp-train export` and `hp-train import`: models and checkpoints in the formats of others.
+
+The command `hp-train tokenizer`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from hp_dtensor.comm.world import current_world
+from hp_dtensor.launch import from_environment, is_launched, launch
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
+from hp_trainer._coordination import Alone, Group, coordinator
+from hp_trainer.checkpoint import Checkpoint, find_latest
+from hp_trainer.cli.arguments import Overrides, Parser, UsageError, parse
+from hp_trainer.cli.shared import WEIGHTS, newest, open_run, refuse, refuse_settings
+from hp_trainer.config import ParallelConfig, TrainerConfig
+from hp_trainer.data import train_tokenizer
+from hp_trainer.evaluation import Perplexity, measure_perplexity, measure_perplexity_on, run_harness
+from hp_trainer.exceptions import CheckpointError, Problem
+from hp_trainer.launch import check_evaluation, is_first_process, world_size_of
+from hp_trainer.models.hugging_face.export import LARGEST_FILE
+from hp_trainer.plugins import registries
+from hp_trainer.run import RunFolder, RunLock, checkpoint_storage
+from hp_trainer.run.export import DTYPES, convert_weights, export_checkpoint, export_run, import_checkpoint
+
+
+def evaluate_command(given: list[str]) -> int:
+    """Print the perplexity of a run's model, or run the tasks of lm-eval on an exported one.
+
+    `hp-train evaluate RUN [--data...]`, `hp-train evaluate DIRECTORY --tasks A,B`.
+    """
+    parser = Parser(prog="hp-train evaluate", add_help=False)
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--tasks", metavar="A,B")
+    parser.add_argument("--weights", choices=WEIGHTS, default="last")
+    options, overrides = parse(parser, given)
+    if options.tasks is not None:
+        return run_harness(Path(options.run), options.tasks, [f"--{name}={value}" for name, value in overrides])
+    _, config = _open(options.run, overrides)
+    num_ranks = _num_ranks(config, overrides)
+    refuse(_problems(config, overrides, num_ranks), "evaluate")
+    platform = get_platform(config.platform)
+    arguments = (options.run, overrides, options.weights, platform.name, num_ranks > 1)
+    if is_launched():
+        from_environment(platform, config.launch.timeout_seconds)
+        found = evaluate_on_rank(*arguments)
+        platform.disconnect()
+    elif num_ranks == 1:
+        found = evaluate_on_rank(*arguments)
+    else:
+        found = launch(
+            evaluate_on_rank,
+            arguments,
+            num_ranks=num_ranks,
+            platform=platform,
+            timeout_seconds=config.launch.timeout_seconds,
+        )[0]
+    if is_first_process():
+        _print(*found)
+    return 0
+
+
+def evaluate_on_rank(
+    path: str, overrides: Overrides, weights: str, platform_name: str, on_all_ranks: bool
+) -> tuple[int, float, int]:
+    """Evaluate the run in `path` on this rank alone, or together with all of its world.
+
+    Returns:
+        The step of the checkpoint, the mean loss per target in nats, and the number of targets.
+    """
+    run, config = _open(path, overrides)
+    platform = get_platform(platform_name)
+    group: Group = current_world(platform).all if on_all_ranks else Alone()
+    # One rank reads and verifies all of it; the others verify what they read.
+    name = coordinator(group, "looking for a checkpoint", lambda: newest(run, config).folder, CheckpointError)
+    checkpoint = Checkpoint(checkpoint_storage(run, config), name)
+    found = _measure(run, config, platform, checkpoint, overrides, averaged=weights == "ema", on_all_ranks=on_all_ranks)
+    return checkpoint.step, found.loss, found.tokens
+
+
+def _open(path: str, overrides: Overrides) -> tuple[RunFolder, TrainerConfig]:
+    """Return a run and its configuration for an evaluation: weights sharded over all ranks unless told otherwise.
+
+    The layout that it was trained in need not fit the ranks that evaluate.
+    """
+    run, config = open_run(path, overrides)
+    given = {name.partition(".")[2] for name, _ in overrides if name.startswith("parallel.")}
+    kept = {name: getattr(config.parallel, name) for name in (*given, "tp_plan", "fsdp_units")}
+    return run, dataclasses.replace(config, parallel=ParallelConfig(**kept))
+
+
+def _num_ranks(config: TrainerConfig, overrides: Overrides) -> int:
+    """Return the ranks that evaluate: those of the launcher, those asked for on the command line, or this one."""
+    asked = any(name == "launch.local_ranks" for name, _ in overrides)
+    return world_size_of(config) if asked or is_launched() else 1
+
+
+def _problems(config: TrainerConfig, overrides: Overrides, num_ranks: int) -> list[Problem]:
+    """Return why the data or the layout that were given cannot be used."""
+    problems = []
+    if _has_other_data(overrides):
+        source = registries().datasets.get(config.data.name).build(config.data.options)
+        problems += [problem.within("data") for problem in source.problems()]
+    if num_ranks > 1:
+        problems += check_evaluation(config, num_ranks, registries())
+    return problems
+
+
+def _has_other_data(overrides: Overrides) -> bool:
+    return any(name.startswith("data.") for name, _ in overrides)
+
+
+def _measure(
+    run: RunFolder,
+    config: TrainerConfig,
+    platform: Platform,
+    checkpoint: Checkpoint,
+    overrides: Overrides,
+    *,
+    averaged: bool,
+    on_all_ranks: bool,
+) -> Perplexity:
+    if not _has_other_data(overrides):
+        return measure_perplexity(run, config, platform, checkpoint, averaged=averaged, on_all_ranks=on_all_ranks)
+    return measure_perplexity_on(
+        run,
+        config,
+        platform,
+        checkpoint,
+        evaluation_only=any(name == "data.eval" for name, _ in overrides),
+        averaged=averaged,
+        on_all_ranks=on_all_ranks,
+    )
+
+
+def _print(step: int, loss: float, tokens: int) -> None:
+    found = Perplexity(loss, tokens)
+    print(f"step {step}: loss {loss:.4f} nats per token, perplexity {found.perplexity:.4g}, over {tokens:,} tokens")
+
+
+HUGGING_FACE = "hf"
+
+
+def export_command(given: list[str]) -> int:
+    """Write the model of a run for transformers: `hp-train export RUN --to=DIR`; or its checkpoint, `--format=dcp`.
+
+    Started by a launcher, all its ranks write a model, each other files.
+    """
+    parser = Parser(prog="hp-train export", add_help=False)
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--to", metavar="DIR", required=True)
+    parser.add_argument("--format", choices=(HUGGING_FACE, *registries().checkpoint_formats.names()), default=None)
+    parser.add_argument("--dtype", choices=DTYPES)
+    parser.add_argument("--lora", choices=("merged", "adapter"))
+    parser.add_argument("--weights", choices=WEIGHTS)
+    parser.add_argument("--file-bytes", type=int)
+    options, overrides = parse(parser, given)
+    if options.format not in (None, HUGGING_FACE):
+        return _export_checkpoint(options, overrides)
+    run, config = open_run(options.run, overrides)
+    checkpoint = newest(run, config)
+    platform = get_platform(config.platform)
+    group = from_environment(platform, config.launch.timeout_seconds).all if is_launched() else Alone()
+    folder = Path(options.to)
+    names = export_run(
+        run,
+        config,
+        checkpoint,
+        folder,
+        group,
+        dtype=options.dtype,
+        largest=LARGEST_FILE if options.file_bytes is None else max(1, options.file_bytes),
+        adapters=options.lora == "adapter",
+        averaged=options.weights == "ema",
+    )
+    if is_launched():
+        platform.disconnect()
+    if is_first_process():
+        print(f"{folder}: {len(names)} file{'s' if len(names) > 1 else ''} of weights, of step {checkpoint.step}")
+    return 0
+
+
+def import_command(given: list[str]) -> int:
+    """Read a checkpoint of another format: `hp-train import DIR --run=RUN`, or its weights alone, `--to=DIR`."""
+    parser = Parser(prog="hp-train import", add_help=False)
+    parser.add_argument("folder", metavar="DIR")
+    parser.add_argument("--format", choices=registries().checkpoint_formats.names(), default="dcp")
+    parser.add_argument("--run", metavar="RUN")
+    parser.add_argument("--to", metavar="DIR")
+    parser.add_argument("--prefix", default="", metavar="TEXT")
+    options, overrides = parse(parser, given)
+    refuse_settings("import", overrides)
+    if (options.run is None) == (options.to is None):
+        raise UsageError("import needs either --run=RUN or --to=DIR")
+    where = Path(options.folder)
+    found = registries().checkpoint_formats.get(options.format).build().open(where)
+    if options.to is not None:
+        count = convert_weights(found, where, Path(options.to), options.prefix)
+        print(f"{options.to}: {count} tensors; put the model's config.json beside them")
+        return 0
+    run, config = open_run(options.run, [])
+    storage = checkpoint_storage(run, config)
+    with RunLock(run.path) as lock:
+        owned = RunFolder.open(run.path, lock.nonce)
+        like = find_latest(storage, content=False).checkpoint
+        name = import_checkpoint(found, where, config, storage, like, owned.check_owner)
+    print(f"{storage.describe(name)}; go on with `hp-train resume {run.path}`")
+    return 0
+
+
+def _export_checkpoint(options: argparse.Namespace, overrides: Overrides) -> int:
+    """Write all of the newest checkpoint in the format that is asked for, from this process alone."""
+    given = [name for name in ("dtype", "lora", "weights", "file_bytes") if getattr(options, name) is not None]
+    if given:
+        name = given[0].replace("_", "-")
+        raise UsageError(f"--{name} changes a model; --format={options.format} writes a whole checkpoint as it is")
+    if not is_first_process():
+        return 0
+    checkpoint = newest(*open_run(options.run, overrides))
+    entry = registries().checkpoint_formats.get(options.format)
+    count = export_checkpoint(checkpoint, Path(options.to), entry.build())
+    print(f"{options.to}: {count} tensors, of step {checkpoint.step}")
+    return 0
+
+
+def tokenizer_command(given: list[str]) -> int:
+    """Train a tokenizer on text: `hp-train tokenizer DATA --vocab-size N [--to FILE]`."""
+    parser = Parser(prog="hp-train tokenizer", add_help=False)
+    parser.add_argument("data", metavar="DATA")
+    parser.add_argument("--vocab-size", type=int, required=True, metavar="N")
+    parser.add_argument("--to", default="tokenizer.json", metavar="FILE")
+    parser.add_argument("--field", default="text", metavar="NAME")
+    parser.add_argument("--max-bytes", type=int, metavar="N")
+    options, overrides = parse(parser, given)
+    refuse_settings("tokenizer", overrides)
+    count = train_tokenizer(
+        Path(options.data).expanduser(),
+        Path(options.to).expanduser(),
+        vocab_size=options.vocab_size,
+        field=options.field,
+        max_bytes=options.max_bytes,
+    )
+    print(f"{options.to}: {count} tokens; use it with data.tokenizer={options.to} and model.vocab_size={count}")
+    return 0

@@ -1,0 +1,267 @@
+"""`hp-train check`: whether a configuration could train, and on what, without starting anything.
+
+`hp-train plan`: memory, bytes on the wire and time of a step for any number of ranks, without starting one.
+
+The command `hp-train schedule`: a pipeline's schedule as text and as a picture, without a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hp_trainer._files import read_plain_text, strict_json
+from hp_trainer.cli.arguments import Overrides, Parser, UsageError, parse
+from hp_trainer.cli.shared import check_file_to_write, check_world_size, load, refuse, refuse_settings
+from hp_trainer.config import AdamWConfig, LoadedConfig, TrainerConfig, load_config
+from hp_trainer.exceptions import Problem, ScheduleError
+from hp_trainer.launch import check_new_run, chosen_activations, chosen_platform, layout_problems, world_size_of
+from hp_trainer.models import DecoderConfig
+from hp_trainer.optimizers import AdamW8bitConfig
+from hp_trainer.parallel import ParallelDims, context_style, describe_context
+from hp_trainer.pipeline import (
+    ActionSeconds,
+    Schedule,
+    build_schedule,
+    describe_timeline,
+    draw_timeline,
+    rank_actions,
+    schedule_names,
+    simulate,
+    validate,
+)
+from hp_trainer.planning.advice import Settings, changes_as_json, describe_changes, find_changes
+from hp_trainer.planning.devices import Device, find_device
+from hp_trainer.planning.plan import describe_plan, draw_memory, plan_as_json, plan_step
+from hp_trainer.planning.search import describe_fitting, search_layouts
+from hp_trainer.planning.user_modules import ModuleCounter
+from hp_trainer.plugins import plugin_manager, registries
+from hp_trainer.registries import fill_registries
+from hp_trainer.run import chosen_run_folder
+from hp_trainer.sizes import EXPECTED as EXPECTED_SIZE
+from hp_trainer.sizes import parse_size
+from hp_trainer.training.pipelined import num_microbatches
+
+
+def check_command(given: list[str]) -> int:
+    """Print every problem of a configuration, or what would be trained: `hp-train check CONFIG [--world-size N]`."""
+    parser = Parser(prog="hp-train check", add_help=False)
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("--world-size", type=int, metavar="N")
+    options, overrides = parse(parser, given)
+    loaded = load(options.config, overrides)
+    check_world_size(options.world_size)
+    world_size = options.world_size or world_size_of(loaded.config)
+    folder = chosen_run_folder(loaded, Path(options.config))
+    refuse(check_new_run(loaded, folder, world_size, registries()), options.config)
+    print(describe_run(loaded.config, world_size))
+    return 0
+
+
+def describe_run(config: TrainerConfig, world_size: int) -> str:
+    """Return in a few lines what a valid configuration trains on so many ranks."""
+    dims = ParallelDims.from_config(config.parallel, world_size, getattr(config.model.options, "num_experts", None))
+    training = config.training
+    samples = training.global_batch_size // dims.dp_size
+    micro = samples // num_microbatches(config, dims) if dims.pp_enabled else training.micro_batch_size or samples
+    tokens = training.global_batch_size * training.sequence_length
+    platform = chosen_platform(config.platform)
+    plan = None if isinstance(platform, Problem) else chosen_activations(config, dims, platform)
+    lines = {
+        "model": config.model.name,
+        "platform": platform,
+        "layout": dims.summary(),
+        "step": f"{training.global_batch_size} samples of {training.sequence_length} tokens = {tokens:,} tokens",
+        "each rank": f"{samples} samples a step, {micro} at a time",
+        "run": f"{training.steps:,} steps, {training.steps * tokens:,} tokens",
+    }
+    described = [f"{name}: {text}" for name, text in lines.items()]
+    described += [f"sequences: {line}" for line in describe_context(dims, config.model.options, training)]
+    if _cuts_documents(config, dims):
+        described.append("sequences: samples are cut within their documents, for equal work on all ranks")
+    return "\n".join([*described, *(f"activations: {line}" for line in (() if plan is None else plan.describe()))])
+
+
+def _cuts_documents(config: TrainerConfig, dims: ParallelDims) -> bool:
+    """Return whether ranks have parts of packed documents; those that all exchange heads have stretches of the row."""
+    if not dims.cp_enabled or getattr(config.data.options, "packing", "concatenate") == "concatenate":
+        return False
+    return context_style(dims, config.model.options, config.training).ulysses_degree < dims.cp
+
+
+def plan_command(given: list[str]) -> int:
+    """Print the plan of a configuration; return 1 where no run would fit: `hp-train plan CONFIG --world-size=N`."""
+    parser = Parser(prog="hp-train plan", add_help=False)
+    parser.add_argument("config", metavar="CONFIG")
+    add_device_options(parser)
+    parser.add_argument("--to", metavar="FILE")
+    options, overrides = parse(parser, given)
+    loaded = load_for_planning(options.config, overrides)
+    check_world_size(options.world_size)
+    world_size = options.world_size or world_size_of(loaded.config)
+    device, memory = device_of(options.device, options.device_memory)
+    check_file_to_write("--to", options.to)
+    refuse(_problems(loaded, world_size), options.config)
+    experts = getattr(loaded.config.model.options, "num_experts", None)
+    dims = ParallelDims.from_config(loaded.config.parallel, world_size, experts)
+    counter = _module_counter(loaded.config, dims, options.config)
+    plan = plan_step(loaded.config, dims, device, count_module=None if counter is None else counter.of(loaded.config))
+    is_too_large = plan.peak > memory
+
+    def reload(settings: Settings) -> TrainerConfig:
+        return load_for_planning(options.config, [*overrides, *settings]).config
+
+    changes = find_changes(plan, memory, reload, counter) if is_too_large else []
+    if options.json:
+        print(strict_json({**plan_as_json(plan, memory), "would_fit": changes_as_json(changes)}))
+    else:
+        print(describe_plan(plan, memory))
+        if changes:
+            print(f"\n{describe_changes(changes)}")
+        elif is_too_large and counter is not None:
+            print("\nno setting nor pair of settings makes it fit: take more ranks (--world-size), or larger devices")
+        elif is_too_large:
+            print(f"\n{describe_fitting(search_layouts(loaded.config, world_size, device, memory))}")
+    if options.to is not None:
+        draw_memory(plan, memory, Path(options.to))
+    return 0 if plan.fits(memory) else 1
+
+
+def _module_counter(config: TrainerConfig, dims: ParallelDims, title: str) -> ModuleCounter | None:
+    """Return what counts a user's own module, which needs its framework; None for the decoder.
+
+    Raises:
+        ConfigError: no platform is installed or chosen.
+    """
+    if isinstance(config.model.options, DecoderConfig):
+        return None
+    platform = chosen_platform(config.platform)
+    if isinstance(platform, Problem):
+        refuse([platform], title)
+    return ModuleCounter(dims, str(platform))
+
+
+def add_device_options(parser: Parser) -> None:
+    """Add the options that say how many ranks of which device there are."""
+    parser.add_argument("--world-size", type=int, metavar="N")
+    parser.add_argument("--device", default="H100", metavar="NAME")
+    parser.add_argument("--device-memory", metavar="SIZE")
+    parser.add_argument("--json", action="store_true")
+
+
+def device_of(name: str, memory: str | None) -> tuple[Device, float]:
+    """Return the device of a name or file, and its memory in bytes, or the given one.
+
+    Raises:
+        PlanError: there is no such device.
+        UsageError: the memory is no size, or too small for anything.
+    """
+    device = find_device(name)
+    if memory is None:
+        return device, device.memory
+    try:
+        size = parse_size(memory)
+    except ValueError as error:
+        raise UsageError(f"--device-memory: {error}") from None
+    if size < 2**20:
+        raise UsageError(f"--device-memory: {memory} holds no model; expected {EXPECTED_SIZE}, at least 1MiB")
+    return device, float(size)
+
+
+def load_for_planning(path: str, overrides: Overrides) -> LoadedConfig:
+    """Read a configuration, also where no platform is installed: nothing will run.
+
+    Raises:
+        ConfigError: listing every problem.
+    """
+    known = fill_registries(plugin_manager())
+    # Platforms register them; their options are the same everywhere.
+    for name, options in (("adamw", AdamWConfig), ("adamw_8bit", AdamW8bitConfig)):
+        if name not in known.optimizers.names():
+            known.optimizers.add(name, _build_nothing, options=options)
+    return load_config(path, overrides, registered=known)
+
+
+def _problems(loaded: LoadedConfig, world_size: int) -> list[Problem]:
+    """Return why the layout cannot train on so many ranks; their number is an option here."""
+    found = layout_problems(loaded.config, world_size)
+    named = [replace(each, hint=each.hint.replace("launch.local_ranks=", "--world-size=")) for each in found]
+    return loaded.locate(named)
+
+
+def _build_nothing(*arguments: Any) -> Any:
+    raise NotImplementedError("this optimizer is for plans")
+
+
+def schedule_command(given: list[str]) -> int:
+    """Print when each rank of a pipeline works on what: `hp-train schedule NAME --ranks=N --microbatches=N`."""
+    options = _options(given)
+    check_file_to_write("--to", options.to)
+    if options.schedule is None:
+        print("\n".join(schedule_names()))
+        return 0
+    schedule = _schedule(options)
+    validate(schedule)
+    timeline = simulate(
+        schedule,
+        ActionSeconds(
+            forward=options.forward,
+            input_grad=options.input_grad,
+            weight_grad=options.weight_grad,
+            transfer=options.transfer,
+        ),
+    )
+    print(describe_timeline(timeline))
+    if options.show == "actions":
+        for rank in range(schedule.num_ranks):
+            print(f"rank {rank} executes: {' '.join(map(str, rank_actions(schedule, rank)))}")
+    if options.to is not None:
+        draw_timeline(timeline, options.to)
+        print(f"picture: {options.to}")
+    return 0
+
+
+def _options(given: list[str]) -> Any:
+    parser = Parser(prog="hp-train schedule", add_help=False)
+    parser.add_argument("schedule", metavar="NAME", nargs="?")
+    parser.add_argument("--ranks", type=int, metavar="N")
+    parser.add_argument("--microbatches", type=int, metavar="N")
+    parser.add_argument("--stages-per-rank", type=int, metavar="N")
+    for name in ("forward", "input-grad", "weight-grad"):
+        parser.add_argument(f"--{name}", type=float, default=1.0, metavar="TIME")
+    parser.add_argument("--transfer", type=float, default=0.0, metavar="TIME")
+    parser.add_argument("--show", choices=("times", "actions"), default="times")
+    parser.add_argument("--to", metavar="FILE")
+    options, settings = parse(parser, given)
+    refuse_settings("schedule", settings)
+    return options
+
+
+def _schedule(options: Any) -> Schedule:
+    """Return the schedule called so, or the one that a file holds in the form in which this command prints `Schedule`.
+
+    Raises:
+        UsageError: a name without ranks or micro-batches, or a file with some.
+        ScheduleError: there is no such schedule, or the file holds none.
+    """
+    numbers = options.ranks, options.microbatches, options.stages_per_rank
+    is_known = options.schedule in schedule_names()
+    if not is_known and Path(options.schedule).is_file():
+        if any(each is not None for each in numbers):
+            raise UsageError(
+                f"schedule {options.schedule}: the file says ranks, stages and micro-batches; leave them out"
+            )
+        try:
+            return Schedule.parse(read_plain_text(Path(options.schedule)))
+        except (UnicodeDecodeError, ScheduleError) as error:
+            raise ScheduleError(f"schedule file {options.schedule}: {error}") from None
+    if is_known and None in numbers[:2]:
+        raise UsageError(f"schedule {options.schedule} needs --ranks and --microbatches")
+    # Of a name that nobody knows the numbers are not looked at.
+    return build_schedule(
+        options.schedule,
+        num_ranks=options.ranks,
+        num_microbatches=options.microbatches,
+        stages_per_rank=options.stages_per_rank,
+    )

@@ -1,0 +1,272 @@
+"""Checks of the settings of memory, made before any rank starts.
+
+Checks of a pipeline's settings, made before any rank starts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+
+from hp_dtensor.exceptions import CapabilityError, RegistryError
+from hp_dtensor.platform.selection import get_platform
+from hp_fsdp.plugins import get_storage
+from hp_trainer.config import TrainerConfig
+from hp_trainer.exceptions import PipelineError, Problem, ScheduleError, join_choices
+from hp_trainer.launch.platforms import num_accelerators
+from hp_trainer.models.recomputation import block_names, kept_kinds, recompute_by_settings
+from hp_trainer.parallel import ParallelDims
+from hp_trainer.parallel.axes import divisors, nearest_divisors
+from hp_trainer.pipeline import Schedule, build_schedule, schedule_names
+from hp_trainer.pipeline.schedules import most_microbatches
+from hp_trainer.pipeline.simulation import check_whole_backwards
+from hp_trainer.registries import Registries
+from hp_trainer.sizes import format_size
+from hp_trainer.training.activation_budget import ActivationPlan, BudgetError, is_plannable, plan_activations
+from hp_trainer.training.pipelined import cut_layers, make_schedule, num_microbatches
+
+
+def find_memory_problems(dims: ParallelDims, config: TrainerConfig, platform: str) -> Iterator[Problem]:
+    """Yield why activations cannot be treated as configured; paths are within the configuration."""
+    training = config.training
+    if training.compile and _keeps_hidden_results(config):
+        yield Problem(
+            path="training.recompute_keep",
+            what="compiled blocks hide their attention and products, so that their results cannot be kept",
+            expected="collectives alone, or training.compile = false",
+            hint="training.recompute=full",
+        )
+    try:
+        if training.recompute_keep is not None:
+            kept_kinds(training.recompute_keep, get_platform(platform))
+    except CapabilityError as error:
+        yield Problem(path="training.recompute_keep", what=str(error), got=", ".join(training.recompute_keep or ()))
+        return
+    try:
+        if training.offload_activations:
+            get_platform(platform).host_copies()
+    except CapabilityError as error:
+        yield Problem(path="training.offload_activations", what=str(error), expected="false", got="true")
+    if training.offload_optimizer and config.parallel.ep_move_interval is not None:
+        yield Problem(
+            path="parallel.ep_move_interval",
+            what="states that wait in host memory (training.offload_optimizer) do not move with their experts",
+            expected="null, or training.offload_optimizer = false",
+            got=str(config.parallel.ep_move_interval),
+        )
+    if training.offload_optimizer:
+        yield from _optimizer_problems(config, platform)
+    num_layers = getattr(config.model.options, "num_hidden_layers", None)
+    if training.recompute != "none" and num_layers is not None and training.recompute_blocks:
+        yield from _pattern_problems(config, num_layers, platform)
+    if training.activation_budget is not None:
+        yield from _budget_problems(dims, config, platform)
+
+
+def chosen_activations(config: TrainerConfig, dims: ParallelDims, platform: str) -> ActivationPlan | None:
+    """Return what a run with a budget computes again; None without a budget.
+
+    Raises:
+        BudgetError: no choice stays within the budget.
+    """
+    if config.training.activation_budget is None:
+        return None
+    kinds = kept_kinds(config.training.recompute_keep, get_platform(platform))
+    fused = platform == "torch" and (config.training.dtype == "float32" or num_accelerators(platform) > 0)
+    return plan_activations(config, dims, kinds, fused_experts=fused)
+
+
+def _optimizer_problems(config: TrainerConfig, platform: str) -> Iterator[Problem]:
+    path, expected = "training.offload_optimizer", "false"
+    if not getattr(config.optimizer.options, "has_plain_state", True):
+        what = f"optimizer {config.optimizer.name} keeps its state in a form of its own, which stays on the device"
+        yield Problem(path=path, what=what, expected=expected, got="true", hint="optimizer.name=adamw")
+    try:
+        here = get_platform(platform)
+        kind = here.device_types[0]
+        if not get_storage(here).is_host(kind):
+            get_storage(here).check_offload(kind)
+    except CapabilityError as error:
+        yield Problem(path=path, what=str(error), expected=expected, got="true")
+
+
+def _keeps_hidden_results(config: TrainerConfig) -> bool:
+    keep: Sequence[str] | None = config.training.recompute_keep
+    return config.training.recompute == "selective" and (keep is None or set(keep) != {"collectives"})
+
+
+def _pattern_problems(config: TrainerConfig, num_layers: int, platform: str) -> Iterator[Problem]:
+    try:
+        recompute_by_settings(config.training, num_layers, get_platform(platform))
+    except ValueError as error:
+        names = block_names(num_layers)
+        yield Problem(path="training.recompute_blocks", what=str(error), expected=f"such as {names[0]} or layers.*")
+
+
+def _budget_problems(dims: ParallelDims, config: TrainerConfig, platform: str) -> Iterator[Problem]:
+    path, asked = "training.activation_budget", str(config.training.activation_budget)
+    if not is_plannable(config.model.options):
+        what = f"the activations of model {config.model.name!r} are not known"
+        yield Problem(path=path, what=what, expected="null, or model.name = decoder", got=asked)
+        return
+    try:
+        chosen_activations(config, dims, platform)
+    except BudgetError as error:
+        mebibytes = math.ceil(error.least / 2**20 * 100) / 100
+        yield Problem(
+            path=path,
+            what=str(error),
+            expected=f"at least {format_size(error.least)}",
+            got=asked,
+            hint=f"training.activation_budget={mebibytes:g}MiB, or a smaller training.micro_batch_size",
+        )
+    except (PipelineError, ScheduleError):
+        return  # told elsewhere
+
+
+def find_pipeline_problems(
+    dims: ParallelDims, config: TrainerConfig, max_microbatches: int | None = None
+) -> Iterator[Problem]:
+    """Yield why a pipeline of `dims.pp` ranks cannot run this model on this batch; paths are within the configuration.
+
+    Its schedule is made and simulated here, so that one which would hang is refused before a rank starts.
+
+    Args:
+        max_microbatches: simulate so many at most; None: those of the step.
+    """
+    name = config.pipeline.schedule
+    if name not in schedule_names():
+        known = join_choices(schedule_names())
+        yield Problem(path="pipeline.schedule", what="unknown schedule", expected=known, got=name)
+    elif dims.pp_enabled:
+        yield from microbatch_problems(dims, config)
+        yield from schedule_problems(dims, config, max_microbatches)
+
+
+def schedule_problems(
+    dims: ParallelDims, config: TrainerConfig, max_microbatches: int | None = None
+) -> Iterator[Problem]:
+    """Yield why a known schedule cannot run on so many ranks, or the model not in its stages.
+
+    Args:
+        max_microbatches: as of `find_pipeline_problems`.
+    """
+    settings = config.pipeline
+    most = most_microbatches(settings.schedule, dims.pp, settings.stages_per_rank)
+    if max_microbatches is None and (number := num_microbatches(config, dims)) > most:
+        yield Problem(
+            path="pipeline.microbatches",
+            what=f"the actions of {number} micro-batches on {dims.pp} ranks are too many for a schedule",
+            expected=f"at most {most} micro-batches",
+            got=str(number),
+            hint="a larger training.micro_batch_size, or a smaller training.global_batch_size",
+        )
+        return
+    try:
+        schedule = make_schedule(config, dims, max_microbatches)
+    except ScheduleError as error:
+        if settings.stages_per_rank is None:
+            works = next(name for name in ("1f1b", "gpipe") if name != settings.schedule)
+            yield Problem(path="pipeline.schedule", what=str(error), hint=f"pipeline.schedule={works}")
+        else:
+            yield Problem(path="pipeline.stages_per_rank", what=str(error), hint="pipeline.stages_per_rank=null")
+        return
+    yield from _split_problems(config, schedule)
+    yield from _layer_problems(dims, config, schedule.num_stages)
+
+
+def find_model_part_problems(config: TrainerConfig, platform: str, registered: Registries) -> Iterator[Problem]:
+    """Yield that a model cannot be built in parts, if so."""
+    if getattr(config.model.options, "num_hidden_layers", None) is None:
+        return  # told elsewhere
+    try:
+        entry = registered.models.get(config.model.name, platform)
+    except RegistryError:
+        return  # told elsewhere
+    try:
+        inspect.signature(entry.build).bind("options", "platform", "parts")
+    except TypeError:
+        yield Problem(
+            path="parallel.pp",
+            what=f"model {config.model.name!r} cannot be built in parts",
+            expected="1, or a model whose builder takes (options, platform, parts)",
+            got=str(config.parallel.pp),
+            hint="parallel.pp=1",
+        )
+
+
+def microbatch_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Problem]:
+    """Yield that a rank's samples cannot be cut into equal micro-batches, which the buffers between stages need."""
+    batch, number = config.training.global_batch_size, config.pipeline.microbatches
+    if number is None or batch % dims.dp_size:
+        return
+    share, size = batch // dims.dp_size, config.training.micro_batch_size
+    if share % number:
+        yield Problem(
+            path="pipeline.microbatches",
+            what=f"the {share} samples of a rank cannot be cut into equal micro-batches",
+            expected=f"a divisor of {share}",
+            got=str(number),
+            hint=f"pipeline.microbatches={join_choices(nearest_divisors(share, number))}",
+        )
+    elif size is not None and size * number != share:
+        yield Problem(
+            path="pipeline.microbatches",
+            what=f"{number} micro-batches of training.micro_batch_size = {size} are not the {share} samples of a rank",
+            expected=f"{share / size:g}, or one of the two left out",
+            got=str(number),
+            hint="training.micro_batch_size=null",
+        )
+
+
+def _split_problems(config: TrainerConfig, schedule: Schedule) -> Iterator[Problem]:
+    """Yield that weights are gathered for each use under a schedule that splits backwards."""
+    if config.parallel.gathers_for_step:
+        return
+    try:
+        check_whole_backwards(schedule)
+    except ScheduleError as error:
+        whole = "interleaved_1f1b" if schedule.num_stages > schedule.num_ranks else "1f1b"
+        setting = (
+            "reduce_gradients=step" if config.parallel.reduce_gradients != "step" else "reshard_after_forward=null"
+        )
+        yield Problem(
+            path="pipeline.schedule",
+            what=str(error),
+            got=config.pipeline.schedule,
+            hint=f"pipeline.schedule={whole}, or parallel.{setting}",
+        )
+
+
+def _exists(schedule: str, stages_per_rank: int) -> bool:
+    """Return True if a schedule can be made for so many stages per rank."""
+    try:
+        build_schedule(schedule, num_ranks=2, num_microbatches=2, stages_per_rank=stages_per_rank)
+    except ScheduleError:
+        return False
+    return True
+
+
+def _layer_problems(dims: ParallelDims, config: TrainerConfig, num_stages: int) -> Iterator[Problem]:
+    num_layers = getattr(config.model.options, "num_hidden_layers", None)
+    if config.pipeline.layers is None and num_layers is not None and num_stages > num_layers:
+        if dims.pp <= num_layers:  # else told of parallel.pp
+            per_rank = num_stages // dims.pp
+            product = f"{dims.pp} * {per_rank} = {num_stages}"
+            fits = [each for each in divisors(num_layers) if dims.pp * each <= num_layers]
+            able = [each for each in fits if _exists(config.pipeline.schedule, each)]
+            hint = f"pipeline.stages_per_rank={max(able)}" if able else "pipeline.schedule=1f1b"
+            yield Problem(
+                path="pipeline.stages_per_rank",
+                what=f"num_hidden_layers = {num_layers} cannot be cut into {product} stages",
+                expected=f"at most {num_layers} stages, one layer each",
+                got=f"{num_stages} stages",
+                hint=f"{hint}, or model.num_hidden_layers={num_stages}",
+            )
+        return
+    try:
+        cut_layers(config, num_stages)
+    except PipelineError as error:
+        path = "pipeline.layers" if config.pipeline.layers is not None else "parallel.pp"
+        yield Problem(path=path, what=str(error))

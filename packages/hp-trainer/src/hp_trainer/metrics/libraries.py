@@ -1,0 +1,232 @@
+"""Libraries that only some trackers need.
+
+Metrics as TensorBoard event files, through `tensorboardX`, which needs no framework.
+
+Metrics in Weights & Biases, through its own library.
+
+Metrics in MLflow, through its own client.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hp_trainer.config import dump_config, setting, settings_by_path, to_plain
+from hp_trainer.exceptions import Problem
+from hp_trainer.metrics.tracker import Tracker, evaluation_scalars, step_scalars
+from hp_trainer.records import EvaluationRecord, RunRecord, StepRecord
+
+
+def missing_library(module: str, *, extra: str) -> Iterator[Problem]:
+    """Yield the problem of a configuration that names a tracker whose library is not installed."""
+    if importlib.util.find_spec(module) is None:
+        yield Problem(
+            path="name",
+            what=f"needs the library {module}, which is not here",
+            hint=f"pip install 'hp-trainer[{extra}]'",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBoardConfig:
+    """Event files for `tensorboard --logdir`."""
+
+    folder: str = setting("tensorboard", help="folder of the event files, within the run folder")
+
+    def check(self) -> Iterator[Problem]:
+        yield from missing_library("tensorboardX", extra="tensorboard")
+
+
+class TensorBoardTracker(Tracker):
+    """Writes scalars, and the configuration as text. A resumed run hides the steps that it does again.
+
+    Args:
+        folder: where the event files go.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: Any = None
+
+    def start(self, run: RunRecord) -> None:
+        from tensorboardX import SummaryWriter
+
+        # tensorboardX names a file by the second of its making; a file of before is not to be replaced.
+        self._writer = SummaryWriter(
+            str(self._folder), purge_step=run.first_step + 1, filename_suffix=f".from-{run.first_step}"
+        )
+        text = "\n".join(f"    {line}" for line in dump_config(run.config).splitlines())
+        self._writer.add_text("configuration", text, run.first_step)
+
+    def step(self, record: StepRecord) -> None:
+        self._add(step_scalars(record), record.step)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._add(evaluation_scalars(record), record.step)
+
+    def finish(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _add(self, scalars: Mapping[str, float], step: int) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbConfig:
+    """A run of Weights & Biases; its key comes from `wandb login` or WANDB_API_KEY."""
+
+    project: str = setting("hp-train", help="project of the run")
+    entity: str | None = setting(None, help="user or team; null: your default")
+    run_name: str | None = setting(None, help="name shown; null: the name of the run folder")
+    mode: Literal["online", "offline"] = setting(
+        "online", help="offline: files in the run folder, sent later by `wandb sync`"
+    )
+
+    def check(self) -> Iterator[Problem]:
+        yield from missing_library("wandb", extra="wandb")
+
+
+class WandbTracker(Tracker):
+    """Logs every step against its own number, and the configuration. A resumed run goes on under the same id.
+
+    Args:
+        run_id: identity of the run, the same after a resume.
+    """
+
+    def __init__(self, options: WandbConfig, run_id: str) -> None:
+        self._options, self._run_id = options, run_id
+        self._run: Any = None
+
+    def start(self, run: RunRecord) -> None:
+        import wandb
+
+        options = self._options
+        self._run = wandb.init(
+            project=options.project,
+            entity=options.entity,
+            name=options.run_name or run.folder.name,
+            id=self._run_id,
+            dir=str(run.folder),
+            mode=options.mode,
+            resume="allow",
+            config=to_plain(run.config),
+        )
+        # wandb's own step counter never goes back, but a resumed run does some steps again.
+        self._run.define_metric("*", step_metric="step")
+
+    def step(self, record: StepRecord) -> None:
+        self._run.log({"step": record.step} | step_scalars(record))
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._run.log({"step": record.step} | evaluation_scalars(record))
+
+    def finish(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+
+# The longest value that MLflow's own stores take for a parameter.
+_LONGEST_PARAMETER = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlflowConfig:
+    """A run of MLflow."""
+
+    tracking_uri: str | None = setting(
+        None, help="a server or a store; null: MLFLOW_TRACKING_URI, else mlflow.db in the run folder"
+    )
+    experiment: str = setting("hp-train", help="experiment of the run, made where there is none")
+    run_name: str | None = setting(None, help="name shown; null: the name of the run folder")
+
+    def check(self) -> Iterator[Problem]:
+        yield from missing_library("mlflow", extra="mlflow")
+
+
+class MlflowTracker(Tracker):
+    """Logs every step, and the settings as parameters. A resumed run goes on in the same MLflow run.
+
+    A server that cannot be reached for a while costs its metrics, which `metrics.jsonl` has, and not the training.
+
+    Args:
+        run_id: identity of the run, the same after a resume; it is the tag `hp_run_id`.
+    """
+
+    def __init__(self, options: MlflowConfig, run_id: str, folder: Path) -> None:
+        self._options, self._run_id, self._folder = options, run_id, folder
+        self._client: Any = None
+        self._run = ""
+        self._last_step = self._steps = 0
+        self._has_warned = False
+
+    def start(self, run: RunRecord) -> None:
+        import os
+
+        from mlflow.tracking import MlflowClient
+
+        uri = self._options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        self._client = MlflowClient(uri or f"sqlite:///{(self._folder / 'mlflow.db').absolute()}")
+        self._steps = run.config.training.steps
+        self._run = self._find() or self._create(run)
+        self._client.update_run(self._run, status="RUNNING")
+
+    def step(self, record: StepRecord) -> None:
+        self._last_step = record.step
+        self._log(step_scalars(record), record.step)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._log(evaluation_scalars(record), record.step)
+
+    def finish(self) -> None:
+        if self._run:
+            status = "FINISHED" if self._last_step >= self._steps else "FAILED"
+            self._tolerant(lambda: self._client.set_terminated(self._run, status))
+
+    def _experiment(self) -> str:
+        found = self._client.get_experiment_by_name(self._options.experiment)
+        made: str = self._client.create_experiment(self._options.experiment) if found is None else found.experiment_id
+        return made
+
+    def _find(self) -> str:
+        """Return the MLflow run that this run began earlier, or nothing."""
+        found = self._client.search_runs([self._experiment()], f"tags.hp_run_id = '{self._run_id}'")
+        return found[0].info.run_id if found else ""
+
+    def _create(self, run: RunRecord) -> str:
+        from mlflow.entities import Param
+
+        name = self._options.run_name or run.folder.name
+        made = self._client.create_run(self._experiment(), run_name=name, tags={"hp_run_id": self._run_id})
+        settings = settings_by_path(run.config)
+        parameters = [Param(path, str(value)[:_LONGEST_PARAMETER]) for path, value in settings.items()]
+        # A store takes 100 of them at once.
+        for begin in range(0, len(parameters), 100):
+            self._client.log_batch(made.info.run_id, params=parameters[begin : begin + 100])
+        return str(made.info.run_id)
+
+    def _log(self, scalars: Mapping[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [Metric(name, value, now, step) for name, value in scalars.items()]
+        self._tolerant(lambda: self._client.log_batch(self._run, metrics=metrics))
+
+    def _tolerant(self, call: Callable[[], None]) -> None:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            call()
+        except MlflowException as error:
+            if not self._has_warned:
+                print(f"hp-train: MLflow takes no metrics at the moment: {error}", file=sys.stderr)
+            self._has_warned = True

@@ -1,0 +1,362 @@
+"""The history of a run, as its folder tells it; read while the run trains, too.
+
+Curves as SVG pictures.
+
+HTML of reports: one file that loads nothing. Whatever comes from a run is escaped.
+
+The parallel layout of a run as a picture: every rank, and its coordinate along each axis.
+
+The report of one run.
+
+The comparison of several runs: their numbers, their curves over each other, the settings that differ.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from statistics import fmean, median
+from types import SimpleNamespace
+from typing import Any
+
+import yaml
+
+from hp_trainer._files import read_plain_text, write_atomically
+from hp_trainer.config import settings_by_path
+from hp_trainer.exceptions import ParallelDimsError, RunFolderError
+from hp_trainer.metrics import read_metrics
+from hp_trainer.parallel import ParallelDims
+from hp_trainer.run import RunFolder
+
+Point = tuple[int, float]  # step, value
+
+# Fields of an event that are no measurement.
+_NO_CURVE = ("event", "step", "tokens", "samples")
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """The log of a run, and its configuration as plain mappings.
+
+    The configuration is not read against the schema: a report needs no plugin and no framework.
+
+    Attributes:
+        path: the run folder.
+        events: those of `metrics.jsonl`, in order.
+        config: the resolved configuration.
+    """
+
+    path: Path
+    events: tuple[dict[str, Any], ...]
+    config: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> RunHistory:
+        """Read a run folder.
+
+        Raises:
+            RunFolderError: it holds no run, or its configuration is damaged.
+        """
+        run = RunFolder.open(path)
+        try:
+            config = yaml.safe_load(read_plain_text(run.config_file))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise RunFolderError(f"{run.config_file} is damaged: {error}") from error
+        if not isinstance(config, dict):
+            raise RunFolderError(f"{run.config_file} is damaged: it holds no settings")
+        return cls(path, tuple(read_metrics(run.metrics_file)), config)
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """Return the events of a kind: `start`, `step`, `evaluation` or `checkpoint`."""
+        return [event for event in self.events if event.get("event") == kind]
+
+    @cached_property
+    def curves(self) -> dict[str, list[Point]]:
+        """Finite values of each number over the steps, by name; those of evaluations begin with `evaluation_`."""
+        found: dict[str, list[Point]] = {}
+        for kind, prefix in (("step", ""), ("evaluation", "evaluation_")):
+            for event in self.of(kind):
+                for name, value in _numbers(event):
+                    found.setdefault(prefix + name, []).append((event["step"], value))
+        return found
+
+    def last(self, curve: str, count: int = 1) -> float | None:
+        """Return the mean of the last `count` values of a curve; None where it has none."""
+        points = self.curves.get(curve, [])
+        return fmean(value for _, value in points[-count:]) if points else None
+
+    def summary(self) -> dict[str, str]:
+        """Return the numbers that stand above everything else, in words."""
+        starts, steps = self.of("start"), self.of("step")
+        start = starts[-1] if starts else {}
+        evaluation = self.curves.get("evaluation_loss", [])
+        speeds = [value for _, value in self.curves.get("tokens_per_second", [])]
+        best = min(evaluation, key=lambda point: point[1], default=None)
+        entries = {
+            "parameters": _count(start.get("num_parameters")),
+            "ranks": f"{start['world_size']} on {start['platform']}" if start else "",
+            "starts": str(len(starts)) if len(starts) > 1 else "",
+            "steps": f"{steps[-1]['step']:,} of {self.config.get('training', {}).get('steps', '?')}" if steps else "",
+            "tokens": _count(sum(event.get("tokens", 0) for event in steps)),
+            "training loss, mean of the last 10 steps": _loss(self.last("loss", 10)),
+            "last evaluation loss": _loss(self.last("evaluation_loss")),
+            "best evaluation loss": f"{best[1]:.4f} at step {best[0]}" if best else "",
+            "tokens/s, median": f"{median(speeds):,.0f}" if speeds else "",
+            "checkpoints written": str(len(self.of("checkpoint"))),
+        }
+        return {name: text for name, text in entries.items() if text}
+
+
+def _numbers(event: dict[str, Any]) -> list[tuple[str, float]]:
+    """Return the finite numbers of an event by name, those of the model included."""
+    values = {name: value for name, value in event.items() if name not in (*_NO_CURVE, "metrics")}
+    inner = event.get("metrics")
+    values |= inner if isinstance(inner, dict) else {}
+    return [
+        (name, float(value))
+        for name, value in values.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    ]
+
+
+def _count(number: Any) -> str:
+    """Return a number as people say it: 3.1 million."""
+    if not isinstance(number, (int, float)) or not number:
+        return ""
+    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if number >= size:
+            return f"{number / size:.2f} {word}"
+    return f"{number:,}"
+
+
+def _loss(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+MOST_POINTS = 1000
+
+# The order of what people look at first; other numbers follow by name.
+_FIRST = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "seconds")
+_UNITS = {
+    "loss": "nats per token",
+    "seconds": "seconds per step",
+    "evaluation_seconds": "seconds per evaluation",
+    "gradient_norm": "2-norm before clipping",
+    "peak_memory_gib": "GiB",
+}
+
+
+def order(names: Sequence[str]) -> list[str]:
+    """Return the curves in the order in which they are shown; that of evaluation stands with the training's."""
+    rest = sorted(name for name in names if name not in _FIRST and name != "evaluation_loss")
+    return [*(name for name in _FIRST if name in names), *rest]
+
+
+def draw_curve(name: str, runs: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
+    """Return the SVG of one number over the steps, of every run that has it.
+
+    Args:
+        runs: the curves of each run by its name; the evaluation loss is drawn beside the training loss.
+    """
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.4), layout="constrained")
+    FigureCanvasSVG(figure)
+    axes: Any = figure.add_subplot()
+    for index, (run, curves) in enumerate(runs.items()):
+        label, color = run if len(runs) > 1 else "", f"C{index}"
+        if points := thin(curves.get(name, ())):
+            axes.plot(*zip(*points, strict=True), color=color, linewidth=1.2, label=label or "training")
+        if name == "loss" and (points := thin(curves.get("evaluation_loss", ()))):
+            color = color if len(runs) > 1 else "C1"
+            label = f"{label} evaluation".strip()
+            axes.plot(*zip(*points, strict=True), "o--", color=color, linewidth=1, markersize=3, label=label)
+    axes.set(xlabel="step", ylabel=_UNITS.get(name, ""), title=name.replace("_", " "))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+    if len(runs) > 1 or name == "loss":
+        axes.legend(fontsize="small")
+    return _svg(figure)
+
+
+def thin(points: Sequence[Point]) -> list[Point]:
+    """Return at most `MOST_POINTS` points: the means of as many neighbours as that takes, at their last step."""
+    width = -(-len(points) // MOST_POINTS) or 1
+    groups = (points[begin : begin + width] for begin in range(0, len(points), width))
+    return [(group[-1][0], fmean(value for _, value in group)) for group in groups]
+
+
+def _svg(figure: Any) -> str:
+    text = io.StringIO()
+    # Neither a date nor an id drawn at random: the same run gives the same file.
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "hp-train", "svg.fonttype": "none"}):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue().partition("<svg")[2].join(["<svg", ""])
+
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 84rem; padding: 0 1rem; color: #222; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; border-bottom: 1px solid #ddd; }
+table { border-collapse: collapse; } td, th { padding: .15rem .6rem; text-align: left; border: 1px solid #ddd; }
+th { background: #f5f5f5; font-weight: 600; } td { font-variant-numeric: tabular-nums; }
+table.layout td { text-align: center; padding: .15rem .35rem; } table.layout { display: block; overflow-x: auto; }
+pre { background: #f7f7f7; padding: 1rem; overflow-x: auto; font-size: .85rem; }
+.curves { display: flex; flex-wrap: wrap; gap: 1rem; } .curves svg { max-width: 100%; height: auto; width: 26rem; }
+"""
+
+
+def page(title: str, sections: Iterable[tuple[str, str]]) -> str:
+    """Return a whole page; `sections` are headings and the HTML below them."""
+    body = "".join(f"<h2>{escape(heading)}</h2>\n{content}\n" for heading, content in sections)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{_STYLE}</style></head>\n<body><h1>{escape(title)}</h1>\n{body}</body></html>\n"
+    )
+
+
+def table(rows: Iterable[Sequence[object]], header: Sequence[object] = ()) -> str:
+    """Return a table of texts; the first column of one without a header is bold."""
+    head = "".join(f"<th>{escape(str(each))}</th>" for each in header)
+    lines = [f"<tr>{head}</tr>"] if head else []
+    for row in rows:
+        cells = [escape(str(each)) for each in row]
+        first = f"<td>{cells[0]}</td>" if header else f"<th>{cells[0]}</th>"
+        lines.append(f"<tr>{first}{''.join(f'<td>{cell}</td>' for cell in cells[1:])}</tr>")
+    return f"<table>{''.join(lines)}</table>"
+
+
+def preformatted(text: str) -> str:
+    """Return a text as it is."""
+    return f"<pre>{escape(text)}</pre>"
+
+
+# More ranks than this are shown by their first ones.
+MOST_RANKS = 64
+
+
+def draw_layout(config: dict[str, Any], world_size: int) -> str:
+    """Return the HTML of a layout: a row for each axis, a column for each rank, a colour for each coordinate.
+
+    Ranks of one colour in a row have the same coordinate there; an axis of one rank is left out.
+
+    Args:
+        config: the resolved configuration as plain mappings.
+        world_size: ranks of the job.
+    """
+    parallel, model = config.get("parallel", {}), config.get("model", {})
+    try:
+        dims = ParallelDims.from_config(SimpleNamespace(**parallel), world_size, model.get("num_experts"))
+    except (ParallelDimsError, AttributeError, TypeError) as error:
+        return table([["layout", f"cannot be told: {error}"]])
+    shown = range(min(world_size, MOST_RANKS))
+    coordinates = [dims.coordinate(rank) for rank in shown]
+    axes = {name: size for sizes in (dims.dense_sizes(), dims.sparse_sizes()) for name, size in sizes.items()}
+    rows = [
+        f"<tr><th>{name} ({size})</th>{''.join(_cell(each[name]) for each in coordinates)}</tr>"
+        for name, size in axes.items()
+        if size > 1 and all(name in each for each in coordinates)
+    ]
+    header = "".join(f"<th>{rank}</th>" for rank in shown)
+    more = "" if world_size <= MOST_RANKS else f"<p>The first {MOST_RANKS} of {world_size:,} ranks.</p>"
+    return f'<p>{dims.summary()}</p><table class="layout"><tr><th>rank</th>{header}</tr>{"".join(rows)}</table>{more}'
+
+
+def _cell(coordinate: int) -> str:
+    return f'<td style="background: hsl({coordinate * 67 % 360}, 60%, 82%)">{coordinate}</td>'
+
+
+def report_run(run: Path, to: Path | None = None) -> Path:
+    """Write the report of a run, finished or not, and return its file.
+
+    Args:
+        run: the run folder.
+        to: the HTML file; None: `report.html` in the run folder.
+
+    Raises:
+        RunFolderError: there is no run in the folder.
+    """
+    history = RunHistory.read(run)
+    to = run / "report.html" if to is None else to
+    write_atomically(to, page(history.name, _sections(history)))
+    return to
+
+
+def _sections(history: RunHistory) -> list[tuple[str, str]]:
+    starts, curves = history.of("start"), {history.name: history.curves}
+    sections = [("Summary", table(list(history.summary().items())))]
+    if history.curves:
+        drawn = "".join(draw_curve(name, curves) for name in order(list(history.curves)))
+        sections.append(("Curves", f'<div class="curves">{drawn}</div>'))
+    if starts:
+        sections.append(("Layout", draw_layout(history.config, starts[-1]["world_size"])))
+        rows = [[each["first_step"], each["platform"], each["world_size"]] for each in starts]
+        sections.append(("Starts", table(rows, ["after step", "platform", "ranks"])))
+    if checkpoints := history.of("checkpoint"):
+        rows = [[each["step"], each["folder"], f"{each['seconds']:.2f}"] for each in checkpoints]
+        sections.append(("Checkpoints", table(rows, ["step", "folder", "seconds"])))
+    sections.append(("Configuration", preformatted(yaml.safe_dump(history.config, sort_keys=False, width=110))))
+    return sections
+
+
+# They differ in every run and say nothing about it.
+_PLACES = ("run.folder", "checkpoint.folder")
+
+
+def compare_runs(runs: Sequence[Path], to: Path) -> str:
+    """Write the comparison of runs as an HTML file, and return its table of numbers as text.
+
+    Raises:
+        RunFolderError: a folder holds no run.
+    """
+    histories = [RunHistory.read(run) for run in runs]
+    names = _distinct_names(histories)
+    summaries = [history.summary() for history in histories]
+    wanted = list(dict.fromkeys(key for summary in summaries for key in summary))
+    numbers = [[key, *(summary.get(key, "") for summary in summaries)] for key in wanted]
+    differences = [[path, *values] for path, values in different_settings(histories).items()]
+    header = ["", *names]
+    curves = {name: history.curves for name, history in zip(names, histories, strict=True)}
+    drawn = "".join(
+        draw_curve(name, curves) for name in order(list({name for each in curves.values() for name in each}))
+    )
+    sections = [
+        ("Numbers", table(numbers, header)),
+        ("Settings that differ", table(differences, header) if differences else "<p>None.</p>"),
+        ("Curves", f'<div class="curves">{drawn}</div>'),
+    ]
+    write_atomically(to, page(f"Comparison of {len(runs)} runs", sections))
+    return _as_text([header, *differences, *numbers])
+
+
+def different_settings(histories: Sequence[RunHistory]) -> dict[str, list[Any]]:
+    """Return the values of each setting that is not the same in all runs; one that a run does not have is empty."""
+    settings = [settings_by_path(history.config) for history in histories]
+    paths = dict.fromkeys(path for each in settings for path in each)
+    values = {path: [each.get(path, "") for each in settings] for path in paths if path not in _PLACES}
+    return {path: found for path, found in values.items() if any(value != found[0] for value in found)}
+
+
+def _distinct_names(histories: Sequence[RunHistory]) -> list[str]:
+    """Return the names of the folders, or their paths where two have the same name."""
+    names = [history.name for history in histories]
+    return [str(history.path) if names.count(history.name) > 1 else history.name for history in histories]
+
+
+def _as_text(rows: Sequence[Sequence[object]]) -> str:
+    """Return rows as text, the columns aligned."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in texts) for column in range(len(texts[0]))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in texts)
+    return "\n".join(line.rstrip() for line in lines)
