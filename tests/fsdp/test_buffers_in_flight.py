@@ -210,13 +210,13 @@ def test_a_few_neighbours_keep_the_parameters_for_backward(hp_platform, low):
 
 
 @pytest.mark.parametrize(("wanted", "expected"), [(1, False), (4, True), (2, 2), (None, None)])
-def test_the_whole_axis_means_true_and_one_rank_false(hp_platform, wanted, expected):
+def test_all_ranks_mean_true_and_one_rank_false(hp_platform, wanted, expected):
     def rank():
         model = fully_shard(build(hp_platform, Case((4,))), mesh_of(hp_platform, 4), reshard_after_forward=wanted)
         assert model._fsdp.group.settings.reshard_after_forward is expected
         model.set_reshard_after_forward(2)
         assert model._fsdp.group.settings.reshard_after_forward == 2
-        with pytest.raises(FullyShardError, match=r"group Net: reshard_after_forward=3: .* expected one of 1, 2, 4"):
+        with pytest.raises(FullyShardError, match=r"group Net: reshard_after_forward=3 .* expected one of 1, 2, 4"):
             model.set_reshard_after_forward(3)
 
     run_ranks(rank, 4, hp_platform)

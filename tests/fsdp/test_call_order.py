@@ -205,7 +205,7 @@ def skip():
     ],
 )
 def test_more_calls_on_one_rank_than_on_another_are_found(hp_platform, function, parts):
-    with order_error(*parts, "start the ranks anew"):
+    with order_error(*parts, "restart the ranks"):
         run_ranks(function, 2, hp_platform)
 
 
@@ -277,7 +277,7 @@ def test_a_difference_after_many_actions_alike_is_found_without_its_names(hp_pla
     def rank():
         model = sharded(hp_platform, (2,))
         many = (0, 1) * (NUM_CODES_SENT // 2)
-        with order_error(f"ranks [0, 1] after {NUM_CODES_SENT} actions alike", "the next step can go on"):
+        with order_error(f"ranks [0, 1] after {NUM_CODES_SENT} equal actions", "the next step can continue"):
             step(hp_platform, model, (*many, 2, 1) if current_world(hp_platform).rank else (*many, 1, 2))
         check_step(hp_platform, model, 2)
 
@@ -296,8 +296,8 @@ def test_a_comparison_that_meets_another_collective_says_so(hp_platform, monkeyp
 
     def rank():
         number = current_world(hp_platform).rank
-        said = f"rank {number} is through with its forward when rank {1 - number} still gathers or reduces"
-        with order_error(said, "last actions: gathers ", "start the ranks anew"):
+        said = f"rank {number} has ended its forward while rank {1 - number} still gathers or reduces"
+        with order_error(said, "last actions: gathers ", "restart the ranks"):
             step(hp_platform, sharded(hp_platform, (2,)))
 
     run_ranks(rank, 2, hp_platform)
@@ -338,7 +338,7 @@ def test_models_made_and_freed_one_after_another_leave_no_descriptions(hp_platfo
             gc.collect()
         last = sharded(hp_platform, (2,))
         check_step(hp_platform, last, 2)
-        with order_error("rank 1 gathers" if number == 0 else "rank 0 gathers a group that is gone"):
+        with order_error("rank 1 gathers" if number == 0 else "rank 0 gathers a group that has been freed"):
             step(hp_platform, last if number else kept[0])
         return counts
 
@@ -353,7 +353,7 @@ def test_ranks_outside_the_group_are_said_to_know_nothing(hp_platform):
         model = sharded(hp_platform, (2, 2))
         if current_world(hp_platform).rank >= 2:
             odd = current_world(hp_platform).rank == 3
-            with order_error("can go on if ranks 0, 1 gave up this one as well"):
+            with order_error("can continue if ranks 0, 1, which this group cannot see, abandoned"):
                 step(hp_platform, model, (1, 0, 2) if odd else SAME)
         else:
             loss_of(hp_platform, model, SAME, 0)

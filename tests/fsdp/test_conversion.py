@@ -131,7 +131,7 @@ def test_what_cannot_be_converted_is_told():
         model = fully_shard(build(), init_device_mesh("cpu", (2,)))
         model[0].double()
         with pytest.raises(
-            FSDPStateError, match=r"0\.weight is torch.float64 .*Convert all parameters of a group alike"
+            FSDPStateError, match=r"0\.weight is torch.float64 .*Convert all parameters of a group to the same dtype"
         ):
             model(batch(0, 0).float())
         model.double()
@@ -139,7 +139,7 @@ def test_what_cannot_be_converted_is_told():
         model.set_requires_gradient_sync(False)
         model(batch(0, 0)).sum().backward()
         model.float()
-        with pytest.raises(FSDPStateError, match=r"while gradients in torch\.float64 wait for their reduction"):
+        with pytest.raises(FSDPStateError, match=r"while gradients in torch\.float64 are pending for their reduction"):
             model(batch(0, 0).float())
 
     run_ranks(rank, 2, "torch")

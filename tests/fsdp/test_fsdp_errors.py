@@ -307,7 +307,9 @@ def test_an_ignored_parameter_that_a_module_around_it_has_too_stays_tied(hp_plat
         block.other = nn.Linear(DIM, DIM)
         block.other.weight = shared = block.up.weight
         fully_shard(block.up, mesh, ignored_params=[shared])
-        message = r"other.weight is up.weight too, which an earlier fully_shard was given in ignored_params: give it"
+        message = (
+            r"other.weight is the same parameter as up.weight, which an earlier fully_shard was given in ignored_params"
+        )
         with pytest.raises(FullyShardError, match=message):
             fully_shard(block, mesh)
         fully_shard(block, mesh, ignored_params=[shared])
@@ -377,7 +379,9 @@ def test_a_parameter_that_has_been_replaced_is_told(hp_platform):
         model = fully_shard(nn.Linear(2, 2), mesh_of(hp_platform, 1))
     ones = hp_platform.from_numpy(numpy.ones((2, 2), numpy.float32))
     model.weight = hp_platform.Parameter(ones)
-    with pytest.raises(FSDPStateError, match="weight of the module is not what fully_shard has put there"):
+    with pytest.raises(
+        FSDPStateError, match="weight of the module is not the parameter that fully_shard has set there"
+    ):
         model(ones)
 
 

@@ -198,7 +198,9 @@ def test_a_weight_that_does_not_pad_is_told_so_on_all_ranks():
     def rank():
         model = with_weights(build(Int8Weight), Int8Weight)
         fully_shard(model, init_device_mesh("cpu", (3,)))
-        with pytest.raises(FSDPStateError, match=r"0\.weight: .*Int8Weight must give tensors of the same sizes.*pads"):
+        with pytest.raises(
+            FSDPStateError, match=r"0\.weight: .*Int8Weight must return tensors of the same sizes.*pad them"
+        ):
             model(batch(0, 0))
 
     run_ranks(rank, 3, "torch")
@@ -302,7 +304,7 @@ def test_a_weight_that_is_kept_quantized_is_refused():
 def test_another_dimension_is_refused():
     def rank():
         model = with_weights(build(Int8Weight), Int8Weight)
-        with pytest.raises(FullyShardError, match=r"weight: .*cuts dimension 1, expected 0.*Int8Weight"):
+        with pytest.raises(FullyShardError, match=r"weight: .*shards dimension 1, expected 0.*Int8Weight"):
             fully_shard(model[0], init_device_mesh("cpu", (2,)), shard_placement_fn=lambda p: Shard(len(p.shape) - 1))
 
     run_ranks(rank, 2, "torch")

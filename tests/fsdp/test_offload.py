@@ -72,7 +72,7 @@ def _train(platform, case, policy, device=None):
         places = {
             (
                 device.lies_on_host(b.shard),
-                None if b.gradients.awaited.flat is None else device.lies_on_host(b.gradients.awaited.flat),
+                None if b.gradients.deferred.flat is None else device.lies_on_host(b.gradients.deferred.flat),
             )
             for b in (buffers if device is not None else ())
         }
@@ -221,14 +221,14 @@ def test_of_a_group_frozen_before_the_backward_nothing_is_kept_apart(hp_platform
             hp_platform.set_requires_grad(parameter, False)
         hp_platform.backward(loss)
         first, second, _ = (block._fsdp.group.buffers for block in model.blocks)
-        return [any(buffer.gradients.awaited.flat is not None for buffer in buffers) for buffers in (first, second)]
+        return [any(buffer.gradients.deferred.flat is not None for buffer in buffers) for buffers in (first, second)]
 
     assert run_ranks(rank, 2, hp_platform) == [[False, True]] * 2
 
 
 def test_where_the_device_is_the_host_nothing_is_copied(hp_platform, monkeypatch):
     storage = get_storage(hp_platform)
-    for name in ("host_buffer", "to_device", "to_host", "await_gradient"):
+    for name in ("host_buffer", "to_device", "to_host", "defer_gradient"):
         monkeypatch.setattr(storage, name, lambda *args: pytest.fail("copied"))
     for policy in (WHOLE, PARAMETERS, GRADIENTS):
         run_ranks(_train, 2, hp_platform, hp_platform, CASES["fsdp"], policy)
@@ -280,7 +280,7 @@ def test_a_platform_that_cannot_await_gradients_refuses_them_apart(hp_platform, 
     storage = get_storage(hp_platform)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",), platform=hp_platform)
     monkeypatch.setattr(
-        storage, "check_gradient_apart", functools.partial(ParameterStorage.check_gradient_apart, storage)
+        storage, "check_separate_gradients", functools.partial(ParameterStorage.check_separate_gradients, storage)
     )
     for policy in (PARAMETERS, GRADIENTS):
         with pytest.raises(CapabilityError, match="gradients lie where their parameters do; offload both or none"):

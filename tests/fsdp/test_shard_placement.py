@@ -184,7 +184,7 @@ def test_ranks_that_share_a_parameter_must_have_it_alike(hp_platform, rank_diffe
     ("chosen", "message"),
     [
         (Replicate(), r"weight: shard_placement_fn: expected Shard\(dim\), a ShardPlacementResult or None, got"),
-        (Shard(3), r"weight: shard_placement_fn: Shard\(.*3\) cuts a dimension that a parameter \[2, 3, 5\] lacks"),
+        (Shard(3), r"weight: shard_placement_fn: Shard\(.*3\) shards a dimension that a parameter \[2, 3, 5\] lacks"),
         (ShardPlacementResult(mesh="cpu"), "weight: shard_placement_fn: mesh: expected a DeviceMesh, got str"),
     ],
 )

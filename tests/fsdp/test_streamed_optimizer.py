@@ -210,7 +210,7 @@ def test_each_lies_where_it_should_between_steps(hp_platform, device, offload):
         for index in range(2):
             for loss in _micro_batches(hp_platform, model, case, index):
                 hp_platform.backward(loss)
-            waiting = [b.gradients.awaited.flat for m in sharded_modules(model) for b in m._fsdp.group.buffers]
+            waiting = [b.gradients.deferred.flat for m in sharded_modules(model) for b in m._fsdp.group.buffers]
             assert all((x is not None) == (offload.parameters != offload.gradients) for x in waiting)
             optimizer._hp_fsdp_streamed_step.run(lambda o: (watch(o), step(o)))
             assert in_step == {False}  # the update is on the device
@@ -255,9 +255,9 @@ def test_gradients_that_are_dropped_are_not_copied(hp_platform, device):
         expected = device.of_rank(current_world(hp_platform).rank)
         first.zero_grad()
         buffers = [b for m in sharded_modules(model) for b in m._fsdp.group.buffers]
-        assert [b.gradients.awaited.flat is None for b in buffers].count(True) == 0
+        assert [b.gradients.deferred.flat is None for b in buffers].count(True) == 0
         others.zero_grad()
-        assert all(b.gradients.awaited.flat is None for b in buffers)
+        assert all(b.gradients.deferred.flat is None for b in buffers)
         assert all(p.grad is None for p in parameters)
         assert device.of_rank(current_world(hp_platform).rank) == expected
 

@@ -47,7 +47,7 @@ def test_hooks_of_parameters_run_once_their_gradient_is_reduced(hp_platform, syn
             (net(x) + net.blocks[0](x)).sum().backward()
             if sync == "deferred":
                 assert len(seen["first.weight"]) == micro
-                net._fsdp.schedule.finish_reductions()
+                net._fsdp.schedule.context.finish_reductions()
         for name, parameter in net.named_parameters():
             assert len(seen[name]) == (1 if sync == "last" else 2), name
             assert torch.equal(seen[name][-1], parameter.grad.full_tensor()), name
@@ -158,7 +158,9 @@ def test_hooks_for_accumulated_gradients_before_sharding_are_refused(hp_platform
     net = Net()
     handle = net.first.weight.register_post_accumulate_grad_hook(print)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",), platform=hp_platform)
-    with pytest.raises(FullyShardError, match=r"first\.weight: hooks .* register_post_accumulate_grad_hook is given"):
+    with pytest.raises(
+        FullyShardError, match=r"first\.weight: hooks .* registered by register_post_accumulate_grad_hook"
+    ):
         fully_shard(net, mesh)
     handle.remove()
     fully_shard(net, mesh)

@@ -169,8 +169,8 @@ def test_replicated_parameters_take_one_reduction_per_group(hp_platform):
     [
         ({"zero_stage": 4}, "zero_stage: expected 0, 1, 2 or 3, got 4"),
         ({"zero_stage": True}, "zero_stage: expected 0, 1, 2 or 3, got True"),
-        ({"zero_stage": 2, "reshard_after_forward": True}, "zero_stage=2 keeps whole; use zero_stage=3"),
-        ({"threshold": -1, "zero_stage": "2"}, "got '2'; threshold: expected KB"),
+        ({"zero_stage": 2, "reshard_after_forward": True}, "zero_stage=2 retains; use zero_stage=3"),
+        ({"threshold": -1, "zero_stage": "2"}, "got '2'; threshold: expected a size in KB"),
     ],
 )
 def test_settings_that_do_not_fit(hp_platform, options, message):
@@ -181,5 +181,5 @@ def test_settings_that_do_not_fit(hp_platform, options, message):
     with pytest.raises(FullyShardError, match="1 parameters are in both"):
         fully_shard(model, mesh_of(hp_platform, 1), ignored_params=head, replicate_params=head)
     fully_shard(model, mesh_of(hp_platform, 1), zero_stage=1)
-    with pytest.raises(FullyShardError, match="group Net of zero_stage=1 keeps its full parameters"):
+    with pytest.raises(FullyShardError, match="group Net of zero_stage=1 retains its full parameters"):
         model.set_reshard_after_forward(True)

@@ -51,7 +51,7 @@ def _bytes(platform, tensor):
 @pytest.mark.parametrize("name", registries().optimizers.names())
 def test_state_is_as_large_as_the_options_say(platform, name: str) -> None:
     (buffer,) = plan_group([PlannedParameter(path, shape) for path, shape in SHAPES.items()], num_shards=2)
-    options, held = _options(name), buffer.largest_pieces()
+    options, held = _options(name), buffer.largest_local_numels()
     expected = {path: options.state_bytes(path, shape, held[path], 4) for path, shape in SHAPES.items()}
     found = run_ranks(_kept, 2, platform, name)
     assert expected in found

@@ -31,7 +31,7 @@ def check_legal(layout: FlatLayout) -> None:
             if offset < boundary < offset + block.numel:
                 assert (boundary - offset) % block.unit == 0
     for index, block in enumerate(layout.blocks):
-        assert sum(layout.pieces(index)) == block.numel
+        assert sum(layout.local_numels(index)) == block.numel
 
 
 def smallest_shard(blocks: tuple[Block, ...], num_shards: int) -> int:
@@ -89,7 +89,7 @@ def test_rows_that_divide_evenly_need_no_padding() -> None:
 def test_fewer_rows_than_ranks_leave_ranks_without_any(sizes: tuple[int, ...]) -> None:
     layout = plan_layout(tuple(Block(size, 1) for size in sizes), 8)
     check_legal(layout)
-    pieces = [layout.pieces(index) for index in range(len(sizes))]
+    pieces = [layout.local_numels(index) for index in range(len(sizes))]
     assert [sum(piece) for piece in pieces] == list(sizes)
     assert any(0 in piece for piece in pieces)
 

@@ -1,55 +1,31 @@
-"""Modules that have been through `fully_shard`, as methods and functions are given them.
-
-Methods of torch's `FSDPModule` that are older names here, do nothing, or are refused with the way that there is.
-
-`FSDPModule`: the methods that `fully_shard` adds to a module.
-
-`register_fsdp_forward_method`: methods beside forward that run on gathered parameters.
-
-The class of a sharded module: its own class, with the methods of `FSDPModule`.
-"""
+"""`FSDPModule`, the methods that `fully_shard` adds to a module, and the functions that take sharded modules."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import CapabilityError
-from hp_fsdp._argument_checks import checked_factor, checked_flag, reshard_problems, reshard_size
-from hp_fsdp._engine.forward import ORIGINAL_CLASS, FSDPState, original_class, state_of, states_below
+from hp_fsdp._engine.forward import ORIGINAL_CLASS, FSDPState, groups_below, original_class, state_of, states_below
 from hp_fsdp._engine.gathered_step import GatheredStep
 from hp_fsdp._engine.param_group import ParameterGroup
 from hp_fsdp._engine.parameters import STATE_ATTRIBUTE
+from hp_fsdp._engine.settings import normalize_reshard_size, reshard_problems
 from hp_fsdp._model_state import sharded_parameters
 from hp_fsdp.communication import Communication
 from hp_fsdp.exceptions import FullyShardError, StateDictError
 from hp_fsdp.plugins import get_communication
 from hp_fsdp.state_dict import IncompatibleKeys, StateDictOptions, get_model_state_dict, set_model_state_dict
 
+Tensor = Any
 Module = Any
 
-
-def groups_of(method: str, modules: Sequence[Module]) -> list[ParameterGroup]:
-    """Return the groups of sharded modules that were given to `method`, or raise `FullyShardError`."""
-    if not isinstance(modules, (list, tuple)):
-        raise FullyShardError(f"{method}: expected a list of modules, got {type(modules).__name__}")
-    return [state_of_sharded(module).group for module in modules]
-
-
-def state_of_sharded(module: Module) -> FSDPState:
-    """Return the state that `fully_shard` gave a module, or raise `FullyShardError`."""
-    state = state_of(module)
-    if state is None:
-        raise FullyShardError(f"{type(module).__name__} has not been through fully_shard")
-    return state
-
-
-Tensor = Any
-
-_OUR_COMMUNICATION = (
+# Why some methods of torch's class are refused, and what to do instead.
+_NO_TORCH_GROUP = (
     "it would be given a process group of torch, which other platforms lack; derive from hp_fsdp.Communication, "
     "override all_gather or reduce_scatter, and call set_communication(...)"
 )
@@ -58,106 +34,13 @@ _NO_STAGING = (
     "hp_fsdp.Communication to communicate through memory of another allocator, and call set_communication(...)"
 )
 _ONE_GROUP = (
-    "ranks meet in one process group per mesh axis, whose order of collectives is compared; derive from "
+    "there is one process group per mesh axis, whose order of collectives is compared between ranks; derive from "
     "hp_fsdp.Communication, whose reduce_scatter may use another group, and call set_communication(...)"
 )
 
 
-def _refused(method: str, why: str) -> CapabilityError:
-    return CapabilityError(f"{method}: {why}")
-
-
-class TorchMethods:
-    """Mixin of `FSDPModule`, so that programs written for torch's class find every method of it."""
-
-    _fsdp: Any
-    reset: Callable[[], None]
-    set_gradient_divide_factor: Callable[..., None]
-    set_buffers_in_flight: Callable[..., None]
-
-    def reset_iter_state(self) -> None:
-        """Return to the resting state after an exception, torch's name of `reset`."""
-        self.reset()
-
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Divide the sum of gradients by `factor`, torch's older name of `set_gradient_divide_factor`."""
-        self.set_gradient_divide_factor(factor)
-
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Limit full gradient buffers in flight, torch's name of `set_buffers_in_flight(gradients=...)`."""
-        self.set_buffers_in_flight(gradients=max_input_buffers, recurse=recurse)
-
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Accept torch's setting for ranks that use different parameters, which may always do so here.
-
-        Parameters that no rank has used have no gradient either way.
-        """
-        checked_flag("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accept torch's setting to reduce by sums only, and to scale apart from that, as is always done here."""
-        checked_flag("set_force_sum_reduction_for_comms", enable)
-
-    def set_post_optim_event(self, event: Any) -> None:
-        """Wait for `event`, recorded after the optimizer's step, before what follows, gathers among it.
-
-        Args:
-            event: with `wait()`, such as a `torch.Event`.
-        """
-        if not callable(getattr(event, "wait", None)):
-            raise FullyShardError(f"set_post_optim_event: expected an event with wait(), got {event!r}")
-        event.wait()
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """False: do not gather this module's own group for backward, which needs none of its values (an embedding).
-
-        Where it needs them after all, backward raises `FSDPStateError`. On platforms that would compute with freed
-        memory without a word (MindSpore), the group is gathered nevertheless.
-        """
-        self._fsdp.group.settings.unshard_in_backward = checked_flag("set_unshard_in_backward", unshard_in_backward)
-
-    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
-        """Call `hook` with each reduced flat shard of this module's own group, which it may write in place.
-
-        The shard has been divided, and reduced over both axes of a 2-D mesh. Hooks run in the order of reductions.
-
-        Raises:
-            FullyShardError: no function, or a stream: hooks run on the current one.
-        """
-        if not callable(hook):
-            raise FullyShardError(f"set_all_reduce_hook: expected a function of the reduced shard, got {hook!r}")
-        if stream is not None:
-            raise FullyShardError(
-                "set_all_reduce_hook: expected stream=None, because the hook runs on the current stream; let the hook "
-                "itself use another one"
-            )
-        self._fsdp.group.settings.reduce.hook = hook
-
-    def set_custom_all_gather(self, comm: Any) -> None:
-        """Refuse torch's `AllGather`, which uses a process group of torch; see `set_communication`."""
-        raise _refused("set_custom_all_gather", _OUR_COMMUNICATION)
-
-    def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Refuse torch's `ReduceScatter`, which uses a process group of torch; see `set_communication`."""
-        raise _refused("set_custom_reduce_scatter", _OUR_COMMUNICATION)
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Refuse staging buffers from the process group's allocator: there are no staging buffers here."""
-        if checked_flag("set_allocate_memory_from_process_group_for_comm", enable):
-            raise _refused("set_allocate_memory_from_process_group_for_comm", _NO_STAGING)
-
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Refuse staging buffers in symmetric memory: there are no staging buffers here."""
-        raise _refused("set_symm_mem_for_comm", _NO_STAGING)
-
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Refuse a second process group for reductions; see `set_communication`."""
-        if checked_flag("set_separate_reduce_scatter_group", enable):
-            raise _refused("set_separate_reduce_scatter_group", _ONE_GROUP)
-
-
-class FSDPModule(TorchMethods):
-    """Mixin of the class of every module that has been through `fully_shard`; names as torch's `FSDPModule`.
+class FSDPModule:
+    """Mixin of the class of every sharded module. It has the methods of torch's `FSDPModule`.
 
     Example:
         >>> def program():
@@ -175,8 +58,11 @@ class FSDPModule(TorchMethods):
         state: FSDPState = self.__dict__[STATE_ATTRIBUTE]
         return state
 
+    def _groups(self, recurse: bool) -> list[ParameterGroup]:
+        return groups_below(self._fsdp.platform, self) if recurse else [self._fsdp.group]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._fsdp.run(self, super().__call__, args, kwargs)  # type: ignore[misc]
+        return self._fsdp.call(self, super().__call__, args, kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(f"{type(self).__name__}: a sharded module cannot be copied; copy it before fully_shard")
@@ -186,19 +72,17 @@ class FSDPModule(TorchMethods):
             f"{type(self).__name__}: a sharded module cannot be pickled or copied; save get_model_state_dict(...) of it"
         )
 
-    def _groups(self, recurse: bool) -> list[ParameterGroup]:
-        states = states_below(self._fsdp.platform, self) if recurse else [self._fsdp]
-        return [state.group for state in states]
+    # Parameters ------------------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the group's parameters and put them into the modules.
+        """Gather the group's parameters and set them on the modules.
 
         Args:
-            async_op: return at once; the handle's `wait` does the rest.
+            async_op: return a handle at once, whose `wait` completes it.
         """
         group = self._fsdp.group
-        group.attach()
-        group.check_filled()
+        group.sync_moved_parameters()
+        group.check_initialized()
         group.start_unshard()
         handle = UnshardHandle(group)
         if async_op:
@@ -206,56 +90,77 @@ class FSDPModule(TorchMethods):
         handle.wait()
         return None
 
-    def gather_for_step(self) -> GatheredStep:
-        """Gather everything below this module once, for a step of several forwards and backwards; see `GatheredStep`.
-
-        Settings of when gradients are reduced and parameters resharded have no meaning meanwhile.
-
-        Raises:
-            FSDPStateError: within a forward, a backward, or another such step.
-        """
-        return self._fsdp.schedule_of_root().gather_for_step()
-
     def reshard(self) -> None:
-        """Free the group's full parameters and put the sharded ones back into the modules.
+        """Free the group's full parameters and set the sharded ones on the modules.
 
         Raises:
-            FSDPStateError: within the forward of one of them.
+            FSDPStateError: called inside of the forward of one of the modules.
         """
         group = self._fsdp.group
         if not group.in_forward:
             group.use_sharded()
         group.reshard()
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """True: backward reduces gradients; False: it accumulates them unsharded, without communication."""
-        wanted = checked_flag("set_requires_gradient_sync", requires_gradient_sync)
-        for group in self._groups(recurse):
-            group.settings.gradient_sync = wanted
+    def gather_for_step(self) -> GatheredStep:
+        """Gather all parameters below this module once, for a step of several forwards and backwards.
 
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """True: backward reduces over the replicate axis too; False: what is reduced over the shard axis waits."""
-        wanted = checked_flag("set_requires_all_reduce", requires_all_reduce)
-        for group in self._groups(recurse):
-            group.settings.reduce.all_reduce = wanted
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """False: another backward through the same forward follows, which may use parameters that this one does not."""
-        wanted = checked_flag("set_is_last_backward", is_last_backward)
-        for group in self._groups(recurse=True):
-            group.settings.is_last_backward = wanted
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
-        """Free full parameters after forward, keep them, or keep them over a number of ranks; see `fully_shard`.
+        Settings of when gradients are reduced and parameters resharded do not apply in the step. See `GatheredStep`.
 
         Raises:
-            FullyShardError: a group's `zero_stage` keeps its parameters, or its shard axis has no such part.
+            FSDPStateError: called inside of a forward, a backward, or another such step.
+        """
+        return GatheredStep(self._fsdp.schedule_of_root().context)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the framework's own state dict. Its DTensors share the memory of the sharded parameters."""
+        with sharded_parameters(self._fsdp.platform, self):
+            return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> IncompatibleKeys:
+        """Load DTensors of any layout, full tensors, or this rank's shards; see `set_model_state_dict`.
+
+        Every rank calls it. Values are copied, also into parameters that were on the meta device before `fully_shard`,
+        and also with `assign`: sharded parameters must stay views of their buffer.
+
+        Raises:
+            StateDictError: on every rank. Nothing has been changed.
+        """
+        return set_model_state_dict(self, state_dict, options=StateDictOptions(strict=strict))
+
+    def reset(self) -> None:
+        """Return to the resting state at once, and drop gradients that are pending for a reduction.
+
+        It is never required: a forward that raises resets itself, and after a backward that raises the next forward
+        does.
+        """
+        states = states_below(self._fsdp.platform, self)
+        for schedule in dict.fromkeys(state.schedule for state in states):
+            if schedule is not None:
+                schedule.context.reset()
+        for group in (state.group for state in states if state.schedule is None):
+            group.use_sharded()
+            group.reshard()
+
+    def reset_iter_state(self) -> None:
+        """Do the same as `reset`. This is torch's name."""
+        self.reset()
+
+    # When parameters are gathered and freed --------------------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
+        """Free full parameters after forward, retain them, or shard them over a number of ranks; see `fully_shard`.
+
+        Raises:
+            FullyShardError: a group's `zero_stage` retains its parameters, or the number does not divide its shard
+                axis.
         """
         groups = self._groups(recurse)
         problems = [
-            f"group {group.name} of zero_stage={group.settings.zero_stage} keeps its full parameters"
+            f"group {group.name} of zero_stage={group.settings.zero_stage} retains its full parameters"
             for group in groups
-            if reshard_after_forward and group.settings.keeps_full
+            if reshard_after_forward and group.settings.retains_full
         ]
         for group in groups:
             for num_shards in group.shard_counts:
@@ -264,45 +169,53 @@ class FSDPModule(TorchMethods):
         if problems:
             raise FullyShardError(f"set_reshard_after_forward({reshard_after_forward!r}): " + "; ".join(problems))
         for group in groups:
-            group.settings.reshard_after_forward = reshard_size(
+            group.settings.reshard_after_forward = normalize_reshard_size(
                 reshard_after_forward, max(group.shard_counts, default=1)
             )
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """False: keep full parameters after a backward that does not reduce; one that reduces always frees them."""
-        wanted = checked_flag("set_reshard_after_backward", reshard_after_backward)
+        """False: retain full parameters after a backward that does not reduce. One that reduces always frees them."""
+        wanted = _flag("set_reshard_after_backward", reshard_after_backward)
         for group in self._groups(recurse):
             group.settings.reshard_after_backward = wanted
 
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """False: do not gather this module's own group for backward. For modules whose backward reads no parameters.
+
+        An embedding is such a module. If backward reads them after all, it raises `FSDPStateError`. Platforms that
+        would silently compute with freed memory (MindSpore) ignore the setting.
+        """
+        self._fsdp.group.settings.unshard_in_backward = _flag("set_unshard_in_backward", unshard_in_backward)
+
     def set_modules_to_forward_prefetch(self, modules: Sequence[Module]) -> None:
-        """Gather these modules' groups before this one's forward, instead of the next in recorded order."""
-        self._fsdp.group.forward_prefetch = groups_of("set_modules_to_forward_prefetch", modules)
+        """Prefetch the groups of these modules in this one's forward, instead of the next ones in recorded order."""
+        self._fsdp.group.forward_prefetch = _groups_of("set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[Module]) -> None:
-        """Gather these modules' groups before this one's backward, instead of the previous in recorded order."""
-        self._fsdp.group.backward_prefetch = groups_of("set_modules_to_backward_prefetch", modules)
+        """Prefetch the groups of these modules in this one's backward, instead of those before it in recorded order."""
+        self._fsdp.group.backward_prefetch = _groups_of("set_modules_to_backward_prefetch", modules)
 
     def set_prefetch_order(self, name: Hashable) -> None:
-        """Gather ahead, from the next forward on, in the order of the last forward that had this name.
+        """From the next forward on, prefetch in the order of the last forward that had this name.
 
-        For a module whose forwards take turns at different parts of it, such as the stages of a pipeline: without
-        names each would gather ahead what the one before has used.
+        For a module whose forwards alternate between different parts of it, such as the stages of a pipeline. Without
+        names each forward would prefetch the groups of the previous one.
         """
-        self._fsdp.schedule_of_root().name_prefetch_order(name)
+        self._fsdp.schedule_of_root().context.prefetcher.order_name = name
 
     def set_buffers_in_flight(
         self, *, gathered_ahead: int | None = None, gradients: int | None = None, recurse: bool = True
     ) -> None:
-        """Limit the buffers that are held for the sake of overlap.
+        """Limit the buffers that are held so that communication and computation overlap.
 
         Args:
-            gathered_ahead: groups whose full parameters are gathered before they are needed, in recorded order
-                (default 1; 0: none; prefetch lists are taken as they are).
-            gradients: buffers of full gradients, including the one being written, before a reduction must have
-                finished (default 1: a reduction runs during the backward of one further group).
+            gathered_ahead: number of groups whose full parameters are gathered before they are needed, in recorded
+                order (default 1; 0: none). Lists of modules to prefetch are not limited.
+            gradients: number of full gradient buffers, including the one being written, above which a reduction must
+                have ended (default 1: a reduction runs during the backward of one further group).
 
         Raises:
-            FullyShardError: a number that is none, or below 0 or 1.
+            FullyShardError: not an int, or below 0 or 1.
         """
         problems = [
             f"{name}: expected a number from {least}, got {number!r}"
@@ -317,72 +230,133 @@ class FSDPModule(TorchMethods):
             if gradients is not None:
                 group.settings.max_gradient_buffers = gradients
 
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Do the same as `set_buffers_in_flight(gradients=...)`. This is torch's name."""
+        self.set_buffers_in_flight(gradients=max_input_buffers, recurse=recurse)
+
+    # How gradients are reduced ---------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """True: backward reduces gradients. False: it accumulates them unsharded, without communication."""
+        wanted = _flag("set_requires_gradient_sync", requires_gradient_sync)
+        for group in self._groups(recurse):
+            group.settings.gradient_sync = wanted
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """True: backward reduces over the replicate axis too. False: the reduced shards accumulate until it does."""
+        wanted = _flag("set_requires_all_reduce", requires_all_reduce)
+        for group in self._groups(recurse):
+            group.settings.reduce.all_reduce = wanted
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """False: another backward through the same forward follows, which may use parameters that this one does not."""
+        wanted = _flag("set_is_last_backward", is_last_backward)
+        for group in self._groups(recurse=True):
+            group.settings.is_last_backward = wanted
+
     def set_gradient_scaling_factor(self, factor: float, *, recurse: bool = True) -> None:
-        """Multiply every reduced gradient, mean or sum, by `factor`; default 1.
+        """Multiply every reduced gradient, mean or sum, by `factor` (default 1).
 
         Raises:
-            FullyShardError: a factor that is no positive finite number.
+            FullyShardError: the factor is not a positive finite number.
         """
         for group in self._groups(recurse):
-            group.settings.reduce.scaling_factor = checked_factor("set_gradient_scaling_factor", factor)
+            group.settings.reduce.scaling_factor = _factor("set_gradient_scaling_factor", factor)
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
-        """Divide the sum of gradients over all data-parallel ranks by `factor`; default: their number."""
+        """Divide the sum of gradients over all data-parallel ranks by `factor` (default: the number of ranks)."""
         for group in self._groups(recurse):
-            group.settings.reduce.divide_factor = checked_factor("set_gradient_divide_factor", factor)
+            group.settings.reduce.divide_factor = _factor("set_gradient_divide_factor", factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Do the same as `set_gradient_divide_factor`. This is an older name in torch."""
+        self.set_gradient_divide_factor(factor)
 
     def set_reduce_op_type(self, op: str, *, recurse: bool = True) -> None:
-        """Reduce gradients by their mean ("avg", the default) or their sum ("sum") over the data-parallel ranks."""
+        """Reduce gradients to their mean ("avg", the default) or sum ("sum") over the data-parallel ranks."""
         if op not in ("avg", "sum"):
             raise FullyShardError(f"set_reduce_op_type: expected 'avg' or 'sum', got {op!r}")
         for group in self._groups(recurse):
             group.settings.reduce.op = op
             group.settings.reduce.divide_factor = None
 
-    def set_communication(self, communication: str | Communication, *, recurse: bool = True) -> None:
-        """Gather and reduce by a `Communication`, given or by its name, from now on; see `fully_shard`."""
-        transport = get_communication(communication, self._fsdp.platform)
-        for group in self._groups(recurse):
-            for buffer in group.buffers:
-                buffer.communication = transport
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
+        """Call `hook` with each reduced flat shard of this module's own group. It may write the shard in place.
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the framework's own state dict, of DTensors that share the parameters' memory, always."""
-        with sharded_parameters(self._fsdp.platform, self):
-            return super().state_dict(*args, **kwargs)  # type: ignore[misc]
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> IncompatibleKeys:
-        """Load DTensors of any layout, full tensors or this rank's shards; see `set_model_state_dict`.
-
-        Every rank calls it. Values are copied, also into parameters that were on the meta device before fully_shard,
-        and also with `assign`, which is taken because it asks for these values.
+        The shard has been divided, and reduced over both axes of a 2-D mesh. Hooks run in the order of reductions.
 
         Raises:
-            StateDictError: on every rank; nothing has been changed.
+            FullyShardError: not a function; or a stream, because hooks run on the current one.
         """
-        return set_model_state_dict(self, state_dict, options=StateDictOptions(strict=strict))
+        if not callable(hook):
+            raise FullyShardError(f"set_all_reduce_hook: expected a function of the reduced shard, got {hook!r}")
+        if stream is not None:
+            raise FullyShardError(
+                "set_all_reduce_hook: expected stream=None, because the hook runs on the current stream; use another "
+                "stream inside of the hook"
+            )
+        self._fsdp.group.settings.reduce.hook = hook
 
-    def reset(self) -> None:
-        """Return to the resting state at once, and drop gradients that wait for a reduction.
+    def set_communication(self, communication: str | Communication, *, recurse: bool = True) -> None:
+        """Gather and reduce by this `Communication`, or the registered one of this name; see `fully_shard`."""
+        communication = get_communication(communication, self._fsdp.platform)
+        for group in self._groups(recurse):
+            for buffer in group.buffers:
+                buffer.communication = communication
 
-        After an exception in backward the next forward does it by itself; one in forward needs nothing.
+    # Methods of torch that need no setting here ----------------------------------------------------------
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Accept torch's setting for ranks that use different parameters, which is always supported here.
+
+        Parameters that no rank has used have no gradient either way.
         """
-        states = states_below(self._fsdp.platform, self)
-        for schedule in dict.fromkeys(state.schedule for state in states):
-            if schedule is not None:
-                schedule.reset()
-        for group in (state.group for state in states if state.schedule is None):
-            group.use_sharded()
-            group.reshard()
+        _flag("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accept torch's setting to communicate sums only and to scale them apart, which is always done here."""
+        _flag("set_force_sum_reduction_for_comms", enable)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Have the current stream wait for `event`, recorded after the optimizer's step.
+
+        Args:
+            event: an object with `wait()`, such as a `torch.Event`.
+        """
+        if not callable(getattr(event, "wait", None)):
+            raise FullyShardError(f"set_post_optim_event: expected an event with wait(), got {event!r}")
+        event.wait()
+
+    # Methods of torch that are not supported -------------------------------------------------------------
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Refuse torch's `AllGather`, which uses a process group of torch; see `set_communication`."""
+        raise _refusal("set_custom_all_gather", _NO_TORCH_GROUP)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Refuse torch's `ReduceScatter`, which uses a process group of torch; see `set_communication`."""
+        raise _refusal("set_custom_reduce_scatter", _NO_TORCH_GROUP)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Refuse staging buffers from the process group's allocator: there are no staging buffers here."""
+        if _flag("set_allocate_memory_from_process_group_for_comm", enable):
+            raise _refusal("set_allocate_memory_from_process_group_for_comm", _NO_STAGING)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Refuse staging buffers in symmetric memory: there are no staging buffers here."""
+        raise _refusal("set_symm_mem_for_comm", _NO_STAGING)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Refuse a second process group for reductions; see `set_communication`."""
+        if _flag("set_separate_reduce_scatter_group", enable):
+            raise _refusal("set_separate_reduce_scatter_group", _ONE_GROUP)
 
 
 HSDPModule = FSDPModule
 
 
 class UnshardHandle:
-    """Handle of a gather under way, as `unshard(async_op=True)` returns it.
+    """Handle of a running gather, returned by `unshard(async_op=True)`.
 
     Example:
         >>> def program():
@@ -401,14 +375,14 @@ class UnshardHandle:
         self._group = group
 
     def wait(self) -> None:
-        """Return when the modules hold their full parameters."""
+        """Wait for the gather, and set the full parameters on the modules."""
         self._group.unshard()
         if not self._group.uses_unsharded:
             self._group.use_unsharded()
 
 
 def share_comm_ctx(modules: Sequence[Module]) -> None:
-    """Accept torch's call for roots that are to share streams: models share those of their device here anyway.
+    """Accept torch's call for roots that are to share streams. Here all models on a device share them anyway.
 
     Raises:
         FullyShardError: a module has not been through `fully_shard`.
@@ -422,18 +396,15 @@ def share_comm_ctx(modules: Sequence[Module]) -> None:
         >>> run_ranks(program, 2)
         [None, None]
     """
-    groups_of("share_comm_ctx", modules)
-
-
-_RUN_LATER = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    _groups_of("share_comm_ctx", modules)
 
 
 def register_fsdp_forward_method(module: Module, method_name: str) -> None:
-    """Let `module.<method_name>(...)`, like its forward, run on gathered parameters.
+    """Let `module.<method_name>(...)` run on gathered parameters, like its forward.
 
     Raises:
-        FullyShardError: `module` has not been through `fully_shard`, has no such method, or it is a generator or a
-            coroutine, which computes when the call is over.
+        FullyShardError: `module` has not been through `fully_shard` or has no such method, or the method is a generator
+            or coroutine, whose body runs after the call has returned.
 
     Example:
         >>> def program():
@@ -444,14 +415,15 @@ def register_fsdp_forward_method(module: Module, method_name: str) -> None:
         >>> run_ranks(program, 2)[0]
         None
     """
-    state = state_of_sharded(module)
+    state = _state_of_sharded(module)
     method = getattr(module, method_name, None)
     if not callable(method):
         raise FullyShardError(f"register_fsdp_forward_method: {type(module).__name__} has no method {method_name!r}")
-    if any(runs_later(method) for runs_later in _RUN_LATER):
+    run_later = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    if any(is_kind(method) for is_kind in run_later):
         raise FullyShardError(
-            f"register_fsdp_forward_method: {type(module).__name__}.{method_name} is a generator or a coroutine, which "
-            "computes when the call is over; register the methods that it calls"
+            f"register_fsdp_forward_method: {type(module).__name__}.{method_name} is a generator or a coroutine, whose "
+            "body runs after the call has returned; register the methods that it calls"
         )
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
@@ -461,33 +433,34 @@ def register_fsdp_forward_method(module: Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def sharded(*args: Any, **kwargs: Any) -> Any:
-        return state.run(module, hooked, args, kwargs)
+        return state.call(module, hooked, args, kwargs)
 
     object.__setattr__(module, method_name, sharded)
 
 
+# The class of a sharded module ---------------------------------------------------------------------------
+
+
 @functools.cache
 def with_methods(cls: type, mixin: type | None = None) -> type:
-    """Return a subclass of `cls` with the methods of `mixin` (default: `FSDPModule`): FSDPLinear of Linear."""
+    """Return a subclass of `cls` with the methods of `mixin` (default: `FSDPModule`), such as FSDPLinear of Linear."""
     mixin = mixin or FSDPModule
     if issubclass(cls, mixin):
         return cls
     namespace = {"__module__": cls.__module__, "__new__": _new_original, ORIGINAL_CLASS: original_class(cls)}
     if callable(getattr(cls, "save_pretrained", None)):
-        namespace["save_pretrained"] = _saving_whole(cls)
+        namespace["save_pretrained"] = _sharded_save_pretrained(cls)
     return type(f"{mixin.__name__[:4]}{cls.__name__}", (mixin, cls), namespace)
 
 
 def _new_original(cls: type, *args: Any, **kwargs: Any) -> Any:
-    """Make a module of the class that was sharded: a slice of a sharded `Sequential` is a plain `Sequential`.
-
-    Its modules are the sharded ones themselves. Classes that users derive from `FSDPModule` make their own instances.
-    """
+    """Make a module of the original class: a slice of a sharded `Sequential` is a plain `Sequential`."""
+    # It holds the sharded modules themselves. Classes that users derive from `FSDPModule` make their own instances.
     return original_class(cls)(*args, **kwargs)
 
 
-def _saving_whole(cls: Any) -> Callable[..., None]:
-    """Return `save_pretrained` of transformers' models for one that is sharded: rank 0 writes the whole parameters."""
+def _sharded_save_pretrained(cls: Any) -> Callable[..., None]:
+    """Return `save_pretrained` of a transformers model for its sharded form: rank 0 writes the full parameters."""
 
     @functools.wraps(cls.save_pretrained)
     def save_pretrained(
@@ -498,19 +471,55 @@ def _saving_whole(cls: Any) -> Callable[..., None]:
         **kwargs: Any,
     ) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        whole = get_model_state_dict(self, options=options) if state_dict is None else state_dict
-        # Every rank has taken part in gathering; only rank 0 writes, and the others hear how it went.
+        full = get_model_state_dict(self, options=options) if state_dict is None else state_dict
+        # Every rank has taken part in the gathers. Rank 0 writes, and reports an error to the others.
         world = current_world(self._fsdp.platform)
         problem: Exception | None = None
         if world.rank == 0:
             try:
-                cls.save_pretrained(self, save_directory, is_main_process=True, state_dict=whole, **kwargs)
-            except Exception as error:  # told to the other ranks, which would wait
+                cls.save_pretrained(self, save_directory, is_main_process=True, state_dict=full, **kwargs)
+            except Exception as error:  # reported to the other ranks, which would wait
                 problem = error
-        told = world.group(tuple(range(world.size))).all_gather_bytes(str(problem or "").encode())
+        reports = world.group(tuple(range(world.size))).all_gather_bytes(str(problem or "").encode())
         if problem is not None:
             raise problem
-        if told[0]:
-            raise StateDictError(f"save_pretrained: rank 0 could not save: {told[0].decode()}")
+        if reports[0]:
+            raise StateDictError(f"save_pretrained: rank 0 could not save: {reports[0].decode()}")
 
     return save_pretrained
+
+
+# Arguments -----------------------------------------------------------------------------------------------
+
+
+def _groups_of(method: str, modules: Sequence[Module]) -> list[ParameterGroup]:
+    """Return the groups of sharded modules that were passed to `method`, or raise `FullyShardError`."""
+    if not isinstance(modules, (list, tuple)):
+        raise FullyShardError(f"{method}: expected a list of modules, got {type(modules).__name__}")
+    return [_state_of_sharded(module).group for module in modules]
+
+
+def _state_of_sharded(module: Module) -> FSDPState:
+    """Return the state that `fully_shard` has set on a module, or raise `FullyShardError`."""
+    state = state_of(module)
+    if state is None:
+        raise FullyShardError(f"{type(module).__name__} has not been through fully_shard")
+    return state
+
+
+def _flag(method: str, flag: bool) -> bool:
+    """Return `flag` if it is a bool, else raise `FullyShardError`."""
+    if not isinstance(flag, bool):
+        raise FullyShardError(f"{method}: expected a bool, got {flag!r}")
+    return flag
+
+
+def _factor(method: str, factor: float) -> float:
+    """Return `factor` if it is positive and finite, else raise `FullyShardError`."""
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+        raise FullyShardError(f"{method}: expected a positive finite number, got {factor!r}")
+    return float(factor)
+
+
+def _refusal(method: str, why: str) -> CapabilityError:
+    return CapabilityError(f"{method}: {why}")

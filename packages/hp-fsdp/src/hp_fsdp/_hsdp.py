@@ -14,12 +14,11 @@ from hp_dtensor.exceptions import MeshError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_fsdp._argument_checks import dtype_problem
 from hp_fsdp._engine.forward import FSDPState, state_of, states_below
 from hp_fsdp._fsdp_module import FSDPModule, with_methods
 from hp_fsdp._fully_shard import fully_shard
 from hp_fsdp.exceptions import HSDPError
-from hp_fsdp.policies import MixedPrecisionPolicy
+from hp_fsdp.policies import MixedPrecisionPolicy, dtype_problem
 
 Module = Any
 DType = Any
@@ -129,7 +128,7 @@ def hsdp_sync_stream() -> None:
     """
     for state, world in list(_asynchronous.items()):
         if state.schedule is not None and world is current_world(state.platform):
-            state.schedule.finish_reductions()
+            state.schedule.context.finish_reductions()
 
 
 class HSDPCell(FSDPModule):
@@ -169,10 +168,10 @@ class HSDPCell(FSDPModule):
             HSDPError: before `hsdp`.
         """
         if self._fsdp.schedule is not None:
-            self._fsdp.schedule.finish_reductions()
+            self._fsdp.schedule.context.finish_reductions()
         for state in states_below(self._fsdp.platform, self):
             for buffer in state.group.buffers:
-                buffer.gradients.forget()
+                buffer.gradients.drop()
                 for parameter in buffer.parameters:
                     state.platform.set_grad(parameter.sharded, None)
 

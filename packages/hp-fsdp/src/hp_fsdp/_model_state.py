@@ -25,7 +25,7 @@ from hp_dtensor.spec.rank_checks import name_ranks
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_fsdp._engine.forward import states_below
+from hp_fsdp._engine.forward import groups_below
 from hp_fsdp._engine.param_group import GroupState, ParameterGroup
 from hp_fsdp.exceptions import StateDictError
 from hp_fsdp.storage import ParameterStorage
@@ -37,11 +37,6 @@ EXTRA_STATE = "_extra_state"
 
 
 # What a state dict holds ---------------------------------------------------------------------------------
-
-
-def groups_below(platform: Platform, module: Module) -> list[ParameterGroup]:
-    """Return the groups of `module` and the modules below it."""
-    return [state.group for state in states_below(platform, module)]
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp import _model_state as _state
 from hp_fsdp._engine.flat_buffer import FlatBuffer
-from hp_fsdp._engine.forward import platform_of_model, state_of
+from hp_fsdp._engine.forward import groups_below, platform_of_model, state_of
 from hp_fsdp._engine.param_group import ParameterGroup
 from hp_fsdp._engine.parameters import FSDPParameter
 from hp_fsdp._model_state import gather_full
@@ -53,7 +53,7 @@ def summon_full_params(module: Module, *, recurse: bool = True, writeback: bool 
     platform = platform_of_model(module)
     check_state(platform, module)
     own = state_of(module)
-    groups = _state.groups_below(platform, module) if recurse else [own.group] if own is not None else []
+    groups = groups_below(platform, module) if recurse else [own.group] if own is not None else []
     _check(platform, type(module).__name__, groups, writeback)
     summoned = [_Summoned(get_storage(platform), group) for group in groups]
     try:
@@ -136,7 +136,7 @@ class _Summoned:
     def show(self) -> None:
         """Gather into buffers of their own, in the parameters' own dtype, and put views of them into the modules."""
         if not self._group.summon_depth:
-            self._group.attach()
+            self._group.sync_moved_parameters()
             full = [self._gather(buffer) for buffer in self._group.buffers]
             self._group.use_unsharded([self._views(*pair) for pair in zip(self._group.buffers, full, strict=True)])
             self._group.summoned_buffers = full
@@ -156,9 +156,9 @@ class _Summoned:
         spec = parameter.full_spec
         if spec is not None:
             return self._storage.parameter(
-                self._storage.part(full, offset, spec.local_shape, parameter.first_dim), spec, False
+                self._storage.part(full, offset, spec.local_shape, parameter.outer_dim), spec, False
             )
-        view = self._storage.part(full, offset, tuple(parameter.view.shape), parameter.first_dim)
+        view = self._storage.part(full, offset, tuple(parameter.view.shape), parameter.outer_dim)
         return self._storage.platform.Parameter(view, requires_grad=False)
 
     def write_back(self) -> None:

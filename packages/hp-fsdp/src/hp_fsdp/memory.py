@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from hp_fsdp._engine.forward import FSDPState, state_of, states_below
-from hp_fsdp._engine.layout import Block, FlatLayout, block_of, cut_dim_of, plan_buffers
+from hp_fsdp._engine.layout import Block, FlatLayout, block_of, default_shard_dim, plan_buffers
 from hp_fsdp.exceptions import FullyShardError
 
 Module = Any
@@ -132,7 +132,7 @@ def _use(states: list[FSDPState]) -> MemoryUse:
         shards=sum(buffer.shard_bytes for buffer in buffers),
         full=sum(buffer.gathering.held_bytes for buffer in buffers),
         full_gradients=sum(buffer.gradients.unreduced_bytes for buffer in buffers)
-        + sum(schedule.reducing_bytes for schedule in schedules.values()),
+        + sum(schedule.context.reducer.held_bytes for schedule in schedules.values()),
         sharded_gradients=sum(buffer.gradients.reduced_bytes for buffer in buffers),
     )
 
@@ -144,7 +144,7 @@ class PlannedParameter:
     Attributes:
         name: dotted name.
         shape: of the part that one rank computes with: of the whole, or of its tensor- or expert-parallel part.
-        cut_dim: the dimension that the ranks of the group cut; None: the first one longer than 1.
+        shard_dim: the dimension that the ranks of the group cut; None: the first one longer than 1.
         itemsize: bytes of an element of the sharded parameter.
         trainable: whether it gets a gradient.
 
@@ -156,7 +156,7 @@ class PlannedParameter:
 
     name: str
     shape: tuple[int, ...]
-    cut_dim: int | None = None
+    shard_dim: int | None = None
     itemsize: int = 4
     trainable: bool = True
 
@@ -195,7 +195,7 @@ class PlannedBuffer:
         return self.parameters[0].itemsize
 
     @property
-    def is_whole(self) -> bool:
+    def full_is_shard(self) -> bool:
         """The one shard is the full buffer itself: nothing is gathered or freed."""
         return self.layout.num_shards == 1 and self.param_itemsize == self.itemsize and not self.is_offloaded
 
@@ -207,7 +207,7 @@ class PlannedBuffer:
     @property
     def full(self) -> int:
         """The full parameters while they are gathered, beyond the shard."""
-        return 0 if self.is_whole else self.layout.numel * self.param_itemsize
+        return 0 if self.full_is_shard else self.layout.numel * self.param_itemsize
 
     @property
     def full_gradient(self) -> int:
@@ -247,13 +247,13 @@ class PlannedBuffer:
         share = 2 * (self.num_replicas - 1) / self.num_replicas
         return share * self.layout.shard_numel * self.reduce_itemsize * self.trainable
 
-    def largest_pieces(self) -> dict[str, int]:
+    def largest_local_numels(self) -> dict[str, int]:
         """Return the elements of each parameter on the rank that holds most of this buffer's, by name.
 
         Optimizers have state for these, not for padding. The time does not grow with the number of ranks.
         """
         rank = self._fullest_shard()
-        return {each.name: self.layout.piece(i, rank)[1] for i, each in enumerate(self.parameters)}
+        return {each.name: self.layout.range_in_shard(i, rank)[1] for i, each in enumerate(self.parameters)}
 
     def _fullest_shard(self) -> int:
         """Return a shard with the least padding: the first one without any, else the best of those with a gap's end."""
@@ -315,8 +315,8 @@ def plan_group(
 
 
 def _block(parameter: PlannedParameter, itemsize: int) -> Block:
-    cut_dim = cut_dim_of(parameter.shape) if parameter.cut_dim is None else parameter.cut_dim
-    return block_of(parameter.shape, cut_dim, itemsize)
+    shard_dim = default_shard_dim(parameter.shape) if parameter.shard_dim is None else parameter.shard_dim
+    return block_of(parameter.shape, shard_dim, itemsize)
 
 
 def _overlap(gaps: Sequence[tuple[int, int]], begin: int, end: int) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Shard
 from hp_fsdp.exceptions import FullyShardError
@@ -186,3 +187,28 @@ class MixedPrecisionPolicy:
             if isinstance(getattr(self, field.name), str)
         }
         return replace(self, **named)
+
+
+def check_policy(platform: Platform, mp_policy: Any) -> None:
+    """Check a mixed-precision policy.
+
+    Raises:
+        FullyShardError: not a `MixedPrecisionPolicy`, or one with something else than a floating-point dtype.
+    """
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise FullyShardError(f"mp_policy: expected a MixedPrecisionPolicy, got {type(mp_policy).__name__}")
+    names = ("param_dtype", "reduce_dtype", "output_dtype", "grad_dtype")
+    problems = [dtype_problem(platform, name, getattr(mp_policy, name)) for name in names]
+    if any(problems):
+        raise FullyShardError("mp_policy: " + "; ".join(filter(None, problems)))
+
+
+def dtype_problem(platform: Platform, name: str, dtype: Any) -> str | None:
+    """Return why the platform cannot compute or reduce in `dtype` (its own, or a name). None if it can."""
+    if dtype is None:
+        return None
+    try:
+        known = platform.dtype(dtype if isinstance(dtype, str) else platform.dtype_name(dtype))
+    except (ValueError, TypeError, CapabilityError):
+        return f"{name}: expected a dtype of platform {platform.name!r} or None, got {dtype!r}"
+    return None if platform.is_floating(known) else f"{name}: expected a floating-point dtype, got {dtype!r}"

@@ -19,7 +19,7 @@ from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp import _model_state as _load_hooks
 from hp_fsdp import _model_state as _state
 from hp_fsdp import _optimizer_state as _optimizer_state
-from hp_fsdp._engine.forward import platform_of_model
+from hp_fsdp._engine.forward import groups_below, platform_of_model
 from hp_fsdp._model_state import copy_of, gather_full, to_host
 from hp_fsdp.exceptions import FSDPStateError, StateDictError
 from hp_fsdp.plugins import get_storage
@@ -152,7 +152,7 @@ def set_model_state_dict(
     options = options or DEFAULT
     platform = platform_of_model(model)
     check_state(platform, model)
-    groups = _state.groups_below(platform, model)
+    groups = groups_below(platform, model)
     if any(group.summon_depth for group in groups):
         raise FSDPStateError("set_model_state_dict inside summon_full_params, whose end would overwrite what is loaded")
     parameters = _state.named_parameters(platform, model)

@@ -97,12 +97,12 @@ class ParameterStorage(ABC):
         return self.platform.empty((numel,), dtype, device_type)
 
     @abstractmethod
-    def view(self, buffer: Tensor, start: int, shape: Sequence[int], first_dim: int = 0) -> Tensor:
+    def view(self, buffer: Tensor, start: int, shape: Sequence[int], outer_dim: int = 0) -> Tensor:
         """Make a leaf over part of a buffer, to compute with.
 
         It follows `release` and `refill`, and writing to the buffer does not make autograd believe that it has changed.
 
-        Its elements lie in row-major order but for `first_dim`, which is outermost in memory.
+        Its elements lie in row-major order but for `outer_dim`, which is outermost in memory.
         """
 
     def num_writes(self, view: Tensor) -> int:
@@ -117,7 +117,7 @@ class ParameterStorage(ABC):
         return self.view(buffer, 0, (buffer.shape[0],))
 
     @abstractmethod
-    def part(self, buffer: Tensor, start: int, shape: Sequence[int], first_dim: int = 0) -> Tensor:
+    def part(self, buffer: Tensor, start: int, shape: Sequence[int], outer_dim: int = 0) -> Tensor:
         """Make a leaf over part of a buffer that is never released, to read and to write in place; see `view`."""
 
     @abstractmethod
@@ -220,23 +220,23 @@ class ParameterStorage(ABC):
         self.platform.copy_(host, source)
         return DONE
 
-    def check_gradient_apart(self) -> None:
+    def check_separate_gradients(self) -> None:
         """Raise `CapabilityError` where a DTensor's `grad` does not look for an awaited one (`AwaitedGradient`)."""
         raise CapabilityError(
             f"CPUOffloadPolicy: on {self.platform.name} gradients lie where their parameters do; offload both or none"
         )
 
-    def await_gradient(self, parameter: Tensor, fetch: Callable[[], None], drop: Callable[[], None]) -> None:
+    def defer_gradient(self, parameter: Tensor, fetch: Callable[[], None], drop: Callable[[], None]) -> None:
         """Announce a gradient for a DTensor parameter that has none yet.
 
         Args:
             fetch: sets the gradient; to be called when somebody looks at it.
-            drop: to be called when somebody else sets it. Neither is called after `await_no_gradient`.
+            drop: to be called when somebody else sets it. Neither is called after `cancel_deferred_gradient`.
         """
         parameter._awaited_gradient = AwaitedGradient(fetch, drop)
 
-    def await_no_gradient(self, parameter: Tensor) -> None:
-        """Undo `await_gradient`."""
+    def cancel_deferred_gradient(self, parameter: Tensor) -> None:
+        """Undo `defer_gradient`."""
         parameter._awaited_gradient = None
 
     # Parameters ------------------------------------------------------------------------------------------

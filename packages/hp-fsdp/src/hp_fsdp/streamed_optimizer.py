@@ -17,9 +17,8 @@ from hp_dtensor.comm.process_group import Work
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_fsdp import _model_state as _state
 from hp_fsdp._engine.flat_buffer import FlatBuffer
-from hp_fsdp._engine.forward import platform_of_model
+from hp_fsdp._engine.forward import groups_below, platform_of_model
 from hp_fsdp._engine.offload import ShardOffload
 from hp_fsdp._engine.parameters import FSDPParameter
 from hp_fsdp.exceptions import FullyShardError
@@ -91,7 +90,7 @@ class OptimizerStateOnHost:
         """Make the optimizer's state views of `flats`; what is not ours is copied there first."""
         for parameter, entry, key, value in self._values(optimizer):
             if key in flats:
-                part = self._buffer.part_of(parameter, flats[key])
+                part = self._buffer.view_in_shard(parameter, flats[key])
                 if copies and not self._is_given(parameter, key, value):
                     self._platform.copy_(part, local_of(self._platform, value))
                 if isinstance(value, DTensor):
@@ -122,19 +121,19 @@ class BufferStep:
 
     def has_gradients(self, given: Collection[int]) -> bool:
         """Return True if a step changes one of the parameters with ids `given`."""
-        if self._buffer.gradients.awaited.flat is not None:
+        if self._buffer.gradients.deferred.flat is not None:
             return True
         mine = [p.sharded for p in self._buffer.parameters if id(p.sharded) in given]
         return any(self._storage.local_grad(parameter) is not None for parameter in mine)
 
     def drop_gradients(self, given: Collection[int]) -> None:
-        self._buffer.gradients.awaited.drop([p for p in self._buffer.parameters if id(p.sharded) in given])
+        self._buffer.gradients.deferred.drop([p for p in self._buffer.parameters if id(p.sharded) in given])
 
     def fetch(self) -> None:
         """Begin to copy to the device, unless that has been done."""
         if self._arriving is not None:
             return
-        offload, awaited = self._buffer.offload, self._buffer.gradients.awaited.flat
+        offload, awaited = self._buffer.offload, self._buffer.gradients.deferred.flat
         self._arriving = self._state.fetch() if self._state is not None else []
         if offload.parameters:
             self._shard = self._bring(self._buffer.shard)
@@ -156,7 +155,7 @@ class BufferStep:
         grad = local_of(self._platform, grad)
         with self._storage.beside_computation():
             flat = self._platform.empty((math.prod(grad.shape),), grad.dtype, self._buffer.device)
-            copy = self._storage.part(flat, 0, tuple(grad.shape), parameter.first_dim)
+            copy = self._storage.part(flat, 0, tuple(grad.shape), parameter.outer_dim)
             self._arriving.append(self._storage.to_device(copy, grad))
         return copy
 
@@ -169,7 +168,7 @@ class BufferStep:
         if self._shard is not None:
             self._move_parameters(self._shard, [copy for _, copy in self._own_gradients])
         if self._gradients is not None:
-            self._buffer.gradients.awaited.lend(self._gradients)
+            self._buffer.gradients.deferred.show(self._gradients)
         if self._state is not None:
             self._state.put_in_place(self._optimizer)
         if self._shard is not None:
@@ -195,8 +194,8 @@ class BufferStep:
 
     def _copy_here(self, parameter: FSDPParameter, value: Tensor, local: Tensor) -> Tensor:
         flat = self._platform.empty((math.prod(local.shape),), local.dtype, self._buffer.device)
-        first_dim = parameter.first_dim if local.shape else 0
-        copy = self._storage.part(flat, 0, tuple(local.shape), first_dim)
+        outer_dim = parameter.outer_dim if local.shape else 0
+        copy = self._storage.part(flat, 0, tuple(local.shape), outer_dim)
         self._platform.copy_(copy, local)
         return self._platform.wrap(copy, value.spec) if isinstance(value, DTensor) else copy
 
@@ -208,7 +207,7 @@ class BufferStep:
         if self._state is not None:
             self._leaving += self._state.put_away(self._optimizer)
         if self._is_in_place and self._gradients is not None:
-            self._buffer.gradients.awaited.take_back()
+            self._buffer.gradients.deferred.hide()
         if self._is_in_place and self._shard is not None:
             self._leaving.append(self._storage.to_host(self._buffer.shard, self._shard))
             self._move_parameters(self._buffer.shard, [own for own, _ in self._own_gradients])
@@ -225,7 +224,7 @@ class BufferStep:
     def _move_parameters(self, flat: Tensor, grads: Sequence[Tensor | None]) -> None:
         """Make the parameters views of `flat`, with these gradients, which lie there too."""
         for parameter, grad in zip(self._buffer.parameters, grads, strict=True):
-            self._storage.put_data(parameter.sharded, self._buffer.part_of(parameter, flat))
+            self._storage.put_data(parameter.sharded, self._buffer.view_in_shard(parameter, flat))
             if grad is not None:
                 self._storage.set_local_grad(parameter.sharded, grad, parameter.sharded.spec)
 
@@ -277,7 +276,7 @@ def stream_optimizer(
     platform = platform_of_model(model)
     storage = get_storage(platform)
     _check(optimizer)
-    buffers = [buffer for group in _state.groups_below(platform, model) for buffer in group.buffers]
+    buffers = [buffer for group in groups_below(platform, model) for buffer in group.buffers]
     if not buffers:
         raise FullyShardError(f"stream_optimizer: nothing in {type(model).__name__} has been through fully_shard")
     for device in {buffer.device for buffer in buffers}:

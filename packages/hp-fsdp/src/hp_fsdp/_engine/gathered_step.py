@@ -8,11 +8,11 @@ from hp_fsdp.exceptions import FSDPStateError
 
 
 class GatheredStep:
-    """Every parameter below a module, unsharded from the step's begin until `reduce` or `release`.
+    """A step in which all parameters below a module stay unsharded, until `reduce` or `release`.
 
-    Meanwhile the modules hold plain leaves, in whose gradients autograd accumulates: forwards and backwards of any
-    number of micro-batches may be interleaved, and the parts of a backward may run apart, since nothing is communicated
-    in them. A pipeline works so. The price is the memory of all unsharded parameters and gradients.
+    Meanwhile the modules hold plain leaves, in which autograd accumulates gradients. Nothing is communicated, so that
+    forwards and backwards of any number of micro-batches may be interleaved, and a backward may run in several parts.
+    Pipelines use it. The cost is the memory of all unsharded parameters and gradients.
 
     Example:
         >>> def program():
@@ -33,21 +33,21 @@ class GatheredStep:
     def __init__(self, context: RootContext) -> None:
         self._context = context
         self._is_over = False
-        self._begin()
+        self._start()
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         context, groups = self._context, self._context.groups
-        busy = [group.name for group in groups if group.in_forward or group.is_held]
+        busy = [group.name for group in groups if group.in_forward or group.in_gathered_step]
         if busy or context.backward is not None:
             raise FSDPStateError(
                 f"gather_for_step: {', '.join(busy) or context.root.name} is in a forward, a backward, or a step that "
                 "is gathered already; call reduce() or release() of that one first"
             )
         for group in groups:
-            group.attach()
-            group.check_filled()
+            group.sync_moved_parameters()
+            group.check_initialized()
         context.gather_stale(groups)
-        # All gathers travel together; the modules of the first may compute when theirs is there.
+        # All gathers run at the same time.
         for group in groups:
             group.start_unshard()
         for group in groups:
@@ -55,50 +55,51 @@ class GatheredStep:
             for buffer in group.buffers:
                 buffer.trainable()
             group.use_unsharded()
-            group.is_held = True
+            group.in_gathered_step = True
 
     def collect_gradients(self) -> None:
-        """Add the leaves' gradients to those of the micro-batches before, in the dtype in which they are reduced."""
+        """Add the leaves' gradients to those of earlier micro-batches, in the dtype of the reduction."""
         for group in self._context.groups:
             for buffer in group.buffers:
-                if any(buffer.wanted_gradients()):
+                if any(buffer.require_grad_flags()):
                     buffer.gradients.collect((), ())
-                    buffer.versions.mark_awaiting_reduction()
+                    buffer.versions.mark_accumulation()
 
     def reduce(self) -> None:
-        """Free the unsharded parameters, and reduce the gradients; the sharded parameters have them afterwards."""
+        """Free the unsharded parameters, and reduce the gradients to those of the sharded parameters."""
         self._check_running("reduce")
         self.collect_gradients()
         self.release()
         context = self._context
+        # In the order of a backward: the last group first.
         for group in reversed(context.groups):
             for buffer in reversed(group.buffers):
                 if buffer.gradients.unreduced is not None:
-                    group.check_order("reduces the gradients of")
-                    context.reducer.start(group, buffer, is_last=True)
+                    group.check_same_action("reduces the gradients of")
+                    context.reducer.start(group, buffer, group.settings.reduce, is_last=True)
         context.orders.start_comparing("backward")
         context.finish_reductions()
 
     def release(self) -> None:
-        """Free the unsharded parameters; what has been collected waits for a reduction."""
+        """Free the unsharded parameters. Collected gradients stay pending for a reduction."""
         self._check_running("release")
         self._is_over = True
         for group in self._context.groups:
-            self._let_go(group)
+            self._release_group(group)
         self._context.finish_reading()
 
     def drop(self) -> None:
-        """Free everything and forget gradients, after an error in the step."""
+        """Free everything and drop gradients, after an error in the step."""
         self._is_over = True
         for group in self._context.groups:
-            group.is_held = False
+            group.in_gathered_step = False
         self._context.reset()
 
-    def _let_go(self, group: ParameterGroup) -> None:
-        group.is_held = False
+    def _release_group(self, group: ParameterGroup) -> None:
+        group.in_gathered_step = False
         group.check_unwritten()
         group.use_sharded()
-        if not group.settings.keeps_full:
+        if not group.settings.retains_full:
             group.reshard()
 
     def _check_running(self, method: str) -> None:

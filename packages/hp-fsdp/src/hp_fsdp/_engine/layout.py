@@ -1,10 +1,11 @@
-"""The place of each parameter in a flat buffer: equal shards, cut only between units, little padding.
+"""The layout of parameters in a flat buffer: where each one starts, where shards end, and the padding between.
 
 The full buffer is `num_shards` shards of `shard_numel` elements, one after another, as an all-gather leaves
-them. Each tensor is one contiguous block of it, so that it is a view of the gathered buffer. A shard boundary
-inside a block must lie a whole number of the tensor's units (rows, or a few rows) after the block's start,
-so that every rank holds whole rows. (Same problem as the planner of veScale-FSDP, arXiv 2602.22437: choosing
-the best layout is NP-hard; this one is a search over a few shard sizes and orders with a proved bound.)
+them. Each parameter is one contiguous block of it, so that the unsharded parameter is a view of the gathered
+buffer, without a copy. A shard boundary inside a block must be a multiple of the block's unit (a row, or a few
+rows) after its start, so that every rank holds complete rows. Equal shards and this condition are what padding
+is needed for. (The planner of veScale-FSDP, arXiv 2602.22437, solves the same problem. The best layout is
+NP-hard to find; this is a search over a few shard sizes and orders, whose padding has a proved bound.)
 """
 
 from __future__ import annotations
@@ -15,31 +16,33 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-# Below this many elements padding is cheaper than a second collective, however large a share it is.
+# Below this many elements padding is cheaper than a second collective, whatever fraction of the buffer it is.
 SMALL_PADDING = 16384
-# Blocks start at multiples of this many bytes, which vectorised kernels and tensor cores want.
+# Blocks start at multiples of this many bytes, because vectorised kernels and tensor cores read aligned memory faster.
 ALIGNMENT_BYTES = 16
-# Shard sizes tried one by one above the lower bound, and the largest group whose every order is tried.
+# Number of shard sizes tried one by one above the lower bound; most blocks for which every order is tried.
 FINE_STEPS = 64
 ALL_ORDERS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One tensor to place: `numel` elements that may be cut every `unit` elements from its start."""
+    """A tensor to place: `numel` elements, which a shard boundary may split every `unit` elements from its start."""
 
     numel: int
     unit: int
 
 
-def cut_dim_of(shape: Sequence[int]) -> int:
-    """Return the dimension to cut where none is named: the first one longer than 1, where parts are contiguous."""
+def default_shard_dim(shape: Sequence[int]) -> int:
+    """Return the dimension to shard where none is requested: the first one longer than 1."""
+    # All dimensions before it have size 1, so that every shard is contiguous in the parameter.
     return next((dim for dim, size in enumerate(shape) if size > 1), 0)
 
 
-def block_of(shape: Sequence[int], cut_dim: int, itemsize: int) -> Block:
-    """Return the block that a tensor takes in a flat buffer whose elements have `itemsize` bytes."""
-    row_numel = math.prod(shape[:cut_dim]) * math.prod(shape[cut_dim + 1 :])
+def block_of(shape: Sequence[int], shard_dim: int, itemsize: int) -> Block:
+    """Return the block of a tensor in a flat buffer whose elements have `itemsize` bytes."""
+    row_numel = math.prod(shape[:shard_dim]) * math.prod(shape[shard_dim + 1 :])
+    # A unit is a multiple of both a row and 16 bytes: shards hold complete rows, and every view is aligned.
     return Block(math.prod(shape), math.lcm(max(1, row_numel), max(1, ALIGNMENT_BYTES // itemsize)))
 
 
@@ -48,9 +51,9 @@ class FlatLayout:
     """Blocks placed in a buffer of `num_shards * shard_numel` elements.
 
     Attributes:
-        num_shards: ranks that hold one shard each.
+        num_shards: number of ranks, each of which holds one shard.
         shard_numel: elements of one shard, padding included.
-        blocks: what was placed.
+        blocks: the placed tensors.
         offsets: start of each block in the full buffer, in elements.
     """
 
@@ -69,19 +72,22 @@ class FlatLayout:
         """Elements of the full buffer that belong to no block."""
         return self.numel - sum(block.numel for block in self.blocks)
 
-    def piece(self, index: int, shard: int) -> tuple[int, int]:
-        """Return (offset in the shard, length) of a shard's piece of a block, in elements; the length may be 0."""
+    def range_in_shard(self, index: int, shard: int) -> tuple[int, int]:
+        """Return (offset in the shard, length) of the part of a block that a shard holds, in elements.
+
+        The length is 0 where the shard holds nothing of the block.
+        """
         start, stop = self.offsets[index], self.offsets[index] + self.blocks[index].numel
         first = min(max(start, shard * self.shard_numel), stop)
         last = max(min(stop, (shard + 1) * self.shard_numel), first)
         return (first - shard * self.shard_numel if last > first else 0), last - first
 
-    def pieces(self, index: int) -> tuple[int, ...]:
-        """Return how many elements of a block each shard holds, in rank order."""
-        return tuple(self.piece(index, shard)[1] for shard in range(self.num_shards))
+    def local_numels(self, index: int) -> tuple[int, ...]:
+        """Return the number of elements of a block that each shard holds, in rank order."""
+        return tuple(self.range_in_shard(index, shard)[1] for shard in range(self.num_shards))
 
     def gaps(self) -> Iterator[tuple[int, int]]:
-        """Yield (offset, length) of each stretch of padding in the full buffer, ascending."""
+        """Yield (offset, length) of each span of padding in the full buffer, in ascending order."""
         end = 0
         for offset, block in sorted(zip(self.offsets, self.blocks, strict=True), key=lambda pair: pair[0]):
             if offset > end:
@@ -92,21 +98,19 @@ class FlatLayout:
 
 
 def padding_bound(blocks: Sequence[Block], num_shards: int) -> int:
-    """Return the number of elements that the padding of `plan_layout` never exceeds.
-
-    With L the least common multiple of the units, shards of a multiple of L let blocks start at multiples of
-    their unit and be cut anywhere: every block wastes less than its successor's unit, the end less than L per
-    shard.
-    """
+    """Return an upper bound of the padding that `plan_layout` leaves, in elements."""
+    # Let L be the least common multiple of the units. In shards of a multiple of L elements every boundary is legal for
+    # a block that starts at a multiple of its unit. Each block then wastes less than the unit of the next one, and the
+    # end wastes less than L per shard.
     units = [block.unit for block in blocks]
     return num_shards * math.lcm(*units) + sum(units)
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_layout(blocks: tuple[Block, ...], num_shards: int) -> FlatLayout:
-    """Place all blocks in one buffer with the smallest shards that the search finds.
+    """Place all blocks in one buffer, with the smallest shards that the search finds.
 
-    Complexity: a few hundred placements of O(blocks) each; identical groups are planned once.
+    Complexity: a few hundred placements of O(blocks) each. The cache plans layers of equal shapes once.
     """
     lower = max(1, -(-sum(block.numel for block in blocks) // num_shards))
     orders = _orders(blocks)
@@ -122,42 +126,43 @@ def plan_layout(blocks: tuple[Block, ...], num_shards: int) -> FlatLayout:
 
 
 def plan_buffers(blocks: Sequence[Block], num_shards: int) -> list[tuple[list[int], FlatLayout]]:
-    """Distribute blocks over the fewest buffers with little padding, nearly always one.
+    """Distribute blocks over as few buffers as keep the padding small. Nearly always that is one buffer.
+
+    The padding of a buffer is at most the largest of: 1/8 of its parameters, one largest unit per shard plus one
+    unit per block, and `SMALL_PADDING` elements. Blocks for which no such layout is found in one buffer are
+    distributed over several, in each of which every unit divides the largest one.
 
     Returns:
         (indices of the blocks, layout) of each buffer.
-
-    A buffer pads at most 1/8 of its parameters, or one largest unit per shard plus one unit per block, or
-    `SMALL_PADDING` elements, whichever is most. Blocks whose units are so ill-assorted that no layout found
-    keeps this together go to several buffers, in each of which every unit divides the largest.
     """
-    everything = list(range(len(blocks)))
-    whole = plan_layout(tuple(blocks), num_shards)
-    if whole.padding <= _tolerance(blocks, num_shards):
-        return [(everything, whole)]
+    single = plan_layout(tuple(blocks), num_shards)
+    if single.padding <= _tolerated_padding(blocks, num_shards):
+        return [(list(range(len(blocks))), single)]
     chains = _divisor_chains(blocks)
     return [(chain, plan_layout(tuple(blocks[i] for i in chain), num_shards)) for chain in chains]
 
 
-def _tolerance(blocks: Sequence[Block], num_shards: int) -> int:
+def _tolerated_padding(blocks: Sequence[Block], num_shards: int) -> int:
     units = [block.unit for block in blocks]
     eighth = sum(block.numel for block in blocks) // 8
     return max(eighth, num_shards * max(units) + sum(units), SMALL_PADDING)
 
 
 def _divisor_chains(blocks: Sequence[Block]) -> list[list[int]]:
+    """Partition the blocks such that in each part every unit divides the unit of the part's first block."""
     chains: list[list[int]] = []
     for index in sorted(range(len(blocks)), key=lambda i: -blocks[i].unit):
         unit = blocks[index].unit
-        home = next((chain for chain in chains if blocks[chain[0]].unit % unit == 0), None)
-        if home is None:
+        chain = next((chain for chain in chains if blocks[chain[0]].unit % unit == 0), None)
+        if chain is None:
             chains.append([index])
         else:
-            home.append(index)
+            chain.append(index)
     return chains
 
 
 def _orders(blocks: Sequence[Block]) -> list[tuple[int, ...]]:
+    """Return the orders in which to try to place the blocks: all of a few blocks, else three."""
     indices = range(len(blocks))
     if len(blocks) <= ALL_ORDERS:
         return list(itertools.permutations(indices))
@@ -167,7 +172,7 @@ def _orders(blocks: Sequence[Block]) -> list[tuple[int, ...]]:
 
 
 def _shard_sizes(blocks: Sequence[Block], num_shards: int, lower: int) -> Iterator[int]:
-    """Yield shard sizes worth trying; the last one fits for certain (see `padding_bound`)."""
+    """Yield the shard sizes to try. The last one always fits, see `padding_bound`."""
     step = _alignment(blocks)
     yield from itertools.islice(_multiples(step, lower), FINE_STEPS)
     for multiple in _common_units(blocks, lower):
@@ -177,7 +182,8 @@ def _shard_sizes(blocks: Sequence[Block], num_shards: int, lower: int) -> Iterat
 
 
 def _common_units(blocks: Sequence[Block], lower: int) -> Iterable[int]:
-    """Return least common multiples of the units of ever more blocks, the largest blocks (cut most often) first."""
+    """Return the least common multiples of the units of the largest block, the two largest, and so on."""
+    # Large blocks come first because most shard boundaries are inside them.
     multiple = 1
     found: dict[int, None] = {}
     for block in sorted(blocks, key=lambda b: -b.numel):
@@ -195,6 +201,7 @@ def _multiples(unit: int, lower: int) -> Iterator[int]:
 def _first_fit(
     blocks: Sequence[Block], orders: Iterable[Sequence[int]], num_shards: int, shard_numel: int
 ) -> tuple[int, ...] | None:
+    """Return the offsets of the first order in which all blocks fit into shards of this size, or None."""
     for order in orders:
         offsets = _place(blocks, order, num_shards, shard_numel)
         if offsets is not None:
@@ -203,7 +210,10 @@ def _first_fit(
 
 
 def _place(blocks: Sequence[Block], order: Sequence[int], num_shards: int, shard_numel: int) -> tuple[int, ...] | None:
-    """Place each block as far left as it goes, in this order; for one order no other placement ends earlier."""
+    """Place each block at its first legal start, in this order. Return None if they do not fit.
+
+    For a given order no other placement ends earlier.
+    """
     alignment = _alignment(blocks)
     offsets = [0] * len(blocks)
     end, limit = 0, num_shards * shard_numel
@@ -217,19 +227,22 @@ def _place(blocks: Sequence[Block], order: Sequence[int], num_shards: int, shard
 
 
 def _earliest(block: Block, start: int, shard_numel: int) -> int | None:
-    """Return the first legal start at or after `start`, or None when the shard size rules the block out."""
+    """Return the first legal start at or after `start`, or None if a block of this size and unit never fits."""
     for _ in range(2):
         boundary = start - start % shard_numel + shard_numel
         if start + block.numel <= boundary:
             return start
+        # The next shard boundary is a multiple of the unit after this start. All further ones are too if the unit
+        # divides the shard.
         aligned = start + (boundary - start) % block.unit
-        cut_once = aligned + block.numel <= boundary + shard_numel
-        if aligned < boundary and (cut_once or shard_numel % block.unit == 0):
+        is_split_once = aligned + block.numel <= boundary + shard_numel
+        if aligned < boundary and (is_split_once or shard_numel % block.unit == 0):
             return aligned
         start = boundary
     return None
 
 
 def _alignment(blocks: Sequence[Block]) -> int:
-    """Return a number of which every start is a multiple: units given in multiples of 16 bytes keep views aligned."""
+    """Return the number of elements of which every start is a multiple, the greatest common divisor of the units."""
+    # Units are multiples of 16 bytes (`block_of`), and so is this.
     return math.gcd(*(block.unit for block in blocks))

@@ -1,4 +1,4 @@
-"""CPU offload of a flat buffer: shards in host memory between uses, and gradients that lie apart from parameters."""
+"""CPU offload of a flat buffer: shards in host memory between uses, and gradients stored apart from parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hp_dtensor.comm.process_group import DONE, Work
+from hp_dtensor.comm.process_group import Work
 from hp_fsdp.storage import ParameterStorage
 
 Tensor = Any
@@ -17,12 +17,12 @@ SetGradients = Callable[[Sequence[Any], Tensor], None]
 
 @dataclass(frozen=True)
 class ShardOffload:
-    """Tells which shards of a buffer lie in host memory between uses, and copies them to the device and back.
+    """Which shards of a buffer are stored in host memory between uses, and their copies to the device and back.
 
     Attributes:
-        parameters: the sharded parameters lie there.
-        gradients: their reduced gradients lie there.
-        pin_memory: that memory is page-locked, so that copies can run beside the computation.
+        parameters: the sharded parameters are stored on the host.
+        gradients: the reduced gradients are stored on the host.
+        pin_memory: host memory is page-locked, so that copies can run during the computation.
     """
 
     storage: ParameterStorage
@@ -32,12 +32,12 @@ class ShardOffload:
     pin_memory: bool = False
 
     @property
-    def is_apart(self) -> bool:
-        """True if gradients lie elsewhere than their parameters."""
+    def separates_gradients(self) -> bool:
+        """True if one of parameters and gradients is stored on the host, and the other one on the device."""
         return self.parameters != self.gradients
 
     def zeros(self, numel: int, dtype: DType, on_host: bool) -> Tensor:
-        """Make a flat tensor of zeros, in host memory or on the device."""
+        """Return a flat tensor of zeros, in host memory or on the device."""
         if on_host:
             flat = self.storage.host_buffer(numel, dtype, self.pin_memory)
             self.storage.zero_(flat)
@@ -45,26 +45,25 @@ class ShardOffload:
         return self.storage.platform.zeros((numel,), dtype, self.device)
 
     def to_host(self, flat: Tensor) -> tuple[Tensor, Work]:
-        """Begin to copy a flat device tensor; return the copy, and the work after whose `wait` the host may read it."""
+        """Start to copy a flat device tensor. The host may read the copy after `wait` of the returned work."""
         host = self.storage.host_buffer(flat.shape[0], flat.dtype, self.pin_memory)
         return host, self.storage.to_host(host, flat)
 
     def to_device(self, flat: Tensor) -> tuple[Tensor, Work]:
-        """Begin to copy a flat host tensor beside the computation.
-
-        Returns:
-            The copy, and the work after whose `wait` the computation may read it.
-        """
+        """Start to copy a flat host tensor. The computation may read the copy after `wait` of the returned work."""
         with self.storage.beside_computation():
             target = self.storage.platform.empty((flat.shape[0],), flat.dtype, self.device)
             return target, self.storage.to_device(target, flat)
 
 
-class AwaitedGradients:
-    """Reduced gradients of a buffer that lie apart from their parameters until somebody looks at one of them.
+class DeferredGradients:
+    """Reduced gradients of a buffer that are stored apart from their parameters until `grad` of one of them is read.
+
+    Frameworks expect `grad` on the parameter's device. An optimizer that reads `grad` of any parameter of the buffer
+    has all of them copied there at once. Until then they accumulate where they are.
 
     Attributes:
-        flat: laid out as the shard; None: there are none.
+        flat: the gradients, in the layout of the shard. None: there are none.
     """
 
     def __init__(self, offload: ShardOffload, zero: Callable[[Any, Tensor], None], set_gradients: SetGradients) -> None:
@@ -76,50 +75,45 @@ class AwaitedGradients:
         self.flat: Tensor | None = None
 
     def add(self, flat: Tensor, parameters: Sequence[Any]) -> None:
-        """Keep `flat`, the gradients of `parameters`, or add it to what is kept."""
+        """Store `flat`, the gradients of `parameters`, or add it to the gradients that are stored already."""
         if self.flat is None:
             self.flat = flat
         else:
             self._storage.add_(self.flat, flat)
         self._parameters |= {id(parameter): parameter for parameter in parameters}
         for parameter in parameters:
-            self._storage.await_gradient(parameter.sharded, self.fetch, partial(self.drop, [parameter]))
+            self._storage.defer_gradient(parameter.sharded, self.fetch, partial(self.drop, [parameter]))
 
     def drop(self, parameters: Sequence[Any]) -> None:
-        """Let go of the gradients of some parameters: they have been replaced, or are not wanted."""
+        """Discard the gradients of some parameters, because they have been replaced or are not wanted."""
         dropped = [parameter for parameter in parameters if self._parameters.pop(id(parameter), None) is not None]
         for parameter in dropped:
-            self._storage.await_no_gradient(parameter.sharded)
+            self._storage.cancel_deferred_gradient(parameter.sharded)
         if not self._parameters:
             self.flat = None
-        # The buffer stays for the others, and the next gradients are added to it: what was dropped must be zero there.
+        # The buffer stays for the other parameters, and later gradients are added to it: the dropped ones must be zero.
         for parameter in dropped if self._parameters else ():
             self._zero(parameter, self.flat)
 
     def fetch(self) -> None:
-        """Copy all to where the parameters lie, and make them the parameters' gradients."""
+        """Copy all gradients to the device of the parameters, and set them as `grad`."""
         if self.flat is not None:
-            brought, arriving = self.start_fetch()
+            copy, work = self.start_fetch()
             parameters, self._parameters, self.flat = list(self._parameters.values()), {}, None
             for parameter in parameters:
-                self._storage.await_no_gradient(parameter.sharded)
-            arriving.wait()
-            self._set_gradients(parameters, brought)
+                self._storage.cancel_deferred_gradient(parameter.sharded)
+            work.wait()
+            self._set_gradients(parameters, copy)
 
     def start_fetch(self) -> tuple[Tensor, Work]:
-        """Begin to copy all to where the parameters lie; return the copy and its work."""
+        """Start to copy all gradients to the device of the parameters; return the copy and its work."""
         return (self._offload.to_host if self._offload.parameters else self._offload.to_device)(self.flat)
 
-    def lend(self, brought: Tensor) -> None:
-        """Make the parts of `brought`, a copy, the parameters' gradients until `take_back`."""
-        self._set_gradients(list(self._parameters.values()), brought)
+    def show(self, copy: Tensor) -> None:
+        """Set views of `copy`, a copy of the gradients, as `grad` of the parameters until `hide`."""
+        self._set_gradients(list(self._parameters.values()), copy)
 
-    def take_back(self) -> None:
-        """Undo `lend`."""
+    def hide(self) -> None:
+        """Undo `show`."""
         for parameter in self._parameters.values():
             self._storage.set_local_grad(parameter.sharded, None, parameter.sharded.spec)
-
-
-def arrived(flat: Tensor) -> tuple[Tensor, Work]:
-    """Return a tensor that is where it belongs already, as a copy that is over."""
-    return flat, DONE

@@ -37,10 +37,10 @@ class MindSporeParameterStorage(ParameterStorage):
 
     # Memory ----------------------------------------------------------------------------------------------
 
-    def view(self, buffer: Tensor, start: int, shape: Sequence[int], first_dim: int = 0) -> Tensor:
+    def view(self, buffer: Tensor, start: int, shape: Sequence[int], outer_dim: int = 0) -> Tensor:
         with GradMode(False):
-            stored = mint.narrow(buffer, 0, start, math.prod(shape)).view(tuple(moved_to_front(shape, first_dim)))
-            return _first_moved_to(stored, first_dim)
+            stored = mint.narrow(buffer, 0, start, math.prod(shape)).view(tuple(moved_to_front(shape, outer_dim)))
+            return _first_moved_to(stored, outer_dim)
 
     def num_writes(self, view: Tensor) -> int:
         return self.platform.version(view)
@@ -49,12 +49,12 @@ class MindSporeParameterStorage(ParameterStorage):
         # Collectives on views do nothing, and there is no version to protect: groups write through `data`.
         return buffer
 
-    def part(self, buffer: Tensor, start: int, shape: Sequence[int], first_dim: int = 0) -> Tensor:
+    def part(self, buffer: Tensor, start: int, shape: Sequence[int], outer_dim: int = 0) -> Tensor:
         if not self._on_host:
-            return self.view(buffer, start, shape, first_dim)
-        stored = host_view(buffer)[start : start + math.prod(shape)].reshape(moved_to_front(shape, first_dim))
+            return self.view(buffer, start, shape, outer_dim)
+        stored = host_view(buffer)[start : start + math.prod(shape)].reshape(moved_to_front(shape, outer_dim))
         with GradMode(False):
-            return _first_moved_to(share(stored), first_dim)
+            return _first_moved_to(share(stored), outer_dim)
 
     def release(self, buffer: Tensor) -> None:
         may_leave_device(buffer)
@@ -110,7 +110,7 @@ class MindSporeParameterStorage(ParameterStorage):
 
     # Offload ---------------------------------------------------------------------------------------------
 
-    def check_gradient_apart(self) -> None:
+    def check_separate_gradients(self) -> None:
         return
 
     # Parameters ------------------------------------------------------------------------------------------

@@ -94,10 +94,10 @@ class TorchParameterStorage(ParameterStorage):
 
     # Memory ----------------------------------------------------------------------------------------------
 
-    def view(self, buffer: Tensor, start: int, shape: Sequence[int], first_dim: int = 0) -> Tensor:
+    def view(self, buffer: Tensor, start: int, shape: Sequence[int], outer_dim: int = 0) -> Tensor:
         shape = tuple(shape)
         alias = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
-        return _set(alias, buffer.untyped_storage(), start, shape, _strides(shape, first_dim))
+        return _set(alias, buffer.untyped_storage(), start, shape, _strides(shape, outer_dim))
 
     part = view
 
@@ -212,7 +212,7 @@ class TorchParameterStorage(ParameterStorage):
             self._streams[purpose] = torch.Stream(torch.accelerator.current_accelerator())
         return self._streams[purpose]
 
-    def check_gradient_apart(self) -> None:
+    def check_separate_gradients(self) -> None:
         return
 
     # Parameters ------------------------------------------------------------------------------------------
@@ -305,11 +305,11 @@ class TorchParameterStorage(ParameterStorage):
 
 
 @functools.lru_cache(maxsize=4096)
-def _strides(shape: tuple[int, ...], first_dim: int) -> tuple[int, ...]:
-    """Return the strides of a tensor of `shape` that lies contiguously with `first_dim` outermost."""
-    stored = moved_to_front(shape, first_dim)
+def _strides(shape: tuple[int, ...], outer_dim: int) -> tuple[int, ...]:
+    """Return the strides of a tensor of `shape` that lies contiguously with `outer_dim` outermost."""
+    stored = moved_to_front(shape, outer_dim)
     strides = [math.prod(stored[dim + 1 :]) for dim in range(len(shape))]
-    strides.insert(first_dim, strides.pop(0)) if first_dim else None
+    strides.insert(outer_dim, strides.pop(0)) if outer_dim else None
     return tuple(strides)
 
 

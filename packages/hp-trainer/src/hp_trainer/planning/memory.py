@@ -477,7 +477,7 @@ def _optimizer_bytes_of(
 ) -> tuple[int, int]:
     """Return the bytes of the state of a buffer's parameters, and of these."""
     tell = getattr(shape.config.optimizer.options, "state_bytes", _two_moments)
-    pieces = buffer.largest_pieces()
+    pieces = buffer.largest_local_numels()
     state = sum(tell(name, wholes[name], count, buffer.itemsize) for name, count in pieces.items())
     return state, sum(pieces.values()) * buffer.itemsize
 
@@ -492,7 +492,7 @@ def _update_bytes(shape: StepShape, parts: StageParts) -> float:
         (name, wholes[name], elements)
         for buffer, times in parts.counted
         if buffer.trainable
-        for name, elements in buffer.largest_pieces().items()
+        for name, elements in buffer.largest_local_numels().items()
         for _ in range(times)
     ]
     return float(tell(held, is_host=shape.is_host))
