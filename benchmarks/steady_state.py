@@ -16,7 +16,7 @@ import tracemalloc
 import numpy as np
 
 from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, get_platform
-from hp_dtensor.dispatch.plan_cache import count_plans
+from hp_dtensor.dispatch.operation import count_plans
 from hp_dtensor.redistribute import planner
 from hp_dtensor.spec import tensor_spec as spec
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hp_dtensor import DeviceMesh, Partial, Replicate, Shard, distribute_tensor
-from hp_dtensor.dispatch import plan_cache
+from hp_dtensor.dispatch import operation
 from hp_dtensor.exceptions import MixedOperandsError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
@@ -53,7 +53,7 @@ def _placed(platform: Platform, mesh: DeviceMesh, array: np.ndarray, placement: 
 
 def test_their_jobs_run_at_the_same_time(hp_platform: Platform, numpy_platform: Platform, monkeypatch) -> None:
     """Two ranks each, the NumPy ones beside the main thread; the caches that they share are emptied all the time."""
-    monkeypatch.setattr(plan_cache, "CACHE_SIZE", 3)
+    monkeypatch.setattr(operation, "CACHE_SIZE", 3)
     found: dict[str, Any] = {}
 
     def job(platform: Platform) -> None:
@@ -71,7 +71,7 @@ def test_their_jobs_run_at_the_same_time(hp_platform: Platform, numpy_platform: 
         beside.join()
     finally:
         sys.setswitchinterval(interval)
-        plan_cache.forget_plans()
+        operation.forget_plans()
     assert found == {hp_platform.name: [[], []], "numpy": [[], []]}
 
 

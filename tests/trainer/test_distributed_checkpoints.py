@@ -177,7 +177,7 @@ def test_metadata_that_would_leave_memory_unwritten_or_leave_the_folder_are_refu
 
 
 def test_pieces_that_tensors_share_are_checked_once(monkeypatch):
-    checkpoint_metadata = pytest.importorskip("hp_platform_torch.trainer.checkpoint_metadata")
+    checkpoint_metadata = pytest.importorskip("hp_platform_torch.trainer.distributed_checkpoint")
     checked, kinds = [], dcp.metadata
     cover = checkpoint_metadata.cover_exactly
     monkeypatch.setattr(checkpoint_metadata, "cover_exactly", lambda *args: (checked.append(args), cover(*args))[1])

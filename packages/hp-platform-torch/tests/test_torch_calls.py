@@ -24,7 +24,7 @@ from hp_dtensor import (
     from_local,
     get_platform,
 )
-from hp_dtensor.dispatch.plan_cache import count_plans
+from hp_dtensor.dispatch.operation import count_plans
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.testing import run_ranks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hp_platform_torch.device_rates import peak_flops
+from hp_platform_torch.profiling import peak_flops
 
 
 @pytest.mark.parametrize(

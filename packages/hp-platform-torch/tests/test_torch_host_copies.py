@@ -9,7 +9,7 @@ import torch
 
 from hp_dtensor.parallel.offload import ActivationOffload
 from hp_dtensor.platform.selection import get_platform
-from hp_platform_torch.tensor import host_copies
+from hp_platform_torch.tensor import saved_tensors
 
 LOG = []
 
@@ -45,7 +45,7 @@ def computing(monkeypatch):
     """Play the current stream, which is returned as the one item of a list."""
     current = [Stream("forward")]
     LOG.clear()
-    monkeypatch.setattr(host_copies, "_stream", lambda purpose, device: Stream("side"))
+    monkeypatch.setattr(saved_tensors, "_stream", lambda purpose, device: Stream("side"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda: current[0])
     monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: current.__setitem__(0, stream))
@@ -53,7 +53,7 @@ def computing(monkeypatch):
 
 
 def test_a_source_is_held_until_it_is_on_the_host(computing):
-    wait = host_copies._copy_beside("to host", Memory("host"), Memory("device"))
+    wait = saved_tensors._copy_beside("to host", Memory("host"), Memory("device"))
     assert computing[0].name == "forward"
     wait()
     assert LOG == [
@@ -65,7 +65,7 @@ def test_a_source_is_held_until_it_is_on_the_host(computing):
 
 
 def test_memory_brought_back_is_held_for_the_stream_that_uses_it(computing):
-    wait = host_copies._copy_beside("to device", Memory("device"), Memory("host"))
+    wait = saved_tensors._copy_beside("to device", Memory("device"), Memory("host"))
     computing[0] = Stream("another block's")
     wait()
     assert LOG == [

@@ -10,9 +10,8 @@ import torch
 import torch_rank_functions as on_rank
 
 from hp_dtensor.exceptions import PlatformError
-from hp_platform_torch.comm.rendezvous import _backend_names
-from hp_platform_torch.comm.staged_group import StagedGroup
-from hp_platform_torch.comm.world import TorchWorld
+from hp_platform_torch.comm.groups import StagedGroup
+from hp_platform_torch.comm.world import TorchWorld, _backend_names
 from hp_platform_torch.platform import TorchPlatform
 
 

@@ -22,7 +22,7 @@ from hp_dtensor import (
     distribute_tensor,
     get_platform,
 )
-from hp_dtensor.dispatch.plan_cache import forget_plans
+from hp_dtensor.dispatch.operation import forget_plans
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.testing import run_ranks
 

@@ -15,8 +15,7 @@ from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribut
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.selection import get_platform
-from hp_platform_torch.comm.groups import TorchGroup
-from hp_platform_torch.comm.staged_group import StagedGroup
+from hp_platform_torch.comm.groups import StagedGroup, TorchGroup
 
 PLATFORM = get_platform("torch")
 

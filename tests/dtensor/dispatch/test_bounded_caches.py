@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor import DeviceMesh, Partial, Replicate, Shard, distribute_tensor
-from hp_dtensor.dispatch import plan_cache
+from hp_dtensor.dispatch import operation
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute import planner
 from hp_dtensor.spec import tensor_spec as spec
@@ -40,7 +40,7 @@ def _sizes(mesh: DeviceMesh) -> dict[str, int]:
     """Entries of the caches; specs those of this world, since tensors of earlier tests may be alive."""
     gc.collect()
     return {
-        "plans of operations": max(map(len, plan_cache._plans.values()), default=0),
+        "plans of operations": max(map(len, operation._plans.values()), default=0),
         "specs": sum(known.mesh.world is mesh.world for known in list(spec._interned.values())),
         "groups": len(mesh.world._groups),
     }
@@ -61,7 +61,7 @@ def _grown(platform: Platform) -> list[dict[str, int]]:
 
 def test_caches_of_changing_shapes_are_bounded(hp_platform: Platform, monkeypatch) -> None:
     """With small limits, so that some hundred shapes pass them many times."""
-    monkeypatch.setattr(plan_cache, "CACHE_SIZE", LIMIT)
+    monkeypatch.setattr(operation, "CACHE_SIZE", LIMIT)
     _forget(hp_platform)
     for sizes in run_ranks(_grown, 2, hp_platform, hp_platform):
         for size in sizes:
@@ -73,7 +73,7 @@ def test_caches_of_changing_shapes_are_bounded(hp_platform: Platform, monkeypatc
 
 
 def _forget(platform: Platform) -> None:
-    plan_cache.forget_plans()
+    operation.forget_plans()
     for cached in _caches():
         cached.cache_clear()
 
@@ -146,7 +146,7 @@ def _in_a_thread(platform: Platform, mesh: DeviceMesh, seed: int, failures: list
         x = np.arange(rows * 4, dtype=np.float32).reshape(rows, 4) - seed
         try:
             one = distribute_tensor(platform.from_numpy(x.copy()), mesh, (Shard(axis),), src_data_rank=None)
-            plan = plan_cache.operation_of(platform, "sum").plan_for(platform, (one, axis), {})
+            plan = operation.operation_of(platform, "sum").plan_for(platform, (one, axis), {})
             if plan.outputs.placed != (((Partial(),), x.sum(axis).shape),):
                 failures.append(f"thread {seed}, step {step}: {plan.outputs.placed}")
             if platform.name == "mindspore":
@@ -161,7 +161,7 @@ def _in_a_thread(platform: Platform, mesh: DeviceMesh, seed: int, failures: list
 
 def test_threads_share_the_caches(hp_platform: Platform, monkeypatch) -> None:
     """Each on tensors of its own, with caches so small that they are emptied all the time."""
-    monkeypatch.setattr(plan_cache, "CACHE_SIZE", 3)
+    monkeypatch.setattr(operation, "CACHE_SIZE", 3)
     _forget(hp_platform)
     mesh = DeviceMesh("cpu", (1,), platform=hp_platform)
     failures: list[str] = []

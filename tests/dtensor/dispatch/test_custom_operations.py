@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor, sharding_rule
-from hp_dtensor.dispatch.plan_cache import count_plans, forget_plans
+from hp_dtensor.dispatch.operation import count_plans, forget_plans
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform

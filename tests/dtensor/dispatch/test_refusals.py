@@ -29,7 +29,7 @@ def test_a_refused_operation_is_refused_again(hp_platform: Platform) -> None:
     """A plain scalar in a list, and a result that is not as the rule says: not only the first time."""
 
     def program(platform: Platform, mesh: DeviceMesh) -> None:
-        from hp_dtensor.dispatch import dispatch
+        from hp_dtensor.dispatch import operation
 
         _, x = place(platform, mesh, MATRIX, (Shard(0),))
         scalar = platform.ops.sum(x)
@@ -38,7 +38,7 @@ def test_a_refused_operation_is_refused_again(hp_platform: Platform) -> None:
             with pytest.raises(MixedOperandsError, match=r"stack: a plain tensor of shape \[\] among DTensors"):
                 platform.ops.stack([plain, scalar], 0)
             with pytest.raises(ShardingRuleError, match="exp: the sharding rule expects"):
-                dispatch.dispatch(platform, "exp", lambda _: platform.from_numpy(np.ones(7, np.float32)), (x,), {})
+                operation.dispatch(platform, "exp", lambda _: platform.from_numpy(np.ones(7, np.float32)), (x,), {})
 
     on_ranks(hp_platform, program)
 
@@ -58,14 +58,14 @@ def test_ids_outside_a_cut_table_fail_on_every_rank(hp_platform: Platform) -> No
 
 def test_an_operation_without_a_rule_names_itself_and_the_way_out(hp_platform: Platform) -> None:
     """pytorch/pytorch#164543: errors that can be read."""
-    from hp_dtensor.dispatch import dispatch
+    from hp_dtensor.dispatch import operation
 
     def program(platform: Platform, mesh: DeviceMesh) -> list[str]:
         _, x = place(platform, mesh, MATRIX, (Shard(0),))
         messages = []
         for name, keywords in (("mystery", {}), ("sum", {"where": True}), ("nonzero", {})):
             with pytest.raises(ShardingRuleError) as refusal:
-                dispatch.dispatch(platform, name, lambda *_: None, (x,), keywords)
+                operation.dispatch(platform, name, lambda *_: None, (x,), keywords)
             messages.append(str(refusal.value))
         return messages
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, record_collectives, register_sharding
-from hp_dtensor.dispatch import registered_shardings
+from hp_dtensor.dispatch import operation
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
@@ -20,10 +20,10 @@ ROWS = np.arange(12, dtype=np.float32).reshape(4, 3)
 
 @pytest.fixture(autouse=True)
 def _forget_registered() -> Iterator[None]:
-    before = dict(registered_shardings._registered)
+    before = dict(operation._sharding_functions)
     yield
-    registered_shardings._registered.clear()
-    registered_shardings._registered.update(before)
+    operation._sharding_functions.clear()
+    operation._sharding_functions.update(before)
 
 
 def by_columns(x: Any, *rest: Any) -> list[Any]:

@@ -54,7 +54,7 @@ def test_views_of_uneven_shards(hp_platform: Platform) -> None:
 
 def test_stack_of_many_keeps_placements(hp_platform: Platform) -> None:
     """pytorch/pytorch#168255: operations on lists of tensors are planned as any other, once."""
-    from hp_dtensor.dispatch.plan_cache import count_plans
+    from hp_dtensor.dispatch.operation import count_plans
 
     def program(platform: Platform, mesh: DeviceMesh) -> tuple[Any, int, int]:
         _, x = place(platform, mesh, MATRIX, (Shard(0),))

@@ -12,28 +12,84 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.attention import BlockScores
 from hp_dtensor.platform.autograd import KeptOperations
-from hp_dtensor.platform.interface import DTYPE_NAMES, Platform
+from hp_dtensor.platform.interface import DTYPE_NAMES, ModuleInterface, Platform, Removable
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_platform_torch.ops import attention
 from hp_platform_torch.ops.names import function_named, names_of
 from hp_platform_torch.ops.namespace import build_ops
-from hp_platform_torch.patches import running_backward, table
+from hp_platform_torch.patches import autograd_function, table
 from hp_platform_torch.processes import TorchProcesses
-from hp_platform_torch.tensor import autograd, dtensor, torch_functions
-from hp_platform_torch.tensor.autocast import automatic_precision_of
+from hp_platform_torch.tensor import dtensor, operations
+from hp_platform_torch.tensor.autograd import automatic_precision_of, custom_function, linear_map, split_backward
 from hp_platform_torch.tensor.dtensor import TorchDTensor
 from hp_platform_torch.tensor.handlers import handler_of
-from hp_platform_torch.tensor.host_copies import TorchHostCopies
-from hp_platform_torch.tensor.kept_operations import kept_operations
-from hp_platform_torch.tensor.local_operations import LocalOperations, NoGrad
-from hp_platform_torch.tensor.modules import TorchModules
-from hp_platform_torch.tensor.split_backward import split_backward
+from hp_platform_torch.tensor.operations import LocalOperations, NoGrad
+from hp_platform_torch.tensor.saved_tensors import TorchHostCopies, kept_operations
 
 Tensor = torch.Tensor
+Removable.register(RemovableHandle)
+
+
+class TorchModules(ModuleInterface):
+    """The part of the platform that walks through `nn.Module`s."""
+
+    def compile_module(self, module: nn.Module, backend: str) -> None:
+        """Compile as `torch.nn.Module.compile` does; hooks of sharding stay outside of the compiled forward.
+
+        Raises:
+            CapabilityError: torch has no backend of this name.
+        """
+        known = self.compile_backends()
+        if backend not in known:
+            raise CapabilityError(f"torch.compile has no backend {backend!r}; it has {', '.join(known)}")
+        module.compile(backend=backend)
+
+    def compile_backends(self) -> tuple[str, ...]:
+        return tuple(torch.compiler.list_backends(exclude_tags=()))
+
+    def named_modules(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        return module.named_modules()
+
+    def named_parameters(
+        self, module: nn.Module, recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        return module.named_parameters(recurse=recurse, remove_duplicate=remove_duplicate)
+
+    def set_parameter(self, module: nn.Module, name: str, value: Tensor) -> None:
+        # nn.Module's own assignment refuses a plain tensor under a parameter's name.
+        parameters = module._parameters
+        if name not in parameters:
+            owned = ", ".join(parameters) or "none"
+            raise KeyError(f"{type(module).__name__} owns no parameter {name!r}; its own are: {owned}")
+        parameters[name] = value  # type: ignore[assignment]
+
+    def named_buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        return module.named_buffers()
+
+    def add_forward_pre_hook(
+        self,
+        module: nn.Module,
+        hook: Callable[[nn.Module, tuple, dict], tuple[tuple, dict] | None],
+        prepend: bool = False,
+    ) -> Removable:
+        return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=True)  # type: ignore[return-value]
+
+    def add_forward_hook(
+        self,
+        module: nn.Module,
+        hook: Callable[[nn.Module, tuple, dict, Any], Any],
+        prepend: bool = False,
+        always_call: bool = False,
+    ) -> Removable:
+        return module.register_forward_hook(  # type: ignore[return-value]
+            hook, prepend=prepend, with_kwargs=True, always_call=always_call
+        )
+
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -70,7 +126,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         self._devices = threading.local()
         self.device = torch.device(self.device_types[0], 0) if self.device_types[0] != "cpu" else torch.device("cpu")
         self.ops = build_ops(lambda: self.device)
-        torch_functions.operations.handler_of = handler_of
+        operations.operations.handler_of = handler_of
         table.install()
 
     @property
@@ -172,14 +228,14 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
 
     # Autograd --------------------------------------------------------------------------------------------
 
-    _linear_map = staticmethod(autograd.linear_map)
-    _custom_function = staticmethod(autograd.custom_function)
+    _linear_map = staticmethod(linear_map)
+    _custom_function = staticmethod(custom_function)
 
     def is_in_backward(self) -> bool:
         return bool(torch._C._current_graph_task_id() != -1)
 
     def is_for_parameters(self) -> bool:
-        return not running_backward.are_named()
+        return not autograd_function.are_named()
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
         loss.backward(gradient, retain_graph=retain_graph)

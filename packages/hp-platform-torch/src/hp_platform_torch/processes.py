@@ -16,14 +16,13 @@ import torch.distributed as dist
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import World
-from hp_dtensor.dispatch.plan_cache import forget_plans
+from hp_dtensor.dispatch.operation import forget_plans
 from hp_dtensor.exceptions import PlatformError
 from hp_dtensor.launch.environment import from_environment, is_launched
 from hp_dtensor.platform.interface import Platform
-from hp_platform_torch.comm import rendezvous
-from hp_platform_torch.comm.device_capabilities import device_types, shares_devices
-from hp_platform_torch.comm.world import TorchWorld
-from hp_platform_torch.device_rates import peak_flops
+from hp_platform_torch.comm.backends import device_types, shares_devices
+from hp_platform_torch.comm.world import TorchWorld, join, joined_store, leave
+from hp_platform_torch.profiling import peak_flops
 
 if TYPE_CHECKING:
     from hp_dtensor.platform.counted_step import CountedStep
@@ -83,9 +82,9 @@ class TorchProcesses(Platform):
             # Once, however often this process joins.
             atexit.unregister(self._follow_destruction)
             atexit.register(self._follow_destruction)
-            store = rendezvous.joined_store(self._connections)
+            store = joined_store(self._connections)
         elif size > 1:
-            store = rendezvous.join(rank, size, address, timeout)
+            store = join(rank, size, address, timeout)
             self._owns_process_group = True
         self._world = TorchWorld(rank, size, self, store, timeout)
         self._adopted = None
@@ -115,7 +114,7 @@ class TorchProcesses(Platform):
         forget_plans()
         if self._owns_process_group:
             self._owns_process_group = False
-            rendezvous.leave()
+            leave()
 
     def _follow_destruction(self) -> None:
         """Leave a job whose default group the program has destroyed.
@@ -143,7 +142,7 @@ class TorchProcesses(Platform):
         return super().peak_memory() if kind == "cpu" else int(getattr(torch, kind).max_memory_allocated())
 
     def live_bytes(self) -> AbstractContextManager[Any]:
-        from hp_platform_torch.live_bytes import counted_bytes
+        from hp_platform_torch.counted_step import counted_bytes
 
         return counted_bytes()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from hp_dtensor.dispatch.dispatch import dispatch
+from hp_dtensor.dispatch.operation import dispatch
 from hp_dtensor.platform.interface import OP_NAMES
 from hp_platform_numpy import kernels
 from hp_platform_numpy.tensor import NumpyDTensor

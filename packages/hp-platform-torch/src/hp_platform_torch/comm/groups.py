@@ -1,29 +1,128 @@
-"""Process groups over the backends of torch.distributed: gloo on CPU, NCCL on CUDA, HCCL on Ascend.
+"""Dispatch modes of torch that watch this thread, and whose they are.
+
+Works: communications under way, which the caller waits for.
+
+Process groups over the backends of torch.distributed: gloo on CPU, NCCL on CUDA, HCCL on Ascend.
 
 A group connects one backend per device type, and one for host-side facts, on first use: these always travel by gloo,
 whatever the device of the tensors. What a backend lacks is composed from what it has, by the one table `CAPABILITIES`.
+
+Ranks that share an accelerator: their collectives go by way of host memory, over gloo.
+
+NCCL refuses two ranks of a job on one device. With `HP_BACKEND=gloo` several may share one, so that a program of
+several processes runs, and is tested, where there is one card; it is slow.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hp_dtensor.comm.process_group import DONE, PendingBytes, ProcessGroup, Rows, Work
 from hp_dtensor.exceptions import CollectiveError
-from hp_platform_torch.comm.device_capabilities import BACKEND_NAMES, CAPABILITIES, check_reduction, movable
-from hp_platform_torch.comm.dispatch_modes import is_watched
+from hp_platform_torch.comm.backends import BACKEND_NAMES, CAPABILITIES, check_reduction, movable
 from hp_platform_torch.comm.torch_groups import CalledByTorch
-from hp_platform_torch.comm.works import Exchange, PendingFacts, Then, settle
 
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
 
+
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack  # of this thread
+
+
+def is_watched() -> bool:
+    """Return True if a dispatch mode of this thread is somebody's who does not know of shards.
+
+    Such a mode (torch's `FlopCounterMode`, say) takes what it is given for the whole, so it is shown plain tensors and
+    torch's own process groups. Our own modes say `knows_shards` and change nothing of what is computed.
+    """
+    return bool(_num_dispatch_modes()) and any(
+        not getattr(mode, "knows_shards", False) for mode in _get_current_dispatch_mode_stack()
+    )
+
+
 Tensor = torch.Tensor
+
+POLL_SECONDS = 0.0001
+
+
+class Then:
+    """A communication with local work after it: `wait` waits for the first and then calls `finish`, once."""
+
+    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
+        self._work = work
+        self._finish: Callable[[], object] | None = finish
+
+    def wait(self) -> None:
+        self._work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+class Exchange:
+    """The sends and receives that one composed collective consists of.
+
+    Gloo matches those of two ranks in the order in which they begin, and one that is let go of under way takes what
+    follows with it. So a group keeps them, also those that nobody waits for after an error, and ends them in order.
+
+    Args:
+        works: each is waited for once, as gloo's point-to-point works can be.
+        unfinished: of the group, in the order in which they began.
+        kept: what must live until they are over.
+    """
+
+    def __init__(self, works: Sequence[Work], unfinished: list[Exchange], kept: object = None) -> None:
+        self._works = list(works)
+        self._kept = kept
+        self._unfinished = unfinished
+        unfinished.append(self)
+
+    def wait(self) -> None:
+        while self in self._unfinished:
+            self._unfinished[0]._end()
+            del self._unfinished[0]
+
+    def _end(self) -> None:
+        while self._works:
+            self._works[0].wait()
+            del self._works[0]
+        self._kept = None
+
+
+class PendingFacts:
+    """An all-gather of bytes under way; row `i` of `gathered` `[ranks, bytes]` is that of rank `i`."""
+
+    def __init__(self, work: Any, gathered: Tensor) -> None:
+        self._work = work
+        self._gathered = gathered
+
+    def wait(self, timeout_seconds: float | None = None) -> list[bytes] | None:
+        """Return the bytes of all ranks in rank order, or None if some rank did not answer in time."""
+        if timeout_seconds is not None:
+            deadline = time.monotonic() + timeout_seconds
+            while not self._work.is_completed():
+                if time.monotonic() >= deadline:
+                    return None
+                time.sleep(POLL_SECONDS)
+        self._work.wait()
+        return [row.tobytes() for row in self._gathered.numpy()]
+
+
+def settle(work: Work | None, async_op: bool) -> Work:
+    """Return `work` to a caller that waits for it later; else wait now and return `DONE`."""
+    if async_op and work is not None:
+        return work
+    if work is not None:
+        work.wait()
+    return DONE
+
 
 FACTS = "facts"
 """The connection for host-side facts, beside one for each kind of device."""
@@ -256,3 +355,72 @@ def reduce_into(output: Tensor, others: Sequence[Tensor], op: str) -> None:
         combine(total, other, out=total)
     if not is_rounded_once:
         output.copy_(total)
+
+
+class StagedGroup(TorchGroup):
+    """A process group whose collectives copy tensors to the host, and results back when they return.
+
+    Asynchronous ones are done when they return, too, but for messages between two ranks: a send that waited would wait
+    for its receive, and ranks that send to each other first would wait for ever.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.backend = "gloo"
+
+    def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work:
+        host = _to_host(x)
+        super()._all_reduce(host, op, False)
+        return _back(x, host)
+
+    def _all_gather_into(self, output: Tensor, x: Tensor, async_op: bool) -> Work:
+        into = _like_on_host(output)
+        super()._all_gather_into(into, _to_host(x), False)
+        return _back(output, into)
+
+    def _reduce_scatter_into(self, output: Tensor, x: Tensor, op: str, async_op: bool) -> Work:
+        into = _like_on_host(output)
+        super()._reduce_scatter_into(into, _to_host(x), op, False)
+        return _back(output, into)
+
+    def _all_to_all_into(self, output: Tensor, x: Tensor, output_rows: Rows, input_rows: Rows, async_op: bool) -> Work:
+        into = _like_on_host(output)
+        super()._all_to_all_into(into, _to_host(x), output_rows, input_rows, False)
+        return _back(output, into)
+
+    def _start_exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Work:
+        leaving = [None if x is None else _to_host(x) for x in sends]
+        arriving = [None if x is None else _like_on_host(x) for x in receives]
+        super()._start_exchange(leaving, arriving).wait()
+        for index, (x, host) in enumerate(zip(receives, arriving, strict=True)):
+            # What a rank sends to itself is not exchanged here.
+            if x is not None and host is not None and index != self.rank:
+                x.copy_(host)
+        return DONE
+
+    def _broadcast(self, x: Tensor, source: int, async_op: bool) -> Work:
+        host = _to_host(x)
+        super()._broadcast(host, source, False)
+        return _back(x, host)
+
+    def _send(self, x: Tensor, target: int, async_op: bool) -> Work:
+        host = _to_host(x)
+        return settle(Exchange([super()._send(host, target, True)], [], host), async_op)
+
+    def _receive(self, x: Tensor, source: int, async_op: bool) -> Work:
+        host = _like_on_host(x)
+        return settle(Then(super()._receive(host, source, True), lambda: x.copy_(host)), async_op)
+
+
+def _to_host(x: Tensor) -> Tensor:
+    """Return a contiguous copy in host memory, also of a tensor that is there."""
+    return x.detach().to("cpu", copy=True).contiguous()
+
+
+def _like_on_host(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu")
+
+
+def _back(x: Tensor, host: Tensor) -> Work:
+    x.copy_(host)
+    return DONE

@@ -10,7 +10,7 @@ from torch.distributed import distributed_c10d
 
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import NoCommunicationGroup
-from hp_platform_torch.comm.device_capabilities import BACKEND_NAMES
+from hp_platform_torch.comm.backends import BACKEND_NAMES
 
 
 class CalledByTorch:

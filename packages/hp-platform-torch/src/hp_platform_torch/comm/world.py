@@ -1,21 +1,29 @@
-"""The ranks of a job over torch.distributed, and the backends that their groups communicate by."""
+"""The ranks of a job over torch.distributed, and the backends that their groups communicate by.
+
+Meeting of the ranks of a job: torch's default process group, and the store where members of a group connect.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import ipaddress
+import os
+import socket
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import World
-from hp_dtensor.exceptions import CollectiveError
-from hp_platform_torch.comm.device_capabilities import shares_devices
-from hp_platform_torch.comm.groups import FACTS, TorchGroup
-from hp_platform_torch.comm.staged_group import StagedGroup
+from hp_dtensor.exceptions import CollectiveError, PlatformError
+from hp_platform_torch.comm.backends import BACKEND_NAMES, device_types, shares_devices
+from hp_platform_torch.comm.groups import FACTS, StagedGroup, TorchGroup
 from hp_platform_torch.comm.torch_groups import GroupOfOne
 
 if TYPE_CHECKING:
@@ -80,3 +88,109 @@ def _hccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.B
 
 
 _BACKENDS = {"cpu": _gloo, "cuda": _nccl, "npu": _hccl, FACTS: _gloo}
+
+
+_LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def join(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store:
+    """Make torch's default process group, which must not exist yet; return the store where members of groups connect.
+
+    Raises:
+        PlatformError: the address is wrong or not reached in time, or not all ranks came.
+    """
+    store = _store(rank, size, address, timeout)
+    try:
+        dist.init_process_group(_backend_names(), store=store, rank=rank, world_size=size, timeout=timeout)
+    except RuntimeError as error:
+        raise PlatformError(
+            f"rank {rank} of {size} could not join the job at {address} within {timeout.total_seconds():g} s: {error}"
+        ) from error
+    return dist.PrefixStore("groups", store)
+
+
+def joined_store(connection: int) -> dist.Store:
+    """Return the store of the default process group that the program has made itself.
+
+    Args:
+        connection: number of times that this process, like every rank, has connected; no key is used twice.
+    """
+    return dist.PrefixStore(f"hp/{connection}", distributed_c10d._get_default_store())
+
+
+def leave() -> None:
+    """Destroy torch's process groups, also those of a job that has failed."""
+    if dist.is_initialized():  # else the program has destroyed them
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def _store(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store:
+    host, port = _host_and_port(address)
+    by_agent = _served_by_agent(rank, size, port)
+    if _is_loopback(host):
+        # The members' own connections are made on the interface of this machine's name, unless one is chosen.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
+    serves = rank == 0 and not by_agent
+    try:
+        store = _serve_locally(host, port, size, timeout) if serves else None
+        store = store or dist.TCPStore(host, port, size, is_master=serves, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        role = "serve" if rank == 0 and not by_agent else "reach"
+        raise PlatformError(
+            f"rank {rank} of {size} could not {role} the meeting point {address}: {error}. "
+            "Check that the address is right, the port free on rank 0, and every rank started."
+        ) from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if by_agent else "0"
+    return dist.PrefixStore(f"hp/attempt_{attempt}", store)
+
+
+def _serve_locally(host: str, port: int, size: int, timeout: timedelta) -> dist.TCPStore | None:
+    """Serve the store on this machine's loopback alone where the ranks meet there; None: they meet elsewhere.
+
+    By itself torch listens on every interface, and whoever reaches the port can read and delete all keys.
+    """
+    if not _is_loopback(host):
+        return None
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise RuntimeError(str(error)) from error
+    # The store closes it.
+    return dist.TCPStore(host, port, size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _served_by_agent(rank: int, size: int, port: int) -> bool:
+    """Tell whether torchrun's agent serves the store at MASTER_PORT already, for every restart of this very rank."""
+    expected = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+    }
+    return all(os.environ.get(name) == value for name, value in expected.items())
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isdigit():
+        raise PlatformError(f"the meeting point must be host:port, such as 127.0.0.1:29500; got {address!r}")
+    return host.strip("[]"), int(port)
+
+
+def _backend_names() -> str:
+    """Name a backend for each kind of device on this machine as torch wants it: `cpu:gloo,cuda:nccl`."""
+    if shares_devices():
+        return "cpu:gloo"
+    return ",".join(f"{device}:{BACKEND_NAMES[device]}" for device in device_types())

@@ -30,10 +30,10 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_fsdp.storage import GatherExtension, Gradients, ParameterStorage, moved_to_front
 from hp_platform_torch.fsdp.gather_extension import find_extension
-from hp_platform_torch.patches import running_backward
+from hp_platform_torch.patches import autograd_function
 from hp_platform_torch.tensor.dtensor import TorchDTensor, adopt
-from hp_platform_torch.tensor.host_copies import stay_on_device
-from hp_platform_torch.tensor.local_operations import LocalOperations, NoGrad
+from hp_platform_torch.tensor.operations import LocalOperations, NoGrad
+from hp_platform_torch.tensor.saved_tensors import stay_on_device
 
 SMALLEST = 2**20  # bytes; below, the allocator's way costs less
 MAPPED_BYTES = 2**25 + 2**16
@@ -301,7 +301,7 @@ class TorchParameterStorage(ParameterStorage):
         Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
     def explain_released(self, explain: Callable[[], Exception | None]) -> None:
-        running_backward.explain(_RELEASED, explain)
+        autograd_function.explain(_RELEASED, explain)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,7 +10,7 @@ import torch
 
 from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_platform_torch.tensor.dtensor import TorchDTensor
-from hp_platform_torch.tensor.local_operations import is_intercepting
+from hp_platform_torch.tensor.operations import is_intercepting
 
 Tensor = torch.Tensor
 

@@ -13,16 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from hp_dtensor.platform.patch import Patch
-from hp_platform_torch.optim import local_step
-from hp_platform_torch.patches import (
-    autograd_function,
-    compile,
-    guards,
-    new_values,
-    process_groups,
-    running_backward,
-    sharding_models,
-)
+from hp_platform_torch import optimizer_step
+from hp_platform_torch.patches import autograd_function, compile, new_values, process_groups, refusals
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,33 +70,35 @@ PATCHES = (
         "torch.autograd._engine_run_backward",
         "does not tell whether a backward is for named inputs",
         "noted while it runs: `fully_shard` reduces gradients of parameters only when they are asked for",
-        running_backward.noting,
+        autograd_function.noting,
     ),
     _refused(
         "torch._functorch.eager_transforms._wrap_for_grad",
-        guards.refusing,
+        refusals.refusing,
         "torch.func (grad, vjp and the like)",
-        guards.TRANSFORMS_A_SHARD,
+        refusals.TRANSFORMS_A_SHARD,
     ),
-    _refused("torch._functorch.vmap._add_batch_dim", guards.refusing, "torch.func (vmap)", guards.TRANSFORMS_A_SHARD),
+    _refused(
+        "torch._functorch.vmap._add_batch_dim", refusals.refusing, "torch.func (vmap)", refusals.TRANSFORMS_A_SHARD
+    ),
     _refused(
         "torch._functorch.eager_transforms._maybe_wrap_functional_tensor",
-        guards.refusing,
+        refusals.refusing,
         "torch.func.functionalize",
-        guards.TRANSFORMS_A_SHARD,
+        refusals.TRANSFORMS_A_SHARD,
     ),
-    _refused("torch.to_dlpack", guards.refusing, "to_dlpack", guards.EXPORTS_A_SHARD),
-    _refused("torch.utils.dlpack.to_dlpack", guards.refusing, "to_dlpack", guards.EXPORTS_A_SHARD),
-    _refused("torch.jit.trace", guards.refusing_to_trace, "torch.jit.trace"),
-    _refused("torch.jit.trace_module", guards.refusing_to_trace, "torch.jit.trace_module"),
-    _refused("torch.export.export", guards.refusing_to_trace, "torch.export"),
-    _refused("torch._C.ScriptFunction.__call__", guards.refusing_arguments, "a function made by torch.jit.script"),
-    _refused("torch.Tensor.set_", guards.refusing_source),
+    _refused("torch.to_dlpack", refusals.refusing, "to_dlpack", refusals.EXPORTS_A_SHARD),
+    _refused("torch.utils.dlpack.to_dlpack", refusals.refusing, "to_dlpack", refusals.EXPORTS_A_SHARD),
+    _refused("torch.jit.trace", refusals.refusing_to_trace, "torch.jit.trace"),
+    _refused("torch.jit.trace_module", refusals.refusing_to_trace, "torch.jit.trace_module"),
+    _refused("torch.export.export", refusals.refusing_to_trace, "torch.export"),
+    _refused("torch._C.ScriptFunction.__call__", refusals.refusing_arguments, "a function made by torch.jit.script"),
+    _refused("torch.Tensor.set_", refusals.refusing_source),
     Patch(
         "torch.nn.parallel.DistributedDataParallel.__init__",
         "takes shards for replicas",
-        sharding_models.REFUSED,
-        lambda init: sharding_models.refusing_sharded(init, "DistributedDataParallel"),
+        refusals.REFUSED,
+        lambda init: refusals.refusing_sharded(init, "DistributedDataParallel"),
     ),
     Patch(
         "torch.Tensor.new_full",
@@ -140,7 +134,7 @@ REGISTRATIONS = (
         "torch.optim.optimizer.register_optimizer_step_pre_hook",
         "each operation of a step would be intercepted",
         "steps of elementwise optimizers run on local data",
-        local_step.install,
+        optimizer_step.install,
     ),
     Registration(
         "torch._dynamo.config.nontraceable_tensor_subclasses",
@@ -150,9 +144,9 @@ REGISTRATIONS = (
     ),
     Registration(
         "torch.distributed.fsdp",
-        sharding_models.WHY,
-        f"{sharding_models.REFUSED}, where the program has loaded it before",
-        sharding_models.refuse_if_loaded,
+        refusals.WHY,
+        f"{refusals.REFUSED}, where the program has loaded it before",
+        refusals.refuse_if_loaded,
     ),
 )
 

@@ -1,11 +1,25 @@
-"""Two kinds of autograd node: linear maps with a dual, and functions with a given backward."""
+"""Two kinds of autograd node: linear maps with a dual, and functions with a given backward.
+
+A backward in two parts: the gradients of given inputs now, those of the parameters later.
+
+The graph between the outputs and the inputs is walked once. Some of its nodes have a further branch, towards a
+parameter; the gradients that reach these are results of the first part (Zero Bubble, arXiv 2401.10241;
+torch.distributed.pipelining keeps them too), and the second part computes the branches from there.
+
+The state of torch.autocast, taken along from forward to a recomputation in backward.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 
@@ -129,3 +143,221 @@ class _Refusal(torch.autograd.Function):
 def _not_differentiable(outputs: Any) -> list[torch.Tensor]:
     tensors = [outputs] if isinstance(outputs, torch.Tensor) else outputs
     return [x for x in tensors if isinstance(x, torch.Tensor) and not x.is_floating_point()]
+
+
+Tensor = torch.Tensor
+Node = Any
+Sums = dict[GradientEdge, Tensor]
+
+
+def split_backward(
+    outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
+) -> tuple[list[Tensor | None], Callable[[], None]]:
+    """Return the gradients of leaves `inputs`, and a function that accumulates those of all other leaves.
+
+    Nodes written in Python compute all their gradients at once, so theirs are computed twice.
+    """
+    seeds = [torch.ones_like(y) if grad is None else grad for y, grad in zip(outputs, grads, strict=True)]
+    roots = [get_gradient_edge(y) for y in outputs]
+    graph = _Graph(roots, {get_gradient_edge(x).node for x in inputs})
+    apart: Sums = {}
+    reaching: list[tuple[Tensor, Tensor]] = []
+    for y, root, seed in zip(outputs, roots, seeds, strict=True):
+        if root.node in graph.between:
+            reaching.append((y, seed))
+        else:
+            _add(apart, GradientEdge(root.node, root.output_nr), seed)
+    if not reaching:
+        return [None] * len(inputs), lambda: _finish(apart, [], [], roots)
+    forks = graph.forks()
+    found = torch.autograd.grad(
+        [y for y, _ in reaching],
+        # One pass gives the gradients of the forks too, without a call of Python for each of them.
+        [*inputs, *(edge for fork in forks for edge in fork.edges)],
+        [seed for _, seed in reaching],
+        retain_graph=True,
+        allow_unused=True,
+    )
+    kept = list(found[len(inputs) :])
+    # torch 2.11 keeps a node that is written in Python only as long as what comes before it in the backward: the roots.
+    return list(found[: len(inputs)]), lambda: _finish(apart, forks, kept, roots)
+
+
+@dataclass(slots=True)
+class _Fork:
+    """A node between outputs and inputs that has edges to elsewhere.
+
+    Attributes:
+        edges: the places where gradients reach it.
+        slots: which of its own gradients belong to `branches`.
+        branches: its edges that lead away from the inputs.
+        is_alone: no other node leads to the ends of these.
+    """
+
+    node: Node
+    edges: list[GradientEdge]
+    slots: list[int]
+    branches: list[GradientEdge]
+    is_alone: bool
+
+
+class _Graph:
+    """The nodes that gradients of outputs go through.
+
+    Attributes:
+        between: those from which an input is reached, the inputs' own among them.
+    """
+
+    def __init__(self, roots: Sequence[GradientEdge], targets: set[Node]) -> None:
+        self._roots, self._targets = roots, targets
+        # Python's objects for nodes are made anew unless somebody holds them.
+        self._following: dict[Node, tuple[tuple[Node, int], ...]] = {}
+        # The nodes that lead to each; a pipeline comes here for each micro-batch, hence no second pass over the edges.
+        self._leading: dict[Node, list[Node]] = {root.node: [] for root in roots}
+        self._walk()
+        self.between = {target for target in targets if target in self._leading}
+        waiting = list(self.between)
+        while waiting:
+            for node in self._leading[waiting.pop()]:
+                if node not in self.between:
+                    self.between.add(node)
+                    waiting.append(node)
+
+    def _walk(self) -> None:
+        following, leading = self._following, self._leading
+        waiting = list(leading)
+        while waiting:
+            node = waiting.pop()
+            edges = following[node] = node.next_functions
+            for child, _ in edges:
+                if child in leading:
+                    leading[child].append(node)
+                elif child is not None:
+                    leading[child] = [node]
+                    waiting.append(child)
+
+    def forks(self) -> list[_Fork]:
+        """Return the forks in the order of their forward."""
+        between, targets = self.between, self._targets
+        found = [
+            self._fork(node, edges)
+            for node, edges in self._following.items()
+            if len(edges) > 1 and node in between and node not in targets
+        ]
+        # Those that share a parameter add to its gradient from the last on, in the order of a whole backward.
+        return sorted((fork for fork in found if fork.branches), key=lambda fork: fork.node._sequence_nr())
+
+    def _fork(self, node: Node, edges: tuple[tuple[Node, int], ...]) -> _Fork:
+        between = self.between
+        slots = [slot for slot, (child, _) in enumerate(edges) if child is not None and child not in between]
+        branches = [GradientEdge(*edges[slot]) for slot in slots]
+        is_alone = all(parent is node for edge in branches for parent in self._leading[edge.node])
+        return _Fork(node, self._edges_to(node) if branches else [], slots, branches, is_alone)
+
+    def _edges_to(self, node: Node) -> list[GradientEdge]:
+        places = {place for each in self._leading[node] for child, place in self._following[each] if child is node}
+        places |= {root.output_nr for root in self._roots if root.node is node}
+        return [GradientEdge(node, place) for place in sorted(places)]
+
+
+def _finish(apart: Sums, forks: list[_Fork], kept: list[Tensor | None], graph: Sequence[GradientEdge]) -> None:
+    """Compute what the branches get, then run one backward over all of them; `graph` keeps their nodes until then."""
+    while forks:
+        fork = forks.pop()
+        own = [kept.pop() for _ in fork.edges][::-1]
+        for edge, grad in _branch_gradients(fork, own):
+            _add(apart, edge, grad)
+    if apart:
+        _run(list(apart), list(apart.values()))
+
+
+def _branch_gradients(fork: _Fork, grads: Sequence[Tensor | None]) -> list[tuple[GradientEdge, Tensor]]:
+    given = [(edge, grad) for edge, grad in zip(fork.edges, grads, strict=True) if grad is not None]
+    if not given:
+        return []
+    if not fork.is_alone:
+        return _by_the_node(fork, given)
+    branches = list(dict.fromkeys(fork.branches))
+    found = _run([edge for edge, _ in given], [grad for _, grad in given], branches)
+    return [(edge, grad) for edge, grad in zip(branches, found, strict=True) if grad is not None]
+
+
+def _run(edges: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: Sequence[GradientEdge] = ()) -> Any:
+    """Return the gradients of `inputs` as `torch.autograd.grad`, or without them accumulate as `backward`.
+
+    These two check the shape of each gradient in Python, which takes as long as a small weight's part itself; ours are
+    those that autograd has just given for the same places.
+    """
+    return torch.autograd._engine_run_backward(
+        tuple(edges), tuple(grads), False, False, tuple(inputs), True, accumulate_grad=not inputs
+    )
+
+
+def _by_the_node(fork: _Fork, given: Sequence[tuple[GradientEdge, Tensor]]) -> list[tuple[GradientEdge, Tensor]]:
+    """Compute the gradients of a fork's branches by the node alone, and those of its other edges for nothing.
+
+    Something on a branch is used elsewhere too, and autograd would also come to it by way of the other use.
+    """
+    grads: list[Tensor | None] = [None] * len(fork.node._input_metadata)
+    for edge, grad in given:
+        grads[edge.output_nr] = grad
+    with torch.no_grad():
+        results = _of_python(fork.node, grads) if isinstance(fork.node, BackwardCFunction) else fork.node(*grads)
+    results = results if isinstance(results, tuple) else (results,)
+    pairs = zip(fork.branches, (results[slot] for slot in fork.slots), strict=True)
+    return [(edge, _reduced(grad, edge)) for edge, grad in pairs if grad is not None]
+
+
+def _of_python(node: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Return the gradients for all edges of a `torch.autograd.Function`'s node, as autograd gets them.
+
+    Its backward returns something for every argument of its forward, where edges are of tensors alone. For outputs that
+    nothing has used it is given zeros, as by default; torch tells nobody that a function of someone else's has asked
+    for None by `set_materialize_grads(False)`.
+    """
+    if getattr(node, "materializes", True):
+        metas = zip(grads, node._input_metadata, strict=True)
+        grads = [torch.zeros(m.shape, dtype=m.dtype, device=m.device) if grad is None else grad for grad, m in metas]
+    results = node.apply(*grads)
+    results = results if isinstance(results, tuple) else (results,)
+    needed = iter(grad for grad, is_needed in zip(results, node.needs_input_grad, strict=True) if is_needed)
+    return tuple(None if child is None else next(needed) for child, _ in node.next_functions)
+
+
+def _reduced(grad: Tensor, edge: GradientEdge) -> Tensor:
+    """Sum a gradient over what was expanded, and cast it, as autograd does between two nodes."""
+    meta = edge.node._input_metadata[edge.output_nr]
+    return grad.sum_to_size(meta.shape).to(meta.dtype)
+
+
+def _add(sums: Sums, edge: GradientEdge, grad: Tensor) -> None:
+    sums[edge] = sums[edge] + grad if edge in sums else grad
+
+
+def automatic_precision_of(kinds: Collection[str]) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what makes a block compute under the autocast of here, on these kinds of devices.
+
+    Example:
+        >>> import torch
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     again = automatic_precision_of(["cpu"])
+        >>> with again():
+        ...     torch.ones(2, 2).mm(torch.ones(2, 2)).dtype
+        torch.bfloat16
+    """
+    here = _state(kinds)
+
+    def block() -> AbstractContextManager[Any]:
+        if not any(is_enabled for _, is_enabled, _ in (*here, *_state(kinds))):
+            return contextlib.nullcontext()
+        stack = contextlib.ExitStack()
+        for kind, is_enabled, dtype in here:
+            # Casts are not cached: one of a weight that is made without recording hides its gradient later.
+            stack.enter_context(torch.autocast(kind, dtype, is_enabled, cache_enabled=False))
+        return stack
+
+    return block
+
+
+def _state(kinds: Collection[str]) -> list[tuple[str, bool, torch.dtype]]:
+    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]

@@ -1,8 +1,12 @@
-"""`TorchDTensor`: a torch tensor that is its own local shard, intercepted above autograd.
+"""Shape, dtype and sizes of a DTensor: those of the whole tensor, by torch's names for them.
+
+Values of a DTensor on the host: those of the whole tensor, by torch's names for them.
+
+`TorchDTensor`: a torch tensor that is its own local shard, intercepted above autograd.
 
 `__torch_function__` looks the operation up by the function, the specs and the static arguments. Where the
 plan found there runs on the local data as it is, the operation costs that look-up, torch's own function and
-the assignment of the result's class and spec; anything else is `hp_dtensor.dispatch.dispatch`.
+the assignment of the result's class and spec; anything else is `hp_dtensor.dispatch.operation`.
 
 Everything below torch's Python functions (autograd, hooks, memory) sees plain tensors of the local shape.
 """
@@ -10,38 +14,155 @@ Everything below torch's Python functions (autograd, hooks, memory) sees plain t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from hp_dtensor.dispatch import dispatch
-from hp_dtensor.dispatch.plan_cache import Uncached
+from hp_dtensor.dispatch.operation import Uncached, run
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
+from hp_dtensor.redistribute.explicit_redistribution import gathered
 from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
 from hp_dtensor.tensor.base import FACTS, PendingDTensor, begin_wait
 from hp_dtensor.tensor.dtensor import DTensor, check_copied
 from hp_dtensor.tensor.gradients import as_contributed, as_replicated, check_gradient
-from hp_dtensor.tensor.redistribution import forget_source
-from hp_platform_torch.comm.dispatch_modes import is_watched
+from hp_dtensor.tensor.pending_dtensor import FACTS, PendingDTensor, begin_wait
+from hp_dtensor.tensor.varying_view import forget_source
+from hp_platform_torch.comm.groups import is_watched
 from hp_platform_torch.tensor import distributed_checkpoint as checkpointing
-from hp_platform_torch.tensor.global_view import GlobalView
-from hp_platform_torch.tensor.host_values import HostValues
-from hp_platform_torch.tensor.local_operations import LocalOperations, is_intercepting, locally, run_locally
-from hp_platform_torch.tensor.torch_functions import (
+from hp_platform_torch.tensor.operations import (
+    LocalOperations,
     first_spec,
+    is_intercepting,
     is_partial_number,
+    locally,
     operations,
     operations_in_place,
     refuse_transforms,
     run_into,
+    run_locally,
 )
 
 Tensor = torch.Tensor
+_plain: Any = torch.Tensor
+_local_shape = _plain.shape.__get__
+_local_dtype = _plain.dtype.__get__
+
+
+class GlobalView:
+    """Attributes of a DTensor that need its spec alone, so that no rank waits for another.
+
+    Torch's own code (optimizers, `grad_fn`, printing) asks for them too, while it works on the local data: inside
+    `LocalOperations` they are those of the shard, or an optimizer would give its state the shape of the whole.
+    """
+
+    _spec: Any
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._spec.shape) if is_intercepting() else _local_shape(self)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._spec.dtype if is_intercepting() else _local_dtype(self)
+
+    @property
+    def ndim(self) -> int:
+        return len(self._spec.shape)
+
+    def dim(self) -> int:
+        return len(self._spec.shape)
+
+    ndimension = dim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def stride(self, dim: int | None = None) -> Any:
+        strides = run_locally(_plain.stride, (), (self,))
+        if is_intercepting():
+            strides = self._spec.strides(strides)
+        return strides if dim is None else strides[dim]
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    nelement = numel
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel() * _plain.element_size(self)
+
+    def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        if dtype is None:
+            return run_locally(_plain.type, (), (self,))
+        return _plain.type(self, dtype, non_blocking=non_blocking, **kwargs)
+
+    def __len__(self) -> int:
+        shape = self.shape
+        if not shape:
+            raise TypeError("len() of a 0-d tensor")
+        return shape[0]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(_plain.unbind(self, 0))
+
+
+class HostValues:
+    """Methods of a DTensor that give Python numbers and NumPy arrays of the whole tensor.
+
+    Each communicates unless the tensor is replicated, so every rank of the mesh must call it.
+    """
+
+    _spec: Any
+
+    def item(self) -> Any:
+        """Return the value of a one-element tensor."""
+        return _whole("item", self).item()
+
+    def tolist(self) -> Any:
+        """Return all values as nested lists."""
+        return _whole("tolist", self).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the whole tensor as a NumPy array."""
+        return (_whole("numpy", self) if force else gathered("numpy", self)).numpy(force=force)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return gathered("__array__", self).__array__(dtype)
+
+    def __bool__(self) -> bool:
+        return bool(_whole("bool", self))
+
+    def __int__(self) -> int:
+        return int(_whole("int", self))
+
+    def __float__(self) -> float:
+        return float(_whole("float", self))
+
+    def __index__(self) -> int:
+        return _whole("index", self).__index__()
+
+    def __complex__(self) -> complex:
+        return complex(_whole("complex", self))
+
+    def __format__(self, format_spec: str) -> str:
+        return (
+            format(_whole("format", self), format_spec)
+            if not self._spec.shape
+            else object.__format__(self, format_spec)
+        )
+
+
+def _whole(operation: str, x: Any) -> Tensor:
+    with torch.no_grad():
+        whole: Tensor = gathered(operation, x)
+    return whole
+
+
 _BelowDispatch = torch._C._DisableTorchDispatch
 READS_NUMBER = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default})
 
-_plain: Any = torch.Tensor
 _local_grad = _plain.grad.__get__
 _set_local_grad = _plain.grad.__set__
 _hooks_of_autograd = _plain._post_accumulate_grad_hooks
@@ -104,7 +225,7 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
             if operation.check is not None:
                 operation.check(*args, **(kwargs or {}))
             platform = first_spec(args, kwargs or {}).mesh.platform
-            return operation.named(dispatch.run(operation, platform, call, args, kwargs or {}))
+            return operation.named(run(operation, platform, call, args, kwargs or {}))
         # From here on the way of a call in steady state, of which benchmarks/torch_dispatch.py measures each
         # microsecond.
         plan = operation.plans.get(key)

@@ -1,28 +1,265 @@
-"""Handlers of torch's functions that no sharding rule decides: accessors, autograd, lists of tensors."""
+"""Handlers of torch's autograd functions: `backward`, `torch.autograd.grad`, and hooks of tensors.
+
+Handler of torch's functions of lists of tensors, `_foreach_*` and `_fused_*`, which optimizers call.
+
+Handlers of torch's functions that no sharding rule decides: accessors, autograd, lists of tensors.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from hp_dtensor.dispatch import dispatch, implicit_regions
 from hp_dtensor.dispatch.arguments import no_rule
-from hp_dtensor.dispatch.registered_shardings import registered_sharding
-from hp_dtensor.exceptions import ShardingRuleError
+from hp_dtensor.dispatch.implicit_replication import is_replicating
+from hp_dtensor.dispatch.operation import dispatch, registered_sharding
+from hp_dtensor.exceptions import GradientPathError, MixedOperandsError, ShardingRuleError
 from hp_dtensor.rules.tables import rule_registry
+from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_dtensor.tensor.gradients import check_hook, check_reached, differentiated
+from hp_dtensor.tensor.varying_view import observe_gradient, shortcut_views, with_shortcuts
 from hp_platform_torch.ops.decompositions import DECOMPOSED
 from hp_platform_torch.ops.names import property_of
-from hp_platform_torch.tensor.autograd_functions import AUTOGRAD_FUNCTIONS
-from hp_platform_torch.tensor.dtensor import READS_NUMBER, TorchDTensor, adopt
-from hp_platform_torch.tensor.local_operations import LocalOperations, locally
-from hp_platform_torch.tensor.tensor_lists import on_lists, refuse_norm
-from hp_platform_torch.tensor.torch_functions import Handler, first_spec, run_into
+from hp_platform_torch.tensor.dtensor import READS_NUMBER, TorchDTensor, adopt, unwrap_gradient, wrap_gradient
+from hp_platform_torch.tensor.operations import Handler, LocalOperations, first_spec, locally, run_into
 
 Tensor = torch.Tensor
+
+
+def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Handle `torch.Tensor.backward`. Interception stays on, so that hooks and recomputation see DTensors."""
+    _run_backward(*args, **kwargs)
+
+
+def _run_backward(
+    loss: TorchDTensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Sequence[Tensor] | Tensor | None = None,
+) -> None:
+    # Plain tensors drive the backward. Of a partial loss each rank starts from its own part with the seed of the whole:
+    # d(sum of parts)/d(part) = 1, so no reduction comes first.
+    root, seed = differentiated(loss, gradient)
+    if inputs is not None:
+        check_reached("backward(inputs=...)", _listed(inputs))
+        inputs = [_accumulating(x) for x in ((inputs,) if isinstance(inputs, Tensor) else inputs)]
+    torch.autograd.backward(root, seed, retain_graph, create_graph, inputs=inputs)
+
+
+def _backward_of_several(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Handle `torch.autograd.backward` of one or several tensors."""
+    call = inspect.signature(func).bind(*args, **kwargs).arguments
+    outputs = _listed(call.pop("tensors"))
+    seeds = call.pop("grad_tensors", None)
+    seeds = [None] * len(outputs) if seeds is None else _listed(seeds)
+    roots = [differentiated(output, seed) for output, seed in zip(outputs, seeds, strict=True)]
+    inputs = call.pop("inputs", None)
+    check_reached("backward(inputs=...)", _listed(inputs) if inputs is not None else ())
+    inputs = None if inputs is None else [_accumulating(x) for x in _listed(inputs)]
+    func([root for root, _ in roots], [seed for _, seed in roots], inputs=inputs, **call)
+
+
+def _accumulating(x: Any) -> Any:
+    """Return the `_edge` of a tensor that is to get a `grad`; refuse one past which part of the gradient goes."""
+    if isinstance(x, TorchDTensor) and shortcut_views(x):
+        raise GradientPathError(
+            f"backward with {x._spec!r} among its inputs: part of its gradient goes straight to what it was "
+            "redistributed from; use torch.autograd.grad"
+        )
+    return _edge(x)
+
+
+def _edge(x: Any) -> Any:
+    """Return the place of a DTensor in the graph, so that asking for its gradient is no operation on it."""
+    if not isinstance(x, TorchDTensor):
+        return x
+    with LocalOperations():
+        return get_gradient_edge(x)
+
+
+def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Handle `torch.autograd.grad`: gradients of DTensors are DTensors."""
+    call = inspect.signature(func).bind(*args, **kwargs).arguments
+    outputs, inputs = _listed(call.pop("outputs")), _listed(call.pop("inputs"))
+    check_reached("torch.autograd.grad", inputs)
+    seeds = call.pop("grad_outputs", None)
+    seeds = [None] * len(outputs) if seeds is None else _listed(seeds)
+    roots = [differentiated(output, seed) for output, seed in zip(outputs, seeds, strict=True)]
+    materialize = call.pop("materialize_grads", False)
+    # Where `x` was gathered and then used differently per rank, its gradient goes past it to its source
+    # (`tensor/varying_view.py`). Whoever asks for it gets both parts: through `x`, and through those views, summed over
+    # their ranks.
+    past = [shortcut_views(x) if isinstance(x, TorchDTensor) else [] for x in inputs]
+    allow_unused = True if materialize or any(past) else call.get("allow_unused")
+    grads = func(
+        [root for root, _ in roots],
+        [*map(_edge, inputs), *(view for views in past for _, view in views)],
+        [seed for _, seed in roots],
+        **{**call, "allow_unused": allow_unused},
+    )
+    found = _joined(inputs, past, grads)
+    if None in [g if g is None else 0 for g in found] and not materialize and not call.get("allow_unused"):
+        raise RuntimeError(f"torch.autograd.grad: input {[g is None for g in found].index(True)} is unused")
+    return tuple(_gradient_of(x, grad, materialize) for x, grad in zip(inputs, found, strict=True))
+
+
+def _joined(inputs: Sequence[Any], past: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return one gradient per input: the one through it plus those in the rest of `grads` that went past it."""
+    rest = iter(grads[len(inputs) :])
+    return [
+        with_shortcuts(x, grad, [(axes, next(rest)) for axes, _ in views]) if views else grad
+        for x, views, grad in zip(inputs, past, grads, strict=False)
+    ]
+
+
+def _gradient_of(x: Any, grad: Tensor | None, materialize: bool) -> Tensor | None:
+    if grad is None:
+        return torch.zeros_like(x) if materialize and not isinstance(x, GradientEdge) else None
+    return wrap_gradient(x._spec, grad) if isinstance(x, TorchDTensor) else grad
+
+
+def _listed(value: Any) -> list[Any]:
+    return [value] if isinstance(value, (Tensor, GradientEdge)) else list(value)
+
+
+def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Handle `Tensor.register_hook`: the hook gets, and may return, the gradient as a DTensor."""
+    x, hook = inspect.signature(func).bind(*args, **kwargs).args
+    check_hook(x)
+    spec = x._spec
+
+    def on_dtensor(grad: Tensor) -> Tensor | None:
+        changed = hook(wrap_gradient(spec, grad))
+        return None if changed is None else unwrap_gradient(spec, changed)
+
+    with LocalOperations():
+        return func(x, on_dtensor)
+
+
+def _retain_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    observe_gradient(args[0])
+    locally(func, args, kwargs)
+
+
+AUTOGRAD_FUNCTIONS: dict[Callable[..., Any], Handler] = {
+    torch.autograd.grad: _autograd_grad,
+    torch.autograd.backward: _backward_of_several,
+    torch.Tensor.backward: _backward,
+    torch.Tensor.register_hook: _register_hook,
+    torch.Tensor.retain_grad: _retain_grad,
+}
+
+
+def on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run a function of lists once on the local data of all tensors, after checking that layouts agree."""
+    name = func.__name__
+    if name == "_amp_foreach_non_finite_check_and_unscale_":
+        return _unscale(func, *args, **kwargs)
+    if name in _REDUCED:
+        return _reduced(name, *args, **kwargs)
+    lists = [
+        value
+        for value in (*args, *kwargs.values())
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor)
+    ]
+    specs = _common_specs(name, lists)
+    _check_numbers(name, (*args, *kwargs.values()))
+    with LocalOperations():
+        results = func(*args, **kwargs)
+    if name.endswith("_") or results is None:
+        return results
+    return type(results)(
+        [x if spec is None else adopt(x, spec.with_dtype(x.dtype)) for x, spec in zip(results, specs, strict=True)]
+    )
+
+
+def _unscale(func: Callable[..., Any], grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Unscale gradients for `torch.amp.GradScaler`; `found_inf` becomes that of all ranks that hold parts of them."""
+    specs = [spec for spec in _common_specs(func.__name__, [grads]) if spec is not None]
+    with LocalOperations():
+        func(grads, found_inf, inv_scale)
+    for mesh in dict.fromkeys(spec.mesh for spec in specs):
+        if mesh.get_coordinate() is not None:
+            mesh.group_over(tuple(range(mesh.ndim))).all_reduce(found_inf, "max")
+
+
+_REDUCED: dict[str, Callable[..., Tensor]] = {
+    "_foreach_max": torch.max,
+    "_foreach_norm": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype),
+    "_foreach_powsum": lambda x, ord=2, dtype=None: torch.sum(x.abs().pow(ord), dtype=dtype),
+}
+"""Functions of lists that reduce each tensor -> the reduction of one, which knows of the other ranks' parts."""
+
+
+def _reduced(name: str, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    return tuple(_REDUCED[name](x, *args, **kwargs) for x in tensors)
+
+
+def _common_specs(name: str, lists: Sequence[Sequence[Tensor]]) -> list[TensorSpec | None]:
+    """Return the spec at each position of the lists, after checking that they agree there."""
+    specs = [_specs_of(tensors) for tensors in lists]
+    first = specs[0]
+    for spec in set(first):
+        if spec is not None and spec.is_partial:
+            where = first.index(spec)
+            raise ShardingRuleError(f"{name}: tensor {where} is partial ({spec!r}); batch_redistribute the list first")
+    for tensors, others in zip(lists[1:], specs[1:], strict=True):
+        if others != first:
+            _check_positions(name, first, tensors, others)
+    return first
+
+
+def _check_numbers(name: str, values: Sequence[Any]) -> None:
+    """Refuse a factor for all tensors of which each rank has a part, or would get a part of the gradient."""
+    for x in values:
+        if type(x) is TorchDTensor and (x._spec.is_partial or (torch.is_grad_enabled() and x.requires_grad)):
+            raise ShardingRuleError(
+                f"{name}: a number that is partial or requires a gradient ({x._spec!r}) would be another one on each "
+                "rank; give its value, float(x), which every rank calls"
+            )
+
+
+def _specs_of(tensors: Sequence[Tensor]) -> list[TensorSpec | None]:
+    try:
+        return list(map(_spec, tensors))
+    except AttributeError:
+        return [getattr(x, "_spec", None) for x in tensors]
+
+
+_spec = operator.attrgetter("_spec")
+
+
+def _check_positions(
+    name: str, first: Sequence[TensorSpec | None], tensors: Sequence[Tensor], others: Sequence[TensorSpec | None]
+) -> None:
+    problems = []
+    for position, (spec, x, other) in enumerate(zip(first, tensors, others, strict=True)):
+        if other is None and (spec is None or x.dim() == 0):
+            continue
+        same = (
+            spec is not None
+            and other is not None
+            and ((spec.mesh, spec.placements, spec.shape) == (other.mesh, other.placements, other.shape))
+        )
+        if not same:
+            problems.append(f"tensor {position}: {spec or 'a plain tensor'} and {other or 'a plain tensor'}")
+    if problems:
+        raise MixedOperandsError(f"{name} on lists whose tensors are placed differently: {'; '.join(problems)}")
+
+
+def refuse_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    raise ShardingRuleError(
+        f"{func.__name__} would see local shards only; for gradient clipping use hp_dtensor.clip_grad_norm_, "
+        "otherwise full_tensor() or to_local()"
+    )
+
 
 _CLIPPING = frozenset({"linalg_vector_norm"})
 # Answered by the local tensor, the result returned as it is.
@@ -71,9 +308,9 @@ def _below_autograd(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
         return args[0].item()
     platform = first_spec(args, kwargs).mesh.platform
     saved = is_in_torch_dispatch_mode() and platform.is_in_backward()
-    placed = implicit_regions.is_replicating() or registered_sharding(str(func)) is not None
+    placed = is_replicating() or registered_sharding(str(func)) is not None
     if placed and not saved and not func._schema.is_mutable:  # type: ignore[attr-defined]
-        return dispatch.dispatch(platform, str(func), func, args, kwargs)
+        return dispatch(platform, str(func), func, args, kwargs)
     raise ShardingRuleError(
         f"{no_rule(str(func), args, kwargs)} It comes from torch.ops, or from a dispatch mode (FlopCounterMode) "
         "around a backward alone, which would take global shapes for local ones: enter the mode before the forward."

@@ -48,7 +48,7 @@ def _build_adamw(parameters: Iterable[tuple[str, Any]], options: AdamWConfig, pl
 
 
 def _build_adamw_8bit(parameters: Iterable[tuple[str, Any]], options: AdamW8bitConfig, platform: Platform) -> Optimizer:
-    from hp_platform_torch.trainer.eight_bit import find_codes, update
+    from hp_platform_torch.trainer.optimizers import find_codes, update
     from hp_trainer.optimizers import AdamW8bit
 
     return AdamW8bit(parameters, options, platform, find_codes, update)

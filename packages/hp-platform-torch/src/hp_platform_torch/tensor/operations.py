@@ -1,4 +1,7 @@
-"""Torch's functions as `TorchDTensor` sees them: their names, handlers and local forms, and plans of their calls."""
+"""Contexts in which torch's functions see the local data of DTensors, and record nothing.
+
+Torch's functions as `TorchDTensor` sees them: their names, handlers and local forms, and plans of their calls.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hp_dtensor.dispatch import plan_cache
-from hp_dtensor.dispatch.op_plan import Move, OpPlan
-from hp_dtensor.dispatch.plan_cache import VALUES, ArgumentKinds, Key
+from hp_dtensor.dispatch.operation import VALUES, ArgumentKinds, Key, Operation, plans_of, scalar_with_gradient
+from hp_dtensor.dispatch.plan import Move, OpPlan
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.spec.tensor_spec import TensorSpec
@@ -17,9 +20,54 @@ from hp_dtensor.tensor.conversions import replicate_like
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.redistribution import recorded_view
 from hp_dtensor.trees import map_tensors
-from hp_platform_torch.ops.local_forms import CHECKS, LOCAL_FORMS
+from hp_platform_torch.ops.decompositions import CHECKS, LOCAL_FORMS
 from hp_platform_torch.ops.names import canonical_name
-from hp_platform_torch.tensor.local_operations import LocalOperations
+
+# What torch's own tensor subclasses use (see README.md on torch internals).
+LocalOperations = torch._C.DisableTorchFunctionSubclass
+is_intercepting = torch._C._is_torch_function_enabled  # False inside of LocalOperations
+run_locally = torch._C._disabled_torch_function_impl  # (function, types, args): as inside LocalOperations
+
+
+class NoGrad:
+    """Context like `torch.no_grad()` at a third of its cost, for what runs several times per module and step."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(self._before)
+
+
+class LocalMode(TorchDispatchMode):
+    """Dispatch mode by which a function runs this thread's operations itself, below autograd and on local data.
+
+    Args:
+        run: called with an operation, its arguments and its keyword arguments; returns the result.
+    """
+
+    knows_shards = True  # see `hp_platform_torch.comm.groups.is_watched`
+
+    def __init__(self, run: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
+        self._run = run
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Below autograd a DTensor is its shard: its own functions would take the operation for one on the whole.
+        with LocalOperations():
+            return self._run(func, args, kwargs or {})
+
+
+def locally(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Handle a function that the local tensor answers; the result is returned as it is."""
+    with LocalOperations():
+        return func(*args, **kwargs)
+
 
 Tensor = torch.Tensor
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
@@ -67,7 +115,7 @@ def _check_scalar(name: str, value: Tensor) -> None:
     if torch._C._are_functorch_transforms_active():
         refuse_transforms(name)
     if torch.is_grad_enabled() and value.requires_grad:
-        raise plan_cache.scalar_with_gradient(name)
+        raise scalar_with_gradient(name)
 
 
 def refuse_transforms(name: str) -> NoReturn:
@@ -85,7 +133,7 @@ _KINDS = ArgumentKinds(
 )
 
 
-class TorchOperation(plan_cache.Operation):
+class TorchOperation(Operation):
     """One function of torch as `__torch_function__` sees it; with `inplace=True` it is another operation.
 
     Attributes:
@@ -122,7 +170,7 @@ class TorchOperation(plan_cache.Operation):
         self.call = (lambda x, y: func(y, x)) if self.reflected else LOCAL_FORMS.get(func, func)
         self.check = CHECKS.get(func)
         if self.check is not None:
-            self.plans = plan_cache.plans_of(f"{name} checked")  # another function of the name checks nothing
+            self.plans = plans_of(f"{name} checked")  # another function of the name checks nothing
         self.in_place = registration is not None and registration.in_place
         self.shares = self.in_place or (registration is not None and registration.view)
         self.saves = self.name not in _SAVE_NOTHING

@@ -16,6 +16,7 @@ from hp_dtensor.tensor.dtensor import DTensor
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
 
+
 Tensor = Any
 
 

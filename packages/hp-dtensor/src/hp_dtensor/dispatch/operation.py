@@ -2,6 +2,10 @@
 
 A plan depends on the operation, the specs of its tensors and its static arguments. There is one key function and one
 cache, for the platforms' own fast ways too: the functions of a framework that mean one operation share its plans.
+
+Running one operation on DTensors: find its plan, and run that.
+
+In steady state an operation costs the key of its call, a dictionary look-up, the local operation and a wrapper.
 """
 
 from __future__ import annotations
@@ -14,16 +18,22 @@ from typing import Any
 
 import numpy
 
-from hp_dtensor.dispatch import implicit_regions, in_place
+from hp_dtensor.dispatch import implicit_replication
 from hp_dtensor.dispatch.arguments import dtype_classes, mixed, no_rule
-from hp_dtensor.dispatch.plan_by_rule import Plan as RulePlan
-from hp_dtensor.dispatch.plan_by_rule import make_plan
-from hp_dtensor.dispatch.plan_on_whole_operands import GatheringPlan
-from hp_dtensor.dispatch.registered_shardings import ListedPlan, registered_sharding
+from hp_dtensor.dispatch.plan import (
+    GatheringPlan,
+    ListedPlan,
+    ShardingFunction,
+    WritingPlan,
+    refusal_in_place,
+    writes_result_of,
+)
+from hp_dtensor.dispatch.strategies import Plan as RulePlan
+from hp_dtensor.dispatch.strategies import make_plan
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute import plan_between
-from hp_dtensor.rules.indexing import INDEXING
+from hp_dtensor.rules.indexing import INDEXING, with_positions
 from hp_dtensor.rules.registry import Registration
 from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.tensor.dtensor import DTensor
@@ -38,6 +48,7 @@ CACHE_SIZE = 4096
 # By name: `Operation`s of several platforms may share one, and `forget_plans` must find them all.
 _plans: dict[str, dict[Key, Plan]] = {}
 _operations: dict[tuple[str, str], Operation] = {}
+_sharding_functions: dict[str, ShardingFunction] = {}
 
 
 class Uncached(Exception):
@@ -171,11 +182,21 @@ class Operation:
             return ListedPlan(platform, self.name, listed)
         if self.registration is not None:
             return make_plan(platform, self.name, self.registration, args, kwargs)
-        if in_place.writes_result_of(self.name):
-            return in_place.WritingPlan(platform, self.name, in_place.refusal(self.name, args, kwargs))
-        if implicit_regions.is_replicating():
+        if writes_result_of(self.name):
+            return WritingPlan(platform, self.name, refusal_in_place(self.name, args, kwargs))
+        if implicit_replication.is_replicating():
             return GatheringPlan(platform, self.name, no_rule(self.name, args, kwargs))
         raise ShardingRuleError(no_rule(self.name, args, kwargs))
+
+
+def register_sharding_function(name: str, function: ShardingFunction) -> None:
+    """Let `function` list the shardings of an operation, whether or not the operation has a rule."""
+    _sharding_functions[name] = function
+
+
+def registered_sharding(name: str) -> ShardingFunction | None:
+    """Return the function that was registered for an operation, or None."""
+    return _sharding_functions.get(name)
 
 
 def plans_of(name: str) -> dict[Key, Plan]:
@@ -246,3 +267,34 @@ def forget_plans() -> None:
     for plans in _plans.values():
         plans.clear()
     plan_between.cache_clear()
+
+
+def dispatch(
+    platform: Platform, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run operation `name` on arguments of which at least one is a DTensor.
+
+    Args:
+        func: the framework's own function; called with local data in the given argument structure.
+
+    Raises:
+        ShardingRuleError: the operation has no rule, or its rule refuses these specs.
+        MixedOperandsError: plain tensors or other meshes among the arguments.
+    """
+    return run(operation_of(platform, name), platform, func, args, kwargs)
+
+
+def run(
+    operation: Operation,
+    platform: Platform,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Run `operation`; as `dispatch`, for a platform that has looked it up."""
+    # Before there is a key: what is lifted to a DTensor is part of it.
+    if implicit_replication.takes_plain_operands(operation.name):
+        args, kwargs = implicit_replication.lifted(platform, operation.name, args, kwargs)
+    if operation.indexes:
+        args = with_positions(args)
+    return operation.plan_for(platform, args, kwargs).run(func, args, kwargs)

@@ -1,4 +1,7 @@
-"""Sharding rules of users' own operations: a line of factors beside the function."""
+"""Sharding rules of users' own operations: a line of factors beside the function.
+
+`register_sharding`: acceptable placements of an operation, listed by its user; the cheapest ones are taken.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar, cast
 
 from hp_dtensor.dispatch.arguments import Location, locate_tensors
-from hp_dtensor.dispatch.dispatch import dispatch
+from hp_dtensor.dispatch.operation import dispatch, register_sharding_function
+from hp_dtensor.dispatch.plan import ShardingFunction
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.rules.notation import Notation
@@ -63,7 +67,7 @@ def sharding_rule(
     notation = Notation(factors, dict(reduced or {}), frozenset(whole), linear)
 
     def registered(function: Function) -> Function:
-        operation = _OwnOperation(_name(function), function, notation)
+        operation = _OwnOperation(_function_name(function), function, notation)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +79,7 @@ def sharding_rule(
     return registered
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _function_name(function: Callable[..., Any]) -> str:
     """Its name with its module's: a framework's operation of the same name is another one."""
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
     return f"{getattr(function, '__module__', None) or 'own'}.{name}"
@@ -183,3 +187,53 @@ def _registration(function: Callable[..., Any], notation: Notation) -> Registrat
     )
     takes_more = any(p.kind is kind.VAR_KEYWORD for p in parameters)
     return Registration(notation.rule, known, by_type=True, open=takes_more, own=True)
+
+
+Found = TypeVar("Found", bound=ShardingFunction)
+
+
+def register_sharding(op: Any) -> Callable[[Found], Found]:
+    """Return a decorator that registers a function which lists the acceptable placements of an operation.
+
+    Follows torch's `torch.distributed.tensor.experimental.register_sharding`. The function is called with the arguments
+    of the operation, of which tensors are `TensorSpec`s (`ndim`, `shape`). It returns (outputs, arguments) pairs, along
+    one mesh axis: a placement per output and one per positional argument, None for what is no tensor. Of all
+    combinations over the mesh's axes the one is taken that sends the fewest bytes; the operation runs on local tensors,
+    and gradients follow from the placements as in `local_map`.
+
+    Args:
+        op: an operation or several: an operator overload of torch (`torch.ops.mylib.op.default`), a function of the
+            framework, or the name by which an error told that there is no rule. It comes before a rule that there is.
+
+    Raises:
+        ShardingRuleError: for an overload of torch's own operators (`torch.ops.aten`), which DTensors do not see; and
+            from calls for which nothing acceptable fits.
+
+    Example:
+        >>> @register_sharding("mylib.scale.default")
+        ... def shardings_of_scale(x, factor):
+        ...     return [([Shard(dim)], [Shard(dim), None]) for dim in range(x.ndim)]
+        >>> shardings_of_scale(TensorSpec(DeviceMesh("cpu", (1,)), [Replicate()], (4,), None), 2)
+        [([Shard(0)], [Shard(0), None])]
+    """
+    names = [_operation_name(each) for each in (op if isinstance(op, (list, tuple)) else [op])]
+
+    def registered(function: Found) -> Found:
+        for name in names:
+            register_sharding_function(name, function)
+        return function
+
+    return registered
+
+
+def _operation_name(op: Any) -> str:
+    if isinstance(op, str):
+        return op
+    if hasattr(op, "_overloadpacket"):
+        if str(op).startswith("aten."):
+            raise ShardingRuleError(
+                f"register_sharding({op}): DTensors see the functions that a model calls, not the operators that these "
+                f"become. Register the function instead, as torch.softmax, or write a rule with sharding_rule"
+            )
+        return str(op)
+    return str(getattr(op, "__name__", op))
