@@ -19,10 +19,10 @@ from hp_dtensor.compat.process_groups import split_group as split_group
 from hp_dtensor.compat.shard_module import ShardingPlan as ShardingPlan
 from hp_dtensor.compat.shard_module import shard_module as shard_module
 from hp_dtensor.compat.value_and_grad import parallelize_value_and_grad as parallelize_value_and_grad
-from hp_dtensor.dispatch.custom_ops import sharding_rule as sharding_rule
-from hp_dtensor.dispatch.implicit_regions import SkipDTensorDispatch as SkipDTensorDispatch
-from hp_dtensor.dispatch.implicit_regions import implicit_replication as implicit_replication
-from hp_dtensor.dispatch.registered_shardings import register_sharding as register_sharding
+from hp_dtensor.dispatch.implicit_replication import SkipDTensorDispatch as SkipDTensorDispatch
+from hp_dtensor.dispatch.implicit_replication import implicit_replication as implicit_replication
+from hp_dtensor.dispatch.registration import register_sharding as register_sharding
+from hp_dtensor.dispatch.registration import sharding_rule as sharding_rule
 from hp_dtensor.optim import Muon as Muon
 from hp_dtensor.optim import MuonOptions as MuonOptions
 from hp_dtensor.optim import clip_grad_norm_ as clip_grad_norm_

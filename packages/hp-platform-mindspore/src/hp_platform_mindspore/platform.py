@@ -26,7 +26,7 @@ except ImportError:  # MindSpore 2.9
     set_versions = None
 
 from hp_dtensor.comm.world import World
-from hp_dtensor.dispatch.plan_cache import forget_plans
+from hp_dtensor.dispatch.operation import forget_plans
 from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.launch.environment import from_environment, is_launched
 from hp_dtensor.platform.interface import Removable

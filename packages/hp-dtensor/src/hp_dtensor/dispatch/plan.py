@@ -20,7 +20,7 @@ from hp_dtensor.dispatch.implicit_replication import is_replicating, mesh_of, re
 from hp_dtensor.exceptions import HPError, MeshError, PlacementError, ShardingRuleError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute import plan_between
-from hp_dtensor.redistribute.explicit_redistribution import check_explicit, gathered
+from hp_dtensor.redistribute.explicit import check_explicit, gathered
 from hp_dtensor.rules.factors import LocalCall, Part
 from hp_dtensor.rules.registry import Registration
 from hp_dtensor.rules.tables import rule_registry

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.dispatch.implicit_regions import implicit_replication_of
+from hp_dtensor.dispatch.implicit_replication import implicit_replication_of
 from hp_dtensor.exceptions import PlanError
 from hp_dtensor.parallel.distribute_module import distribute_module, own_parameters, place_parameter, replicate_plain
 from hp_dtensor.parallel.parallelize_module import ParallelStyle

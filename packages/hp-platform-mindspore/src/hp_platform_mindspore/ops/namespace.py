@@ -22,7 +22,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, mint, ops
 
-from hp_dtensor.dispatch import dispatch
+from hp_dtensor.dispatch.operation import dispatch
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import OP_NAMES
 from hp_dtensor.rules.pointwise import LINEAR_UNARY, NONLINEAR
@@ -149,10 +149,10 @@ def _unwrapped(value: Any) -> Any:
 def dispatched(
     platform: MindSporeBase, name: str, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call `hp_dtensor.dispatch.dispatch`, and note which results share memory with the first argument."""
+    """Call `hp_dtensor.dispatch.operation`, and note which results share memory with the first argument."""
     # MindSpore's own value_and_grad leaves the flag off: what comes next would be missing in gradients, without a word.
     arm()
-    result = dispatch.dispatch(platform, name, kernel, args, kwargs)
+    result = dispatch(platform, name, kernel, args, kwargs)
     if name in SHARING and args:
         remember_sharing(args[0], result)
     return result
@@ -176,7 +176,7 @@ def setitem(x: MindSporeDTensor, index: Any, value: Any) -> None:
         with LocalOperations():
             return set_item(platform, x, _unwrapped(index), _unwrapped(value))
 
-    dispatch.dispatch(platform, "setitem", store, (x, index, value), {})
+    dispatch(platform, "setitem", store, (x, index, value), {})
 
 
 Function = Callable[..., Any]

@@ -21,13 +21,12 @@ import torch
 
 from hp_dtensor.dispatch.operation import Uncached, run
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
-from hp_dtensor.redistribute.explicit_redistribution import gathered
+from hp_dtensor.redistribute.explicit import gathered
 from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
 from hp_dtensor.tensor.base import FACTS, PendingDTensor, begin_wait
 from hp_dtensor.tensor.dtensor import DTensor, check_copied
 from hp_dtensor.tensor.gradients import as_contributed, as_replicated, check_gradient
-from hp_dtensor.tensor.pending_dtensor import FACTS, PendingDTensor, begin_wait
-from hp_dtensor.tensor.varying_view import forget_source
+from hp_dtensor.tensor.redistribution import forget_source
 from hp_platform_torch.comm.groups import is_watched
 from hp_platform_torch.tensor import distributed_checkpoint as checkpointing
 from hp_platform_torch.tensor.operations import (

@@ -23,7 +23,7 @@ from hp_dtensor.exceptions import GradientPathError, MixedOperandsError, Shardin
 from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.gradients import check_hook, check_reached, differentiated
-from hp_dtensor.tensor.varying_view import observe_gradient, shortcut_views, with_shortcuts
+from hp_dtensor.tensor.redistribution import observe_gradient, shortcut_views, with_shortcuts
 from hp_platform_torch.ops.decompositions import DECOMPOSED
 from hp_platform_torch.ops.names import property_of
 from hp_platform_torch.tensor.dtensor import READS_NUMBER, TorchDTensor, adopt, unwrap_gradient, wrap_gradient
@@ -93,9 +93,9 @@ def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
     seeds = [None] * len(outputs) if seeds is None else _listed(seeds)
     roots = [differentiated(output, seed) for output, seed in zip(outputs, seeds, strict=True)]
     materialize = call.pop("materialize_grads", False)
-    # Where `x` was gathered and then used differently per rank, its gradient goes past it to its source
-    # (`tensor/varying_view.py`). Whoever asks for it gets both parts: through `x`, and through those views, summed over
-    # their ranks.
+    # A gathered `x` that ranks then use differently has two gradient paths: through `x` itself, and through its varying
+    # views straight to what it was gathered from (`tensor/redistribution.py`). The gradient asked for is the sum of
+    # both, the second reduced over the ranks that use the views.
     past = [shortcut_views(x) if isinstance(x, TorchDTensor) else [] for x in inputs]
     allow_unused = True if materialize or any(past) else call.get("allow_unused")
     grads = func(

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from hp_dtensor.comm.recompute_record import ANOTHER_WAY, ATTENTION, PRODUCTS
+from hp_dtensor.comm.saved_tensors import ANOTHER_WAY, ATTENTION, PRODUCTS
 from hp_dtensor.platform.autograd import HostCopies, KeptOperations, Wait
 from hp_platform_torch.tensor.dtensor import TorchDTensor
 from hp_platform_torch.tensor.operations import LocalMode, LocalOperations, NoGrad, is_intercepting

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 
 from hp_platform_torch.trainer.pickle_tree import Made, Name, Pairs, read_pickle_tree
 from hp_trainer.checkpoint import Box, SavedTensor
-from hp_trainer.checkpoint.tensor_box import cover_exactly
+from hp_trainer.checkpoint.shard_file import cover_exactly
 from hp_trainer.exceptions import CheckpointError, ExportError
 
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}

@@ -12,7 +12,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from hp_platform_torch.tensor.dtensor import unwrap
-from hp_trainer.optimizers.code_search import CodeSearch
+from hp_trainer.optimizers.adamw_8bit import CodeSearch
 
 if TYPE_CHECKING:
     from hp_trainer.config import AdamWConfig

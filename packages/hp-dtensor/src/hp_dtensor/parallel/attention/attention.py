@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.comm.saved_tensors import ATTENTION, Kept, saved_result
-from hp_dtensor.dispatch.dispatch import dispatch
+from hp_dtensor.dispatch.operation import dispatch
 from hp_dtensor.exceptions import AttentionError
 from hp_dtensor.parallel.attention.blockwise import Options, attend, attend_grad
 from hp_dtensor.parallel.attention.masks import AttentionDropout, AttentionMask, Plan, Tokens, placed, plan_blocks

@@ -13,7 +13,7 @@ import pytest
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.comm.world import current_world
-from hp_dtensor.dispatch.dispatch import dispatch
+from hp_dtensor.dispatch.operation import dispatch
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.redistribute import plan_across, plan_between

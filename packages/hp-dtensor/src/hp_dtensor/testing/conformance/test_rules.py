@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hp_dtensor.dispatch.plan_cache import forget_plans, planned_operations
+from hp_dtensor.dispatch.operation import forget_plans, planned_operations
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.testing import all_samples, rule_samples
