@@ -12,7 +12,7 @@ from test_data import opened
 from test_tokenizers import write_tokenizer
 
 from hp_trainer.data import IGNORED, ChatDataConfig, ChatSource
-from hp_trainer.data.chat_template import TEMPLATES, JinjaTemplate
+from hp_trainer.data.chat import TEMPLATES, JinjaTemplate
 from hp_trainer.exceptions import DataError
 
 TURNS = [
@@ -65,7 +65,7 @@ def test_a_template_may_mark_answers_itself() -> None:
 
 
 def test_a_template_that_hides_its_answers_is_refused() -> None:
-    with pytest.raises(DataError, match="does not go on from its own generation prompt"):
+    with pytest.raises(DataError, match="does not start with its own generation prompt"):
         answers_of(HIDING)
 
 
@@ -82,12 +82,12 @@ def test_a_template_that_hides_its_answers_is_refused() -> None:
     ],
 )
 def test_a_template_runs_in_a_sandbox(source: str) -> None:
-    with pytest.raises(DataError, match="the chat template cannot write the conversation"):
+    with pytest.raises(DataError, match="the chat template failed on the conversation"):
         JinjaTemplate(source, {}).mark(TURNS[:3])
 
 
 def test_a_template_that_is_no_jinja_is_told() -> None:
-    with pytest.raises(DataError, match="the chat template is broken: "):
+    with pytest.raises(DataError, match="the chat template is not valid: "):
         JinjaTemplate("{% for %}", {})
 
 
@@ -177,11 +177,11 @@ def test_conversations_share_rows_and_are_cut_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "told"),
     [
-        ({"messages": []}, "chat.jsonl:1: messages should be a list of objects with role and content, got []"),
-        ({"messages": [{"role": "user"}]}, "chat.jsonl:1: a message should have a role and a content, got {'role'"),
+        ({"messages": []}, "chat.jsonl:1: expected a list of messages, each an object with role and content, got []"),
+        ({"messages": [{"role": "user"}]}, "chat.jsonl:1: expected a message with role and content, got {'role'"),
         ({"text": "a"}, "chat.jsonl:1 has neither messages ('messages') nor a prompt with its completion"),
-        ({"prompt": "a", "completion": 3}, "chat.jsonl:1: field 'completion' should be text, got 3"),
-        ({"messages": TURNS}, "chat.jsonl:1: the tokenizer brings no chat template; choose data.template (chatml, "),
+        ({"prompt": "a", "completion": 3}, "chat.jsonl:1: expected text in field 'completion', got 3"),
+        ({"messages": TURNS}, "chat.jsonl:1: the tokenizer has no chat template; set data.template (chatml, "),
     ],
 )
 def test_a_conversation_that_is_none_is_told_with_its_line(tmp_path: Path, record: Any, told: str) -> None:

@@ -32,12 +32,12 @@ from hp_trainer.data import (
     TokenSamples,
     build_corpus,
     find_text_files,
+    formats,
     open_reader,
     read_corpus_info,
     standard_library,
 )
-from hp_trainer.data.cache import read_notes, write_notes
-from hp_trainer.data.formats import text
+from hp_trainer.data.corpus import read_notes, write_notes
 from hp_trainer.exceptions import ConfigError, DataError, MachineError
 from hp_trainer.registries import Registries
 
@@ -54,7 +54,7 @@ def test_tokens_are_the_bytes_of_the_text() -> None:
 def test_a_long_text_is_prepared_in_pieces_as_one_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    monkeypatch.setattr(text, "PIECE_BYTES", length)
+    monkeypatch.setattr(formats, "SEGMENT_BYTES", length)
     long = "lines, some without end: äöü \U0001f600" * 20 + "\nand\n\n\nempty ones\n"
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text(long)
@@ -72,10 +72,10 @@ def test_a_long_text_is_prepared_in_pieces_as_one_document(
 
 
 def test_a_long_text_that_is_damaged_further_on_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "PIECE_BYTES", 10)
-    for damage, told in ((b"\xff", "something else than UTF-8"), (b"\0", "a zero byte")):
+    monkeypatch.setattr(formats, "SEGMENT_BYTES", 10)
+    for damage, told in ((b"\xff", "bytes that are not UTF-8"), (b"\0", "a zero byte")):
         (tmp_path / "a.txt").write_bytes(b"text\n" * 5 + damage + b"\n")
-        with pytest.raises(DataError, match=f"a.txt begins as text, but there is {told}.* from byte 20 on"):
+        with pytest.raises(DataError, match=f"a.txt starts as text, but there (is|are) {told}.* from byte 20"):
             list(open_reader(tmp_path / "a.txt").records())
 
 
@@ -90,7 +90,7 @@ def test_long_files_that_are_no_text_or_may_not_be_read_are_left_out(
     (tmp_path / "a.txt").write_bytes(b"\x80" * 2000)
     (tmp_path / "b.txt").write_bytes(b"some text\n" * 5)
     (tmp_path / "c.txt").write_bytes(b"this is read\n")
-    monkeypatch.setattr(text, "PIECE_BYTES", 10)
+    monkeypatch.setattr(formats, "SEGMENT_BYTES", 10)
     monkeypatch.setattr(Path, "open", refused)
     assert b"".join(record.value for record in open_reader(tmp_path).records()) == b"this is read\n"
 
@@ -100,7 +100,7 @@ def test_long_files_that_are_no_text_or_may_not_be_read_are_left_out(
 def test_pieces_cut_no_character_and_no_end_of_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, end: str
 ) -> None:
-    monkeypatch.setattr(text, "PIECE_BYTES", length)
+    monkeypatch.setattr(formats, "SEGMENT_BYTES", length)
     whole = f"äöü\U0001f600{end}x{end}{end}".encode() * 9
     (tmp_path / "a.txt").write_bytes(whole)
     records = list(open_reader(tmp_path / "a.txt").records())
@@ -218,7 +218,7 @@ def opened(source: DatasetSource, folder: Path, sequence_length: int) -> Dataset
 
 
 def test_no_text_and_no_path_are_errors_that_leave_nothing(texts: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="here holds no text"):
+    with pytest.raises(DataError, match="here contains no text"):
         build_corpus(tmp_path / "c", documents(texts / "latin.py"), origin="here")
     assert list((tmp_path / "c").iterdir()) == []
     with pytest.raises(DataError, match="does not exist"):
@@ -236,7 +236,7 @@ def test_a_damaged_description_is_told(texts: Path, tmp_path: Path, content: str
 def test_a_truncated_corpus_is_told(texts: Path, tmp_path: Path) -> None:
     info = build_corpus(tmp_path / "c", documents(texts), origin="here")
     (tmp_path / "c" / info.files["tokens"].name).write_bytes(b"bb")
-    with pytest.raises(DataError, match="should have 13 bytes and has 2"):
+    with pytest.raises(DataError, match="expected 13 bytes, got 2"):
         Corpus(tmp_path / "c")
 
 
@@ -279,13 +279,13 @@ def test_a_path_that_is_missing_or_holds_no_text_is_found_before_anything_starts
     (problem,) = TextSource(TextDataConfig(path=str(texts / "none" / "x"))).problems()
     assert str(problem) == (
         "path: does not exist\n"
-        "    expected: a text file, or a folder that holds some\n"
+        "    expected: a text file, or a folder with text files\n"
         f"    got: {texts / 'none' / 'x'}\n"
         f"    try: a path that exists ({texts} does)"
     )
     (problem,) = TextSource(TextDataConfig(path=str(texts), suffixes=(".md",))).problems()
     assert str(problem) == (
-        "path: holds no text\n"
+        "path: contains no text\n"
         "    expected: at least one non-empty UTF-8 file ending in .md without zero bytes\n"
         f"    got: {texts}"
     )
@@ -367,13 +367,13 @@ def test_a_run_whose_prepared_data_are_gone_prepares_the_same_again_or_says_so(t
     before = opened(source, tmp_path, 4).train.read(np.arange(5)).ids
     shutil.rmtree(tmp_path / ".data")
     data = tmp_path / "run" / "data"
-    with pytest.raises(DataError, match="holds no corpus"):
+    with pytest.raises(DataError, match="contains no corpus"):
         source.open(data, 4)
     source.verify(data)
     assert np.array_equal(source.open(data, 4).train.read(np.arange(5)).ids, before)
     shutil.rmtree(tmp_path / ".data")
     (tmp_path / "a.txt").write_text("other text " * 50)
-    with pytest.raises(DataError, match=r"does not hold the data that the run in .*run was begun with"):
+    with pytest.raises(DataError, match=r"does not contain the data that the run in .*run was started with"):
         source.verify(data)
 
 
@@ -395,8 +395,8 @@ def test_every_broken_source_is_told_with_its_setting(tmp_path: Path, registered
     (tmp_path / "blank.jsonl").write_text('{"text": " "}\n')
     yaml = "data: {sources: [broken.jsonl, blank.jsonl, none.txt], eval: [{path: broken.jsonl}]}"
     told = [str(problem) for problem in source_of(tmp_path, yaml, registered).problems()]
-    assert told[0].startswith(f"sources[0].path: {tmp_path}/broken.jsonl:1 is broken JSON")
-    assert told[1].startswith("sources[1].path: holds no text")
+    assert told[0].startswith(f"sources[0].path: {tmp_path}/broken.jsonl:1 is not valid JSON")
+    assert told[1].startswith("sources[1].path: contains no text")
     assert told[2].startswith("sources[2].path: does not exist")
     assert told[3].startswith("eval[0].path: ")
 
@@ -409,8 +409,8 @@ def test_every_broken_source_is_told_with_its_setting(tmp_path: Path, registered
         ("{sources: [{path: a, feld: b}]}", "data.sources[0].feld: unknown key"),
         ("{sources: a.txt}", "data.sources: wrong type\n    expected: a list of sections"),
         ("{sources: [3]}", "data.sources[0]: wrong type\n    expected: a section, or a path"),
-        ("{path: b, sources: [{path: a}]}", "data.path: given beside data.sources"),
-        ("{sources: [{path: a, weight: 1}, b]}", "data.sources: some have a weight and some have none"),
+        ("{path: b, sources: [{path: a}]}", "data.path: given together with data.sources"),
+        ("{sources: [{path: a, weight: 1}, b]}", "data.sources: only some have a weight"),
         ("{sources: [{path: a, weight: 0}]}", "data.sources[0].weight: out of range"),
         ("{sources: [{path: a, weight: .inf}]}", "data.sources[0].weight: out of range"),
         ("{cache: ''}", "data.cache: empty"),
@@ -425,7 +425,7 @@ def test_sources_that_make_no_sense_are_refused(registered: Registries, yaml: st
 def test_a_zero_byte_cannot_stand_in_a_document_of_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a\\u0000b"}\n')
     (problem,) = TextSource(TextDataConfig(path=str(tmp_path / "a.jsonl"))).problems()
-    assert "a.jsonl:1 holds a zero byte" in problem.what
+    assert "a.jsonl:1 contains a zero byte" in problem.what
 
 
 def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
@@ -567,5 +567,5 @@ def test_damaged_notes_of_prepared_data_are_refused_by_name(tmp_path: Path, dama
     assert read_notes(tmp_path) == {}
     (file,) = tmp_path.iterdir()
     file.write_text(damage)
-    with pytest.raises(DataError, match=rf"{file.name} is damaged; begin a new run"):
+    with pytest.raises(DataError, match=rf"{file.name} is damaged; start a new run"):
         read_notes(tmp_path)

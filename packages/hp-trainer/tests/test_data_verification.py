@@ -8,16 +8,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hp_trainer.data import corpus, verification
-from hp_trainer.data.corpus import Document, build_corpus, read_corpus_info, verify_corpus
-from hp_trainer.data.verification import Block, BlockDigests, blocks_of, verify_blocks
+from hp_trainer.data import corpus
+from hp_trainer.data.corpus import (
+    Block,
+    BlockDigests,
+    Document,
+    blocks_of,
+    build_corpus,
+    read_corpus_info,
+    verify_blocks,
+    verify_corpus,
+)
 from hp_trainer.exceptions import DataError
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (verification, corpus):
-        monkeypatch.setattr(module, "BLOCK_BYTES", 10)
+    monkeypatch.setattr(corpus, "BLOCK_BYTES", 10)
 
 
 @pytest.mark.parametrize("size", [0, 1, 9, 10, 11, 20, 37])
@@ -73,14 +80,14 @@ def test_a_description_without_a_digest_for_every_block_is_damaged(tmp_path: Pat
     # A file that is shorter than its description says is refused before anything is read.
     description.write_text(text)
     next(tmp_path.glob("tokens-*")).write_bytes(b"12")
-    with pytest.raises(DataError, match=r"should have 37 bytes and has 2"):
+    with pytest.raises(DataError, match=r"expected 37 bytes, got 2"):
         verify_corpus(tmp_path)
 
 
 def test_progress_is_told_of_what_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    from hp_trainer.data import progress
+    from hp_trainer.data import corpus
 
-    monkeypatch.setattr(progress, "_SECONDS", 0.0)
+    monkeypatch.setattr(corpus, "_SECONDS", 0.0)
     build_corpus(tmp_path, [Document(np.arange(20))], origin="here")
     verify_corpus(tmp_path)
     assert f"verifying {tmp_path}: 100%" in capsys.readouterr().err

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,16 @@ TEXTS = [row["text"] for row in ROWS]
 
 def write_lines(file: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
     file.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+    return file
+
+
+def write_csv(file: Path) -> Path:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ["other", "text"], delimiter="\t" if ".tsv" in file.name else ",")
+    writer.writeheader()
+    writer.writerows(ROWS)
+    data = text.getvalue().encode()
+    file.write_bytes(gzip.compress(data) if file.suffix == ".gz" else data)
     return file
 
 
@@ -69,6 +81,9 @@ def write_list(file: Path) -> Path:
     [
         ("a.jsonl", write_lines),
         ("a.jsonl.gz", write_gzip),
+        ("a.csv", write_csv),
+        ("a.tsv", write_csv),
+        ("a.csv.gz", write_csv),
         ("a.json", write_list),
         ("a.parquet", write_parquet),
         ("a.arrow", write_arrow),
@@ -84,6 +99,31 @@ def test_a_format_is_known_by_its_files(tmp_path: Path, name: str, write: Any) -
     assert [record.text("text") for record in records] == TEXTS
     assert len({record.where for record in records}) == 5
     assert all(record.size > 0 for record in records)
+
+
+def test_values_of_csv_are_text_as_they_are_written(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('id,text\n7,007\n8,\n9,"two, lines\nwith ""quotes"""\n')
+    records = list(open_reader(tmp_path / "a.csv").records(("text",)))
+    assert [record.value for record in records] == [
+        {"text": "007"},
+        {"text": ""},
+        {"text": 'two, lines\nwith "quotes"'},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"id,body\n1,x\n", r"a\.csv has no column 'text'; its columns: id, body"),
+        (b"id,text\n1,x,y\n", r"a\.csv is damaged or of another format: .*Expected 2 columns, got 3"),
+        (b"id,text\n1,\xff\n", r"a\.csv is damaged or of another format: .*UTF8"),
+        (b"", r"a\.csv is damaged or of another format: Empty CSV file"),
+    ],
+)
+def test_a_csv_file_that_cannot_be_read_is_named(tmp_path: Path, data: bytes, message: str) -> None:
+    (tmp_path / "a.csv").write_bytes(data)
+    with pytest.raises(DataError, match=message):
+        list(open_reader(tmp_path / "a.csv").records(("text",)))
 
 
 def test_a_folder_is_of_the_format_of_all_its_files(tmp_path: Path) -> None:
@@ -111,12 +151,15 @@ def test_a_pattern_names_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (b'{"text": 1, x}', r"a\.jsonl:2 is broken JSON: Expecting .* at character 12; it begins b'\{\"text\": 1, x\}"),
+        (
+            b'{"text": 1, x}',
+            r"a\.jsonl:2 is not valid JSON: Expecting .* at character 12; it starts with b'\{\"text\": 1, x\}",
+        ),
         (b'{"text": "\xff"}', r"a\.jsonl:2 is not UTF-8: invalid start byte at byte 10"),
-        (b"[" * 20_000, r"a\.jsonl:2 is broken JSON"),
-        (b'"text"', r"a\.jsonl:2 should be an object with fields, got 'text'"),
+        (b"[" * 20_000, r"a\.jsonl:2 is not valid JSON"),
+        (b'"text"', r"a\.jsonl:2: expected an object with fields, got 'text'"),
         (b'{"content": "a", "id": 1}', r"a\.jsonl:2 has no field 'text'; its fields: content, id"),
-        (b'{"text": 3}', r"a\.jsonl:2: field 'text' should be text, got 3"),
+        (b'{"text": 3}', r"a\.jsonl:2: expected text in field 'text', got 3"),
     ],
 )
 def test_a_broken_line_is_told_with_its_number(tmp_path: Path, line: bytes, told: str) -> None:
@@ -148,11 +191,11 @@ def test_a_wrong_column_and_a_missing_split_are_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no split 'valid'; its splits: train, test"):
         open_reader(saved, split="valid")
     (saved / "train" / "data-00001-of-00002.arrow").unlink()
-    with pytest.raises(DataError, match=r"state\.json names files that are not there: .*data-00001"):
+    with pytest.raises(DataError, match=r"state\.json names files that do not exist: .*data-00001"):
         open_reader(saved)
     (saved / "train" / "state.json").write_text("[]")
     with pytest.raises(DataError, match=r"state\.json is damaged"):
         open_reader(saved)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"holds no file that ends in \.parquet or \.pq"):
+    with pytest.raises(DataError, match=r"contains no file that ends in \.parquet or \.pq"):
         open_reader(tmp_path / "empty", "parquet")

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from hp_trainer.data import IGNORED, BatchReader, DocumentWindows, MixedSamples, PackedSamples, Rows, TokenSamples
-from hp_trainer.data.mixture import whole_weights
-from hp_trainer.data.packing import best_fit
+from hp_trainer.data.order import integer_weights
+from hp_trainer.data.samples import best_fit
 
 LENGTHS = [5, 1, 9, 2, 14, 3, 3, 7]
 TOKENS = np.arange(100, 100 + sum(LENGTHS), dtype=np.uint16)
 ENDS = np.cumsum(LENGTHS)
 STARTS = ENDS - LENGTHS
 # The tokens 2, 5, 8, ... are answers.
-TAKEN = np.arange(len(TOKENS)) % 3 == 2
+PREDICTED = np.arange(len(TOKENS)) % 3 == 2
 
 
 def pairs_of(rows: Rows) -> list[tuple[int, int]]:
@@ -74,14 +74,14 @@ def test_windows_of_documents_predict_what_lies_in_a_document() -> None:
 
 
 def test_answers_alone_are_predicted_and_what_is_too_long_is_cut_off() -> None:
-    samples = packed(50, taken=TAKEN)
+    samples = packed(50, predicted=PREDICTED)
     rows = samples.read(np.arange(len(samples)))
-    assert pairs_of(rows) == pairs_in_documents(TAKEN)
-    assert samples.num_targets(np.arange(len(samples))) == len(pairs_in_documents(TAKEN))
-    short = packed(4, taken=TAKEN, keep_rest=False, together=False)
+    assert pairs_of(rows) == pairs_in_documents(PREDICTED)
+    assert samples.num_targets(np.arange(len(samples))) == len(pairs_in_documents(PREDICTED))
+    short = packed(4, predicted=PREDICTED, keep_rest=False, together=False)
     rows = short.read(np.arange(len(short)))
     assert pairs_of(rows) == [
-        pair for pair in pairs_in_documents(TAKEN) if any(start < pair[1] - 100 <= start + 4 for start in STARTS)
+        pair for pair in pairs_in_documents(PREDICTED) if any(start < pair[1] - 100 <= start + 4 for start in STARTS)
     ]
     assert (rows.targets != IGNORED).any(1).all(), "a row without a target is left out"
 
@@ -159,9 +159,9 @@ def test_ranks_share_a_mixture_of_packed_rows(num_shares: int) -> None:
 
 
 def test_weights_become_whole_numbers_in_their_proportions() -> None:
-    assert whole_weights([0.7, 0.3]) == [7, 3]
-    assert whole_weights([3, 1, 4]) == [3, 1, 4]
-    assert whole_weights([1e-9, 1.0]) == [1, 1]
-    huge = whole_weights([10**12, 3 * 10**12 + 1, 1])
+    assert integer_weights([0.7, 0.3]) == [7, 3]
+    assert integer_weights([3, 1, 4]) == [3, 1, 4]
+    assert integer_weights([1e-9, 1.0]) == [1, 1]
+    huge = integer_weights([10**12, 3 * 10**12 + 1, 1])
     assert huge[1] / huge[0] == pytest.approx(3, rel=1e-5)
     assert sum(huge) <= 2**20 + 3

@@ -13,9 +13,8 @@ from hp_trainer import _files
 from hp_trainer._files import other_kind, read_plain_text
 from hp_trainer.checkpoint import LocalStorage, find_latest
 from hp_trainer.config import load_config
-from hp_trainer.data import find_text_files, open_reader
-from hp_trainer.data.chat_template import load_template
-from hp_trainer.data.formats import json_lines
+from hp_trainer.data import find_text_files, formats, open_reader
+from hp_trainer.data.chat import load_template
 from hp_trainer.exceptions import ConfigError, DataError, PlanError, RunFolderError
 from hp_trainer.models.hugging_face.architectures import ConfigReader
 from hp_trainer.planning.devices import find_device
@@ -78,7 +77,7 @@ def test_a_configuration_that_is_a_pipe_or_a_device_is_refused(
 @pytest.mark.parametrize("kind", ["auto", "text", "jsonl"])
 def test_data_that_are_a_pipe_or_a_device_are_refused(pipe: Path, kind) -> None:
     for path, told in ((pipe, "a named pipe"), (Path("/dev/zero"), "a device")):
-        with pytest.raises(DataError, match=f"data path {re.escape(str(path))} is {told}; give a text file"):
+        with pytest.raises(DataError, match=f"data path {re.escape(str(path))} is {told}; expected a text file"):
             open_reader(path, kind)
     with pytest.raises(DataError, match="is a named pipe"):
         list(find_text_files(pipe))
@@ -111,15 +110,15 @@ def test_pipes_within_runs_and_checkpoints_are_not_opened(tmp_path: Path) -> Non
     [
         (
             '{"text": "short"}\n{"text": "' + "long " * 20 + '"}\n',
-            r"data.json:2 has more than 64 bytes; expected an object",
+            r"data.json:2 has more than 64 bytes; expected one object per line",
         ),
         ('[{"text": "' + "long " * 20 + '"}]', r"data.json is a list of more than 64 bytes; write its objects as JSON"),
     ],
     ids=["a line", "a list"],
 )
 def test_json_that_would_fill_the_memory_is_not_read_on(tmp_path: Path, monkeypatch, content, told) -> None:
-    monkeypatch.setattr(json_lines, "_LONGEST_LINE", 64)
-    monkeypatch.setattr(json_lines, "_LONGEST_LIST", 64)
+    monkeypatch.setattr(formats, "_LONGEST_LINE", 64)
+    monkeypatch.setattr(formats, "_LONGEST_LIST", 64)
     (tmp_path / "data.json").write_text(content)
     with pytest.raises(DataError, match=told):
         list(open_reader(tmp_path / "data.json").records())

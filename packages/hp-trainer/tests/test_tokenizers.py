@@ -21,7 +21,7 @@ from hp_trainer.data import (
     load_tokenizer,
     train_tokenizer,
 )
-from hp_trainer.data.cache import read_notes
+from hp_trainer.data.corpus import read_notes
 from hp_trainer.exceptions import DataError
 
 TEXT = "the cat sat on the mat, the cat naïvely ate 中文 cake\n" * 20
@@ -67,16 +67,16 @@ def test_a_file_alone_has_the_usual_end_or_is_told_it(tmp_path: Path) -> None:
     assert named.fingerprint != tokenizer.fingerprint
     assert named.encode("").tolist() == []
     unknown = write_tokenizer(tmp_path / "b", ("<y>",), begins=False)
-    with pytest.raises(DataError, match="does not say which token ends a document; name it with data"):
+    with pytest.raises(DataError, match="names no end token; set it with data"):
         FileTokenizer(unknown)
-    with pytest.raises(DataError, match="has no token '<z>' to end documents with"):
+    with pytest.raises(DataError, match=r"has no token '<z>', which data.end_token names"):
         FileTokenizer(unknown, "<z>")
 
 
 def test_pieces_of_a_long_text_have_the_tokens_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer", eos_token="</s>", bos_token="<s>")
     (tmp_path / "long.txt").write_text(TEXT)
-    monkeypatch.setattr(formats.text, "PIECE_BYTES", 200)
+    monkeypatch.setattr(formats, "SEGMENT_BYTES", 200)
     assert len(list(formats.open_reader(tmp_path / "long.txt").records())) > 3
     source = TextSource(TextDataConfig(path=str(tmp_path / "long.txt"), tokenizer=str(folder)))
     (tmp_path / "run" / "data").mkdir(parents=True)
@@ -107,9 +107,9 @@ def test_bytes_are_the_default() -> None:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (None, "there is no tokenizer .*tokenizer.json; give a tokenizer.json or a directory that holds one"),
-        ("{", "tokenizer.json is damaged or no tokenizer: "),
-        ('{"model": {"type": "BPE"}}', "tokenizer.json is damaged or no tokenizer: "),
+        (None, "the tokenizer .*tokenizer.json does not exist; expected a tokenizer.json or a directory with one"),
+        ("{", "tokenizer.json is damaged or not a tokenizer: "),
+        ('{"model": {"type": "BPE"}}', "tokenizer.json is damaged or not a tokenizer: "),
     ],
 )
 def test_a_missing_or_damaged_file_is_told(tmp_path: Path, content: str | None, told: str) -> None:
@@ -147,7 +147,7 @@ def test_a_tokenizer_is_trained_by_a_command_and_used_by_a_run(tmp_path: Path, c
     ("words", "told"),
     [
         (["none.txt", "--vocab-size=300"], "none.txt does not exist"),
-        (["blank.txt", "--vocab-size=300"], "holds no text to train a tokenizer on"),
+        (["blank.txt", "--vocab-size=300"], "contains no text to train a tokenizer on"),
         (["text.txt", "--vocab-size=200"], "needs at least 257 tokens, got 200"),
         (["text.txt", "--vocab-size=300", "--to=text.txt/a.json"], "cannot be written to text.txt/a.json"),
         (["text.txt"], "required: --vocab-size"),

@@ -60,7 +60,7 @@ def test_all_that_is_wrong_is_told_at_once(work: Path, error, prepared: list) ->
         "    got: 3\n"
         "    try: tp=2\n"
         "run.yaml:4: data.path: does not exist\n"
-        "    expected: a text file, or a folder that holds some\n"
+        "    expected: a text file, or a folder with text files\n"
         f"    got: {work}/none.txt\n"
         f"    try: a path that exists ({work} does)\n"
         "run.yaml:9: run.folder: holds files that are no run\n"
@@ -189,7 +189,7 @@ def test_experts_that_the_ranks_cannot_share_are_refused(work: Path, error) -> N
 
 def test_data_without_text_is_refused(work: Path, error) -> None:
     (work / "corpus.txt").write_bytes(b"\xff\x00")
-    assert "run.yaml:4: data.path: holds no text" in error("run.yaml")
+    assert "run.yaml:4: data.path: contains no text" in error("run.yaml")
 
 
 def test_the_folder_of_another_run_is_refused(work: Path, error) -> None:

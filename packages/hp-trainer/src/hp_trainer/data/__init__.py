@@ -1,8 +1,22 @@
-"""Documents as samples that are addressed by a global index, the same for any number of ranks."""
+"""Data: from files to the global batches of a run.
 
-from hp_trainer.data.cache import cache_folder
+A run reads samples at global positions 0, 1, 2, ... The tokens of a position are a pure function of the seed and the
+position, independent of the number of ranks and of earlier reads. A resumed run therefore reads each sample once,
+whatever its new layout. Mixtures and packed rows follow the same rule.
+
+1. A reader (`formats`) yields the records of files, each with its location (`file:line`).
+2. A `DocumentsSource` (`documents`; datasets `text` and `chat`) converts records to documents: tokens, and for each
+   token whether it is predicted.
+3. A corpus (`corpus`) stores the documents of a source in memory-mapped files, in a cache that runs share.
+4. Samples (`samples`, `order`) split or pack corpora into rows of ids, targets and positions.
+5. `BatchReader` (`dataset`) reads the rows of a global batch and returns this rank's share.
+
+A new dataset subclasses `DatasetSource` (or `DocumentsSource` where only the conversion of records is new) and is
+registered through the hook `hp_datasets`.
+"""
+
 from hp_trainer.data.chat import ChatDataConfig, ChatSource
-from hp_trainer.data.corpus import Corpus, CorpusInfo, Document, build_corpus, read_corpus_info
+from hp_trainer.data.corpus import Corpus, CorpusInfo, Document, build_corpus, cache_folder, read_corpus_info
 from hp_trainer.data.dataset import (
     IGNORED,
     Batch,
@@ -16,12 +30,10 @@ from hp_trainer.data.dataset import (
 )
 from hp_trainer.data.documents import DocumentsConfig, DocumentsSource
 from hp_trainer.data.formats import find_text_files, open_reader, read_text_bytes, standard_library
-from hp_trainer.data.mixture import MixedOrder, MixedSamples
-from hp_trainer.data.order import SampleOrder
-from hp_trainer.data.samples import DocumentWindows, PackedSamples, TokenSamples
+from hp_trainer.data.order import MixedOrder, SampleOrder
+from hp_trainer.data.samples import DocumentWindows, MixedSamples, PackedSamples, TokenSamples
 from hp_trainer.data.text import TextDataConfig, TextSource
-from hp_trainer.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
-from hp_trainer.data.train_tokenizer import train_tokenizer
+from hp_trainer.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
     "IGNORED",

@@ -1,9 +1,18 @@
-"""The dataset `chat`: conversations and instructions, of which the answers alone are predicted."""
+"""The dataset `chat`: conversations and instructions of which only the answers are predicted, and chat templates.
+
+A template converts a conversation to text and marks the characters of its answers. Templates in tokenizer directories
+are Jinja programs of unknown origin. They run in Jinja's immutable sandbox, as in transformers, and can neither reach
+Python objects nor change their inputs.
+"""
 
 from __future__ import annotations
 
+import json
+import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -12,48 +21,257 @@ import numpy as np
 
 from hp_trainer._files import read_plain_text
 from hp_trainer.config import sections, setting
-from hp_trainer.data.chat_template import TEMPLATES, ChatTemplate, MarkedText, load_template
 from hp_trainer.data.corpus import Document
 from hp_trainer.data.documents import DocumentsConfig, DocumentsSource, FilesConfig, Packing, Source
 from hp_trainer.data.formats import Record
 from hp_trainer.exceptions import DataError, Problem
 
-# Names of the older layout `conversations: [{from: human, value: ...}]`.
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedText:
+    """Text of a conversation with marked answers.
+
+    Attributes:
+        text: the full text.
+        answers: range of characters `[begin, end)` of each answer, in order.
+        ends: True when the text contains its own end token, False to append the tokenizer's separator.
+    """
+
+    text: str
+    answers: tuple[tuple[int, int], ...]
+    ends: bool = True
+
+
+class ChatTemplate(ABC):
+    """Interface of a chat template, which converts conversations to text."""
+
+    @abstractmethod
+    def mark(self, messages: Sequence[Message], tools: Any = None) -> list[MarkedText]:
+        """Convert a conversation to text, in which the messages of the role `assistant` are the answers.
+
+        The result has one text per answer for templates that change earlier turns when later ones follow.
+
+        Args:
+            messages: messages with `role` and `content`.
+            tools: descriptions of tools, passed to the template.
+
+        Raises:
+            DataError: the template rejects the conversation, or the start of an answer cannot be determined.
+        """
+
+
+@dataclass(frozen=True)
+class TurnTemplate(ChatTemplate):
+    """A built-in template: every turn is a head, the content, and a tail.
+
+    Attributes:
+        begin: start of the text.
+        head: text before the content of a turn; `{role}` is replaced.
+        tail: text after the content of a turn, predicted after answers.
+        ends: True when the last tail is the end of the document.
+    """
+
+    begin: str
+    head: str
+    tail: str
+    ends: bool = True
+
+    def mark(self, messages: Sequence[Message], tools: Any = None) -> list[MarkedText]:
+        """Convert a conversation to text, see `ChatTemplate.mark`."""
+        text, answers = self.begin, []
+        for message in messages:
+            text += self.head.format(role=message["role"], Role=str(message["role"]).capitalize())
+            begin = len(text)
+            text += _message_text(message) + self.tail
+            if message["role"] == "assistant":
+                answers.append((begin, len(text)))
+        return [MarkedText(text, tuple(answers), self.ends)]
+
+
+TEMPLATES: dict[str, ChatTemplate] = {
+    "chatml": TurnTemplate("", "<|im_start|>{role}\n", "<|im_end|>\n"),
+    "llama3": TurnTemplate("<|begin_of_text|>", "<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>"),
+    "plain": TurnTemplate("", "{Role}: ", "\n", ends=False),
+}
+
+
+class JinjaTemplate(ChatTemplate):
+    """A template written in Jinja.
+
+    Args:
+        source: source of the template.
+        special_tokens: special tokens that the template may use, by name such as `bos_token`.
+
+    Raises:
+        DataError: jinja2 is not installed, or the template is not valid.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._special_tokens = dict(special_tokens)
+        # A random marker around the output of `{% generation %}` blocks, removed from the text afterwards.
+        self._mark = f"\x02{secrets.token_hex(8)}\x03"
+        self._marks_itself = False
+        try:
+            import jinja2
+        except ImportError as error:
+            raise DataError(
+                f"chat templates need jinja2, which cannot be imported here ({error}); install hp-trainer[data]"
+            ) from error
+        try:
+            self._template = _environment(self._mark).from_string(source)
+            self._marks_itself = "generation" in source and "endgeneration" in source
+        except jinja2.TemplateError as error:
+            raise DataError(f"the chat template is not valid: {error}") from error
+
+    def mark(self, messages: Sequence[Message], tools: Any = None) -> list[MarkedText]:
+        """Convert a conversation to text, see `ChatTemplate.mark`."""
+        full = self._render(messages, tools)
+        if self._marks_itself:
+            return [_without_marks(full, self._mark)]
+        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        spans = [self._answer(messages[: n + 1], tools) for n in turns]
+        if all(full.startswith(text) for text, _ in spans):
+            return [MarkedText(full, tuple((begin, len(text)) for text, begin in spans))]
+        # The template changes earlier answers when later ones follow (Qwen3 drops reasoning): one text per answer.
+        return [MarkedText(text, ((begin, len(text)),)) for text, begin in spans]
+
+    def _answer(self, messages: Sequence[Message], tools: Any) -> tuple[str, int]:
+        """Return the text of a conversation up to its last answer, and the index where that answer starts."""
+        text = self._render(messages, tools)
+        before = self._render(messages[:-1], tools, add_generation_prompt=True)
+        if not text.startswith(before):
+            raise DataError(
+                "the start of answers cannot be determined: the text of the chat template does not start with its own "
+                "generation prompt; put answers between {% generation %} and {% endgeneration %} in the template"
+            )
+        return text, len(before)
+
+    def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool = False) -> str:
+        try:
+            text: str = self._template.render(
+                messages=[dict(message) for message in messages],
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+            return text
+        # The template is a program of unknown origin, which may raise anything.
+        except Exception as error:
+            raise DataError(f"the chat template failed on the conversation: {error}") from error
+
+
+def load_template(name: str | None, file: str | None, tokenizer: Any) -> ChatTemplate | None:
+    """Load a template by name, from a file, or from the tokenizer's directory. Returns None if that has none.
+
+    Raises:
+        DataError: the file cannot be read, or the template is not valid.
+    """
+    if name is not None:
+        return TEMPLATES[name]
+    special_tokens = getattr(tokenizer, "special_tokens", {})
+    if file is not None:
+        try:
+            return JinjaTemplate(read_plain_text(Path(file)), special_tokens)
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"the chat template {file} cannot be read: {error}") from error
+    source = getattr(tokenizer, "chat_template", None)
+    return None if source is None else JinjaTemplate(source, special_tokens)
+
+
+def _message_text(message: Message) -> str:
+    """Return the text of a message. Its content is a string or a list of parts, of which those of type `text` count."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(str(part["text"]) for part in content if part.get("type") == "text")
+
+
+def _environment(mark: str) -> Any:
+    """Return Jinja's immutable sandbox with the filters and functions that transformers provides to templates."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """The tag `{% generation %}`, which encloses an answer."""
+
+        tags = {"generation"}  # noqa: RUF012, the interface of an extension
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return f"{mark}{caller()}{mark}"
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda wanted: datetime.now().strftime(wanted)
+    return environment
+
+
+def _without_marks(text: str, mark: str) -> MarkedText:
+    """Remove the markers around answers from a text."""
+    segments = text.split(mark)
+    answers, at = [], 0
+    for number, segment in enumerate(segments):
+        # Segments alternate: outside an answer, inside an answer.
+        if number % 2:
+            answers.append((at, at + len(segment)))
+        at += len(segment)
+    return MarkedText("".join(segments), tuple(answers))
+
+
+# Roles in the ShareGPT format `conversations: [{from: human, value: ...}]`.
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFieldsConfig:
-    """Names of the fields of a conversation."""
+    """Names of the fields of a conversation in a record."""
 
-    messages_field: str = setting("messages", help="field that holds a list of messages with role and content")
-    prompt_field: str = setting("prompt", help="field that holds a prompt, where there are no messages")
-    completion_field: str = setting("completion", help="field that holds what follows a prompt")
+    messages_field: str = setting("messages", help="field with a list of messages, each with role and content")
+    prompt_field: str = setting("prompt", help="field with the prompt, for records without messages")
+    completion_field: str = setting("completion", help="field with the completion of the prompt")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFilesConfig(ChatFieldsConfig, FilesConfig):
-    """Conversations of one source among several."""
+    """Files of one source of conversations."""
 
     path: str = setting(help="file, folder, or a pattern such as train-*.parquet", is_path=True)
-    weight: float | None = setting(None, help="how often its samples come, relative to the others'", above=0)
+    weight: float | None = setting(None, help="relative frequency of samples of this source", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatDataConfig(ChatFieldsConfig, DocumentsConfig):
-    """Conversations (`messages`) and instructions (`prompt` and `completion`), for fine-tuning."""
+    """Settings of the dataset `chat`: conversations, or prompts with completions, for fine-tuning."""
 
-    sources: tuple[ChatFilesConfig, ...] = sections(ChatFilesConfig, help="several sources instead of path")
+    sources: tuple[ChatFilesConfig, ...] = sections(ChatFilesConfig, help="several sources, instead of path")
     eval: tuple[ChatFilesConfig, ...] = sections(
-        ChatFilesConfig, help="sources to evaluate with; empty: eval_fraction of those to train on"
+        ChatFilesConfig, help="sources for evaluation; empty: eval_fraction of the training sources"
     )
     template: Literal["chatml", "llama3", "plain"] | None = setting(
-        None, help="a chat template by name; null: template_file, or that of the tokenizer's directory"
+        None, help="name of a chat template; null: template_file, or the template in the tokenizer's directory"
     )
-    template_file: str | None = setting(None, help="a chat template in Jinja's language", is_path=True)
-    loss_on: Literal["answers", "everything"] = setting("answers", help="which tokens are predicted")
+    template_file: str | None = setting(None, help="file with a chat template in Jinja", is_path=True)
+    loss_on: Literal["answers", "everything"] = setting("answers", help="tokens that are predicted")
     packing: Literal["whole", "none"] = setting(
-        "whole", help="whole: as many conversations as fit in a row; none: one a row; longer ones are cut off"
+        "whole",
+        help="whole: as many complete conversations per row as fit; none: one per row; longer ones are truncated",
     )
 
     def check(self) -> Iterator[Problem]:
@@ -61,11 +279,11 @@ class ChatDataConfig(ChatFieldsConfig, DocumentsConfig):
         if self.path is None and not self.sources:
             yield Problem(path="path", what="missing", expected="a file or folder, or data.sources")
         if self.template is not None and self.template_file is not None:
-            yield Problem(path="template", what="given beside data.template_file", expected="one of the two")
+            yield Problem(path="template", what="given together with data.template_file", expected="one of the two")
 
 
 class ChatSource(DocumentsSource):
-    """Documents of conversations, the answers of which are predicted."""
+    """The dataset `chat`: each document is a conversation of which only the answers are predicted."""
 
     options: ChatDataConfig
 
@@ -75,7 +293,7 @@ class ChatSource(DocumentsSource):
 
     @cached_property
     def template(self) -> ChatTemplate | None:
-        """The chat template; None where there is none, which prompts and completions do without."""
+        """The chat template, or None. Prompts with completions need none."""
         return load_template(self.options.template, self.options.template_file, self.tokenizer())
 
     def problems(self) -> Iterator[Problem]:
@@ -83,25 +301,24 @@ class ChatSource(DocumentsSource):
         yield from super().problems() if problem is None else [problem]
 
     def _template_problem(self) -> Problem | None:
-        """Return why there is no template, unless that is the tokenizer's fault, which is told of by itself."""
+        """Return the problem of the template, or None. Problems of the tokenizer are reported separately."""
         try:
             self.tokenizer()
         except DataError:
             return None
         try:
-            # Loaded for what it raises.
-            _ = self.template
+            _ = self.template  # loading raises
         except DataError as error:
             return Problem(path="template", what=str(error))
         return None
 
     def fields(self, source: Source) -> tuple[str, ...] | None:
-        """Return the fields of messages, of prompts with completions, and of tools."""
+        """Return the names of the fields for messages, prompts, completions and tools."""
         files = source.files
         return (files.messages_field, files.prompt_field, files.completion_field, "tools")
 
     def facts(self, source: Source) -> Mapping[str, Any]:
-        """Return fields and template, and which kind of dataset it is."""
+        """Return the settings that determine the tokens, see `DocumentsSource.facts`."""
         file = self.options.template_file
         return {
             "kind": "chat",
@@ -113,19 +330,21 @@ class ChatSource(DocumentsSource):
         }
 
     def documents(self, records: Sequence[Record], source: Source) -> Iterator[Document]:
-        """Yield each conversation, or each of its answers with all that came before."""
+        """Yield one document per conversation, or per answer where the template requires it."""
         for record in records:
             try:
                 for marked in self._marked(record, source.files):
                     yield self._document(marked)
             except DataError as error:
-                known = str(error).startswith(record.where)
-                raise DataError(str(error) if known else f"{record.where}: {error}") from error
+                located = str(error).startswith(record.where)
+                raise DataError(str(error) if located else f"{record.where}: {error}") from error
 
     def _marked(self, record: Record, files: Any) -> list[MarkedText]:
         fields = record.value
         if isinstance(fields, bytes):
-            raise DataError(f"{record.where} is mere text; conversations stand in JSON lines, Parquet or Arrow files")
+            raise DataError(
+                f"{record.where} is plain text; expected conversations in JSON lines, Parquet or Arrow files"
+            )
         if fields.get(files.messages_field) is not None:
             return self._conversation(_messages(fields[files.messages_field]), fields.get("tools"))
         prompt, completion = (fields.get(name) for name in (files.prompt_field, files.completion_field))
@@ -142,42 +361,41 @@ class ChatSource(DocumentsSource):
     def _conversation(self, messages: list[dict[str, Any]], tools: Any) -> list[MarkedText]:
         if self.template is None:
             raise DataError(
-                f"the tokenizer brings no chat template; choose data.template ({', '.join(TEMPLATES)}) or "
-                "data.template_file"
+                f"the tokenizer has no chat template; set data.template ({', '.join(TEMPLATES)}) or data.template_file"
             )
         return self.template.mark(messages, tools)
 
     def _document(self, marked: MarkedText) -> Document:
         tokens, spans = self.tokenizer().encode_with_spans(marked.text)
-        taken = np.zeros(len(tokens), bool)
-        # A token that only begins before an answer, such as one with the space in front of it, is predicted too.
+        predicted = np.zeros(len(tokens), bool)
+        # A token that overlaps an answer counts too, such as one that starts with the space before it.
         for begin, end in marked.answers:
-            taken |= (spans[:, 1] > begin) & (spans[:, 0] < end)
+            predicted |= (spans[:, 1] > begin) & (spans[:, 0] < end)
         if not marked.ends:
             before, after = self.tokenizer().around
             tokens = np.concatenate([before, tokens, after])
-            taken = np.concatenate([np.zeros(len(before), bool), taken, np.ones(len(after), bool)])
-        return Document(tokens, taken if self.options.loss_on == "answers" else np.ones(len(tokens), bool))
+            predicted = np.concatenate([np.zeros(len(before), bool), predicted, np.ones(len(after), bool)])
+        return Document(tokens, predicted if self.options.loss_on == "answers" else np.ones(len(tokens), bool))
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """Return messages with `role` and `content`.
+    """Validate a list of messages and convert them to `role` and `content`.
 
     Raises:
-        DataError: they are something else.
+        DataError: the value is not a list of messages.
     """
     if not isinstance(value, list) or not value or not all(isinstance(one, dict) for one in value):
-        raise DataError(f"messages should be a list of objects with role and content, got {value!r:.60}")
+        raise DataError(f"expected a list of messages, each an object with role and content, got {value!r:.60}")
     return [_message(one) for one in value]
 
 
 def _message(given: dict[str, Any]) -> dict[str, Any]:
-    # Arrow fills fields that other messages have with null.
+    # Arrow fills the fields that only other messages have with null.
     message = {name: value for name, value in given.items() if value is not None}
     if "from" in message and "value" in message:
         speaker = str(message["from"])
         return {"role": _ROLES.get(speaker, speaker), "content": message["value"]}
     role, content = message.get("role"), message.get("content", "" if "tool_calls" in message else None)
     if not isinstance(role, str) or not isinstance(content, (str, list)):
-        raise DataError(f"a message should have a role and a content, got {given!r:.80}")
+        raise DataError(f"expected a message with role and content, got {given!r:.80}")
     return message | {"content": content}

@@ -1,61 +1,220 @@
-"""A corpus: all tokens of a source in memory-mapped files, built once and published in one step."""
+"""Prepared corpora: the tokens of a source in memory-mapped files, their verification, and the cache that runs share.
+
+A corpus is stored in a folder whose name is the digest of everything that determines its tokens: the files with their
+sizes and modification times, the tokenizer, and the settings. `corpus.json` describes it: dtype, number of tokens, and
+for each file its size and SHA-256 digests by block, so that large files are verified in parallel or in part.
+`data.json` in a run's folder records which corpora the run reads, with their digests.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
+import math
 import os
+import random
 import secrets
+import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import numpy as np
 
 from hp_trainer._files import write_atomically
-from hp_trainer.data.verification import BLOCK_BYTES, BlockDigests, blocks_of, verify_blocks
 from hp_trainer.exceptions import DataError, MachineError
 from hp_trainer.failures import describe_machine_error
+
+_SECONDS = 10.0
+
+
+class PreparingProgress:
+    """Progress of reading files, on standard error: a bar on a terminal, otherwise a line every 10 seconds.
+
+    Nothing is shown during the first second.
+
+    Args:
+        title: name of the source.
+        total: size of its files in bytes.
+        stream: stream to write to; by default, standard error.
+        action: verb before the title.
+    """
+
+    def __init__(self, title: str, total: int, stream: TextIO | None = None, action: str = "preparing") -> None:
+        self._title, self._total = f"{action} {title}", max(1, total)
+        self._stream = stream if stream is not None else sys.stderr
+        self._read = 0
+        self._reported = self._started = time.monotonic()
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, size: int) -> None:
+        """Report that `size` more bytes have been read."""
+        self._read = min(self._total, self._read + size)
+        now = time.monotonic()
+        if self._stream.isatty():
+            self._show(now)
+        elif now - self._reported >= _SECONDS:
+            self._reported = now
+            print(f"{self._title}: {self._read / self._total:.0%}", file=self._stream, flush=True)
+
+    def _show(self, now: float) -> None:
+        if self._bar is None and now - self._started >= 1:
+            self._bar = _bar(self._stream)
+            self._bar.start()
+            self._task = self._bar.add_task(self._title, total=self._total)
+        if self._bar is not None and now - self._reported >= 0.1:
+            self._reported = now
+            self._bar.update(self._task, completed=self._read)
+
+
+def _bar(stream: TextIO) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=Console(file=stream),
+    )
+
+
+BLOCK_BYTES = 32 << 20
+_READ_BYTES = 1 << 20
+_MOST_THREADS = 8  # enough to saturate a disk or a network file system
+
+
+@dataclass(frozen=True)
+class Block:
+    """A range of bytes of a file, and its expected SHA-256 digest."""
+
+    path: Path
+    start: int
+    bytes: int
+    sha256: str
+
+    def is_sound(self) -> bool:
+        """Return True when the block has the expected digest. hashlib releases the GIL, so threads hash in parallel."""
+        digest, left = hashlib.sha256(), self.bytes
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self.start)
+            while left and (data := file.read(min(left, _READ_BYTES))):
+                digest.update(data)
+                left -= len(data)
+        return digest.hexdigest() == self.sha256
+
+
+class BlockDigests:
+    """Computes the digests of the blocks of a file while it is written."""
+
+    def __init__(self) -> None:
+        self._done: list[str] = []
+        self._block, self._filled = hashlib.sha256(), 0
+
+    def update(self, values: bytes) -> None:
+        """Append bytes."""
+        view = memoryview(values)
+        while view:
+            data = view[: BLOCK_BYTES - self._filled]
+            self._block.update(data)
+            self._filled += len(data)
+            view = view[len(data) :]
+            if self._filled == BLOCK_BYTES:
+                self._done.append(self._block.hexdigest())
+                self._block, self._filled = hashlib.sha256(), 0
+
+    def finish(self) -> tuple[str, ...]:
+        """Return the digests of all blocks in order. The last block may be shorter."""
+        return (*self._done, self._block.hexdigest()) if self._filled else tuple(self._done)
+
+
+def blocks_of(path: Path, size: int, digests: Sequence[str]) -> list[Block]:
+    """Return the blocks of a file of `size` bytes."""
+    starts = range(0, size, BLOCK_BYTES)
+    return [
+        Block(path, start, min(BLOCK_BYTES, size - start), sha256)
+        for start, sha256 in zip(starts, digests, strict=True)
+    ]
+
+
+def verify_blocks(title: str, blocks: Sequence[Block], part: float = 1.0) -> None:
+    """Compare blocks with their digests, in parallel and with a progress bar.
+
+    Args:
+        title: name for the progress bar.
+        part: fraction of the blocks to read, from 0 to 1. Below 1 a random selection of at least one block is read.
+
+    Raises:
+        DataError: a block has changed; the message has its file and its range of bytes.
+    """
+    chosen = list(blocks) if part >= 1 else random.sample(blocks, math.ceil(part * len(blocks)))
+    num_threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)), len(chosen)))
+    with (
+        PreparingProgress(title, sum(block.bytes for block in chosen), action="verifying") as progress,
+        ThreadPoolExecutor(num_threads, "verify") as pool,
+    ):
+        for block, sound in zip(chosen, pool.map(Block.is_sound, chosen), strict=True):
+            if not sound:
+                pool.shutdown(cancel_futures=True)
+                raise DataError(
+                    f"{block.path} is damaged between bytes {block.start} and {block.start + block.bytes}: its tokens "
+                    "are not those that the run was trained on; restore the file, or start a new run"
+                )
+            progress.advance(block.bytes)
+
 
 _FORMAT = 3
 _DESCRIPTION = "corpus.json"
 _INCOMPLETE = ".incomplete-"
 _ABANDONED_SECONDS = 3600
+# Dtypes of the files by content; that of the tokens depends on the vocabulary. "taken" is `Corpus.predicted`.
 _DTYPES = {"tokens": None, "ends": "int64", "taken": "bool"}
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Tokens of one document, its end included, or of a piece of one.
+    """Tokens of a document with its end token, or of a segment of a long document.
 
     Attributes:
         tokens: integers `[tokens]`.
-        taken: bool `[tokens]`: whether a loss is taken for predicting the token; None: for all.
-        ends: whether the document ends with them; the next tokens go on with it otherwise.
+        predicted: bool `[tokens]`, True where predicting the token counts in the loss. None means all.
+        ends: True when the document ends here, False when the next segment continues it.
     """
 
     tokens: np.ndarray
-    taken: np.ndarray | None = None
+    predicted: np.ndarray | None = None
     ends: bool = True
 
     def first(self, count: int | None) -> Document:
-        """Return the document cut off after `count` tokens (None: whole)."""
+        """Return the document truncated to `count` tokens. None does not truncate."""
         ends = self.ends or (count is not None and count <= len(self.tokens))
-        return Document(self.tokens[:count], None if self.taken is None else self.taken[:count], ends)
+        return Document(self.tokens[:count], None if self.predicted is None else self.predicted[:count], ends)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusFile:
-    """One file of a corpus, beside its description: name, size and digests.
+    """Description of a file of a corpus.
 
     Attributes:
-        sha256: of the whole file.
-        blocks: SHA-256 of each `BLOCK_BYTES`, so that it can be verified in parallel, or in part.
+        name: file name in the corpus folder.
+        bytes: size in bytes.
+        sha256: SHA-256 of the file.
+        blocks: SHA-256 of each block of `BLOCK_BYTES`.
     """
 
     name: str
@@ -64,8 +223,8 @@ class CorpusFile:
     blocks: Sequence[str]
 
     @property
-    def is_whole(self) -> bool:
-        """Return whether there is a digest for every byte."""
+    def is_covered(self) -> bool:
+        """True when the block digests cover every byte."""
         return len(self.blocks) == -(-self.bytes // BLOCK_BYTES)
 
 
@@ -74,14 +233,14 @@ class CorpusInfo:
     """Description of a corpus.
 
     Attributes:
-        tokens: how many, ends of documents included.
-        documents: how many.
-        origin: where the text came from.
-        dtype: numpy name of the tokens' dtype.
-        vocab_size: tokens are below it.
-        files: by content: `tokens`; `ends`, the place after each document's last token (int64); and, where not every
-            token is to be predicted, `taken` (one byte per token).
-        format: version of this layout.
+        tokens: number of tokens, end tokens included.
+        documents: number of documents.
+        origin: path of the source.
+        dtype: NumPy name of the tokens' dtype.
+        vocab_size: upper bound (exclusive) of the tokens.
+        files: files by content: `tokens`; `ends`, the end (exclusive) of each document in int64; and, if some tokens
+            are not predicted, `taken`, one byte per token, 1 where it is predicted.
+        format: version of the format.
     """
 
     tokens: int
@@ -94,7 +253,7 @@ class CorpusInfo:
 
     @property
     def sha256(self) -> str:
-        """Digest of all tokens; the same text gives the same one on every machine."""
+        """SHA-256 of all tokens, the same on every machine."""
         return self.files["tokens"].sha256
 
 
@@ -106,20 +265,20 @@ def build_corpus(
     vocab_size: int = 256,
     max_tokens: int | None = None,
 ) -> CorpusInfo:
-    """Write documents into `folder` as one corpus.
+    """Write documents as a corpus into `folder`.
 
-    The files get names of their own and the description is renamed into place last, so a reader sees a whole corpus or
-    none, and several builders at once do no harm: they write the same tokens.
+    The description is renamed into place after all files, so a reader sees a complete corpus or none. Several processes
+    may build the same corpus at once: files are named by their contents, which are equal.
 
     Args:
-        folder: made when it is not there.
-        documents: in this order; all of them say which tokens are taken, or none does.
-        origin: told in the description.
-        vocab_size: tokens are below it; decides how many bytes one takes.
-        max_tokens: stop after so many.
+        folder: folder of the corpus, created if missing.
+        documents: documents to write in this order. Either all or none have `predicted`.
+        origin: path of the source, for the description.
+        vocab_size: upper bound (exclusive) of the tokens; it determines their dtype.
+        max_tokens: stop after this number of tokens.
 
     Raises:
-        DataError: there is no document.
+        DataError: there are no documents.
         MachineError: the folder cannot be written.
     """
     try:
@@ -132,7 +291,7 @@ def build_corpus(
                     break
                 writer.add(document.first(left))
             if not writer.tokens:
-                raise DataError(f"{origin} holds no text: no file is non-empty UTF-8 without zero bytes")
+                raise DataError(f"{origin} contains no text: expected non-empty UTF-8 files without zero bytes")
             files = writer.publish()
         info = CorpusInfo(
             tokens=writer.tokens,
@@ -150,25 +309,25 @@ def build_corpus(
 
 
 def _delete_abandoned(folder: Path) -> None:
-    """Delete what builders have left that were killed; one that lives has written tokens within the last hour."""
+    """Delete files of killed builders. A running builder has written within the last hour."""
     builders: dict[str, list[Path]] = {}
-    for part in folder.glob(f"*{_INCOMPLETE}*"):
-        builders.setdefault(part.name.partition(_INCOMPLETE)[2], []).append(part)
-    for parts in builders.values():
+    for file in folder.glob(f"*{_INCOMPLETE}*"):
+        builders.setdefault(file.name.partition(_INCOMPLETE)[2], []).append(file)
+    for files in builders.values():
         with contextlib.suppress(FileNotFoundError):
-            # The newest of a builder's parts: of few long documents it writes no end for hours.
-            if time.time() - max(part.stat().st_mtime for part in parts) > _ABANDONED_SECONDS:
-                for part in parts:
-                    part.unlink()
+            # The newest file of a builder counts: with few long documents, `ends` is not written for hours.
+            if time.time() - max(file.stat().st_mtime for file in files) > _ABANDONED_SECONDS:
+                for file in files:
+                    file.unlink()
 
 
 class _Writer:
-    """Files of a corpus that is being written; they are gone when it is not published."""
+    """Files of a corpus in progress. Leaving the context deletes those that were not published."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         self.folder, self.dtype = folder, dtype
         self.tokens = self.documents = 0
-        self._parts: dict[str, _Part] = {}
+        self._files: dict[str, _FileInProgress] = {}
         self._builder = secrets.token_hex(4)
         self._stack = ExitStack()
 
@@ -179,27 +338,29 @@ class _Writer:
         self._stack.close()
 
     def add(self, document: Document) -> None:
-        """Append a document, or a piece of one."""
+        """Append a document, or a segment of one."""
         self.tokens += len(document.tokens)
-        self._part("tokens").write(document.tokens.astype(self.dtype, copy=False))
+        self._file("tokens").write(document.tokens.astype(self.dtype, copy=False))
         if document.ends:
             self.documents += 1
-            self._part("ends").write(np.array([self.tokens], np.int64))
-        if document.taken is not None:
-            self._part("taken").write(document.taken.astype(np.bool_, copy=False))
+            self._file("ends").write(np.array([self.tokens], np.int64))
+        if document.predicted is not None:
+            self._file("taken").write(document.predicted.astype(np.bool_, copy=False))
 
     def publish(self) -> dict[str, CorpusFile]:
-        """Bring every file under the name that stays."""
-        return {name: part.publish(self.folder, name) for name, part in self._parts.items()}
+        """Rename every file to its final name."""
+        return {name: file.publish(self.folder, name) for name, file in self._files.items()}
 
-    def _part(self, name: str) -> _Part:
-        if name not in self._parts:
-            self._parts[name] = part = _Part(self.folder / f"{name}{_INCOMPLETE}{self._builder}")
-            self._stack.callback(part.discard)
-        return self._parts[name]
+    def _file(self, name: str) -> _FileInProgress:
+        if name not in self._files:
+            self._files[name] = file = _FileInProgress(self.folder / f"{name}{_INCOMPLETE}{self._builder}")
+            self._stack.callback(file.discard)
+        return self._files[name]
 
 
-class _Part:
+class _FileInProgress:
+    """A file being written, with its digests."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("wb", buffering=1 << 20)
@@ -215,27 +376,27 @@ class _Part:
 
     def publish(self, folder: Path, name: str) -> CorpusFile:
         self._file.flush()
-        # On disk before it has its name: after a power cut a name stands for whole contents.
+        # Forced to disk before the rename: after a power failure, a final name must have its full contents.
         os.fsync(self._file.fileno())
         digest = self._digest.hexdigest()
         blocks = self._blocks.finish()
-        # Named by its contents: builders that run at once replace a file by an equal one.
+        # Named by its contents: concurrent builders replace a file by an equal one.
         file = CorpusFile(name=f"{name}-{digest[:16]}.bin", bytes=self._bytes, sha256=digest, blocks=blocks)
         self._path.replace(folder / file.name)
         return file
 
     def discard(self) -> None:
         with contextlib.suppress(OSError):
-            # A full disk refuses what is still in the buffer.
+            # On a full disk, flushing the buffer fails.
             self._file.close()
         self._path.unlink(missing_ok=True)
 
 
 def read_corpus_info(folder: Path) -> CorpusInfo | None:
-    """Return the description of the corpus in `folder`; None when there is no whole one.
+    """Return the description of the corpus in `folder`, or None if there is no complete corpus.
 
     Raises:
-        DataError: the description is damaged or of another format, or a file has another size.
+        DataError: the description is damaged or has another format, or a file has a wrong size.
     """
     path = folder / _DESCRIPTION
     if not path.is_file():
@@ -244,25 +405,26 @@ def read_corpus_info(folder: Path) -> CorpusInfo | None:
     if info is None:
         raise DataError(f"{path} is damaged or of another version; delete {folder} to build it again")
     for file in info.files.values():
-        there = folder / file.name
-        got = there.stat().st_size if there.is_file() else 0
+        path = folder / file.name
+        got = path.stat().st_size if path.is_file() else 0
         if got != file.bytes:
-            raise DataError(f"{there} should have {file.bytes} bytes and has {got}; delete {folder} to build it again")
+            raise DataError(f"{path}: expected {file.bytes} bytes, got {got}; delete {folder} to build it again")
     return info
 
 
 def verify_corpus(folder: Path, part: float = 1.0) -> None:
-    """Read the files of a corpus, in parallel and with progress, and compare them with the digests in its description.
+    """Compare the files of a corpus with the digests in its description.
 
     Args:
-        part: of their blocks, drawn anew each time.
+        folder: folder of the corpus.
+        part: fraction of the blocks to read, selected at random each time.
 
     Raises:
-        DataError: there is no whole corpus in `folder`, or a file has changed.
+        DataError: there is no complete corpus in `folder`, or a file has changed.
     """
     info = read_corpus_info(folder)
     if info is None:
-        raise DataError(f"{folder} holds no corpus")
+        raise DataError(f"{folder} contains no corpus")
     blocks = [block for file in info.files.values() for block in blocks_of(folder / file.name, file.bytes, file.blocks)]
     verify_blocks(str(folder), blocks, part)
 
@@ -275,29 +437,29 @@ def _parse_info(text: str) -> CorpusInfo | None:
         }
         info = CorpusInfo(files=files, **values)
         sound = info.format == _FORMAT and info.tokens > 0 and {"tokens", "ends"} <= files.keys() <= _DTYPES.keys()
-        sound = sound and all(Path(file.name).name == file.name and file.is_whole for file in files.values())
+        sound = sound and all(Path(file.name).name == file.name and file.is_covered for file in files.values())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return info if sound else None
 
 
 class Corpus:
-    """A built corpus, mapped into memory.
+    """A prepared corpus, mapped into memory.
 
     Attributes:
-        info: its description.
-        tokens: of all documents, `[info.tokens]`.
-        ends: place after each document's last token, int64 `[info.documents]`.
-        taken: whether a loss is taken for predicting each token, bool `[info.tokens]`; None: for all.
+        info: description of the corpus.
+        tokens: tokens of all documents, `[info.tokens]`.
+        ends: end (exclusive) of each document, int64 `[info.documents]`.
+        predicted: True where a token is predicted, bool `[info.tokens]`. None means all.
 
     Raises:
-        DataError: `folder` holds no whole corpus.
+        DataError: `folder` contains no complete corpus.
     """
 
     def __init__(self, folder: Path) -> None:
         info = read_corpus_info(folder)
         if info is None:
-            raise DataError(f"{folder} holds no corpus")
+            raise DataError(f"{folder} contains no corpus")
         self.info = info
         mapped = {
             name: np.memmap(folder / file.name, dtype=_DTYPES[name] or info.dtype, mode="r")
@@ -305,4 +467,95 @@ class Corpus:
         }
         self.tokens: np.ndarray = mapped["tokens"]
         self.ends: np.ndarray = mapped["ends"]
-        self.taken: np.ndarray | None = mapped.get("taken")
+        self.predicted: np.ndarray | None = mapped.get("taken")
+
+
+_NOTE = "data.json"
+
+
+def cache_folder(run_data: Path, wanted: str | None) -> Path:
+    """Return the cache of prepared corpora: `wanted`, or by default `.data` in the parent of the run's folder."""
+    return run_data.parent.parent / ".data" if wanted is None else Path(wanted)
+
+
+def prepared(cache: Path, facts: Mapping[str, Any], build: Callable[[Path], CorpusInfo]) -> Path:
+    """Return the folder of the corpus with the given `facts`, and build it if it is not in the cache.
+
+    Args:
+        cache: folder of prepared corpora.
+        facts: everything that determines the tokens of the corpus, as JSON values. Their digest names the folder.
+        build: function that writes the corpus into a folder.
+
+    Raises:
+        DataError: the corpus cannot be built, or the one in the cache is damaged.
+    """
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    folder = cache / digest[:32]
+    if read_corpus_info(folder) is None:
+        build(folder)
+    return folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusNote:
+    """Record of a corpus that a run reads.
+
+    Attributes:
+        folder: path of the corpus relative to the run's data folder, so that both may be moved together.
+        origin: absolute path where the corpus was prepared, so that the run may be moved alone.
+        digests: SHA-256 of each file, by content.
+    """
+
+    folder: str
+    origin: str
+    digests: Mapping[str, str]
+
+    @classmethod
+    def of(cls, corpus: Path, run_data: Path) -> CorpusNote:
+        """Return the record of an existing corpus."""
+        digests = {name: file.sha256 for name, file in Corpus(corpus).info.files.items()}
+        origin = str(corpus.resolve())
+        return cls(folder=os.path.relpath(origin, run_data.resolve()), origin=origin, digests=digests)
+
+    def path(self, run_data: Path) -> Path:
+        """Return the folder of the corpus, which may not exist. The relative path is tried first."""
+        relative = Path(os.path.normpath(run_data / self.folder))
+        return relative if relative.exists() or not Path(self.origin).exists() else Path(self.origin)
+
+    def open(self, run_data: Path) -> Corpus:
+        """Open the corpus.
+
+        Raises:
+            DataError: it does not exist, is damaged, or has other tokens.
+        """
+        corpus = Corpus(self.path(run_data))
+        found = {name: file.sha256 for name, file in corpus.info.files.items()}
+        if found != self.digests:
+            raise DataError(
+                f"{self.path(run_data)} does not contain the data that the run in {run_data.parent} was started with; "
+                "restore them, or start a new run"
+            )
+        return corpus
+
+
+def write_notes(run_data: Path, notes: Mapping[str, Sequence[CorpusNote]]) -> None:
+    """Write the records of the corpora that a run reads, by use (`training`, `evaluation`)."""
+    plain = {use: [asdict(one) for one in notes[use]] for use in notes}
+    write_atomically(run_data / _NOTE, json.dumps({"format": 1, "corpora": plain}, indent=2) + "\n")
+
+
+def read_notes(run_data: Path) -> dict[str, list[CorpusNote]] | None:
+    """Read the records that `write_notes` wrote. Returns None if there is no file.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    file = run_data / _NOTE
+    if not file.is_file():
+        return None
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        assert values["format"] == 1
+        return {use: [CorpusNote(**one) for one in notes] for use, notes in values["corpora"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError) as error:
+        raise DataError(f"{file} is damaged; start a new run") from error

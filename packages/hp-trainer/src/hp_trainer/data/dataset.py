@@ -1,4 +1,4 @@
-"""Samples by index and global batches by position, as the training loop reads them."""
+"""Interfaces of datasets, and the reader of global batches that the training loop uses."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Rows:
-    """Samples as a model takes them.
+    """Samples as model inputs.
 
     Attributes:
         ids: tokens, int64 `[samples, length]`.
-        targets: the token to predict at each place, of the same shape; `IGNORED` (-100) where no loss is taken.
-        positions: of each token in its document, of the same shape: 0 begins another one; None: a sample is one
-            document.
+        targets: token to predict at each position, int64 of the same shape; `IGNORED` (-100) is left out of the loss.
+        positions: position of each token in its document, int64 of the same shape. 0 starts a new document. None when
+            each sample is one document.
     """
 
     ids: np.ndarray
@@ -34,25 +34,25 @@ class Rows:
 
     @classmethod
     def successors(cls, tokens: np.ndarray) -> Rows:
-        """Return the samples of `tokens` `[samples, length + 1]` whose targets are the next tokens, all of them."""
+        """Return samples that predict every next token of `tokens`, which has shape `[samples, length + 1]`."""
         return cls(tokens[:, :-1], tokens[:, 1:])
 
     @classmethod
     def empty(cls, count: int, like: Rows) -> Rows:
-        """Return rows to be filled by `put`, of the length of `like`."""
+        """Return `count` uninitialized rows with the length of `like`, to be filled by `put`."""
         shape = (count, like.ids.shape[1])
         positions = None if like.positions is None else np.empty(shape, np.int64)
         return cls(np.empty(shape, np.int64), np.empty(shape, np.int64), positions)
 
-    def put(self, places: np.ndarray, rows: Rows) -> None:
-        """Replace the samples at `places` by `rows`."""
-        self.ids[places], self.targets[places] = rows.ids, rows.targets
+    def put(self, indices: np.ndarray, rows: Rows) -> None:
+        """Replace the samples at `indices` by `rows`."""
+        self.ids[indices], self.targets[indices] = rows.ids, rows.targets
         if self.positions is not None:
-            self.positions[places] = rows.positions
+            self.positions[indices] = rows.positions
 
 
 class Order(Protocol):
-    """The sample at each global position."""
+    """Maps global positions of a run to samples."""
 
     def samples(self, first: int, count: int) -> np.ndarray:
         """Return the samples at global positions `first` to `first + count - 1`: int64 of shape `[count]`."""
@@ -60,40 +60,40 @@ class Order(Protocol):
 
 
 class Samples(ABC):
-    """Indexed samples of one length."""
+    """Samples of equal length, addressed by index."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def read(self, indices: np.ndarray) -> Rows:
-        """Return the samples of `indices` (int64 `[n]`), in their order."""
+        """Return the samples at `indices` (int64 `[n]`), in this order."""
 
     @abstractmethod
     def num_targets(self, indices: np.ndarray) -> int:
-        """Return the number of targets of these samples that are not `IGNORED`, without reading all of them.
+        """Return how many targets of these samples are not `IGNORED`, without reading the samples.
 
-        Every rank asks it of the whole global batch: the loss is divided by it before the first backward.
+        Every rank calls it for the global batch: the loss is divided by this number before the first backward.
         """
 
     def order(self, seed: int) -> Order:
-        """Return the order in which a run reads them: every sample once in each epoch, in another order."""
+        """Return the order in which a run reads the samples: a new permutation of all samples in each epoch."""
         return SampleOrder(len(self), seed)
 
 
-# Characters [begin, end) of a text that each token stands for: int64 [tokens, 2].
+# Range of characters [begin, end) of each token in a text: int64 [tokens, 2].
 Spans = np.ndarray
 
 
 class Tokenizer(Protocol):
-    """From text to tokens and back.
+    """Converts text to tokens and back.
 
     Attributes:
-        vocab_size: tokens are below it.
-        separator: the token after each document; None where there is none.
-        begin: the token to begin a text with that has none.
-        around: tokens before and after a document, int64 each.
-        fingerprint: text that changes when a token does.
+        vocab_size: upper bound (exclusive) of the tokens.
+        separator: token after each document, or None.
+        begin: token to start generation with when the prompt is empty.
+        around: tokens added before and after each document, two int64 arrays.
+        fingerprint: text that identifies the vocabulary: it changes when any token changes.
     """
 
     @property
@@ -112,7 +112,7 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str: ...
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the tokens of a text to go on from: integers `[tokens]`."""
+        """Return the tokens of a prompt: integers `[tokens]`."""
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -120,21 +120,20 @@ class Tokenizer(Protocol):
         ...
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the tokens of whole documents, each with its end."""
+        """Return the tokens of each document, with the tokens `around` it."""
         ...
 
     def encode_with_spans(self, text: str) -> tuple[np.ndarray, Spans]:
-        """Return the tokens of a text, nothing added, and the characters that each of them stands for."""
+        """Return the tokens of a text, without added tokens, and the range of characters of each token."""
         ...
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Samples to train on and to evaluate with, disjoint.
+    """Disjoint samples for training and for evaluation.
 
     Attributes:
-        fingerprint: facts by name (JSON values), of which one changes when a sample does; a resumed run must find
-            the same.
+        fingerprint: JSON values by name that identify the samples. A resumed run must have the same fingerprint.
     """
 
     train: Samples
@@ -144,29 +143,29 @@ class Dataset:
 
 
 class DatasetSource(ABC):
-    """A registered dataset: checked before any rank starts, prepared by one process, opened by every rank."""
+    """A registered dataset: checked before ranks start, prepared by one process, and opened by every rank."""
 
     @abstractmethod
     def problems(self) -> Iterator[Problem]:
-        """Yield what is wrong with the options on this machine; paths are within the `data` section."""
+        """Yield the problems of the options on this machine, with paths relative to the `data` section."""
 
     @abstractmethod
     def prepare(self, folder: Path) -> None:
-        """Write into `folder` whatever `open` needs; does nothing where it is there."""
+        """Write the files that `open` needs into `folder`, unless they exist."""
 
     def verify(self, folder: Path, part: float = 1.0) -> None:
-        """Compare what `prepare` wrote with its digests; called once when a run is resumed.
+        """Compare the prepared files with their digests. Called once when a run is resumed.
 
         Args:
-            part: how much of it to read (`launch.verify_data`), from 0 to 1.
+            part: fraction of the bytes to read, from 0 to 1 (setting `launch.verify_data`).
 
         Raises:
-            DataError: it has changed; names the file.
+            DataError: a file has changed; the message names it.
         """
 
     @abstractmethod
     def open(self, folder: Path, sequence_length: int) -> Dataset:
-        """Return the dataset, for samples of `sequence_length` tokens and their successors."""
+        """Return the dataset with samples of `sequence_length` inputs and as many targets."""
 
     @abstractmethod
     def tokenizer(self) -> Tokenizer: ...
@@ -174,16 +173,16 @@ class DatasetSource(ABC):
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of a global batch.
+    """A rank's share of a global batch.
 
     Attributes:
         ids, targets, positions: as in `Rows`.
-        samples: index of each sample, int64 `[samples]`.
-        global_tokens: tokens of the whole global batch, padding included.
-        global_targets: those targets of the whole global batch that are not `IGNORED`: the loss is the sum over
-            them, divided by their number.
-        rows: the number of each sample in the run, int64 `[samples]`: the first sample that the run reads has 0, and a
-            sample that is read again another one.
+        samples: index of each sample in the dataset, int64 `[samples]`.
+        global_tokens: number of tokens of the global batch, padding included.
+        global_targets: number of targets of the global batch that are not `IGNORED`. The loss is the sum over these
+            targets, divided by their number.
+        rows: global position of each sample in the run, int64 `[samples]`. A sample that is read in two epochs has two
+            positions.
         cut: which tokens of the samples these are, and which other ranks have; None: all.
     """
 
@@ -197,37 +196,35 @@ class Batch:
     cut: SequenceSharding | None = None
 
     def arrays(self) -> list[np.ndarray]:
-        """Return the arguments of a model: ids, targets and, where there are any, positions; each contiguous."""
+        """Return the inputs of a model as contiguous arrays: ids, targets and, unless None, positions."""
         return [np.ascontiguousarray(x) for x in (self.ids, self.targets, self.positions) if x is not None]
 
     def micro_batches(self, size: int | None) -> list[Batch]:
-        """Return the batch in parts of at most `size` samples (None: in one)."""
+        """Split the batch into micro-batches of at most `size` samples. None returns one micro-batch."""
         size = size or max(1, len(self.samples))
-        return [self._part(slice(i, i + size)) for i in range(0, len(self.samples), size)]
+        return [self._slice(slice(i, i + size)) for i in range(0, len(self.samples), size)]
 
-    def _part(self, part: slice) -> Batch:
-        positions = None if self.positions is None else self.positions[part]
-        rows = None if self.rows is None else self.rows[part]
+    def _slice(self, samples: slice) -> Batch:
         return replace(
             self,
-            ids=self.ids[part],
-            targets=self.targets[part],
-            positions=positions,
-            samples=self.samples[part],
-            rows=rows,
+            ids=self.ids[samples],
+            targets=self.targets[samples],
+            positions=None if self.positions is None else self.positions[samples],
+            samples=self.samples[samples],
+            rows=None if self.rows is None else self.rows[samples],
         )
 
 
 class BatchReader:
-    """Global batches as a pure function of (seed, position), cut into the ranks' shares.
+    """Reads global batches, which are a pure function of (seed, position), and returns this rank's share of each.
 
     Args:
-        samples: what to read.
-        global_batch_size: samples of a global batch.
-        seed: of the order of samples.
-        num_shares: data-parallel ranks; shares differ by at most one sample.
-        share: this rank's.
-        once: read the samples as they stand, each once; what a last batch has no sample for has no target.
+        samples: samples to read.
+        global_batch_size: number of samples of a global batch.
+        seed: seed of the order of samples.
+        num_shares: number of data-parallel ranks. Shares differ by at most one sample.
+        share: index of this rank's share.
+        once: read each sample once, in the order of their indices. Missing samples of the last batch have no targets.
     """
 
     def __init__(
@@ -241,18 +238,18 @@ class BatchReader:
         once: bool = False,
     ) -> None:
         self._samples = samples
-        self._order: Order = _InTurn() if once else samples.order(seed)
-        self._end_of_all = len(samples) if once else None
+        self._order: Order = _InOrder() if once else samples.order(seed)
+        self._num_samples = len(samples) if once else None
         self._size = global_batch_size
-        # Bounds, not lengths, are rounded: shares then meet without a gap and differ by at most one sample.
+        # Rounding bounds, not lengths, makes shares adjacent: none overlap, and their sizes differ by at most one.
         self._begin = global_batch_size * share // num_shares
         self._end = global_batch_size * (share + 1) // num_shares
 
     def read(self, position: int) -> Batch:
-        """This rank's share of the global batch that starts at sample `position` of the run."""
-        everyones = self._order.samples(position, self._size)
-        there = everyones if self._end_of_all is None else everyones[everyones < self._end_of_all]
-        own = everyones[self._begin : self._end]
+        """Return this rank's share of the global batch that starts at global position `position`."""
+        batch = self._order.samples(position, self._size)
+        existing = batch if self._num_samples is None else batch[batch < self._num_samples]
+        own = batch[self._begin : self._end]
         rows = self._rows(own)
         return Batch(
             ids=rows.ids,
@@ -260,21 +257,21 @@ class BatchReader:
             positions=rows.positions,
             samples=own,
             rows=np.arange(position + self._begin, position + self._end),
-            global_tokens=len(there) * rows.ids.shape[1],
-            global_targets=self._samples.num_targets(there),
+            global_tokens=len(existing) * rows.ids.shape[1],
+            global_targets=self._samples.num_targets(existing),
         )
 
     def _rows(self, indices: np.ndarray) -> Rows:
-        """Return the rows of samples; beyond the last one, copies of it without targets."""
-        if self._end_of_all is None:
+        """Return the rows of samples. Indices beyond the last sample give copies of it without targets."""
+        if self._num_samples is None:
             return self._samples.read(indices)
-        rows = self._samples.read(np.minimum(indices, self._end_of_all - 1))
-        missing = (indices >= self._end_of_all)[:, None]
+        rows = self._samples.read(np.minimum(indices, self._num_samples - 1))
+        missing = (indices >= self._num_samples)[:, None]
         return replace(rows, targets=np.where(missing, IGNORED, rows.targets))
 
 
-class _InTurn:
-    """The order in which samples stand."""
+class _InOrder:
+    """Every sample once, by increasing index."""
 
     def samples(self, first: int, count: int) -> np.ndarray:
         return np.arange(first, first + count, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Datasets of documents: sources with weights, a tokenizer, and rows that are cut or packed from them."""
+"""Base of datasets of documents: settings, sources with weights, preparation, and the rows made from corpora."""
 
 from __future__ import annotations
 
@@ -14,13 +14,22 @@ from typing import Any, Literal
 import numpy as np
 
 from hp_trainer.config import setting
-from hp_trainer.data.cache import CorpusNote, cache_folder, prepared, read_notes, write_notes
-from hp_trainer.data.corpus import Corpus, CorpusInfo, Document, build_corpus, verify_corpus
+from hp_trainer.data.corpus import (
+    Corpus,
+    CorpusInfo,
+    CorpusNote,
+    Document,
+    PreparingProgress,
+    build_corpus,
+    cache_folder,
+    prepared,
+    read_notes,
+    verify_corpus,
+    write_notes,
+)
 from hp_trainer.data.dataset import Dataset, DatasetSource, Samples, Tokenizer
-from hp_trainer.data.formats import PIECE_BYTES, Format, Reader, Record, open_reader
-from hp_trainer.data.mixture import MixedSamples
-from hp_trainer.data.progress import PreparingProgress
-from hp_trainer.data.samples import DocumentWindows, PackedSamples, TokenSamples
+from hp_trainer.data.formats import SEGMENT_BYTES, Format, Reader, Record, open_reader
+from hp_trainer.data.samples import DocumentWindows, MixedSamples, PackedSamples, TokenSamples
 from hp_trainer.data.tokenizer import load_tokenizer
 from hp_trainer.exceptions import DataError, Problem
 
@@ -32,14 +41,14 @@ _USES = ("training", "evaluation")
 
 @dataclass(frozen=True, kw_only=True)
 class FilesConfig:
-    """Files of one source."""
+    """Settings of the files of one source."""
 
     path: str | None = setting(None, help="file, folder, or a pattern such as train-*.parquet", is_path=True)
-    format: Format = setting("auto", help="format of the files; auto: by their endings")
-    suffixes: tuple[str, ...] = setting((), help="file endings wanted in a folder, such as .py; empty: all")
-    split: str | None = setting(None, help="split of a saved dictionary of datasets; null: train")
+    format: Format = setting("auto", help="format of the files; auto: chosen by file ending")
+    suffixes: tuple[str, ...] = setting((), help="file endings to read in a folder, such as .py; empty: all")
+    split: str | None = setting(None, help="split of a saved DatasetDict; null: train")
     max_tokens: int | None = setting(
-        None, help="stop reading after so many tokens; null: read all", minimum=2, maximum=2**63 - 1
+        None, help="stop reading after this number of tokens; null: read all", minimum=2, maximum=2**63 - 1
     )
 
     def check(self) -> Iterator[Problem]:
@@ -58,17 +67,15 @@ class FilesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentsConfig(FilesConfig):
-    """Settings that datasets of documents share; those of a single source stand for `sources` of one entry."""
+    """Settings shared by datasets of documents. The settings of files are those of a single source, see `sources`."""
 
-    tokenizer: str | None = setting(
-        None, help="tokenizer.json, or a directory that holds one; null: bytes", is_path=True
-    )
-    end_token: str | None = setting(None, help="token after each document; null: what the tokenizer's files say")
+    tokenizer: str | None = setting(None, help="tokenizer.json, or a directory with one; null: bytes", is_path=True)
+    end_token: str | None = setting(None, help="token after each document; null: taken from the tokenizer's files")
     eval_fraction: float = setting(
-        0.05, help="share of the tokens, at the end, kept for evaluation", minimum=0, maximum=0.9
+        0.05, help="fraction of the tokens, at the end, used for evaluation", minimum=0, maximum=0.9
     )
     cache: str | None = setting(
-        None, help="folder of prepared data that runs share; null: .data beside the run folder", is_path=True
+        None, help="folder of prepared data that runs share; null: .data next to the run folder", is_path=True
     )
 
     def check(self) -> Iterator[Problem]:
@@ -80,28 +87,30 @@ class DocumentsConfig(FilesConfig):
         yield from self._source_problems()
 
     def _source_problems(self) -> Iterator[Problem]:
-        """Yield how `sources` contradict themselves or the settings of a single source."""
+        """Yield contradictions within `sources`, and between them and the settings of a single source."""
         sources: Sequence[Any] = getattr(self, "sources", ())
         if sources and self.path is not None:
-            yield Problem(path="path", what="given beside data.sources", expected="one of the two", hint="path=null")
+            yield Problem(
+                path="path", what="given together with data.sources", expected="one of the two", hint="path=null"
+            )
         weights = [source.weight for source in sources]
         if any(weight is None for weight in weights) and any(weight is not None for weight in weights):
             yield Problem(
                 path="sources",
-                what="some have a weight and some have none",
-                expected="a weight for each, or for none: as often as there are samples of it",
+                what="only some have a weight",
+                expected="a weight for each source, or for none (then sources are weighted by size)",
             )
 
 
 @dataclass(frozen=True)
 class Source:
-    """One source of a dataset.
+    """A source of a dataset.
 
     Attributes:
-        files: its settings.
-        path: where its files are.
-        suffixes: endings wanted.
-        at: the setting that names it, for problems.
+        files: settings of its files.
+        path: file, folder or pattern.
+        suffixes: file endings to read.
+        at: path of the setting that names it, for problems.
     """
 
     files: Any
@@ -110,7 +119,7 @@ class Source:
     at: str
 
     def reader(self) -> Reader:
-        """Return the reader of its files.
+        """Return the reader of the source's files.
 
         Raises:
             DataError: see `open_reader`.
@@ -119,11 +128,11 @@ class Source:
 
 
 class DocumentsSource(DatasetSource):
-    """Base of datasets of documents; a subclass says how a record becomes one.
+    """Base of datasets of documents. A subclass defines how records are converted to documents.
 
     Args:
-        options: a `DocumentsConfig` with `sources` and `eval`.
-        default: the source where the options name none; None: they must.
+        options: a `DocumentsConfig` with the fields `sources` and `eval`.
+        default: source to use when the options name none. None makes a source mandatory.
     """
 
     def __init__(self, options: Any, default: Source | None = None) -> None:
@@ -134,30 +143,29 @@ class DocumentsSource(DatasetSource):
         self.sources = given or ([default] if default is not None else [])
         self.eval_sources = list(self._given("eval", options.eval))
 
-    # What a subclass decides ---------------------------------------------------------------------------------
-
     @abstractmethod
     def fields(self, source: Source) -> tuple[str, ...] | None:
-        """Return the fields of a record that are needed, any of them; None: all."""
+        """Return the names of the fields to read from records. None reads all."""
 
     @abstractmethod
     def documents(self, records: Sequence[Record], source: Source) -> Iterator[Document]:
-        """Yield the documents of some records, in their order; a record may have none.
+        """Yield the documents of a batch of records, in order. A record may have no document.
 
         Raises:
-            DataError: a record holds something else; names its place.
+            DataError: a record has the wrong content; the message has its location.
         """
 
     @abstractmethod
     def facts(self, source: Source) -> Mapping[str, Any]:
-        """Return what else decides the tokens of a source, as JSON values."""
+        """Return the settings that determine the tokens of a source beside files and tokenizer, as JSON values.
+
+        They are part of the key of the cache.
+        """
 
     @property
     @abstractmethod
     def packing(self) -> Packing:
-        """The way in which documents become rows."""
-
-    # The interface of a dataset ------------------------------------------------------------------------------
+        """How documents are arranged in rows: the setting `packing`."""
 
     def problems(self) -> Iterator[Problem]:
         if not self.sources:
@@ -180,10 +188,10 @@ class DocumentsSource(DatasetSource):
         write_notes(folder, notes)
 
     def verify(self, folder: Path, part: float = 1.0) -> None:
-        """Compare the tokens with their digests, and prepare again what is gone; see `DatasetSource.verify`."""
+        """Verify the corpora, and prepare missing ones again, see `DatasetSource.verify`."""
         notes = read_notes(folder)
         if notes is None:
-            raise DataError(f"{folder} does not say which data its run reads")
+            raise DataError(f"{folder / 'data.json'} is missing: it records the prepared data of the run")
         for use, sources in zip(_USES, (self.sources, self.eval_sources), strict=True):
             for note, source in zip(notes[use], sources, strict=True):
                 if not note.path(folder).exists():
@@ -192,26 +200,28 @@ class DocumentsSource(DatasetSource):
                 verify_corpus(note.path(folder), part)
 
     def open(self, folder: Path, sequence_length: int) -> Dataset:
-        """Return the rows of the prepared corpora.
+        """Open the prepared corpora.
 
         Raises:
             DataError: a corpus is missing or damaged, or too short for one training sample.
         """
         notes = read_notes(folder)
         if notes is None:
-            raise DataError(f"{folder} does not say which data its run reads")
+            raise DataError(f"{folder / 'data.json'} is missing: it records the prepared data of the run")
         corpora, held_out = ([note.open(folder) for note in notes[use]] for use in _USES)
-        cuts = [self._cut(corpus) for corpus in corpora]
-        train = [self._samples(corpus, 0, cut, sequence_length) for corpus, cut in zip(corpora, cuts, strict=True)]
-        for corpus, cut, samples in zip(corpora, cuts, train, strict=True):
-            if not len(samples):
-                raise DataError(_too_short(corpus.info, cut, sequence_length))
-        evaluation = [self._samples(corpus, 0, corpus.info.tokens, sequence_length) for corpus in held_out] or [
-            self._samples(corpus, cut, corpus.info.tokens, sequence_length)
-            for corpus, cut in zip(corpora, cuts, strict=True)
+        train_ends = [self._train_end(corpus) for corpus in corpora]
+        train = [
+            self._samples(corpus, 0, end, sequence_length) for corpus, end in zip(corpora, train_ends, strict=True)
         ]
-        fingerprint = self._fingerprint(corpora, cuts, sequence_length)
-        return Dataset(self._mixed(train), _together(evaluation), self.tokenizer(), fingerprint)
+        for corpus, end, samples in zip(corpora, train_ends, train, strict=True):
+            if not len(samples):
+                raise DataError(_too_short(corpus.info, end, sequence_length))
+        evaluation = [self._samples(corpus, 0, corpus.info.tokens, sequence_length) for corpus in held_out] or [
+            self._samples(corpus, end, corpus.info.tokens, sequence_length)
+            for corpus, end in zip(corpora, train_ends, strict=True)
+        ]
+        fingerprint = self._fingerprint(corpora, train_ends, sequence_length)
+        return Dataset(self._mixed(train), _concatenated(evaluation), self.tokenizer(), fingerprint)
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer.
@@ -225,8 +235,6 @@ class DocumentsSource(DatasetSource):
     def _tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.options.tokenizer, self.options.end_token)
 
-    # Preparing -----------------------------------------------------------------------------------------------
-
     def _given(self, setting: str, sources: Sequence[Any]) -> Iterator[Source]:
         for number, source in enumerate(sources):
             yield Source(source, Path(source.path).expanduser(), source.suffixes, f"{setting}[{number}].path")
@@ -236,7 +244,7 @@ class DocumentsSource(DatasetSource):
             yield Problem(
                 path=source.at,
                 what="does not exist",
-                expected="a text file, or a folder that holds some",
+                expected="a text file, or a folder with text files",
                 got=str(source.path),
                 hint=_nearest_existing(source.path),
             )
@@ -253,7 +261,7 @@ class DocumentsSource(DatasetSource):
             wanted = f" ending in {' or '.join(source.suffixes)}" if source.suffixes else ""
             yield Problem(
                 path=source.at,
-                what="holds no text",
+                what="contains no text",
                 expected=f"at least one non-empty UTF-8 file{wanted} without zero bytes",
                 got=str(source.path),
             )
@@ -287,15 +295,13 @@ class DocumentsSource(DatasetSource):
             if progress is not None:
                 progress.advance(sum(record.size for record in some))
 
-    # Rows ----------------------------------------------------------------------------------------------------
-
-    def _cut(self, corpus: Corpus) -> int:
-        """Return the token at which training ends and evaluation begins; between documents where they stay whole."""
+    def _train_end(self, corpus: Corpus) -> int:
+        """Return the token where training ends and evaluation starts, rounded to a document unless concatenated."""
         tokens = corpus.info.tokens
-        cut = tokens - (0 if self.options.eval else int(tokens * self.options.eval_fraction))
-        if self.packing == "concatenate" or cut == tokens:
-            return cut
-        last = int(np.searchsorted(corpus.ends, cut, side="right")) - 1
+        end = tokens - (0 if self.options.eval else int(tokens * self.options.eval_fraction))
+        if self.packing == "concatenate" or end == tokens:
+            return end
+        last = int(np.searchsorted(corpus.ends, end, side="right")) - 1
         return int(corpus.ends[max(0, last)])
 
     def _samples(self, corpus: Corpus, begin: int, end: int, length: int) -> Samples:
@@ -312,9 +318,9 @@ class DocumentsSource(DatasetSource):
             ends,
             length,
             pad=self.tokenizer().separator or 0,
-            taken=None if corpus.taken is None else corpus.taken[begin:end],
+            predicted=None if corpus.predicted is None else corpus.predicted[begin:end],
             together=self.packing == "whole",
-            keep_rest=corpus.taken is None,
+            keep_rest=corpus.predicted is None,
         )
 
     def _mixed(self, samples: Sequence[Samples]) -> Samples:
@@ -323,16 +329,16 @@ class DocumentsSource(DatasetSource):
         weights = [source.files.weight for source in self.sources]
         return MixedSamples(samples, None if None in weights else weights)
 
-    def _fingerprint(self, corpora: Sequence[Corpus], cuts: Sequence[int], length: int) -> dict[str, Any]:
+    def _fingerprint(self, corpora: Sequence[Corpus], train_ends: Sequence[int], length: int) -> dict[str, Any]:
         facts: dict[str, Any] = {
             "text": _alone([corpus.info.sha256 for corpus in corpora]),
-            "training tokens": _alone(cuts),
+            "training tokens": _alone(train_ends),
             "sequence length": length,
         }
         if self.packing != "concatenate":
             facts["packing"] = self.packing
             facts["documents"] = _alone([corpus.info.files["ends"].sha256 for corpus in corpora])
-        if any(corpus.taken is not None for corpus in corpora):
+        if any(corpus.predicted is not None for corpus in corpora):
             facts["answers"] = _alone([corpus.info.files["taken"].sha256 for corpus in corpora])
         if len(corpora) > 1:
             facts["weights"] = [source.files.weight for source in self.sources]
@@ -340,26 +346,27 @@ class DocumentsSource(DatasetSource):
 
 
 def _batches(records: Iterator[Record], count: int) -> Iterator[list[Record]]:
-    """Yield up to `count` records at a time, fewer where they are long: their tokens are in memory together."""
+    """Yield batches of at most `count` records, fewer if they are long: their tokens are in memory at once."""
     some: list[Record] = []
     size = 0
     for record in records:
         some.append(record)
         size += record.size
-        if len(some) == count or size >= PIECE_BYTES:
+        if len(some) == count or size >= SEGMENT_BYTES:
             yield some
             some, size = [], 0
     if some:
         yield some
 
 
-def _together(samples: Sequence[Samples]) -> Samples:
-    """Return all samples of some sources, those without any left out."""
+def _concatenated(samples: Sequence[Samples]) -> Samples:
+    """Return the samples of all sources, without empty sources."""
     some = [one for one in samples if len(one)] or samples[:1]
     return some[0] if len(some) == 1 else MixedSamples(some)
 
 
 def _alone(values: Sequence[Any]) -> Any:
+    """Return the only value, or the list of several values."""
     return values[0] if len(values) == 1 else list(values)
 
 
@@ -378,7 +385,7 @@ def _stamp(file: Path) -> tuple[int, int]:
 
 
 def _nearest_existing(path: Path) -> str:
-    """Return the part of the path that exists, which shows where it goes wrong."""
+    """Return a hint with the deepest folder of the path that exists."""
     for parent in path.absolute().parents:
         if parent.is_dir():
             return f"a path that exists ({parent} does)"

@@ -1,26 +1,31 @@
-"""The order of samples: a pseudo-random permutation per epoch that is computed, never stored.
+"""Orders of samples: which sample is read at each global position of a run.
 
-A sample of the run has a global position 0, 1, 2, ...; position p is in epoch p // n and is sample
-`permutation(p % n)` of that epoch. Nothing depends on the number of ranks, so neither does the data order.
+Position p of n samples is in epoch p // n and reads sample `permutation(p % n)` of that epoch. The permutation is
+computed for each position and never stored. It does not depend on the number of ranks.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
 import numpy as np
 
 _ROUNDS = 8
+_LARGEST = 1 << 20
 
 
 class SampleOrder:
-    """The sample at each global position, computed in O(1) memory and O(1) time per position.
+    """A pseudo-random permutation per epoch, computed in O(1) memory and O(1) time per position.
 
-    Each epoch's permutation is a balanced Feistel network over the smallest even-bit domain that holds all
-    samples, walked until it falls inside (Black and Rogaway, 2002, "Ciphers with arbitrary finite domains");
-    on average fewer than four steps.
+    The permutation is a balanced Feistel network over the smallest domain with an even number of bits that contains all
+    samples. Cycle walking restricts it to the samples, in fewer than four steps on average (Black and Rogaway, 2002,
+    "Ciphers with arbitrary finite domains").
 
     Args:
-        num_samples: samples of an epoch, at least 1.
-        seed: another seed gives another order.
+        num_samples: number of samples of an epoch, at least 1.
+        seed: seed of the permutations.
     """
 
     def __init__(self, num_samples: int, seed: int) -> None:
@@ -33,7 +38,7 @@ class SampleOrder:
         return self.at(np.arange(first, first + count, dtype=np.int64))
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the samples at these global positions (int64 `[n]`): int64 of shape `[n]`."""
+        """Return the samples at the given global positions. Both are int64 of shape `[n]`."""
         epochs, indices = np.divmod(positions, self.num_samples)
         result = np.empty(len(positions), dtype=np.int64)
         for epoch in np.unique(epochs):
@@ -45,8 +50,8 @@ class SampleOrder:
         keys = _round_keys(self.seed, epoch)
         values = self._feistel(values, keys)
         outside = values >= self.num_samples
-        # Cycle walking (Black and Rogaway, 2002): a number beyond the samples is permuted until it is one of them. The
-        # whole stays a permutation, of a range less than four times as large.
+        # Cycle walking (Black and Rogaway, 2002): a value outside the samples is permuted again until it is inside. The
+        # result is still a permutation. The domain is less than four times as large as the number of samples.
         while outside.any():
             values[outside] = self._feistel(values[outside], keys)
             outside = values >= self.num_samples
@@ -68,9 +73,63 @@ def _round_keys(seed: int, epoch: int) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Mix bits by the splitmix64 finalizer, modulo 2**64 as unsigned arithmetic is (Steele, Lea and Flood, 2014)."""
+    """Mix bits with the finalizer of splitmix64 (Steele, Lea and Flood, 2014). Unsigned arithmetic wraps at 2**64."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: np.ndarray = x ^ (x >> np.uint64(31))
     return mixed
+
+
+class MixedOrder:
+    """An order that interleaves several sources in fixed proportions.
+
+    A binary tree distributes positions to sources: of the first n positions of a node, round(n * share) belong to the
+    first half of its sources. The source of any position, and the position within that source, are computed in
+    O(log(sources)) without looking at earlier positions. Each source has its own `SampleOrder`, so its own epochs.
+
+    Args:
+        lengths: number of samples of each source.
+        weights: integer weights; their sum is at most about 2**20.
+        seed: seed of the first source's order; the others count up from it.
+    """
+
+    def __init__(self, lengths: Sequence[int], weights: Sequence[int], seed: int) -> None:
+        self._weights = list(weights)
+        self._offsets = np.concatenate([[0], np.cumsum(np.array(lengths, np.int64))])
+        self._orders = [SampleOrder(length, seed + number) for number, length in enumerate(lengths)]
+
+    def samples(self, first: int, count: int) -> np.ndarray:
+        """Return the samples at global positions `first` to `first + count - 1`: int64 of shape `[count]`."""
+        result = np.empty(count, np.int64)
+        positions = np.arange(first, first + count, dtype=np.int64)
+        self._distribute(positions, np.arange(count), 0, len(self._weights), result)
+        return result
+
+    def _distribute(self, positions: np.ndarray, out: np.ndarray, begin: int, end: int, result: np.ndarray) -> None:
+        """Write the samples at `positions` of the node with sources `begin` to `end - 1` to `result[out]`."""
+        if not len(positions):
+            return
+        if end - begin == 1:
+            result[out] = self._orders[begin].at(positions) + self._offsets[begin]
+            return
+        middle = (begin + end) // 2
+        share, total = sum(self._weights[begin:middle]), sum(self._weights[begin:end])
+        # In integers, so that every machine agrees: position n belongs to the first half where round(n * share / total)
+        # increases from n to n + 1.
+        before, after = ((n * share + total // 2) // total for n in (positions, positions + 1))
+        first = after > before
+        self._distribute(before[first], out[first], begin, middle, result)
+        self._distribute((positions - before)[~first], out[~first], middle, end, result)
+
+
+def integer_weights(weights: Sequence[float]) -> list[int]:
+    """Return positive integers in the proportions of `weights`. Small integers keep their exact proportions.
+
+    The sum is at most about 2**20, so that products with positions fit into 64 bits.
+    """
+    total = sum(map(Fraction, weights))
+    shares = [(Fraction(weight) / total).limit_denominator(10**6) for weight in weights]
+    common = math.lcm(*(share.denominator for share in shares))
+    scale = min(common, _LARGEST)
+    return [max(1, round(share * scale)) for share in shares]

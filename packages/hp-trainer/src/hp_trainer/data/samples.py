@@ -1,19 +1,81 @@
-"""Samples of a corpus: windows of all its tokens, or rows of whole documents."""
+"""Samples of a corpus: windows over all tokens, windows that separate documents, packed rows, and mixtures.
+
+Packing splits documents into chunks of at most a row's length and puts chunks into rows by best fit.
+"""
 
 from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 
 from hp_trainer.data.dataset import IGNORED, Rows, Samples
-from hp_trainer.data.packing import best_fit, cut_documents
+from hp_trainer.data.order import MixedOrder, integer_weights
+
+
+def split_documents(starts: np.ndarray, ends: np.ndarray, length: int, *, keep_rest: bool) -> tuple[np.ndarray, ...]:
+    """Split documents into chunks of at most `length` inputs, each with the next token as its target.
+
+    Args:
+        starts, ends: range of each document among all tokens, int64 `[documents]`.
+        keep_rest: True to split longer documents into several chunks, False to truncate them.
+
+    Returns:
+        First token and number of inputs of each chunk, both int64 `[chunks]`. A chunk of n inputs spans n + 1 tokens.
+    """
+    inputs = np.maximum(ends - starts - 1, 0)
+    counts = -(-inputs // length) if keep_rest else np.minimum(inputs, 1)
+    document = np.repeat(np.arange(len(starts)), counts)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = starts[document] + number * length
+    return first, np.minimum(length, inputs[document] - number * length)
+
+
+def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pack chunks into rows of `capacity` by best-fit decreasing (Ding et al., 2024, arXiv 2404.10830).
+
+    Chunks are placed by decreasing size, each into the row with the least free space that still fits it. Complexity:
+    O(chunks * log(capacity)).
+
+    Args:
+        sizes: size of each chunk, at most `capacity`, int64 `[chunks]`.
+
+    Returns:
+        Chunks ordered by row, and the end of each row in that order, both int64.
+    """
+    rows: list[list[int]] = []
+    rows_by_free: dict[int, list[int]] = defaultdict(list)
+    free_sizes: list[int] = []  # sorted keys of `rows_by_free` with at least one row
+    # A stable sort keeps chunks of equal size in order, so that every machine packs the same rows.
+    for chunk in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[chunk])
+        at = bisect.bisect_left(free_sizes, size)
+        if at < len(free_sizes):
+            free = free_sizes[at]
+            row = rows_by_free[free].pop()
+            if not rows_by_free[free]:
+                del free_sizes[at]
+        else:
+            free, row = capacity, len(rows)
+            rows.append([])
+        rows[row].append(chunk)
+        free -= size
+        if free:
+            if not rows_by_free[free]:
+                bisect.insort(free_sizes, free)
+            rows_by_free[free].append(row)
+    ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
+    return np.fromiter((chunk for row in rows for chunk in row), np.int64, len(sizes)), ends
 
 
 class TokenSamples(Samples):
-    """Consecutive windows of a row of tokens; each window's last target is the next one's first input.
+    """Consecutive windows of all tokens. The last target of a window is the first input of the next one.
 
     Args:
         tokens: integers `[tokens]`.
-        sequence_length: places of a window.
+        sequence_length: number of inputs of a window.
     """
 
     def __init__(self, tokens: np.ndarray, sequence_length: int) -> None:
@@ -24,25 +86,27 @@ class TokenSamples(Samples):
         return max(0, (len(self._tokens) - 1) // self._length)
 
     def read(self, indices: np.ndarray) -> Rows:
-        """Return the windows of `indices` (`[n]`), each with the token after it as the last target."""
-        return Rows.successors(np.asarray(self._tokens[self._places(indices, self._length + 1)], dtype=np.int64))
+        """Return the windows at `indices`, int64 `[n]`."""
+        # One more token than inputs: the last target.
+        return Rows.successors(np.asarray(self._tokens[self._positions(indices, self._length + 1)], dtype=np.int64))
 
     def num_targets(self, indices: np.ndarray) -> int:
-        """Return the number of targets of these samples: every place has one."""
+        """Return the number of targets of these windows: one per input."""
         return len(indices) * self._length
 
-    def _places(self, indices: np.ndarray, length: int) -> np.ndarray:
-        places: np.ndarray = indices[:, None] * self._length + np.arange(length)
-        return places
+    def _positions(self, indices: np.ndarray, length: int) -> np.ndarray:
+        """Return the positions in the corpus of `length` tokens from the start of each window: `[n, length]`."""
+        positions: np.ndarray = indices[:, None] * self._length + np.arange(length)
+        return positions
 
 
 class DocumentWindows(TokenSamples):
-    """The same windows with every document by itself: positions begin again, and none predicts the next document.
+    """Windows of all tokens that separate documents: positions restart, and no token predicts the next document.
 
-    A document that a window cuts off goes on in the next window as another one.
+    A document that crosses the end of a window continues in the next window as a new document.
 
     Args:
-        ends: place after each document's last token, int64 `[documents]`, increasing.
+        ends: end (exclusive) of each document among the tokens, int64 `[documents]`, increasing.
     """
 
     def __init__(self, tokens: np.ndarray, ends: np.ndarray, sequence_length: int) -> None:
@@ -50,18 +114,18 @@ class DocumentWindows(TokenSamples):
         self._ends = ends
 
     def read(self, indices: np.ndarray) -> Rows:
-        """Return the windows of `indices` (`[n]`)."""
+        """Return the windows at `indices`, int64 `[n]`."""
         rows = super().read(indices)
-        places = self._places(indices, self._length)
-        # An end is the place after a document's last token: `right` gives the place at an end to the next document.
-        document = np.searchsorted(self._ends, places, side="right")
+        positions = self._positions(indices, self._length)
+        # Ends are exclusive, so side="right" assigns the position at an end to the next document.
+        document = np.searchsorted(self._ends, positions, side="right")
         starts = np.where(document > 0, self._ends[document - 1], 0)
-        targets = np.where(self._ends[document] == places + 1, IGNORED, rows.targets)
-        # A document that began before the window has positions from the window's first place.
-        return Rows(rows.ids, targets, places - np.maximum(starts, places[:, :1]))
+        targets = np.where(self._ends[document] == positions + 1, IGNORED, rows.targets)
+        # A document that started before the window counts its positions from the start of the window.
+        return Rows(rows.ids, targets, positions - np.maximum(starts, positions[:, :1]))
 
     def num_targets(self, indices: np.ndarray) -> int:
-        """Return the number of targets of these samples: a document's last token has none."""
+        """Return the number of targets of these windows: the last token of a document has none."""
         begin = indices * self._length
         inside = np.searchsorted(self._ends, begin + self._length, side="right") - np.searchsorted(
             self._ends, begin, side="right"
@@ -70,16 +134,16 @@ class DocumentWindows(TokenSamples):
 
 
 class PackedSamples(Samples):
-    """Rows of whole documents, each by itself, and filled up to the length.
+    """Rows of separate documents, padded to the length.
 
     Args:
         tokens: integers `[tokens]`.
-        starts, ends: of the documents among them, int64 `[documents]`.
-        sequence_length: places of a row.
-        pad: token that fills a row up; no loss is taken there.
-        taken: whether a loss is taken for predicting each token, bool `[tokens]`; None: for all.
-        together: put as many documents into a row as fit; else one.
-        keep_rest: what a row cannot hold of a document goes on as another one; else it is left out.
+        starts, ends: range of each document among the tokens, int64 `[documents]`.
+        sequence_length: number of inputs of a row.
+        pad: token for padding, which is not predicted.
+        predicted: bool `[tokens]`, True where a token is predicted. None predicts all.
+        together: True to pack as many documents into a row as fit, False for one per row.
+        keep_rest: True to split documents that are longer than a row, False to truncate them.
     """
 
     def __init__(
@@ -90,61 +154,102 @@ class PackedSamples(Samples):
         sequence_length: int,
         *,
         pad: int,
-        taken: np.ndarray | None = None,
+        predicted: np.ndarray | None = None,
         together: bool = True,
         keep_rest: bool = True,
     ) -> None:
-        self._tokens, self._taken, self._pad, self._length = tokens, taken, pad, sequence_length
-        self._first, self._size = cut_documents(starts, ends, sequence_length, keep_rest=keep_rest)
+        self._tokens, self._predicted, self._pad, self._length = tokens, predicted, pad, sequence_length
+        self._first, self._size = split_documents(starts, ends, sequence_length, keep_rest=keep_rest)
         self._targets = self._count_targets()
-        # Pieces without a target would take up room and teach nothing.
+        # Chunks without a target would use space and contribute no loss.
         useful = self._targets > 0
         self._first, self._size, self._targets = self._first[useful], self._size[useful], self._targets[useful]
         single: np.ndarray = np.arange(len(self._size))
-        self._pieces: np.ndarray
+        self._chunks: np.ndarray
         self._row_ends: np.ndarray
-        self._pieces, self._row_ends = best_fit(self._size, sequence_length) if together else (single, single + 1)
+        self._chunks, self._row_ends = best_fit(self._size, sequence_length) if together else (single, single + 1)
 
     def __len__(self) -> int:
         return len(self._row_ends)
 
     def read(self, indices: np.ndarray) -> Rows:
-        """Return the rows of `indices` (`[n]`)."""
+        """Return the rows at `indices`, int64 `[n]`."""
         shape = (len(indices), self._length)
         rows = Rows(np.full(shape, self._pad, np.int64), np.full(shape, IGNORED, np.int64), np.zeros(shape, np.int64))
         for row, index in enumerate(indices):
-            self._fill(rows, row, self._in_row(index))
+            self._fill(rows, row, self._chunks_of_row(index))
         return rows
 
     def num_targets(self, indices: np.ndarray) -> int:
-        """Return the number of targets of these samples."""
-        return int(sum(self._targets[self._in_row(index)].sum() for index in indices))
+        """Return the number of targets of these rows."""
+        return int(sum(self._targets[self._chunks_of_row(index)].sum() for index in indices))
 
-    def _in_row(self, row: int) -> np.ndarray:
+    def _chunks_of_row(self, row: int) -> np.ndarray:
         begin = self._row_ends[row - 1] if row else 0
-        pieces: np.ndarray = self._pieces[begin : self._row_ends[row]]
-        return pieces
+        chunks: np.ndarray = self._chunks[begin : self._row_ends[row]]
+        return chunks
 
-    def _fill(self, rows: Rows, row: int, pieces: np.ndarray) -> None:
+    def _fill(self, rows: Rows, row: int, chunks: np.ndarray) -> None:
         assert rows.positions is not None
         at = 0
-        for first, size in zip(self._first[pieces].tolist(), self._size[pieces].tolist(), strict=True):
+        for first, size in zip(self._first[chunks].tolist(), self._size[chunks].tolist(), strict=True):
             inside = slice(at, at + size)
             targets = self._tokens[first + 1 : first + size + 1].astype(np.int64)
-            if self._taken is not None:
-                targets[~self._taken[first + 1 : first + size + 1]] = IGNORED
+            if self._predicted is not None:
+                targets[~self._predicted[first + 1 : first + size + 1]] = IGNORED
             rows.ids[row, inside] = self._tokens[first : first + size]
             rows.targets[row, inside] = targets
             rows.positions[row, inside] = np.arange(size)
             at += size
-        # What fills the row up is a document of its own.
+        # Padding is a document of its own, so that no document attends to it.
         rows.positions[row, at:] = np.arange(self._length - at)
 
     def _count_targets(self) -> np.ndarray:
-        if self._taken is None:
+        if self._predicted is None:
             return self._size
-        # The sums from each bound to the next, those between pieces included; there is no bound behind the last token.
+        # reduceat sums between consecutive bounds; every other sum is that of a chunk, the rest are the gaps. It takes
+        # no index equal to the length, so the end of the last token is dropped.
         bounds = np.stack([self._first + 1, self._first + self._size + 1], 1).ravel()
-        inside = bounds[:-1] if bounds[-1:].tolist() == [len(self._taken)] else bounds
-        counts: np.ndarray = np.add.reduceat(self._taken, inside, dtype=np.int64)[::2]
+        inside = bounds[:-1] if bounds[-1:].tolist() == [len(self._predicted)] else bounds
+        counts: np.ndarray = np.add.reduceat(self._predicted, inside, dtype=np.int64)[::2]
         return counts
+
+
+class MixedSamples(Samples):
+    """Concatenated samples of several sources, read in an order that mixes them.
+
+    Args:
+        sources: at least one source; none may be empty.
+        weights: relative frequency of each source's samples. None uses the sizes of the sources.
+    """
+
+    def __init__(self, sources: Sequence[Samples], weights: Sequence[float] | None = None) -> None:
+        self.sources = tuple(sources)
+        self.lengths = np.array([len(source) for source in sources], np.int64)
+        self.weights = integer_weights(self.lengths.tolist() if weights is None else weights)
+        self._offsets = np.concatenate([[0], np.cumsum(self.lengths)])
+
+    def __len__(self) -> int:
+        return int(self._offsets[-1])
+
+    def read(self, indices: np.ndarray) -> Rows:
+        """Return the samples at `indices`, int64 `[n]`, in this order."""
+        result: Rows | None = None
+        for source, selected, own in self._by_source(indices):
+            rows = source.read(own)
+            result = Rows.empty(len(indices), rows) if result is None else result
+            result.put(selected, rows)
+        return result if result is not None else self.sources[0].read(indices)
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        """Return the number of targets of these samples."""
+        return sum(source.num_targets(own) for source, _, own in self._by_source(indices))
+
+    def order(self, seed: int) -> MixedOrder:
+        """Return an order that mixes the sources by their weights."""
+        return MixedOrder(self.lengths.tolist(), self.weights, seed)
+
+    def _by_source(self, indices: np.ndarray) -> list[tuple[Samples, np.ndarray, np.ndarray]]:
+        """Return (source, mask of its `indices`, their indices within the source) of each source that has any."""
+        of = np.searchsorted(self._offsets, indices, side="right") - 1
+        return [(self.sources[n], of == n, indices[of == n] - self._offsets[n]) for n in np.unique(of)]

@@ -1,4 +1,4 @@
-"""The dataset `text`: text files, JSON lines, Parquet and Arrow, as tokens of any tokenizer."""
+"""The dataset `text`: text files, or the text in records of JSON lines, Parquet and Arrow files."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from hp_trainer.exceptions import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class TextFilesConfig(FilesConfig):
-    """Text of one source among several."""
+    """Files of one source of text."""
 
     path: str = setting(help="file, folder, or a pattern such as train-*.parquet", is_path=True)
-    field: str = setting("text", help="field or column that holds the text, where files have such")
-    weight: float | None = setting(None, help="how often its samples come, relative to the others'", above=0)
+    field: str = setting("text", help="field or column with the text, in files with records")
+    weight: float | None = setting(None, help="relative frequency of samples of this source", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextDataConfig(DocumentsConfig):
-    """Text, every token of which is predicted."""
+    """Settings of the dataset `text`."""
 
     path: str | None = setting(
         None,
         help="file, folder, or a pattern such as train-*.parquet; null: Python's standard library on this machine",
         is_path=True,
     )
-    field: str = setting("text", help="field or column that holds the text, where files have such")
-    sources: tuple[TextFilesConfig, ...] = sections(TextFilesConfig, help="several sources instead of path")
+    field: str = setting("text", help="field or column with the text, in files with records")
+    sources: tuple[TextFilesConfig, ...] = sections(TextFilesConfig, help="several sources, instead of path")
     eval: tuple[TextFilesConfig, ...] = sections(
-        TextFilesConfig, help="sources to evaluate with; empty: eval_fraction of those to train on"
+        TextFilesConfig, help="sources for evaluation; empty: eval_fraction of the training sources"
     )
     packing: Packing = setting(
         "concatenate",
-        help="concatenate: rows are cut from all documents in a line; documents: likewise, each document by itself; "
-        "whole: as many whole documents as fit; none: one document a row",
+        help="concatenate: windows of all documents in sequence; documents: the same, with documents separated; "
+        "whole: as many complete documents per row as fit; none: one document per row",
     )
 
 
 class TextSource(DocumentsSource):
-    """Documents of text, every token of which is predicted."""
+    """The dataset `text`: every token of every document is predicted."""
 
     def __init__(self, options: TextDataConfig) -> None:
         library = Source(options, standard_library(), options.suffixes or (".py",), "path")
@@ -58,28 +58,31 @@ class TextSource(DocumentsSource):
         return packing
 
     def fields(self, source: Source) -> tuple[str, ...] | None:
-        """Return the one field that holds the text."""
+        """Return the name of the field with the text."""
         return (source.files.field,)
 
     def facts(self, source: Source) -> Mapping[str, Any]:
-        """Return the field, and which kind of dataset it is."""
+        """Return the settings that determine the tokens, see `DocumentsSource.facts`."""
         return {"kind": "text", "field": source.files.field}
 
     def documents(self, records: Sequence[Record], source: Source) -> Iterator[Document]:
         """Yield the tokens of each text that is not blank."""
-        tokenizer, texts, pieces = self.tokenizer(), [], []
+        tokenizer, texts, segments = self.tokenizer(), [], []
         for record in records:
             text = record.text(source.files.field)
             if text.strip() or not (record.begins and record.ends):
                 _refuse_separator(text, record, tokenizer.separator if tokenizer.vocab_size == 256 else None)
                 texts.append(text)
-                pieces.append(record)
+                segments.append(record)
         before, after = (len(tokens) for tokens in tokenizer.around)
-        for tokens, piece in zip(tokenizer.encode_documents(texts), pieces, strict=True):
-            begin, end = 0 if piece.begins else before, len(tokens) - (0 if piece.ends else after)
-            yield Document(np.asarray(tokens[begin:end]), ends=piece.ends)
+        # Only the first and the last segment of a long text have the tokens around a document.
+        for tokens, segment in zip(tokenizer.encode_documents(texts), segments, strict=True):
+            begin, end = 0 if segment.begins else before, len(tokens) - (0 if segment.ends else after)
+            yield Document(np.asarray(tokens[begin:end]), ends=segment.ends)
 
 
 def _refuse_separator(text: str, record: Record, separator: int | None) -> None:
     if separator is not None and chr(separator) in text:
-        raise DataError(f"{record.where} holds a zero byte, which ends documents where bytes are the tokens")
+        raise DataError(
+            f"{record.where} contains a zero byte, which is the separator of documents when bytes are the tokens"
+        )

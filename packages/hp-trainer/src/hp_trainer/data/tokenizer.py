@@ -1,31 +1,28 @@
-"""Tokenizers: bytes, and those of the `tokenizers` library (an extra of hp-trainer)."""
+"""Tokenizers: bytes, `tokenizer.json` files through the `tokenizers` library, and training of a new tokenizer."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hp_trainer.data.dataset import Spans, Tokenizer
+from hp_trainer.data.formats import open_reader
 from hp_trainer.exceptions import DataError
 
-# Names that ends of text have in files that do not say which it is, the likeliest first.
+# Usual names of the end token, for files that do not name it. The first one in the vocabulary is used.
 _KNOWN_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
 
 
 class ByteTokenizer:
-    """UTF-8 bytes are the tokens; byte 0, which no text holds, separates documents.
+    """A tokenizer whose tokens are UTF-8 bytes. Byte 0, which is in no text, separates documents.
 
-    Attributes:
-        vocab_size: 256.
-        separator: the token between documents.
-        begin: the token that begins a text which has none: a line end.
-        around: tokens before and after a document, int64 each.
-        fingerprint: `bytes`.
+    The attributes are those of `Tokenizer`. Generation from an empty prompt starts with a line feed.
     """
 
     vocab_size = 256
@@ -35,41 +32,38 @@ class ByteTokenizer:
     fingerprint = "bytes"
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the tokens of a text: uint8 of shape `[bytes]`; non-UTF-8 bytes of a command line stay as they are."""
+        """Return the bytes of a text: uint8 `[bytes]`. Undecodable command line bytes (surrogates) are kept."""
         return np.frombuffer(text.encode("utf-8", errors="surrogateescape"), dtype=np.uint8)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens; bytes that are no UTF-8 become the replacement character."""
+        """Return the text of tokens. Invalid UTF-8 becomes the replacement character."""
         return bytes(int(token) for token in tokens).decode("utf-8", errors="replace")
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the tokens of whole documents, each with its end."""
+        """Return the tokens of each document, followed by the separator."""
         return [np.append(self.encode(text), np.uint8(self.separator)) for text in texts]
 
     def encode_with_spans(self, text: str) -> tuple[np.ndarray, Spans]:
-        """Return the tokens of a text and the characters `[begin, end)` that each of them stands for."""
-        places = [(i, i + 1) for i, letter in enumerate(text) for _ in letter.encode("utf-8", errors="surrogateescape")]
-        return self.encode(text), np.array(places, np.int64).reshape(-1, 2)
+        """Return the tokens of a text and the range of characters `[begin, end)` of each."""
+        spans = [(i, i + 1) for i, letter in enumerate(text) for _ in letter.encode("utf-8", errors="surrogateescape")]
+        return self.encode(text), np.array(spans, np.int64).reshape(-1, 2)
 
 
 class FileTokenizer:
-    """A tokenizer of the `tokenizers` library, from its `tokenizer.json`.
+    """A tokenizer of the `tokenizers` library, loaded from its `tokenizer.json`.
+
+    The attributes are those of `Tokenizer`, and two more.
 
     Args:
-        path: the file, or a directory that holds it, such as a model's from Hugging Face.
-        end: the token after each document; None: the directory's `eos_token`, or the usual name for it.
+        path: the file, or a directory with it, such as that of a Hugging Face model.
+        end: token after each document. None uses the directory's `eos_token`, or a token with a usual name.
 
     Attributes:
-        vocab_size: the largest token, and one.
-        separator: the token after each document.
-        begin: the token that begins a text which has none.
-        chat_template: of the directory, as it is written there; None: it has none.
-        special_tokens: those that the directory names, such as `bos_token`; a chat template may use them.
-        around: tokens before and after a document, int64 each.
-        fingerprint: digest of the file and of the end.
+        chat_template: source of the directory's chat template, or None.
+        special_tokens: special tokens that the directory names, such as `bos_token`, for chat templates.
 
     Raises:
-        DataError: the library or the file is missing, the file is damaged, or no token ends documents.
+        DataError: the library or the file is missing, the file is damaged, or there is no end token.
     """
 
     def __init__(self, path: Path, end: str | None = None) -> None:
@@ -78,7 +72,7 @@ class FileTokenizer:
         settings = _settings(file.parent) if path.is_dir() else {}
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
-            raise DataError(f"{file} holds a tokenizer without tokens")
+            raise DataError(f"{file} is a tokenizer with an empty vocabulary")
         self.vocab_size = max(vocabulary.values()) + 1
         self.special_tokens = {name: text for name in _NAMED if (text := _token_text(settings.get(name))) is not None}
         self.chat_template = _chat_template(file.parent, settings) if path.is_dir() else None
@@ -90,51 +84,51 @@ class FileTokenizer:
         self.fingerprint = f"{digest[:32]}, documents end in {self.separator}"
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the tokens of a text, those that the tokenizer puts before any text included: int64 `[tokens]`."""
+        """Return the tokens of a text with the tokens that start a document: int64 `[tokens]`."""
         return np.array([*self.around[0], *self._encode(text).ids], np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens, without special ones."""
+        """Return the text of tokens, without special tokens."""
         text: str = self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
         return text
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the tokens of whole documents, each with what comes before a text, and its end."""
+        """Return the tokens of each document, with the tokens `around` it."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.concatenate([self.around[0], np.array(one.ids, np.int64), self.around[1]]) for one in encoded]
 
     def encode_with_spans(self, text: str) -> tuple[np.ndarray, Spans]:
-        """Return the tokens of a text and the characters `[begin, end)` of each; special tokens stand in the text."""
+        """Return the tokens of a text and the range of characters `[begin, end)` of each, without added tokens."""
         encoded = self._encode(text)
         return np.array(encoded.ids, np.int64), np.array(encoded.offsets, np.int64).reshape(-1, 2)
 
     def _encode(self, text: str) -> Any:
-        # A command line may hold bytes that are no UTF-8.
+        # Undecodable bytes of a command line arrive as surrogates, which the library rejects.
         sound = text.encode("utf-8", errors="replace").decode("utf-8")
         return self._tokenizer.encode(sound, add_special_tokens=False)
 
     def _prefix(self) -> list[int]:
-        """Return the tokens that the tokenizer's own template puts before a text, such as `<s>`."""
-        whole, bare = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (True, False))
-        at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
-        return list(whole[:at])
+        """Return the tokens that the tokenizer's post-processor adds before a text, such as `<s>`."""
+        full, bare = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (True, False))
+        at = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
+        return list(full[:at])
 
 
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def load_tokenizer(path: str | None, end: str | None = None) -> Tokenizer:
-    """Return the tokenizer of a `tokenizer.json` or of a directory that holds one; bytes where `path` is None.
+    """Load a tokenizer from a `tokenizer.json` or a directory with one. None gives a `ByteTokenizer`.
 
     Raises:
-        DataError: as `FileTokenizer`.
+        DataError: see `FileTokenizer`.
     """
     return ByteTokenizer() if path is None else FileTokenizer(Path(path), end)
 
 
 def _load(file: Path) -> Any:
     if not file.is_file():
-        raise DataError(f"there is no tokenizer {file}; give a tokenizer.json or a directory that holds one")
+        raise DataError(f"the tokenizer {file} does not exist; expected a tokenizer.json or a directory with one")
     try:
         import tokenizers
     except ImportError as error:
@@ -144,11 +138,11 @@ def _load(file: Path) -> Any:
     try:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises Exception itself
-        raise DataError(f"{file} is damaged or no tokenizer: {error}") from error
+        raise DataError(f"{file} is damaged or not a tokenizer: {error}") from error
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Return what a directory tells of special tokens; `tokenizer_config.json` is the newer of its files."""
+    """Return the special tokens and settings in a directory. `tokenizer_config.json` takes precedence."""
     found: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         file = folder / name
@@ -178,9 +172,75 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
 def _find_end(file: Path, vocabulary: dict[str, int], end: str | None) -> int:
     if end is not None:
         if end not in vocabulary:
-            raise DataError(f"{file} has no token {end!r} to end documents with")
+            raise DataError(f"{file} has no token {end!r}, which data.end_token names")
         return vocabulary[end]
     known = next((name for name in _KNOWN_ENDS if name in vocabulary), None)
     if known is None:
-        raise DataError(f"{file} does not say which token ends a document; name it with data.end_token")
+        raise DataError(f"{file} names no end token; set it with data.end_token")
     return vocabulary[known]
+
+
+END = "<|endoftext|>"
+_BYTES = 256
+
+
+def train_tokenizer(path: Path, to: Path, *, vocab_size: int, field: str = "text", max_bytes: int | None = None) -> int:
+    """Train a byte-level BPE tokenizer (Sennrich et al., 2016; bytes as in GPT-2) and write it as `tokenizer.json`.
+
+    Args:
+        path: file, folder or pattern, as in `data.path`.
+        to: file to write.
+        vocab_size: maximum number of tokens, including `<|endoftext|>` and the 256 bytes. Short texts give fewer.
+        field: field with the text, in files with records.
+        max_bytes: stop reading after this number of bytes. None reads all.
+
+    Returns:
+        The number of tokens of the vocabulary.
+
+    Raises:
+        DataError: there is no text, the library is not installed, or the file cannot be written.
+    """
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise DataError(
+            f"training a tokenizer needs the library tokenizers, which cannot be imported here ({error}); install "
+            "hp-trainer[data]"
+        ) from error
+    if vocab_size <= _BYTES:
+        raise DataError(f"a vocabulary of bytes and {END} needs at least {_BYTES + 1} tokens, got {vocab_size}")
+    texts = _texts(path, field, max_bytes)
+    first = next(texts, None)
+    if first is None:
+        raise DataError(f"{path} contains no text to train a tokenizer on")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(itertools.chain([first], texts), trainer)
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(str(to))
+    # The library raises Exception itself.
+    except Exception as error:
+        raise DataError(f"the tokenizer cannot be written to {to}: {error}") from error
+    count: int = tokenizer.get_vocab_size()
+    return count
+
+
+def _texts(path: Path, field: str, max_bytes: int | None) -> Iterator[str]:
+    left = max_bytes
+    for record in open_reader(path).records((field,)):
+        text = record.text(field)
+        if left is not None:
+            if left <= 0:
+                return
+            text = text[:left]
+            left -= len(text.encode("utf-8", errors="replace"))
+        if text.strip():
+            yield text
