@@ -221,7 +221,7 @@ def dims(tensor: tuple[tuple[str, ...], ...]) -> str:
 
 def row(rule: Factorization) -> str:
     shown = f"`{', '.join(map(dims, rule.inputs))} -> {', '.join(dict.fromkeys(map(dims, rule.outputs)))}`"
-    cut = [f for f in rule.sizes if rule.splittable(f) and any(f in dim for t in rule.inputs for dim in t)]
+    cut = [f for f in rule.sizes if rule.can_shard(f) and any(f in dim for t in rule.inputs for dim in t)]
     named = [
         f"{f} ({rule.partial.reduced[f]})" if f in rule.partial.reduced and f not in rule.partial.complete else f
         for f in cut
@@ -239,7 +239,7 @@ def page() -> str:
     for name in registry.names():
         registration = registry.get(name)
         assert registration is not None
-        if registration.whole:
+        if registration.replicated:
             whole.append(name)
             continue
         rule = factorization(name, registration, on)

@@ -163,9 +163,9 @@ def test_a_hook_that_raises_is_named_with_plugin_and_distribution(install):
 @pytest.mark.parametrize(
     ("call", "problem"),
     [
-        ("'add', 'input other', print", "ValueError: operation 'add' has a sharding rule already"),
-        ("'odd.gate', 'input', '... -> ...'", "TypeError: rule of 'odd.gate': expected the parameters as text"),
-        ("'odd.gate', ['input'], print", "TypeError: rule of 'odd.gate': expected the parameters as text"),
+        ("'add', 'input other', print", "ValueError: operation 'add' already has a sharding rule"),
+        ("'odd.gate', 'input', '... -> ...'", "TypeError: rule of 'odd.gate': expected the signature as a string"),
+        ("'odd.gate', ['input'], print", "TypeError: rule of 'odd.gate': expected the signature as a string"),
     ],
     ids=["taken", "no rule", "no text"],
 )

@@ -233,11 +233,11 @@ def test_calls_that_do_not_fit_are_refused(hp_platform: Platform) -> None:
         mesh = DeviceMesh("cpu", (2,), platform=hp_platform)
         plain = hp_platform.from_numpy(np.ones((4, 4), np.float32))
         x, y = (distribute_tensor(hp_platform.from_numpy(np.ones(s, np.float32)), mesh) for s in ((4, 4), (4, 5)))
-        with pytest.raises(ShardingRuleError, match=r"linear.*'k' of its rule '.*' has sizes 4 and 5"):
+        with pytest.raises(ShardingRuleError, match=r"linear.*'k' in its rule '.*' has sizes 4 and 5"):
             linear(x, y)
-        with pytest.raises(ShardingRuleError, match=r"calls the dimensions 'rows columns', got \[4\]"):
+        with pytest.raises(ShardingRuleError, match=r"needs the dimensions 'rows columns', got the shape \[4\]"):
             totals(distribute_tensor(hp_platform.from_numpy(np.ones(4, np.float32)), mesh))
-        with pytest.raises(ShardingRuleError, match="is of 2 tensors, got 1"):
+        with pytest.raises(ShardingRuleError, match="needs 2 tensors, got 1"):
             mixed(x, 3.0)
         with pytest.raises(ShardingRuleError, match="does not know the arguments 'size'"):
             totals(x, size=3)
@@ -328,15 +328,15 @@ def _rows_cut(platform: Platform, ranks: int = 2) -> Any:
 @pytest.mark.parametrize(
     ("factors", "options", "message"),
     [
-        ("a b", {}, "it needs one '->'"),
-        ("a -> a -> a", {}, "it needs one '->'"),
-        ("a b -> a c", {}, "outputs have 'c', inputs have not"),
-        ("a 1 -> a", {}, "'1' is no name"),
+        ("a b", {}, "expected one '->'"),
+        ("a -> a -> a", {}, "expected one '->'"),
+        ("a b -> a c", {}, "'c' is in an output but in no input"),
+        ("a 1 -> a", {}, "'1' is not a name"),
         ("a a -> a", {}, "'a a' has a name twice"),
-        ("a b -> a", {"reduced": {"c": "sum"}}, "there is no 'c'"),
-        ("a b -> a", {"whole": ["d"]}, "there is no 'd'"),
+        ("a b -> a", {"reduced": {"c": "sum"}}, "no input has 'c'"),
+        ("a b -> a", {"whole": ["d"]}, "no input has 'd'"),
         ("a b -> a", {"reduced": {"a": "sum"}}, "'a' is reduced, but an output has it"),
-        ("a b -> a", {"reduced": {"b": "mean"}}, "'mean' is none of sum, avg, max, min, product"),
+        ("a b -> a", {"reduced": {"b": "mean"}}, "expected one of sum, avg, max, min, product, got 'mean'"),
     ],
 )
 def test_factors_that_cannot_be_read(factors: str, options: dict[str, Any], message: str) -> None:

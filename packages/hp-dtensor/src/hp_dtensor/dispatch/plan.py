@@ -21,7 +21,7 @@ from hp_dtensor.exceptions import HPError, MeshError, PlacementError, ShardingRu
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute import plan_between
 from hp_dtensor.redistribute.explicit import check_explicit, gathered
-from hp_dtensor.rules.factors import LocalCall, Part
+from hp_dtensor.rules.factors import LocalCall, Span
 from hp_dtensor.rules.registry import Registration
 from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.spec.placements import Placement
@@ -174,9 +174,9 @@ class FactorCuts:
 
     sizes: Mapping[str, int]
     axes: Mapping[str, tuple[int, ...]]
-    spans: Mapping[str, Part]
+    spans: Mapping[str, Span]
     lengths: Mapping[str, tuple[tuple[int, ...], ...]]
-    parts: Mapping[str, tuple[Part, ...]]
+    parts: Mapping[str, tuple[Span, ...]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -298,7 +298,7 @@ class OpPlan:
             spans=self.cuts.spans,
             lengths=self.cuts.lengths,
             groups=groups,
-            parts=parts,
+            all_spans=parts,
             sizes=self.cuts.sizes,
             output=output,
             on=on,

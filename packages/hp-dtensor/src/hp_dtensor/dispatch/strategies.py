@@ -38,7 +38,7 @@ from hp_dtensor.dispatch.plan import (
 )
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.rules.factors import Factorization, LocalCall, Part, Strategy, parts_of, strategies
+from hp_dtensor.rules.factors import Factorization, LocalCall, Span, Strategy, spans_of_ranks, strategies
 from hp_dtensor.rules.pointwise import rounds
 from hp_dtensor.rules.registry import NeedsReplicatedError, OpCall, Registration
 from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
@@ -59,7 +59,7 @@ def choose_strategies(
     cut: dict[str, float] = {}
     mesh = call.tensors[0].mesh
 
-    def part_of(factor: str) -> Part:
+    def span_of(factor: str) -> Span:
         """Return the part of a factor that earlier axes leave; a rank outside the mesh gives that of the first rank."""
         where = mesh.get_coordinate() or (0,) * mesh.ndim
         return _span(mesh, rule.sizes[factor], _cut_axes(chosen).get(factor, ()), chosen, where)
@@ -69,7 +69,7 @@ def choose_strategies(
     # earlier ones leave. All choices together would be exponential in the axes; the search of redistributions then
     # brings inputs there in the fewest bytes, whatever was chosen.
     for axis, ranks in enumerate(mesh.shape):
-        found = strategies(rule, _placed(call, axis), ranks, cut, _untouched(call, chosen), part_of)
+        found = strategies(rule, _placed(call, axis), ranks, cut, _untouched(call, chosen), span_of)
         strategy = _choose(rule, call, registration, axis, found, nbytes)
         chosen.append(strategy)
         if strategy.factor is not None:
@@ -86,13 +86,13 @@ def _is_element_by_element(rule: Factorization) -> bool:
     known = all(other == dims for other in rule.outputs) and all(other in (dims, ()) for other in rule.inputs)
     alike = known and all(len(dim) == 1 for dim in dims)
     special = (
-        rule.cuts.fixed
+        rule.limits.fixed
         or rule.work.by_factor
         or rule.work.localize
-        or rule.cuts.kept
+        or rule.limits.picked
         or rule.operands.ignored
-        or rule.cuts.nonempty
-        or rule.cuts.known
+        or rule.limits.nonempty
+        or rule.limits.known_spans
     )
     return alike and not special
 
@@ -152,7 +152,7 @@ def _choose(
         if not found:
             placed = ", ".join(str(current[i]) for i in sorted(rule.operands.written))
             raise call.refuse(f"it would have to change the placements {placed} of tensors that it writes")
-    return cheapest(found, current, nbytes, ranks).keeping(rule.operands.ignored, current)
+    return cheapest(found, current, nbytes, ranks).with_ignored(rule.operands.ignored, current)
 
 
 def _mean_bytes(platform: Platform, spec: TensorSpec) -> float:
@@ -170,7 +170,7 @@ def factor_cuts(rule: Factorization, mesh: DeviceMesh, chosen: list[Strategy]) -
         axes=axes_of,
         spans={f: _span(mesh, sizes[f], axes, chosen, where) if where else (0, 0) for f, axes in axes_of.items()},
         lengths={f: _lengths(mesh, sizes[f], axes, chosen) for f, axes in axes_of.items()},
-        parts={f: _all_parts(mesh, sizes[f], axes_of[f], chosen) for f in rule.cuts.known & {*axes_of}},
+        parts={f: _all_parts(mesh, sizes[f], axes_of[f], chosen) for f in rule.limits.known_spans & {*axes_of}},
     )
 
 
@@ -206,13 +206,13 @@ def _lengths(mesh: DeviceMesh, size: int, axes: tuple[int, ...], chosen: list[St
     return tuple(found)
 
 
-def _all_parts(mesh: DeviceMesh, size: int, axes: tuple[int, ...], chosen: list[Strategy]) -> tuple[Part, ...]:
+def _all_parts(mesh: DeviceMesh, size: int, axes: tuple[int, ...], chosen: list[Strategy]) -> tuple[Span, ...]:
     """Every rank's part of a factor cut over `axes`, the first axis outermost."""
-    parts: list[Part] = [(0, size)]
+    parts: list[Span] = [(0, size)]
     for axis in axes:
         kind = chosen[axis].kind
         assert isinstance(kind, (Shard, RaggedShard))
-        parts = [each for part in parts for each in parts_of(kind, part, mesh.shape[axis])]
+        parts = [each for part in parts for each in spans_of_ranks(kind, part, mesh.shape[axis])]
     return tuple(parts)
 
 
@@ -325,7 +325,7 @@ def _replacements(
     mesh: DeviceMesh,
     outputs: tuple[tuple[tuple[Placement, ...], tuple[int, ...]], ...],
     dtype: Any,
-    spans: Mapping[str, Part],
+    spans: Mapping[str, Span],
 ) -> Mapping[str, Any]:
     # A static shape among the arguments (of `view`, `expand`, a factory) is the whole's; the local operation needs that
     # of the part.
@@ -338,8 +338,10 @@ def _replacements(
 def _local_function(
     rule: Factorization, cut_axes: Mapping[str, Any], chosen: Sequence[Strategy]
 ) -> Callable[[LocalCall], Any] | None:
-    if rule.work.of_part is not None and not all(p.is_replicate() or p.is_partial() for s in chosen for p in s.outputs):
-        return rule.work.of_part
+    if rule.work.on_shards is not None and not all(
+        p.is_replicate() or p.is_partial() for s in chosen for p in s.outputs
+    ):
+        return rule.work.on_shards
     for factor in cut_axes:
         if factor in rule.work.by_factor:
             return rule.work.by_factor[factor]

@@ -16,18 +16,18 @@ from hp_dtensor.comm import collectives
 from hp_dtensor.comm.collectives import RowMove
 from hp_dtensor.rules.factors import (
     LINEAR,
-    Cuts,
     Dim,
     Dims,
     Factorization,
     LocalCall,
     LocalWork,
-    Part,
     PartialResults,
-    uncut,
+    ShardingLimits,
+    Span,
+    unsharded,
 )
 from hp_dtensor.rules.notation import line
-from hp_dtensor.rules.registry import OpCall, RuleRegistry, names_for
+from hp_dtensor.rules.registry import OpCall, RuleRegistry, dim_factors
 
 
 def register(registry: RuleRegistry) -> None:
@@ -64,7 +64,7 @@ def _cat(call: OpCall) -> Factorization:
         raise call.refuse(f"dimension {call['dim']} of a {len(first)}-dimensional tensor")
     if any(len(s) != len(first) or s[:dim] + s[dim + 1 :] != first[:dim] + first[dim + 1 :] for s in joined):
         raise call.refuse("shapes differ outside the dimension that is joined")
-    dims, sizes = names_for("d", first)
+    dims, sizes = dim_factors("d", first)
     own = {f"i{i}": 0 if shape == (0,) else shape[dim] for i, shape in enumerate(shapes)}
     own["joined"] = sum(own.values())
     inputs = tuple(
@@ -74,7 +74,7 @@ def _cat(call: OpCall) -> Factorization:
     output = (*dims[:dim], ("joined",), *dims[dim + 1 :])
     del sizes[f"d{dim}"]
     return Factorization(
-        inputs, (output,), sizes | own, cuts=uncut(own), partial=PartialResults(terms=_each(len(shapes)))
+        inputs, (output,), sizes | own, limits=unsharded(own), partial=PartialResults(terms=_each(len(shapes)))
     )
 
 
@@ -86,26 +86,26 @@ def _stack(call: OpCall) -> Factorization:
     shapes = {spec.shape for spec in call.tensors}
     if len(shapes) > 1:
         raise call.refuse(f"tensors to stack have one shape, got {' and '.join(map(str, map(list, sorted(shapes))))}")
-    dims, sizes = names_for("d", call.tensors[0].shape)
+    dims, sizes = dim_factors("d", call.tensors[0].shape)
     dim, count = call.dim(call["dim"], extra=1), len(call.tensors)
     output = (*dims[:dim], ("stacked",), *dims[dim:])
     return Factorization(
         (dims,) * count,
         (output,),
         sizes | {"stacked": count},
-        cuts=uncut({"stacked"}),
+        limits=unsharded({"stacked"}),
         partial=PartialResults(terms=_each(count)),
     )
 
 
 def with_lengths(call: OpCall, dim: int, lengths: Sequence[int], **options: Any) -> Factorization:
     """One output per length, each the input with dimension `dim` replaced by one of that length."""
-    dims, sizes = names_for("d", call.tensors[0].shape)
+    dims, sizes = dim_factors("d", call.tensors[0].shape)
     names = [f"o{i}" for i in range(len(lengths))]
     outputs = tuple((*dims[:dim], (name,), *dims[dim + 1 :]) for name in names)
     fixed = frozenset({f"d{dim}", *names})
     all_sizes = {**sizes, **dict(zip(names, lengths, strict=True))}
-    return Factorization((dims,), outputs, all_sizes, cuts=uncut(fixed), **options)
+    return Factorization((dims,), outputs, all_sizes, limits=unsharded(fixed), **options)
 
 
 def _split(call: OpCall) -> Factorization:
@@ -129,17 +129,17 @@ def _pieces(total: int, length: int) -> list[int]:
 
 
 def _unbind(call: OpCall) -> Factorization:
-    dims, sizes = names_for("d", call.tensors[0].shape)
+    dims, sizes = dim_factors("d", call.tensors[0].shape)
     dim = call.dim(call["dim"])
     output: Dims = (*dims[:dim], *dims[dim + 1 :])
     count = call.tensors[0].shape[dim]
-    return Factorization((dims,), (output,) * count, sizes, cuts=uncut({f"d{dim}"}), partial=LINEAR)
+    return Factorization((dims,), (output,) * count, sizes, limits=unsharded({f"d{dim}"}), partial=LINEAR)
 
 
 def _pad(call: OpCall) -> Factorization:
     """Padded dimensions, from the last one backward in pairs, are whole."""
     shape, pad = call.tensors[0].shape, list(call["pad"])
-    dims, sizes = names_for("d", shape)
+    dims, sizes = dim_factors("d", shape)
     output = list(dims)
     fixed = set()
     for pair in range(len(pad) // 2):
@@ -151,7 +151,7 @@ def _pad(call: OpCall) -> Factorization:
             output[dim] = (f"o{dim}",)
     linear = call["mode"] == "constant" and not call["value"]
     return Factorization(
-        (dims,), (tuple(output),), sizes, cuts=uncut(fixed), partial=LINEAR if linear else PartialResults()
+        (dims,), (tuple(output),), sizes, limits=unsharded(fixed), partial=LINEAR if linear else PartialResults()
     )
 
 
@@ -160,65 +160,65 @@ def _repeat(call: OpCall) -> Factorization:
     shape, repeats = call.tensors[0].shape, tuple(call["repeats"])
     if call.name == "tile":
         repeats = (1,) * (len(shape) - len(repeats)) + repeats
-    dims, sizes = names_for("d", shape)
+    dims, sizes = dim_factors("d", shape)
     aligned: Dims = (*((),) * (len(repeats) - len(shape)), *dims)
     output: list[Dim] = []
     for i, (dim, count) in enumerate(zip(aligned, repeats, strict=True)):
         sizes |= {f"r{i}": count}
         output.append(dim if count == 1 else (f"r{i}", *dim))
     return Factorization(
-        (dims,), (tuple(output),), sizes, cuts=uncut(f"r{i}" for i in range(len(repeats))), partial=LINEAR
+        (dims,), (tuple(output),), sizes, limits=unsharded(f"r{i}" for i in range(len(repeats))), partial=LINEAR
     )
 
 
 def _unfold(call: OpCall) -> Factorization:
     shape = call.tensors[0].shape
-    dims, sizes = names_for("d", shape)
+    dims, sizes = dim_factors("d", shape)
     dim = call.dim(call["dimension"])
     windows = (shape[dim] - call["size"]) // call["step"] + 1
     output = (*dims[:dim], ("windows",), *dims[dim + 1 :], ("window",))
     fixed = frozenset({f"d{dim}", "windows", "window"})
     sizes = sizes | {"windows": windows, "window": call["size"]}
-    return Factorization((dims,), (output,), sizes, cuts=uncut(fixed), partial=LINEAR)
+    return Factorization((dims,), (output,), sizes, limits=unsharded(fixed), partial=LINEAR)
 
 
 def _diagonal(call: OpCall) -> Factorization:
     shape = call.tensors[0].shape
-    dims, sizes = names_for("d", shape)
+    dims, sizes = dim_factors("d", shape)
     first, second, offset = call.dim(call["dim1"]), call.dim(call["dim2"]), call["offset"]
     rows, columns = shape[first] + min(offset, 0), shape[second] - max(offset, 0)
     sizes = sizes | {"diagonal": max(0, min(rows, columns))}
     output = (*(dim for i, dim in enumerate(dims) if i not in (first, second)), ("diagonal",))
     fixed = frozenset({f"d{first}", f"d{second}", "diagonal"})
-    return Factorization((dims,), (output,), sizes, cuts=uncut(fixed), partial=LINEAR)
+    return Factorization((dims,), (output,), sizes, limits=unsharded(fixed), partial=LINEAR)
 
 
 def _diag_embed(call: OpCall) -> Factorization:
     shape = call.tensors[0].shape
-    dims, sizes = names_for("d", shape)
+    dims, sizes = dim_factors("d", shape)
     if {call["dim1"], call["dim2"]} - {-2, -1} or call["dim1"] == call["dim2"]:
-        raise call.whole("its rule puts the diagonal into the last two dimensions")
+        raise call.needs_replicated("its rule puts the diagonal into the last two dimensions")
     length = shape[-1] + abs(call["offset"])
     output = (*dims[:-1], ("row",), ("column",))
     fixed = frozenset({dims[-1][0], "row", "column"})
     return Factorization(
-        (dims,), (output,), sizes | {"row": length, "column": length}, cuts=uncut(fixed), partial=LINEAR
+        (dims,), (output,), sizes | {"row": length, "column": length}, limits=unsharded(fixed), partial=LINEAR
     )
 
 
 Tensor = Any
-Targets = Callable[[Part], list[Part]]
+Targets = Callable[[Span], list[Span]]
 """Where the rows of a part go: (start, length) ranges of positions, in the order of the rows."""
 
 
 def _moving(call: OpCall, dims: Sequence[int], local: Callable[[LocalCall], Tensor]) -> Factorization:
-    names, sizes = names_for("d", call.tensors[0].shape)
+    names, sizes = dim_factors("d", call.tensors[0].shape)
     factors = [f"d{dim}" for dim in dims]
     return Factorization(
         (names,),
         (names,),
         sizes,
-        cuts=Cuts(known=frozenset(factors)),
+        limits=ShardingLimits(known_spans=frozenset(factors)),
         partial=LINEAR,
         work=LocalWork(by_factor=dict.fromkeys(factors, local)),
     )
@@ -232,7 +232,7 @@ def _roll(call: OpCall) -> Factorization:
         if spec.ndim != 1:
             rule = _moving(call, range(spec.ndim), _rolled_by({}))
             return replace(
-                rule, cuts=replace(rule.cuts, fixed=frozenset(rule.sizes)), work=replace(rule.work, by_factor={})
+                rule, limits=replace(rule.limits, fixed=frozenset(rule.sizes)), work=replace(rule.work, by_factor={})
             )
         dims = 0
     pairs = zip(*((value,) if isinstance(value, int) else tuple(value) for value in (shifts, dims)), strict=True)
@@ -262,7 +262,7 @@ def _rolled_by(by_dim: dict[int, int]) -> Callable[[LocalCall], Tensor]:
     return local
 
 
-def _rolled_part(cut: int, size: int, part: Part) -> list[Part]:
+def _rolled_part(cut: int, size: int, part: Span) -> list[Span]:
     """Position `cut` becomes the first."""
     start, length = part
     before = max(0, min(cut, start + length) - start)
@@ -277,19 +277,19 @@ def _flipped(dims: Sequence[int], call: LocalCall) -> Tensor:
     return x
 
 
-def _flipped_part(size: int, part: Part) -> list[Part]:
+def _flipped_part(size: int, part: Span) -> list[Span]:
     start, length = part
     return [(size - start - length, length)]
 
 
 def _moved(call: LocalCall, x: Tensor, dim: int, targets: Targets) -> Tensor:
-    if f"d{dim}" not in call.parts:  # a rank outside the mesh
+    if f"d{dim}" not in call.all_spans:  # a rank outside the mesh
         return x
-    group, parts = call.parts[f"d{dim}"]
+    group, parts = call.all_spans[f"d{dim}"]
     return collectives.move_rows(x, group, dim, row_moves(parts, [targets(part) for part in parts]))
 
 
-def row_moves(parts: Sequence[Part], targets: Sequence[Sequence[Part]]) -> list[RowMove]:
+def row_moves(parts: Sequence[Span], targets: Sequence[Sequence[Span]]) -> list[RowMove]:
     """Return the rows that ranks send to each other, when the rows of part i go to targets[i] and are cut as before."""
     holders = [(start, rank) for rank, (start, length) in enumerate(parts) if length]
     starts = [start for start, _ in holders]

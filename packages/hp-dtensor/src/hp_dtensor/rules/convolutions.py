@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hp_dtensor.rules.factors import LINEAR, Cuts, Dims, Factorization, PartialResults
+from hp_dtensor.rules.factors import LINEAR, Dims, Factorization, PartialResults, ShardingLimits
 from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry
 
 Sizes = tuple[int, ...]
@@ -47,7 +47,7 @@ def _convolution(call: OpCall) -> Factorization:
     image, weight = call.tensors[0].shape, call.tensors[1].shape
     count = len(weight) - 2
     if len(image) not in (count + 1, count + 2):
-        raise call.whole("its rule is of an image, or a batch of them")  # where the framework refuses it
+        raise call.needs_replicated("its rule is of an image, or a batch of them")  # where the framework refuses it
     kernel, stride, dilation = weight[2:], _spatial(call["stride"], count), _spatial(call["dilation"], count)
     padding = _padding(call, kernel, dilation, count)
     positions = [
@@ -70,7 +70,7 @@ def _transposed_convolution(call: OpCall) -> Factorization:
     image, weight = call.tensors[0].shape, call.tensors[1].shape
     count = len(weight) - 2
     if len(image) not in (count + 1, count + 2):
-        raise call.whole("its rule is of an image, or a batch of them")  # where the framework refuses it
+        raise call.needs_replicated("its rule is of an image, or a batch of them")  # where the framework refuses it
     options = [_spatial(call[name], count) for name in ("stride", "padding", "dilation", "output_padding")]
     positions = tuple(
         (size - 1) * s - 2 * pad + d * (k - 1) + extra + 1
@@ -108,7 +108,7 @@ def _channels(call: OpCall, order: str, out: int, into: int, kernel: Sizes, posi
         inputs,
         ((*batch, channel_out, *names["q"]),),
         sizes,
-        cuts=Cuts(fixed=frozenset(fixed), nonempty=frozenset({"n", "ci", "co"})),
+        limits=ShardingLimits(fixed=frozenset(fixed), nonempty=frozenset({"n", "ci", "co"})),
         partial=PartialResults(reduced={"ci": "sum"} if groups == 1 else {}, terms=terms),
     )
 
@@ -174,7 +174,7 @@ def _linear(before: Dims, after: Dims, sizes: dict[str, int]) -> Factorization:
     """Batch and channels are parallel."""
     cut = frozenset(name for name in sizes if name[0] in "nc")
     fixed = frozenset(sizes) - cut
-    return Factorization((before,), (after,), sizes, cuts=Cuts(fixed=fixed, nonempty=cut), partial=LINEAR)
+    return Factorization((before,), (after,), sizes, limits=ShardingLimits(fixed=fixed, nonempty=cut), partial=LINEAR)
 
 
 def _instance_norm(call: OpCall) -> Factorization:
@@ -183,7 +183,7 @@ def _instance_norm(call: OpCall) -> Factorization:
     if tensors[0] is not None or tensors[1] is not None:
         raise call.refuse("it takes no running statistics, which it would write")
     if len(call.tensors) != 1:
-        raise call.whole("its rule is of an image alone")
+        raise call.needs_replicated("its rule is of an image alone")
     return _positions_whole(call, call.tensors[0].shape[2:])
 
 
@@ -206,7 +206,7 @@ def _adaptive_pool(call: OpCall) -> Factorization:
 def _positions_whole(call: OpCall, positions: Sizes) -> Factorization:
     shape, count = call.tensors[0].shape, len(positions)
     if count == 0:
-        raise call.whole("its rule is of [batch, channels, positions ...]")  # where the framework refuses it
+        raise call.needs_replicated("its rule is of [batch, channels, positions ...]")  # where the framework refuses it
     leading: Dims = tuple((f"c{i}",) for i in range(len(shape) - count))
     sizes = {f"c{i}": size for i, size in enumerate(shape[:-count])}
     sizes |= {f"p{i}": size for i, size in enumerate(shape[-count:])}
@@ -216,4 +216,4 @@ def _positions_whole(call: OpCall, positions: Sizes) -> Factorization:
     after = tuple((f"q{i}",) for i in range(count))
     cut = frozenset(sizes) - fixed
     outputs = ((*leading, *after),) * (2 if call.arguments.get("return_indices") else 1)
-    return Factorization(((*leading, *before),), outputs, sizes, cuts=Cuts(fixed=fixed, nonempty=cut))
+    return Factorization(((*leading, *before),), outputs, sizes, limits=ShardingLimits(fixed=fixed, nonempty=cut))

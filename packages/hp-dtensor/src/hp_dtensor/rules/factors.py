@@ -22,40 +22,43 @@ if TYPE_CHECKING:
 
 
 Dim = tuple[str, ...]
+"""The factors of one dimension, outermost first."""
 Dims = tuple[Dim, ...]
-Part = tuple[int, int]
-"""(start, length) of a part of a dimension or factor."""
-_Kept = Callable[[Placement, int], Placement]
+Span = tuple[int, int]
+"""(start, length) of an interval of a dimension or factor."""
 REPLICATE = Replicate()
 SUM = Partial("sum")
+# Places an output dimension that holds only some positions of a sharded factor: (how it is sharded, dimension).
+_PlacePicked = Callable[[Placement, int], Placement]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cuts:
-    """Limits to cutting the factors of a call.
+class ShardingLimits:
+    """Restrictions on sharding the factors of a call.
 
     Attributes:
-        fixed: factors that must not be cut.
-        nonempty: factors that may be cut only if every rank gets some of them.
-        known: factors of which every rank must know every part; several axes may cut them in chunk order only.
-        kept: factor -> the positions of it that outputs have; cut, each rank keeps those in its part.
+        fixed: factors that must not be sharded.
+        nonempty: factors that may be sharded only if every rank gets at least one element.
+        known_spans: factors of which every rank must know the spans of all ranks. On several mesh axes they may be
+            sharded in chunk order only.
+        picked: factor -> the positions of it that outputs have. Each rank keeps the positions inside its span.
     """
 
     fixed: frozenset[str] = frozenset()
     nonempty: frozenset[str] = frozenset()
-    known: frozenset[str] = frozenset()
-    kept: Mapping[str, range] = field(default_factory=dict)
+    known_spans: frozenset[str] = frozenset()
+    picked: Mapping[str, range] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartialResults:
-    """Making the result from results of parts, and inputs that may be partial themselves.
+    """How local results are reduced to the global result, and which inputs may be partial.
 
     Attributes:
-        reduced: for factors that outputs lack, the reduction that makes their results whole. A factor
-            that outputs lack and that is neither here nor in `complete` must not be cut.
-        complete: factors whose local function leaves outputs complete (replicated), not partial.
-        terms: the output as a sum of products of inputs, by input index; None: not linear in any.
+        reduced: factor that outputs lack -> the reduction that combines the local results. A factor that outputs
+            lack and that is neither here nor in `complete` is never sharded.
+        complete: factors whose local function returns replicated outputs, not partial ones.
+        terms: the output as a sum of products of inputs, by input index. None: it is not linear in any input.
     """
 
     reduced: Mapping[str, str] = field(default_factory=dict)
@@ -65,28 +68,28 @@ class PartialResults:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalWork:
-    """Work of a rank where it differs from the operation on the rank's own data.
+    """The local computation, where it differs from the operation on local data.
 
     Attributes:
-        by_factor: factor -> `function(call: LocalCall) -> outputs`, called in place of the operation where that is cut.
-        of_part: called in place of the operation wherever outputs are cut, in whatever way: it asks only how
-            these are placed.
-        localize: static arguments to use on this rank, from the local shapes of the outputs and, of each factor that is
-            cut, the (start, length) of this rank's part.
+        by_factor: factor -> `function(call: LocalCall) -> outputs`, called instead of the operation where that factor
+            is sharded.
+        on_shards: `function(call: LocalCall) -> outputs`, called instead of the operation where any output is sharded.
+        localize: `function(shapes, spans) -> arguments` with the static arguments for this rank. `shapes` are the local
+            shapes of the outputs, `spans` the span of this rank in each sharded factor.
     """
 
     by_factor: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    of_part: Callable[..., Any] | None = None
-    localize: Callable[[Sequence[tuple[int, ...]], Mapping[str, Part]], Mapping[str, Any]] | None = None
+    on_shards: Callable[..., Any] | None = None
+    localize: Callable[[Sequence[tuple[int, ...]], Mapping[str, Span]], Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operands:
-    """Inputs (by index) that are more, or less, than data to read.
+    """Inputs, by index, that the operation does not simply read.
 
     Attributes:
-        ignored: only their dtype and device count; they stay as they are.
-        written: the operation writes them besides giving its outputs; they must stay as they are.
+        ignored: inputs of which only dtype and device matter. They keep their placement.
+        written: inputs that the operation writes in addition to its outputs. They must keep their placement.
     """
 
     ignored: frozenset[int] = frozenset()
@@ -97,93 +100,98 @@ LINEAR = PartialResults(terms=(frozenset({0}),))
 """An operation that is linear in its first tensor."""
 
 
-def uncut(names: Iterable[str]) -> Cuts:
-    """Return the cuts of a call of which these factors must be whole."""
-    return Cuts(fixed=frozenset(names))
+def unsharded(names: Iterable[str]) -> ShardingLimits:
+    """Return the limits of a call in which these factors must not be sharded."""
+    return ShardingLimits(fixed=frozenset(names))
 
 
 @dataclass(frozen=True)
 class Factorization:
-    """One call of an operation, as factors.
+    """The factors of one call of an operation.
 
     Attributes:
-        inputs, outputs: per tensor, per dimension, the factors it consists of, outermost first.
+        inputs, outputs: per tensor and dimension, the factors of that dimension, outermost first.
         sizes: elements per factor.
-        cuts: how factors may be cut; without it, all may be that all outputs have.
-        partial: how results of parts become the result, and which inputs may be partial.
-        work: work of a rank where it is not the operation on its own data.
-        operands: inputs that are more, or less, than data to read.
+        limits: restrictions on sharding. By default, every factor that all outputs have may be sharded.
+        partial: how partial results are reduced, and which inputs may be partial.
+        work: the local computation, where it differs from the operation on local data.
+        operands: inputs that are ignored or written.
     """
 
     inputs: tuple[Dims, ...]
     outputs: tuple[Dims, ...]
     sizes: Mapping[str, int]
-    cuts: Cuts = field(default_factory=Cuts, kw_only=True)
+    limits: ShardingLimits = field(default_factory=ShardingLimits, kw_only=True)
     partial: PartialResults = field(default_factory=PartialResults, kw_only=True)
     work: LocalWork = field(default_factory=LocalWork, kw_only=True)
     operands: Operands = field(default_factory=Operands, kw_only=True)
 
     def output_shape(self, output: int) -> tuple[int, ...]:
-        return tuple(math.prod(self._output_size(f) for f in dim) for dim in self.outputs[output])
-
-    def _output_size(self, factor: str) -> int:
-        return len(self.cuts.kept[factor]) if factor in self.cuts.kept else self.sizes[factor]
+        """Return the global shape of an output."""
+        picked = self.limits.picked
+        return tuple(
+            math.prod(len(picked[f]) if f in picked else self.sizes[f] for f in dim) for dim in self.outputs[output]
+        )
 
     def dim_of(self, dims: Dims, factor: str) -> int | None:
-        """The dimension that cutting `factor` cuts, or None where a tensor does not have it."""
+        """Return the dimension that contains `factor`, or None if the tensor does not have it."""
         for index, dim in enumerate(dims):
             if factor in dim:
                 return index
         return None
 
-    def splittable(self, factor: str) -> bool:
-        """Tell if `factor` may be cut at all: it is outermost wherever it is merged."""
-        if factor in self.cuts.fixed or self._lost(factor):
+    def can_shard(self, factor: str) -> bool:
+        """Return whether `factor` may be sharded: not fixed, not lost, and outermost in merged dimensions."""
+        if factor in self.limits.fixed or self._is_lost(factor):
             return False
-        # Row-major: chunks of a merged dimension are chunks of its outermost factor. A cut of an inner one would leave
-        # each rank a strided part, which no placement in chunk order says.
-        return all(dim[0] == factor for dim in self._merged(factor))
+        # Dimensions are row-major: chunks of a merged dimension are chunks of its outermost factor. Sharding an inner
+        # one would give each rank a strided part, which no placement in chunk order describes.
+        return all(dim[0] == factor for dim in self._merged_dims(factor))
 
-    def splits_in_chunks(self, factor: str, parts: float) -> bool:
-        """Tell if a splittable factor may be cut in chunk order into `parts`: evenly where it is merged."""
+    def can_shard_in_chunks(self, factor: str, num_chunks: float) -> bool:
+        """Return whether a factor that can be sharded may be split into `num_chunks` chunks of `Shard`."""
         size = self.sizes[factor]
-        # The last of `parts` chunks of ceil(size / parts) is empty.
-        if factor in self.cuts.nonempty and -(-size // parts) * (parts - 1) >= size:
+        # Chunks have ceil(size / num_chunks) elements, so the last one is empty if the others cover everything.
+        if factor in self.limits.nonempty and -(-size // num_chunks) * (num_chunks - 1) >= size:
             return False
-        return not self.merges(factor) or size % parts == 0
+        # In a merged dimension, uneven chunks of the factor would not be the chunks of the dimension.
+        return not self.is_merged(factor) or size % num_chunks == 0
 
-    def merges(self, factor: str) -> bool:
-        """Tell if some dimension consists of this factor and others."""
-        return bool(self._merged(factor))
+    def is_merged(self, factor: str) -> bool:
+        """Return whether some dimension consists of this factor and others."""
+        return bool(self._merged_dims(factor))
 
-    def elements_inside(self, dim: Dim, factor: str) -> int:
-        """Elements of a dimension per element of its outermost factor."""
+    def inner_size(self, dim: Dim, factor: str) -> int:
+        """Return the number of elements of a dimension per element of its outermost factor."""
         return math.prod(self.sizes[other] for other in dim if other != factor)
 
-    def _merged(self, factor: str) -> list[Dim]:
+    def _merged_dims(self, factor: str) -> list[Dim]:
         return [dim for dims in (*self.inputs, *self.outputs) for dim in dims if factor in dim and len(dim) > 1]
 
-    def _lost(self, factor: str) -> bool:
-        kept = all(self.dim_of(dims, factor) is not None for dims in self.outputs)
-        return not kept and factor not in self.partial.reduced and factor not in self.partial.complete
+    def _is_lost(self, factor: str) -> bool:
+        """Return whether some output lacks the factor and no reduction combines the local results."""
+        in_all = all(self.dim_of(dims, factor) is not None for dims in self.outputs)
+        return not in_all and factor not in self.partial.reduced and factor not in self.partial.complete
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """The part of one mesh axis in an operation: the placements that inputs must have and outputs get.
+    """One way to compute an operation on one mesh axis: the placements that inputs need and outputs get.
 
-    `kind` says how it cuts `factor`, as a placement of dimension 0; `whole` that every rank does the same, whatever
-    the placements of inputs that do not count.
+    Attributes:
+        factor: the sharded factor, if any.
+        kind: how `factor` is sharded, as a placement of dimension 0.
+        same_on_all_ranks: every rank computes the same, whatever the placements of ignored inputs are.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     factor: str | None = None
     kind: Placement | None = None
-    whole: bool = False
+    same_on_all_ranks: bool = False
 
-    def keeping(self, ignored: frozenset[int], current: Sequence[Placement]) -> Strategy:
-        """The same with the ignored inputs as they are."""
+    def with_ignored(self, ignored: frozenset[int], current: Sequence[Placement]) -> Strategy:
+        """Return the strategy with the ignored inputs at their current placements."""
         if not ignored:
             return self
         inputs = tuple(current[i] if i in ignored else placement for i, placement in enumerate(self.inputs))
@@ -191,53 +199,64 @@ class Strategy:
 
     @property
     def is_replicated(self) -> bool:
-        return self.whole or all(placement.is_replicate() for placement in (*self.inputs, *self.outputs))
+        """Whether every rank computes the same."""
+        return self.same_on_all_ranks or all(placement.is_replicate() for placement in (*self.inputs, *self.outputs))
 
 
 def strategies(
     rule: Factorization,
     current: Sequence[Placement],
     ranks: int,
-    cut_already: Mapping[str, float],
+    sharded_already: Mapping[str, float],
     untouched: Sequence[bool],
-    part_of: Callable[[str], Part],
+    span_of: Callable[[str], Span],
 ) -> list[Strategy]:
-    """Every way for an axis to take part, given what its inputs are now.
+    """Return every strategy of one mesh axis, given the strategies of earlier axes.
 
     Args:
-        ranks: of this axis.
-        cut_already: factor -> number of parts that earlier axes cut it into, infinite where these are ragged.
-        untouched: per input whether earlier axes leave it cut as it is; only then may it stay ragged here.
-        part_of: what earlier axes leave to this rank of a factor.
+        current: placements of the inputs on this axis.
+        ranks: size of this axis.
+        sharded_already: factor -> number of chunks that earlier axes split it into, infinite if these are ragged.
+        untouched: per input, whether earlier axes keep its placement. Only then may it stay ragged on this axis.
+        span_of: returns the span of a factor that earlier axes leave to this rank.
     """
     found = [_replicated(rule)]
     for factor in rule.sizes:
-        # To cut one element is legal, and idles all ranks but one; what is cut so already stays.
-        worth_it = rule.sizes[factor] > 1 or _is_cut(rule, factor, current)
-        if worth_it and rule.splittable(factor):
+        # Sharding a factor of one element is valid but idles all ranks but one. An input that is sharded so may stay.
+        worth_it = rule.sizes[factor] > 1 or _is_sharded(rule, factor, current)
+        if worth_it and rule.can_shard(factor):
+            nested = factor in sharded_already
             kinds: list[Placement] = []
-            if rule.splits_in_chunks(factor, ranks * cut_already.get(factor, 1)):
+            if rule.can_shard_in_chunks(factor, ranks * sharded_already.get(factor, 1)):
                 kinds.append(Shard(0))
-            # An input that an earlier axis moves is no longer ragged as it was when this axis comes to it.
+            # An input that an earlier axis redistributes does not have its current ragged units on this axis.
             usable = [p if same else REPLICATE for p, same in zip(current, untouched, strict=True)]
-            kinds += _ragged_kinds(rule, factor, usable, ranks, nested=factor in cut_already)
-            found += _cut(rule, factor, kinds, current, _keeping(rule, factor, ranks, cut_already, part_of))
-    # Last: of strategies that cost the same the first is taken, and a result that is whole is worth more than a sum
-    # still to be made.
+            kinds += _ragged_kinds(rule, factor, usable, ranks, nested)
+            found += _sharded(rule, factor, kinds, current, _place_picked(rule, factor, ranks, nested, span_of))
+    # Last, because the first of equally cheap strategies is chosen, and a complete result is worth more than a partial
+    # one that still has to be reduced.
     found += _partial_inputs(rule)
     return found
 
 
-def _keeping(
-    rule: Factorization, factor: str, ranks: int, cut_already: Mapping[str, float], part_of: Callable[[str], Part]
-) -> _Kept:
-    return lambda kind, dim: _kept_in_parts(
-        rule.cuts.kept[factor], ranks, part_of(factor), factor in cut_already, kind, dim
-    )
+def _place_picked(
+    rule: Factorization, factor: str, ranks: int, nested: bool, span_of: Callable[[str], Span]
+) -> _PlacePicked:
+    """Return the function that places a dimension of which each rank keeps the picked positions inside its span."""
+
+    def place(kind: Any, dim: int) -> Placement:
+        positions = rule.limits.picked[factor]
+        spans = spans_of_ranks(kind, span_of(factor), ranks)
+        units = tuple(positions_in_span(positions, span)[1] for span in spans)
+        # All ranks must choose the same placement. If earlier axes shard the factor too, each rank sees the units of
+        # its own line of ranks only, so the choice must not depend on them: then it is ragged everywhere.
+        return Shard(dim) if not nested and units == _chunks(len(positions), ranks) else RaggedShard(dim, units)
+
+    return place
 
 
-def _is_cut(rule: Factorization, factor: str, current: Sequence[Placement]) -> bool:
-    """Tell if some input has the factor cut now: then it may stay so, even with one element or none."""
+def _is_sharded(rule: Factorization, factor: str, current: Sequence[Placement]) -> bool:
+    """Return whether some input has the factor sharded now. It may stay so, even with one element or none."""
     return any(
         isinstance(placement, (Shard, RaggedShard)) and placement.dim == rule.dim_of(dims, factor)
         for dims, placement in zip(rule.inputs, current, strict=True)
@@ -251,27 +270,26 @@ def _replicated(rule: Factorization) -> Strategy:
 def _ragged_kinds(
     rule: Factorization, factor: str, current: Sequence[Placement], ranks: int, nested: bool
 ) -> list[Placement]:
-    """The ragged ways in which some input has a factor cut already, in elements of the factor.
+    """Return the ragged shardings of a factor that inputs have now, in elements of the factor.
 
-    Uneven chunks of a dimension are ragged ones of another into which it is merged.
-
-    Where earlier axes cut the factor too (`nested`), units differ between ranks, and no choice may depend on them.
+    Uneven chunks of one dimension are ragged chunks of another dimension into which it is merged.
     """
     kinds: list[Placement] = []
     for dims, placement in zip(rule.inputs, current, strict=True):
         dim = rule.dim_of(dims, factor)
         if not isinstance(placement, (Shard, RaggedShard)) or dim is None or dim != placement.dim:
             continue
-        inside = rule.elements_inside(dims[dim], factor)
+        inner = rule.inner_size(dims[dim], factor)
         in_chunks = isinstance(placement, Shard)
-        # Decisions must be the same on every rank. Under a nested cut a rank knows the units of its own line only, so
-        # it may keep them as they are but not convert or judge them.
-        if inside == 0 or (nested and (in_chunks or inside > 1 or factor in rule.cuts.nonempty | rule.cuts.known)):
+        # All ranks must decide alike. If earlier axes shard the factor too (`nested`), a rank knows only the units of
+        # its own line of ranks, so it may keep them but neither convert nor check them.
+        needs_units = in_chunks or inner > 1 or factor in rule.limits.nonempty | rule.limits.known_spans
+        if inner == 0 or (nested and needs_units):
             continue
-        units = placement.units if isinstance(placement, RaggedShard) else _chunks(rule.sizes[factor] * inside, ranks)
-        empty = factor in rule.cuts.nonempty and 0 in units
-        if not empty and all(unit % inside == 0 for unit in units):
-            kinds.append(RaggedShard(0, tuple(unit // inside for unit in units)))
+        units = placement.units if isinstance(placement, RaggedShard) else _chunks(rule.sizes[factor] * inner, ranks)
+        empty = factor in rule.limits.nonempty and 0 in units
+        if not empty and all(unit % inner == 0 for unit in units):
+            kinds.append(RaggedShard(0, tuple(unit // inner for unit in units)))
     return kinds
 
 
@@ -279,18 +297,18 @@ def _chunks(size: int, ranks: int) -> tuple[int, ...]:
     return tuple(Shard(0).interval(size, ranks, rank)[1] for rank in range(ranks))
 
 
-def _cut(
+def _sharded(
     rule: Factorization,
     factor: str,
     kinds: Sequence[Placement],
     current: Sequence[Placement],
-    kept: _Kept,
+    place_picked: _PlacePicked,
 ) -> list[Strategy]:
-    """Cut a factor in each of the given ways; `kept` places a dimension of which outputs have some positions only."""
+    """Return one strategy per way of sharding a factor."""
     return [
         Strategy(
-            _cut_inputs(rule, factor, kind, current),
-            tuple(_cut_output(rule, factor, kind, dims, kept) for dims in rule.outputs),
+            _input_placements(rule, factor, kind, current),
+            tuple(_output_placement(rule, factor, kind, dims, place_picked) for dims in rule.outputs),
             factor,
             kind,
         )
@@ -298,75 +316,70 @@ def _cut(
     ]
 
 
-def _cut_inputs(
+def _input_placements(
     rule: Factorization, factor: str, kind: Placement, current: Sequence[Placement]
 ) -> tuple[Placement, ...]:
     placements = [_on_dim(rule, kind, factor, dims, now) for dims, now in zip(rule.inputs, current, strict=True)]
     if factor not in rule.partial.reduced or rule.partial.reduced[factor] != "sum" or factor in rule.partial.complete:
         return tuple(placements)
-    # Cutting a summed factor makes partial sums of a product; an addend must enter them once, so it becomes partial
-    # (the whole on one rank, zeros on the others), or each rank would add all of it.
+    # Sharding a summed factor gives partial sums of a product. An addend must enter the sum over ranks once, so it
+    # becomes partial (its value on one rank, zeros on the others). Otherwise every rank would add it.
     for term in rule.partial.terms or ():
         if all(placements[i].is_replicate() for i in term):
             placements[min(term)] = SUM
     return tuple(placements)
 
 
-def _cut_output(rule: Factorization, factor: str, kind: Placement, dims: Dims, kept: _Kept) -> Placement:
+def _output_placement(
+    rule: Factorization, factor: str, kind: Placement, dims: Dims, place_picked: _PlacePicked
+) -> Placement:
     dim = rule.dim_of(dims, factor)
     if dim is None:
         return REPLICATE if factor in rule.partial.complete else Partial(rule.partial.reduced[factor])
-    return kept(kind, dim) if factor in rule.cuts.kept else _on_dim(rule, kind, factor, dims)
+    return place_picked(kind, dim) if factor in rule.limits.picked else _on_dim(rule, kind, factor, dims)
 
 
-def parts_of(kind: Shard | RaggedShard, part: Part, ranks: int) -> list[Part]:
-    """Return the part of each rank of an axis, of a part that the axis cuts."""
-    start, length = part
+def spans_of_ranks(kind: Shard | RaggedShard, span: Span, ranks: int) -> list[Span]:
+    """Return the span of each rank of a mesh axis that shards `span`."""
+    start, length = span
     if isinstance(kind, RaggedShard):
         starts = itertools.accumulate(kind.units, initial=start)
         return list(zip(starts, kind.units, strict=False))
-    cuts = (kind.interval(length, ranks, rank) for rank in range(ranks))
-    return [(start + offset, count) for offset, count in cuts]
+    chunks = (kind.interval(length, ranks, rank) for rank in range(ranks))
+    return [(start + offset, count) for offset, count in chunks]
 
 
-def positions_within(kept: range, part: Part) -> Part:
-    """(number of the first, how many) of the positions that lie in a part."""
-    low, high = (min(len(kept), max(0, -(-(edge - kept.start) // kept.step))) for edge in (part[0], part[0] + part[1]))
+def positions_in_span(positions: range, span: Span) -> Span:
+    """Return (index of the first, number) of the `positions` that are inside `span`."""
+    low, high = (
+        min(len(positions), max(0, -(-(edge - positions.start) // positions.step)))
+        for edge in (span[0], span[0] + span[1])
+    )
     return low, high - low
 
 
-def _kept_in_parts(positions: range, ranks: int, part: Part, nested: bool, kind: Any, dim: int) -> Placement:
-    """The placement of a dimension of which each rank keeps what it has of `positions`.
-
-    Where earlier axes cut it too (`nested`) units differ between ranks, so it is ragged by name everywhere.
-    """
-    units = tuple(positions_within(positions, each)[1] for each in parts_of(kind, part, ranks))
-    # The name must be the same on all ranks, and under a nested cut each sees its own line's units only.
-    return Shard(dim) if not nested and units == _chunks(len(positions), ranks) else RaggedShard(dim, units)
-
-
 def _on_dim(rule: Factorization, kind: Placement, factor: str, dims: Dims, now: Placement | None = None) -> Placement:
-    """The placement of one tensor, which is placed as `now`, when a factor is cut."""
+    """Return the placement of one tensor, currently placed as `now`, when `factor` is sharded."""
     dim = rule.dim_of(dims, factor)
     if dim is None:
         return REPLICATE
     if not isinstance(kind, RaggedShard):
         return Shard(dim)
-    inside = rule.elements_inside(dims[dim], factor)
-    units = tuple(unit * inside for unit in kind.units)
+    inner = rule.inner_size(dims[dim], factor)
+    units = tuple(unit * inner for unit in kind.units)
     ragged = RaggedShard(dim, units)
-    in_chunks = rule.merges(factor) and units == _chunks(sum(units), len(units))
-    # Chunks by either name lie alike, and the plain name is what other operations and checkpoints know; an input that
-    # has the ragged name keeps it, or its plan would redistribute nothing at a cost.
+    in_chunks = rule.is_merged(factor) and units == _chunks(sum(units), len(units))
+    # `Shard` and `RaggedShard` of chunk sizes place data alike, and `Shard` is what other operations and checkpoints
+    # know. An input that is `RaggedShard` stays so: changing the name would cost a redistribution that moves nothing.
     return Shard(dim) if in_chunks and now != ragged else ragged
 
 
 def _partial_inputs(rule: Factorization) -> list[Strategy]:
-    """One partial input in every term makes every output partial."""
+    """Return the strategies in which one input of every term is partial, which makes every output partial."""
     if rule.partial.terms is None or any(not term for term in rule.partial.terms):
         return []
-    # Of a sum of products f(a b + c) with partial results: sum_r (a_r b + c_r) needs exactly one partial factor in
-    # each product, since partial times partial has cross terms that no rank computes.
+    # For a b + c, sum_r (a_r b + c_r) equals the result if exactly one factor of each product is partial. A product of
+    # two partial factors has cross terms that no rank computes.
     choices: list[tuple[int, ...]] = [()]
     for term in rule.partial.terms:
         choices = [(*chosen, index) for chosen in choices for index in sorted(term)]
@@ -379,29 +392,31 @@ def _partial_inputs(rule: Factorization) -> list[Strategy]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalCall:
-    """Call of an operation on this rank, as given to a rule's own local function, which runs in place of the operation.
+    """A call of an operation on this rank, given to the local function of a rule that replaces the operation.
+
+    It is defined here and not with the dispatcher that creates it, so that rules never import the dispatcher.
 
     Attributes:
         name: the operation.
-        arguments: by parameter name, tensors local and plain.
-        spans: cut factor -> (start, length) of this rank's part.
-        lengths: cut factor -> per group, the lengths of its ranks' parts.
-        groups: cut factor -> the groups over which it is cut, outermost first.
-        parts: cut factor that the rule wants `known` -> the group of all ranks over which it is cut, and the (start,
-            length) of each one's part.
+        arguments: by parameter name. Tensors are local and plain.
+        spans: sharded factor -> span of this rank.
+        lengths: sharded factor -> per group, the lengths of its ranks' spans.
+        groups: sharded factor -> the groups over which it is sharded, outermost first.
+        all_spans: sharded factor of `ShardingLimits.known_spans` -> the group of all ranks over which it is sharded,
+            and the span of each of them.
         sizes: factor -> its global size.
-        output: how the first output is placed, of no dtype.
-        on: `on(x, **static)` runs the operation itself with its first argument replaced by the plain tensor `x`,
-            and static ones by name.
+        output: spec of the first output, without a dtype.
+        on: `on(x, **static)` runs the operation itself with the plain tensor `x` as its first argument and the given
+            static arguments replaced.
     """
 
     platform: Platform
     name: str
     arguments: Mapping[str, Any]
-    spans: Mapping[str, tuple[int, int]]
+    spans: Mapping[str, Span]
     lengths: Mapping[str, tuple[tuple[int, ...], ...]]
     groups: Mapping[str, tuple[ProcessGroup, ...]]
-    parts: Mapping[str, tuple[ProcessGroup, tuple[Part, ...]]]
+    all_spans: Mapping[str, tuple[ProcessGroup, tuple[Span, ...]]]
     sizes: Mapping[str, int]
     output: TensorSpec
     on: Callable[..., Any]

@@ -11,9 +11,9 @@ import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hp_dtensor.rules.factors import LINEAR, Dim, Dims, Factorization, LocalCall, uncut
+from hp_dtensor.rules.factors import LINEAR, Dim, Dims, Factorization, LocalCall, unsharded
 from hp_dtensor.rules.notation import line
-from hp_dtensor.rules.registry import DATA_DEPENDENT, OpCall, RuleRegistry, names_for
+from hp_dtensor.rules.registry import DATA_DEPENDENT, OpCall, RuleRegistry, dim_factors
 
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
@@ -73,8 +73,8 @@ def _gather(call: OpCall) -> Factorization:
     shape, index = (spec.shape for spec in call.tensors)
     dim = call.dim(call["dim"])
     if len(shape) != len(index):
-        raise call.whole("its rule is of an index with as many dimensions")
-    dims, sizes = names_for("d", shape)
+        raise call.needs_replicated("its rule is of an index with as many dimensions")
+    dims, sizes = dim_factors("d", shape)
     index_dims = []
     fixed = {f"d{dim}"}
     for i, size in enumerate(index):
@@ -85,7 +85,9 @@ def _gather(call: OpCall) -> Factorization:
         fixed |= {f"d{i}"} if i != dim else set()
         fixed |= {f"x{i}"}
         index_dims.append((f"x{i}",))
-    rule = Factorization((dims, tuple(index_dims)), (tuple(index_dims),), sizes, cuts=uncut(fixed), partial=LINEAR)
+    rule = Factorization(
+        (dims, tuple(index_dims)), (tuple(index_dims),), sizes, limits=unsharded(fixed), partial=LINEAR
+    )
     return _picked_by_owners(call, rule, dim)
 
 
@@ -94,9 +96,11 @@ def _index_select(call: OpCall) -> Factorization:
     dim = call.dim(call["dim"])
     if len(index) != 1:
         raise call.refuse(f"its index must have one dimension, got {list(index)}")
-    dims, sizes = names_for("d", shape)
+    dims, sizes = dim_factors("d", shape)
     output = (*dims[:dim], ("x",), *dims[dim + 1 :])
-    rule = Factorization((dims, (("x",),)), (output,), sizes | {"x": index[0]}, cuts=uncut({f"d{dim}"}), partial=LINEAR)
+    rule = Factorization(
+        (dims, (("x",),)), (output,), sizes | {"x": index[0]}, limits=unsharded({f"d{dim}"}), partial=LINEAR
+    )
     return _picked_by_owners(call, rule, dim)
 
 
@@ -110,7 +114,7 @@ def _picked_by_owners(call: OpCall, rule: Factorization, dim: int) -> Factorizat
     factor = f"d{dim}"
     return replace(
         rule,
-        cuts=replace(rule.cuts, fixed=rule.cuts.fixed - {factor}),
+        limits=replace(rule.limits, fixed=rule.limits.fixed - {factor}),
         partial=replace(rule.partial, reduced={factor: "sum"}),
         work=replace(rule.work, by_factor={factor: functools.partial(_own_picked, dim)}),
     )
@@ -149,7 +153,7 @@ def _scatter(call: OpCall) -> Factorization:
     """Input, index and (where it is a tensor) source; a dimension in which they all agree is parallel."""
     target, others = call.tensors[0].shape, [spec.shape for spec in call.tensors[1:]]
     dim = call.dim(call["dim"])
-    dims, sizes = names_for("d", target)
+    dims, sizes = dim_factors("d", target)
     fixed = {f"d{dim}"}
     inputs: list[Dims] = [dims]
     for number, shape in enumerate(others):
@@ -162,15 +166,15 @@ def _scatter(call: OpCall) -> Factorization:
             fixed |= {f"d{i}", f"s{number}_{i}"}
             row.append((f"s{number}_{i}",))
         inputs.append(tuple(row))
-    return Factorization(tuple(inputs), (dims,), sizes, cuts=uncut(fixed))
+    return Factorization(tuple(inputs), (dims,), sizes, limits=unsharded(fixed))
 
 
 def _index_put(call: OpCall) -> Factorization:
     """Rows of the leading dimension(s) replaced; the trailing dimensions are parallel."""
     indices = call["indices"]
     if len(call.tensors) != len(indices) + 2 or any(spec.ndim != 1 for spec in call.tensors[1:-1]):
-        raise call.whole("its rule is of one-dimensional index DTensors and a DTensor of values")
-    dims, sizes = names_for("d", call.tensors[0].shape)
+        raise call.needs_replicated("its rule is of one-dimensional index DTensors and a DTensor of values")
+    dims, sizes = dim_factors("d", call.tensors[0].shape)
     count = len(indices)
     sizes = sizes | {"x": call.tensors[1].shape[0]}
     fixed = frozenset({"x", *(f"d{i}" for i in range(count))})
@@ -178,8 +182,8 @@ def _index_put(call: OpCall) -> Factorization:
     if call.tensors[-1].shape != (sizes["x"], *call.tensors[0].shape[count:]) or any(
         spec.shape != (sizes["x"],) for spec in call.tensors[1:-1]
     ):
-        raise call.whole("its rule is of values that are not broadcast")
-    return Factorization((dims, *((("x",),),) * count, values), (dims,), sizes, cuts=uncut(fixed))
+        raise call.needs_replicated("its rule is of values that are not broadcast")
+    return Factorization((dims, *((("x",),),) * count, values), (dims,), sizes, limits=unsharded(fixed))
 
 
 def _data_dependent(call: OpCall) -> Factorization:

@@ -18,8 +18,8 @@ import numpy
 from hp_dtensor.exceptions import IndexOutOfRangeError, ShardingRuleError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.rules import slices
-from hp_dtensor.rules.factors import LINEAR, Cuts, Dim, Dims, Factorization, LocalCall, LocalWork, uncut
-from hp_dtensor.rules.registry import DATA_DEPENDENT, OpCall, RuleRegistry, broadcast_shape, names_for
+from hp_dtensor.rules.factors import LINEAR, Dim, Dims, Factorization, LocalCall, LocalWork, ShardingLimits, unsharded
+from hp_dtensor.rules.registry import DATA_DEPENDENT, OpCall, RuleRegistry, broadcast_shapes, dim_factors
 from hp_dtensor.spec.placements import Replicate
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.dtensor import DTensor
@@ -75,13 +75,13 @@ def _getitem(call: OpCall) -> Factorization:
         raise call.refuse(DATA_DEPENDENT)
     if any(isinstance(item, TensorSpec) for item in items):
         return _by_positions(call, items)
-    dims, sizes = names_for("d", shape)
+    dims, sizes = dim_factors("d", shape)
     output, kept, picked = slices.basic(call, items, dims, sizes)
     rule = Factorization(
         (dims,),
         (output,),
         sizes,
-        cuts=Cuts(kept=kept),
+        limits=ShardingLimits(picked=kept),
         partial=LINEAR,
         work=LocalWork(localize=slices.localize_index(items, sizes, kept)),
     )
@@ -90,9 +90,9 @@ def _getitem(call: OpCall) -> Factorization:
 
 def _by_positions(call: OpCall, items: list[Item]) -> Factorization:
     """The picked dimensions are whole, those of the index tensors, broadcast together, parallel."""
-    dims, sizes = names_for("d", call.tensors[0].shape)
+    dims, sizes = dim_factors("d", call.tensors[0].shape)
     picked, result, fixed = _picked(call, items, dims, sizes)
-    return Factorization((dims, *picked.indices), (result,), sizes, cuts=uncut(fixed), partial=LINEAR)
+    return Factorization((dims, *picked.indices), (result,), sizes, limits=unsharded(fixed), partial=LINEAR)
 
 
 def _picked(call: OpCall, items: list[Item], dims: Dims, sizes: dict[str, int]) -> tuple[Picked, Dims, set[str]]:
@@ -110,7 +110,7 @@ def _setitem(call: OpCall) -> Factorization:
     """Each rank writes what it holds of the picked part; the value is whole along dimensions that are picked from."""
     target = call.tensors[0]
     items = _items(call, target.ndim)
-    dims, sizes = names_for("d", target.shape)
+    dims, sizes = dim_factors("d", target.shape)
     value = call["value"] if isinstance(call["value"], TensorSpec) else None
     if any(_is_mask(call, item) for item in items):
         return _where_true(call, items, value)
@@ -125,13 +125,17 @@ def _setitem(call: OpCall) -> Factorization:
     written = [name for (name,) in dims if (name,) not in kept]
     fixed -= {name for (name,) in dims}
     return Factorization(
-        inputs, (dims,), sizes, cuts=uncut(fixed), work=LocalWork(by_factor=dict.fromkeys(written, _assign_own_part))
+        inputs,
+        (dims,),
+        sizes,
+        limits=unsharded(fixed),
+        work=LocalWork(by_factor=dict.fromkeys(written, _assign_own_part)),
     )
 
 
 def _setitem_by_positions(call: OpCall, items: list[Item], value: TensorSpec | None) -> Factorization:
     """The index tensors are whole; each rank writes the rows that it has."""
-    dims, sizes = names_for("d", call.tensors[0].shape)
+    dims, sizes = dim_factors("d", call.tensors[0].shape)
     picked, result, fixed = _picked(call, items, dims, sizes)
     inputs: tuple[Dims, ...] = (dims, *picked.indices)
     if value is not None:
@@ -141,7 +145,7 @@ def _setitem_by_positions(call: OpCall, items: list[Item], value: TensorSpec | N
     fixed = (fixed | picked.sizes.keys()) - {name for (name,) in dims}
     local = functools.partial(assign_own, items, picked)
     return Factorization(
-        inputs, (dims,), sizes, cuts=uncut(fixed), work=LocalWork(by_factor=dict.fromkeys(written, local))
+        inputs, (dims,), sizes, limits=unsharded(fixed), work=LocalWork(by_factor=dict.fromkeys(written, local))
     )
 
 
@@ -177,7 +181,7 @@ def _where_true(call: OpCall, items: list[Item], value: TensorSpec | None) -> Fa
             "by DTensors it takes one mask over the leading dimensions and a number; use where, masked_scatter or "
             "index_put with whole dimensions"
         )
-    dims, sizes = names_for("d", target.shape)
+    dims, sizes = dim_factors("d", target.shape)
     return Factorization((dims, dims[: mask.ndim]), (dims,), sizes)
 
 
@@ -191,7 +195,7 @@ def _assign_own_part(call: LocalCall) -> Any:
     if slices.ELSEWHERE in index:
         call.on(x, index=(slice(0, 0),), value=_none_of_value(ops, value))
     else:
-        call.on(x, index=tuple(index), value=slices.part_of_value(ops, value, taken))
+        call.on(x, index=tuple(index), value=slices.value_on_span(ops, value, taken))
     return x
 
 
@@ -239,7 +243,7 @@ def tensor_index(call: OpCall, items: Sequence[Item]) -> Picked:
     """Analyse an index of one item per dimension, of which some are specs of tensors of positions."""
     tensors = [item for item in items if isinstance(item, TensorSpec)]
     try:
-        shape = broadcast_shape([tensor.shape for tensor in tensors])
+        shape = broadcast_shapes([tensor.shape for tensor in tensors])
     except ValueError as error:
         raise call.refuse(str(error)) from None
     indices = tuple(
@@ -287,7 +291,7 @@ def assign_own(items: Sequence[Item], picked: Picked, call: LocalCall) -> Tensor
     for place in places:
         index[place] = platform.from_numpy(rows[place][own] - spans[place][0], platform.device_of(x))
     taken = [*taken[: picked.start], None, *taken[picked.start :]]
-    value = slices.part_of_value(platform.ops, _rows_of_value(call, picked, len(taken), own), taken)
+    value = slices.value_on_span(platform.ops, _rows_of_value(call, picked, len(taken), own), taken)
     call.on(x, index=tuple(index), value=_moved(platform.ops, value, picked.start, _start(places), len(taken)))
     return x
 

@@ -6,10 +6,19 @@ import math
 from typing import Any
 
 from hp_dtensor.comm import collectives
-from hp_dtensor.rules.factors import Cuts, Dims, Factorization, LocalCall, LocalWork, Operands, PartialResults, uncut
+from hp_dtensor.rules.factors import (
+    Dims,
+    Factorization,
+    LocalCall,
+    LocalWork,
+    Operands,
+    PartialResults,
+    ShardingLimits,
+    unsharded,
+)
 from hp_dtensor.rules.gather_scatter import check_ids, own_ids
 from hp_dtensor.rules.notation import line
-from hp_dtensor.rules.registry import OpCall, RuleRegistry, names_for
+from hp_dtensor.rules.registry import OpCall, RuleRegistry, dim_factors
 
 Tensor = Any
 
@@ -43,10 +52,10 @@ def _norm(call: OpCall) -> Factorization:
     shape = call.tensors[0].shape
     normalized = call["normalized_shape"]
     count = 1 if isinstance(normalized, int) else len(normalized)
-    dims, sizes = names_for("d", shape)
+    dims, sizes = dim_factors("d", shape)
     tail = dims[len(shape) - count :]
     inputs = (dims, *((tail,) * (len(call.tensors) - 1)))
-    return Factorization(inputs, (dims,), sizes, cuts=uncut(dim[0] for dim in tail))
+    return Factorization(inputs, (dims,), sizes, limits=unsharded(dim[0] for dim in tail))
 
 
 def _embedding(call: OpCall) -> Factorization:
@@ -55,7 +64,7 @@ def _embedding(call: OpCall) -> Factorization:
         if call[option]:
             raise call.refuse(f"{option} has no rule: each rank would do it with its own ids")
     ids, table = (spec.shape for spec in call.tensors)
-    dims, sizes = names_for("d", ids)
+    dims, sizes = dim_factors("d", ids)
     sizes = sizes | {"vocabulary": table[0], "width": table[1]}
     return Factorization(
         (dims, (("vocabulary",), ("width",))),
@@ -89,7 +98,7 @@ def _embedding_of_part(call: LocalCall) -> Tensor:
 def _bags(call: OpCall) -> Factorization:
     if call.arguments.get("max_norm") is not None:
         raise call.refuse("max_norm writes the table; embed without it")
-    raise call.whole("bags may reach over ranks")
+    raise call.needs_replicated("bags may reach over ranks")
 
 
 def _attention(call: OpCall) -> Factorization:
@@ -113,7 +122,7 @@ def _attention(call: OpCall) -> Factorization:
         scores = (query[0], query[1], query[2], key[2])
         inputs = (*inputs, _mask(call, call.tensors[3].shape, scores, (("batch",), heads, ("q",), ("k",))))
     fixed = frozenset({"k", "width", "out", *(["q"] if call["is_causal"] else [])})
-    return Factorization(inputs, (output,), sizes, cuts=uncut(fixed))
+    return Factorization(inputs, (output,), sizes, limits=unsharded(fixed))
 
 
 def _mask(call: OpCall, shape: tuple[int, ...], scores: tuple[int, ...], names: Dims) -> Dims:
@@ -128,18 +137,20 @@ def _batch_norm(call: OpCall) -> Factorization:
     """`[batch, channels, ...]`: channels are parallel; so is the batch, of which training sums up statistics."""
     shape = call.tensors[0].shape
     if len(shape) < 2:
-        raise call.whole("its rule is of [batch, channels, ...]")
-    dims, sizes = names_for("d", shape)
+        raise call.needs_replicated("its rule is of [batch, channels, ...]")
+    dims, sizes = dim_factors("d", shape)
     inputs: tuple[Dims, ...] = (dims, *((dims[1],),) * (len(call.tensors) - 1))
     if not call["training"]:
-        return Factorization(inputs, (dims,), sizes, cuts=Cuts(nonempty=frozenset(sizes)))  # the kernels refuse nothing
+        return Factorization(
+            inputs, (dims,), sizes, limits=ShardingLimits(nonempty=frozenset(sizes))
+        )  # the kernels refuse nothing
     kept = sum(call[name] is not None for name in ("running_mean", "running_var"))
     summed = [dim[0] for i, dim in enumerate(dims) if i != 1]
     return Factorization(
         inputs,
         (dims,),
         sizes,
-        cuts=Cuts(nonempty=frozenset({dims[1][0]})),
+        limits=ShardingLimits(nonempty=frozenset({dims[1][0]})),
         work=LocalWork(by_factor=dict.fromkeys(summed, _over_all_ranks)),
         operands=Operands(written=frozenset(range(1, 1 + kept))),
     )

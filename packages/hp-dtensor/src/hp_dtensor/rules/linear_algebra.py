@@ -9,10 +9,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hp_dtensor.rules.factors import LINEAR, Cuts, Dim, Dims, Factorization, LocalWork, PartialResults, uncut
+from hp_dtensor.rules.factors import (
+    LINEAR,
+    Dim,
+    Dims,
+    Factorization,
+    LocalWork,
+    PartialResults,
+    ShardingLimits,
+    unsharded,
+)
 from hp_dtensor.rules.notation import SUM_OF_K, by_argument, first_of, line
 from hp_dtensor.rules.pointwise import pointwise
-from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, broadcast_shape, names_for
+from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, broadcast_shapes, dim_factors
 
 VECTORS_AND_MATRICES = ("k, k ->", "... m k, k -> ... m", "k, ... k n -> ... n", "... m k, ... k n -> ... m n")
 """Products of operands of one dimension, as in NumPy, and of more."""
@@ -110,7 +119,7 @@ def _einsum(call: OpCall) -> Factorization:
         inputs,
         (result,),
         sizes,
-        cuts=uncut(repeated),
+        limits=unsharded(repeated),
         partial=PartialResults(reduced=summed, terms=(frozenset(range(len(terms))),)),
     )
 
@@ -147,7 +156,7 @@ def _of_matrices(*outputs: str) -> Rule:
 def _cross(call: OpCall) -> Factorization:
     """Vectors of three elements along `dim`, everything else broadcast and parallel."""
     try:
-        shape = broadcast_shape([spec.shape for spec in call.tensors])
+        shape = broadcast_shapes([spec.shape for spec in call.tensors])
     except ValueError as error:
         raise call.refuse(str(error)) from None
     first = next((i for i, size in enumerate(shape) if size == 3), 0)
@@ -156,7 +165,7 @@ def _cross(call: OpCall) -> Factorization:
     # torch takes the first dimension of three elements, which a rank's part of another one may become.
     return replace(
         rule,
-        cuts=uncut({f"d{dim}"}),
+        limits=unsharded({f"d{dim}"}),
         work=LocalWork(localize=lambda shapes, spans: {"dim": dim}),
     )
 
@@ -168,7 +177,7 @@ def _solve(call: OpCall) -> Factorization:
         return OF_VECTOR(call)
     rule = OF_COLUMNS(call)
     # A part of the batch might be as many matrices as the right side has rows, and torch take these for vectors.
-    return replace(rule, cuts=uncut(rule.sizes)) if len(right) == len(matrices) - 1 else rule
+    return replace(rule, limits=unsharded(rule.sizes)) if len(right) == len(matrices) - 1 else rule
 
 
 TO_HALF = frozenset({"fft_rfft", "fft_rfft2", "fft_rfftn", "fft_ihfft", "fft_ihfft2", "fft_ihfftn"})
@@ -202,8 +211,8 @@ def _transformed(call: OpCall, dims: Sequence[int], lengths: Sequence[int | None
     """Linear over the reals; `lengths` of the signal are those of the input where they are None."""
     shape = call.tensors[0].shape
     if len(set(dims)) != len(lengths) or not dims:
-        raise call.whole("its dimensions and lengths must be as many, and differ")
-    names, sizes = names_for("d", shape)
+        raise call.needs_replicated("its dimensions and lengths must be as many, and differ")
+    names, sizes = dim_factors("d", shape)
     output: list[Dim] = list(names)
     for dim, length in zip(dims, lengths, strict=True):
         size = shape[dim] if length is None else length
@@ -214,11 +223,13 @@ def _transformed(call: OpCall, dims: Sequence[int], lengths: Sequence[int | None
         sizes[f"o{dim}"], output[dim] = size, (f"o{dim}",)
     fixed = frozenset({*(f"d{dim}" for dim in dims), *(f"o{dim}" for dim in dims)})
     others = frozenset(sizes) - fixed
-    return Factorization((names,), (tuple(output),), sizes, cuts=Cuts(fixed=fixed, nonempty=others), partial=LINEAR)
+    return Factorization(
+        (names,), (tuple(output),), sizes, limits=ShardingLimits(fixed=fixed, nonempty=others), partial=LINEAR
+    )
 
 
 def _shifted(call: OpCall) -> Factorization:
-    names, sizes = names_for("d", call.tensors[0].shape)
+    names, sizes = dim_factors("d", call.tensors[0].shape)
     dims = call["dim"]
     chosen = range(len(names)) if dims is None else [call.dim(d) for d in ([dims] if isinstance(dims, int) else dims)]
-    return Factorization((names,), (names,), sizes, cuts=uncut(f"d{dim}" for dim in chosen), partial=LINEAR)
+    return Factorization((names,), (names,), sizes, limits=unsharded(f"d{dim}" for dim in chosen), partial=LINEAR)

@@ -15,7 +15,7 @@ from typing import Any
 from hp_dtensor.comm import collectives
 from hp_dtensor.rules.factors import Dims, Factorization, LocalCall, LocalWork, PartialResults
 from hp_dtensor.rules.gather_scatter import check_ids, own_ids
-from hp_dtensor.rules.registry import OpCall, RuleRegistry, names_for
+from hp_dtensor.rules.registry import OpCall, RuleRegistry, dim_factors
 
 Tensor = Any
 
@@ -44,9 +44,9 @@ def register(registry: RuleRegistry) -> None:
 def _loss(call: OpCall) -> Factorization:
     shapes = {spec.shape for spec in call.tensors}
     if len(shapes) != 1 or call.arguments.get("size_average") is not None or call.arguments.get("reduce") is not None:
-        raise call.whole("its rule is of tensors of one shape, without the old size_average")
+        raise call.needs_replicated("its rule is of tensors of one shape, without the old size_average")
     (shape,) = shapes
-    dims, sizes = names_for("d", shape)
+    dims, sizes = dim_factors("d", shape)
     inputs = (dims,) * len(call.tensors)
     if call["reduction"] == "none":
         return Factorization(inputs, (dims,), sizes)
@@ -56,7 +56,7 @@ def _loss(call: OpCall) -> Factorization:
         return Factorization(inputs, ((),), sizes)  # a mean by the sum of the weights: everything whole
     count = math.prod(shape[:1] if call["reduction"] == "batchmean" else shape)
     if count == 0:
-        raise call.whole("a mean over nothing is the framework's own")
+        raise call.needs_replicated("a mean over nothing is the framework's own")
 
     def part_of_mean(local: LocalCall) -> Tensor:
         x = local.arguments["input"]
@@ -91,10 +91,10 @@ def _rule(call: OpCall, local: Local, by_class: bool = False) -> Factorization:
     """Logits `[rows, classes, *positions]`, targets `[rows, *positions]`, or like the logits; weights `[classes]`."""
     logits, target, weight = (call[name] for name in ("input", "target", "weight"))
     if call["size_average"] is not None or call["reduce"] is not None:
-        raise call.whole("its rule is of reduction, not of the old size_average and reduce")
+        raise call.needs_replicated("its rule is of reduction, not of the old size_average and reduce")
     shape = logits.shape
     if len(shape) == 1:
-        raise call.whole("its rule is of logits [rows, classes, ...]")
+        raise call.needs_replicated("its rule is of logits [rows, classes, ...]")
     if len(shape) < 2 or target.shape != (shape if by_class else (shape[0], *shape[2:])):
         raise call.refuse(
             f"{call.name} of DTensors takes logits [rows, classes, ...] and targets [rows, ...] of class indices, or "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor.comm.process_group import REDUCE_OPS
-from hp_dtensor.rules.factors import Cuts, Dims, Factorization, PartialResults
+from hp_dtensor.rules.factors import Dims, Factorization, PartialResults, ShardingLimits
 from hp_dtensor.rules.registry import NeedsReplicatedError, OpCall, Rule
 from hp_dtensor.spec.placements import RaggedShard
 
@@ -17,7 +17,7 @@ REST = "..."
 ADDEND = "*"
 Sizes = Mapping[str, int]
 Size = int | str | Callable[[Sizes], int]
-"""A number, the name of the argument that gives it, or a function of the inputs' sizes."""
+"""A number, the name of the argument that holds it, or a function of the inputs' sizes."""
 SUM_OF_K: Mapping[str, str] = {"k": "sum"}
 
 
@@ -30,15 +30,15 @@ def line(
     nonempty: bool = False,
     **new: Size,
 ) -> Rule:
-    """Return the rule that a line says; see `Notation`.
+    """Return the rule that a line of `Notation` describes.
 
-    A call of other tensors (in number, or in numbers of dimensions) is computed whole.
+    A call with another number of tensors or dimensions runs on replicated operands.
     """
-    return Notation(text, reduced, linear=linear, at=at, new=new, nonempty=nonempty, other_forms_whole=True).rule
+    return Notation(text, reduced, linear=linear, at=at, new=new, nonempty=nonempty, replicates_others=True).rule
 
 
 def first_of(*rules: Rule) -> Rule:
-    """Return the rule of the first line that a call's tensors fit, by their numbers and numbers of dimensions."""
+    """Return a rule that applies the first of `rules` that supports the call's number of tensors and dimensions."""
 
     def rule(call: OpCall) -> Factorization:
         for each in rules[:-1]:
@@ -52,11 +52,11 @@ def first_of(*rules: Rule) -> Rule:
 
 
 def by_argument(name: str, rules: Mapping[Any, Rule]) -> Rule:
-    """Return the rule that has a line per value of an argument; with another value a call is computed whole."""
+    """Return a rule that chooses by the value of an argument. With other values, operands are replicated."""
 
     def rule(call: OpCall) -> Factorization:
         if call[name] not in rules:
-            raise call.whole(f"its rule is of {name}={' or '.join(map(repr, rules))}")
+            raise call.needs_replicated(f"its rule needs {name}={' or '.join(map(repr, rules))}")
         return rules[call[name]](call)
 
     return rule
@@ -64,7 +64,7 @@ def by_argument(name: str, rules: Mapping[Any, Rule]) -> Rule:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """One tensor of a line: names of dimensions, and if any number of such tensors may stand here."""
+    """One tensor of a line: names of its dimensions, and whether it stands for any number of such tensors."""
 
     names: tuple[str, ...]
     repeated: bool
@@ -75,47 +75,49 @@ class _Tensor:
 
 
 class Notation:
-    """A line such as `"m k, k n -> m n"`, read and checked.
+    """A sharding rule parsed from a line such as `"m k, k n -> m n"`.
 
-    Per tensor a name for each dimension, then `->`, then the outputs.
+    The line names each dimension of each input, then, after `->`, of each output.
 
-    - `...` is any number of parallel dimensions, broadcast from the last. With a name between two of them, as in
-      `"... d! ... -> ... d ..."`, that name is the dimension that the argument `at` says.
-    - `n!` marks a dimension that must be whole, `...!` all that `...` stands for.
-    - `[c]` is any number of tensors of that form, also none.
-    - `*` is a tensor that broadcasts to the first output.
+    - `...` stands for any number of parallel dimensions, broadcast from the last one. A name between two of them, as in
+      `"... d! ... -> ... d ..."`, is the dimension that the argument `at` selects.
+    - `n!` marks a dimension that must not be sharded, `...!` all dimensions of `...`.
+    - `[c]` stands for any number of tensors of that form, including none.
+    - `*` stands for a tensor that broadcasts to the first output.
 
     Args:
         text: the line.
-        reduced: names that outputs lack -> how results of parts are put together.
-        whole: names that must be whole, as those marked with `!`.
-        linear: the outputs are products of all inputs. A text says of which, by their numbers: `"0 1 + 2"` is the
-            product of the first two plus something linear in the third.
-        at: the argument that says where the name between two `...` stands; None: `...` stands once.
-        new: names that only outputs have -> their sizes; they are whole.
-        nonempty: cut names only where every rank gets some of them, for operations that mistake empty tensors.
-        other_forms_whole: compute a call whole whose tensors have other numbers of dimensions; otherwise refuse it.
+        reduced: name that outputs lack -> the reduction that combines the local results.
+        replicated: names that must not be sharded, in addition to those marked with `!`.
+        linear: whether the outputs are products of all inputs. A string lists the products by input index: `"0 1 + 2"`
+            is the product of the first two inputs plus a term that is linear in the third.
+        at: the argument that selects the dimension between two `...`. None: `...` occurs once.
+        new: name that only outputs have -> its size. It is not sharded.
+        nonempty: whether names are sharded only if every rank gets at least one element, for operations that fail on
+            empty tensors or give wrong results.
+        replicates_others: whether a call with other numbers of dimensions runs on replicated operands. Otherwise it is
+            refused.
 
     Raises:
-        ValueError: the line cannot be read.
+        ValueError: the line is invalid.
     """
 
     def __init__(
         self,
         text: str,
         reduced: Mapping[str, str] | None = None,
-        whole: frozenset[str] = frozenset(),
+        replicated: frozenset[str] = frozenset(),
         linear: bool | str = False,
         at: str | None = None,
         new: Mapping[str, Size] | None = None,
         nonempty: bool = False,
-        other_forms_whole: bool = False,
+        replicates_others: bool = False,
     ) -> None:
         self.text, self.reduced, self.linear, self.at = text, dict(reduced or {}), linear, at
-        self.new, self.nonempty, self.other_forms_whole = dict(new or {}), nonempty, other_forms_whole
+        self.new, self.nonempty, self.replicates_others = dict(new or {}), nonempty, replicates_others
         marked = {word.strip("[],!") for word in text.split() if word.strip("[],").endswith("!")}
-        self.whole = whole | marked | {*self.new}
-        self.identity = text, tuple(sorted(self.reduced.items())), self.whole, linear
+        self.replicated = replicated | marked | {*self.new}
+        self.identity = text, tuple(sorted(self.reduced.items())), self.replicated, linear
         left, arrow, right = text.replace("!", "").partition("->")
         self.inputs, self.outputs = ([_Tensor.parse(part) for part in side.split(",")] for side in (left, right))
         self._check(bool(arrow) and "->" not in right)
@@ -124,22 +126,22 @@ class Notation:
         inputs, outputs = ([t.names for t in side] for side in (self.inputs, self.outputs))
         known = set(itertools.chain(*inputs)) - {REST, ADDEND}
         results = set(itertools.chain(*outputs)) - {REST}
-        problems = [] if has_arrow else ["it needs one '->'"]
-        problems += [f"{name!r} is no name" for name in sorted(known | results) if not name.isidentifier()]
-        problems += [f"outputs have {name!r}, inputs have not" for name in sorted(results - known - {*self.new})]
-        used = {*self.reduced, *self.whole} - known - {REST} - {*self.new}
-        problems += [f"there is no {name!r}" for name in sorted(used)]
+        problems = [] if has_arrow else ["expected one '->'"]
+        problems += [f"{name!r} is not a name" for name in sorted(known | results) if not name.isidentifier()]
+        problems += [f"{name!r} is in an output but in no input" for name in sorted(results - known - {*self.new})]
+        used = {*self.reduced, *self.replicated} - known - {REST} - {*self.new}
+        problems += [f"no input has {name!r}" for name in sorted(used)]
         problems += [f"{name!r} is reduced, but an output has it" for name in sorted({*self.reduced} & results)]
         ops = self.reduced.values()
-        problems += [f"{op!r} is none of {', '.join(REDUCE_OPS)}" for op in ops if op not in REDUCE_OPS]
+        problems += [f"expected one of {', '.join(REDUCE_OPS)}, got {op!r}" for op in ops if op not in REDUCE_OPS]
         rests = 2 if self.at else 1
-        twice = [names for names in (*inputs, *outputs) if _has_twice(names, self.whole, rests)]
+        twice = [names for names in (*inputs, *outputs) if _has_twice(names, self.replicated, rests)]
         problems += [f"{' '.join(names)!r} has a name twice" for names in twice]
         if problems:
             raise ValueError(f"sharding_rule({self.text!r}): {'; '.join(problems)}")
 
     def rule(self, call: OpCall) -> Factorization:
-        """Return the factors of a call."""
+        """Return the factorization of a call."""
         shapes = [spec.shape for spec in call.tensors]
         tensors = self._tensors_of(call)
         sizes: dict[str, int] = {}
@@ -154,34 +156,34 @@ class Notation:
             for names, shape in zip(named, shapes, strict=True)
         )
         lost = {name for name in sizes if name not in self.reduced and not all((name,) in output for output in outputs)}
-        fixed = self.whole - {REST} | lost | self._unequal(call, sizes) | {*(rest if REST in self.whole else ())}
-        # The neutral element of a maximum or mean of nothing is not that of the whole, and kernels refuse empty input:
-        # every rank must have some.
+        fixed = self.replicated - {REST} | lost | self._unequal(call, sizes)
+        fixed |= {*(rest if REST in self.replicated else ())}
+        # Kernels refuse the maximum of an empty tensor, and its mean is NaN, which would spoil the reduced result.
         filled = (name for name, op in self.reduced.items() if op in ("avg", "max", "min"))
         nonempty = frozenset(sizes if self.nonempty else filled)
         return Factorization(
             inputs,
             outputs,
             sizes,
-            cuts=Cuts(fixed=fixed, nonempty=nonempty),
+            limits=ShardingLimits(fixed=fixed, nonempty=nonempty),
             partial=PartialResults(reduced=self.reduced, terms=self._terms(len(inputs))),
         )
 
     def _tensors_of(self, call: OpCall) -> list[_Tensor]:
-        """Return one tensor of the line per tensor of the call."""
+        """Return, for each tensor of the call, the tensor of the line that describes it."""
         more = len(call.tensors) - len(self.inputs)
         repeats = any(t.repeated for t in self.inputs)
         if more < -repeats or (more > 0 and not repeats):
-            raise self._misfit(call, f"is of {len(self.inputs)} tensors, got {len(call.tensors)}")
+            raise self._misfit(call, f"needs {len(self.inputs)} tensors, got {len(call.tensors)}")
         return list(itertools.chain(*([t] * (1 + more if t.repeated else 1) for t in self.inputs)))
 
     def _misfit(self, call: OpCall, why: str) -> Exception:
-        return (call.whole if self.other_forms_whole else call.refuse)(f"its rule {self.text!r} {why}")
+        return (call.needs_replicated if self.replicates_others else call.refuse)(f"its rule {self.text!r} {why}")
 
     def _new_size(self, call: OpCall, size: Size, sizes: Sizes) -> int:
         found = size if isinstance(size, int) else call[size] if isinstance(size, str) else size(sizes)
         if type(found) is not int or found < 0:
-            raise call.whole(f"its rule {self.text!r} takes no {size} = {found}")
+            raise call.needs_replicated(f"its rule {self.text!r} needs an integer {size} >= 0, got {found}")
         return found
 
     def _terms(self, count: int) -> tuple[frozenset[int], ...] | None:
@@ -190,29 +192,29 @@ class Notation:
         return (frozenset(range(count)),) if self.linear else None
 
     def _unequal(self, call: OpCall, sizes: Sizes) -> set[str]:
-        """Return averaged names whose parts may be of several lengths: the average of theirs is not that of all."""
+        """Return the averaged names that may be sharded unevenly: the mean of uneven shards' means is not the mean."""
         ragged = any(isinstance(p, RaggedShard) for spec in call.tensors for p in spec.placements)
         ranks = math.prod(call.tensors[0].mesh.shape)
         return {name for name, op in self.reduced.items() if op == "avg" and (ragged or sizes[name] % ranks)}
 
     def _named(self, call: OpCall, names: tuple[str, ...], shape: Sequence[int]) -> list[str] | None:
-        """Return a name per dimension, where those of `...` count from the last; None for an addend, which has none."""
+        """Return a name per dimension (`.1` is the last one of `...`), or None for an addend, which has no names."""
         if names == (ADDEND,):
             return None
         more = len(shape) - sum(name != REST for name in names)
         if more < 0 or (REST not in names and more):
-            raise self._misfit(call, f"calls the dimensions {' '.join(names)!r}, got {list(shape)}")
+            raise self._misfit(call, f"needs the dimensions {' '.join(names)!r}, got the shape {list(shape)}")
         return self._filled(call, names, [f".{index}" for index in range(more, 0, -1)])
 
     def _filled(self, call: OpCall, names: tuple[str, ...], rest: Sequence[str]) -> list[str]:
-        """Return `names` with `rest` for `...`: up to the argument `at`, and from there, where there are two."""
+        """Return `names` with `rest` in place of `...`. If `...` occurs twice, `rest` is split at the argument `at`."""
         before, after = rest, rest
         if self.at and names.count(REST) > 1:
             if not isinstance(call[self.at], int):
-                raise call.whole(f"its rule is along one dimension, got {self.at}={call[self.at]!r}")
+                raise call.needs_replicated(f"its rule needs one dimension, got {self.at}={call[self.at]!r}")
             where = call.dim(call[self.at])
             if len(rest) != call.tensors[0].ndim - 1:
-                raise self._misfit(call, "is of tensors of as many dimensions as the first")
+                raise self._misfit(call, "needs tensors with as many dimensions as the first one")
             before, after = rest[:where], rest[where:]
         first = names.index(REST) if REST in names else 0
         filled = ((before if i == first else after) if name == REST else [name] for i, name in enumerate(names))
@@ -221,28 +223,28 @@ class Notation:
     def _add_sizes(self, call: OpCall, names: Sequence[str], shape: Sequence[int], sizes: dict[str, int]) -> None:
         for name, size in zip(names, shape, strict=True):
             known = sizes.setdefault(name, size)
-            # A broadcast dimension has the size of the operand that is not of one element, whichever comes first.
+            # A broadcast dimension has the size of the operand in which it is not 1, whichever operand comes first.
             if name[0] == "." and known == 1:
                 sizes[name] = size
             elif size != known and not (name[0] == "." and size == 1):
-                raise call.refuse(f"{name!r} of its rule {self.text!r} has sizes {known} and {size}")
+                raise call.refuse(f"{name!r} in its rule {self.text!r} has sizes {known} and {size}")
 
     def _added(self, call: OpCall, shape: Sequence[int], output: Dims, sizes: Sizes) -> Dims:
-        """Return the dimensions of an addend, which broadcasts to the output."""
+        """Return the factors of an addend, which broadcasts to the output."""
         aligned = output[len(output) - len(shape) :]
         wanted = [sizes[name] for (name,) in aligned]
         if len(shape) > len(output) or any(n not in (1, size) for n, size in zip(shape, wanted, strict=True)):
-            whole = [sizes[name] for (name,) in output]
-            raise call.refuse(f"{list(shape)} does not broadcast to the result, which is {whole}")
+            full = [sizes[name] for (name,) in output]
+            raise call.refuse(f"the shape {list(shape)} does not broadcast to {full}, the shape of the result")
         return _dims([name for (name,) in aligned], shape, sizes)
 
 
-def _has_twice(names: Sequence[str], whole: frozenset[str], rests: int) -> bool:
-    """Tell if a name that may be cut stands twice, or `...` more often than `rests`."""
-    single = [name for name in names if name not in whole | {REST}]
+def _has_twice(names: Sequence[str], replicated: frozenset[str], rests: int) -> bool:
+    """Return whether a name that may be sharded occurs twice, or `...` more often than `rests`."""
+    single = [name for name in names if name not in replicated | {REST}]
     return len({*single}) < len(single) or names.count(REST) > rests
 
 
 def _dims(names: Sequence[str], shape: Sequence[int], sizes: Sizes) -> Dims:
-    """Return the factors of a tensor's dimensions; a broadcast dimension has none."""
+    """Return the factors of a tensor's dimensions. A broadcast dimension has none."""
     return tuple(() if size == 1 != sizes[name] else (name,) for name, size in zip(names, shape, strict=True))

@@ -8,7 +8,7 @@ from typing import Any
 
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.rules.factors import Dims, Factorization, PartialResults
-from hp_dtensor.rules.registry import DATA_DEPENDENT, OpCall, Rule, RuleRegistry, broadcast_shape, names_for
+from hp_dtensor.rules.registry import DATA_DEPENDENT, OpCall, Rule, RuleRegistry, broadcast_shapes, dim_factors
 from hp_dtensor.spec.tensor_spec import TensorSpec
 
 NONLINEAR = (
@@ -75,7 +75,7 @@ def pointwise(linearity: str | None) -> Rule:
 
     def rule(call: OpCall) -> Factorization:
         try:
-            shape = broadcast_shape([spec.shape for spec in call.tensors])
+            shape = broadcast_shapes([spec.shape for spec in call.tensors])
         except ValueError as error:
             raise call.refuse(str(error)) from None
         sizes = {f"d{i}": size for i, size in enumerate(shape)}
@@ -102,7 +102,7 @@ def _mantissas(call: OpCall) -> Factorization:
 def _prelu(call: OpCall) -> Factorization:
     """A slope for each channel (dimension 1), or one for all."""
     shape, weight = (spec.shape for spec in call.tensors)
-    dims, sizes = names_for("d", shape)
+    dims, sizes = dim_factors("d", shape)
     if math.prod(weight) == 1:
         return Factorization((dims, ((),) * len(weight)), (dims,), sizes)
     if weight != shape[1:2]:
@@ -141,13 +141,13 @@ def _converted(call: OpCall) -> Factorization:
     if len(call.tensors) == 1:
         return rule
     first, other = call.tensors
-    dims, sizes = names_for("other", other.shape)
+    dims, sizes = dim_factors("other", other.shape)
     rounded = _rounds(first, other)
     return replace(
         rule,
         inputs=(*rule.inputs, dims),
         sizes={**rule.sizes, **sizes},
-        cuts=replace(rule.cuts, fixed=frozenset(sizes)),
+        limits=replace(rule.limits, fixed=frozenset(sizes)),
         partial=replace(rule.partial, terms=None if rounded else rule.partial.terms),
         operands=replace(rule.operands, ignored=frozenset({1})),
     )

@@ -24,7 +24,7 @@ from typing import Any
 from hp_dtensor.rules.factors import LINEAR, Factorization, LocalCall, LocalWork, PartialResults
 from hp_dtensor.rules.notation import first_of, line
 from hp_dtensor.rules.pointwise import pointwise
-from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, names_for
+from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, dim_factors
 from hp_dtensor.spec.placements import RaggedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec
 
@@ -57,9 +57,9 @@ def register(registry: RuleRegistry) -> None:
 
 def _rule(local: Callable[[LocalCall], Any], linear: bool = True) -> Rule:
     def rule(call: OpCall) -> Factorization:
-        dims, sizes = names_for("d", call.tensors[0].shape)
+        dims, sizes = dim_factors("d", call.tensors[0].shape)
         return Factorization(
-            (dims,), (dims,), sizes, partial=LINEAR if linear else PartialResults(), work=LocalWork(of_part=local)
+            (dims,), (dims,), sizes, partial=LINEAR if linear else PartialResults(), work=LocalWork(on_shards=local)
         )
 
     return rule

@@ -18,10 +18,10 @@ import numpy as np
 from hp_dtensor.comm import collectives
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.saved_tensors import Kept
-from hp_dtensor.rules.factors import LINEAR, Dims, Factorization, LocalCall, LocalWork, PartialResults, uncut
+from hp_dtensor.rules.factors import LINEAR, Dims, Factorization, LocalCall, LocalWork, PartialResults, unsharded
 from hp_dtensor.rules.notation import line
 from hp_dtensor.rules.pointwise import pointwise
-from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, names_for
+from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, dim_factors
 
 Tensor = Any
 Local = Callable[[LocalCall], Any]
@@ -72,7 +72,7 @@ def check_floating(call: OpCall, wanted: Any = None) -> None:
     platform = spec.mesh.platform
     dtype = spec.dtype if wanted is None else platform.dtype_meant(wanted)
     if platform.dtype_name(dtype).startswith("complex"):
-        raise call.whole("its rule is of real values")
+        raise call.needs_replicated("its rule is of real values")
     if not platform.is_floating(dtype):
         raise call.refuse(f"it needs floating-point values, got {platform.dtype_name(dtype)}; cast them first")
 
@@ -90,7 +90,7 @@ def _reduction(op: str | None) -> Rule:
         linear = op == "sum" and call.name == "sum"
         return replace(
             whole,
-            cuts=replace(whole.cuts, fixed=frozenset()),
+            limits=replace(whole.limits, fixed=frozenset()),
             partial=replace(whole.partial, reduced=dict.fromkeys(factors, op), terms=LINEAR.terms if linear else None),
         )
 
@@ -98,11 +98,11 @@ def _reduction(op: str | None) -> Rule:
 
 
 def _whole(call: OpCall) -> Factorization:
-    """Every reduced dimension uncut."""
+    """Every reduced dimension unsharded."""
     (spec,) = call.tensors
-    dims, sizes = names_for("d", spec.shape)
+    dims, sizes = dim_factors("d", spec.shape)
     output = _kept(dims, reduced_dims(call, spec.ndim), bool(call.arguments.get("keepdim")))
-    return Factorization((dims,), (output,), sizes, cuts=uncut(_gone_factors(call)))
+    return Factorization((dims,), (output,), sizes, limits=unsharded(_gone_factors(call)))
 
 
 def _gone_factors(call: OpCall) -> list[str]:
@@ -119,7 +119,7 @@ def _by_parts(call: OpCall, make: Callable[[tuple[int, ...], bool], Any], output
     local = make(reduced_dims(call, call.tensors[0].ndim), bool(call["keepdim"]))
     return replace(
         whole,
-        cuts=replace(whole.cuts, fixed=frozenset()),
+        limits=replace(whole.limits, fixed=frozenset()),
         partial=replace(whole.partial, complete=frozenset(factors)),
         work=replace(whole.work, by_factor=dict.fromkeys(factors, local)),
     )
@@ -168,7 +168,7 @@ def _linalg_norm(call: OpCall) -> Factorization:
     dim, order = call["dim"], call["p"]
     count = call.tensors[0].ndim if dim is None else 1 if isinstance(dim, int) else len(dim)
     if order is not None and count > 1:
-        raise call.whole("its rule is of vectors' norms")
+        raise call.needs_replicated("its rule is of vectors' norms")
     return _norm(OpCall(call.name, {**call.arguments, "p": 2 if order is None else order}, call.tensors))
 
 
@@ -192,7 +192,7 @@ def _spread(call: OpCall) -> Factorization:
 def _mean(call: OpCall) -> Factorization:
     check_floating(call, call["dtype"])
     (spec,) = call.tensors
-    dims, sizes = names_for("d", spec.shape)
+    dims, sizes = dim_factors("d", spec.shape)
     gone = reduced_dims(call, spec.ndim)
     factors = [f"d{i}" for i in gone]
     count = math.prod(sizes[f] for f in factors)
@@ -252,9 +252,9 @@ def _with_indices(call: OpCall) -> Factorization:
 
 def _quantile(call: OpCall) -> Factorization:
     if not isinstance(call["q"], (int, float)):
-        raise call.whole("its rule takes one number as q")
+        raise call.needs_replicated("its rule takes one number as q")
     rule = _whole(call)
-    return replace(rule, cuts=replace(rule.cuts, nonempty=frozenset(rule.sizes)))
+    return replace(rule, limits=replace(rule.limits, nonempty=frozenset(rule.sizes)))
 
 
 def lines(call: LocalCall, dims: Sequence[int]) -> Iterator[tuple[int, ProcessGroup, tuple[int, ...]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,23 +13,21 @@ from hp_dtensor.spec.tensor_spec import TensorSpec
 
 REQUIRED = object()
 
-DATA_DEPENDENT = (
-    "the shape of its result depends on data of all ranks; make it whole first: redistribute to Replicate()"
-)
+DATA_DEPENDENT = "the shape of its result depends on the data of all ranks; redistribute the input to Replicate() first"
 
 
 class NeedsReplicatedError(ShardingRuleError):
-    """No rule covers this form of a call, which is right on one device: it is computed on whole operands."""
+    """No rule covers this form of a call, which is valid on one device. It runs on replicated operands instead."""
 
 
 @dataclass(frozen=True)
 class OpCall:
-    """A call seen by a rule: arguments by name, tensors replaced by their specs.
+    """A call as a rule sees it: arguments by name, with specs in place of tensors.
 
     Attributes:
         name: the operation.
-        arguments: by parameter name; absent ones have the signature's default.
-        tensors: the tensor arguments in order of appearance, lists of tensors included.
+        arguments: by parameter name. Those not given have the signature's default.
+        tensors: specs of the tensor arguments in order, including those in lists.
     """
 
     name: str
@@ -41,27 +38,30 @@ class OpCall:
         return self.arguments[name]
 
     def dim(self, dim: int, extra: int = 0) -> int:
-        """Return dimension `dim` of the first tensor, counted from the front (`extra`: of one with more dimensions).
+        """Return the dimension `dim` of the first tensor as a nonnegative index.
+
+        Args:
+            extra: number of dimensions that the result has in addition, for operations that insert one.
 
         Raises:
-            ShardingRuleError: the tensor does not have it.
+            ShardingRuleError: the tensor does not have that dimension.
         """
         ndim = self.tensors[0].ndim + extra
         if not ndim and dim in (0, -1):
-            raise self.whole("a tensor of no dimension")
+            raise self.needs_replicated("a tensor without dimensions")
         if not -ndim <= dim < ndim:
             raise self.refuse(f"dimension {dim} of a {ndim}-dimensional tensor")
         return dim % ndim
 
     def refuse(self, why: str) -> ShardingRuleError:
-        """The error of an operation that its rule cannot take."""
+        """Return the error of a call that the rule does not support."""
         specs = ", ".join(repr(spec) for spec in self.tensors)
         return ShardingRuleError(
             f"{self.name}({specs}): {why}. Redistribute the inputs, or run it on local tensors (to_local, local_map)."
         )
 
-    def whole(self, why: str) -> NeedsReplicatedError:
-        """Return the error that makes every rank gather the operands and compute this call whole."""
+    def needs_replicated(self, why: str) -> NeedsReplicatedError:
+        """Return the error that makes every rank gather the operands and compute the call on replicated ones."""
         return NeedsReplicatedError(str(self.refuse(why)))
 
 
@@ -70,8 +70,8 @@ class Parameter:
     """One parameter of an operation.
 
     Attributes:
-        variadic: `x.view(2, 3)` means `x.view((2, 3))`.
-        keyword: it is given by keyword only.
+        variadic: whether `x.view(2, 3)` means `x.view((2, 3))`.
+        keyword: whether it is keyword-only.
     """
 
     name: str
@@ -85,19 +85,19 @@ Rule = Callable[[OpCall], Factorization]
 
 @dataclass(frozen=True)
 class Registration:
-    """An operation's rule.
+    """The sharding rule of one operation, and the facts about the operation that dispatch needs.
 
     Attributes:
         parameters: in positional order.
-        in_place: the first argument is written and returned.
-        by_type: scalars count by type only, so that changing values do not fill the cache.
-        view: its results share the storage of the first argument.
-        open: further arguments are the local operation's own affair.
-        data_dependent: the shapes of its results may depend on data, so the rule may refuse; on replicated
-            arguments it runs all the same.
-        whole: it is computed on whole operands in every case.
-        own: a user's function. Its rule looks at nothing but tensors, its keywords are its own, and what it returns
-            may be held elsewhere.
+        in_place: whether the first argument is written and returned.
+        by_type: whether scalars enter the plan cache's key by type only, so that changing values do not fill the cache.
+        view: whether the results share the storage of the first argument.
+        open: whether further arguments are passed to the local operation as they are.
+        data_dependent: whether the shapes of the results may depend on data. The rule may then refuse sharded
+            arguments; on replicated ones the operation runs in any case.
+        own: whether it is a user's function. Its rule depends on nothing but tensors, its keywords have no synonyms,
+            and the caller or the function may hold other references to its results.
+        replicated: whether it always runs on replicated operands.
     """
 
     rule: Rule
@@ -108,21 +108,21 @@ class Registration:
     open: bool = False
     data_dependent: bool = False
     own: bool = False
-    whole: bool = False
+    replicated: bool = False
 
     def position(self, keyword: str) -> int:
-        """The position of the parameter that a keyword names; after all of them for one that names none."""
+        """Return the position of the parameter that a keyword names, or the number of parameters if it names none."""
         names = [parameter.name for parameter in self.parameters]
         name = keyword if self.own or keyword in names else KEYWORD_SYNONYMS.get(keyword, keyword)
         return names.index(name) if name in names else len(names)
 
     def first_among(self, keywords: Iterable[str]) -> str:
-        """The keyword that names the first parameter."""
+        """Return the keyword that names the first parameter."""
         return next(keyword for keyword in keywords if self.position(keyword) == 0)
 
 
 class RuleRegistry:
-    """Rules by canonical (torch) operation name."""
+    """Sharding rules by torch's name of the operation."""
 
     def __init__(self) -> None:
         self._registrations: dict[str, Registration] = {}
@@ -139,48 +139,54 @@ class RuleRegistry:
         view: bool = False,
         data_dependent: bool = False,
     ) -> None:
-        """Register one rule for the space-separated `names`.
+        """Register one rule for several operations.
 
         Args:
-            signature: parameters in order, such as `"input dim=None keepdim=False"` or `"input *shape"`; behind a
-                `*` those given by keyword only. A last word `...` takes any further arguments, which then must
-                not change what the rule says; without it a call that has any is refused.
+            names: torch's names of the operations, separated by spaces.
+            signature: parameters in order, such as `"input dim=None keepdim=False"` or `"input *shape"`. Parameters
+                after a `*` are keyword-only. A final `...` accepts any further arguments, which must not change the
+                sharding. Without it, a call with further arguments is refused.
             in_place, by_type, view, data_dependent: see `Registration`.
 
         Raises:
-            ValueError: a name has a rule already.
-            TypeError: the parameters are no text, or the rule is no function.
+            ValueError: a name already has a rule.
+            TypeError: the signature is not a string, or the rule is not callable.
         """
         if not isinstance(signature, str) or not callable(rule):
             raise TypeError(
-                f"rule of {names!r}: expected the parameters as text, such as 'input dim=None', and a function of the "
-                f"call, such as line('... -> ...'); got {signature!r} and {rule!r}"
+                f"rule of {names!r}: expected the signature as a string, such as 'input dim=None', and a function of "
+                f"the call, such as line('... -> ...'); got {signature!r} and {rule!r}"
             )
         words = signature.split()
         takes_more = words[-1] == "..."
         parameters = _parse_signature(words[:-1] if takes_more else words)
-        registration = Registration(rule, parameters, in_place, by_type, view, takes_more, data_dependent)
-        for name in names.split():
-            if name in self._registrations:
-                raise ValueError(f"operation {name!r} has a sharding rule already")
-            self._registrations[name] = registration
+        self._add(names, Registration(rule, parameters, in_place, by_type, view, takes_more, data_dependent))
 
     def register_replicated(self, names: str) -> None:
-        """Register operations that every rank computes on whole operands: cut or partial ones are gathered.
+        """Register operations that run on replicated operands: sharded and partial operands are gathered first.
 
-        They must be pure: they write no argument, and draw no random numbers.
-        """
-        for name in names.split():
-            if name in self._registrations:
-                raise ValueError(f"operation {name!r} has a sharding rule already")
-            self._registrations[name] = Registration(_needs_whole, (), open=True, whole=True)
-
-    def add(self, name: str, registration: Registration, identity: Hashable) -> str:
-        """Register an operation of a user's own, and return its name: another one where `name` is taken.
+        They must be pure: they write no argument and draw no random numbers.
 
         Args:
-            identity: what the registration consists of; where an operation of this name has the same, it is that one.
-                So a function that is defined again in every step leaves nothing behind.
+            names: torch's names of the operations, separated by spaces.
+
+        Raises:
+            ValueError: a name already has a rule.
+        """
+        self._add(names, Registration(_needs_replicated, (), open=True, replicated=True))
+
+    def _add(self, names: str, registration: Registration) -> None:
+        for name in names.split():
+            if name in self._registrations:
+                raise ValueError(f"operation {name!r} already has a sharding rule")
+            self._registrations[name] = registration
+
+    def add(self, name: str, registration: Registration, identity: Hashable) -> str:
+        """Register a user's function and return its name in the registry, which has a number if `name` is taken.
+
+        Args:
+            identity: hashable description of the registration. If the function of this name with the same identity is
+                already registered, its name is returned. A function defined again in every step is registered once.
         """
         if (name, identity) not in self._own_names:
             numbered = itertools.chain([name], (f"{name} {i}" for i in itertools.count(2)))
@@ -193,12 +199,12 @@ class RuleRegistry:
         return self._registrations.get(name)
 
     def names(self) -> tuple[str, ...]:
-        """All operations that have a rule, sorted."""
+        """Return the names of all operations that have a rule, sorted."""
         return tuple(sorted(self._registrations))
 
 
-def _needs_whole(call: OpCall) -> Factorization:
-    raise call.whole("it is computed on whole operands")
+def _needs_replicated(call: OpCall) -> Factorization:
+    raise call.needs_replicated("it runs on replicated operands")
 
 
 KEYWORD_SYNONYMS = {
@@ -219,10 +225,10 @@ KEYWORD_SYNONYMS = {
     "split_size_or_sections": "sizes",
     "indices_or_sections": "sizes",
 }
-"""Other names of parameters in frameworks' signatures; they count where an operation has no parameter of that name."""
+"""Names that frameworks use for our parameters. They apply where an operation has no parameter of that name."""
 
 HARMLESS_KEYWORDS = frozenset({"out", "inplace", "layout", "device", "memory_format", "requires_grad", "_stacklevel"})
-"""Keywords that say where and how a result is made; they change neither its values nor its shape."""
+"""Keywords that state where or how a result is stored. They change neither its values nor its shape."""
 
 _DEFAULTS = {"None": None, "False": False, "True": True}
 
@@ -251,17 +257,17 @@ def _literal(text: str) -> Any:
         return text.strip("'")
 
 
-def names_for(prefix: str, shape: tuple[int, ...]) -> tuple[tuple[tuple[str, ...], ...], dict[str, int]]:
-    """One factor per dimension, `prefix0`, `prefix1`, ..., and their sizes."""
+def dim_factors(prefix: str, shape: tuple[int, ...]) -> tuple[tuple[tuple[str, ...], ...], dict[str, int]]:
+    """Return one factor per dimension, `prefix0`, `prefix1`, ..., and their sizes."""
     dims = tuple((f"{prefix}{i}",) for i in range(len(shape)))
     return dims, {f"{prefix}{i}": size for i, size in enumerate(shape)}
 
 
-def broadcast_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape of operands broadcast together (NumPy's rule).
+def broadcast_shapes(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape of operands broadcast together, by NumPy's rule.
 
     Raises:
-        ValueError: they do not fit.
+        ValueError: the shapes do not broadcast.
     """
     ndim = max((len(shape) for shape in shapes), default=0)
     result = []
@@ -271,7 +277,3 @@ def broadcast_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
             raise ValueError(f"shapes {', '.join(map(str, map(list, shapes)))} do not broadcast")
         result.append(sizes.pop() if sizes else 1)
     return tuple(result)
-
-
-def numel(shape: tuple[int, ...]) -> int:
-    return math.prod(shape)

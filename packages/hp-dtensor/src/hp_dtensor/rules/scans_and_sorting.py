@@ -14,10 +14,10 @@ from typing import Any
 from hp_dtensor.comm import collectives
 from hp_dtensor.rules import reductions
 from hp_dtensor.rules.cat_split_pad_roll import with_lengths
-from hp_dtensor.rules.factors import LINEAR, Factorization, LocalCall, LocalWork, PartialResults, uncut
+from hp_dtensor.rules.factors import LINEAR, Factorization, LocalCall, LocalWork, PartialResults, unsharded
 from hp_dtensor.rules.notation import by_argument, line
 from hp_dtensor.rules.reductions import check_floating, extreme_of_part, groups_of, lines, reduced_dims
-from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, names_for
+from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, dim_factors
 
 Tensor = Any
 
@@ -47,7 +47,7 @@ def register(registry: RuleRegistry) -> None:
 def _along(local: Callable[[LocalCall], Any], linear: bool = False, outputs: int = 1) -> Rule:
     def rule(call: OpCall) -> Factorization:
         (spec,) = call.tensors
-        dims, sizes = names_for("d", spec.shape)
+        dims, sizes = dim_factors("d", spec.shape)
         if not isinstance(call["dim"], int):
             raise call.refuse(f"it needs one dimension, got dim={call['dim']!r}")
         along = [f"d{dim}" for dim in reduced_dims(call, spec.ndim)]
@@ -180,7 +180,7 @@ def _softmax(call: LocalCall) -> Tensor:
 def _topk(call: OpCall) -> Factorization:
     """Along a cut dimension the best of each part, then of these, where that is fewer bytes."""
     if not call.tensors[0].shape:
-        raise call.whole("a tensor of no dimension")
+        raise call.needs_replicated("a tensor without dimensions")
     dim, k = call.dim(call["dim"]), call["k"]
     rule = with_lengths(call, dim, [k])
     rule = replace(rule, outputs=rule.outputs * 2)
@@ -190,7 +190,7 @@ def _topk(call: OpCall) -> Factorization:
     local = {f"d{dim}": reductions.first_k_of_parts(dim, k)}
     return replace(
         rule,
-        cuts=replace(rule.cuts, fixed=rule.cuts.fixed - factor),
+        limits=replace(rule.limits, fixed=rule.limits.fixed - factor),
         partial=replace(rule.partial, complete=factor),
         work=replace(rule.work, by_factor=local),
     )
@@ -199,9 +199,9 @@ def _topk(call: OpCall) -> Factorization:
 def _one_hot(call: OpCall) -> Factorization:
     if call["num_classes"] < 0:
         raise call.refuse("num_classes must be given: otherwise it depends on data of all ranks")
-    dims, sizes = names_for("d", call.tensors[0].shape)
+    dims, sizes = dim_factors("d", call.tensors[0].shape)
     return Factorization(
-        (dims,), ((*dims, ("classes",)),), sizes | {"classes": call["num_classes"]}, cuts=uncut({"classes"})
+        (dims,), ((*dims, ("classes",)),), sizes | {"classes": call["num_classes"]}, limits=unsharded({"classes"})
     )
 
 
@@ -211,12 +211,12 @@ def _bincount(call: OpCall) -> Factorization:
         raise call.refuse("the number of bins depends on data")  # which all ranks have: it runs as on one device
     if not call["minlength"] or call["weights"] is not None:
         raise call.refuse("bincount of a cut DTensor needs minlength, which must exceed every value, and no weights")
-    dims, sizes = names_for("d", spec.shape)
+    dims, sizes = dim_factors("d", spec.shape)
     return Factorization(
         (dims,),
         ((("bins",),),),
         sizes | {"bins": call["minlength"]},
-        cuts=uncut({"bins"}),
+        limits=unsharded({"bins"}),
         partial=PartialResults(reduced=dict.fromkeys(sizes, "sum")),
         work=LocalWork(by_factor=dict.fromkeys(sizes, functools.partial(_bins_of_part, call))),
     )

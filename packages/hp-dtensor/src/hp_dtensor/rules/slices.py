@@ -14,16 +14,16 @@ from typing import Any
 from hp_dtensor.exceptions import IndexOutOfRangeError
 from hp_dtensor.rules.factors import (
     LINEAR,
-    Cuts,
     Dim,
     Dims,
     Factorization,
     LocalCall,
     LocalWork,
-    Part,
-    positions_within,
+    ShardingLimits,
+    Span,
+    positions_in_span,
 )
-from hp_dtensor.rules.registry import OpCall, RuleRegistry, names_for
+from hp_dtensor.rules.registry import OpCall, RuleRegistry, dim_factors
 
 Item = Any
 Tensor = Any
@@ -56,29 +56,34 @@ def _narrow(call: OpCall) -> Factorization:
     shape, dim = call.tensors[0].shape, call.dim(call["dim"])
     start, length = call["start"], call["length"]
     if not isinstance(start, int) or not isinstance(length, int):
-        raise call.whole("its rule takes integers as start and length")
+        raise call.needs_replicated("its rule takes integers as start and length")
     first = start + shape[dim] if start < 0 else start
     if not (0 <= first <= shape[dim] and 0 <= length <= shape[dim] - first):
         raise IndexOutOfRangeError(
             f"narrow: start {start} and length {length} are out of bounds for dimension {dim} with size {shape[dim]} "
             f"of {call.tensors[0]!r}"
         )
-    dims, sizes = names_for("d", shape)
+    dims, sizes = dim_factors("d", shape)
     kept = range(first, first + length)
 
-    def localize(shapes: Sequence[tuple[int, ...]], spans: Mapping[str, Part]) -> Mapping[str, Any]:
+    def localize(shapes: Sequence[tuple[int, ...]], spans: Mapping[str, Span]) -> Mapping[str, Any]:
         if f"d{dim}" not in spans:
             return {}
         rows, count = _own_rows(kept, spans[f"d{dim}"])
         return {"start": rows.start, "length": count}
 
     return Factorization(
-        (dims,), (dims,), sizes, cuts=Cuts(kept={f"d{dim}": kept}), partial=LINEAR, work=LocalWork(localize=localize)
+        (dims,),
+        (dims,),
+        sizes,
+        limits=ShardingLimits(picked={f"d{dim}": kept}),
+        partial=LINEAR,
+        work=LocalWork(localize=localize),
     )
 
 
 def _select(call: OpCall) -> Factorization:
-    dims, sizes = names_for("d", call.tensors[0].shape)
+    dims, sizes = dim_factors("d", call.tensors[0].shape)
     dim, index = call.dim(call["dim"]), call["index"]
     if not isinstance(index, int):
         raise call.refuse("its index must be an integer; use index_select for positions in a tensor")
@@ -92,7 +97,7 @@ def from_owners(
 ) -> Factorization:
     """The rule with `factors`, of which outputs have one position, cut: partial results. Truth values have no sum."""
     if call.tensors[0].mesh.platform.dtype_name(call.tensors[0].dtype) == "bool":
-        return replace(rule, cuts=replace(rule.cuts, fixed=rule.cuts.fixed | {*factors}))
+        return replace(rule, limits=replace(rule.limits, fixed=rule.limits.fixed | {*factors}))
     return replace(
         rule,
         partial=replace(rule.partial, reduced=dict.fromkeys(factors, "sum")),
@@ -155,10 +160,10 @@ def kept_by(call: OpCall, item: slice, size: int) -> range:
 
 def localize_index(
     items: Sequence[Item], sizes: Mapping[str, int], kept: Mapping[str, range]
-) -> Callable[[Sequence[tuple[int, ...]], Mapping[str, Part]], Mapping[str, Any]]:
+) -> Callable[[Sequence[tuple[int, ...]], Mapping[str, Span]], Mapping[str, Any]]:
     """The index of each rank's own part, where a dimension that it slices is cut."""
 
-    def localize(shapes: Sequence[tuple[int, ...]], spans: Mapping[str, Part]) -> Mapping[str, Any]:
+    def localize(shapes: Sequence[tuple[int, ...]], spans: Mapping[str, Span]) -> Mapping[str, Any]:
         return {"index": tuple(own_index(items, sizes, spans)[0])} if kept.keys() & spans.keys() else {}
 
     return localize
@@ -179,12 +184,12 @@ ELSEWHERE = object()
 
 
 def own_index(
-    items: Sequence[Item], sizes: Mapping[str, int], spans: Mapping[str, Part]
-) -> tuple[list[Item], list[Part | None]]:
+    items: Sequence[Item], sizes: Mapping[str, int], spans: Mapping[str, Span]
+) -> tuple[list[Item], list[Span | None]]:
     """An index within this rank's part, and along each dimension of what the whole index picks, which (start, length)
     of it that is; None: all of it."""
     index: list[Item] = []
-    taken: list[Part | None] = []
+    taken: list[Span | None] = []
     position = 0
     for item in items:
         if item is None:
@@ -198,20 +203,20 @@ def own_index(
             kept = range(*item.indices(size))
             rows, _ = _own_rows(kept, part)
             index.append(rows)
-            taken.append(None if item == slice(None) else positions_within(kept, part))
+            taken.append(None if item == slice(None) else positions_in_span(kept, part))
         else:
             index.append(item % size - start if 0 <= item % size - start < length else ELSEWHERE)
     return index, taken
 
 
-def _own_rows(kept: range, part: Part) -> tuple[slice, int]:
+def _own_rows(kept: range, part: Span) -> tuple[slice, int]:
     """Return the rows of a part that are kept, as a slice of the part, and their number."""
-    low, count = positions_within(kept, part)
+    low, count = positions_in_span(kept, part)
     start = kept.start + low * kept.step - part[0] if count else 0
     return slice(start, start + count * kept.step, kept.step), count
 
 
-def part_of_value(ops: Any, value: Any, taken: Sequence[Part | None]) -> Any:
+def value_on_span(ops: Any, value: Any, taken: Sequence[Span | None]) -> Any:
     """Return the share of an assigned value that belongs to this rank's part, as `own_index` says."""
     if not hasattr(value, "shape") or not len(value.shape):
         return value

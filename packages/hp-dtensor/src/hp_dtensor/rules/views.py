@@ -9,17 +9,17 @@ from typing import Any
 
 from hp_dtensor.rules.factors import (
     LINEAR,
-    Cuts,
     Dims,
     Factorization,
     LocalWork,
     Operands,
-    Part,
     PartialResults,
-    uncut,
+    ShardingLimits,
+    Span,
+    unsharded,
 )
 from hp_dtensor.rules.notation import line
-from hp_dtensor.rules.registry import OpCall, RuleRegistry, names_for
+from hp_dtensor.rules.registry import OpCall, RuleRegistry, dim_factors
 
 
 def register(registry: RuleRegistry) -> None:
@@ -67,12 +67,12 @@ def common_factors(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, 
     next, the dimensions between two common boundaries have no common factor and must be whole.
     """
     if tuple(source) == tuple(target):
-        same, same_sizes = names_for("d", tuple(source))
+        same, same_sizes = dim_factors("d", tuple(source))
         return same, same, same_sizes, frozenset()
     # Nothing says how the sizes around a 0 correspond, and nothing needs to: all stay whole.
     if math.prod(source) == 0:
-        left, left_sizes = names_for("i", tuple(source))
-        right, right_sizes = names_for("o", tuple(target))
+        left, left_sizes = dim_factors("i", tuple(source))
+        right, right_sizes = dim_factors("o", tuple(target))
         sizes = left_sizes | right_sizes
         return left, right, sizes, frozenset(sizes)
     left_ends, right_ends = _ends(source), _ends(target)
@@ -146,7 +146,7 @@ def resolve_shape(call: OpCall, shape: Sequence[int], count: int) -> tuple[int, 
     return tuple(shape)
 
 
-def _localize_shape(shapes: Sequence[tuple[int, ...]], spans: Mapping[str, Part]) -> Mapping[str, Any]:
+def _localize_shape(shapes: Sequence[tuple[int, ...]], spans: Mapping[str, Span]) -> Mapping[str, Any]:
     return {"shape": shapes[0]}
 
 
@@ -154,7 +154,7 @@ def _reshape_to(
     call: OpCall, target: tuple[int, ...], localize: Callable[..., Mapping[str, Any]] | None
 ) -> Factorization:
     source, output, sizes, fixed = common_factors(call.tensors[0].shape, target)
-    return _one(source, output, sizes, cuts=Cuts(fixed=fixed), work=LocalWork(localize=localize))
+    return _one(source, output, sizes, limits=ShardingLimits(fixed=fixed), work=LocalWork(localize=localize))
 
 
 def _reshape(call: OpCall) -> Factorization:
@@ -183,7 +183,7 @@ def _unflatten(call: OpCall) -> Factorization:
 
 
 def _permuted(call: OpCall, order: Sequence[int]) -> Factorization:
-    dims, sizes = names_for("d", call.tensors[0].shape)
+    dims, sizes = dim_factors("d", call.tensors[0].shape)
     return _one(dims, tuple(dims[i] for i in order), sizes)
 
 
@@ -211,14 +211,14 @@ def _permute(call: OpCall) -> Factorization:
 
 
 def _unsqueeze(call: OpCall) -> Factorization:
-    dims, sizes = names_for("d", call.tensors[0].shape)
+    dims, sizes = dim_factors("d", call.tensors[0].shape)
     dim = call.dim(call["dim"], extra=1)
     return _one(dims, (*dims[:dim], (), *dims[dim:]), sizes)
 
 
 def _squeeze(call: OpCall) -> Factorization:
     shape = call.tensors[0].shape
-    dims, sizes = names_for("d", shape)
+    dims, sizes = dim_factors("d", shape)
     wanted = call["dim"]
     chosen = range(len(shape)) if wanted is None else [wanted] if isinstance(wanted, int) else wanted
     gone = {call.dim(dim) for dim in chosen}
@@ -244,15 +244,15 @@ def _expand(call: OpCall) -> Factorization:
     inputs = tuple((f"d{i + extra}",) if size == target[i + extra] else () for i, size in enumerate(shape))
     fixed = frozenset(f"d{i}" for i in range(len(target)) if i < extra or shape[i - extra] != target[i])
     output = tuple((f"d{i}",) for i in range(len(target)))
-    return _one(inputs, output, sizes, cuts=Cuts(fixed=fixed), work=LocalWork(localize=_localize_shape))
+    return _one(inputs, output, sizes, limits=ShardingLimits(fixed=fixed), work=LocalWork(localize=_localize_shape))
 
 
 def _repeat_interleave(call: OpCall) -> Factorization:
     if call["dim"] is None or not isinstance(call["repeats"], int):
         if isinstance(call["repeats"], int):
-            raise call.whole("its rule repeats along one dimension")
+            raise call.needs_replicated("its rule repeats along one dimension")
         raise call.refuse("repeat_interleave needs an integer number of repeats, or all data on every rank")
-    dims, sizes = names_for("d", call.tensors[0].shape)
+    dims, sizes = dim_factors("d", call.tensors[0].shape)
     dim = call.dim(call["dim"])
     output = (*dims[:dim], (*dims[dim], "repeat"), *dims[dim + 1 :])
     return _one(dims, output, sizes | {"repeat": call["repeats"]})
@@ -260,22 +260,24 @@ def _repeat_interleave(call: OpCall) -> Factorization:
 
 def _as_complex(call: OpCall) -> Factorization:
     """The last dimension, of a real and an imaginary part, is whole."""
-    dims, sizes = names_for("d", call.tensors[0].shape)
+    dims, sizes = dim_factors("d", call.tensors[0].shape)
     if not dims or sizes[dims[-1][0]] != 2:
         raise call.refuse("its last dimension must hold a real and an imaginary part")
-    return _one(dims, dims[:-1], sizes, cuts=uncut(dims[-1]))
+    return _one(dims, dims[:-1], sizes, limits=unsharded(dims[-1]))
 
 
 def _new(call: OpCall) -> Factorization:
     """A replicated tensor of which only the dtype comes from the input."""
-    dims, sizes = names_for("d", call.tensors[0].shape)
+    dims, sizes = dim_factors("d", call.tensors[0].shape)
     shape = (call["size"],) if isinstance(call["size"], int) else tuple(call["size"])
-    output, new_sizes = names_for("n", shape)
-    return _one(dims, output, sizes | new_sizes, cuts=uncut(new_sizes), partial=PartialResults(), operands=_DTYPE_ALONE)
+    output, new_sizes = dim_factors("n", shape)
+    return _one(
+        dims, output, sizes | new_sizes, limits=unsharded(new_sizes), partial=PartialResults(), operands=_DTYPE_ALONE
+    )
 
 
 def _new_scalar(call: OpCall) -> Factorization:
     if not isinstance(call["data"], (int, float)):
         raise call.refuse("new_tensor of data is ambiguous; use distribute_tensor")
-    dims, sizes = names_for("d", call.tensors[0].shape)
+    dims, sizes = dim_factors("d", call.tensors[0].shape)
     return _one(dims, (), sizes, partial=PartialResults(), operands=_DTYPE_ALONE)
