@@ -26,7 +26,7 @@ from hp_dtensor.parallel.attention.blockwise import Options, attend, attend_grad
 from hp_dtensor.parallel.attention.masks import AttentionDropout, AttentionMask, Plan, Tokens, placed, plan_blocks
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform, platform_of_tensor
-from hp_dtensor.rules.factors import Dims, Factorization, uncut
+from hp_dtensor.rules.factors import Dims, Factorization, unsharded
 from hp_dtensor.rules.registry import REQUIRED, OpCall, Parameter, Registration
 from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.tensor.conversions import replicate_like
@@ -177,7 +177,7 @@ def _sharding_rule(call: OpCall) -> Factorization:
     if call["seeds"] is not None:
         inputs = (*inputs, (("batch",),), (heads,))
     fixed = frozenset({"q", "k", "width", "out"})
-    return Factorization(inputs, ((("batch",), heads, ("q",), ("out",)),), sizes, cuts=uncut(fixed))
+    return Factorization(inputs, ((("batch",), heads, ("q",), ("out",)),), sizes, limits=unsharded(fixed))
 
 
 Route = tuple[Callable[[AttentionMask], bool], Callable[..., Tensor]]
