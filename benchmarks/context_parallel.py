@@ -11,7 +11,7 @@ The first contender sends nothing: it is the kernel alone, forward and backward,
 one call without a mask, in which the kernel is fastest; all ranks compute at once. It is the limit of what a rank can
 reach. Of each other one the table has the median step time and the median processor time of a rank (the mean over
 ranks; other work on the machine does not count in it), how much that is of torch's default, and which share of it the
-limit takes. Under a causal mask the kernel itself does more than the limit: it computes whole blocks of 512 keys.
+limit takes. Under a causal mask the kernel itself does more than the limit: it computes full blocks of 512 keys.
 
 With `--memory`, also the memory that a step adds to a rank, its largest resident memory less that before the step, in
 processes of its own. With `--timeline`, when each hop of our ring was begun and waited for, and when each block was
@@ -74,7 +74,7 @@ class TorchRing(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Case:
-    """One size: tokens of the whole sequence, the mask, and heads."""
+    """One size: tokens of the full sequence, the mask, and heads."""
 
     ranks: int
     length: int
@@ -140,11 +140,11 @@ def ours(method: str, ulysses: bool) -> Callable[[Case], Attend]:
 
         mesh = init_device_mesh("cpu", (case.ranks,), platform=connected_platform())
         degree = case.ranks if ulysses else 1
-        cut = SequenceSharding(length=case.length, ranks=case.ranks, ulysses_degree=degree, balanced=case.causal)
+        sharding = SequenceSharding(length=case.length, ranks=case.ranks, ulysses_degree=degree, balanced=case.causal)
 
         def attend(*tensors: torch.Tensor) -> torch.Tensor:
             mask = AttentionMask(causal=case.causal)
-            return context_parallel_attention(*tensors, mesh, mask=mask, cut=cut, method=method)
+            return context_parallel_attention(*tensors, mesh, mask=mask, sharding=sharding, method=method)
 
         return attend
 
@@ -208,7 +208,7 @@ def mean_over_ranks(values: list[float]) -> list[float]:
 
 def worst_difference(found: dict[str, list[torch.Tensor]]) -> float:
     """Return the largest difference of the rings' results and gradients from torch's default."""
-    # The limit attends to other keys, and the Ulysses cut gives ranks other tokens: another sequence.
+    # The limit attends to other keys, and the Ulysses sharding gives ranks other tokens: another sequence.
     rings = [name for name, tensors in found.items() if tensors and name not in (LIMIT, "our Ulysses")]
     pairs = [pair for name in rings for pair in zip(found[name], found[rings[0]], strict=True)]
     return max((float((x - y).abs().max()) for x, y in pairs), default=0.0)

@@ -8,7 +8,7 @@ from hp_dtensor.parallel.attention import ContextParallel
 from hp_trainer.data import Batch
 from hp_trainer.training.pipelined import SequenceShares
 
-STYLE = ContextParallel(balanced=True, length=64, whole_without_positions=True)
+STYLE = ContextParallel(balanced=True, length=64, replicated_without_positions=True)
 
 
 def batch_of(positions):
@@ -20,15 +20,15 @@ def test_packed_samples_are_cut_within_their_documents():
     rows = ((40, 4, 10, 10), (44, 20))
     positions = np.array([np.concatenate([np.arange(size) for size in row]) for row in rows])
     parts = [SequenceShares(STYLE, 4, rank).own(batch_of(positions)) for rank in range(4)]
-    assert {part.cut for part in parts} == {STYLE.cut(64, 4, positions=positions)}
+    assert {part.cut for part in parts} == {STYLE.sharding(64, 4, positions=positions)}
     work = [(part.positions + 1).sum() for part in parts]
     assert max(work) < 1.05 * np.mean(work)  # 1.94 by head and tail of rows; a single token is up to 15 %
-    np.testing.assert_array_equal(parts[0].cut.restore([part.ids for part in parts]), batch_of(None).ids)
+    np.testing.assert_array_equal(parts[0].cut.unshard([part.ids for part in parts]), batch_of(None).ids)
     assert all((part.targets == part.ids + 1).all() for part in parts)
 
 
 def test_samples_of_one_document_are_cut_by_their_length():
     parts = [SequenceShares(STYLE, 2, rank).own(batch_of(None)) for rank in range(2)]
-    assert parts[0].cut == STYLE.cut(64, 2)
+    assert parts[0].cut == STYLE.sharding(64, 2)
     for part in parts:
         np.testing.assert_array_equal(part.ids % 64, part.positions)

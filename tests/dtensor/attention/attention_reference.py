@@ -68,12 +68,12 @@ def expected(arrays, mask, options):
 
 
 def dropout_factors(p, rows, heads, queries, keys):
-    """Return what dropout multiplies the softmax by, entry by entry in Python's integers: SplitMix64 of places."""
+    """Return what dropout multiplies the softmax by, entry by entry in Python's integers: SplitMix64 of indices."""
     found = np.empty((len(rows), heads, queries, keys))
     for (row, head, i, j), _ in np.ndenumerate(found):
         number = rows[row] % 2**64
-        for place in (head, i + keys - queries, j):
-            number = (number + (place + 1) * 0x9E3779B97F4A7C15) % 2**64
+        for index in (head, i + keys - queries, j):
+            number = (number + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
             number = ((number ^ number >> 30) * 0xBF58476D1CE4E5B9) % 2**64
             number = ((number ^ number >> 27) * 0x94D049BB133111EB) % 2**64
             number ^= number >> 31

@@ -8,30 +8,32 @@ from hp_dtensor import current_world, init_device_mesh
 from hp_dtensor.parallel.attention import AttentionMask, SequenceSharding, context_parallel_attention
 
 
-def attend_on_ranks(platform, arrays, mask, options, ulysses=1, method="ring", balanced=True, dtype=None, cut=None):
+def attend_on_ranks(
+    platform, arrays, mask, options, ulysses=1, method="ring", balanced=True, dtype=None, sharding=None
+):
     """Return this rank's part of the result, of the gradients of query, key and value, and its share of the sinks'."""
     world = current_world(platform)
     mesh = init_device_mesh("cpu", (world.size,), platform=platform)
     q, k, v, grad, *sinks = arrays
-    if cut is None:
-        cut = SequenceSharding(length=k.shape[2], ranks=world.size, ulysses_degree=ulysses, balanced=balanced)
-    own = [cut.take(x, world.rank, 2) for x in (q, k, v)] + [x.copy() for x in sinks]
+    if sharding is None:
+        sharding = SequenceSharding(length=k.shape[2], ranks=world.size, ulysses_degree=ulysses, balanced=balanced)
+    own = [sharding.shard(x, world.rank, 2) for x in (q, k, v)] + [x.copy() for x in sinks]
     inputs = [_cast(platform, platform.from_numpy(x), dtype) for x in own]
     for x in inputs:
         platform.set_requires_grad(x, True)
     given = dict(mask)
     if "positions" in given:
-        given["positions"] = platform.from_numpy(cut.take(given["positions"], world.rank, 1))
+        given["positions"] = platform.from_numpy(sharding.shard(given["positions"], world.rank, 1))
     out = context_parallel_attention(
         *inputs[:3],
         mesh,
         mask=AttentionMask(**given),
-        cut=cut,
+        sharding=sharding,
         method=method,
         sinks=inputs[3] if sinks else None,
         **options,
     )
-    platform.backward(out, _cast(platform, platform.from_numpy(cut.take(grad, world.rank, 2)), dtype))
+    platform.backward(out, _cast(platform, platform.from_numpy(sharding.shard(grad, world.rank, 2)), dtype))
     results = (out, *(platform.get_grad(x) for x in inputs))
     wide = None if dtype is None else "float32"
     return [platform.to_numpy(_cast(platform, platform.detach(x), wide)).copy() for x in results]
@@ -41,8 +43,8 @@ def _cast(platform, x, dtype):
     return x if dtype is None else platform.ops.cast(x, platform.dtype(dtype))
 
 
-def put_together(results, cut):
-    """Return result and gradients of the whole sequence; those of the sinks are the ranks' sum."""
+def put_together(results, sharding):
+    """Return result and gradients of the full sequence; those of the sinks are the ranks' sum."""
     parts = list(zip(*results, strict=True))
-    whole = [cut.restore(list(each), 2) for each in parts[:4]]
-    return whole + [np.sum(each, 0) for each in parts[4:]]
+    full = [sharding.unshard(list(each), 2) for each in parts[:4]]
+    return full + [np.sum(each, 0) for each in parts[4:]]

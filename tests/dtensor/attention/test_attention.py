@@ -11,7 +11,7 @@ import pytest
 
 from hp_dtensor import DeviceMesh, Replicate, Shard, distribute_tensor, record_collectives
 from hp_dtensor.exceptions import AttentionError
-from hp_dtensor.parallel.attention import AttentionMask, attention
+from hp_dtensor.parallel.attention import AttentionMask, attention, functional
 from hp_dtensor.parallel.attention.blockwise import PartialAttention
 from hp_dtensor.parallel.attention.masks import plan_blocks
 from hp_dtensor.testing import run_ranks
@@ -72,7 +72,7 @@ def test_equals_brute_force(hp_platform, name):
 
 @pytest.mark.parametrize("name", ["causal", "full", "window", "packed", "everything", "fewer queries"])
 def test_equals_brute_force_in_blocks_of_five(hp_platform, monkeypatch, name):
-    monkeypatch.setattr(attention, "TILE", 5)
+    monkeypatch.setattr(functional, "TILE", 5)
     case = case_of(**CASES[name])
     reference.compare(computed(hp_platform, *case), reference.expected(*case))
 
@@ -122,7 +122,7 @@ def test_of_dtensors_cut_over_heads_sends_nothing(hp_platform):
 
 def test_layers_share_what_a_mask_takes(hp_platform, monkeypatch):
     calls = []
-    monkeypatch.setattr(attention, "plan_blocks", lambda *args: calls.append(args) or plan_blocks(*args))
+    monkeypatch.setattr(functional, "plan_blocks", lambda *args: calls.append(args) or plan_blocks(*args))
     q, k, v = (hp_platform.from_numpy(x) for x in reference.inputs()[:3])
     mask = AttentionMask(window=3)
     for _ in range(3):

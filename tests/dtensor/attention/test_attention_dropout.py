@@ -9,7 +9,7 @@ from context_programs import attend_on_ranks, put_together
 
 from hp_dtensor import DeviceMesh, Shard, distribute_tensor
 from hp_dtensor.exceptions import AttentionError
-from hp_dtensor.parallel.attention import AttentionDropout, AttentionMask, SequenceSharding, attention
+from hp_dtensor.parallel.attention import AttentionDropout, AttentionMask, SequenceSharding, attention, functional
 from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.platform.attention import kept_entries
 from hp_dtensor.testing import run_ranks
@@ -42,13 +42,13 @@ def one_device(arrays, mask, rows=SEEDS.tolist()):
 def test_every_method_drops_what_one_device_drops(hp_platform, case):
     method, ranks, degree, mask = case
     arrays = reference.inputs(heads=4, kv_heads=2, keys=LENGTH)[:4]
-    cut = SequenceSharding(length=LENGTH, ranks=ranks, ulysses_degree=degree)
+    sharding = SequenceSharding(length=LENGTH, ranks=ranks, ulysses_degree=degree)
     options = {"dropout": dropped()}
     results = run_ranks(attend_on_ranks, ranks, hp_platform, hp_platform, arrays, mask, options, degree, method)
-    found = put_together(results, cut)
+    found = put_together(results, sharding)
     reference.compare(found, one_device(arrays, mask))
     again = run_ranks(attend_on_ranks, ranks, hp_platform, hp_platform, arrays, mask, options, degree, method)
-    for x, y in zip(found, put_together(again, cut), strict=True):
+    for x, y in zip(found, put_together(again, sharding), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
@@ -64,7 +64,7 @@ def computed(platform, arrays, options, call=attention):
 @pytest.mark.parametrize("tile", [512, 4])
 def test_one_rank_and_its_recomputation(hp_platform, tile, monkeypatch):
     """Entries do not depend on the blocks that are computed, on fewer queries than keys, nor on the second forward."""
-    monkeypatch.setattr(attention, "TILE", tile)
+    monkeypatch.setattr(functional, "TILE", tile)
     arrays = reference.inputs(queries=6, keys=LENGTH)[:4]
     found = computed(hp_platform, arrays, {"dropout": dropped()})
     reference.compare(found, one_device(arrays, {}))
@@ -111,7 +111,7 @@ def test_the_platform_draws_the_entries_of_the_reference(hp_platform):
 
 
 def test_as_many_are_dropped_as_asked():
-    """The share of 2^18 entries is within five standard deviations, whole, by head, by row, by query and by key."""
+    """The share of 2^18 entries is within five standard deviations: in all, by head, by row, by query and by key."""
     kept = kept_entries(0.1, np.arange(4), np.arange(16), np.arange(64), np.arange(64))
     for axes in ((0, 1, 2, 3), (1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)):
         count = np.prod([kept.shape[axis] for axis in axes])

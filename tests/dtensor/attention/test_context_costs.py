@@ -17,13 +17,13 @@ SIZES = {"batch": 2, "heads": 8, "kv_heads": 2, "keys": 48}
 WIDTH = 8
 
 
-def counted(hp_platform, ranks, degree=1, method="ring", balanced=True, sizes=SIZES, dtype=None, cut=None, **mask):
+def counted(hp_platform, ranks, degree=1, method="ring", balanced=True, sizes=SIZES, dtype=None, sharding=None, **mask):
     """Return the mean bytes that a rank sends in (forward, backward)."""
     arrays = reference.inputs(**sizes)[:4]
 
     def program():
         with record_collectives() as log:
-            attend_on_ranks(hp_platform, arrays, mask, {}, degree, method, balanced, dtype, cut)
+            attend_on_ranks(hp_platform, arrays, mask, {}, degree, method, balanced, dtype, sharding)
         sent = [0.0, 0.0]
         for record in log.records:
             sent[record.in_backward] += record.wire_bytes
@@ -34,7 +34,7 @@ def counted(hp_platform, ranks, degree=1, method="ring", balanced=True, sizes=SI
 
 
 def formulas(ranks, sizes=SIZES, itemsize=4):
-    """Return the bytes of queries and of keys with values, of the whole batch."""
+    """Return the bytes of queries and of keys with values, of the full batch."""
     tokens = sizes["batch"] * sizes["keys"]
     return tokens * sizes["heads"] * WIDTH * itemsize, 2 * tokens * sizes["kv_heads"] * WIDTH * itemsize
 
@@ -78,13 +78,13 @@ def test_all_gather_of_full_attention_sends_what_the_ring_does_and_gathers_again
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_all_gather_under_a_causal_mask_sends_what_comes_before(hp_platform, ranks):
-    """A tail chunk sees all chunks before it, of which the head is the rank's own; a stretch sees those before it."""
+    """A tail chunk sees all chunks before it, of which the head is the rank's own; a span sees those before it."""
     _, kv = formulas(ranks)
     chunk = kv / (2 * ranks)
     for balanced in (True, False):
         seen = [2 * ranks - 2 - rank if balanced else 2 * rank for rank in range(ranks)]
         share = sum(seen) / ranks * chunk
-        again = 0 if max(seen) <= 2 else share  # no more than its own two chunks are kept for backward
+        again = 0 if max(seen) <= 2 else share  # no more than its own two chunks are saved for backward
         found = counted(hp_platform, ranks, method="all_gather", balanced=balanced)
         assert found == pytest.approx((share, share + again), rel=1e-9)
 
@@ -114,14 +114,14 @@ def test_the_cost_model_counts_what_is_sent(hp_platform, ranks, degree, method, 
         batch=2, length=29, heads=sizes["heads"], kv_heads=sizes["kv_heads"], head_dim=WIDTH, itemsize=4, **mask
     )
     cost = choose_context_parallel(shape, ranks, method=method, ulysses_degree=degree).best
-    cut, mask = None, dict(mask)
+    sharding, mask = None, dict(mask)
     if documents := mask.pop("documents", None):
         rows = (documents, documents)
         mask["positions"] = reference.positions_of(*rows)
-        cut = SequenceSharding(
+        sharding = SequenceSharding(
             length=29, ranks=ranks, ulysses_degree=degree, documents=rows, even_hops=method == "ring"
         )
-    found = counted(hp_platform, ranks, degree, method, mask.get("causal", True), sizes, cut=cut, **mask)
+    found = counted(hp_platform, ranks, degree, method, mask.get("causal", True), sizes, sharding=sharding, **mask)
     assert found == pytest.approx((cost.forward_bytes, cost.backward_bytes), rel=0.02 if 29 % ranks else 1e-9)
 
 
@@ -194,11 +194,11 @@ def test_refuses_a_degree_that_heads_or_ranks_do_not_have():
             choose_context_parallel(shape, ranks, method=method)
     for rank in (-1, 4):
         with pytest.raises(AttentionError, match=f"rank {rank} of 4; expected one from 0 to 3"):
-            SequenceSharding(length=8, ranks=4, balanced=False).places(rank)
+            SequenceSharding(length=8, ranks=4, balanced=False).indices(rank)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_head_and_tail_chunks_balance_a_causal_mask(ranks):
-    cut = SequenceSharding(length=64 * ranks, ranks=ranks)
-    work = [int((cut.places(rank) + 1).sum()) for rank in range(ranks)]
+    sharding = SequenceSharding(length=64 * ranks, ranks=ranks)
+    work = [int((sharding.indices(rank) + 1).sum()) for rank in range(ranks)]
     assert max(work) / (sum(work) / ranks) < 1.001

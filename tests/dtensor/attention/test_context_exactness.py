@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from context_programs import attend_on_ranks, put_together
 
-from hp_dtensor.parallel.attention import AttentionMask, SequenceSharding, attention
+from hp_dtensor.parallel.attention import AttentionMask, SequenceSharding, attention, functional
 from hp_dtensor.platform.attention import AttentionInterface
 from hp_dtensor.testing import run_ranks
 
@@ -15,12 +15,12 @@ LENGTH = 64
 
 
 def shared(platform, arrays, ranks, mask=None, options=None, degree=1, method="ring", dtype="float32"):
-    """Return the result and gradients of the whole sequence."""
-    cut = SequenceSharding(length=arrays[1].shape[2], ranks=ranks, ulysses_degree=degree)
+    """Return the result and gradients of the full sequence."""
+    sharding = SequenceSharding(length=arrays[1].shape[2], ranks=ranks, ulysses_degree=degree)
     parts = run_ranks(
         attend_on_ranks, ranks, platform, platform, arrays, mask or {}, options or {}, degree, method, True, dtype
     )
-    return put_together(parts, cut)
+    return put_together(parts, sharding)
 
 
 def distance(found, wanted):
@@ -52,10 +52,10 @@ def rounded(platform, x, dtype):
 def test_sums_of_gradients_travel_in_float32(hp_platform):
     """Halves are added to a number next to which they vanish in 16 bits one by one: seven of them do not."""
     dtype, large = ("bfloat16", 256) if hp_platform.name == "torch" else ("float16", 2048)
-    cut = SequenceSharding(length=32, ranks=8)
+    sharding = SequenceSharding(length=32, ranks=8)
     # Queries of zeros weigh all keys alike: the gradient of each value is the sum over tokens, divided by 32.
     grad = np.full((1, 1, 32, 4), 0.5 * 32 / 4, np.float32)
-    grad[:, :, cut.places(3)] = large * 32 / 4
+    grad[:, :, sharding.indices(3)] = large * 32 / 4
     zeros = np.zeros_like(grad)
     d_v = shared(hp_platform, (zeros, zeros, zeros, grad), 8, {"causal": False}, dtype=dtype)[3]
     np.testing.assert_array_equal(d_v, np.full_like(d_v, large + 4))  # large + 3.5, to the next even number
@@ -63,7 +63,7 @@ def test_sums_of_gradients_travel_in_float32(hp_platform):
 
 @pytest.mark.parametrize("degree", [2, 4])
 def test_exchanged_heads_give_the_bits_of_one_device(hp_platform, degree):
-    """Each head is computed as one device computes it: over the whole sequence, by the same kernel."""
+    """Each head is computed as one device computes it: over the full sequence, by the same kernel."""
     arrays = reference.inputs(heads=4, kv_heads=4, keys=LENGTH)[:4]
     q, k, v = (hp_platform.from_numpy(x.copy()) for x in arrays[:3])
     wanted = hp_platform.to_numpy(attention(q, k, v, mask=AttentionMask()))
@@ -95,7 +95,7 @@ def test_no_more_scores_are_held_than_those_of_a_block(hp_platform, monkeypatch,
         sizes.append(int(np.prod(scores.shape)))
         return scores
 
-    monkeypatch.setattr(attention, "TILE", 8)
+    monkeypatch.setattr(functional, "TILE", 8)
     monkeypatch.setattr(AttentionInterface, "_masked_scores", noted)
     arrays = reference.inputs(batch=1, heads=2, kv_heads=1, keys=LENGTH)[:4]
     options = {"soft_cap": 5.0}

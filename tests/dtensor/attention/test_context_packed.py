@@ -1,4 +1,4 @@
-"""Attention of packed rows that are cut within their documents equals one device's, by every method and mask."""
+"""Attention of packed rows that are sharded within their documents equals one device's, by every method and mask."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hp_dtensor.parallel.attention import SequenceSharding
 from hp_dtensor.testing import run_ranks
 
 ROWS = {
-    # One row: documents that are spread, whole, of one token, at the end of a rank's tokens, and padding.
+    # One row: documents that are spread, undivided, of one token, at the end of a rank's tokens, and padding.
     "one": ((23, 1, 8, 2, 2, 4, 1),),
     "two": ((5, 1, 9, 6, 20), (30, 11)),
     "single tokens": ((1,) * 6 + (3,),),
@@ -43,15 +43,15 @@ def test_equals_one_device(hp_platform, case):
     arrays = reference.inputs(batch=len(documents), heads=heads, kv_heads=kv_heads, keys=length)[
         : 5 if has_sinks else 4
     ]
-    cut = SequenceSharding(
+    sharding = SequenceSharding(
         length=length, ranks=ranks, ulysses_degree=degree, documents=documents, even_hops=method == "ring"
     )
-    given = arrays, mask, options, degree, method, True, None, cut
+    given = arrays, mask, options, degree, method, True, None, sharding
     results = run_ranks(attend_on_ranks, ranks, hp_platform, hp_platform, *given)
     dropout = options.pop("dropout", None)
     if dropout is not None:
         options["factors"] = reference.dropout_factors(dropout.p, dropout.seed.tolist(), heads, length, length)
-    reference.compare(put_together(results, cut), reference.expected(arrays, mask, options))
+    reference.compare(put_together(results, sharding), reference.expected(arrays, mask, options))
 
 
 def refused(hp_platform, program, message):
@@ -68,21 +68,23 @@ def test_refuses_ranks_that_cut_otherwise(hp_platform):
         from hp_dtensor import current_world
 
         documents = ((8, 4),) if current_world().rank else None
-        cut = SequenceSharding(length=12, ranks=2, documents=documents)
-        attend_on_ranks(hp_platform, arrays, mask, {}, cut=cut)
+        sharding = SequenceSharding(length=12, ranks=2, documents=documents)
+        attend_on_ranks(hp_platform, arrays, mask, {}, sharding=sharding)
 
-    refused(hp_platform, program, "ranks [1] cut the sequence otherwise than rank 0")
+    refused(hp_platform, program, "ranks [1] shard the sequence differently from rank 0")
 
 
-def test_refuses_positions_of_another_cut(hp_platform):
+def test_refuses_positions_of_another_sharding(hp_platform):
     """Such as those of a model that is not called within `use_sequence_sharding`."""
     arrays = reference.inputs(batch=1, keys=12)[:4]
     positions = reference.positions_of((8, 4))
     packed = SequenceSharding(length=12, ranks=2, documents=((8, 4),))
     plain = SequenceSharding(length=12, ranks=2)
-    moved = plain.restore([packed.take(positions, rank) for rank in range(2)])
+    moved = plain.unshard([packed.shard(positions, rank) for rank in range(2)])
 
     def program():
-        attend_on_ranks(hp_platform, arrays, {"positions": moved}, {}, cut=plain)
+        attend_on_ranks(hp_platform, arrays, {"positions": moved}, {}, sharding=plain)
 
-    refused(hp_platform, program, "called within `use_sequence_sharding` of a cut of packed documents")
+    refused(
+        hp_platform, program, "call the model within `use_sequence_sharding` if the sharding is one of packed documents"
+    )

@@ -58,19 +58,19 @@ def test_equals_one_device(hp_platform, case):
     options = dict(options)
     balanced, has_sinks = options.pop("balanced", True), options.pop("sinks", False)
     arrays = reference.inputs(heads=heads, kv_heads=kv_heads, keys=LENGTH)[: 5 if has_sinks else 4]
-    cut = SequenceSharding(length=LENGTH, ranks=ranks, ulysses_degree=degree, balanced=balanced)
+    sharding = SequenceSharding(length=LENGTH, ranks=ranks, ulysses_degree=degree, balanced=balanced)
     results = run_ranks(
         attend_on_ranks, ranks, hp_platform, hp_platform, arrays, MASKS[mask], options, degree, method, balanced
     )
-    reference.compare(put_together(results, cut), reference.expected(arrays, MASKS[mask], options))
+    reference.compare(put_together(results, sharding), reference.expected(arrays, MASKS[mask], options))
 
 
 @pytest.mark.parametrize(("method", "degree"), [("ring", 1), ("all_gather", 1), ("ring", 4), ("ring", 2)])
 def test_fewer_tokens_than_ranks(hp_platform, method, degree):
     arrays = reference.inputs(keys=3)[:4]
-    cut = SequenceSharding(length=3, ranks=4, ulysses_degree=degree)
+    sharding = SequenceSharding(length=3, ranks=4, ulysses_degree=degree)
     results = run_ranks(attend_on_ranks, 4, hp_platform, hp_platform, arrays, {}, {}, degree, method)
-    reference.compare(put_together(results, cut), reference.expected(arrays, {}, {}))
+    reference.compare(put_together(results, sharding), reference.expected(arrays, {}, {}))
 
 
 @pytest.mark.parametrize(("method", "degree"), [("ring", 1), ("all_gather", 1), ("ring", 2)])
@@ -78,9 +78,9 @@ def test_rows_whose_documents_differ_on_one_rank_alone(hp_platform, method, degr
     """Rank 0 has the same documents in both rows, other ranks do not."""
     packed = {"positions": reference.positions_of((2, 10), (2, 4, 6))}
     arrays = reference.inputs(keys=12)[:4]
-    cut = SequenceSharding(length=12, ranks=4, ulysses_degree=degree, balanced=False)
+    sharding = SequenceSharding(length=12, ranks=4, ulysses_degree=degree, balanced=False)
     results = run_ranks(attend_on_ranks, 4, hp_platform, hp_platform, arrays, packed, {}, degree, method, False)
-    reference.compare(put_together(results, cut), reference.expected(arrays, packed, {}))
+    reference.compare(put_together(results, sharding), reference.expected(arrays, packed, {}))
 
 
 def test_repeats_itself_to_the_bit(hp_platform):

@@ -29,7 +29,7 @@ def test_equals_one_device(hp_platform, rank_pool, ranks):
     pool = rank_pool(ranks)
     for method, degree, mask in CASES[ranks]:
         documents = DOCUMENTS if "positions" in mask else None
-        cut = SequenceSharding(length=41, ranks=ranks, ulysses_degree=degree, documents=documents)
+        sharding = SequenceSharding(length=41, ranks=ranks, ulysses_degree=degree, documents=documents)
         for _ in range(2):
-            results = pool.run(attend_by_name, hp_platform.name, arrays, mask, {}, degree, method, True, None, cut)
-            reference.compare(put_together(results, cut), reference.expected(arrays, mask, {}))
+            results = pool.run(attend_by_name, hp_platform.name, arrays, mask, {}, degree, method, True, None, sharding)
+            reference.compare(put_together(results, sharding), reference.expected(arrays, mask, {}))

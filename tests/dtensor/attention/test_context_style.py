@@ -1,4 +1,4 @@
-"""`ContextParallel` of a module: its attention is that of the whole sequence, and nothing else of it changes."""
+"""`ContextParallel` of a module: its attention is that of the full sequence, and nothing else of it changes."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def build(platform, window=None):
     return model
 
 
-def run(platform, model, x, positions, recomputed=False, cut=None):
+def run(platform, model, x, positions, recomputed=False, sharding=None):
     """Return result and gradients of input and weight for the loss sum of squares."""
     given = platform.from_numpy(np.ascontiguousarray(x))
     platform.set_requires_grad(given, True)
     known = None if positions is None else platform.from_numpy(np.ascontiguousarray(positions))
-    with use_sequence_sharding(cut):
+    with use_sequence_sharding(sharding):
         y = checkpoint(model, given, known, platform=platform) if recomputed else model(given, known)
     platform.backward(platform.ops.sum(platform.ops.square(y)))
     weight = platform.get_grad(model.projection.weight)
@@ -72,9 +72,9 @@ def on_ranks(platform, style, positions, window=None, recomputed=False, packed=F
     world = current_world(platform)
     model = build(platform, window)
     parallelize_module(model, init_device_mesh("cpu", (world.size,), platform=platform), style)
-    cut = style.cut(LENGTH, world.size, positions=positions if packed else None)
-    own = None if positions is None else cut.take(positions, world.rank)
-    return run(platform, model, cut.take(X, world.rank), own, recomputed, cut if packed else None)
+    sharding = style.sharding(LENGTH, world.size, positions=positions if packed else None)
+    own = None if positions is None else sharding.shard(positions, world.rank)
+    return run(platform, model, sharding.shard(X, world.rank), own, recomputed, sharding if packed else None)
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -91,10 +91,10 @@ def test_equals_one_device(hp_platform, ranks, options, positions, window, recom
     wanted = run(hp_platform, build(hp_platform, window), X, positions)
     style = ContextParallel(**options)
     found = run_ranks(on_ranks, ranks, hp_platform, hp_platform, style, positions, window, recomputed)
-    cut = style.cut(LENGTH, ranks)
+    sharding = style.sharding(LENGTH, ranks)
     close = {"rtol": 2e-5, "atol": 2e-5}
     for index in (0, 1):
-        np.testing.assert_allclose(cut.restore([each[index] for each in found]), wanted[index], **close)
+        np.testing.assert_allclose(sharding.unshard([each[index] for each in found]), wanted[index], **close)
     np.testing.assert_allclose(sum(each[2] for each in found), wanted[2], rtol=2e-5, atol=2e-4)
 
 
@@ -104,16 +104,16 @@ def test_a_cut_of_packed_documents_is_told(hp_platform, options, recomputed):
     wanted = run(hp_platform, build(hp_platform), X, PACKED)
     style = ContextParallel(**options)
     found = run_ranks(on_ranks, 4, hp_platform, hp_platform, style, PACKED, None, recomputed, True)
-    cut = style.cut(LENGTH, 4, positions=PACKED)
-    assert cut.documents == ((4, 7), (11,))
+    sharding = style.sharding(LENGTH, 4, positions=PACKED)
+    assert sharding.documents == ((4, 7), (11,))
     for index in (0, 1):
-        whole = cut.restore([each[index] for each in found])
-        np.testing.assert_allclose(whole, wanted[index], rtol=2e-5, atol=2e-5)
+        full = sharding.unshard([each[index] for each in found])
+        np.testing.assert_allclose(full, wanted[index], rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(sum(each[2] for each in found), wanted[2], rtol=2e-5, atol=2e-4)
 
 
 def test_attention_elsewhere_is_as_before_when_a_part_has_been_computed_again(hp_platform):
-    """Backward ends the repetition within the module, whose attention is that of the whole sequence."""
+    """Backward ends the recomputation within the module, whose attention is that of the full sequence."""
     wanted = run(hp_platform, build(hp_platform), X, None)
 
     def program():
@@ -133,7 +133,7 @@ def test_without_positions_the_whole_sequence_may_be_on_every_rank(hp_platform):
 
     def program():
         model = build(hp_platform)
-        style = ContextParallel(whole_without_positions=True)
+        style = ContextParallel(replicated_without_positions=True)
         parallelize_module(model, init_device_mesh("cpu", (2,)), style)
         with record_collectives() as log:
             found = run(hp_platform, model, X, None)
@@ -146,30 +146,29 @@ def test_without_positions_the_whole_sequence_may_be_on_every_rank(hp_platform):
 
 
 def test_with_tensor_parallel_heads(hp_platform):
-    """Queries, keys and values are DTensors cut over heads on one axis, their sequence over another."""
+    """Queries, keys and values are DTensors sharded over heads on one axis, their sequence over another."""
     q, k, v, grad, _ = reference.inputs(heads=4, kv_heads=2, keys=LENGTH)
     out, grads = reference.attend(q, k, v)
     wanted = [out, *grads(grad)]
 
     def program():
         mesh = DeviceMesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-        cut, rank = SequenceSharding(length=LENGTH, ranks=2), mesh["cp"].get_local_rank()
-        placed = [
-            distribute_tensor(hp_platform.from_numpy(cut.take(x, rank, 2)), mesh["tp"], [Shard(1)]) for x in (q, k, v)
-        ]
+        sharding, rank = SequenceSharding(length=LENGTH, ranks=2), mesh["cp"].get_local_rank()
+        own = [hp_platform.from_numpy(sharding.shard(x, rank, 2)) for x in (q, k, v)]
+        placed = [distribute_tensor(x, mesh["tp"], [Shard(1)]) for x in own]
         for x in placed:
             hp_platform.set_requires_grad(x, True)
-        y = context_parallel_attention(*placed, mesh["cp"], mask=AttentionMask(), cut=cut)
+        y = context_parallel_attention(*placed, mesh["cp"], mask=AttentionMask(), sharding=sharding)
         assert y.placements == (Shard(1),)
-        given = hp_platform.from_numpy(cut.take(grad, rank, 2))
+        given = hp_platform.from_numpy(sharding.shard(grad, rank, 2))
         hp_platform.backward(y, distribute_tensor(given, mesh["tp"], [Shard(1)]))
         every = (y, *(hp_platform.get_grad(x) for x in placed))
         return [hp_platform.to_numpy(x.full_tensor()) for x in every]
 
     results = run_ranks(program, 4, hp_platform)
-    cut = SequenceSharding(length=LENGTH, ranks=2)
+    sharding = SequenceSharding(length=LENGTH, ranks=2)
     for index, expected in enumerate(wanted):
-        found = cut.restore([results[0][index], results[2][index]], 2)
+        found = sharding.unshard([results[0][index], results[2][index]], 2)
         np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-5)
 
 
@@ -197,7 +196,7 @@ def test_refuses_another_length_than_the_cut_gives(hp_platform):
     refused(hp_platform, program, "rank 0 of 2 has 5 queries and 5 keys; SequenceSharding(length=12")
 
 
-def test_refuses_a_mask_of_another_cut(hp_platform):
+def test_refuses_a_mask_of_another_sharding(hp_platform):
     """Nothing in a mask without positions tells which batch it is of."""
 
     class OneMask(nn.Module):
@@ -217,14 +216,14 @@ def test_refuses_a_mask_of_another_cut(hp_platform):
             with use_sequence_sharding(SequenceSharding(length=8, ranks=2, documents=documents)):
                 model(q)
 
-    refused(hp_platform, program, "expected a mask of its own for each forward pass")
+    refused(hp_platform, program, "expected a new mask for each forward pass")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"method": "rings"}, "method must be one of ('ring', 'all_gather'), got 'rings'"),
-        ({"method": "ulysses"}, "heads are exchanged among the cut's ulysses_degree ranks"),
+        ({"method": "ulysses"}, "heads are exchanged among the sharding's ulysses_degree ranks"),
         ({"ulysses_degree": 3}, "a ulysses_degree that divides the ranks"),
     ],
 )

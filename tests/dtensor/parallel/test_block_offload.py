@@ -113,7 +113,7 @@ def test_blocks_that_stay_among_others_that_leave(hp_platform, fetched, staying)
         assert kept_here == pytest.approx(kept * stay / BLOCKS, rel=0.3)
 
 
-def test_the_block_in_front_is_brought_back_while_backward_is_in_one_that_stays(hp_platform, fetched):
+def test_the_block_in_front_is_fetched_while_backward_is_in_one_that_stays(hp_platform, fetched):
     offloaded, ops, seen = ActivationOffload(hp_platform), hp_platform.ops, []
     x = hp_platform.from_numpy(VALUES)
     hp_platform.set_requires_grad(x, True)
@@ -303,7 +303,7 @@ def test_memories_leave_one_by_one_and_come_back_in_the_second_half_of_the_block
 
     def noted(what, run):
         def call(entry):
-            if what == "frees" or (not entry._sources and entry._brought is None):
+            if what == "frees" or (not entry._sources and entry._fetched is None):
                 events.append(f"{what} {order[entry]}")
             run(entry)
 

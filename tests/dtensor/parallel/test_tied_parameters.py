@@ -217,7 +217,7 @@ def _wrong_plans(platform: Platform) -> list[str]:
 
 
 class _Odd(ColwiseParallel):
-    def _cut(self, module: Any) -> Any:
+    def _sharded(self, module: Any) -> Any:
         return {"weight": Shard(3)}
 
 

@@ -1,6 +1,7 @@
-"""Parameters of modules: which modules own them, under which names, and how they become DTensors.
+"""Parameters of modules as DTensors: `distribute_module`, and what parallel styles and shard plans share with it.
 
-`distribute_module`: every parameter and buffer of a module becomes a DTensor.
+A parameter with several names (a tied parameter) stays one parameter. `check_state` lets modules refuse to be saved or
+loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Placements = tuple[Placement, ...]
 
 
 class Owner(NamedTuple):
-    """A module that holds a parameter, the module's path in the model, and the parameter's name in the module."""
+    """A module that holds a parameter, its path in the model, and the parameter's name in the module."""
 
     path: str
     module: Module
@@ -30,12 +31,12 @@ class Owner(NamedTuple):
 
     @property
     def dotted(self) -> str:
-        """The parameter's name in the model."""
+        """The parameter's dotted name in the model."""
         return dotted(self.path, self.name)
 
 
 def dotted(path: str, name: str) -> str:
-    """Join the path of a module and the name of what it holds; the root module has the path ''."""
+    """Join the path of a module and the name of a parameter; the root module has the path ''."""
     return f"{path}.{name}" if path else name
 
 
@@ -45,10 +46,10 @@ def own_parameters(platform: Platform, module: Module) -> dict[str, Tensor]:
 
 
 def check_state(platform: Platform, module: Module) -> None:
-    """Let the modules at and below `module` refuse that their parameters are saved or loaded as they are now.
+    """Raise if a module at or below `module` refuses to be saved or loaded in its present state.
 
-    One does so by raising in a method `_hp_check_state`, without arguments: where rows of a weight are not in the order
-    that its name stands for, say. It raises on all ranks that hold the module, or on none.
+    A module refuses by raising in a method `_hp_check_state`, without arguments, for example while the rows of a weight
+    are not in the order that its name implies. It must raise on all ranks that hold the module, or on none.
     """
     for _, each in platform.named_modules(module):
         check = getattr(type(each), "_hp_check_state", None)
@@ -57,7 +58,7 @@ def check_state(platform: Platform, module: Module) -> None:
 
 
 def parameter_owners(platform: Platform, module: Module) -> dict[int, list[Owner]]:
-    """Map the identity of each parameter in `module` to its owners; a tied parameter has several."""
+    """Map the id of each parameter in `module` to its owners; a tied parameter has several."""
     owners: dict[int, list[Owner]] = {}
     for path, submodule in platform.named_modules(module):
         for name, parameter in own_parameters(platform, submodule).items():
@@ -66,18 +67,18 @@ def parameter_owners(platform: Platform, module: Module) -> dict[int, list[Owner
 
 
 def tied_owners(platform: Platform, module: Module) -> list[list[Owner]]:
-    """Return the owners of each parameter in `module` that has several names."""
+    """Return the owners of each tied parameter in `module`."""
     return [owners for owners in parameter_owners(platform, module).values() if len(owners) > 1]
 
 
 def tie_again(platform: Platform, tied: Iterable[Sequence[Owner]]) -> None:
-    """Make parameters that were one before their modules were placed one again.
+    """Restore ties: make parameters that were one before their modules were distributed one again.
 
     Args:
-        tied: the owners of each tied parameter, as `tied_owners` found them before.
+        tied: the owners of each tied parameter, as `tied_owners` returned them before.
 
     Raises:
-        PlanError: the modules placed such a parameter in different ways.
+        PlanError: the modules placed a tied parameter in different ways.
     """
     for owners in tied:
         now = {owner.dotted: own_parameters(platform, owner.module).get(owner.name) for owner in owners}
@@ -102,14 +103,13 @@ def place_parameter(
 ) -> None:
     """Replace a plain parameter that `module` itself holds by a DTensor parameter.
 
-    The parameter is replaced under all names that it has in this module; where other modules hold it too, they keep
-    the plain one.
+    It is replaced under all names that it has in this module. Other modules that share it keep the plain one.
 
     Args:
-        src_data_rank: the mesh coordinate whose values count; None: every rank has the same ones.
+        src_data_rank: the mesh coordinate whose values are used; None: all ranks have the same values.
 
     Raises:
-        PlanError: the parameter has hooks for its gradient, which the DTensor would not call.
+        PlanError: the parameter has gradient hooks, which the DTensor would not call.
     """
     platform = device_mesh.platform
     own = own_parameters(platform, module)
@@ -142,10 +142,10 @@ def place_tied(
 
 
 class PlannedParameters:
-    """The placements that a plan gives to parameters, and what is wrong with them.
+    """The placements that a plan gives to parameters, and the mistakes in it.
 
     Attributes:
-        problems: one sentence per mistake, in the order in which they were found.
+        problems: one sentence per mistake, in the order found.
     """
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
@@ -154,15 +154,14 @@ class PlannedParameters:
         self._placed: dict[int, tuple[str, Placements]] = {}
 
     def add(self, label: str, parameter: Tensor, placements: Sequence[Placement]) -> Placements | None:
-        """Note the placements of `parameter` and return them with dimensions counted from the front.
+        """Record the placements of `parameter` and return them with non-negative dimensions.
 
         Args:
             label: names the entry of the plan in messages.
 
         Returns:
-            None if the entry is wrong, which `problems` then tells. An entry is wrong for a DTensor, for a parameter
-            with gradient hooks, where the placements do not fit the mesh or the shape, and where another entry places
-            the same parameter in another way.
+            None if the entry is wrong, which is added to `problems`: the parameter is a DTensor already or has gradient
+            hooks, the placements do not fit mesh or shape, or another entry places the same parameter differently.
         """
         problem, normal = self._read(label, parameter, placements)
         if problem is not None:
@@ -198,7 +197,7 @@ def distribute_module(
     input_fn: InputFn | None = None,
     output_fn: OutputFn | None = None,
 ) -> Module:
-    """Make every parameter and buffer of `module` a DTensor and hook its inputs and outputs.
+    """Make every parameter and buffer of `module` a DTensor, and hook its inputs and outputs.
 
     A parameter with several names, of one module or of several, stays one parameter.
 
@@ -206,14 +205,14 @@ def distribute_module(
 
     Args:
         device_mesh: default: the current one (`with mesh:`).
-        partition_fn: called as `partition_fn(name, submodule, mesh)` for every sub-module; places parameters, tied ones
+        partition_fn: called as `partition_fn(name, submodule, mesh)` for every submodule; places parameters, tied ones
             under any of their names. Parameters and buffers that it leaves plain are replicated, with the values of the
             mesh's first rank.
         input_fn: `input_fn(module, args, mesh)` returns the positional arguments to call with, or the only one.
-        output_fn: `output_fn(module, output, mesh)` returns the output to give.
+        output_fn: `output_fn(module, output, mesh)` returns the output.
 
     Raises:
-        PlanError: `partition_fn` placed a tied parameter in several ways; a parameter has hooks for its gradient.
+        PlanError: `partition_fn` placed a tied parameter in several ways; a parameter has gradient hooks.
 
     Example:
         >>> def program():
@@ -241,7 +240,7 @@ def distribute_module(
 
 
 def _arguments(returned: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the positional arguments that `input_fn` wants: None leaves those of the call."""
+    """Return the positional arguments that `input_fn` returned; None leaves those of the call."""
     if returned is None:
         return args
     return returned if isinstance(returned, tuple) else (returned,)
@@ -251,10 +250,10 @@ def replicate_plain(module: Module, device_mesh: DeviceMesh, src_data_rank: int 
     """Make every plain parameter and buffer of `module` a replicated DTensor.
 
     Args:
-        src_data_rank: the mesh coordinate whose values count; None: every rank has the same ones.
+        src_data_rank: the mesh coordinate whose values are used; None: all ranks have the same values.
 
     Raises:
-        PlanError: a parameter has hooks for its gradient.
+        PlanError: a parameter has gradient hooks.
     """
     platform = device_mesh.platform
     for owners in parameter_owners(platform, module).values():

@@ -1,4 +1,4 @@
-"""Modules written once: a class deriving from `Module` is realised on the platform it is built for.
+"""Platform-neutral modules: a class deriving from `Module` becomes a module of the platform that it is built for.
 
 class Scale(nn.Module):
     def __init__(self, dim: int) -> None:
@@ -9,7 +9,7 @@ class Scale(nn.Module):
         return self.ops.mul(x, self.weight)
 
 with nn.building(platform):
-    scale = Scale(8)            # on torch a torch.nn.Module, on MindSpore a mindspore.nn.Cell
+    scale = Scale(8)            # a torch.nn.Module on torch, a mindspore.nn.Cell on MindSpore
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _building = _Building()
 
 @contextlib.contextmanager
 def building(platform: Platform | str | None = None) -> Iterator[Platform]:
-    """Make the modules of the block belong to `platform` (default: the selected one)."""
+    """Build the modules created in the block for `platform` (default: the selected one)."""
     chosen = get_platform(platform)
     _building.platforms.append(chosen)
     try:
@@ -61,7 +61,7 @@ class Module:
             return super().__new__(cls)
         platform = _building.platforms[-1] if _building.platforms else get_platform()
         realised = _realise(cls, platform)  # type: ignore[arg-type]
-        # The framework's own __new__ makes the object, which object's may not.
+        # The framework's __new__ must create the object: object.__new__ refuses its classes.
         return realised.__new__(realised)
 
     @property
@@ -69,7 +69,7 @@ class Module:
         return self.platform.ops
 
     def parameter(self, shape: Sequence[int], dtype: str = "float32", requires_grad: bool = True) -> Tensor:
-        """Return a zero-filled parameter; `hp_dtensor.init_parameters` gives it its values."""
+        """Return a parameter filled with zeros; `hp_dtensor.init_parameters` initializes it."""
         zeros = self.platform.zeros(tuple(shape), self.platform.dtype(dtype))
         return self.platform.Parameter(zeros, requires_grad=requires_grad)
 
@@ -87,7 +87,7 @@ def _realise(cls: type[Module], platform: Platform) -> type[Module]:
 
 
 class ModuleList(Module):
-    """Modules in order, by index; dotted names `0`, `1`, ..."""
+    """Modules in order, accessed by index; dotted names `0`, `1`, ..."""
 
     def __init__(self, modules: Sequence[Any] = ()) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Linear(Module):
 
 
 class Embedding(Module):
-    """Rows of `weight` `[num_embeddings, embedding_dim]` picked by integer ids of any shape."""
+    """Rows of `weight` `[num_embeddings, embedding_dim]` selected by integer ids of any shape."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
         super().__init__()

@@ -1,13 +1,13 @@
-"""Offload of activations: what blocks keep for backward waits in host memory.
+"""Activation offload: tensors that blocks save for backward are held in host memory until then.
 
-What autograd saves within a block is copied to the host while the next block computes: as that saves its own, as many
-bytes of the block before are freed. In backward, when half of a block's bytes have been used, those of the block before
-begin to come back, in the order in which they will be needed, and two for each one that is used. So a copy has between
-half a block's time and all of it, and the device holds about as much as one block saves. (After Rhu et al., 2016,
-"vDNN", arXiv 1602.08124.)
+What autograd saves in a block is copied to the host while the next block computes: for every byte that the next block
+saves, one byte of the block before is freed. In backward, when half of a block's bytes have been used, those of the
+block before start to come back, in the order in which they are needed and two for each byte used. So each copy has
+between half and all of a block's time, and the device holds about as much as one block saves (after Rhu et al., 2016,
+"vDNN", arXiv 1602.08124).
 
-Where the platform can, whole memories of tensors are copied, once each: views that share one share its copy too, and
-come back as they lay.
+Where the platform can, entire storages are copied, once each: views of one storage share its copy, and come back as
+views with the same offsets and strides.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Tensor = Any
 
 
 class ActivationOffload:
-    """Calls the blocks of one forward, in their order, and keeps in host memory what they save for backward.
+    """Calls the blocks of one forward in order, and holds in host memory what they save for backward.
 
-    The last block's tensors stay, for backward begins with them; those of blocks that are called by `staying` do too.
-    So do parameters, buffers and gathered weights, what shares memory with `args`, small tensors, and results that
-    `checkpoint` keeps. Make one for each forward.
+    The last block's tensors stay on the device, because backward starts with them, as do those of blocks called by
+    `staying`, parameters, buffers and unsharded weights, storages shared with `args`, small tensors, and results that
+    `checkpoint` saves. Make a new object for each forward.
 
     Args:
-        smallest: bytes below which memory stays on the device.
+        smallest: storages of fewer bytes stay on the device.
 
     Raises:
-        CapabilityError: the platform cannot replace what its autograd saves.
+        CapabilityError: the platform has no hooks on what autograd saves.
 
     Example:
         >>> x = platform.zeros((4, 3), platform.dtype("float32"))
@@ -55,15 +55,16 @@ class ActivationOffload:
         self._last: _Block | None = None
 
     def __call__(self, function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-        """Return `function(x, *args)`.
+        """Return `function(x, *args)`, offloading what it saves.
 
         Args:
-            function: a module, or a `functools.partial` of one or with one, whose parameters stay on the device; of any
-                other function, those that are no leaves of the graph are offloaded as if they were activations.
-            args: tensors in it, such as tables that blocks share, stay on the device.
+            function: a module, or a `functools.partial` of or with one, whose parameters stay on the device. Parameters
+                of other functions are recognized only if they are leaves of the graph; others are offloaded like
+                activations.
+            args: tensors in it, such as tables shared by blocks, stay on the device.
 
         Raises:
-            RuntimeError: from backward, if a tensor that is needed there has been written.
+            RuntimeError: from backward, if a saved tensor has been written.
         """
         if not self._platform.is_grad_enabled():
             return function(x, *args)
@@ -72,13 +73,13 @@ class ActivationOffload:
         return self._run(block, function, x, args)
 
     def staying(self, function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-        """Return `function(x, *args)`, and leave on the device what it saves while the block before leaves.
+        """Return `function(x, *args)`; what it saves stays on the device while the block before is offloaded.
 
         Args:
             function, args: any.
 
         Raises:
-            RuntimeError: as for a block that is offloaded.
+            RuntimeError: as for an offloaded block.
 
         Example:
             >>> x = platform.zeros((4, 3), platform.dtype("float32"))
@@ -88,17 +89,17 @@ class ActivationOffload:
         """
         if self._last is None or not self._platform.is_grad_enabled():
             return function(x, *args)
-        # Its tensors are looked at only to know when backward comes to it, and the block before is to be brought back.
+        # Its saved tensors are watched only to notice when backward reaches it, and to fetch the block before then.
         result = self._run(_StayingBlock(self._platform, self._copies, self._smallest, self._last), function, x, args)
         self._last = None
         return result
 
     def _run(self, block: _Block, function: Callable[..., Tensor], x: Tensor, args: tuple[Any, ...]) -> Tensor:
         with ExitStack() as stack:
-            stack.enter_context(self._platform.saving(block.save, lambda kept: kept.get()))
+            stack.enter_context(self._platform.saving(block.save, lambda holder: holder.get()))
             stack.enter_context(keeping(block.keep))
             result = function(x, *args)
-        # What this block has not made room for: the copies of the block before have had all its time.
+        # What this block's own saves have not freed yet: copies of the block before had the time of this whole block.
         if self._last is not None:
             self._last.free()
         self._last = block
@@ -114,42 +115,43 @@ class ActivationOffload:
 
 
 class _Block:
-    """The memories that one block has saved, and the block before, which backward comes to next.
+    """The storages that one block has saved, and a reference to the block before, which backward reaches next.
 
     Attributes:
-        num_bytes: of the memories that it has saved so far.
+        num_bytes: bytes saved so far.
     """
 
     def __init__(self, platform: Platform, copies: HostCopies, smallest: int, before: _Block | None) -> None:
         self._platform, self._copies, self._smallest, self._before = platform, copies, smallest, before
         self._left: set[Hashable] = set()
-        # An entry lives as long as the graph needs it. While it holds its source, whose memory identifies it, nothing
-        # else can lie there.
+        # Weak: an entry lives as long as the graph needs it. While it holds its source, the address that identifies it
+        # cannot be reused.
         self._entries: weakref.WeakValueDictionary[Hashable, _Entry] = weakref.WeakValueDictionary()
         self.num_bytes, self._used = 0, 0
-        # Those not freed yet, with the bytes up to their end, and those not brought back, with the bytes before them.
+        # Entries not freed yet, with the bytes saved up to their end, and entries not fetched yet, with those before
+        # them.
         self._leaving: deque[tuple[int, weakref.ref[_Entry]]] = deque()
-        self._away: list[tuple[int, weakref.ref[_Entry]]] = []
+        self._on_host: list[tuple[int, weakref.ref[_Entry]]] = []
         self._is_entered = False
 
     def leave(self, *lists: list[Tensor]) -> None:
-        """Leave these tensors' memory where it is."""
+        """Exclude the storages of these tensors from offload."""
         with self._platform.local_op():
             found = [self._copies.memory_of(x) for tensors in lists for x in tensors]
         self._left |= {memory[0] for memory in found if memory is not None}
 
     def save(self, x: Tensor) -> Keeper:
-        """Keep a tensor that autograd saves, which may be a leaf, or part of the graph that saves it."""
+        """Return a holder for a tensor that autograd saves, a leaf or part of the graph."""
         if self._platform.is_leaf(x):
             if self._platform.requires_grad(x):
                 self.leave([x])
             return self.keep(x)
         with self._platform.no_grad():
-            # Else the graph would hold itself by its results.
+            # Detached: the graph would hold its own results otherwise, a cycle.
             return self.keep(self._platform.detach(x))
 
     def keep(self, x: Tensor) -> Keeper:
-        """Keep a leaf, or a tensor outside the graph."""
+        """Return a holder for a leaf, or a tensor outside the graph."""
         memory = self._copies.memory_of(x)
         if memory is None or memory[1] < self._smallest or memory[0] in self._left:
             return Held(self._platform, x)
@@ -157,44 +159,44 @@ class _Block:
         key = memory[0], self._platform.version(x), shared
         with self._platform.no_grad(), self._platform.local_op():
             entry = self._entries.get(key)
-            # Tensors over one memory may each count their writes alone: that one has been written does not show in the
-            # version of another.
+            # Tensors over one storage may count their writes separately (MindSpore), so a write to one need not show in
+            # the version of another.
             if entry is None or entry.is_written:
                 entry = self._entries[key] = _Entry(self, self._platform, self._copies, x, memory[1])
-                self._away.append((self.num_bytes, weakref.ref(entry)))
+                self._on_host.append((self.num_bytes, weakref.ref(entry)))
                 self._save(memory[1])
                 self._leaving.append((self.num_bytes, weakref.ref(entry)))
             return _Offloaded(entry, self._copies, x)
 
     def _save(self, num_bytes: int) -> None:
-        """Count what is saved, and make room for it."""
+        """Count saved bytes, and free as many of the block before."""
         self.num_bytes += num_bytes
         if self._before is not None:
             self._before.free(self.num_bytes)
 
     def free(self, num_bytes: float = math.inf) -> None:
-        """Free the device's memories within the first bytes that were saved, once they have been copied."""
+        """Free the device storages within the first `num_bytes` saved, once they have been copied to the host."""
         while self._leaving and self._leaving[0][0] <= num_bytes:
             entry = self._leaving.popleft()[1]()
             if entry is not None:
                 entry.finish()
 
     def fetch(self, num_bytes: float = math.inf) -> None:
-        """Begin to bring back the memories within the last bytes that were saved, which backward needs first."""
-        while self._away and self.num_bytes - self._away[-1][0] <= num_bytes:
-            entry = self._away.pop()[1]()
+        """Start copying back the storages within the last `num_bytes` saved, which backward needs first."""
+        while self._on_host and self.num_bytes - self._on_host[-1][0] <= num_bytes:
+            entry = self._on_host.pop()[1]()
             if entry is not None:
                 entry.fetch()
 
     def enter(self) -> None:
-        """Bring back what is away of this block, at the first call."""
+        """Start copying back everything still on the host, at the first call."""
         if not self._is_entered:
             self._is_entered = True
             self.fetch()
 
     def use(self, num_bytes: int, *, is_last: bool = True) -> None:
-        """Count the use of a memory; in this block's second half, bring back twice as much of the block before."""
-        # What the present operation uses is still there.
+        """Count the use of a storage; in the second half of this block, fetch twice as much of the block before."""
+        # Bytes used by the current operation are still on the device, so they do not count yet.
         used_up = self._used
         if is_last:
             self._used += num_bytes
@@ -204,10 +206,10 @@ class _Block:
 
 
 class _StayingBlock(_Block):
-    """A block whose memories stay on the device; as they are used, those of the block before are brought back."""
+    """A block whose storages stay on the device; their use still fetches those of the block before."""
 
     def keep(self, x: Tensor) -> Keeper:
-        """Keep a leaf, or a tensor outside the graph, where it is."""
+        """Return a holder that leaves a tensor on the device and reports its use."""
         memory = self._copies.memory_of(x)
         num_bytes = 0 if memory is None or memory[0] in self._left else memory[1]
         self._save(num_bytes)
@@ -215,7 +217,7 @@ class _StayingBlock(_Block):
 
 
 class _Watched(Held):
-    """A tensor that stays where it is, and tells its block when backward needs it."""
+    """A tensor that stays on the device, and reports to its block when backward uses it."""
 
     def __init__(self, block: _Block, platform: Platform, x: Tensor, num_bytes: int) -> None:
         super().__init__(platform, x)
@@ -227,20 +229,20 @@ class _Watched(Held):
 
 
 class _Entry:
-    """One memory: its source while that is there, its copy on the host, and what has been brought back."""
+    """One storage: the tensors over it while it is on the device, its host copy, and the storage copied back."""
 
     def __init__(self, block: _Block, platform: Platform, copies: HostCopies, x: Tensor, num_bytes: int) -> None:
         self._block, self._platform, self._copies = block, platform, copies
         self._num_bytes = num_bytes
         self._shape = list(x.shape)
-        self._sources: list[Held] = []  # the users' tensors, while the memory is on the device
+        self._sources: list[Held] = []  # the users' tensors, while the storage is on the device
         self._host, self._wait = copies.to_host(copies.memory(x))
-        self._brought: Any = None
+        self._fetched: Any = None
         self._was_written = False
         self._users = 0
 
     def add(self, x: Tensor) -> None:
-        """Count a user, whose tensor must stay the same while it is on the device."""
+        """Add a user, whose tensor must not be written while it is on the device."""
         self._users += 1
         self._sources.append(Held(self._platform, x))
 
@@ -253,22 +255,22 @@ class _Entry:
         if not self._sources:
             return
         self._wait()
-        # A copy under way may have seen what was written.
+        # Checked after the copy has ended: a write during the copy may have reached it.
         self._was_written = self.is_written
         self._sources = []
 
     def fetch(self) -> None:
-        if not self._sources and self._brought is None:
-            # Here too, for backward need not be on the stream that `finish` has made wait.
+        if not self._sources and self._fetched is None:
+            # Waits here too: backward may run on another stream than the one on which `finish` waited.
             self._wait()
-            self._brought = self._copies.to_device(self._host)
+            self._fetched = self._copies.to_device(self._host)
 
     def check(self) -> None:
         if self.is_written:
             raise RuntimeError(MODIFIED.format(self._shape))
 
     def take(self) -> Tensor:
-        """Return the memory on the device, for one of the users; the last one's frees it."""
+        """Return the storage on the device for one of its users; it is released with the last one."""
         self._block.enter()
         self._users -= 1
         self._block.use(self._num_bytes, is_last=self._users == 0)
@@ -277,15 +279,15 @@ class _Entry:
             with self._platform.local_op():
                 return self._copies.memory(self._sources[0].get())
         self.fetch()
-        memory, wait = self._brought
+        memory, wait = self._fetched
         wait()
         if self._users <= 0:
-            self._brought = None
+            self._fetched = None
         return memory
 
 
 class _Offloaded:
-    """One tensor in the memory of an entry."""
+    """A holder for one tensor over the storage of an entry."""
 
     def __init__(self, entry: _Entry, copies: HostCopies, x: Tensor) -> None:
         self._entry, self._copies, self._form = entry, copies, copies.form(x)

@@ -1,6 +1,8 @@
-"""The base of parallel styles: a layout of one module over a mesh, applied by `parallelize_module`.
+"""`parallelize_module`: apply parallel styles to the modules of a model, all of them checked before any is applied.
 
-`parallelize_module`: styles for the modules of a model, all of them checked before any is applied.
+`ParallelStyle` is the base of styles. To write one, override `_apply(module, device_mesh)`, usually with
+`distribute_module`. Overriding `placements` and `unfit` too lets `parallelize_module` report mistakes before anything
+is changed.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ Module = Any
 class ParallelStyle(ABC):
     """A layout of one module over a mesh; follows torch's `torch.distributed.tensor.parallel.ParallelStyle`.
 
-    A subclass overrides `_apply`, as in torch. One that also overrides `placements` and `unfit` has its mistakes
-    reported together with those of the whole plan, before any module is changed.
+    A subclass overrides `_apply`, as in torch. If it also overrides `placements` and `unfit`, its mistakes are reported
+    together with those of the whole plan, before any module is changed.
 
     Attributes:
-        src_data_rank: the mesh coordinate whose parameters count; None: every rank has the same ones. Set by
+        src_data_rank: the mesh coordinate whose parameters are used; None: all ranks have the same. Set by
             `parallelize_module`.
 
     Example:
@@ -50,14 +52,14 @@ class ParallelStyle(ABC):
         return {}
 
     def unfit(self, module: Module, platform: Platform) -> str | None:
-        """Return the reason why this style cannot be applied to `module`, or None if it can."""
+        """Return why this style cannot be applied to `module`, or None if it can."""
         return None
 
     def apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
-        """Lay `module` out over `device_mesh` and return it.
+        """Distribute `module` over `device_mesh` and return it.
 
         Raises:
-            MeshError: `device_mesh` is no mesh.
+            MeshError: `device_mesh` is not a mesh.
         """
         device_mesh = require_mesh(type(self).__name__, device_mesh)
         return self._apply(module, device_mesh)
@@ -78,7 +80,7 @@ def parallelize_module(
     *,
     src_data_rank: int | None = 0,
 ) -> Module:
-    """Apply a style to `module`, or styles to its sub-modules by dotted name; names may have `*` and `?`.
+    """Apply a style to `module`, or styles to its submodules by dotted name; names may contain `*` and `?`.
 
     Follows torch's `torch.distributed.tensor.parallel.parallelize_module`. A parameter with several names, of one
     module or of several, stays one parameter.
@@ -86,14 +88,14 @@ def parallelize_module(
     Args:
         device_mesh: a 1-D mesh; default: the current one (`with mesh:`).
         parallelize_plan: a style, or styles by name; None warns and changes nothing.
-        src_data_rank: the mesh coordinate whose parameters count; None: every rank has the same ones, and nothing is
+        src_data_rank: the mesh coordinate whose parameters are used; None: all ranks have the same, and nothing is
             sent.
 
     Raises:
         MeshError: the mesh is not one-dimensional, or there is none.
-        PlanError: all that is wrong with the plan, before anything is changed: names that match no module;
-            styles that are for other modules; parameters that two styles place, that are DTensors already or that have
-            no such dimension; owners of a tied parameter that have no style, or styles that place it in different ways.
+        PlanError: all mistakes in the plan, before anything is changed: names that match no module; styles that do not
+            fit their modules; parameters that two styles place, that are DTensors already or that lack the dimension;
+            owners of a tied parameter that have no style, or styles that place it differently.
 
     Example:
         >>> def program():
@@ -134,7 +136,7 @@ def _by_name(plan: ParallelStyle | Mapping[str, ParallelStyle]) -> Mapping[str, 
 
 
 def _matches(module: Module, platform: Platform, plan: Mapping[str, ParallelStyle]) -> Matches:
-    """Look the plan's patterns up in the model; several patterns may match one module.
+    """Return the modules that the plan's patterns match; several patterns may match one module.
 
     Raises:
         PlanError: a pattern matches nothing, or has no style.
@@ -157,13 +159,13 @@ def _matches(module: Module, platform: Platform, plan: Mapping[str, ParallelStyl
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Return whether each dotted part of a module's name matches the part of `pattern` at its place."""
+    """Return whether a module's name matches `pattern`, component by component."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 def _placement_problems(platform: Platform, mesh: DeviceMesh, matches: Matches) -> list[str]:
-    """Return what is wrong with the placements that the styles will give, and which parameters two styles place."""
+    """Return what is wrong with the placements that the styles would give, including conflicts between styles."""
     planned = PlannedParameters(mesh)
     seen: set[str] = set()
     for path, module, style in matches:
@@ -181,7 +183,7 @@ def _placement_problems(platform: Platform, mesh: DeviceMesh, matches: Matches) 
 
 
 def _uncovered_ties(platform: Platform, tied: Sequence[Sequence[Owner]], matches: Matches) -> list[str]:
-    """Return a problem for each tied parameter of which only some owners have a style: the tie would break."""
+    """Return a problem for each tied parameter that would be untied because only some owners have a style."""
     problems = []
     styled = {dotted(path, name) for path, module, style in matches for name in style.placements(module, platform)}
     for owners in tied:

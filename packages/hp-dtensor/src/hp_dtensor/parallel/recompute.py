@@ -1,25 +1,16 @@
-"""One call of a function that backward computes again, and what it takes to do the same the second time.
+"""Activation checkpointing: a function saves only its input, and is recomputed in backward.
 
-Recomputation of what autograd has saved, where a platform lets it be replaced.
+Where the platform has hooks on saved tensors, forward records its graph with a placeholder instead of each saved
+tensor. The first placeholder that backward reads starts the recomputation, which fills the placeholders in the order of
+forward and stops at the last one: the last product of a block, and communication after it, are not repeated.
+`torch.utils.checkpoint` does the same (`use_reentrant=False`). A function with collectives must save the same number of
+tensors on all ranks, or some ranks would stop before a collective that others wait for. Operations on shards do so, on
+uneven and empty shards too, because what autograd saves depends on operations and not on sizes.
 
-Forward records its graph with a place in the stead of each tensor that it saves. The first of them that backward needs
-repeats the part, which fills the places in the order of forward, and is broken off at the last one: the product at the
-end of a block, and what is sent after it, are not repeated. torch.utils.checkpoint does the same
-(`use_reentrant=False`).
+Elsewhere the function is one autograd node: forward records nothing, backward recomputes all of it with recording and
+runs that graph's own backward (Chen et al., 2016, arXiv 1604.06174).
 
-A part that has collectives must save alike on all ranks, or some would skip what others wait for. Operations on
-shards do, uneven and empty ones too, for what autograd saves depends on operations and not on sizes.
-
-Recomputation as one autograd node, on a platform where nothing replaces what autograd saves.
-
-Forward records nothing; the node's backward computes the part again, with recording, and runs that graph's own backward
-(Chen et al., 2016, arXiv 1604.06174).
-
-Activation checkpointing: a part of a model keeps its input alone, and is computed again in backward.
-
-Where the platform lets others replace what its autograd saves, backward repeats a part no further than to what it needs
-(`recompute_saved`); elsewhere the part is one autograd node, which repeats all of it (`recompute_node`). Results of
-operations that are dear to repeat may stay: attention, matrix products, collectives.
+Results of expensive operations can be saved instead: attention, matrix products, collectives.
 """
 
 from __future__ import annotations
@@ -54,17 +45,18 @@ __all__ = ["KINDS", "checkpoint", "is_checkpointed", "noticed", "saved_result", 
 Tensor = Any
 
 
-class Part:
-    """A call `function(x, *args)`, for `checkpoint`.
+class CheckpointedCall:
+    """A call `function(x, *args)` made by `checkpoint`, with what recomputation needs to repeat it exactly.
 
     Args:
-        local: the data of `x`, in the graph.
-        keep: kinds of operations whose results stay; within another such call none do, for its input alone is to stay.
+        local: the local data of `x`, in the graph.
+        save: kinds of operations whose results are saved. Ignored within another checkpointed call, which saves only
+            its own input.
 
     Example:
         >>> x = platform.zeros((2,), platform.dtype("float32"))
-        >>> part = Part(platform, platform.ops.silu, x, x, (), keep=())
-        >>> part.first(x).shape, part.again(part.leaf()).shape
+        >>> call = CheckpointedCall(platform, platform.ops.silu, x, x, (), save=())
+        >>> call.first(x).shape, call.again(call.leaf()).shape
         (torch.Size([2]), torch.Size([2]))
     """
 
@@ -75,50 +67,51 @@ class Part:
         x: Tensor,
         local: Tensor,
         args: tuple[Any, ...],
-        keep: Collection[str],
+        save: Collection[str],
     ) -> None:
         self.platform = platform
-        enter = way_back(x)
-        # Backward calls it outside of a function that is compiled around forward; what is saved must be the same.
+        enter = to_layout_of(x)
+        # Never compiled: backward calls it outside of a compiled function around forward, and both must save the same
+        # tensors.
         self._call = platform.uncompiled(lambda local: function(enter(local), *args))
-        # It notes the version of the input: one that is written before backward would be recomputed to something else.
+        # Records the version of the input: if it were written before backward, recomputation would give other values.
         self._given = Kept(platform, local)
         outer = current.get()
-        self._record = Record(platform, outer, keep if outer is None else ())
+        self._record = Record(platform, outer, save if outer is None else ())
         self._random, self._precision = _Random(platform), platform.automatic_precision()
 
     @property
     def position(self) -> int:
-        """The number of kept values that the call, or its repetition, has come by."""
+        """The number of `saved_value` and `saved_result` calls that the current run has passed."""
         return self._record.position
 
     def first(self, local: Tensor) -> Tensor:
-        """Return the result for the data of `x`."""
+        """Return the result for the local data of `x`."""
         with self._precision(), self._record.first(), self._random.first():
             return self._call(local)
 
     def leaf(self) -> Tensor:
-        """Return the data of `x` as it was, as a leaf: what is computed from it has a graph that ends there.
+        """Return the local data of `x` as a leaf, at which the graph of a recomputation ends.
 
         Raises:
-            RuntimeError: it has been written since.
+            RuntimeError: it has been written since forward.
         """
         leaf = self.platform.detach(self._given.tensors[0])
         self.platform.set_requires_grad(leaf, True)
         return leaf
 
     def again(self, leaf: Tensor) -> Tensor:
-        """Return the result once more, with recording.
+        """Return the recomputed result, with recording.
 
         Raises:
-            RuntimeError: the function goes another way.
+            RuntimeError: the function takes another path than in forward.
         """
         with self.platform.enable_grad(), self._precision(), self._record.again(), self._random.again():
             return self._call(leaf)
 
 
 class _Random:
-    """Numbers of the platform's generators, which a repetition draws once more."""
+    """The states of the platform's random generators, restored for a recomputation."""
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
@@ -128,7 +121,7 @@ class _Random:
     def first(self) -> Iterator[None]:
         self._before = self._platform.random_state()
         yield
-        # Most parts draw nothing, and need nothing kept.
+        # Most functions draw no random numbers, and need no saved state.
         if self._platform.is_random_state(self._before):
             self._before = None
 
@@ -145,11 +138,11 @@ class _Random:
             self._platform.set_random_state(after)
 
 
-def way_back(x: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a function from a local tensor to one like `x`.
+def to_layout_of(x: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function that converts a local tensor to a DTensor placed as `x`, or returns it if `x` is plain.
 
     Example:
-        >>> way_back(platform.zeros((2,), platform.dtype("float32")))(3)
+        >>> to_layout_of(platform.zeros((2,), platform.dtype("float32")))(3)
         3
     """
     if not isinstance(x, DTensor):
@@ -160,178 +153,187 @@ def way_back(x: Tensor) -> Callable[[Tensor], Tensor]:
 Form = tuple[tuple[int, ...], Any, int]
 
 
-def without_saved(part: Part, local: Tensor) -> Tensor:
-    """Return the result of a part whose graph holds no tensors but parameters.
+def with_placeholders(call: CheckpointedCall, local: Tensor) -> Tensor:
+    """Return the result of a call whose graph holds no saved tensors except parameters.
 
     Args:
-        local: what the part is called with.
+        local: the local data that the call gets.
 
     Example:
         >>> x = platform.from_numpy(np.zeros(2, np.float32))
         >>> platform.set_requires_grad(x, True)
-        >>> without_saved(Part(platform, platform.ops.silu, x, x, (), keep=()), x).shape
+        >>> with_placeholders(CheckpointedCall(platform, platform.ops.silu, x, x, (), save=()), x).shape
         torch.Size([2])
     """
-    places = _Places(part)
-    with part.platform.saving(places.save, _get), keeping(places.keep):
-        return part.first(local)
+    placeholders = _Placeholders(call)
+    with call.platform.saving(placeholders.save, _get), keeping(placeholders.keep):
+        return call.first(local)
 
 
-class _Places:
-    """The places of a part's saved tensors, in the order of forward.
+class _Placeholders:
+    """The placeholders for a call's saved tensors, in the order of forward.
 
-    The graph holds them, and they hold this: a place that backward is through with is gone, and not filled again.
+    The graph holds the placeholders, and these hold this object. A placeholder that backward has consumed is freed, and
+    is not filled again.
     """
 
-    def __init__(self, part: Part) -> None:
-        self._part, self._platform = part, part.platform
+    def __init__(self, call: CheckpointedCall) -> None:
+        self._call, self._platform = call, call.platform
         self._forms: list[Form] = []
-        self._places: list[Callable[[], _Place | None]] = []
-        # Not of a bound method, with which this would hold itself.
-        self._located_repeat = located(_Places._repeat)
+        self._placeholders: list[Callable[[], _Placeholder | None]] = []
+        # Not a bound method, which would be a reference cycle.
+        self._located_recompute = located(_Placeholders._recompute)
 
     def save(self, x: Tensor) -> Keeper:
-        """Keep a tensor that autograd saves: a parameter itself, a place for another one."""
+        """Return what autograd saves in place of `x`: a parameter itself, else a placeholder."""
         if not (self._platform.is_leaf(x) and self._platform.requires_grad(x)):
             return self.keep(x)
         self._add(x, lambda: None)
         return Held(self._platform, x)
 
     def keep(self, x: Tensor) -> Keeper:
-        """Keep a place."""
-        place = _Place(self)
-        self._add(x, weakref.ref(place))
-        return place
+        """Return a placeholder."""
+        placeholder = _Placeholder(self)
+        self._add(x, weakref.ref(placeholder))
+        return placeholder
 
-    def _add(self, x: Tensor, place: Callable[[], _Place | None]) -> None:
-        self._forms.append(_form(self._part, x))
-        self._places.append(place)
+    def _add(self, x: Tensor, placeholder: Callable[[], _Placeholder | None]) -> None:
+        self._forms.append(_form(self._call, x))
+        self._placeholders.append(placeholder)
 
     def fill(self) -> None:
-        """Repeat the part until all places that backward may come to are filled.
+        """Recompute the call until all remaining placeholders are filled.
 
         Raises:
-            RuntimeError: the part goes another way than in forward, or its input has been written.
+            RuntimeError: the function takes another path than in forward, or its input has been written.
         """
-        self._located_repeat(self)
+        self._located_recompute(self)
 
-    def _repeat(self) -> None:
-        found = ((index, place()) for index, place in enumerate(self._places))
-        empty = {index: place for index, place in found if place is not None and place.kept is None}
-        repetition = _Repetition(self._part, self._forms, empty)
+    def _recompute(self) -> None:
+        found = ((index, placeholder()) for index, placeholder in enumerate(self._placeholders))
+        empty = {
+            index: placeholder for index, placeholder in found if placeholder is not None and placeholder.tensor is None
+        }
+        recomputation = _Recomputation(self._call, self._forms, empty)
         try:
-            self._run(repetition)
-            repetition.check()
+            self._run(recomputation)
+            recomputation.check()
         except BaseException:
-            # Another attempt begins anew.
-            for place in empty.values():
-                place.kept = None
+            # Another backward must recompute from the start.
+            for placeholder in empty.values():
+                placeholder.tensor = None
             raise
         finally:
-            repetition.forget()
+            recomputation.forget()
 
-    def _run(self, repetition: _Repetition) -> None:
+    def _run(self, recomputation: _Recomputation) -> None:
         try:
-            leaf = self._part.leaf()
-            with self._platform.saving(repetition.save, _get), keeping(repetition.keep):
-                self._part.again(leaf)
+            leaf = self._call.leaf()
+            with self._platform.saving(recomputation.save, _get), keeping(recomputation.keep):
+                self._call.again(leaf)
         except Exception:
-            # `_Enough`, or what a function that has caught it has come to.
-            if not repetition.is_over:
+            # `_AllFilled`, or an error raised by a function that caught it.
+            if not recomputation.is_over:
                 raise
-        if not repetition.is_over:
-            raise RuntimeError(f"{ANOTHER_WAY}. It has saved fewer tensors for its own backward")
+        if not recomputation.is_over:
+            raise RuntimeError(f"{ANOTHER_WAY}. It saved fewer tensors for its own backward")
 
 
-class _Place:
-    """One saved tensor, while a repetition has made it and backward has not come to it."""
+class _Placeholder:
+    """The placeholder of one saved tensor; holds the tensor between recomputation and its use in backward."""
 
-    def __init__(self, places: _Places) -> None:
-        self._places = places
-        self.kept: Held | None = None
+    def __init__(self, placeholders: _Placeholders) -> None:
+        self._placeholders = placeholders
+        self.tensor: Held | None = None
 
     def get(self) -> Tensor:
-        """Return the tensor and let go of it: a graph that is retained is as small as before, and repeated again."""
-        if self.kept is None:
-            self._places.fill()
-        kept, self.kept = self.kept, None
-        assert kept is not None
-        return kept.get()
+        """Return the tensor and release it.
+
+        A graph that is retained stays small; a second backward through it recomputes again.
+        """
+        if self.tensor is None:
+            self._placeholders.fill()
+        tensor, self.tensor = self.tensor, None
+        assert tensor is not None
+        return tensor.get()
 
     def check(self) -> None:
-        """See `Keeper`: forward's tensor may be written, for it is not what backward gets."""
+        """Do nothing: forward's tensor may be written, because backward gets the recomputed one."""
 
 
-class _Enough(Exception):
-    """Ends a repetition, as an error would: for none but an `Exception` do frameworks call hooks with `always_call`."""
+class _AllFilled(Exception):
+    """Stops a recomputation.
 
-
-class _Repetition:
-    """Fills empty places, given by their numbers, with what the graph of a repetition saves.
-
-    Attributes:
-        is_over: all are filled.
+    It is an `Exception`, not a `BaseException`: frameworks call hooks with `always_call` only for these.
     """
 
-    def __init__(self, part: Part, forms: list[Form], empty: Mapping[int, _Place]) -> None:
-        self._part, self._platform = part, part.platform
+
+class _Recomputation:
+    """Fills empty placeholders, given by their index, with the tensors that a recomputation saves.
+
+    Attributes:
+        is_over: all placeholders are filled.
+    """
+
+    def __init__(self, call: CheckpointedCall, forms: list[Form], empty: Mapping[int, _Placeholder]) -> None:
+        self._call, self._platform = call, call.platform
         self._forms, self._empty, self._last = forms, empty, max(empty)
         self._index = 0
         self._saved: list[Held] = []
         self.is_over = False
 
     def save(self, x: Tensor) -> Keeper:
-        # MindSpore counts the writes to a detached tensor apart: those to this one are looked at in the end.
+        # MindSpore counts writes to a detached tensor separately, so the original is checked at the end.
         self._saved.append(Held(self._platform, x))
         with self._platform.no_grad():
-            # Else the place would hold the graph of the repetition.
+            # Detached: the placeholder would hold the graph of the recomputation otherwise.
             return self.keep(self._platform.detach(x))
 
     def keep(self, x: Tensor) -> Keeper:
         index, self._index = self._index, self._index + 1
-        form = _form(self._part, x)
-        # Behind the last one comes a function that has caught `_Enough`, and is told again.
+        form = _form(self._call, x)
+        # An index beyond the last means that the function caught `_AllFilled`; it is raised again below.
         if index <= self._last and form != self._forms[index]:
             raise RuntimeError(
-                f"{ANOTHER_WAY}. It saves {_described(form)} for its own backward, where forward saved "
+                f"{ANOTHER_WAY}. It saved {_described(form)} for its own backward, where forward saved "
                 f"{_described(self._forms[index])}"
             )
-        kept = Held(self._platform, x)
+        held = Held(self._platform, x)
         if index in self._empty:
-            self._empty[index].kept = kept
+            self._empty[index].tensor = held
         if index >= self._last:
             self.is_over = True
-            raise _Enough
-        return kept
+            raise _AllFilled
+        return held
 
     def check(self) -> None:
-        """Refuse a tensor that the part has written after an operation had saved it."""
+        """Raise if the function wrote a tensor in place after an operation had saved it."""
         for saved in self._saved:
             saved.check()
 
     def forget(self) -> None:
-        """Let go of the graph of the repetition."""
+        """Release the graph of the recomputation."""
         self._saved.clear()
 
 
-def _get(kept: Keeper) -> Tensor:
-    return kept.get()
+def _get(holder: Keeper) -> Tensor:
+    return holder.get()
 
 
-def _form(part: Part, x: Tensor) -> Form:
-    return tuple(x.shape), x.dtype, part.position
+def _form(call: CheckpointedCall, x: Tensor) -> Form:
+    return tuple(x.shape), x.dtype, call.position
 
 
 def _described(form: Form) -> str:
     shape, dtype, position = form
-    return f"a tensor of shape {list(shape)} and {dtype} after {position} kept values"
+    return f"a tensor of shape {list(shape)} and {dtype} after {position} saved values"
 
 
-def as_one_node(part: Part, local: Tensor) -> Tensor:
-    """Return the result of a part as that of a node which repeats the whole part.
+def as_one_node(call: CheckpointedCall, local: Tensor) -> Tensor:
+    """Return the result of a call as that of one autograd node, whose backward recomputes the whole call.
 
     Args:
-        local: what the part is called with.
+        local: the local data that the call gets.
 
     Raises:
         GradientPathError: from a backward to given inputs, and in `parallelize_value_and_grad`.
@@ -339,33 +341,33 @@ def as_one_node(part: Part, local: Tensor) -> Tensor:
     Example:
         >>> x = platform.from_numpy(np.zeros(2, np.float32))
         >>> platform.set_requires_grad(x, True)
-        >>> as_one_node(Part(platform, platform.ops.silu, x, x, (), keep=()), x).shape
+        >>> as_one_node(CheckpointedCall(platform, platform.ops.silu, x, x, (), save=()), x).shape
         torch.Size([2])
     """
     if _for_given_inputs.get():
         raise GradientPathError(_GIVEN_INPUTS)
-    platform = part.platform
+    platform = call.platform
     leave: list[Callable[[Tensor], Tensor]] = []
 
     def forward(local: Tensor) -> Tensor:
-        # Nodes in here are dropped at once, so that what they keep need not be offloaded.
+        # Nodes made here are freed at once, so what they save need not be offloaded.
         with platform.no_grad(), keeping(None):
-            y = part.first(local)
-        leave[:] = [way_back(y)]
+            y = call.first(local)
+        leave[:] = [to_layout_of(y)]
         return platform.detach(platform.unwrap(y)) if isinstance(y, DTensor) else y
 
     def backward(grad: Tensor) -> Tensor | None:
-        # The inner backward below accumulates into `grad` of parameters, which a backward to given inputs promises not
-        # to touch.
+        # The inner backward below accumulates into `grad` of parameters, which a backward to given inputs must not
+        # touch.
         if not platform.is_for_parameters():
             raise GradientPathError(_GIVEN_INPUTS)
-        # The inner backward ends at this leaf, so that its gradient can be handed on; parameters are leaves too, and
-        # accumulate there directly.
-        leaf = part.leaf()
-        y = part.again(leaf)
+        # The inner backward ends at this leaf, whose gradient is returned. Parameters are leaves too, and accumulate
+        # their gradients directly.
+        leaf = call.leaf()
+        y = call.again(leaf)
         with platform.enable_grad():
             end = _end_of(platform, y.to_local() if isinstance(y, DTensor) else y, grad)
-            # Nobody reads the result of the repetition: its memory is not held through the backward.
+            # The recomputed result is not needed, so its memory is freed before the backward.
             del y
             platform.backward(end)
         return platform.get_grad(leaf)
@@ -378,7 +380,7 @@ def as_one_node(part: Part, local: Tensor) -> Tensor:
 def for_given_inputs() -> Iterator[None]:
     """Refuse `as_one_node` in the block, because the backward of its results will be to given inputs.
 
-    Where none of the inputs lies in front of it, the backward itself would not come by and notice.
+    If none of the inputs precedes the node, that backward does not reach it and could not raise the error itself.
     """
     # A context variable, for each simulated rank is a thread, and async code may interleave.
     token = _for_given_inputs.set(True)
@@ -389,70 +391,70 @@ def for_given_inputs() -> Iterator[None]:
 
 
 _GIVEN_INPUTS = (
-    "a backward to given inputs (platform.grad, parallelize_value_and_grad, mindspore.value_and_grad) comes to what "
-    "hp_dtensor.parallel.recompute.checkpoint has not kept. It would miss the gradients of parameters inside, which "
+    "a backward to given inputs (platform.grad, parallelize_value_and_grad, mindspore.value_and_grad) reaches a "
+    "function of hp_dtensor.parallel.recompute.checkpoint. It would miss the gradients of parameters inside, which "
     "would be left in their grad. Use platform.backward(loss) and read grad, or leave checkpoint out"
 )
 _for_given_inputs: ContextVar[bool] = ContextVar("hp_dtensor.parallel.recompute.for_given_inputs", default=False)
 
 
 def _end_of(platform: Platform, y: Tensor, grad: Tensor) -> Tensor:
-    """Return a scalar without the data of `y`, from which backward goes on with `grad` as the gradient of `y`."""
-    # Of float32, for the scalar's own gradient, which nobody looks at: MindSpore's CPU makes none of bfloat16.
+    """Return a scalar without the data of `y`, whose backward continues with `grad` as the gradient of `y`."""
+    # float32 for the scalar's own gradient, which is ignored: MindSpore's CPU cannot make ones of bfloat16.
     return platform.custom_function(lambda y: platform.zeros((), platform.dtype("float32")), lambda _: grad, y)
 
 
 def checkpoint(
-    function: Callable[..., Tensor], x: Tensor, *args: Any, platform: Platform, keep: Collection[str] = ()
+    function: Callable[..., Tensor], x: Tensor, *args: Any, platform: Platform, save: Collection[str] = ()
 ) -> Tensor:
-    """Return `function(x, *args)`, computed again in backward instead of keeping what it would need there.
+    """Return `function(x, *args)`, recomputed in backward instead of saving intermediate results.
 
-    Forward and recomputation do the same: what is decided from data goes through `kept`, random operations draw the
-    same numbers, and automatic mixed precision (`torch.autocast`) is that of forward. Where nothing is recorded, or `x`
+    Recomputation repeats forward exactly: values decided from data go through `saved_value`, random operations draw the
+    same numbers, and automatic mixed precision (`torch.autocast`) is that of forward. If nothing is recorded, or `x`
     needs no gradient, this is a plain call.
 
     Args:
-        function: a module, say; gradients reach its parameters.
+        function: for example a module; gradients reach its parameters.
         x: plain or distributed; the result may be either too.
-        args: what no gradient goes to.
-        keep: kinds of operations (`KINDS`) whose results stay from forward to backward, for which they are not computed
-            again: `attention`; `products`, those of matrices; `collectives`, what other ranks have sent. Within the
-            function of another call none stay.
+        args: further arguments, which get no gradient.
+        save: kinds of operations (`KINDS`) whose results are saved in forward and not recomputed: `attention`;
+            `products` (of matrices); `collectives` (data received from other ranks). Ignored within another
+            checkpointed function.
 
     Raises:
-        ValueError: there is no such kind.
-        CapabilityError: the platform cannot keep one of the kinds.
-        RuntimeError: from backward, if the recomputation goes another way, or `x` has been written.
-        GradientPathError: from a backward to given inputs, and in `parallelize_value_and_grad`, on a platform that
-            repeats parts as nodes (MindSpore).
+        ValueError: unknown kind.
+        CapabilityError: the platform cannot save one of the kinds.
+        RuntimeError: from backward, if recomputation takes another path than forward, or `x` has been written.
+        GradientPathError: from a backward to given inputs, and in `parallelize_value_and_grad`, on a platform without
+            hooks on saved tensors (MindSpore 2.9).
     """
-    unknown = sorted(set(keep) - set(KINDS))
+    unknown = sorted(set(save) - set(KINDS))
     if unknown:
-        raise ValueError(f"checkpoint: keep takes {', '.join(KINDS)}, got {', '.join(unknown)}")
+        raise ValueError(f"checkpoint: save takes {', '.join(KINDS)}, got {', '.join(unknown)}")
     local = x.to_local() if isinstance(x, DTensor) else x
     if not (platform.is_grad_enabled() and platform.requires_grad(local)):
         return function(x, *args)
     if (calls := _calls.get()) is not None:
         calls.append(1)
-    part = Part(platform, function, x, local, args, keep)
-    return without_saved(part, local) if platform.repeats_for_saved else as_one_node(part, local)
+    call = CheckpointedCall(platform, function, x, local, args, save)
+    return with_placeholders(call, local) if platform.repeats_for_saved else as_one_node(call, local)
 
 
 def is_checkpointed() -> bool:
-    """Return whether the current code is part of a training pass that is computed again in backward."""
+    """Return whether the current code is within a training forward, or recomputation, of `checkpoint`."""
     return current.get() is not None
 
 
 @contextlib.contextmanager
 def noticed() -> Iterator[Callable[[], bool]]:
-    """Yield a function that says whether something in the block is computed again in backward.
+    """Yield a function that returns whether `checkpoint` was used in the block with recording.
 
     Example:
         >>> x = platform.from_numpy(np.zeros(2, np.float32))
         >>> platform.set_requires_grad(x, True)
-        >>> with noticed() as is_repeated:
+        >>> with noticed() as is_recomputed:
         ...     _ = checkpoint(platform.ops.silu, x, platform=platform)
-        >>> is_repeated()
+        >>> is_recomputed()
         True
     """
     calls: list[int] = []

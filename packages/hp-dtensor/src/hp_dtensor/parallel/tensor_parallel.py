@@ -1,15 +1,11 @@
-"""Inputs and outputs of modules on their way to the placements that a style or plan wants.
+"""Tensor-parallel styles, following torch's `torch.distributed.tensor.parallel` in names and arguments.
 
-Tensor-parallel styles for linear layers, embeddings and normalizations.
+The layouts are those of Megatron-LM (arXiv 1909.08053). A column-wise linear layer followed by a row-wise one needs one
+all-reduce in forward, of the row-wise output, which is partial, and one in backward, of the gradient of the column-wise
+input. No code here computes a gradient: the all-reduce in backward is the dual of the varying view that `linear` takes
+of the replicated input.
 
-Names and arguments follow torch's `torch.distributed.tensor.parallel`. The layouts are those of Megatron-LM
-(arXiv 1909.08053): a column-wise layer followed by a row-wise one needs one all-reduce in forward and one in backward.
-
-Styles that bring a module's inputs and outputs from the placements they have to those that are wanted.
-
-Names and arguments follow torch's `torch.distributed.tensor.parallel`.
-
-`loss_parallel`: cross entropy of logits that stay cut over classes.
+`PrepareModuleInput`, `PrepareModuleOutput` and their combination redistribute the inputs and outputs of any module.
 """
 
 from __future__ import annotations
@@ -37,11 +33,11 @@ Module = Any
 
 
 def bring(x: Any, mesh: DeviceMesh, given: Placement, desired: Placement) -> Any:
-    """Return `x` as a DTensor placed as `desired` on a 1-D mesh.
+    """Return `x` as a DTensor with placement `desired` on a 1-D mesh.
 
     Args:
         x: a DTensor, or a plain tensor that is this rank's shard of one placed as `given`. The global length of the
-            dimension that `given` cuts is the sum of what the ranks hold, which may differ; they exchange it.
+            dimension that `given` shards is the sum of the ranks' lengths, which may differ; they are exchanged.
     """
     if not isinstance(x, DTensor):
         x = conversions.from_local(x, mesh, (given,), shape=_global_shape(x, mesh, given))
@@ -73,31 +69,31 @@ def first_input(module: Module, args: tuple[Any, ...]) -> Any:
 
 
 def map_outputs(where: str, output: Any, entries: Sequence[Any], place: Callable[[Any, Any], Any]) -> Any:
-    """Return `output` with `place(value, entry)` for each of its values, as the single value or sequence that it is.
+    """Apply `place(value, entry)` to each value of `output`, and return a value or sequence of the same kind.
 
     Args:
         where: names the module in messages.
-        output: one value, or a tuple, named tuple or list of them.
+        output: one value, or a tuple, named tuple or list.
         entries: one entry of the plan per value.
 
     Raises:
-        PlanError: there are more or fewer values than entries.
+        PlanError: the numbers of values and entries differ.
     """
     several = isinstance(output, (tuple, list))
     values = list(output) if several else [output]
     if len(values) != len(entries):
-        raise PlanError(f"{where} gave {len(values)} outputs, its output plan has {len(entries)}")
+        raise PlanError(f"{where} returned {len(values)} outputs, its output plan has {len(entries)}")
     placed = [place(value, entry) for value, entry in zip(values, entries, strict=True)]
     return like_sequence(output, placed) if several else placed[0]
 
 
-# An attribute that only embeddings have -> the name of their table: those of torch and `mindspore.mint.nn`, and
-# `mindspore.nn.Embedding`.
+# An attribute that only embeddings have -> the name of their table. The first is that of torch and `mindspore.mint.nn`,
+# the second that of `mindspore.nn.Embedding`.
 _TABLES = {"embedding_dim": "weight", "embedding_table": "embedding_table"}
 
 
-class _CutLayer(ParallelStyle):
-    """A linear layer or embedding with a cut weight: the part that column-wise and row-wise styles share."""
+class _ShardedLayer(ParallelStyle):
+    """Base of column-wise and row-wise styles: a linear layer or embedding with a sharded weight."""
 
     def __init__(
         self,
@@ -111,8 +107,8 @@ class _CutLayer(ParallelStyle):
         self.use_local_output = use_local_output
 
     @abstractmethod
-    def _cut(self, module: Module) -> Mapping[str, Placement]:
-        """Return the placements of the parameters that are cut; the others are replicated."""
+    def _sharded(self, module: Module) -> Mapping[str, Placement]:
+        """Return the placements of the sharded parameters; the others are replicated."""
 
     @abstractmethod
     def _ways(self, module: Module) -> tuple[Placement, Placement, Placement]:
@@ -126,15 +122,15 @@ class _CutLayer(ParallelStyle):
         return f"it is for a linear layer or an embedding, with a weight; {type(module).__name__} has {own}"
 
     def placements(self, module: Module, platform: Platform) -> Mapping[str, Placement]:
-        cut = self._cut(module)
+        sharded = self._sharded(module)
         own = own_parameters(platform, module)
         names: dict[int, str] = {}
         for name, parameter in own.items():
-            # A tied parameter has several names, and is cut once.
+            # A tied parameter has several names, and is sharded once.
             names.setdefault(id(parameter), name)
-        # Of the names of a tied parameter the one counts that says how it is cut.
-        names |= {id(own[name]): name for name in cut if name in own}
-        return {name: cut.get(name, Replicate()) for name in names.values()}
+        # If one name of a tied parameter is to be sharded, that name decides.
+        names |= {id(own[name]): name for name in sharded if name in own}
+        return {name: sharded.get(name, Replicate()) for name in names.values()}
 
     def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
         platform = device_mesh.platform
@@ -156,13 +152,13 @@ class _CutLayer(ParallelStyle):
         return module
 
 
-class ColwiseParallel(_CutLayer):
-    """A linear layer's weight `[out, in]` and bias cut over `out`; an embedding's table cut over its width.
+class ColwiseParallel(_ShardedLayer):
+    """Shard a linear layer's weight `[out, in]` and bias over `out`; an embedding's table over its width.
 
     Args:
-        input_layouts: placement of a plain input (default: replicated). The layer computes with it replicated.
-        output_layouts: placement that the output is brought to (default: cut over its last dimension).
-        use_local_output: give the plain local shard (default), as plain modules expect; False: the DTensor.
+        input_layouts: placement of a plain input (default: replicated). The layer computes with the input replicated.
+        output_layouts: placement to which the output is redistributed (default: sharded over its last dimension).
+        use_local_output: return the plain local shard (default), as plain modules expect; False: the DTensor.
 
     Example:
         >>> def program():
@@ -175,7 +171,7 @@ class ColwiseParallel(_CutLayer):
         ((Shard(0),), (3, 3))
     """
 
-    def _cut(self, module: Module) -> Mapping[str, Placement]:
+    def _sharded(self, module: Module) -> Mapping[str, Placement]:
         table = _table_of(module)
         return {"weight": Shard(0), "bias": Shard(0)} if table is None else {table: Shard(1)}
 
@@ -183,14 +179,14 @@ class ColwiseParallel(_CutLayer):
         return self.input_layouts or Replicate(), Replicate(), self.output_layouts or Shard(-1)
 
 
-class RowwiseParallel(_CutLayer):
-    """A linear layer's weight `[out, in]` cut over `in`; an embedding's table cut over its vocabulary.
+class RowwiseParallel(_ShardedLayer):
+    """Shard a linear layer's weight `[out, in]` over `in`; an embedding's table over its vocabulary.
 
     Args:
-        input_layouts: placement of a plain input (default: cut over its last dimension; ids of an embedding:
+        input_layouts: placement of a plain input (default: sharded over its last dimension; ids of an embedding:
             replicated).
-        output_layouts: placement that the output, which is partial, is brought to (default: replicated).
-        use_local_output: give the plain local shard (default), as plain modules expect; False: the DTensor.
+        output_layouts: placement to which the output, which is partial, is redistributed (default: replicated).
+        use_local_output: return the plain local shard (default), as plain modules expect; False: the DTensor.
 
     Example:
         >>> def program():
@@ -203,7 +199,7 @@ class RowwiseParallel(_CutLayer):
         ((Shard(1),), (3, 6))
     """
 
-    def _cut(self, module: Module) -> Mapping[str, Placement]:
+    def _sharded(self, module: Module) -> Mapping[str, Placement]:
         table = _table_of(module)
         return {"weight": Shard(1)} if table is None else {table: Shard(0)}
 
@@ -213,11 +209,11 @@ class RowwiseParallel(_CutLayer):
 
 
 class SequenceParallel(ParallelStyle):
-    """Parameters replicated, computation on an input cut along the sequence (arXiv 2205.05198).
+    """Replicate parameters and compute on an input sharded along the sequence (arXiv 2205.05198).
 
     Args:
-        sequence_dim: the dimension that is cut (default 1). A plain input is this rank's part of it.
-        use_local_output: give the plain local shard instead of a DTensor.
+        sequence_dim: the sharded dimension (default 1). A plain input is this rank's shard.
+        use_local_output: return the plain local shard instead of a DTensor.
 
     Example:
         >>> def program():
@@ -239,10 +235,10 @@ class SequenceParallel(ParallelStyle):
         return {name: Replicate() for name, x in platform.named_parameters(module) if not isinstance(x, DTensor)}
 
     def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
-        cut = self.sequence_sharding
+        sharding = self.sequence_sharding
 
         def input_fn(m: Module, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-            return (bring(first_input(m, args), mesh, cut, cut), *args[1:])
+            return (bring(first_input(m, args), mesh, sharding, sharding), *args[1:])
 
         def output_fn(m: Module, output: Any, mesh: DeviceMesh) -> Any:
             return output.to_local() if self.use_local_output else output
@@ -252,7 +248,7 @@ class SequenceParallel(ParallelStyle):
 
 
 def _table_of(module: Module) -> str | None:
-    """Return the name of an embedding's table, or None if `module` is no embedding."""
+    """Return the name of an embedding's table, or None if `module` is not an embedding."""
     return next((table for attribute, table in _TABLES.items() if hasattr(module, attribute)), None)
 
 
@@ -261,13 +257,13 @@ Layouts = Placement | Sequence[Placement | None] | None
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Bring a module's inputs from what they are to what it wants.
+    """Redistribute the inputs of a module.
 
     Args:
         input_layouts: per positional argument, the placement of a plain local tensor; None leaves it alone.
-        desired_input_layouts: per positional argument, the placement it is brought to.
+        desired_input_layouts: per positional argument, the placement to redistribute it to.
         input_kwarg_layouts, desired_input_kwarg_layouts: the same by keyword.
-        use_local_output: hand the module plain local tensors; default: DTensors.
+        use_local_output: pass plain local tensors to the module; default: DTensors.
 
     Raises:
         PlanError: given and desired layouts differ in number or names.
@@ -281,7 +277,7 @@ class PrepareModuleInput(ParallelStyle):
         ...     parallelize_module(model, mesh, style)
         ...     distribute_module(model, mesh)
         ...     return tuple(model(platform.zeros((3, 4), platform.dtype("float32"))).shape)
-        >>> run_ranks(program, 2)[0]  # each rank gave 3 rows, and works on all
+        >>> run_ranks(program, 2)[0]  # each rank passed 3 rows, and computes on all
         (6, 4)
     """
 
@@ -337,12 +333,12 @@ class PrepareModuleInput(ParallelStyle):
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Bring a module's outputs from what they are to what its users want.
+    """Redistribute the outputs of a module.
 
     Args:
         output_layouts: per output, the placement of a plain local tensor; None leaves it alone.
-        desired_output_layouts: per output, the placement it is brought to.
-        use_local_output: give plain local tensors (default); False: DTensors.
+        desired_output_layouts: per output, the placement to redistribute it to.
+        use_local_output: return plain local tensors (default); False: DTensors.
 
     Raises:
         PlanError: given and desired layouts differ in number.
@@ -384,7 +380,7 @@ class PrepareModuleOutput(ParallelStyle):
 
 
 class PrepareModuleInputOutput(ParallelStyle):
-    """`PrepareModuleInput` and `PrepareModuleOutput` in one.
+    """`PrepareModuleInput` and `PrepareModuleOutput` combined.
 
     Takes the arguments of both; `use_local_input` is the input's `use_local_output`.
 
@@ -435,7 +431,7 @@ class PrepareModuleInputOutput(ParallelStyle):
 
 
 def _placed(x: Any, mesh: DeviceMesh, ways: tuple[Placement | None, Placement | None], local: bool) -> Any:
-    """Return an input or output brought from the given placement to the desired one, as a plain shard if `local`."""
+    """Redistribute an input or output from the given to the desired placement; return the plain shard if `local`."""
     given, desired = ways
     if given is None or desired is None:
         return x
@@ -451,11 +447,11 @@ def _as_tuple(layouts: Layouts) -> tuple[Placement | None, ...]:
 
 @contextlib.contextmanager
 def loss_parallel() -> Iterator[None]:
-    """Inside the block, `cross_entropy` keeps its logits cut over classes, and takes plain targets and weights.
+    """Compute `cross_entropy` in the block on logits sharded over classes, with plain targets and class weights.
 
-    Follows torch's `torch.distributed.tensor.parallel.loss_parallel`. Plain targets and class weights are taken as
-    replicated: every rank gives the same whole ones. Outside the block cross entropy keeps cut logits cut too; inside,
-    it raises where it would communicate them. The backward may come after the block.
+    Follows torch's `torch.distributed.tensor.parallel.loss_parallel`. Plain targets and class weights count as
+    replicated: every rank must pass the same full ones. Outside the block sharded logits stay sharded too; inside, an
+    error is raised where they would be communicated. The backward may run after the block.
 
     Raises:
         ImplicitRedistributionError: from a `cross_entropy` that would communicate its logits.
@@ -464,7 +460,7 @@ def loss_parallel() -> Iterator[None]:
     Example:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2,))
-        ...     logits = zeros(3, 4, device_mesh=mesh, placements=[Shard(1)])  # classes are cut
+        ...     logits = zeros(3, 4, device_mesh=mesh, placements=[Shard(1)])  # classes are sharded
         ...     targets = distribute_tensor(platform.from_numpy(np.array([0, 1, 2])), mesh, [Replicate()])
         ...     with loss_parallel():
         ...         loss = platform.ops.cross_entropy(logits, targets)

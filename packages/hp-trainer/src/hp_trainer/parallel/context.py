@@ -40,7 +40,7 @@ def context_style(dims: Any, config: Any, training: TrainingConfig | None = None
     length = None if training is None else training.sequence_length
     # Always head and tail chunks: layers may have different masks, but tokens lie in one order.
     return ContextParallel(
-        method=method, ulysses_degree=degree, balanced=True, length=length, whole_without_positions=True
+        method=method, ulysses_degree=degree, balanced=True, length=length, replicated_without_positions=True
     )
 
 

@@ -57,11 +57,11 @@ class SequenceShares:
     def own(self, batch: Batch) -> Batch:
         """Return this rank's part of each sample, always with positions and the cut."""
         length = batch.ids.shape[1]
-        cut = self.style.cut(length, self.ranks, positions=batch.positions)
+        cut = self.style.sharding(length, self.ranks, positions=batch.positions)
         positions = batch.positions
         if positions is None:
             positions = np.broadcast_to(np.arange(length, dtype=np.int64), batch.ids.shape)
-        ids, targets, positions = (cut.take(x, self.rank) for x in (batch.ids, batch.targets, positions))
+        ids, targets, positions = (cut.shard(x, self.rank) for x in (batch.ids, batch.targets, positions))
         return replace(batch, ids=ids, targets=targets, positions=positions, cut=cut)
 
 

@@ -1,6 +1,5 @@
 """Attention on plain tensors and DTensors, and context parallelism: attention of sequences sharded over ranks."""
 
-from hp_dtensor.parallel.attention.attention import attention
 from hp_dtensor.parallel.attention.context_parallel import (
     ContextParallel,
     context_parallel_attention,
@@ -12,6 +11,7 @@ from hp_dtensor.parallel.attention.cost import (
     ContextCost,
     choose_context_parallel,
 )
+from hp_dtensor.parallel.attention.functional import attention
 from hp_dtensor.parallel.attention.masks import AttentionDropout, AttentionMask
 from hp_dtensor.parallel.attention.sharding import SequenceSharding
 

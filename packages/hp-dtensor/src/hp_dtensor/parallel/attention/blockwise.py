@@ -1,9 +1,9 @@
-"""Tensors that cover stretches of tokens, put together where they overlap: results and gradients of blocks.
+"""Attention over planned blocks, merged by log-sum-exp, and its gradient; one block's scores exist at a time.
 
-Attention over planned blocks, and its gradient: never more than one block's scores at a time.
-
-The result of each block comes with the log-sum-exp of its scores, by which blocks are merged in float32; the gradient
-of a block needs the whole result and its log-sum-exp, and no other block (Dao et al., 2022, arXiv 2205.14135).
+Each block's result comes with the log-sum-exp of its scores. `PartialAttention` merges results over different keys:
+with lse = log(exp(lse_1) + exp(lse_2)), out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2, in float32
+(`Platform.merge_attention`). The gradient of a block needs the merged result and its log-sum-exp, but no other block:
+P = exp(S - lse), D = rowsum(dO * O), dS = P * (dO V^T - D) (Dao et al., 2022, arXiv 2205.14135).
 """
 
 from __future__ import annotations
@@ -16,234 +16,233 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from hp_dtensor.parallel.attention.masks import Array, KeyRange, PlacedDropout, Plan, Rows, Segment
+from hp_dtensor.parallel.attention.masks import Array, KeyRange, LocalDropout, Plan, Rows, Segment
 from hp_dtensor.platform.attention import BlockScores
 from hp_dtensor.platform.interface import Platform
 
 Tensor: TypeAlias = Any
 Tensors: TypeAlias = tuple[Tensor, ...]
 Combine: TypeAlias = Callable[[Tensors, Tensors], Tensors]
-"""Puts two tuples of tensors of the same tokens together. It may write into the first and return its very tensors."""
+"""Combines two tuples of tensors of the same tokens. It may write into the first tuple's tensors and return these."""
 Missing: TypeAlias = Callable[[int, int], Tensors]
-"""Makes the tensors of so many rows and tokens of which nothing was added."""
+"""Makes the tensors for a number of rows and tokens to which nothing was added."""
 
 
-def of_tokens(platform: Platform, x: Tensor, start: int, stop: int) -> Tensor:
-    """Return the stretch of `x` along dimension 2, that of tokens."""
+def narrow_tokens(platform: Platform, x: Tensor, start: int, stop: int) -> Tensor:
+    """Return tokens `start` to `stop` of `x` (dimension 2), a view where possible."""
     return x if stop - start == x.shape[2] else platform.ops.narrow(x, 2, start, stop - start)
 
 
-def of_rows(platform: Platform, rows: Rows, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the rows of the batch of each tensor."""
+def narrow_rows(platform: Platform, rows: Rows, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the given rows of the batch of each tensor."""
     if rows.stop is None:
         return tensors
     return tuple(platform.ops.narrow(x, 0, rows.start, rows.stop - rows.start) for x in tensors)
 
 
-class Stretches:
-    """Tensors `[batch, heads, tokens, ...]` of which each call of `add` gives a stretch of some rows' tokens.
+class SpanTensors:
+    """Tensors `[batch, heads, tokens, ...]` assembled from spans of tokens, which are combined where they overlap.
 
-    Rows of the batch are the same in every call, or the same stretches of them. What is added belongs to this object,
-    which may write into its memory.
+    Ranges of rows must be equal or disjoint between calls of `add`. Added tensors belong to this object, which may
+    write into their memory.
 
     Args:
-        batch, tokens: the sizes of the whole.
+        batch, tokens: sizes of the assembled tensors.
     """
 
     def __init__(self, platform: Platform, combine: Combine, missing: Missing, batch: int, tokens: int) -> None:
         self._platform, self._combine, self._missing = platform, combine, missing
         self._batch, self._tokens = batch, tokens
-        self._of_rows: dict[Rows, _Pieces] = {}
+        self._by_rows: dict[Rows, _Spans] = {}
 
     def add(self, rows: Rows, start: int, stop: int, tensors: Tensors) -> None:
-        """Combine `tensors` with what there is of these rows' tokens `start` to `stop`."""
+        """Combine `tensors` into tokens `start` to `stop` of these rows."""
         key = Rows(rows.start, rows.stop, ())
-        if key not in self._of_rows:
-            self._of_rows[key] = _Pieces(self._platform, self._combine)
-        self._of_rows[key].add(start, stop, tensors)
+        if key not in self._by_rows:
+            self._by_rows[key] = _Spans(self._platform, self._combine)
+        self._by_rows[key].add(start, stop, tensors)
 
-    def whole(self) -> Tensors:
-        """Return the tensors of all rows and tokens."""
-        parts, at = [], 0
-        for rows in sorted(self._of_rows, key=lambda each: each.start):
+    def full(self) -> Tensors:
+        """Return the assembled tensors of all rows and tokens."""
+        joined, at = [], 0
+        for rows in sorted(self._by_rows, key=lambda each: each.start):
             stop = self._batch if rows.stop is None else rows.stop
             if at < rows.start:
-                parts.append(self._missing(rows.start - at, self._tokens))
+                joined.append(self._missing(rows.start - at, self._tokens))
             missing = functools.partial(self._missing, stop - rows.start)
-            parts.append(self._of_rows[rows].whole(self._tokens, missing))
+            joined.append(self._by_rows[rows].full(self._tokens, missing))
             at = stop
-        if at < self._batch or not parts:
-            parts.append(self._missing(self._batch - at, self._tokens))
-        return _joined(self._platform, parts, 0)
+        if at < self._batch or not joined:
+            joined.append(self._missing(self._batch - at, self._tokens))
+        return _concatenated(self._platform, joined, 0)
 
     def added_to(self, total: Tensors) -> Tensors:
-        """Return `total`, the tensors of all rows and tokens, with everything combined into it."""
-        if list(self._of_rows) == [Rows(0, None, ())]:
-            return self._of_rows[Rows(0, None, ())].added_to(total, self._tokens)
-        whole = self.whole()
-        return self._combine(total, whole)
+        """Return `total`, tensors of all rows and tokens, with everything that was added combined into it."""
+        if list(self._by_rows) == [Rows(0, None, ())]:
+            return self._by_rows[Rows(0, None, ())].added_to(total, self._tokens)
+        return self._combine(total, self.full())
 
 
-class _Pieces:
-    """The tensors of some rows, as pieces that lie beside each other or apart: (start, stop, tensors), in order."""
+class _Spans:
+    """The tensors of a range of rows as disjoint spans (start, stop, tensors), sorted by start."""
 
     def __init__(self, platform: Platform, combine: Combine) -> None:
         self._platform, self._combine = platform, combine
-        self._pieces: list[tuple[int, int, Tensors]] = []
+        self._spans: list[tuple[int, int, Tensors]] = []
 
     def add(self, start: int, stop: int, tensors: Tensors) -> None:
-        first = bisect.bisect_right(self._pieces, start, key=lambda piece: piece[1])
-        last = bisect.bisect_left(self._pieces, stop, key=lambda piece: piece[0])
+        first = bisect.bisect_right(self._spans, start, key=lambda span: span[1])
+        last = bisect.bisect_left(self._spans, stop, key=lambda span: span[0])
         found: list[tuple[int, int, Tensors]] = []
         at = start
-        for piece in self._pieces[first:last]:
-            if at < piece[0]:
-                found.append((at, piece[0], self._cut(tensors, start, at, piece[0])))
-            a, b = max(start, piece[0]), min(stop, piece[1])
-            found += self._combined(piece, a, b, self._cut(tensors, start, a, b))
+        for span in self._spans[first:last]:
+            if at < span[0]:
+                found.append((at, span[0], self._narrowed(tensors, start, at, span[0])))
+            a, b = max(start, span[0]), min(stop, span[1])
+            found += self._combined(span, a, b, self._narrowed(tensors, start, a, b))
             at = b
         if at < stop:
-            found.append((at, stop, self._cut(tensors, start, at, stop)))
-        self._pieces[first:last] = found
+            found.append((at, stop, self._narrowed(tensors, start, at, stop)))
+        self._spans[first:last] = found
 
-    def whole(self, tokens: int, missing: Callable[[int], Tensors]) -> Tensors:
-        parts, at = [], 0
-        for start, stop, tensors in self._pieces:
+    def full(self, tokens: int, missing: Callable[[int], Tensors]) -> Tensors:
+        joined, at = [], 0
+        for start, stop, tensors in self._spans:
             if at < start:
-                parts.append(missing(start - at))
-            parts.append(tensors)
+                joined.append(missing(start - at))
+            joined.append(tensors)
             at = stop
-        if at < tokens or not parts:
-            parts.append(missing(tokens - at))
-        return _joined(self._platform, parts, 2)
+        if at < tokens or not joined:
+            joined.append(missing(tokens - at))
+        return _concatenated(self._platform, joined, 2)
 
     def added_to(self, total: Tensors, tokens: int) -> Tensors:
-        sums = _Pieces(self._platform, self._combine)
-        sums._pieces = [(0, tokens, total)]
-        for piece in self._pieces:
-            sums.add(*piece)
-        return _joined(self._platform, [tensors for _, _, tensors in sums._pieces], 2)
+        sums = _Spans(self._platform, self._combine)
+        sums._spans = [(0, tokens, total)]
+        for span in self._spans:
+            sums.add(*span)
+        return _concatenated(self._platform, [tensors for _, _, tensors in sums._spans], 2)
 
     def _combined(
-        self, piece: tuple[int, int, Tensors], a: int, b: int, tensors: Tensors
+        self, span: tuple[int, int, Tensors], a: int, b: int, tensors: Tensors
     ) -> list[tuple[int, int, Tensors]]:
-        """Return what `piece` becomes with `tensors` of its tokens `a` to `b` combined into it."""
-        start, stop, known = piece
-        own = self._cut(known, start, a, b)
+        """Return the spans that replace `span` once `tensors` are combined into its tokens `a` to `b`."""
+        start, stop, known = span
+        own = self._narrowed(known, start, a, b)
         result = self._combine(own, tensors)
         if all(x is y for x, y in zip(result, own, strict=True)):
-            return [piece]  # the combination is in its memory
-        before = [(start, a, self._cut(known, start, start, a))] if start < a else []
-        after = [(b, stop, self._cut(known, start, b, stop))] if b < stop else []
+            return [span]  # combined in place, in the memory of the span
+        before = [(start, a, self._narrowed(known, start, start, a))] if start < a else []
+        after = [(b, stop, self._narrowed(known, start, b, stop))] if b < stop else []
         return [*before, (a, b, result), *after]
 
-    def _cut(self, tensors: Tensors, start: int, a: int, b: int) -> Tensors:
-        """Return the tokens `a` to `b` of tensors that begin at token `start`."""
-        return tuple(of_tokens(self._platform, x, a - start, b - start) for x in tensors)
+    def _narrowed(self, tensors: Tensors, start: int, a: int, b: int) -> Tensors:
+        """Return tokens `a` to `b` of tensors whose first token is `start`."""
+        return tuple(narrow_tokens(self._platform, x, a - start, b - start) for x in tensors)
 
 
-def _joined(platform: Platform, parts: Sequence[Tensors], dim: int) -> Tensors:
-    if len(parts) == 1:
-        return parts[0]
-    return tuple(platform.ops.cat(list(each), dim) for each in zip(*parts, strict=True))
+def _concatenated(platform: Platform, spans: Sequence[Tensors], dim: int) -> Tensors:
+    if len(spans) == 1:
+        return spans[0]
+    return tuple(platform.ops.cat(list(each), dim) for each in zip(*spans, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The part of a call that is the same for all of its blocks.
+    """The options of a call that are the same for all of its blocks.
 
     Attributes:
         scale: factor on the products of queries and keys.
         soft_cap: see `hp_dtensor.platform.attention.BlockScores`.
-        causal, window: as of the mask, for blocks that are seen in part.
-        dropout: of these queries and keys; None: nothing is dropped.
+        causal, window: those of the mask, for partly masked blocks.
+        dropout: for these queries and keys; None: no dropout.
     """
 
     scale: float
     soft_cap: float | None
     causal: bool
     window: int | None
-    dropout: PlacedDropout | None = None
+    dropout: LocalDropout | None = None
 
-    def of_keys(self, places: Array) -> Options:
-        """Return the options of the same queries with keys of other places."""
-        return self if self.dropout is None else replace(self, dropout=self.dropout.of(keys=places))
+    def of_keys(self, indices: Array) -> Options:
+        """Return the options for the same queries and keys with other global indices."""
+        return self if self.dropout is None else replace(self, dropout=self.dropout.of(keys=indices))
 
     def of_rows(self, rows: Rows) -> Options:
-        """Return the options of some rows of the batch."""
+        """Return the options for some rows of the batch."""
         if self.dropout is None or rows.stop is None:
             return self
         return replace(self, dropout=self.dropout.of(rows=slice(rows.start, rows.stop)))
 
 
 class PartialAttention:
-    """Attention of some queries over one set of keys after another, merged by the log-sum-exps of their scores.
+    """Attention of queries over one set of keys after another, merged by log-sum-exp.
+
+    Ring attention adds one set of keys per hop.
 
     Args:
-        value: values of any of the keys, for their width.
+        value: values of any set of keys; only their width is used.
     """
 
     def __init__(self, platform: Platform, query: Tensor, value: Tensor) -> None:
         self._platform, self._query = platform, query
-        # No method of this object's: tensors in a circle of references stay until the garbage collector comes.
+        # A partial, not a bound method: a reference cycle would keep the tensors until the garbage collector runs.
         dtype, width = accumulator_dtype(platform, query), value.shape[3]
         nothing = functools.partial(_nothing, platform, dtype, query.shape[1], width)
-        self._found = Stretches(platform, platform.merge_attention, nothing, query.shape[0], query.shape[2])
+        self._found = SpanTensors(platform, platform.merge_attention, nothing, query.shape[0], query.shape[2])
 
     def add(self, key: Tensor, value: Tensor, plan: Plan, options: Options) -> None:
-        """Attend over the planned blocks of these keys."""
+        """Merge in attention over the planned blocks of these keys."""
         platform = self._platform
         dtype = accumulator_dtype(platform, self._query)
         for rows in plan:
-            q, k, v = of_rows(platform, rows, self._query, key, value)
+            q, k, v = narrow_rows(platform, rows, self._query, key, value)
             of_these = options.of_rows(rows)
             for segment in rows.segments:
-                queries = of_tokens(platform, q, segment.start, segment.stop)
+                queries = narrow_tokens(platform, q, segment.start, segment.stop)
                 for keys in segment.keys:
-                    k_part, v_part = (of_tokens(platform, x, keys.start, keys.stop) for x in (k, v))
+                    k_part, v_part = (narrow_tokens(platform, x, keys.start, keys.stop) for x in (k, v))
                     scores = _scores(platform, segment, keys, of_these)
                     out, lse = platform.attention_block(queries, k_part, v_part, scores)
                     self._found.add(rows, segment.start, segment.stop, (platform.ops.cast(out, dtype), lse))
 
     def total(self) -> tuple[Tensor, Tensor]:
-        """Return attention `[batch, heads, queries, width]` and its log-sum-exp `[batch, heads, queries]`, in float32.
+        """Return attention `[batch, heads, queries, width]` and its log-sum-exp `[batch, heads, queries]`.
 
-        Float64 stays. A query that sees no key gets zeros and minus infinity.
+        Both are float32, or float64 for float64 queries. A query that sees no key gets zeros and minus infinity.
         """
-        out, lse = self._found.whole()
+        out, lse = self._found.full()
         return out, lse
 
 
 def _nothing(platform: Platform, dtype: Any, heads: int, width: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return the attention of queries that see no key, and its log-sum-exp."""
+    """Return attention and log-sum-exp of queries that see no key."""
     shape = (batch, heads, length)
     return platform.zeros((*shape, width), dtype), platform.ops.full(shape, -np.inf, dtype)
 
 
 class AttentionGrads:
-    """Gradients of attention over one set of keys after another: of these keys and values, and in the end of queries.
-
-    All are of float32; float64 stays.
+    """Gradients of attention over one set of keys after another, in float32 (float64 for float64 queries).
 
     Args:
-        grad, out, lse: of the queries' attention over all keys.
+        grad, out, lse: gradient, result and log-sum-exp of the queries' attention over all keys.
     """
 
     def __init__(self, platform: Platform, grad: Tensor, query: Tensor, out: Tensor, lse: Tensor) -> None:
         self._platform, self._of_queries = platform, (grad, query, out, lse)
         self._queries = _sums(platform, query)
 
-    def add(self, key: Tensor, value: Tensor, plan: Plan, options: Options) -> Stretches:
-        """Return the gradients of these keys and values from the planned blocks; keep those of the queries."""
+    def add(self, key: Tensor, value: Tensor, plan: Plan, options: Options) -> SpanTensors:
+        """Return the gradients of these keys and values over the planned blocks, and accumulate the queries'."""
         platform, found = self._platform, _sums(self._platform, key, value)
         for rows in plan:
-            of_queries = of_rows(platform, rows, *self._of_queries)
-            k, v = of_rows(platform, rows, key, value)
+            of_queries = narrow_rows(platform, rows, *self._of_queries)
+            k, v = narrow_rows(platform, rows, key, value)
             of_these = options.of_rows(rows)
             for segment in rows.segments:
-                g, q, out, lse = (of_tokens(platform, x, segment.start, segment.stop) for x in of_queries)
+                g, q, out, lse = (narrow_tokens(platform, x, segment.start, segment.stop) for x in of_queries)
                 for keys in segment.keys:
-                    k_part, v_part = (of_tokens(platform, x, keys.start, keys.stop) for x in (k, v))
+                    k_part, v_part = (narrow_tokens(platform, x, keys.start, keys.stop) for x in (k, v))
                     scores = _scores(platform, segment, keys, of_these)
                     d_q, d_k, d_v = platform.attention_block_grad(g, q, k_part, v_part, out, lse, scores)
                     dtype = accumulator_dtype(platform, q)
@@ -253,15 +252,15 @@ class AttentionGrads:
         return found
 
     def of_queries(self) -> Tensor:
-        """Return the gradients of the queries, over all keys that were added."""
-        (d_q,) = self._queries.whole()
+        """Return the gradients of the queries over all keys added so far."""
+        (d_q,) = self._queries.full()
         return d_q
 
 
 def attend(
     platform: Platform, query: Tensor, key: Tensor, value: Tensor, plan: Plan, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Return attention and its log-sum-exp, see `PartialAttention.total`."""
+    """Return attention and its log-sum-exp over one set of keys; see `PartialAttention.total`."""
     found = PartialAttention(platform, query, value)
     found.add(key, value, plan, options)
     return found.total()
@@ -278,14 +277,14 @@ def attend_grad(
     plan: Plan,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values in float32 (float64 stays)."""
+    """Return the gradients of queries, keys and values in the dtype of `accumulator_dtype`."""
     grads = AttentionGrads(platform, grad, query, out, lse)
-    d_k, d_v = grads.add(key, value, plan, options).whole()
+    d_k, d_v = grads.add(key, value, plan, options).full()
     return grads.of_queries(), d_k, d_v
 
 
-def _sums(platform: Platform, *like: Tensor) -> Stretches:
-    """Return an empty sum of gradients of tensors, which have the same rows and tokens."""
+def _sums(platform: Platform, *like: Tensor) -> SpanTensors:
+    """Return an empty sum for gradients of tensors with equal rows and tokens."""
 
     def added(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(platform.add_into(x, y) for x, y in zip(one, other, strict=True))
@@ -294,11 +293,11 @@ def _sums(platform: Platform, *like: Tensor) -> Stretches:
         dtype = accumulator_dtype(platform, like[0])
         return tuple(platform.zeros((batch, x.shape[1], length, x.shape[3]), dtype) for x in like)
 
-    return Stretches(platform, added, zeros, like[0].shape[0], like[0].shape[2])
+    return SpanTensors(platform, added, zeros, like[0].shape[0], like[0].shape[2])
 
 
 def accumulator_dtype(platform: Platform, x: Tensor) -> Any:
-    """Return the dtype in which blocks are summed up."""
+    """Return the dtype in which blocks are accumulated: float32, or float64 for float64 tensors."""
     return x.dtype if platform.dtype_name(x.dtype) == "float64" else platform.dtype("float32")
 
 
@@ -309,14 +308,15 @@ def _scores(platform: Platform, segment: Segment, keys: KeyRange, options: Optio
         mask = platform.from_numpy(_band(size, keys.band, options.causal, options.window))
     factors = None
     if options.dropout is not None:
-        stretch = slice(segment.start, segment.stop), slice(keys.start, keys.stop)
-        factors = options.dropout.of(queries=stretch[0], keys=stretch[1]).factors(platform)
+        factors = options.dropout.of(
+            queries=slice(segment.start, segment.stop), keys=slice(keys.start, keys.stop)
+        ).factors(platform)
     return BlockScores(options.scale, options.soft_cap, keys.is_causal, mask, factors)
 
 
 @functools.lru_cache(maxsize=64)
 def _band(size: tuple[int, int], offset: int, causal: bool, window: int | None) -> np.ndarray[Any, Any]:
-    """Return which of the keys are seen: `offset` is the place of the first query minus that of the first key."""
+    """Return the mask `[queries, keys]` of a band; `offset` is the first query's index minus the first key's."""
     distance = offset + np.arange(size[0])[:, None] - np.arange(size[1])
     seen = distance >= 0 if causal else np.ones(size, np.bool_)
     return seen if window is None else seen & (np.abs(distance) < window)

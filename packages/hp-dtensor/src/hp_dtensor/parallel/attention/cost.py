@@ -1,4 +1,8 @@
-"""The choice of a method: bytes on the wire, time and memory of each, counted from its plan, and told with reasons."""
+"""Cost model of context parallelism: bytes sent, time and memory of each method, counted from its plan.
+
+`choose_context_parallel` ranks the methods by it. Times are those of a latency and bandwidth model of the links
+(`CostModel`) and of a constant rate of the attention kernels.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +23,15 @@ from hp_dtensor.redistribute.costs import DEFAULT_COSTS, CostModel
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """One layer's attention of a whole sequence, before ranks share it.
+    """The attention of one layer over a full sequence, before ranks share it.
 
     Attributes:
-        batch: sequences that the ranks share.
+        batch: number of sequences that the ranks share.
         length: tokens of each.
-        heads, kv_heads, head_dim: of this rank; tensor parallel ranks have a share of the heads.
-        causal, window: as of `hp_dtensor.AttentionMask`.
-        itemsize: bytes of an element of queries, keys and values; gradients of keys and values travel in float32.
-        documents: lengths of the documents that each sequence is packed of, and is cut within; None: it is one.
+        heads, kv_heads, head_dim: those of this rank; tensor parallel ranks have a share of the heads.
+        causal, window: as in `hp_dtensor.AttentionMask`.
+        itemsize: bytes per element of queries, keys and values; gradients of keys and values are sent in float32.
+        documents: lengths of the documents packed into each sequence, within which it is sharded; None: one document.
 
     Example:
         >>> AttentionShape(batch=1, length=8192, heads=32, kv_heads=8, head_dim=128).window is None
@@ -44,13 +48,13 @@ class AttentionShape:
     itemsize: int = 2
     documents: tuple[int, ...] | None = None
 
-    def tokens(self, cut: SequenceSharding) -> list[Tokens]:
+    def tokens(self, sharding: SequenceSharding) -> list[Tokens]:
         """Return the tokens of each ring rank."""
-        places = [cut.ring_places(ring) for ring in range(cut.ring_size)]
+        indices = [sharding.ring_indices(ring) for ring in range(sharding.ring_size)]
         if self.documents is None:
-            return [Tokens(each) for each in places]
+            return [Tokens(each) for each in indices]
         numbers = np.repeat(np.arange(len(self.documents)), self.documents)
-        return [Tokens(each, numbers[None, each]) for each in places]
+        return [Tokens(each, numbers[None, each]) for each in indices]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +62,11 @@ class ContextCost:
     """The cost of one layer's attention by one method, forward and backward.
 
     Attributes:
-        method, ulysses_degree: as `context_parallel_attention` and `SequenceSharding` take them.
-        forward_bytes, backward_bytes: what a rank sends, the mean over ranks.
-        heads_bytes: the part of each of the two that is heads, which travel apart from the attention.
-        seconds: computation of the busiest rank, and the part of the transfers that it does not hide.
-        extra_bytes: largest memory of a rank for keys and values of others, and their gradients.
+        method, ulysses_degree: arguments of `context_parallel_attention` and `SequenceSharding`.
+        forward_bytes, backward_bytes: bytes that a rank sends, mean over ranks.
+        heads_bytes: the share of the exchange of heads in each of the two; it does not overlap with computation.
+        seconds: computation of the busiest rank plus the communication that computation does not hide.
+        extra_bytes: peak memory of a rank for other ranks' keys and values, and their gradients.
 
     Example:
         >>> shape = AttentionShape(batch=1, length=64, heads=8, kv_heads=2, head_dim=16, itemsize=4)
@@ -86,11 +90,11 @@ class ContextCost:
 
 @dataclass(frozen=True)
 class ContextChoice:
-    """The cheapest way to share a sequence, and the others that were weighed.
+    """The ways to share a sequence that were considered, cheapest first.
 
     Attributes:
-        best: what was chosen: the least time, then the fewest bytes.
-        costs: all that were weighed, best first.
+        best: the chosen one: least time, then fewest bytes.
+        costs: all that were considered, best first.
 
     Example:
         >>> shape = AttentionShape(batch=1, length=8192, heads=32, kv_heads=8, head_dim=128)
@@ -126,18 +130,18 @@ def choose_context_parallel(
     axis: str = "cp",
     flops: float = 1e14,
 ) -> ContextChoice:
-    """Return the costs of the methods by which `ranks` can share a sequence, the cheapest first.
+    """Return the costs of the methods by which `ranks` can share a sequence, cheapest first.
 
     Args:
-        method: `"ring"` or `"all_gather"` for what is left beside Ulysses; None: either.
-        ulysses_degree: ranks that exchange heads; None: any divisor of `ranks` that there are heads for.
-        costs: latency and bandwidth of the axis.
-        axis: the name that `costs` may know it by.
+        method: `"ring"` or `"all_gather"` among the ranks that do not exchange heads; None: either.
+        ulysses_degree: number of ranks that exchange heads; None: any divisor of `ranks` up to the number of heads.
+        costs: latency and bandwidth of mesh axes.
+        axis: name of the axis in `costs`.
         flops: operations per second of a rank's attention kernels.
 
     Raises:
-        AttentionError: no such method, or no ranks; or nothing is left: `ulysses_degree` does not divide `ranks`, or is
-            more than there are heads.
+        AttentionError: unknown method, no ranks, or a `ulysses_degree` that does not divide `ranks` or exceeds the
+            number of heads.
 
     Example:
         >>> print(choose_context_parallel(AttentionShape(batch=1, length=64, heads=8, kv_heads=8, head_dim=16), 1))
@@ -166,13 +170,13 @@ def _costs_of(
     shape: AttentionShape, ranks: int, degree: int, method: str | None, costs: CostModel, axis: str, flops: float
 ) -> Iterator[ContextCost]:
     is_balanced = shape.causal or shape.documents is not None
-    cut = SequenceSharding(length=shape.length, ranks=ranks, ulysses_degree=degree, balanced=is_balanced)
+    sharding = SequenceSharding(length=shape.length, ranks=ranks, ulysses_degree=degree, balanced=is_balanced)
     methods = ("ring",) if degree == ranks else ("ring", "all_gather") if method is None else (method,)
-    heads = _HeadsExchanged(shape, cut)
+    heads = _HeadsExchanged(shape, sharding)
     for each in methods:
         if shape.documents is not None:
-            cut = dataclasses.replace(cut, documents=(shape.documents,), even_hops=each == "ring")
-        inner = (_Ring if each == "ring" else _Gather)(shape, cut, heads)
+            sharding = dataclasses.replace(sharding, documents=(shape.documents,), even_hops=each == "ring")
+        inner = (_Ring if each == "ring" else _Gather)(shape, sharding, heads)
         forward, backward = heads.wire_bytes + inner.forward_bytes, heads.wire_bytes + inner.backward_bytes
         alone = costs.seconds("exchange", (axis,), heads.wire_bytes) * 4 if degree > 1 else 0.0
         yield ContextCost(
@@ -187,42 +191,46 @@ def _costs_of(
 
 
 class _HeadsExchanged:
-    """The exchanges of heads among the ranks of a Ulysses group: queries, keys, values there, the result back.
+    """The exchange of heads within a Ulysses group: queries, keys and values one way, the result back.
 
     Attributes:
-        wire_bytes: sent by a rank in one direction of the layer, the mean.
-        query_heads, kv_heads: of the rank that has most.
+        wire_bytes: bytes sent by a rank in one direction of the layer, mean over ranks.
+        query_heads, kv_heads: maximum heads of a rank.
     """
 
-    def __init__(self, shape: AttentionShape, cut: SequenceSharding) -> None:
-        degree = cut.ulysses_degree
+    def __init__(self, shape: AttentionShape, sharding: SequenceSharding) -> None:
+        degree = sharding.ulysses_degree
         shares = HeadShares.of(shape.heads, shape.kv_heads, degree)
         queries, keys = (sum(b - a for a, b in spans) for spans in (shares.queries, shares.keys))
         self.query_heads, self.kv_heads = (max(b - a for a, b in spans) for spans in (shares.queries, shares.keys))
         self.kv_heads_mean = keys / degree
-        elements = shape.batch * shape.length / cut.ranks * shape.head_dim * (2 * queries + 2 * keys) / degree
+        elements = shape.batch * shape.length / sharding.ranks * shape.head_dim * (2 * queries + 2 * keys) / degree
         self.wire_bytes = (degree - 1) * elements * shape.itemsize
 
 
 class _Ring:
-    """The ring of a cut: what travels, and the time of each hop, in which all ranks go along together."""
+    """Cost of ring attention for a sequence sharding: bytes and time of each hop. All ranks hop in lock-step."""
 
-    def __init__(self, shape: AttentionShape, cut: SequenceSharding, heads: _HeadsExchanged) -> None:
-        size, tokens = cut.ring_size, shape.tokens(cut)
+    def __init__(self, shape: AttentionShape, sharding: SequenceSharding, heads: _HeadsExchanged) -> None:
+        size, tokens = sharding.ring_size, shape.tokens(sharding)
         needed = needed_hops(tokens, shape.causal, shape.window)
         plans = [plan_member(tokens, ring, needed, shape.causal, shape.window, None) for ring in range(size)]
         per_token = 2 * shape.batch * heads.kv_heads_mean * shape.head_dim
-        there = sum(hops * count for hops, count in zip(plans[0].reach, plans[0].lengths, strict=True)) / size
-        back = sum(hops * count for hops, count in zip(plans[0].back_reach, plans[0].lengths, strict=True)) / size
-        sums = (
+        forward_tokens = sum(hops * count for hops, count in zip(plans[0].reach, plans[0].lengths, strict=True)) / size
+        backward_tokens = (
+            sum(hops * count for hops, count in zip(plans[0].back_reach, plans[0].lengths, strict=True)) / size
+        )
+        gradient_tokens = (
             sum(
                 _sum_hops(first, last) * count
                 for first, last, count in zip(plans[0].back_first, plans[0].back_reach, plans[0].lengths, strict=True)
             )
             / size
         )
-        self.forward_bytes = there * per_token * shape.itemsize
-        self.backward_bytes = back * per_token * shape.itemsize + sums * per_token * _sum_itemsize(shape)
+        self.forward_bytes = forward_tokens * per_token * shape.itemsize
+        self.backward_bytes = (
+            backward_tokens * per_token * shape.itemsize + gradient_tokens * per_token * _sum_itemsize(shape)
+        )
         self.hops = max(max(plans[0].reach), max(plans[0].back_reach)) if size > 1 else 0
         self._work = [max(_operations(plan.plans[hop], shape, heads) for plan in plans) for hop in range(size)]
         block = max(plans[0].lengths) * 2 * shape.batch * heads.kv_heads * shape.head_dim
@@ -234,26 +242,29 @@ class _Ring:
             return 3.5 * sum(compute)
         forward = costs.seconds("exchange", (axis,), self.forward_bytes / self.hops)
         backward = costs.seconds("exchange", (axis,), self.backward_bytes / self.hops)
-        # A hop is under way while the block before it is computed; backward is 2.5 times the products of forward.
-        there = sum(max(forward, work) for work in compute[: self.hops]) + sum(compute[self.hops :])
-        back = sum(max(backward, 2.5 * work) for work in compute[: self.hops]) + 2.5 * sum(compute[self.hops :])
-        return there + back
+        # Each hop overlaps with attention over the block before it. Backward has 2.5 times the products of forward:
+        # five (S, dP, dQ, dK, dV) against two (S, O).
+        forward_seconds = sum(max(forward, work) for work in compute[: self.hops]) + sum(compute[self.hops :])
+        backward_seconds = sum(max(backward, 2.5 * work) for work in compute[: self.hops]) + 2.5 * sum(
+            compute[self.hops :]
+        )
+        return forward_seconds + backward_seconds
 
 
 class _Gather:
-    """The gathering of keys and values that are seen: transfers first, then all of the computation."""
+    """Cost of gathering the keys and values that are seen: communication first, then all of the computation."""
 
-    def __init__(self, shape: AttentionShape, cut: SequenceSharding, heads: _HeadsExchanged) -> None:
-        size, tokens = cut.ring_size, shape.tokens(cut)
+    def __init__(self, shape: AttentionShape, sharding: SequenceSharding, heads: _HeadsExchanged) -> None:
+        size, tokens = sharding.ring_size, shape.tokens(sharding)
         plans = [plan_gather(tokens, ring, shape.causal, shape.window, None) for ring in range(size)]
         others = [
-            sum(b - a for source, ranges in enumerate(plan.taken) if source != ring for a, b in ranges)
+            sum(b - a for source, ranges in enumerate(plan.received) if source != ring for a, b in ranges)
             for ring, plan in enumerate(plans)
         ]
         per_token = 2 * shape.batch * heads.kv_heads_mean * shape.head_dim
         mean = float(np.mean(others))
         self.forward_bytes = mean * per_token * shape.itemsize
-        again = 0.0 if plans[0].is_kept else self.forward_bytes
+        again = 0.0 if plans[0].is_saved else self.forward_bytes
         self.backward_bytes = again + mean * per_token * _sum_itemsize(shape)
         self._work = max(_operations(plan.plan, shape, heads) for plan in plans)
         most = max(others) * 2 * shape.batch * heads.kv_heads * shape.head_dim
@@ -265,7 +276,7 @@ class _Gather:
 
 
 def _sum_hops(first: int, last: int) -> int:
-    """Return the hops of a block's gradients: from the first rank that needs it on to the last, and home."""
+    """Return the hops of a block's gradient sum: from the first to the last rank that used it, and to its owner."""
     return last - first + 1 if first else 0
 
 
@@ -274,5 +285,5 @@ def _sum_itemsize(shape: AttentionShape) -> int:
 
 
 def _operations(plan: Plan, shape: AttentionShape, heads: _HeadsExchanged) -> float:
-    """Return the operations of a plan in forward: two products of a multiplication and an addition per score."""
+    """Return the floating-point operations of a plan in forward: two products, of 2 operations per element each."""
     return 4.0 * count_scores(plan, 1) * shape.batch * heads.query_heads * shape.head_dim

@@ -1,16 +1,14 @@
-"""`AttentionMask`, the rule for the keys that a query sees, and the tokens of one rank as the mask needs them.
+"""Which keys a query sees, and which entries of the softmax drop out.
 
-Dropout of attention by place: which entries of the softmax are dropped does not depend on who computes them.
+`AttentionMask` states the rule. `plan_blocks` turns it into the blocks of the score matrix that have to be computed:
+rectangles in which every query sees every key, causal squares, and bands under a window. This is arithmetic on the
+host. Blocks in which no query sees a key are never planned, so causal attention costs half, a window its width, and
+packed documents their own squares, in whatever order a rank holds its tokens.
 
-An entry is dropped or kept by a number that is hashed from the seed of its row of the batch, its head, its query's and
-its key's place in the whole sequence (`hp_dtensor.platform.attention.kept_entries`). So one device and any ranks that
-share rows, heads or the sequence drop the same entries, in forward, in backward and when a forward is repeated, and no
-mask is ever kept.
-
-The blocks of the score matrix that are computed: rectangles that are seen whole, causal squares, and bands.
-
-Everything here is arithmetic on the host. Blocks in which no query sees a key do not occur, so that causal attention
-costs half, a window its width, and packed documents their own squares, whatever the order of the tokens on a rank.
+`AttentionDropout` decides by a hash whether an entry is dropped: of the seed of its row of the batch, its head, and the
+indices of its query and key in the full sequence (`hp_dtensor.platform.attention.kept_entries`). So the result does not
+depend on how rows, heads or the sequence are sharded, backward and recomputation drop the same entries as forward, and
+no dropout mask is saved.
 """
 
 from __future__ import annotations
@@ -35,18 +33,18 @@ Array = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """The keys that each query sees; make one per forward pass and hand it to every layer.
+    """The rule for the keys that each query sees. Make one per forward pass and give it to every layer.
 
-    Token i of a sequence sees token j where all of these hold. Where there are fewer queries than keys, the queries
-    are the last ones of the sequence, as with a cache of keys.
+    Token i of a sequence sees token j where all of the following hold. With fewer queries than keys, the queries are
+    the last tokens of the sequence, as with a key-value cache.
 
     Attributes:
         causal: j is not after i.
         window: j is less than this many tokens away (`window=1`: a token sees itself alone), as the sliding window of
             Mistral (arXiv 2310.06825); None: any number.
-        positions: int64 `[batch, keys]`, a tensor or an array: the position of each token in its document, which
-            begins at 0 in each of the documents that follow each other in a row; i and j are of one document. None:
-            each row is one document. Under context parallelism it has the positions of this rank's tokens.
+        positions: int64 `[batch, keys]`, a tensor or an array: the position of each token in its document, counted from
+            0 in each of the documents packed into a row; i and j belong to the same document. None: each row is one
+            document. Under context parallelism these are the positions of this rank's tokens.
 
     Raises:
         AttentionError: a window below 1.
@@ -67,16 +65,14 @@ class AttentionMask:
             raise AttentionError(f"AttentionMask: window must be None or an integer of at least 1, got {self.window!r}")
 
     def documents(self, platform: Platform) -> Array | None:
-        """Return the number of each token's document in its row `[batch, keys]`; None where every row is one."""
+        """Return each token's document number within its row, `[batch, keys]`; None if every row is one document."""
         if self.positions is None:
             return None
-        found: Array | None = self.remembered(
-            "documents", lambda: documents_of(host_integers(platform, self.positions))
-        )
+        found: Array | None = self.cached("documents", lambda: documents_of(host_integers(platform, self.positions)))
         return found
 
-    def remembered(self, key: Any, find: Any) -> Any:
-        """Return `find()`, which is called once per mask and key: layers that share a mask share what it takes."""
+    def cached(self, key: Any, find: Any) -> Any:
+        """Return `find()`, computed once per mask and key, so that layers with the same mask share it."""
         if key not in self._known:
             self._known[key] = find()
         return self._known[key]
@@ -87,14 +83,14 @@ class AttentionMask:
 
 
 def documents_of(positions: Array) -> Array | None:
-    """Return the number of each token's document `[batch, length]`; None where every row is one document."""
+    """Return each token's document number, `[batch, length]`; None if every row is one document."""
     documents = np.cumsum(positions == 0, axis=1)
     documents = documents - documents[:, :1]
     return documents if documents.any() else None
 
 
 def host_integers(platform: Platform, x: Any) -> Array:
-    """Return a tensor or array of integers on the host."""
+    """Return a tensor or array of integers as int64 on the host; a DTensor is gathered."""
     if isinstance(x, np.ndarray):
         return x.astype(np.int64, copy=False)
     if isinstance(x, DTensor):
@@ -104,30 +100,30 @@ def host_integers(platform: Platform, x: Any) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Tokens that a rank holds queries or keys of, in the order in which it holds them.
+    """The tokens whose queries or keys a rank holds, in local order.
 
     Attributes:
-        places: `[tokens]`, the place of each in the whole sequence.
-        documents: `[batch, tokens]`, the number of each one's document; None: every row is one document.
+        indices: `[tokens]`, the index of each token in the full sequence.
+        documents: `[batch, tokens]`, the document number of each token; None: every row is one document.
     """
 
-    places: Array
+    indices: Array
     documents: Array | None = None
 
     @property
     def count(self) -> int:
-        return int(self.places.size)
+        return int(self.indices.size)
 
     def runs(self, row: int) -> list[Run]:
-        """Return the stretches of tokens that follow each other in one document of a row."""
+        """Return the maximal spans of a row's tokens that are consecutive and in one document."""
         if not self.count:
             return []
-        breaks = np.diff(self.places) != 1
+        breaks = np.diff(self.indices) != 1
         if self.documents is not None:
             breaks |= np.diff(self.documents[row]) != 0
         bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), self.count]
         return [
-            Run(start, int(self.places[start]), stop - start, self._document(row, start))
+            Run(start, int(self.indices[start]), stop - start, self._document(row, start))
             for start, stop in itertools.pairwise(bounds)
         ]
 
@@ -137,41 +133,41 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tokens that follow each other in one document.
+    """A span of consecutive tokens of one document.
 
     Attributes:
-        start: the first one's index among the tokens that the rank holds.
-        place: its place in the whole sequence.
-        length: their number.
-        document: the number of their document.
+        start: local index of the first token, among those that the rank holds.
+        index: its index in the full sequence.
+        length: number of tokens.
+        document: document number.
     """
 
     start: int
-    place: int
+    index: int
     length: int
     document: int
 
     @property
     def stop(self) -> int:
-        """The place after the last one in the whole sequence."""
-        return self.place + self.length
+        """The index after the last token in the full sequence."""
+        return self.index + self.length
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionDropout:
-    """Entries of the softmax that become zero; the others are divided by `1 - p`.
+    """Dropout of softmax entries: dropped entries become 0, the others are divided by `1 - p`.
 
-    Give each layer and each step a seed of its own; a forward that is repeated has the same.
+    Use a different seed for each layer and step, and the same one when a forward is recomputed.
 
     Attributes:
-        p: the probability with which an entry is dropped, from 0 to 1.
-        seed: an integer, of which each row of the batch makes its own; or int64 `[batch]`, one for each row, such as a
-            hash of the sample's number, so that ranks with other rows drop what one device would.
-        heads: int64 `[heads]`, the number of each query head in the whole layer, where the tensors are plain and have
-            some of its heads; None: 0, 1, ... (heads of DTensors know their numbers).
+        p: probability of dropping an entry, from 0 to 1.
+        seed: an integer, from which a seed is derived for each row of the batch; or int64 `[batch]`, one seed per row,
+            for example a hash of the sample number, so that ranks holding other rows drop what one device would.
+        heads: int64 `[heads]`, the index of each query head in the full layer, for plain tensors that hold only some
+            of its heads; None: 0, 1, ... (head indices of DTensors follow from their placements).
 
     Raises:
-        AttentionError: `p` is no probability.
+        AttentionError: `p` is not a probability.
 
     Example:
         >>> q = k = v = platform.from_numpy(np.ones((1, 2, 3, 4), "float32"))
@@ -191,11 +187,11 @@ class AttentionDropout:
 
     @classmethod
     def of_rows(cls, p: float, rows: Array, *keys: int) -> AttentionDropout:
-        """Return the dropout of rows with these numbers.
+        """Return a dropout whose seed is derived per row from global row numbers.
 
         Args:
-            rows: int64 `[batch]`, the number of each row in the whole run, on whichever rank it is.
-            keys: the seed of the run, the layer: what else tells seeds apart.
+            rows: int64 `[batch]`, the number of each row within the training run, independent of its rank.
+            keys: further integers to derive the seed from, such as the run's seed and the layer index.
 
         Example:
             >>> one, other = (AttentionDropout.of_rows(0.1, np.array([7, 8]), layer) for layer in (0, 1))
@@ -214,7 +210,7 @@ class AttentionDropout:
         return self._checked("seed", host_integers(platform, self.seed), batch, "rows of the batch")
 
     def numbers(self, platform: Platform, heads: int) -> Array:
-        """Return the number of each head in the whole layer, int64 `[heads]`."""
+        """Return the index of each head in the full layer, int64 `[heads]`."""
         if self.heads is None:
             return np.arange(heads)
         return self._checked("heads", host_integers(platform, self.heads), heads, "query heads")
@@ -226,11 +222,12 @@ class AttentionDropout:
 
 
 @dataclass(frozen=True, eq=False)
-class PlacedDropout:
-    """The dropout of a call on this rank: whose rows and heads it has, and the places of its queries and keys.
+class LocalDropout:
+    """Dropout resolved for one call on this rank.
 
     Attributes:
-        rows, heads, queries, keys: int64 vectors.
+        rows, heads, queries, keys: int64 vectors: the seed of each local row, the index of each local head in the full
+            layer, and the indices of the local queries and keys in the full sequence.
     """
 
     p: float
@@ -239,43 +236,43 @@ class PlacedDropout:
     queries: Array
     keys: Array
 
-    def of(self, **parts: Array | slice) -> PlacedDropout:
-        """Return it for other rows, heads, queries or keys, given as vectors or as slices of these."""
-        cut: dict[str, Any] = {name: getattr(self, name)[x] if isinstance(x, slice) else x for name, x in parts.items()}
-        return dataclasses.replace(self, **cut)
+    def of(self, **parts: Array | slice) -> LocalDropout:
+        """Return a copy with some vectors replaced; a slice selects from the present vector."""
+        changed = {name: getattr(self, name)[x] if isinstance(x, slice) else x for name, x in parts.items()}
+        return dataclasses.replace(self, **changed)
 
     def factors(self, platform: Platform) -> Tensor:
-        """Return what the entries are multiplied by, float32 `[rows, heads, queries, keys]`."""
+        """Return the factors on the softmax entries, float32 `[rows, heads, queries, keys]`."""
         return platform.dropout_factors(self.p, self.rows, self.heads, self.queries, self.keys)
 
 
-def placed(
+def local_dropout(
     platform: Platform, dropout: AttentionDropout | None, query: Tensor, queries: Array, keys: Array
-) -> PlacedDropout | None:
-    """Return the dropout of a call with plain `query` and the places of its queries and keys; None: nothing drops."""
+) -> LocalDropout | None:
+    """Return the dropout of a call with a plain `query` and given token indices; None if nothing is dropped."""
     if dropout is None or dropout.p == 0:
         return None
     rows, heads = dropout.rows(platform, query.shape[0]), dropout.numbers(platform, query.shape[1])
-    return PlacedDropout(float(dropout.p), rows, heads, queries, keys)
+    return LocalDropout(float(dropout.p), rows, heads, queries, keys)
 
 
 def _seed_of_row(seed: int, row: int) -> int:
-    """Return the seed of a row of the batch: seeds that follow each other share no rows."""
+    """Return the seed of a row of the batch. The multipliers keep neighbouring seeds from sharing rows."""
     return (seed * 0xD1342543DE82EF95 + row * 0x9E3779B97F4A7C15 + 1) % 2**64
 
 
 _BAND_ROWS = 512
-"""Queries of one block under a window: few enough for most keys of a block to be seen, enough for its kernel."""
+"""Queries per block under a window: few, so that most keys of the block are seen, but enough to keep a kernel busy."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRange:
-    """Keys that the queries of a segment see, all or some of them.
+    """A range of keys that the queries of a segment see, fully or partly.
 
     Attributes:
-        start, stop: of the keys, as the rank holds them.
-        is_causal: the block is a square, and each query sees the keys up to its own place.
-        band: place of the first query minus that of the first key, where the window cuts the block; else None.
+        start, stop: local indices of the keys.
+        is_causal: the block is square, and each query sees the keys up to its own index.
+        band: index of the first query minus that of the first key, if the window masks part of the block; else None.
     """
 
     start: int
@@ -286,7 +283,7 @@ class KeyRange:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Queries, as the rank holds them from `start` to `stop`, with the ranges of keys that they see."""
+    """The local queries `start` to `stop`, with the ranges of keys that they see."""
 
     start: int
     stop: int
@@ -295,7 +292,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of the batch from `start` to `stop` (None: all) with the segments of their queries, in order."""
+    """Rows `start` to `stop` of the batch (None: all) with the segments of their queries, in order."""
 
     start: int
     stop: int | None
@@ -316,11 +313,11 @@ def plan_blocks(
     """Return the blocks of attention of `queries` over `keys`.
 
     Args:
-        tile: most queries and most keys of a block, where its scores are held as a matrix; None: any number.
-        rows: the rows of the batch that are planned together, see `equal_rows`; None: those of these tokens.
+        tile: maximum queries and keys of a block, for kernels that hold its scores as a matrix; None: unlimited.
+        rows: ranges of rows to plan together, see `equal_rows`; None: derived from these tokens.
     """
     planned = []
-    queries, keys = _closed_up(queries, keys, causal, window)
+    queries, keys = _without_gaps(queries, keys, causal, window)
     for start, stop in equal_rows([queries, keys]) if rows is None else rows:
         runs = runs_by_document(keys, start)
         segments = tuple(
@@ -332,48 +329,46 @@ def plan_blocks(
     return tuple(planned)
 
 
-def _closed_up(queries: Tokens, keys: Tokens, causal: bool, window: int | None) -> tuple[Tokens, Tokens]:
-    """Return the tokens with gaps between their places closed, where a mask does not tell: blocks are larger then.
+def _without_gaps(queries: Tokens, keys: Tokens, causal: bool, window: int | None) -> tuple[Tokens, Tokens]:
+    """Return the tokens renumbered without gaps where the mask allows it, which makes blocks larger.
 
-    Without a window only the order of tokens matters, so that places which neither side has are left out: head and tail
-    chunks of one rank are one causal square. Without a causal mask the order does not matter either.
+    Without a window only the order of tokens matters, so indices that neither side holds can be skipped: the head and
+    tail chunks of one rank become one causal square. Without a causal mask the order does not matter either.
     """
     if window is not None:
         return queries, keys
     if not causal:
         return Tokens(np.arange(queries.count), queries.documents), Tokens(np.arange(keys.count), keys.documents)
     firsts, gaps = _gaps(queries, keys)
-    closed = (x.places - gaps[np.searchsorted(firsts, x.places, "right") - 1] for x in (queries, keys))
-    return Tokens(next(closed), queries.documents), Tokens(next(closed), keys.documents)
+    renumbered = (x.indices - gaps[np.searchsorted(firsts, x.indices, "right") - 1] for x in (queries, keys))
+    return Tokens(next(renumbered), queries.documents), Tokens(next(renumbered), keys.documents)
 
 
 def _gaps(queries: Tokens, keys: Tokens) -> tuple[Array, Array]:
-    """Return the first places of the stretches that either side has, and for each the places before it that none has.
-
-    Stretches are few where tokens are many: sorting all places would take most of the time of a plan.
-    """
-    spans = sorted((run.place, run.stop) for side in (queries, keys) for run in Tokens(side.places).runs(0))
+    """Return the start of each span that queries or keys cover, and the number of uncovered indices before it."""
+    # Works on spans, of which there are few: sorting all token indices would dominate the time of planning.
+    spans = sorted((run.index, run.stop) for side in (queries, keys) for run in Tokens(side.indices).runs(0))
     firsts, gaps, reached, gap = [0], [0], 0, 0
-    for place, stop in spans:
-        if place > reached:
-            gap += place - reached
-            firsts.append(place)
+    for index, stop in spans:
+        if index > reached:
+            gap += index - reached
+            firsts.append(index)
             gaps.append(gap)
         reached = max(reached, stop)
     return np.array(firsts, np.int64), np.array(gaps, np.int64)
 
 
 def equal_rows(tokens: Sequence[Tokens]) -> list[tuple[int, int | None]]:
-    """Return (start, stop) of the rows of the batch in which all of these tokens are of the same documents; None: all.
+    """Return ranges (start, stop) of rows whose tokens have the same documents; stop None means all rows.
 
-    Results over several sets of keys are put together by rows, so their plans need the same ones.
+    Partial results over several sets of keys are merged by rows, so all their plans must use the same ranges.
     """
     documents = [each.documents for each in tokens if each.documents is not None]
     if len(documents) < len(tokens) or not documents:
         return [(0, None)]
-    whole = np.concatenate(documents, axis=1)
-    changes = np.flatnonzero((whole[1:] != whole[:-1]).any(axis=1)) + 1
-    return list(itertools.pairwise([0, *changes.tolist(), len(whole)]))
+    joined = np.concatenate(documents, axis=1)
+    changes = np.flatnonzero((joined[1:] != joined[:-1]).any(axis=1)) + 1
+    return list(itertools.pairwise([0, *changes.tolist(), len(joined)]))
 
 
 def is_empty(plan: Plan) -> bool:
@@ -382,7 +377,7 @@ def is_empty(plan: Plan) -> bool:
 
 
 def runs_by_document(tokens: Tokens, row: int) -> dict[int, list[Run]]:
-    """Return the runs of tokens of a row by the number of their document."""
+    """Return the runs of a row's tokens by document number."""
     runs: dict[int, list[Run]] = {}
     for run in tokens.runs(row):
         runs.setdefault(run.document, []).append(run)
@@ -392,17 +387,17 @@ def runs_by_document(tokens: Tokens, row: int) -> dict[int, list[Run]]:
 def sees_any(
     queries: Mapping[int, Sequence[Run]], keys: Mapping[int, Sequence[Run]], causal: bool, window: int | None
 ) -> bool:
-    """Return whether a query of a row sees a key: whether `plan_blocks` has something to compute, without a plan.
+    """Return whether any query of a row sees a key, that is, whether `plan_blocks` would plan a block.
 
     Args:
-        queries, keys: as of `runs_by_document`.
+        queries, keys: as `runs_by_document` returns them.
     """
-    # A key of distance d in front of a query is seen where d is within these.
+    # A key at distance d before a query is seen if d is within these bounds.
     least = 0 if causal else -math.inf if window is None else 1 - window
     most = math.inf if window is None else window - 1
-    # The distances between two runs are all whole numbers from one to another.
+    # The distances between two runs are all the integers between two bounds, so comparing intervals is enough.
     return any(
-        query.stop - 1 - key.place >= least and query.place - (key.stop - 1) <= most
+        query.stop - 1 - key.index >= least and query.index - (key.stop - 1) <= most
         for document, runs in queries.items()
         for query in runs
         for key in keys.get(document, ())
@@ -410,7 +405,7 @@ def sees_any(
 
 
 def count_scores(plan: Plan, batch: int) -> int:
-    """Return the number of scores that are seen or computed in vain, per head; causal squares count half."""
+    """Return the number of scores computed per head; a causal square counts half, a masked band in full."""
     total = 0
     for rows in plan:
         count = batch if rows.stop is None else rows.stop - rows.start
@@ -425,60 +420,63 @@ def count_scores(plan: Plan, batch: int) -> int:
 def _segments(
     queries: Run, keys: Sequence[Run], causal: bool, window: int | None, tile: int | None
 ) -> Iterator[Segment]:
-    for place, stop in itertools.pairwise(_bounds(queries, keys, causal, window, tile)):
-        start = queries.start + place - queries.place
-        ranges = [each for run in keys for each in _seen(place, stop, run, causal, window)]
+    for index, stop in itertools.pairwise(_bounds(queries, keys, causal, window, tile)):
+        start = queries.start + index - queries.index
+        ranges = [each for run in keys for each in _seen(index, stop, run, causal, window)]
         split = [each for one in _joined(ranges) for each in _tiles(one, tile)]
-        yield Segment(start, start + stop - place, tuple(split))
+        yield Segment(start, start + stop - index, tuple(split))
 
 
 def _bounds(queries: Run, keys: Sequence[Run], causal: bool, window: int | None, tile: int | None) -> list[int]:
-    """Return the places at which queries are cut into segments: at ends of runs of keys, so that the rest is square."""
-    bounds = {queries.place, queries.stop}
+    """Return the indices at which queries are split into segments.
+
+    Under a causal mask they are split where runs of keys end, so that each segment's diagonal block is square.
+    """
+    bounds = {queries.index, queries.stop}
     if causal and window is None:
-        bounds |= {place for run in keys for place in (run.place, run.stop) if queries.place < place < queries.stop}
+        bounds |= {index for run in keys for index in (run.index, run.stop) if queries.index < index < queries.stop}
     rows = min(tile or _BAND_ROWS, _BAND_ROWS) if window is not None else tile
     ordered = sorted(bounds)
     if rows is not None:
-        ordered = [place for a, b in itertools.pairwise(ordered) for place in range(a, b, rows)] + ordered[-1:]
+        ordered = [index for a, b in itertools.pairwise(ordered) for index in range(a, b, rows)] + ordered[-1:]
     return ordered
 
 
-def _seen(place: int, stop: int, keys: Run, causal: bool, window: int | None) -> Iterator[KeyRange]:
-    """Yield the ranges of a run of keys that queries of places `place` to `stop` see."""
-    first, last = keys.place, keys.stop
+def _seen(index: int, stop: int, keys: Run, causal: bool, window: int | None) -> Iterator[KeyRange]:
+    """Yield the ranges of a run of keys that the queries `index` to `stop` see."""
+    first, last = keys.index, keys.stop
     if causal:
         last = min(last, stop)
     if window is not None:
-        first = max(first, place - window + 1)
+        first = max(first, index - window + 1)
         last = last if causal else min(last, stop - 1 + window)
     if first >= last:
         return
-    offset = keys.start - keys.place
+    offset = keys.start - keys.index
     if window is not None:
-        above = last - 1 <= place if causal else last - 1 - place < window
-        whole = above and stop - 1 - first < window
-        yield KeyRange(first + offset, last + offset, band=None if whole else place - first)
-    elif not causal or last <= place:
+        above = last - 1 <= index if causal else last - 1 - index < window
+        is_full = above and stop - 1 - first < window
+        yield KeyRange(first + offset, last + offset, band=None if is_full else index - first)
+    elif not causal or last <= index:
         yield KeyRange(first + offset, last + offset)
-    else:  # segments are cut at ends of runs: what is left from `place` on is the segment's own square
-        if first < place:
-            yield KeyRange(first + offset, place + offset)
-        yield KeyRange(place + offset, last + offset, is_causal=True)
+    else:  # `_bounds` splits at the ends of runs, so the keys from `index` on are the segment's own causal square
+        if first < index:
+            yield KeyRange(first + offset, index + offset)
+        yield KeyRange(index + offset, last + offset, is_causal=True)
 
 
 def _joined(ranges: Sequence[KeyRange]) -> Iterator[KeyRange]:
-    """Yield the ranges, those that are seen whole and lie beside each other as one."""
+    """Yield the ranges, merging adjacent ones that are seen in full."""
     pending: KeyRange | None = None
     for each in ranges:
-        whole = not each.is_causal and each.band is None
-        if pending is not None and whole and pending.stop == each.start:
+        is_full = not each.is_causal and each.band is None
+        if pending is not None and is_full and pending.stop == each.start:
             pending = KeyRange(pending.start, each.stop)
             continue
         if pending is not None:
             yield pending
-        pending = each if whole else None
-        if not whole:
+        pending = each if is_full else None
+        if not is_full:
             yield each
     if pending is not None:
         yield pending

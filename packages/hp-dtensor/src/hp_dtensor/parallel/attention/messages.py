@@ -1,4 +1,4 @@
-"""Several tensors in one message: laid end to end to be sent, cut and shaped again where they arrive."""
+"""Messages of several tensors: concatenated into one vector to be sent, split and reshaped on arrival."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Tensor = Any
 Shape = tuple[int, ...]
 
 
-def packed(platform: Platform, tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elements of tensors of one dtype, end to end in one contiguous vector."""
+def pack(platform: Platform, tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors of one dtype into one contiguous vector."""
     flat = [platform.ops.reshape(platform.contiguous(x), (-1,)) for x in tensors]
     return flat[0] if len(flat) == 1 else platform.ops.cat(flat, 0)
 
 
-def unpacked(platform: Platform, message: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-    """Return the tensors of these shapes that `packed` laid end to end."""
+def unpack(platform: Platform, message: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+    """Split a vector made by `pack` into tensors of these shapes, views of it."""
     found, start = [], 0
     for shape in shapes:
         size = math.prod(shape)
@@ -30,10 +30,10 @@ def unpacked(platform: Platform, message: Tensor, shapes: Sequence[Shape]) -> li
 
 
 def numel(shapes: Sequence[Shape]) -> int:
-    """Return the elements of tensors of these shapes together."""
+    """Return the total number of elements of tensors of these shapes."""
     return sum(math.prod(shape) for shape in shapes)
 
 
 def empty_message(platform: Platform, shapes: Sequence[Shape], dtype: Any) -> Tensor:
-    """Return memory for a message of tensors of these shapes."""
+    """Return uninitialized memory for a message of tensors of these shapes."""
     return platform.empty((numel(shapes),), dtype)

@@ -1,18 +1,19 @@
-"""The places of each rank in rows of packed documents: equally many tokens for each, and equal work.
+"""Sequence sharding: which rank holds which tokens, balanced by the attention work that they cost.
 
-Work is the number of keys that queries see. All rows of a batch are cut at the same places, so that a token's work is
-the sum over rows. It grows by the same from token to token until a document of some row ends: a token and its mirror
-image in the stretch between two such ends, here called a document too, are as much work as any other two. So a document
-can be given out in parts of any size, each with as much of its head as of its tail, and costs each rank in proportion.
-No document is padded to a multiple of the parts, unlike those of `_PerDocumentHeadTailLoadBalancer` of torch and of
-TransformerEngine, which cut every document into equal parts for all ranks.
+The work of a token is the number of keys that it sees. Under a causal mask that grows with its index in its document,
+so ranks get head and tail chunks of a row (`head_tail_indices`), or in packed rows parts of documents taken from both
+ends (`balanced_indices`).
 
-Equal parts for all ranks (`_spread`) make every hop of a ring equal work, but each part is a kernel call, and its keys
-travel to all ranks. Mixtures (`_mix`) leave most documents on one or two ranks, with equal work in all hops together.
+Packed rows: all rows of a batch are sharded at the same indices, so a token's work is the sum over rows. It grows by a
+constant per token until a document of some row ends. The span between two such ends is called a document here too. A
+token and its mirror image in that span always have the same work together. So a document can be divided into parts of
+any size, each with as much of its head as of its tail, whose work is proportional to their size. Documents are not
+padded to a multiple of the number of parts, unlike in torch's `_PerDocumentHeadTailLoadBalancer` and in
+TransformerEngine, which divide every document equally over all ranks.
 
-Cutting a sequence over context parallel ranks: which rank holds which tokens, in which order.
-
-Positions of a sequence that ranks share: every rank learns those of all tokens, once per mask.
+Equal parts on all ranks (`_spread`) balance every hop of a ring, but each part is a kernel call and its keys are sent
+to all ranks. Mixtures of a light and a heavy document (`_mix`) leave most documents on one or two ranks and balance the
+sum over all hops.
 """
 
 from __future__ import annotations
@@ -37,21 +38,22 @@ Documents = tuple[tuple[int, ...], ...]
 Run = tuple[int, int]
 
 HEAVY = 0.5
-"""Work of a document, as a part of a rank's, above which it is spread over all ranks of a ring.
+"""Work of a document, as a fraction of a rank's, above which it is spread over all ranks of a ring.
 
-In random packings of 8 documents the last rank of a ring is then done within 1 % of the mean work; without, it is done
-22 % (of 4 ranks) and 43 % (of 8) later. To spread lighter ones too takes half as many kernel calls again.
+In random packings of 8 documents the busiest rank of a ring is then within 1 % of the mean; without it, 22 % (4 ranks)
+and 43 % (8 ranks) above. Spreading lighter documents too would take half as many kernel calls again.
 """
 
 
 @functools.lru_cache(maxsize=32)
-def balanced_places(documents: Documents, ranks: int, even_hops: bool) -> tuple[Array, ...]:
-    """Return for each rank its places, in order.
+def balanced_indices(documents: Documents, ranks: int, even_hops: bool) -> tuple[Array, ...]:
+    """Return the sorted token indices of each rank for rows of packed documents.
 
     Args:
-        documents: the lengths of the documents of each row.
-        ranks: that share the rows.
-        even_hops: spread heavy documents over all ranks; False: balance the sum of hops alone.
+        documents: lengths of the documents of each row.
+        ranks: number of ranks that share the rows.
+        even_hops: spread heavy documents over all ranks, which balances each hop of a ring; False: balance only the sum
+            over all hops.
     """
     work = _Work(documents)
     sources, shares = _sources(work), _shares(work, ranks)
@@ -60,11 +62,11 @@ def balanced_places(documents: Documents, ranks: int, even_hops: bool) -> tuple[
         sources, shares = _sources(work), _shares(work, ranks)
         _spread(sources, shares)
         _mix(sources, shares)
-    return tuple(share.places() for share in shares)
+    return tuple(share.indices() for share in shares)
 
 
-def head_tail_places(length: int, ranks: int) -> tuple[Array, ...]:
-    """Return for each rank r the chunks r and 2 * ranks - 1 - r of a row in 2 * ranks chunks."""
+def head_tail_indices(length: int, ranks: int) -> tuple[Array, ...]:
+    """Divide a row into 2 * ranks chunks and return for each rank r the indices of chunks r and 2 * ranks - 1 - r."""
     if ranks == 1:
         return (np.arange(length),)
     bounds = [length * chunk // (2 * ranks) for chunk in range(2 * ranks + 1)]
@@ -72,13 +74,13 @@ def head_tail_places(length: int, ranks: int) -> tuple[Array, ...]:
     return tuple(np.concatenate([chunks[rank], chunks[-1 - rank]]) for rank in range(ranks))
 
 
-def work_of_places(documents: Documents, places: Sequence[Array]) -> tuple[int, ...]:
-    """Return for each rank the scores that a causal mask within documents shows its queries, of all rows."""
-    return _Work(documents).of_places(places)
+def work_of_indices(documents: Documents, indices: Sequence[Array]) -> tuple[int, ...]:
+    """Return for each rank the number of scores that its queries see in all rows, causally within documents."""
+    return _Work(documents).of_indices(indices)
 
 
 def document_lengths(positions: Array) -> Documents:
-    """Return the lengths of the documents of each row, whose positions begin at 0."""
+    """Return the lengths of each row's documents, given positions that restart at 0 in each document."""
     return tuple(_lengths(row) for row in positions)
 
 
@@ -88,12 +90,12 @@ def _lengths(row: Array) -> tuple[int, ...]:
 
 
 class _Work:
-    """The work of stretches of rows under a causal mask, as sums over all places before each.
+    """Prefix sums of the work of tokens under a causal mask within documents, summed over rows.
 
     Attributes:
-        length: of each row.
-        ends: places between which every row's document is one and the same.
-        sums: `[length + 1]`.
+        length: tokens of each row.
+        ends: sorted indices at which a document of some row ends.
+        sums: `[length + 1]`, the work of all tokens before each index.
     """
 
     def __init__(self, documents: Documents) -> None:
@@ -113,23 +115,23 @@ class _Work:
 
     @property
     def mean(self) -> float:
-        """Work of a token."""
+        """Mean work of a token."""
         return int(self.sums[-1]) / max(self.length, 1)
 
-    def of_places(self, places: Sequence[Array]) -> tuple[int, ...]:
+    def of_indices(self, indices: Sequence[Array]) -> tuple[int, ...]:
         """Return the work of each rank."""
         of_tokens = np.diff(self.sums)
-        return tuple(int(of_tokens[own].sum()) for own in places)
+        return tuple(int(of_tokens[own].sum()) for own in indices)
 
 
 class _Source:
-    """A document as it is given out, from both ends to the middle.
+    """A document whose tokens are assigned from both ends towards the middle.
 
     Attributes:
-        work: of all of it.
-        density: of a token and its mirror image, the mean of both.
-        left: tokens that are not given out yet.
-        parts: how often some were taken.
+        work: work of all its tokens.
+        density: mean work of a token and its mirror image, the same for all of them.
+        left: number of tokens not assigned yet.
+        parts: number of times tokens were taken.
     """
 
     def __init__(self, run: Run, work: int) -> None:
@@ -142,7 +144,7 @@ class _Source:
         return self._tail - self._head
 
     def take(self, count: int) -> list[Run]:
-        """Return the next tokens, some of the head and as many of the tail."""
+        """Return the next `count` tokens as two spans, half from the head and half from the tail."""
         self.parts += count > 0
         is_ahead = self._head - self._start > self._stop - self._tail
         from_head = count // 2 if is_ahead else (count + 1) // 2
@@ -152,11 +154,11 @@ class _Source:
 
 
 class _Share:
-    """Tokens of one rank, as they are given out.
+    """The tokens assigned to one rank so far.
 
     Attributes:
-        room: tokens that are still to come.
-        due: work that these are to be.
+        room: number of tokens still to assign.
+        due: work that these tokens should have.
     """
 
     def __init__(self, room: int, due: float) -> None:
@@ -168,7 +170,7 @@ class _Share:
         self.room -= count
         self.due -= source.density * count
 
-    def places(self) -> Array:
+    def indices(self) -> Array:
         return np.concatenate([np.arange(0), *(np.arange(*run) for run in sorted(self._runs))])
 
 
@@ -182,10 +184,10 @@ def _shares(work: _Work, ranks: int) -> list[_Share]:
 
 
 def _spread(sources: Sequence[_Source], shares: Sequence[_Share]) -> None:
-    """Give all ranks equal parts of heavy documents.
+    """Assign equal parts of heavy documents to all ranks.
 
-    Tokens that do not divide go to those ranks that have the fewest so far, of these to the ones with the least work:
-    ranks differ by one token at most, and so none gets more than it has room for.
+    Remainders go to the ranks with the fewest tokens so far, among these to those with the least work. So ranks differ
+    by at most one token, and none exceeds its room.
     """
     total = sum(source.work for source in sources)
     for source in sorted(sources, key=lambda each: -each.work):
@@ -198,17 +200,17 @@ def _spread(sources: Sequence[_Source], shares: Sequence[_Share]) -> None:
 
 
 def _mix(sources: Sequence[_Source], shares: Sequence[_Share]) -> None:
-    """Fill the ranks with what is left of the documents, each with its share of the work.
+    """Fill all ranks with the remaining documents, each rank with its share of the work.
 
-    As in Walker's alias method, what is lighter than a rank's mean is given out together with what is heavier, so much
-    of each that the mixture has the mean. Each step ends a document or fills a rank, so that there are at most twice as
-    many parts as documents and ranks, and a document's parts are on ranks that follow each other.
+    As in Walker's alias method, a document lighter than the mean is mixed with a heavier one in the proportion that
+    gives the mean. Each step finishes a document or fills a rank, so there are at most as many parts as documents and
+    ranks together, times two, and the parts of a document are on consecutive ranks.
     """
-    # Documents of the same work in the order of the row: neighbours stay on one rank.
+    # The sort is stable: documents of equal work keep the order of the row, so that neighbours stay on one rank.
     waiting = collections.deque(sorted((each for each in sources if each.left), key=lambda source: source.density))
     carried = 0.0
     for share in shares:
-        # What rounding has given one rank too much, the next one has less.
+        # Rounding errors are carried over: what one rank has too much is due less on the next.
         share.due += carried
         while share.room:
             light, heavy = waiting[0], waiting[-1]
@@ -223,7 +225,10 @@ def _mix(sources: Sequence[_Source], shares: Sequence[_Share]) -> None:
 
 
 def _parts(light: _Source, heavy: _Source, share: _Share) -> tuple[int, int]:
-    """Return how many tokens of two documents make a mixture of the mean work that a rank is due, at least one."""
+    """Return how many tokens of two documents to take, at least one in all.
+
+    Their mean work is what the rank is due per token, as far as the documents and the rank's room allow.
+    """
     room = share.room
     if light is heavy or heavy.density == light.density:
         return min(room, light.left), 0
@@ -236,39 +241,38 @@ def _parts(light: _Source, heavy: _Source, share: _Share) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceSharding:
-    """The tokens of each rank that shares a sequence.
+    """The assignment of a sequence's tokens to the ranks that share it.
 
-    Ranks `r * ulysses_degree + u` with the same r exchange heads, so they hold neighbouring tokens; the others are
-    the ring. Under a causal mask a token costs as much as its place, so a ring of R ranks is balanced when rank r has
-    the chunks r and 2R-1-r of 2R (head and tail). Chunks need not be equally long.
+    Ranks `r * ulysses_degree + u` with the same r exchange heads and hold neighbouring tokens; ranks with the same u
+    form a ring. Under a causal mask a token's work is proportional to its index, so a ring of R ranks is balanced when
+    rank r has the chunks r and 2R-1-r of 2R (head and tail). Lengths need not be divisible.
 
-    In rows of packed documents a token costs as much as its place in its document. Given their lengths, ranks have
-    equally many tokens (those that do not divide apart) and equal work, within what single tokens are: heads and tails
-    of documents, in parts of any size, and whole ones. All rows of a batch are cut at the same places, by the sum of
-    their work; attention without a causal mask is balanced too where the batch is one row.
+    In packed rows a token's work is proportional to its index in its document. Given the lengths of documents, ranks
+    get equally many tokens (up to one) and equal work (up to that of single tokens). All rows of a batch are sharded at
+    the same indices, by the sum of their work. Attention without a causal mask is balanced too if the batch is one row.
 
     Attributes:
-        length: tokens of the whole sequence.
-        ranks: ranks that share it.
-        ulysses_degree: how many of them exchange heads.
-        balanced: head and tail chunks; False: each rank has one stretch, in order.
-        documents: the lengths of the documents of each row of the batch, of which attention sees no other; None: every
-            row is one document.
-        even_hops: for a ring, in which ranks go along together: documents that are heavy for one rank are spread over
-            all, so that each hop is equal work too; False: fewer documents are cut, whose keys are gathered.
+        length: tokens of the full sequence.
+        ranks: number of ranks that share it.
+        ulysses_degree: number of ranks that exchange heads.
+        balanced: head and tail chunks; False: each rank has one contiguous span, in order.
+        documents: lengths of the documents of each row of the batch, to which attention is confined; None: every row is
+            one document.
+        even_hops: for a ring, whose ranks hop in lock-step: spread documents that are heavy for one rank over all
+            ranks, so that each hop is balanced; False: divide fewer documents, whose keys are gathered.
 
     Raises:
-        AttentionError: `ulysses_degree` does not divide `ranks`, or a number is below 1 (a length: below 0); documents
-            of a row that are not as long as the row, or that are not to be balanced.
+        AttentionError: `ulysses_degree` does not divide `ranks`; a number is below 1 (a length: below 0); documents do
+            not add up to the row, or are given with `balanced=False`.
 
     Example:
-        >>> cut = SequenceSharding(length=10, ranks=2)
-        >>> [cut.places(rank).tolist() for rank in range(2)]
+        >>> sharding = SequenceSharding(length=10, ranks=2)
+        >>> [sharding.indices(rank).tolist() for rank in range(2)]
         [[0, 1, 7, 8, 9], [2, 3, 4, 5, 6]]
-        >>> SequenceSharding(length=10, ranks=2, ulysses_degree=2).places(1).tolist()
+        >>> SequenceSharding(length=10, ranks=2, ulysses_degree=2).indices(1).tolist()
         [5, 6, 7, 8, 9]
         >>> packed = SequenceSharding(length=10, ranks=2, documents=((8, 2),))
-        >>> [packed.places(rank).tolist() for rank in range(2)]
+        >>> [packed.indices(rank).tolist() for rank in range(2)]
         [[0, 1, 6, 7, 8], [2, 3, 4, 5, 9]]
     """
 
@@ -289,7 +293,7 @@ class SequenceSharding:
             object.__setattr__(self, "documents", self._checked(self.documents))
 
     def __str__(self) -> str:
-        """Return the cut as Python would show it, without most of many documents."""
+        """Return the repr, truncated if there are many documents."""
         text = repr(self)
         return text if len(text) <= 300 else f"{text[:300]}..."
 
@@ -297,23 +301,23 @@ class SequenceSharding:
     def of_positions(
         cls, positions: Array, *, ranks: int, ulysses_degree: int = 1, even_hops: bool = True
     ) -> SequenceSharding:
-        """Return the cut of rows of packed documents.
+        """Return the sharding of rows of packed documents.
 
         Args:
-            positions: int64 `[batch, length]`, of each token in its document, which begins at 0, as in
-                `AttentionMask`; of the whole rows.
-            ranks, ulysses_degree, even_hops: as of the class.
+            positions: int64 `[batch, length]` of the full rows: the position of each token in its document, counted
+                from 0, as in `AttentionMask`.
+            ranks, ulysses_degree, even_hops: as for the class.
 
         Raises:
-            AttentionError: as of the class, or positions that are not whole numbers `[batch, length]`.
+            AttentionError: as for the class, or `positions` are not integers `[batch, length]`.
         """
         given, positions = positions, np.asarray(positions)
         if positions.ndim != 2 or positions.dtype.kind not in "iu":
             raise AttentionError(
-                f"SequenceSharding.of_positions: expected whole numbers [batch, length], got {type(given).__name__} of "
+                f"SequenceSharding.of_positions: expected integers [batch, length], got {type(given).__name__} of "
                 f"shape {list(positions.shape)} and {positions.dtype}"
             )
-        # With rows that are one document too: shapes stay the same from batch to batch.
+        # Documents are passed even if every row is one: the number of tokens per rank must not vary between batches.
         return cls(
             length=positions.shape[1],
             ranks=ranks,
@@ -324,11 +328,11 @@ class SequenceSharding:
 
     @property
     def ring_size(self) -> int:
-        """Ranks that share the sequence once heads are exchanged."""
+        """Number of ranks that share the sequence once heads are exchanged."""
         return self.ranks // self.ulysses_degree
 
-    def places(self, rank: int) -> Array:
-        """Return the places in the whole sequence of a rank's tokens, in the order in which it holds them.
+    def indices(self, rank: int) -> Array:
+        """Return the indices in the full sequence of a rank's tokens, in local order.
 
         Raises:
             AttentionError: there is no such rank.
@@ -338,46 +342,50 @@ class SequenceSharding:
                 f"SequenceSharding: rank {rank} of {self.ranks}; expected one from 0 to {self.ranks - 1}"
             )
         ring, within = divmod(rank, self.ulysses_degree)
-        return np.array_split(self.ring_places(ring), self.ulysses_degree)[within]
+        return np.array_split(self.ring_indices(ring), self.ulysses_degree)[within]
 
-    def ring_places(self, ring: int) -> Array:
-        """Return the places of the tokens that the ranks of one Ulysses group hold together."""
+    def ring_indices(self, ring: int) -> Array:
+        """Return the indices of the tokens that the ranks of one Ulysses group hold together."""
         size = self.ring_size
         if not self.balanced or size == 1:
             return _chunk(self.length, size, ring)
         if self.documents:
-            return balanced_places(self.documents, size, self.even_hops)[ring]
-        return head_tail_places(self.length, size)[ring]
+            return balanced_indices(self.documents, size, self.even_hops)[ring]
+        return head_tail_indices(self.length, size)[ring]
 
     def lengths(self) -> list[int]:
         """Return the number of tokens of each rank."""
-        return [int(self.places(rank).size) for rank in range(self.ranks)]
+        return [int(self.indices(rank).size) for rank in range(self.ranks)]
 
     def work(self) -> tuple[int, ...]:
-        """Return for each ring rank the scores that its queries have in rows of `documents` under a causal mask.
+        """Return for each ring rank the number of scores of its queries under a causal mask within `documents`.
 
-        The busiest one over the mean is how much longer attention takes than if it were equally shared.
+        The maximum over the mean is the slowdown of attention relative to a perfect balance.
         """
         documents = self.documents or ((self.length,),)
-        return work_of_places(documents, [self.ring_places(ring) for ring in range(self.ring_size)])
+        return work_of_indices(documents, [self.ring_indices(ring) for ring in range(self.ring_size)])
 
-    def take(self, x: Any, rank: int, dim: int = 1, platform: Platform | None = None) -> Any:
-        """Return a rank's part of `x`, an array or (with `platform`) a tensor, which is whole along `dim`."""
+    def shard(self, x: Any, rank: int, dim: int = 1, platform: Platform | None = None) -> Any:
+        """Return a rank's shard of `x` along `dim`.
+
+        Args:
+            x: an array or, with `platform`, a tensor, of the full sequence.
+        """
         self._check_length(x, dim)
-        places = self.places(rank)
+        indices = self.indices(rank)
         if platform is None or isinstance(x, np.ndarray):
-            return np.ascontiguousarray(np.take(x, places, dim))
-        return platform.ops.index_select(x, dim, platform.from_numpy(places))
+            return np.ascontiguousarray(np.take(x, indices, dim))
+        return platform.ops.index_select(x, dim, platform.from_numpy(indices))
 
-    def restore(self, parts: Sequence[Any], dim: int = 1, platform: Platform | None = None) -> Any:
-        """Return the whole of which `parts` are the ranks' parts along `dim`, in rank order: the inverse of `take`."""
-        order = np.argsort(np.concatenate([self.places(rank) for rank in range(self.ranks)]), kind="stable")
-        if platform is None or isinstance(parts[0], np.ndarray):
-            return np.ascontiguousarray(np.take(np.concatenate(list(parts), dim), order, dim))
-        return platform.ops.index_select(platform.ops.cat(list(parts), dim), dim, platform.from_numpy(order))
+    def unshard(self, shards: Sequence[Any], dim: int = 1, platform: Platform | None = None) -> Any:
+        """Return the full tensor or array, given the shards of all ranks in rank order: the inverse of `shard`."""
+        order = np.argsort(np.concatenate([self.indices(rank) for rank in range(self.ranks)]), kind="stable")
+        if platform is None or isinstance(shards[0], np.ndarray):
+            return np.ascontiguousarray(np.take(np.concatenate(list(shards), dim), order, dim))
+        return platform.ops.index_select(platform.ops.cat(list(shards), dim), dim, platform.from_numpy(order))
 
     def _checked(self, documents: Any) -> Documents:
-        """Return documents as tuples, which can be compared and hashed."""
+        """Return documents as tuples, which can be compared and hashed, or raise if they do not fit the rows."""
         if not self.balanced:
             raise AttentionError(
                 "SequenceSharding: documents with balanced=False; expected balanced=True, or documents=None, where "
@@ -410,43 +418,43 @@ def _chunk(length: int, count: int, index: int) -> Array:
     return np.arange(index * length // count, (index + 1) * length // count)
 
 
-_MARK = 16
-"""Bytes in front of a rank's positions that are equal where the cuts are."""
+_DIGEST_BYTES = 16
+"""Bytes of the digest in front of a rank's positions, by which ranks compare their shardings."""
 
 
-def positions_of_all(platform: Platform, group: ProcessGroup, cut: SequenceSharding, mask: AttentionMask) -> Any:
-    """Return the positions `[batch, length]` of all tokens in the order of the sequence; None: the mask has none.
+def positions_of_all(platform: Platform, group: ProcessGroup, sharding: SequenceSharding, mask: AttentionMask) -> Any:
+    """Return the positions `[batch, length]` of all tokens, in the order of the sequence; None if the mask has none.
 
     Raises:
-        AttentionError: the ranks' positions put together are not those of documents that follow each other, or the
-            ranks have different cuts; on every rank.
+        AttentionError: on every rank, if the combined positions are not those of consecutive documents, or ranks use
+            different shardings.
     """
     if mask.positions is None:
         return None
     own = np.ascontiguousarray(host_integers(platform, mask.positions))
-    mark = hashlib.blake2b(repr(cut).encode(), digest_size=_MARK).digest()
-    arrived = group.all_gather_bytes(mark + own.tobytes())
-    if others := [rank for rank, part in enumerate(arrived) if part[:_MARK] != arrived[0][:_MARK]]:
+    digest = hashlib.blake2b(repr(sharding).encode(), digest_size=_DIGEST_BYTES).digest()
+    arrived = group.all_gather_bytes(digest + own.tobytes())
+    if others := [rank for rank, part in enumerate(arrived) if part[:_DIGEST_BYTES] != arrived[0][:_DIGEST_BYTES]]:
         raise AttentionError(
-            f"context parallel positions: ranks {others} cut the sequence otherwise than rank 0; rank {group.rank} has "
-            f"{cut}. All ranks make the cut of the same whole rows"
+            f"context parallel positions: ranks {others} shard the sequence differently from rank 0; rank {group.rank} "
+            f"has {sharding}. Every rank must derive the sharding from the same full rows"
         )
-    everything = [np.frombuffer(part[_MARK:], np.int64).reshape(len(own), -1) for part in arrived]
-    positions = cut.restore(everything, 1)
-    _check_positions(positions, cut)
+    everything = [np.frombuffer(part[_DIGEST_BYTES:], np.int64).reshape(len(own), -1) for part in arrived]
+    positions = sharding.unshard(everything, 1)
+    _check_positions(positions, sharding)
     return positions
 
 
-def _check_positions(positions: Any, cut: SequenceSharding) -> None:
-    """Refuse positions that neither go on nor begin again: ranks were given other tokens than the cut gives them."""
-    goes_on = (positions[:, 1:] == positions[:, :-1] + 1) | (positions[:, 1:] == 0)
-    if goes_on.all():
+def _check_positions(positions: Any, sharding: SequenceSharding) -> None:
+    """Refuse positions that neither continue nor restart at 0: some rank holds other tokens than its shard."""
+    continues = (positions[:, 1:] == positions[:, :-1] + 1) | (positions[:, 1:] == 0)
+    if continues.all():
         return
-    row, place = (int(x) for x in np.argwhere(~goes_on)[0])
-    owners = [next(r for r in range(cut.ranks) if p in cut.places(r)) for p in (place, place + 1)]
+    row, index = (int(x) for x in np.argwhere(~continues)[0])
+    owners = [next(r for r in range(sharding.ranks) if p in sharding.indices(r)) for p in (index, index + 1)]
     raise AttentionError(
-        f"context parallel positions: in row {row}, token {place} (rank {owners[0]}) has position "
-        f"{positions[row, place]} and the next one (rank {owners[1]}) {positions[row, place + 1]}; expected one more, "
-        f"or 0 where a document begins. Each rank takes its part of the batch's ids, targets and positions by "
-        f"{cut}, and a model is called within `use_sequence_sharding` of a cut of packed documents"
+        f"context parallel positions: in row {row}, token {index} (rank {owners[0]}) has position "
+        f"{positions[row, index]} and the next one (rank {owners[1]}) {positions[row, index + 1]}; expected one more, "
+        f"or 0 where a document begins. Each rank must shard the batch's ids, targets and positions by {sharding}, and "
+        "call the model within `use_sequence_sharding` if the sharding is one of packed documents"
     )

@@ -1,8 +1,8 @@
-"""Ulysses (arXiv 2309.14509): one exchange gives each rank some heads of the whole sequence, another takes them back.
+"""Ulysses (arXiv 2309.14509): one exchange gives each rank some heads of the full sequence, another reverses it.
 
-Query heads are shared evenly. A rank gets the key-value heads that its query heads read and no others: with fewer
-key-value heads than ranks several ranks get the same one, which is sent to each of them as it is, and whose gradients
-are added where it came from, in rank order.
+Query heads are divided evenly. A rank gets the key-value heads that its query heads read and no others. With fewer
+key-value heads than ranks, several ranks get the same head; it is sent to each of them, and its gradients are added at
+its owner in rank order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from hp_dtensor.comm.collectives import staying
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.saved_tensors import COLLECTIVES, saved_result
-from hp_dtensor.parallel.attention.messages import empty_message, packed, unpacked
+from hp_dtensor.parallel.attention.messages import empty_message, pack, unpack
 from hp_dtensor.platform.interface import Platform
 
 Tensor = Any
@@ -28,9 +28,9 @@ class HeadShares:
     """The heads of each rank of a Ulysses group.
 
     Attributes:
-        queries: by rank, (first, after the last) of its query heads.
-        keys: by rank, the same of the key-value heads that these read.
-        groups: query heads that read one key-value head.
+        queries: by rank, the range (start, stop) of its query heads.
+        keys: by rank, the range of the key-value heads that these read.
+        groups: number of query heads per key-value head.
     """
 
     queries: tuple[Range, ...]
@@ -39,14 +39,14 @@ class HeadShares:
 
     @classmethod
     def of(cls, heads: int, kv_heads: int, ranks: int) -> HeadShares:
-        """Share `heads` evenly over `ranks`."""
+        """Divide `heads` evenly over `ranks`."""
         groups = heads // max(kv_heads, 1)
         queries = [(rank * heads // ranks, (rank + 1) * heads // ranks) for rank in range(ranks)]
         keys = [(a // groups, -(-b // groups)) if b > a else (0, 0) for a, b in queries]
         return cls(tuple(queries), tuple(keys), groups)
 
     def expansion(self, rank: int) -> list[int] | None:
-        """Return the own key-value head that each own query head reads; None where all are read equally often."""
+        """Return, for each local query head, the local key-value head it reads; None if all are read equally often."""
         (a, b), (first, last) = self.queries[rank], self.keys[rank]
         reads = [head // self.groups - first for head in range(a, b)]
         shared = (b - a) // max(last - first, 1)
@@ -56,15 +56,15 @@ class HeadShares:
 def heads_for_sequence(
     platform: Platform, tensors: Sequence[Tensor], group: ProcessGroup, shares: HeadShares, lengths: Sequence[int]
 ) -> list[Tensor]:
-    """Return this rank's heads of queries, keys and values over the tokens of all ranks, in rank order.
+    """Exchange tokens for heads: return this rank's heads of queries, keys and values for the tokens of all ranks.
 
     Args:
         tensors: queries, keys, values `[batch, heads, own tokens, width]`.
-        lengths: by rank, its tokens.
+        lengths: number of tokens of each rank.
     """
     of_tensor = [shares.queries, shares.keys, shares.keys]
     rank, size = group.rank, group.size
-    # Closures keep shapes alone: the tensors themselves are free after forward.
+    # The closures hold shapes only, so that the tensors can be freed after forward.
     like = [(tuple(x.shape), x.dtype) for x in tensors]
 
     def forward(*given: Tensor) -> tuple[Tensor, ...]:
@@ -77,15 +77,15 @@ def heads_for_sequence(
         return tuple(platform.ops.cat([parts[i] for parts in arrived], 2) for i in range(len(given)))
 
     def backward(*grads: Tensor | None) -> list[Tensor]:
-        whole = [_shaped(shape, of[rank], sum(lengths)) for (shape, _), of in zip(like, of_tensor, strict=True)]
+        full = [_shaped(shape, of[rank], sum(lengths)) for (shape, _), of in zip(like, of_tensor, strict=True)]
         known = [
             platform.zeros(shape, dtype) if g is None else g
-            for g, shape, (_, dtype) in zip(grads, whole, like, strict=True)
+            for g, shape, (_, dtype) in zip(grads, full, like, strict=True)
         ]
-        cut = [platform.ops.split(g, list(lengths), 2) for g in known]
-        sends = [[each[j] for each in cut] for j in range(size)]
+        sharding = [platform.ops.split(g, list(lengths), 2) for g in known]
+        sends = [[each[j] for each in sharding] for j in range(size)]
         shapes = [
-            [_shaped(shape, of[j], lengths[rank]) for shape, of in zip(whole, of_tensor, strict=True)]
+            [_shaped(shape, of[j], lengths[rank]) for shape, of in zip(full, of_tensor, strict=True)]
             for j in range(size)
         ]
         arrived = _swap(platform, group, sends, shapes, known[0].dtype)
@@ -103,7 +103,7 @@ def heads_for_sequence(
 def sequence_for_heads(
     platform: Platform, x: Tensor, group: ProcessGroup, shares: HeadShares, lengths: Sequence[int]
 ) -> Tensor:
-    """Return all heads of this rank's tokens `[batch, heads, tokens, width]`: `heads_for_sequence` undone."""
+    """Return all heads of this rank's tokens, `[batch, heads, tokens, width]`: the inverse of `heads_for_sequence`."""
     rank, size = group.rank, group.size
     heads = sum(b - a for a, b in shares.queries)
 
@@ -128,14 +128,14 @@ def _swap(
     shapes: Sequence[Sequence[tuple[int, ...]]],
     dtype: Any,
 ) -> list[list[Tensor]]:
-    """Send each rank its tensors in one message; return those of these shapes that come from each."""
-    messages: list[Tensor | None] = [None if j == group.rank else packed(platform, x) for j, x in enumerate(sends)]
+    """Exchange one message of several tensors between each pair of ranks; `shapes` are those to receive."""
+    messages: list[Tensor | None] = [None if j == group.rank else pack(platform, x) for j, x in enumerate(sends)]
     receives: list[Tensor | None] = [
         None if j == group.rank else empty_message(platform, each, dtype) for j, each in enumerate(shapes)
     ]
     group.exchange(messages, receives)
     return [
-        list(sends[j]) if message is None else unpacked(platform, message, each)
+        list(sends[j]) if message is None else unpack(platform, message, each)
         for j, (message, each) in enumerate(zip(receives, shapes, strict=True))
     ]
 
@@ -150,10 +150,10 @@ def _shaped(shape: tuple[int, ...], heads: Range, length: int) -> tuple[int, ...
 
 
 def _summed(platform: Platform, parts: Sequence[Tensor], spans: Sequence[Range], heads: int) -> Tensor:
-    """Put parts together along dimension 1, each the heads of its span; heads that several have are added."""
+    """Assemble heads from all ranks along dimension 1, adding those that several ranks hold."""
     ops = platform.ops
     bounds = np.unique([0, heads, *(end for span in spans for end in span)])
-    pieces = []
+    joined = []
     for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         owners = [
             _heads(platform, part, (first - a, last - a))
@@ -163,5 +163,5 @@ def _summed(platform: Platform, parts: Sequence[Tensor], spans: Sequence[Range],
         total = owners[0]
         for other in owners[1:]:
             total = ops.add(total, other)
-        pieces.append(total)
-    return pieces[0] if len(pieces) == 1 else ops.cat(pieces, 1)
+        joined.append(total)
+    return joined[0] if len(joined) == 1 else ops.cat(joined, 1)

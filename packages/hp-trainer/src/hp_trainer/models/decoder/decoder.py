@@ -158,7 +158,7 @@ class Decoder(nn.Module):
         if recompute.mode == "none":
             block: Callable[..., Tensor] = layer
             return block
-        return functools.partial(checkpoint, layer, platform=self.platform, keep=recompute.keep)
+        return functools.partial(checkpoint, layer, platform=self.platform, save=recompute.keep)
 
     def _masks(self, positions: Tensor | None) -> dict[int | None, AttentionMask]:
         """Return a mask for each window; blocks with the same one share what is derived from it."""

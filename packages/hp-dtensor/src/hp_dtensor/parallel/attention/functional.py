@@ -1,12 +1,8 @@
-"""Attention sinks (gpt-oss, arXiv 2508.10925): one more score per head, which takes its share of the softmax.
+"""`attention`, the one function through which models attend, on plain tensors and DTensors.
 
-It has no value, so that a head may attend to nothing.
-
-The autograd node of attention, whichever ranks hold the keys.
-
-Attention of DTensors: batch and key-value heads may be cut, everything else is made whole.
-
-`attention`: the one function through which models attend, on plain tensors and on DTensors.
+It checks its arguments, uses the framework's fused kernel where mask and options are usual ones, and else attends block
+by block (`blockwise.py`) as one autograd node (`attention_node`), which context parallelism uses too. The matrix of
+scores is never held in full.
 """
 
 from __future__ import annotations
@@ -23,7 +19,14 @@ from hp_dtensor.comm.saved_tensors import ATTENTION, Kept, saved_result
 from hp_dtensor.dispatch.operation import dispatch
 from hp_dtensor.exceptions import AttentionError
 from hp_dtensor.parallel.attention.blockwise import Options, attend, attend_grad
-from hp_dtensor.parallel.attention.masks import AttentionDropout, AttentionMask, Plan, Tokens, placed, plan_blocks
+from hp_dtensor.parallel.attention.masks import (
+    AttentionDropout,
+    AttentionMask,
+    Plan,
+    Tokens,
+    local_dropout,
+    plan_blocks,
+)
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform, platform_of_tensor
 from hp_dtensor.rules.factors import Dims, Factorization, unsharded
@@ -37,7 +40,11 @@ Tensor = Any
 
 
 def with_sinks(platform: Platform, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return attention and log-sum-exp with the scores `sinks` `[heads]` added to those of all keys."""
+    """Return attention and log-sum-exp with one more score per head, `sinks` `[heads]`, in the softmax.
+
+    Attention sinks (gpt-oss, arXiv 2508.10925) take their share of the softmax but have no value, so that a head may
+    attend to nothing. They change the log-sum-exp, and scale the result by exp(lse - new lse).
+    """
     ops = platform.ops
     of_heads = _per_head(platform, sinks, lse)
     highest = ops.maximum(lse, of_heads)
@@ -46,7 +53,7 @@ def with_sinks(platform: Platform, out: Tensor, lse: Tensor, sinks: Tensor) -> t
 
 
 def grad_of_sinks(platform: Platform, grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient of `sinks`; `out` and `lse` have them in."""
+    """Return the gradient of `sinks`; `out` and `lse` include them."""
     ops = platform.ops
     share = ops.exp(ops.sub(_per_head(platform, sinks, lse), lse))
     delta = ops.sum(ops.mul(ops.cast(grad, lse.dtype), ops.cast(out, lse.dtype)), -1)
@@ -67,15 +74,15 @@ def attention_node(
     attend: Callable[..., Sequence[Tensor]],
     attend_grad: Callable[..., Sequence[Tensor]],
 ) -> Tensor:
-    """Attend as one autograd node, which keeps its inputs, the result and log-sum-exps.
+    """Return attention as one autograd node, which saves its inputs, the result and log-sum-exps.
 
     Args:
-        attend: called with queries, keys and values; returns attention and its log-sum-exp without sinks, then what
-            else is to be kept.
-        attend_grad: called with the gradient, queries, keys, values, the result, its log-sum-exp, and what else was
-            kept; returns the gradients of queries, keys and values.
+        attend: called with queries, keys and values; returns attention and its log-sum-exp without sinks, then further
+            tensors to save.
+        attend_grad: called with the gradient, queries, keys, values, the result, its log-sum-exp, and the further saved
+            tensors; returns the gradients of queries, keys and values.
     """
-    kept: list[Kept] = []
+    saved: list[Kept] = []
     inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *s: Tensor) -> Tensor:
@@ -83,11 +90,11 @@ def attention_node(
         if s:
             out, lse = with_sinks(platform, out, lse, s[0])
         out = platform.ops.cast(out, q.dtype)
-        kept[:] = [Kept(platform, q, k, v, *s, out, lse, *more)]
+        saved[:] = [Kept(platform, q, k, v, *s, out, lse, *more)]
         return out
 
     def backward(grad: Tensor) -> list[Tensor]:
-        tensors = kept[0].tensors
+        tensors = saved[0].tensors
         given, (out, lse, *more) = tensors[: len(inputs)], tensors[len(inputs) :]
         q, k, v, *s = given
         grads = list(attend_grad(grad, q, k, v, out, lse, *more))
@@ -112,7 +119,7 @@ def attention_of_dtensors(
     sinks: Tensor | None,
     dropout: AttentionDropout | None,
 ) -> Tensor:
-    """Run `local` on the parts that each rank has, after bringing inputs to placements in which that is right."""
+    """Call `local` on local shards, after redistributing the inputs to placements that allow it."""
     _register()
     first = next(x for x in (query, key, value, sinks) if isinstance(x, DTensor))
     platform, batch = first.device_mesh.platform, query.shape[0]
@@ -131,7 +138,7 @@ def attention_of_dtensors(
 
 
 def _positions(mask: AttentionMask, like: DTensor) -> Tensor | None:
-    """Return the mask's positions as a DTensor, so that a cut batch cuts them too."""
+    """Return the mask's positions as a DTensor, so that they are sharded as a sharded batch is."""
     if mask.positions is None:
         return None
     platform = get_platform(like.device_mesh.platform)
@@ -140,7 +147,7 @@ def _positions(mask: AttentionMask, like: DTensor) -> Tensor | None:
 
 
 def _numbers(platform: Platform, dropout: AttentionDropout | None, query: Tensor, like: DTensor) -> tuple[Any, Any]:
-    """Return the seeds of all rows and the numbers of all heads as DTensors, so that a cut query cuts them too."""
+    """Return the seeds of all rows and indices of all heads as DTensors, so that they are sharded as the query is."""
     if dropout is None or dropout.p == 0:
         return None, None
     found = dropout.rows(platform, query.shape[0]), dropout.numbers(platform, query.shape[1])
@@ -157,7 +164,10 @@ def _register() -> None:
 
 
 def _sharding_rule(call: OpCall) -> Factorization:
-    """Query heads are key-value heads times the group that shares one."""
+    """The sharding rule of attention: batch and key-value heads may be sharded, all else is gathered.
+
+    A query head is one of the heads of a group that shares a key-value head.
+    """
     query, key, value = (spec.shape for spec in call.tensors[:3])
     groups = query[1] // max(key[1], 1)
     sizes = {"batch": query[0], "heads": key[1], "group": groups, "q": query[2], "k": key[2]}
@@ -182,9 +192,9 @@ def _sharding_rule(call: OpCall) -> Factorization:
 
 Route = tuple[Callable[[AttentionMask], bool], Callable[..., Tensor]]
 routed_attention: ContextVar[Route | None] = ContextVar("hp_dtensor.parallel.attention.route", default=None)
-"""Set inside a module whose attention is not this rank's own affair: for which masks, and what attends instead."""
+"""Set inside a `ContextParallel` module: a test of masks, and the function that replaces `attention` for these."""
 TILE = 512
-"""Most queries and keys of a block whose scores are held as a matrix."""
+"""Maximum queries and keys of a block whose scores are held as a matrix."""
 
 
 def attention(
@@ -200,26 +210,26 @@ def attention(
 ) -> Tensor:
     """Return scaled dot-product attention `[batch, heads, queries, value width]`, in the queries' dtype.
 
-    The matrix of scores is never held whole, neither in forward nor in backward: the framework's fused kernels are
-    taken where they can be, else blocks are merged by their log-sum-exp in float32. Inside a `ContextParallel` module
-    the tensors are this rank's part of a sequence, and this is `context_parallel_attention`.
+    The matrix of scores is never held in full, neither in forward nor in backward: the framework's fused kernels are
+    used where possible, else blocks are merged by log-sum-exp in float32. Inside a `ContextParallel` module the tensors
+    are this rank's shard of a sequence, and this is `context_parallel_attention`.
 
     Args:
-        query: `[batch, heads, queries, head_dim]`, floating; plain, or a DTensor: cut over batch or heads it is
-            computed as it lies, other cuts are gathered.
+        query: `[batch, heads, queries, head_dim]`, floating-point; plain, or a DTensor: sharded over batch or heads it
+            is used as it is, other shardings are gathered.
         key: `[batch, key-value heads, keys, head_dim]`; query head h reads key-value head
             `h // (heads / key-value heads)`.
         value: `[batch, key-value heads, keys, value width]`.
         mask: the keys that each query sees.
         scale: factor on the products of queries and keys; None: 1 / sqrt(head_dim).
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`, as in Gemma 2 (arXiv 2408.00118).
-        sinks: `[heads]`, one more score per head that takes its share of the softmax and has no value, as in gpt-oss
+        sinks: `[heads]`, one more score per head that takes part in the softmax and has no value, as in gpt-oss
             (arXiv 2508.10925).
-        dropout: entries of the softmax that are dropped, the same ones on any ranks; the framework's fused kernels do
-            not know of places, so blocks are computed that hold their scores. None: none, as in evaluation.
+        dropout: dropout of softmax entries, the same ones for any sharding. Fused kernels do not support it, so blocks
+            that hold their scores are used. None: no dropout, as in evaluation.
 
     Raises:
-        AttentionError: shapes, mask or options that do not fit each other.
+        AttentionError: shapes, mask or options that do not fit together.
 
     Example:
         >>> q = platform.from_numpy(np.ones((1, 4, 3, 8), "float32"))
@@ -246,7 +256,7 @@ def check_inputs(
     sinks: Tensor | None,
     dropout: AttentionDropout | None,
 ) -> None:
-    """Refuse tensors, a mask or options that do not fit each other; see `attention`."""
+    """Raise AttentionError if tensors, mask and options do not fit together; see `attention`."""
     q, k, v = (tuple(x.shape) for x in (query, key, value))
     problems = []
     if not isinstance(mask, AttentionMask):
@@ -283,14 +293,14 @@ def local_attention(
     sinks: Tensor | None,
     dropout: AttentionDropout | None = None,
 ) -> Tensor:
-    """Compute `attention` of plain tensors."""
+    """Return `attention` of plain tensors."""
     platform = platform_of_tensor(query)
     queries, keys = query.shape[2], key.shape[2]
     documents = mask.documents(platform)
     window = mask.window if mask.window is not None and mask.window < keys else None
     causal = mask.causal and queries > 1
-    places = np.arange(keys - queries, keys), np.arange(keys)
-    dropped = placed(platform, dropout, query, *places)
+    indices = np.arange(keys - queries, keys), np.arange(keys)
+    dropped = local_dropout(platform, dropout, query, *indices)
     plain = documents is None and window is None and soft_cap is None and sinks is None and dropped is None
     is_usual = math.isclose(scale, 1.0 / math.sqrt(max(query.shape[3], 1)), rel_tol=1e-9)
     fits = platform.has_fused_attention(query, value) or queries * keys <= TILE * TILE
@@ -299,13 +309,13 @@ def local_attention(
         return platform.ops.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=shared)
     options = Options(scale, soft_cap, mask.causal, window, dropped)
     tile = tile_of(platform, query, value, options)
-    remembered = ("plan", queries, keys, window, tile)
-    plan = mask.remembered(remembered, lambda: _local_plan(mask, documents, window, queries, keys, tile))
+    cached = ("plan", queries, keys, window, tile)
+    plan = mask.cached(cached, lambda: _local_plan(mask, documents, window, queries, keys, tile))
     return blockwise(platform, query, key, value, sinks, plan, options)
 
 
 def tile_of(platform: Platform, query: Tensor, value: Tensor, options: Options) -> int | None:
-    """Return the most queries and keys of a block; None where kernels hold no matrix of scores."""
+    """Return the maximum queries and keys of a block; None if its kernel holds no matrix of scores."""
     can_be_fused = options.soft_cap is None and options.dropout is None
     return None if can_be_fused and platform.has_fused_blocks(query, value) else TILE
 
@@ -326,7 +336,7 @@ def _local_plan(
 def blockwise(
     platform: Platform, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, plan: Plan, options: Options
 ) -> Tensor:
-    """Attend over the blocks of a plan as one autograd node."""
+    """Return attention over the blocks of a plan, as one autograd node."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return attend(platform, q, k, v, plan, options)
