@@ -48,8 +48,8 @@ def test_micro_batches_count_together_and_once(platform, layer):
     counts = counts_of(layer, first) + counts_of(layer, second)
     layer(first)
     layer(second)
-    numpy.testing.assert_array_equal(platform.to_numpy(layer.tally.take())[:EXPERTS], counts)
-    numpy.testing.assert_array_equal(platform.to_numpy(layer.tally.take())[:EXPERTS], numpy.zeros(EXPERTS))
+    numpy.testing.assert_array_equal(platform.to_numpy(layer.totals.take())[:EXPERTS], counts)
+    numpy.testing.assert_array_equal(platform.to_numpy(layer.totals.take())[:EXPERTS], numpy.zeros(EXPERTS))
 
 
 def test_evaluation_does_not_count(platform, layer):

@@ -25,7 +25,7 @@ from hp_moe import (
     busiest_load,
     place_copies,
 )
-from hp_moe.placement import owners
+from hp_moe.placement import ranks_of_experts
 
 
 def every_placement(num_experts, num_ranks, slots):
@@ -70,7 +70,7 @@ def test_many_experts_are_placed_quickly_and_well():
     assert busiest_load(loads.tolist(), ((),) * 32) > 5 * mean
     assert busiest_load(loads.tolist(), found) < 1.5 * mean
     assert all(len(extra) <= 2 for extra in found)
-    assert max(map(len, owners(256, found))) <= 8
+    assert max(map(len, ranks_of_experts(256, found))) <= 8
 
 
 @pytest.mark.parametrize(
@@ -131,14 +131,14 @@ def test_parameters_stay_where_they_are_and_copies_take_load(platform):
         gate[:, 0] = [9, 0, 0, 0]
         platform.copy_(platform.unwrap(layer.router.gate.weight), platform.from_numpy(gate))
         before = layer(x)
-        assert dispatcher.place([12, 0, 0, 0]) == ((), (0,))
+        assert dispatcher.place_copies([12, 0, 0, 0]) == ((), (0,))
         after = layer(x)
         numpy.testing.assert_allclose(*(platform.to_numpy(platform.detach(y)) for y in (before, after)), rtol=1e-6)
         assert {name: tuple(platform.unwrap(p).shape) for name, p in platform.named_parameters(layer)} == shapes
-        layer.tally.take()
+        layer.totals.take()
         layer(x)
         sizes = 8 * (1 + 3)
-        assert layer.tally.sent_bytes == sizes, "no row leaves its rank"
+        assert layer.totals.sent_bytes == sizes, "no row leaves its rank"
 
     run_ranks(rank, 2, platform)
 
@@ -154,7 +154,7 @@ def test_copies_of_cut_experts(platform):
         ExpertTensorParallel(build).apply(layer, mesh)
         init_parameters(layer, lambda name, shape: Normal(0.3), seed=1)
         if slots:
-            assert layer.experts.dispatcher.place([9, 0, 0, 0]) == ((), (0,))
+            assert layer.experts.dispatcher.place_copies([9, 0, 0, 0]) == ((), (0,))
         x = platform.from_numpy(numpy.random.default_rng(mesh.get_local_rank("ep")).normal(size=(6, 4)).astype("f4"))
         y = layer(x)
         platform.backward(platform.ops.sum(platform.ops.mul(y, y)))
@@ -173,6 +173,6 @@ def test_placements_that_cannot_be_are_refused(platform):
             ReplicatingDispatcher(group, 4, slots=-1)
         for loads in ([1, 2, 3], [1, 2, 3, -1]):
             with pytest.raises(ExpertParallelError, match=r"loads: expected 4 numbers of at least 0, .* got \[1, 2, 3"):
-                ReplicatingDispatcher(group, 4, slots=1).place(loads)
+                ReplicatingDispatcher(group, 4, slots=1).place_copies(loads)
 
     run_ranks(rank, 2, platform)

@@ -91,7 +91,7 @@ def test_counts_by_name_and_in_any_integer_dtype(platform, dtype):
         ([1, 2, 5], r"the counts \[1, 2, 5\] add up to 8, but there are 6 rows"),
         ([1, 5], r"one count for each of 3 experts, got shape \[2\]"),
         ([1, 0, 5, 0], r"one count for each of 3 experts, got shape \[4\]"),
-        ([8, -1, -1], r"expected whole numbers of rows, got \[8, -1, -1\] \(int64\)"),
+        ([8, -1, -1], r"expected integers of at least 0, got \[8, -1, -1\] \(int64\)"),
     ],
 )
 def test_counts_that_do_not_describe_the_rows_are_refused(platform, counts, told):
@@ -110,7 +110,7 @@ def test_experts_take_a_routing_or_counts(platform):
         experts(x)
     with pytest.raises(ExpertParallelError, match="give one"):
         experts(x, counts, num_tokens_per_expert=counts)
-    with pytest.raises(ExpertParallelError, match=r"expected whole numbers of rows, got \[6.0\] \(float32\)"):
+    with pytest.raises(ExpertParallelError, match=r"expected integers of at least 0, got \[6.0\] \(float32\)"):
         experts(x, platform.from_numpy(numpy.array([6], numpy.float32)))
 
 

@@ -23,45 +23,45 @@ from hp_moe import (
     LoadMetrics,
     MoE,
     ReplicatingDispatcher,
-    expert_homes,
+    expert_placement,
     grouped_matmul,
     move_experts,
     place_copies_of_experts,
-    place_homes,
+    place_experts,
     return_experts,
-    set_expert_homes,
+    set_expert_placement,
     update_expert_bias,
 )
 
 DIM, EXPERTS, STEPS = 4, 6, 4
 
 
-def busiest(loads, homes, num_ranks):
+def busiest(loads, placements, num_ranks):
     totals, chunk = [0] * num_ranks, -(-len(loads) // num_ranks)
-    for load, place in zip(loads, homes, strict=True):
+    for load, place in zip(loads, placements, strict=True):
         totals[place // chunk] += load
     return max(totals)
 
 
 @pytest.mark.parametrize(("num_experts", "num_ranks"), [(4, 2), (5, 2), (7, 3), (3, 4), (16, 4)])
-def test_homes_leave_the_busiest_rank_with_less(num_experts, num_ranks):
+def test_placements_leave_the_busiest_rank_with_less(num_experts, num_ranks):
     random = numpy.random.default_rng(num_experts)
     for _ in range(5):
         loads = (random.random(num_experts) ** 3 * 100).astype(int).tolist()
-        homes = place_homes(loads, range(num_experts), num_ranks, most_swaps=50, least_gain=0.0)
-        assert sorted(homes) == list(range(num_experts))
-        least = busiest(loads, homes, num_ranks)
+        placements = place_experts(loads, range(num_experts), num_ranks, max_swaps=50, min_gain=0.0)
+        assert sorted(placements) == list(range(num_experts))
+        least = busiest(loads, placements, num_ranks)
         for one, other in itertools.combinations(range(num_experts), 2):
-            swapped = list(homes)
-            swapped[one], swapped[other] = homes[other], homes[one]
+            swapped = list(placements)
+            swapped[one], swapped[other] = placements[other], placements[one]
             assert busiest(loads, swapped, num_ranks) >= least or len({*loads}) < num_experts, "no swap helps further"
         assert least <= busiest(loads, range(num_experts), num_ranks)
 
 
 def test_a_swap_must_be_worth_it():
-    assert place_homes([50, 40, 45, 44], range(4), 2) == (0, 1, 2, 3)
-    assert place_homes([90, 80, 1, 2], range(4), 2) == (3, 1, 2, 0)
-    assert place_homes([90, 80, 1, 2, 70, 60, 3, 4], range(8), 4, most_swaps=1).count(0) == 1
+    assert place_experts([50, 40, 45, 44], range(4), 2) == (0, 1, 2, 3)
+    assert place_experts([90, 80, 1, 2], range(4), 2) == (3, 1, 2, 0)
+    assert place_experts([90, 80, 1, 2, 70, 60, 3, 4], range(8), 4, max_swaps=1).count(0) == 1
 
 
 class OwnExperts(nn.Module):
@@ -107,7 +107,7 @@ def steps_with_momentum(style, shape=(1,), names=("ep",), moving=True, copying=F
     ops, experts = platform.ops, dict(platform.named_parameters(layer.experts))
     momenta = {id(p): ops.zeros_like(p) for p in experts.values()}
     rank, num_ranks = mesh.get_local_rank("ep"), mesh["ep"].size()
-    seen, homes, copies = [], [], []
+    seen, placements, copies = [], [], []
     for step in range(STEPS):
         x = numpy.abs(numpy.random.default_rng(step).normal(size=(8, DIM))).astype(numpy.float32)
         y = layer(platform.from_numpy(numpy.array_split(x, num_ranks)[rank]))
@@ -123,15 +123,15 @@ def steps_with_momentum(style, shape=(1,), names=("ep",), moving=True, copying=F
         seen.append(whole(platform, platform.detach(y)))
         loads = update_expert_bias(layer)
         if moving and step < STEPS - 1:
-            homes.extend(move_experts(layer, loads, lambda p: [momenta[id(p)]], least_gain=0.0).values())
+            placements.extend(move_experts(layer, loads, lambda p: [momenta[id(p)]], min_gain=0.0).values())
             copies.extend(place_copies_of_experts(layer, loads).values() if copying else [])
     assert not copying or any(any(each) for each in copies)
     if moving:
         away = whole(platform, layer.experts.w1)
         return_experts(layer, lambda p: [momenta[id(p)]])
-        assert homes[-1] == tuple(range(EXPERTS)) or (away != whole(platform, layer.experts.w1)).any()
+        assert placements[-1] == tuple(range(EXPERTS)) or (away != whole(platform, layer.experts.w1)).any()
     results = {name: (whole(platform, p), whole(platform, momenta[id(p)])) for name, p in experts.items()}
-    return seen, homes, results
+    return seen, placements, results
 
 
 COPYING = functools.partial(ReplicatingDispatcher, slots=1)
@@ -154,8 +154,8 @@ def test_training_goes_on_as_if_experts_had_not_moved(case):
     style, shape, names, copying = CASES[case]
     ((outputs, _, expected),) = run_ranks(functools.partial(steps_with_momentum, None, moving=False), 1)
     program = functools.partial(steps_with_momentum, style, shape, names, copying=copying)
-    for rank, (seen, homes, results) in enumerate(run_ranks(program, int(numpy.prod(shape)))):
-        assert homes[0] != tuple(range(EXPERTS)), "busy experts part"
+    for rank, (seen, placements, results) in enumerate(run_ranks(program, int(numpy.prod(shape)))):
+        assert placements[0] != tuple(range(EXPERTS)), "busy experts part"
         for step, y in enumerate(seen):
             part = numpy.array_split(outputs[step], shape[0])[rank // ((len(shape) > 1 and shape[1]) or 1)]
             numpy.testing.assert_allclose(y, part, rtol=2e-5, atol=2e-6)
@@ -172,14 +172,14 @@ def test_there_and_back_changes_no_bit_and_no_name(platform):
         assert move_experts(layer, loads, lambda p: []) == {"": (3, 1, 2, 0, 4, 5)}
         there = {name: whole(platform, p) for name, p in platform.named_parameters(layer)}
         numpy.testing.assert_array_equal(there["experts.w1"], before["experts.w1"][[3, 1, 2, 0, 4, 5]])
-        homes = expert_homes(layer)
-        assert homes == {"": (3, 1, 2, 0, 4, 5)}
+        placements = expert_placement(layer)
+        assert placements == {"": (3, 1, 2, 0, 4, 5)}
         return_experts(layer, lambda p: [])
-        assert expert_homes(layer) == {}
-        set_expert_homes(layer, homes, lambda p: [])
+        assert expert_placement(layer) == {}
+        set_expert_placement(layer, placements, lambda p: [])
         again = {name: whole(platform, p) for name, p in platform.named_parameters(layer)}
-        with pytest.raises(ExpertParallelError, match=r"experts of 'other' do not move; those of \[''\] do"):
-            set_expert_homes(layer, {"other": range(EXPERTS)}, lambda p: [])
+        with pytest.raises(ExpertParallelError, match=r"experts of 'other' cannot be moved; those of \[''\] can"):
+            set_expert_placement(layer, {"other": range(EXPERTS)}, lambda p: [])
         return_experts(layer, lambda p: [])
         after = {name: whole(platform, p) for name, p in platform.named_parameters(layer)}
         assert [*before] == [*there] == [*after]
@@ -197,14 +197,16 @@ def test_what_cannot_move_is_refused_and_nothing_has_moved(platform):
         before = whole(platform, layer.experts.w1)
         plain = platform.zeros((EXPERTS, 4, DIM), platform.dtype("float32"))
         with pytest.raises(
-            ExpertParallelError, match=r"^MoE\.experts\.w1: expected .* got one of shape \[6, 4, 4\] placed nowhere"
+            ExpertParallelError, match=r"^MoE\.experts\.w1: expected .* got shape \[6, 4, 4\] with placements none"
         ):
             move_experts(layer, loads, lambda p: [plain])
-        with pytest.raises(ExpertParallelError, match=r"got one of shape \[6\] placed"):
+        with pytest.raises(ExpertParallelError, match=r"got shape \[6\] with placements"):
             move_experts(layer, loads, lambda p: [platform.zeros((6,), platform.dtype("float32"))])
-        with pytest.raises(ExpertParallelError, match=r"homes: expected each of the places 0 to 5 once, got \[0, 0"):
-            layer.experts.dispatcher.live_at([0, 0, 1, 2, 3, 4])
-        assert layer.experts.dispatcher.homes == tuple(range(EXPERTS))
+        with pytest.raises(
+            ExpertParallelError, match=r"expert placement: expected each position from 0 to 5 once, got \[0, 0"
+        ):
+            layer.experts.dispatcher.set_placement([0, 0, 1, 2, 3, 4])
+        assert layer.experts.dispatcher.expert_placement == tuple(range(EXPERTS))
         numpy.testing.assert_array_equal(whole(platform, layer.experts.w1), before)
 
     run_ranks(rank, 2, platform)
@@ -232,7 +234,7 @@ def test_states_are_neither_given_nor_taken_while_experts_are_away(platform):
             parent.state_dict,
             lambda: parent.load_state_dict(saved),
         ):
-            with pytest.raises(ExpertParallelError, match=r"2 of its 6 experts live on other ranks .*return_experts"):
+            with pytest.raises(ExpertParallelError, match=r"2 of its 6 experts are moved .*return_experts"):
                 call()
         return_experts(parent, lambda p: [])
         full = state.get_model_state_dict(parent)
@@ -255,11 +257,11 @@ def test_gradients_move_with_their_experts_also_of_ranks_without_experts_or_toke
         platform.backward(platform.ops.sum(platform.ops.mul(y, y)))
         before = {name: whole(platform, platform.get_grad(p)) for name, p in platform.named_parameters(layer.experts)}
         loads = {"": LoadMetrics.of([9, 9, 9, 0, 0, 0])}
-        (homes,) = move_experts(layer, loads, lambda p: [], least_gain=0.0).values()
-        assert homes != tuple(range(EXPERTS))
+        (placements,) = move_experts(layer, loads, lambda p: [], min_gain=0.0).values()
+        assert placements != tuple(range(EXPERTS))
         for name, p in platform.named_parameters(layer.experts):
             there = whole(platform, platform.get_grad(p))
-            numpy.testing.assert_array_equal(there[list(homes)], before[name], err_msg=name)
+            numpy.testing.assert_array_equal(there[list(placements)], before[name], err_msg=name)
 
     run_ranks(rank, 4, platform)
 
@@ -268,7 +270,7 @@ def test_ranks_that_would_move_other_things_all_raise(platform):
     def rank():
         _, layer, mesh = made(ExpertParallel(COPYING), (2,), ("ep",))
         loads, first = {"": LoadMetrics.of([9, 9, 0, 0, 0, 0])}, mesh.get_local_rank() == 0
-        with pytest.raises(ExpertParallelError, match="expected gradients and states of the same kinds"):
+        with pytest.raises(ExpertParallelError, match="expected the same gradients and states on all ranks"):
             move_experts(layer, loads, lambda p: [platform.ops.zeros_like(p)] if first else [])
 
         def states(parameter):
@@ -279,7 +281,7 @@ def test_ranks_that_would_move_other_things_all_raise(platform):
         told = (KeyError, "no state") if first else (ExpertParallelError, "rank 0 cannot move experts: 'no state of")
         with pytest.raises(told[0], match=told[1]):
             move_experts(layer, loads, states)
-        assert layer.experts.dispatcher.is_home
+        assert layer.experts.dispatcher.is_initial_placement
 
     run_ranks(rank, 2, platform)
 
@@ -290,9 +292,9 @@ def test_expert_groups_that_would_decide_otherwise_all_raise(platform):
     def rank():
         _, layer, mesh = made(ExpertTensorParallel(COPYING), (2, 2), ("ep", "etp"))
         loads = [9, 9, 0, 0, 0, 0] if mesh.get_local_rank("etp") == 0 else [1] * 6
-        with pytest.raises(ExpertParallelError, match=r"or other homes, on rank [0-3]"):
+        with pytest.raises(ExpertParallelError, match=r"or another placement, on rank [0-3]"):
             move_experts(layer, {"": LoadMetrics.of(loads)}, lambda p: [])
-        assert layer.experts.dispatcher.is_home
+        assert layer.experts.dispatcher.is_initial_placement
 
     run_ranks(rank, 4, platform)
 
@@ -311,23 +313,26 @@ def test_ranks_that_are_told_of_other_layers_do_not_exchange_their_experts(platf
         is_first, away = layers[0][1].get_local_rank() == 0, (3, 1, 2, 0, 4, 5)
         # The same layers in another order are the same request.
         names = ("first", "second") if is_first else ("second", "first")
-        set_expert_homes(model, dict.fromkeys(names, away), lambda p: [])
-        assert expert_homes(model) == {"first": away, "second": away}
+        set_expert_placement(model, dict.fromkeys(names, away), lambda p: [])
+        assert expert_placement(model) == {"first": away, "second": away}
         with pytest.raises(
-            ExpertParallelError, match=r"those of \['(first|second)'\] here and of \['(first|second)'\], or"
+            ExpertParallelError, match=r"got one for \['(first|second)'\] here and for \['(first|second)'\], or"
         ):
-            set_expert_homes(model, {names[0]: range(EXPERTS)}, lambda p: [])
-        assert expert_homes(model) == {"first": away, "second": away}
+            set_expert_placement(model, {names[0]: range(EXPERTS)}, lambda p: [])
+        assert expert_placement(model) == {"first": away, "second": away}
 
     run_ranks(rank, 2, platform)
 
 
-def test_homes_that_one_rank_alone_cannot_take_are_refused_on_all_and_no_layer_moves(platform):
+def test_placements_that_one_rank_alone_cannot_take_are_refused_on_all_and_no_layer_moves(platform):
     away = (3, 1, 2, 0, 4, 5)
     wrong = {
-        r"homes: expected each of the places 0 to 5 once, got \[0, 0, 1": {"first": away, "second": (0, 0, 1, 2, 3, 4)},
-        r"experts of 'third' do not move; those of \['first', 'second'\] do": {"first": away, "third": away},
-        r"or other homes, on rank": {"first": away},
+        r"expert placement: expected each position from 0 to 5 once, got \[0, 0, 1": {
+            "first": away,
+            "second": (0, 0, 1, 2, 3, 4),
+        },
+        r"experts of 'third' cannot be moved; those of \['first', 'second'\] can": {"first": away, "third": away},
+        r"or another placement, on rank": {"first": away},
         "'second'": None,
     }
 
@@ -338,18 +343,18 @@ def test_homes_that_one_rank_alone_cannot_take_are_refused_on_all_and_no_layer_m
         is_first = layers[0][1].get_local_rank() == 0
         before = [whole(platform, layer.experts.w1) for layer, _ in layers]
         loads = {"first": LoadMetrics.of([9, 9, 0, 0, 0, 0]), "second": LoadMetrics.of([9, 9, 0, 0, 0, 0])}
-        for told, homes in wrong.items():
-            expected = KeyError if is_first and homes is None else ExpertParallelError
+        for told, placements in wrong.items():
+            expected = KeyError if is_first and placements is None else ExpertParallelError
             message = told if is_first or "on rank" in told else f"^experts: rank 0 cannot move experts: .*{told}"
-            if homes is None:
+            if placements is None:
                 known = {"first": loads["first"]} if is_first else loads
                 move = functools.partial(move_experts, model, known, lambda p: [])
             else:
-                given = homes if is_first else dict.fromkeys(loads, away)
-                move = functools.partial(set_expert_homes, model, given, lambda p: [])
+                given = placements if is_first else dict.fromkeys(loads, away)
+                move = functools.partial(set_expert_placement, model, given, lambda p: [])
             with pytest.raises(expected, match=message):
                 move()
-            assert expert_homes(model) == {}
+            assert expert_placement(model) == {}
         for (layer, _), expected in zip(layers, before, strict=True):
             numpy.testing.assert_array_equal(whole(platform, layer.experts.w1), expected)
 
@@ -373,7 +378,7 @@ def test_layers_move_one_after_another_and_what_has_moved_is_let_go(platform):
             events.append(name)
             return [state]
 
-        set_expert_homes(
+        set_expert_placement(
             model,
             dict.fromkeys(("first", "second"), (3, 1, 2, 0, 4, 5)),
             states,

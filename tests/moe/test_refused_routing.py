@@ -50,7 +50,7 @@ FAULTS = {
     ),
     "counts": (
         {"counts": numpy.array([2, 1, 1, 1])},
-        r"which add up to 6, got \[2, 1, 1, 1\], which add up to 5",
+        r"which sum to 6, got \[2, 1, 1, 1\], which sum to 5",
     ),
     "a score": (
         {"scores": numpy.array([[0.5, 0.5], [0.5, numpy.nan], [0.5, numpy.inf]], numpy.float32)},
@@ -126,7 +126,7 @@ CHUNKS = functools.partial(AllToAllDispatcher, num_chunks=3)
 def with_copies(group, num_experts):
     """In chunks: the weights of the copies travel too."""
     dispatcher = ReplicatingDispatcher(group, num_experts, slots=1, num_chunks=2)
-    assert any(dispatcher.place([9, 1, 1, 1]))
+    assert any(dispatcher.place_copies([9, 1, 1, 1]))
     return dispatcher
 
 
@@ -153,7 +153,7 @@ def test_ranks_raise_together_for_the_scores_of_one(platform, dispatcher, seen_a
             with pytest.raises(ExpertParallelError, match=f"^0, rank {me}: {told}"):
                 model[0](nan if me == 1 else good)
             assert numpy.isfinite(platform.to_numpy(platform.detach(model[0](good)))).all()
-        model[0].takes_nonfinite = True
+        model[0].allow_nonfinite = True
         found = platform.to_numpy(platform.detach(model[0](nan if me == 1 else good)))
         assert numpy.isnan(found).all() == (me == 1)
         return True
@@ -181,7 +181,7 @@ def test_experts_of_others_are_refused_as_ours(platform, fault, num_chunks):
         if fault == "scores":
             good, bad = routing_of(platform), routing_of(platform, FAULTS["a score"][0])
         told = ("add up to 2, but there are 3", "expected finite")[fault == "scores"] if mesh.get_local_rank() else ""
-        with pytest.raises(ExpertParallelError, match=told or "routing of rank 1: inputs that do not fit"):
+        with pytest.raises(ExpertParallelError, match=told or "routing of rank 1: invalid inputs"):
             experts(x, bad if mesh.get_local_rank() else good)
         assert experts(x, good).shape == (3, DIM)
 
@@ -203,7 +203,7 @@ def test_token_ids_of_one_rank_are_refused_on_all(platform, options):
         ExpertParallel().apply(layer, mesh)
         layer.token_mesh = mesh
         x, me = platform.ops.ones((3, DIM), platform.dtype("float32")), mesh.get_local_rank()
-        told = "ids: expected numbers from 0 to .* 4, got 5" if me else "routing of rank 1: inputs that do not fit"
+        told = "ids: expected numbers from 0 to .* 4, got 5" if me else "routing of rank 1: invalid inputs"
         with pytest.raises(ExpertParallelError, match=told):
             layer(x, platform.from_numpy(numpy.array([0, 1, 4 + me])))
 

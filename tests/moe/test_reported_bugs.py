@@ -74,7 +74,7 @@ def test_a_recomputation_with_ties_routes_and_counts_once(platform, monkeypatch)
         x = platform.from_numpy(numpy.sign(array(1)))
         platform.set_requires_grad(x, True)
         y = checkpoint(layer, x, platform=platform) if recompute else layer(x)
-        return gradients(platform, layer, y), platform.to_numpy(layer.tally.take()).tolist(), len(chosen)
+        return gradients(platform, layer, y), platform.to_numpy(layer.totals.take()).tolist(), len(chosen)
 
     plain, again = run(False), run(True)
     for name, grad in plain[0].items():

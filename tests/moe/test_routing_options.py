@@ -27,7 +27,7 @@ from hp_moe import (
     replay_routing,
     update_expert_bias,
 )
-from hp_moe.capacity import Choices, kept_choices
+from hp_moe.capacity import Choices, choices_within_capacity
 from hp_moe.router import uniform_noise
 
 DIM, EXPERTS, TOP_K = 8, 5, 2
@@ -199,7 +199,7 @@ def test_equal_scores_are_dropped_alike_however_tokens_are_cut(drop, block_size)
     experts = numpy.stack([random.permutation(EXPERTS)[:TOP_K] for _ in range(samples * length)])
     scores = random.integers(2, size=experts.shape).astype(numpy.float32)
     capacity, places = Capacity(0.5, drop), numpy.arange(samples * length)
-    expected = kept_choices(Choices(experts, scores, places), capacity, EXPERTS, None)
+    expected = choices_within_capacity(Choices(experts, scores, places), capacity, EXPERTS, None)
     assert 0 < expected.sum() < expected.size
 
     def rank():
@@ -208,7 +208,7 @@ def test_equal_scores_are_dropped_alike_however_tokens_are_cut(drop, block_size)
         own = numpy.array_split(places.reshape(samples, length), ranks // block_size)[block]
         mine = numpy.array_split(own, block_size, 1)[part].reshape(-1)
         choices = Choices(experts[mine], scores[mine], mine - own[0, 0])
-        return mine, kept_choices(choices, capacity, EXPERTS, mesh.get_group(), block_size)
+        return mine, choices_within_capacity(choices, capacity, EXPERTS, mesh.get_group(), block_size)
 
     for mine, kept in run_ranks(rank, ranks):
         numpy.testing.assert_array_equal(kept, expected[mine])
@@ -300,15 +300,15 @@ def test_what_was_not_recorded_cannot_be_replayed(platform):
     told = "layer '': only 1 calls were recorded"
     with pytest.raises(ExpertParallelError, match=told), replay_routing(layer, record):
         layer(layer(x))
-    told = "layer '', call 0: recorded were 30 tokens of 2 experts, this call has 29 of 2"
+    told = "layer '', call 0: recorded with 30 tokens of 2 experts, this call has 29 of 2"
     with pytest.raises(ExpertParallelError, match=told), replay_routing(layer, record):
         layer(batch(platform, tokens=29))
-    with pytest.raises(ExpertParallelError, match="1 calls were recorded, and only 0"), replay_routing(layer, record):
+    with pytest.raises(ExpertParallelError, match="1 calls were recorded, but only 0"), replay_routing(layer, record):
         pass
     with nn.building(platform):
         model = nn.ModuleList([layer])
     with (
-        pytest.raises(ExpertParallelError, match=r"recorded were the layers \[''\], the model has \['0'\]"),
+        pytest.raises(ExpertParallelError, match=r"the record has the layers \[''\], the model has \['0'\]"),
         replay_routing(model, record),
     ):
         pass

@@ -10,7 +10,7 @@ from training_runs import FOUR_RANKS, events, losses, skip_unless_torch_or, tens
 
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.testing import run_ranks
-from hp_moe import LoadMetrics, expert_homes, move_experts
+from hp_moe import LoadMetrics, expert_placement, move_experts
 from hp_moe.load_balance import moe_layers
 from hp_trainer.exceptions import ParallelDimsError
 from hp_trainer.parallel import ParallelDims
@@ -57,7 +57,7 @@ def moves(monkeypatch):
     noted = []
 
     def move(*arguments, **more):
-        noted.append(move_experts(*arguments, **more, least_gain=0.0))
+        noted.append(move_experts(*arguments, **more, min_gain=0.0))
         return noted[-1]
 
     monkeypatch.setattr(expert_moves, "move_experts", move)
@@ -135,7 +135,7 @@ def test_moves_hold_the_moments_of_one_layer(lab):
         moves, setup = trainer._expert_moves, trainer.setup
         layers = moe_layers(setup.model)
         moves.after_step(1, {name: LoadMetrics.of([9, 9, 0, 0]) for name in layers})
-        assert expert_homes(setup.model).keys() == layers.keys()
+        assert expert_placement(setup.model).keys() == layers.keys()
         with lab.platform.live_bytes() as live:
             moves.go_home()
         named = lab.platform.named_parameters(setup.model)

@@ -19,7 +19,7 @@ from hp_moe.dispatch import (
     busiest_load,
     dispatch_costs,
     place_copies,
-    place_homes,
+    place_experts,
     ranks_per_token,
 )
 from hp_moe.dispatch.base import TokenPermutation
@@ -38,7 +38,7 @@ from hp_moe.grouped_gemm import GroupedMatmul, GroupSizes, grouped_bias, grouped
 from hp_moe.load_balance import LoadMetrics, moe_layers, place_copies_of_experts, update_expert_bias
 from hp_moe.losses import AuxLosses
 from hp_moe.moe import MoE
-from hp_moe.relocation import expert_homes, move_experts, return_experts, set_expert_homes
+from hp_moe.relocation import expert_placement, move_experts, return_experts, set_expert_placement
 from hp_moe.replay import RoutingRecord, record_routing, replay_routing
 from hp_moe.router import Scoring, TokenChoiceTopKRouter
 from hp_moe.routing import Routing
@@ -85,7 +85,7 @@ __all__ = [
     "busiest_load",
     "clamped_swiglu",
     "dispatch_costs",
-    "expert_homes",
+    "expert_placement",
     "expert_shard_dim",
     "from_huggingface",
     "grouped_bias",
@@ -96,12 +96,12 @@ __all__ = [
     "move_experts",
     "place_copies",
     "place_copies_of_experts",
-    "place_homes",
+    "place_experts",
     "ranks_per_token",
     "record_routing",
     "replay_routing",
     "return_experts",
-    "set_expert_homes",
+    "set_expert_placement",
     "to_huggingface",
     "upcycle",
     "update_expert_bias",

@@ -1,7 +1,7 @@
-"""Capacity: a bound on the choices of one expert in a micro-batch, and the choices that are dropped beyond it.
+"""Expert capacity: a bound on the tokens of an expert in a micro-batch; choices beyond it are dropped.
 
-The bound and what is dropped are those of the whole micro-batch, wherever its tokens are. So the ranks show each other
-their choices, and the host waits for the device: a price that dropless routing, the default, does not pay.
+The bound applies to the micro-batch of all ranks together. The ranks therefore gather all choices, and the host waits
+for the device. Dropless routing, the default, does neither.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ DropPolicy = Literal["probability", "position"]
 
 @dataclass(frozen=True)
 class Capacity:
-    """A bound on the choices of an expert.
+    """A bound on the number of tokens that choose an expert.
 
     Attributes:
-        factor: the bound over the mean number of choices of an expert, rounded up to whole choices.
-        drop: the choices that go are those of lowest score (`probability`) or of the last tokens (`position`); among
-            equals, those of the last tokens. Tokens are in the order of the ranks that are given different ones, then
-            of their place in the input. Where plain inputs are parts of a sequence (`MoE.sequence_mesh`), the order is
-            therefore not that of the whole sequences, and other choices may go than on one rank: all that `position`
-            drops, and of equal scores.
+        factor: the bound as a multiple of the mean number of choices per expert; rounded up.
+        drop: which choices are dropped: those with the lowest scores (`probability`) or of the last tokens
+            (`position`). Among equal scores the last tokens are dropped. Tokens are ordered by the rank that they are
+            given to, then by position in the input. If plain inputs are shards of a sequence (`MoE.sequence_mesh`),
+            this is not the order in the sequence, and other choices may be dropped than on one rank: with `position`
+            any of them, with `probability` those of equal scores.
 
     Raises:
-        MoEConfigError: a factor that is not above 0 or infinite, or another policy.
+        MoEConfigError: the factor is not positive and finite, or `drop` is neither policy.
 
     Example:
         >>> with nn.building(platform):
@@ -52,75 +52,76 @@ class Capacity:
             )
 
     def bound(self, num_tokens: int, top_k: int, num_experts: int) -> int:
-        """Return the most choices that an expert may have of a micro-batch's tokens, those of all ranks."""
+        """Return the maximum number of choices of one expert, for `num_tokens` tokens of all ranks."""
         return math.ceil(self.factor * num_tokens * top_k / num_experts)
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices of some tokens, on the host.
+    """The selected experts of some tokens, on the host.
 
     Attributes:
         experts: int64 `[tokens, top_k]`.
         scores: float32 `[tokens, top_k]`.
-        order: int64 `[tokens]`, a token's place in the input that the ranks of its block share.
+        positions: int64 `[tokens]`, the position of each token in the input.
     """
 
     experts: Array
     scores: Array
-    order: Array
+    positions: Array
 
     def encoded(self) -> bytes:
-        return self.experts.tobytes() + self.scores.tobytes() + self.order.tobytes()
+        return self.experts.tobytes() + self.scores.tobytes() + self.positions.tobytes()
 
     @classmethod
     def decoded(cls, data: bytes, top_k: int) -> Choices:
-        # A choice has 12 bytes, its expert's and its score's, and a token 8 more, its place.
+        # 8 bytes of expert and 4 of score for each choice, and 8 of position for each token.
         tokens = len(data) // (top_k * 12 + 8)
-        scores_at, order_at = tokens * top_k * 8, tokens * top_k * 12
+        scores_at, positions_at = tokens * top_k * 8, tokens * top_k * 12
         return cls(
             numpy.frombuffer(data[:scores_at], numpy.int64).reshape(tokens, top_k),
-            numpy.frombuffer(data[scores_at:order_at], numpy.float32).reshape(tokens, top_k),
-            numpy.frombuffer(data[order_at:], numpy.int64),
+            numpy.frombuffer(data[scores_at:positions_at], numpy.float32).reshape(tokens, top_k),
+            numpy.frombuffer(data[positions_at:], numpy.int64),
         )
 
 
-def kept_choices(
+def choices_within_capacity(
     mine: Choices, capacity: Capacity, num_experts: int, group: ProcessGroup | None, block_size: int = 1
 ) -> Array:
     """Return which of this rank's choices are within the capacity: bool `[tokens, top_k]`.
 
     Args:
-        group: ranks that route different tokens of the micro-batch; None: this rank routes them all.
-        block_size: so many consecutive ranks of the group share one input.
+        group: ranks that route different tokens of the micro-batch; None if this rank routes all of them.
+        block_size: number of consecutive ranks of the group that share one input.
     """
     top_k = mine.experts.shape[1]
-    # Every rank sorts the choices of all ranks, and so need not be told which of its own are dropped.
-    parts = [mine] if group is None else [Choices.decoded(d, top_k) for d in group.all_gather_bytes(mine.encoded())]
-    me = 0 if group is None else group.rank
-    lengths = [len(part.order) for part in parts]
+    # Every rank sorts the choices of all ranks, which replaces a second exchange for the result.
+    every = [mine] if group is None else [Choices.decoded(d, top_k) for d in group.all_gather_bytes(mine.encoded())]
+    rank = 0 if group is None else group.rank
+    lengths = [len(each.positions) for each in every]
     bound = capacity.bound(sum(lengths), top_k, num_experts)
-    kept = _within_bound(parts, lengths, capacity.drop, num_experts, bound, block_size)
-    first = sum(lengths[:me])
-    return kept[first : first + lengths[me]]
+    within = _within_bound(every, lengths, capacity.drop, num_experts, bound, block_size)
+    first = sum(lengths[:rank])
+    return within[first : first + lengths[rank]]
 
 
 def _within_bound(
-    parts: list[Choices], lengths: list[int], drop: DropPolicy, num_experts: int, bound: int, block_size: int
+    every: list[Choices], lengths: list[int], drop: DropPolicy, num_experts: int, bound: int, block_size: int
 ) -> Array:
-    experts = numpy.concatenate([part.experts for part in parts])
-    scores = numpy.concatenate([part.scores for part in parts])
-    block = numpy.repeat(numpy.arange(len(parts)) // block_size, lengths)
-    order = numpy.concatenate([part.order for part in parts])
+    """Return for each choice of all ranks whether it is among the first `bound` ones of its expert."""
+    experts = numpy.concatenate([each.experts for each in every])
+    scores = numpy.concatenate([each.scores for each in every])
+    block = numpy.repeat(numpy.arange(len(every)) // block_size, lengths)
+    positions = numpy.concatenate([each.positions for each in every])
     tokens, top_k = experts.shape
     slots = numpy.arange(top_k)
-    keys = [numpy.broadcast_to(key, experts.shape).reshape(-1) for key in (slots, order[:, None], block[:, None])]
+    keys = [numpy.broadcast_to(key, experts.shape).reshape(-1) for key in (slots, positions[:, None], block[:, None])]
     if drop == "probability":
         keys.append(-scores.reshape(-1))
-    # The last key counts first: by expert, then by score where that decides, then by block, place and slot.
+    # lexsort takes the last key as the primary one: expert, then (for `probability`) score, block, position and slot.
     by_expert = numpy.lexsort([*keys, experts.reshape(-1)])
     counts = numpy.bincount(experts.reshape(-1), minlength=num_experts)
     starts = numpy.concatenate([[0], numpy.cumsum(counts)[:-1]])
-    place = numpy.empty(tokens * top_k, numpy.int64)
-    place[by_expert] = numpy.arange(tokens * top_k) - numpy.repeat(starts, counts)
-    return place.reshape(tokens, top_k) < bound
+    rank_in_expert = numpy.empty(tokens * top_k, numpy.int64)
+    rank_in_expert[by_expert] = numpy.arange(tokens * top_k) - numpy.repeat(starts, counts)
+    return rank_in_expert.reshape(tokens, top_k) < bound

@@ -1,4 +1,4 @@
-"""Every exception that hp_moe raises for a user's mistake; each is also the builtin one would expect."""
+"""Exceptions that hp_moe raises for user errors; each also derives from the matching builtin exception."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from hp_dtensor.exceptions import HPError
 
 
 class MoEConfigError(HPError, ValueError):
-    """Sizes or options of a mixture of experts that do not fit each other; the message lists all problems."""
+    """Invalid or contradicting sizes or options of a mixture of experts; the message lists all problems."""
 
 
 class ExpertParallelError(HPError, ValueError):
-    """Experts laid out on a mesh, or fed with inputs, that do not fit the parallel style.
+    """A mesh, a layout or inputs that do not fit the experts or their parallel style.
 
     Attributes:
-        only_nonfinite: whether scores that are no finite numbers are all that is wrong, as when training diverges.
+        only_nonfinite: whether non-finite scores are the only problem, as when training diverges.
     """
 
     def __init__(self, message: str, *, only_nonfinite: bool = False) -> None:

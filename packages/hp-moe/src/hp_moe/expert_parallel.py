@@ -28,7 +28,7 @@ COPYING = ("all_to_all", "all_to_all_int8", "all_to_all_fp8")
 CHUNKED = (*COPYING, "auto")
 
 # The hidden dimension is the second of w1 and w3, and the last of w2; every rank has the bias of results.
-_HIDDEN_CUT: dict[str, Placement] = {
+_HIDDEN_SHARDING: dict[str, Placement] = {
     "w1": Shard(1),
     "w2": Shard(2),
     "w3": Shard(1),
@@ -179,7 +179,7 @@ class ExpertParallel(BaseExpertParallel):
         dispatcher: name of the token dispatcher (hook `hp_token_dispatcher`): `all_to_all`, `copy_per_expert`,
             `all_gather`, `all_to_all_int8`, `all_to_all_fp8`, `auto`; or a function from a process group and the number
             of experts to one, such as `functools.partial(TwoLevelDispatcher, inner_size=8)`.
-        num_chunks: parts that the tokens travel in, so that experts, and shared experts, work meanwhile: for the
+        num_chunks: parts that the tokens travel in, so that experts, and shared experts, work overlap_with: for the
             `all_to_all` dispatchers, and for `auto`, which chooses it where None; None elsewhere: 1.
         split_tokens: ranks of the experts' axis are given the same tokens, as where it is an axis of its own
             beside data parallelism; each then routes a share of them, and all get all results.
@@ -249,7 +249,7 @@ class TensorParallel(BaseExpertParallel):
     """
 
     def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
-        return {name: (placement,) for name, placement in _HIDDEN_CUT.items()}
+        return {name: (placement,) for name, placement in _HIDDEN_SHARDING.items()}
 
     def _partial_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
         return mesh
@@ -276,8 +276,8 @@ class ExpertTensorParallel(ExpertParallel):
 
     def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
         if _expert_axis(mesh) == 0:
-            return {name: (Shard(0), placement) for name, placement in _HIDDEN_CUT.items()}
-        return {name: (placement, Shard(0)) for name, placement in _HIDDEN_CUT.items()}
+            return {name: (Shard(0), placement) for name, placement in _HIDDEN_SHARDING.items()}
+        return {name: (placement, Shard(0)) for name, placement in _HIDDEN_SHARDING.items()}
 
     def _partial_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
         return _other_axis(mesh)

@@ -127,7 +127,7 @@ class GroupedExperts(nn.Module):
         routing: Routing | Tensor | None = None,
         *,
         num_tokens_per_expert: Tensor | None = None,
-        meanwhile: Callable[[], None] | None = None,
+        overlap_with: Callable[[], None] | None = None,
     ) -> Tensor:
         """Run rows through their experts.
 
@@ -135,7 +135,7 @@ class GroupedExperts(nn.Module):
             x: plain `[tokens, dim]`, or `[rows, dim]` in expert-major order where counts are given.
             routing: the experts of each token, or the counts.
             num_tokens_per_expert: the counts by name: integers `[num_experts]` that add up to `rows`.
-            meanwhile: called once the first tokens are under way, where they travel in chunks; else not.
+            overlap_with: called once the first tokens are under way, where they travel in chunks; else not.
 
         Returns:
             `[tokens, dim]`, the (weighted) sum over each token's experts; one result per row, in the same
@@ -151,35 +151,35 @@ class GroupedExperts(nn.Module):
             routing = self._routing(x, routing, num_tokens_per_expert)
             held = {name: each for name in ExpertWeights._fields if (each := getattr(self, name)) is not None}
             check_inputs(self.platform, x, held, routing, int(self.w1.shape[0]))
-        dispatcher = self.dispatcher.chosen(x, routing)
+        dispatcher = self.dispatcher.resolve(x, routing)
         if isinstance(dispatcher, ChunkedDispatcher) and dispatcher.num_chunks > 1:
-            return self._in_chunks(dispatcher, x, routing, meanwhile)
+            return self._forward_in_chunks(dispatcher, x, routing, overlap_with)
         sent = dispatcher.dispatch(x, routing)
         saved_value(lambda: self._count_bytes(sent))
-        return dispatcher.combine(self._results_of(sent, self._local_weights()), sent)
+        return dispatcher.combine(self._run_experts(sent, self._local_weights()), sent)
 
-    def _in_chunks(
-        self, dispatcher: ChunkedDispatcher, x: Tensor, routing: Routing, meanwhile: Callable[[], None] | None
+    def _forward_in_chunks(
+        self, dispatcher: ChunkedDispatcher, x: Tensor, routing: Routing, overlap_with: Callable[[], None] | None
     ) -> Tensor:
         """Work on one chunk of the tokens while others travel.
 
         The order of these steps is also that of backward, from the last to the first: gradients of all results are sent
-        at once, those of a chunk's rows return while the next chunk is worked on, and what was done `meanwhile` is
+        at once, those of a chunk's rows return while the next chunk is worked on, and what was done `overlap_with` is
         differentiated before the rows' gradients are waited for.
         """
-        begun = dispatcher.begin(x, routing)
+        begun = dispatcher.start_dispatch(x, routing)
         # Copies of experts travel after the sizes, which tell of faults: a rank that raises sends no weights.
         weights = self._local_weights()
-        if meanwhile is not None:
-            meanwhile()
+        if overlap_with is not None:
+            overlap_with()
         returning = []
         for chunk in begun:
-            sent = dispatcher.arrived(chunk)
+            sent = dispatcher.finish_dispatch(chunk)
             saved_value(functools.partial(self._count_bytes, sent))
-            returning.append(dispatcher.begin_combine(self._results_of(sent, weights), sent))
-        return self.ops.cat([dispatcher.combined(each) for each in returning], 0)
+            returning.append(dispatcher.start_combine(self._run_experts(sent, weights), sent))
+        return self.ops.cat([dispatcher.finish_combine(each) for each in returning], 0)
 
-    def _results_of(self, sent: Dispatched, weights: ExpertWeights) -> Tensor:
+    def _run_experts(self, sent: Dispatched, weights: ExpertWeights) -> Tensor:
         results = self._fused(sent, weights)
         results = self._one_step_at_a_time(sent, weights) if results is None else results
         # A subclass's steps may save nothing for a rank without rows.

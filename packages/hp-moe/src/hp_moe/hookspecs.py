@@ -18,34 +18,34 @@ hookspec = pluggy.HookspecMarker("hp")
 def hp_grouped_matmul(platform: Platform) -> Callable[..., Any] | None:
     """Return a platform's grouped matrix product, a `hp_moe.GroupedMatmul`, or None for other platforms. Since 0.1.
 
-    Called once per platform, before the first product; without an answer a loop of products is used. The
-    product takes x `[rows, in]` in group-major order, weight `[groups, out, in]` and a `hp_moe.GroupSizes`, and
-    gives `[rows, out]`, `x[rows of group e] @ weight[e].T`. It is differentiable, and a group without rows gets a
-    gradient of exactly zero (`hp_moe.loop_grouped_matmul` is the oracle).
+    Called once per platform, before the first product; if all plugins return None, `hp_moe.loop_grouped_matmul` is
+    used. The product takes x `[rows, in]` in group-major order, weight `[groups, out, in]` and a `hp_moe.GroupSizes`,
+    and returns `[rows, out]`, `x[rows of group e] @ weight[e].T`. It must be differentiable; a group without rows gets
+    a gradient of exactly zero. Compare it with `hp_moe.loop_grouped_matmul`.
     """
 
 
 @hookspec(firstresult=True)
 def hp_fused_experts(platform: Platform) -> Callable[..., Any] | None:
-    """Return a platform's whole SwiGLU experts, a `hp_moe.FusedExperts`, or None for other platforms. Since 0.1.
+    """Return a platform's fused SwiGLU experts, a `hp_moe.FusedExperts`, or None for other platforms. Since 0.1.
 
-    Called once per platform, before the first experts run. The experts take x `[rows, dim]`, the
+    Called once per platform, before the first experts run. The function takes x `[rows, dim]`, the
     `hp_moe.TokenPermutation` that copies rows into expert-major order, a `hp_moe.GroupSizes` of the copies, scores
     float32 `[rows, slots]` or None, weights w1, w3 `[experts, hidden_dim, dim]` and w2 `[experts, dim, hidden_dim]` as
-    `(w1, w2, w3)`, and `score_before_experts`. They give `[rows, dim]`: the sum over a row's slots of score times
-    `w2 @ (silu(w1 @ row) * (w3 @ row))`, or with the score on the row instead. They are differentiable in x, scores and
-    weights, experts without rows get gradients of exactly zero, and repetition gives the same bits. Where they do not
-    apply they give None; then, as without an answer, the layer uses `hp_grouped_matmul`.
+    `(w1, w2, w3)`, and `score_before_experts`. It returns `[rows, dim]`: the sum over a row's slots of score times
+    `w2 @ (silu(w1 @ row) * (w3 @ row))`, or with the row scaled by the score instead. It must be differentiable in x,
+    scores and weights, give experts without rows gradients of exactly zero, and be bitwise reproducible. It may return
+    None for inputs that it does not support; the layer then uses `hp_grouped_matmul`.
     """
 
 
 @hookspec(firstresult=True)
 def hp_wire_format(platform: Platform, name: str) -> Any | None:
-    """Return a platform's format of this name for rows on their way, a `hp_moe.WireFormat`, or None. Since 0.1.
+    """Return a platform's format of this name for rows sent between ranks, a `hp_moe.WireFormat`, or None. Since 0.1.
 
-    Asked for `fp8`: 8-bit floating point with 4 bits of exponent. The format's `encode` takes float32
-    `[rows, blocks, width]` and gives int8 codes of that shape and float32 scales `[rows, blocks, 1]`; `decode` gives
-    float32 back. Neither is differentiated.
+    Called for `fp8`: 8-bit floating point with 4 exponent bits. `encode` takes float32 `[rows, blocks, width]` and
+    returns int8 codes of that shape and float32 scales `[rows, blocks, 1]`; `decode` returns float32. Neither is
+    differentiated.
     """
 
 
@@ -53,6 +53,6 @@ def hp_wire_format(platform: Platform, name: str) -> Any | None:
 def hp_token_dispatcher(registry: Registry) -> None:
     """Register token dispatchers by name, for `ExpertParallel("name")`. Since 0.1.
 
-    Called once, before the first look-up. `registry.add(name, build)`, where `build(group, num_experts)` returns a
-    `hp_moe.TokenDispatcher` for the ranks of a process group.
+    Called once, before the first look-up. Call `registry.add(name, build)`, where `build(group, num_experts)` returns
+    a `hp_moe.TokenDispatcher` for the ranks of a process group.
     """

@@ -1,4 +1,4 @@
-"""Load balance without an auxiliary loss: expert biases, and metrics of the experts' loads."""
+"""Balancing of expert loads without a loss: metrics of loads, steps of expert biases, and placement of copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hp_moe.exceptions import ExpertParallelError
 from hp_moe.experts import dispatcher_of
 from hp_moe.losses import LOSSES
 from hp_moe.moe import MoE
-from hp_moe.placement import Placement
+from hp_moe.placement import CopyPlacement
 from hp_moe.router import plain
 
 Tensor = Any
@@ -23,19 +23,19 @@ Tensor = Any
 
 @dataclass(frozen=True, slots=True)
 class LoadMetrics:
-    """Load balance of one layer: the distribution of its tokens over its experts.
+    """Distribution of the tokens of one layer over its experts, summed over ranks and calls.
 
     Attributes:
-        tokens: choices counted (tokens times `top_k`), dropped ones too.
-        max_violation: the largest load over the mean one, less 1; 0 when even.
-        min_ratio: the smallest load over the mean one.
-        coefficient_of_variation: standard deviation of the loads over their mean.
-        idle_experts: experts without a token.
-        entropy: of the loads' distribution, over that of an even one: 1 when even, 0 when one expert has all.
-        dropped: choices beyond the capacity.
-        sent_bytes: bytes that left a rank for experts and back, in forward; a backward sends rows and scores again.
-        loads: choices of each expert.
-        aux_losses: each auxiliary loss that the layer has, without its coefficient; balance losses are 1 when even.
+        tokens: number of choices (tokens times `top_k`), including dropped ones.
+        max_violation: largest load divided by the mean load, minus 1; 0 for even loads.
+        min_ratio: smallest load divided by the mean load.
+        coefficient_of_variation: standard deviation of the loads divided by their mean.
+        idle_experts: number of experts without tokens.
+        entropy: entropy of the loads relative to even loads: 1 for even loads, 0 if one expert has all tokens.
+        dropped: number of choices dropped by the capacity.
+        sent_bytes: bytes sent between ranks for dispatch and combine in forward. Backward sends rows and scores again.
+        loads: number of choices of each expert.
+        aux_losses: auxiliary losses of the layer by name, without coefficients; balance losses are 1 for even loads.
 
     Example:
         >>> with nn.building(platform):
@@ -59,7 +59,7 @@ class LoadMetrics:
 
     @classmethod
     def of(cls, counts: Sequence[int] | numpy.ndarray, **others: Any) -> LoadMetrics:
-        """Return the metrics of tokens per expert; all zero when no token was counted."""
+        """Return the metrics of the token counts of the experts; all are zero if there are no tokens."""
         loads = numpy.asarray(counts, numpy.float64)
         others["loads"] = tuple(int(load) for load in loads)
         mean = loads.mean()
@@ -77,9 +77,9 @@ class LoadMetrics:
 
 
 def moe_layers(model: Any) -> dict[str, MoE]:
-    """Return the mixture-of-experts layers of a module of any platform, by dotted name.
+    """Return the `MoE` layers of a module of any platform, by dotted name.
 
-    Those without a name of their own are given theirs, for messages.
+    This also sets `MoE.name`, used in error messages, of layers that have none.
 
     Example:
         >>> with nn.building(platform):
@@ -98,11 +98,14 @@ def moe_layers(model: Any) -> dict[str, MoE]:
 
 
 def update_expert_bias(model: Any) -> dict[str, LoadMetrics]:
-    """Move every layer's expert bias against its load since the last call; to be called once per optimizer step.
+    """Update every layer's expert bias by its loads since the last call. Call it once per optimizer step.
 
-    Experts with less than the mean load gain `load_balance_coeff`, those with more lose it, and the mean of
-    the steps is taken off. All layers share one all-reduce over the ranks that routed different tokens, so
-    every rank takes the same step and returns the same metrics.
+    `load_balance_coeff` is added to the bias of experts below the mean load and subtracted for experts above it; then
+    the mean of these steps is subtracted from all. One all-reduce sums the loads of all layers over the ranks that
+    routed different tokens, so every rank makes the same update and returns the same metrics.
+
+    Returns:
+        The metrics of each layer by name.
 
     Raises:
         ExpertParallelError: layers have different `token_mesh`es.
@@ -129,13 +132,14 @@ def update_expert_bias(model: Any) -> dict[str, LoadMetrics]:
     return dict(zip(layers, metrics, strict=True))
 
 
-def place_copies_of_experts(model: Any, loads: Mapping[str, LoadMetrics]) -> dict[str, Placement]:
-    """Move the copies of experts of every layer with a `ReplicatingDispatcher` to where they help most.
+def place_copies_of_experts(model: Any, loads: Mapping[str, LoadMetrics]) -> dict[str, CopyPlacement]:
+    """Place the copies of experts of every layer with a `ReplicatingDispatcher` where they reduce the peak load most.
 
-    To be called between steps, with what `update_expert_bias` returned; every rank decides alike.
+    Call it between steps with the result of `update_expert_bias`. Every rank computes the same placement.
 
     Returns:
-        By the layer's name, the experts that each rank has a copy of; layers without tokens stay as they are.
+        By the layer's name, the experts that each rank holds a copy of. Layers without tokens are unchanged and left
+        out.
 
     Example:
         >>> with nn.building(platform):
@@ -148,7 +152,7 @@ def place_copies_of_experts(model: Any, loads: Mapping[str, LoadMetrics]) -> dic
     for name, layer in moe_layers(model).items():
         dispatcher = dispatcher_of(layer.experts, layer.platform)
         if isinstance(dispatcher, ReplicatingDispatcher) and loads[name].tokens:
-            placed[name] = dispatcher.place(loads[name].loads)
+            placed[name] = dispatcher.place_copies(loads[name].loads)
     return placed
 
 
@@ -167,12 +171,12 @@ def _global_metrics(layers: list[MoE]) -> list[LoadMetrics]:
             f"the loads of all layers are summed over one mesh: token_mesh is {_described(first.token_mesh)} for "
             f"{first.name!r}, but {_described(others[0].token_mesh)} for {others[0].name!r}"
         )
-    sums = _over_ranks(first, [layer.tally.take() for layer in layers])
+    sums = _sum_over_ranks(first, [layer.totals.take() for layer in layers])
     losses = _losses(layers)
     metrics = []
     for layer, taken in zip(layers, sums, strict=True):
         *loads, dropped, sent_bytes = (int(each) for each in taken)
-        # Loads count choices, of which a token has `top_k`; the losses are sums over tokens.
+        # Loads count choices, `top_k` for each token, while losses are sums over tokens.
         tokens = max(sum(loads) / layer.router.top_k, 1.0)
         named = {name: float(total) / tokens for name, total in losses.get(id(layer), {}).items()}
         metrics.append(LoadMetrics.of(loads, dropped=dropped, sent_bytes=sent_bytes, aux_losses=named))
@@ -180,21 +184,21 @@ def _global_metrics(layers: list[MoE]) -> list[LoadMetrics]:
 
 
 def _losses(layers: list[MoE]) -> dict[int, dict[str, float]]:
-    """Return the sums of the auxiliary losses that each layer has, over all ranks, by the layer's identity."""
-    having = [layer for layer in layers if layer.aux_losses]
-    if not having:
+    """Return the global sums of each layer's auxiliary losses, by `id` of the layer."""
+    with_losses = [layer for layer in layers if layer.aux_losses]
+    if not with_losses:
         return {}
-    sums = _over_ranks(having[0], [layer.tally.take_losses() for layer in having])
+    sums = _sum_over_ranks(with_losses[0], [layer.totals.take_losses() for layer in with_losses])
     return {
         id(layer): {
             name: float(value) for name, value in zip(LOSSES, taken, strict=True) if getattr(layer.aux_losses, name)
         }
-        for layer, taken in zip(having, sums, strict=True)
+        for layer, taken in zip(with_losses, sums, strict=True)
     }
 
 
-def _over_ranks(layer: MoE, tensors: list[Tensor]) -> list[numpy.ndarray]:
-    """Return the sums over ranks of the layers' tensors, by one all-reduce, on the host."""
+def _sum_over_ranks(layer: MoE, tensors: list[Tensor]) -> list[numpy.ndarray]:
+    """Return the sums over ranks of several 1-D tensors, on the host, by one all-reduce of their concatenation."""
     joined = layer.ops.cat(tensors, 0)
     if layer.token_mesh is not None:
         joined = all_reduce_data(joined, layer.token_mesh.get_group())
@@ -214,8 +218,8 @@ def _relative_entropy(loads: numpy.ndarray) -> float:
 
 
 def _bias_direction(load: numpy.ndarray) -> numpy.ndarray:
-    # By the sign of the error alone (arXiv 2408.15664). The mean is taken off because the same step for all experts
-    # changes no choice, and would let the biases drift.
+    # The step depends on the sign of the error alone (arXiv 2408.15664). A step common to all experts changes no choice
+    # and would let the biases drift, so the mean is subtracted.
     direction = numpy.sign(load.mean() - load)
     centred: numpy.ndarray = direction - direction.mean()
     return centred

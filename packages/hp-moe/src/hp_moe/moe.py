@@ -1,15 +1,13 @@
-"""Local regions: the way from a layer's input to the plain rows that this rank routes, and back.
+"""The mixture-of-experts layer.
 
-Routing is local work, each rank routes rows of its own. On the mesh of a distributed input, or of experts whose
-hidden dimension is cut, an axis is one of:
+Routing is local: each rank routes the plain rows of a `LocalRegion`. On the mesh of a distributed input, or of experts
+with a sharded hidden dimension, an axis is one of:
 
-- sharded: every rank routes its own tokens, and the results are placed as the input was;
-- varying (experts cut over this axis): every rank routes all tokens and returns a part of every result;
-- split (ranks that were given the same tokens): every rank routes its share, and all get all results.
+- sharded: every rank routes its own tokens, and results have the placements of the input;
+- varying (experts are sharded over this axis): every rank routes all tokens and computes a partial sum of each result;
+- split (ranks are given the same tokens): every rank routes its share of the tokens and gets the results of all.
 
-Gradients follow: sharded rows give sharded gradients, varying ones partial gradients that are summed.
-
-The mixture-of-experts layer.
+Gradients follow the rows: those of sharded rows are sharded, those of varying rows are partial sums.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ from hp_dtensor.parallel.recompute import saved_value
 from hp_dtensor.spec.placements import Partial, Placement, Replicate, Shard
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.redistribution import vary
-from hp_moe.capacity import Capacity, Choices, kept_choices
+from hp_moe.capacity import Capacity, Choices, choices_within_capacity
 from hp_moe.dispatch import LocalDispatcher, ReplicatingDispatcher
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
 from hp_moe.experts import GroupedExperts, ScorePosition, dispatcher_of, partial_mesh_of, run_experts
 from hp_moe.feed_forward import Activation, FeedForward
-from hp_moe.losses import AuxLosses, LossTerms, Tally, is_trained
+from hp_moe.losses import AuxLosses, LossTerms, StepTotals, is_trained
 from hp_moe.router import AuxiliaryLoss, GroupScore, ScoreFunction, TokenChoiceTopKRouter, plain
 from hp_moe.routing import Routing, check_ids, reported_faults
 
@@ -43,76 +41,83 @@ Tensor = Any
 
 @dataclass(frozen=True, slots=True)
 class LocalRegion:
-    """A stretch of local work between a layer's input and its output.
+    """The local tensor that a layer computes with, and how its results become the layer's output.
 
     Attributes:
-        rows: the plain tensor to work on, `[..., dim]`.
-        mesh: the mesh of input and output; None: they are plain and belong to this rank alone.
-        inside: placements of the local results on `mesh`.
-        outside: placements that the output shall have; None: plain and whole.
+        rows: the plain tensor to compute with, `[..., dim]`.
+        mesh: the mesh of input and output; None if they are plain and belong to this rank alone.
+        local_placements: placements of the local results on `mesh`.
+        output_placements: placements of the output; None for a plain, unsharded output.
         shape: global shape of the output.
-        around: the region that this one was entered from.
+        outer: the region that this one was entered from, or None.
     """
 
     rows: Tensor
     mesh: DeviceMesh | None = None
-    inside: tuple[Placement, ...] = ()
-    outside: tuple[Placement, ...] | None = None
+    local_placements: tuple[Placement, ...] = ()
+    output_placements: tuple[Placement, ...] | None = None
     shape: tuple[int, ...] = ()
-    around: LocalRegion | None = None
+    outer: LocalRegion | None = None
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks that work on the tokens of the input, or on parts of them."""
+        """Number of ranks that route tokens of this input, the same or different ones."""
         mine = 1 if self.mesh is None else self.mesh.size()
-        return mine * (1 if self.around is None else self.around.num_ranks)
+        return mine * (1 if self.outer is None else self.outer.num_ranks)
 
-    def follow(self, x: Tensor) -> Tensor:
-        """Return this region's part of a tensor that has a number for each token of the input, without gradients.
+    def shard_like_rows(self, x: Tensor) -> Tensor:
+        """Return this rank's shard of a tensor with one number for each token of the input, without gradients.
 
         Args:
-            x: shaped as the input without its last dimension; plain and whole, or distributed.
+            x: shaped like the input without its last dimension; plain and unsharded, or distributed.
         """
-        if self.around is not None:
-            x = self.around.follow(x)
+        if self.outer is not None:
+            x = self.outer.shard_like_rows(x)
         if self.mesh is None:
             return x
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, shape=tuple(x.shape))
-        return x.redistribute(placements=[Replicate() if p.is_partial() else p for p in self.inside]).to_local()
+        return x.redistribute(
+            placements=[Replicate() if p.is_partial() else p for p in self.local_placements]
+        ).to_local()
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
-        """Return the sum of `x` over the ranks that route different tokens of the same input, without gradients."""
-        if self.mesh is not None and not any(p.is_partial() for p in self.inside):
+        """Return the sum of `x` over ranks that route different tokens of the same input, without gradients."""
+        if self.mesh is not None and not any(p.is_partial() for p in self.local_placements):
             for dim in range(self.mesh.ndim):
                 x = all_reduce_data(x, self.mesh.get_group(dim))
-        return x if self.around is None else self.around.sum_over_ranks(x)
+        return x if self.outer is None else self.outer.sum_over_ranks(x)
 
     @property
     def num_token_ranks(self) -> int:
         """Number of ranks that route different tokens of the same input."""
-        is_whole = self.mesh is None or any(p.is_partial() for p in self.inside)
-        mine = 1 if is_whole or self.mesh is None else self.mesh.size()
-        return mine * (1 if self.around is None else self.around.num_token_ranks)
+        is_unsharded = self.mesh is None or any(p.is_partial() for p in self.local_placements)
+        mine = 1 if is_unsharded or self.mesh is None else self.mesh.size()
+        return mine * (1 if self.outer is None else self.outer.num_token_ranks)
 
     def leave(self, y: Tensor) -> Tensor:
-        """Turn local results `y`, shaped as `rows`, into the kind of tensor that came in."""
+        """Convert local results `y`, shaped like `rows`, into a tensor placed like the input."""
         if self.mesh is not None:
-            # Where each rank has a part of every result, `inside` is partial, and this is the one reduction.
-            output = DTensor.from_local(y, self.mesh, self.inside, shape=self.shape)
-            y = output.full_tensor() if self.outside is None else output.redistribute(placements=self.outside)
-        return y if self.around is None else self.around.leave(y)
+            # Where ranks compute partial sums of every result, `local_placements` are partial, and the redistribution
+            # below is the layer's only reduction.
+            output = DTensor.from_local(y, self.mesh, self.local_placements, shape=self.shape)
+            y = (
+                output.full_tensor()
+                if self.output_placements is None
+                else output.redistribute(placements=self.output_placements)
+            )
+        return y if self.outer is None else self.outer.leave(y)
 
 
 def enter_region(
     x: Tensor, partial_mesh: DeviceMesh | None = None, split_mesh: DeviceMesh | None = None
 ) -> LocalRegion:
-    """Begin local work on `x` `[..., dim]`.
+    """Return the region in which this rank routes its tokens of `x` `[..., dim]`.
 
     Args:
         x: plain (each rank's own, but the same on all ranks of the two meshes) or distributed.
-        partial_mesh: 1-D mesh over which the experts' hidden dimension is cut; None: it is not.
-        split_mesh: 1-D mesh of ranks that were given the same `x`; None: none were.
+        partial_mesh: 1-D mesh over which the experts' hidden dimension is sharded, or None.
+        split_mesh: 1-D mesh of ranks that are given the same `x`, or None.
 
     Raises:
         ExpertParallelError: `x` is distributed over other ranks than the experts' hidden dimension, or over ranks that
@@ -124,25 +129,26 @@ def enter_region(
     if isinstance(x, DTensor) and len({*x.device_mesh.ranks()} & {*split_mesh.ranks()}) > 1:
         raise ExpertParallelError(
             f"the input is distributed over {x.device_mesh.describe()}, which shares ranks with the mesh "
-            f"{split_mesh.describe()} of ranks that are given the same tokens; distribute it over other axes, or lay "
-            "the experts out without split_tokens"
+            f"{split_mesh.describe()} of ranks that are given the same tokens; distribute it over other axes, or apply "
+            "the parallel style without split_tokens"
         )
+    # The rows are the same on all ranks of `split_mesh`, so they can be wrapped as a replicated tensor and sharded.
     split = _sharded_region(_replicated(region.rows, split_mesh))
-    return replace(split, outside=None, around=region)
+    return replace(split, output_placements=None, outer=region)
 
 
 def _enter(x: Tensor, partial_mesh: DeviceMesh | None) -> LocalRegion:
     if not isinstance(x, DTensor):
         if partial_mesh is None:
             return LocalRegion(x)
-        return _varying_region(_replicated(x, partial_mesh), outside=None)
+        return _varying_region(_replicated(x, partial_mesh), output_placements=None)
     if partial_mesh is not None:
         if x.device_mesh.ranks() != partial_mesh.ranks():
             raise ExpertParallelError(
-                f"the input is distributed over {x.device_mesh.describe()}, the experts' hidden dimension is cut "
+                f"the input is distributed over {x.device_mesh.describe()}, the experts' hidden dimension is sharded "
                 f"over {partial_mesh.describe()}; both must be the same ranks"
             )
-        return _varying_region(x, outside=x.placements)
+        return _varying_region(x, output_placements=x.placements)
     return _sharded_region(x)
 
 
@@ -150,66 +156,64 @@ def _replicated(x: Tensor, mesh: DeviceMesh) -> Any:
     return DTensor.from_local(x, mesh, [Replicate()], shape=tuple(x.shape))
 
 
-def _varying_region(x: Any, outside: tuple[Placement, ...] | None) -> LocalRegion:
+def _varying_region(x: Any, output_placements: tuple[Placement, ...] | None) -> LocalRegion:
     ndim = x.device_mesh.ndim
-    # The varying view of what was just gathered sends its gradient back by one reduce-scatter.
+    # In backward, a varying view of the gathered tensor needs a single reduce-scatter.
     rows = vary(x.redistribute(placements=[Replicate()] * ndim), tuple(range(ndim)))
-    return LocalRegion(rows, x.device_mesh, (Partial(),) * ndim, outside, tuple(x.shape))
+    return LocalRegion(rows, x.device_mesh, (Partial(),) * ndim, output_placements, tuple(x.shape))
 
 
 def _sharded_region(x: Any) -> LocalRegion:
-    # Tokens are along any dimension but the last; where the input does not cut one, cut the sequence.
-    fallback = Shard(max(0, len(x.shape) - 2))
-    inside = tuple(p if _cuts_tokens(p, len(x.shape)) else fallback for p in x.placements)
-    rows = x.redistribute(placements=inside).to_local()
-    return LocalRegion(rows, x.device_mesh, inside, x.placements, tuple(x.shape))
-
-
-def _cuts_tokens(placement: Placement, ndim: int) -> bool:
-    return placement.is_shard() and not placement.is_shard(ndim - 1)
+    ndim = len(x.shape)
+    # All dimensions but the last are tokens. Axes that shard none of them shard the sequence, so that no two ranks
+    # route the same token.
+    fallback = Shard(max(0, ndim - 2))
+    placements = tuple(p if p.is_shard() and not p.is_shard(ndim - 1) else fallback for p in x.placements)
+    rows = x.redistribute(placements=placements).to_local()
+    return LocalRegion(rows, x.device_mesh, placements, x.placements, tuple(x.shape))
 
 
 class MoE(nn.Module):
-    """Routed experts, and shared experts that see every token.
+    """Mixture of routed experts, with optional shared experts that process every token.
 
     Args:
         dim: width of a token.
         hidden_dim: hidden width of one routed expert.
-        num_experts: routed experts.
+        num_experts: number of routed experts.
         top_k: experts per token.
-        num_shared_experts: one feed-forward network of this many times `hidden_dim`; 0: none.
-        score_before_experts: weight the experts' inputs instead of their outputs.
-        load_balance_coeff: step of the bias that evens the experts' load without a loss (arXiv 2408.15664);
-            None: no bias. `update_expert_bias` takes the steps.
+        num_shared_experts: width of the shared feed-forward network in multiples of `hidden_dim`; 0 for none.
+        score_before_experts: scale the experts' inputs by their scores instead of their outputs.
+        load_balance_coeff: step size of the expert bias that balances loads without a loss (arXiv 2408.15664); None
+            for no bias. `update_expert_bias` makes the steps.
         score_func, num_expert_groups, num_limited_groups, route_norm, route_scale, gate_bias, group_score, jitter,
             jitter_seed, force_uniform, hash_vocab_size: as in `TokenChoiceTopKRouter`.
-        capacity: bound on the choices of an expert, beyond which they are dropped; None: no choice is.
-        aux_losses: coefficients of auxiliary losses; their gradients need no help from the caller.
-        activation, bias, score_position: as in `GroupedExperts`; the activation is that of shared experts too.
-        shared_hidden_dim: hidden width of the shared experts' network, instead of `num_shared_experts`.
-        shared_gate: weigh the shared experts' result with the sigmoid of a product of the token (Qwen2-MoE).
+        capacity: bound on the tokens of an expert; choices beyond it are dropped. None drops nothing.
+        aux_losses: coefficients of auxiliary losses. Their gradients are added automatically; the caller does not add
+            the losses to its own.
+        activation, bias, score_position: as in `GroupedExperts`; shared experts use the same activation.
+        shared_hidden_dim: hidden width of the shared network, instead of `num_shared_experts`.
+        shared_gate: scale the output of the shared network by `sigmoid(linear(token))` (Qwen2-MoE).
 
     Attributes:
-        name: the layer's name in messages, once `moe_layers` has seen the model.
-        experts: `GroupedExperts`, or put in its place, before a style is applied, any module that takes rows in
-            expert-major order and the number of rows of each expert, `experts(rows, num_tokens_per_expert)`.
+        name: the layer's name in error messages; `moe_layers` sets it.
+        experts: `GroupedExperts`, or any module called as `experts(rows, num_tokens_per_expert)` with rows in
+            expert-major order. Replace it before applying a parallel style.
         expert_bias: float32 `[num_experts]` buffer, or None.
-        split_mesh: 1-D mesh of ranks that are given the same tokens and each route a share of them; None:
-            each rank routes all that it is given.
-        token_mesh: 1-D mesh of all ranks that route different tokens, over which loads are summed; None: this
-            rank routes them all.
-        sequence_mesh: 1-D mesh over which plain inputs are parts of the same sequences; None: they are whole, or
-            distributed tensors that tell. Parts do not tell a token's place in the whole, so jitter and what a
-            capacity drops are then others than on one rank.
-        step_tokens: tokens of the optimizer step, those of all ranks and micro-batches, which auxiliary losses are
-            divided by; None: a step is one micro-batch.
-        takes_nonfinite: scores that are no finite numbers are let through, and become such a loss; False: they are
-            refused, by layer and rank.
-        loss_scale: factor that the caller multiplies its loss by (`GradScaler.get_scale()`), and that gradients are
-            divided by afterwards; auxiliary losses take it too.
+        split_mesh: 1-D mesh of ranks that are given the same tokens and each route a share of them; None if each rank
+            routes all tokens that it is given.
+        token_mesh: 1-D mesh of all ranks that route different tokens; loads are summed over it. None if this rank
+            routes all tokens.
+        sequence_mesh: 1-D mesh over which plain inputs shard the same sequences; None if sequences are unsharded or
+            inputs are distributed tensors. Plain shards do not carry a token's position in the sequence, so jitter
+            and the choices that a capacity drops then differ from those on one rank.
+        step_tokens: tokens of the optimizer step over all ranks and micro-batches, by which auxiliary losses are
+            divided; None if a step is one micro-batch.
+        allow_nonfinite: let infinite and NaN scores through instead of raising an error.
+        loss_scale: factor by which the caller multiplies its loss (`GradScaler.get_scale()`) and later divides the
+            gradients; auxiliary losses are multiplied by it too.
 
     Raises:
-        MoEConfigError: sizes or options that do not fit; all at once for the router.
+        MoEConfigError: sizes or options do not fit together. Problems of the router are reported all at once.
 
     Example:
         >>> with nn.building(platform):
@@ -222,7 +226,7 @@ class MoE(nn.Module):
     token_mesh: DeviceMesh | None
     sequence_mesh: DeviceMesh | None
     step_tokens: int | None
-    takes_nonfinite: bool
+    allow_nonfinite: bool
     loss_scale: float
 
     def __init__(
@@ -299,87 +303,87 @@ class MoE(nn.Module):
         self.token_mesh = None
         self.sequence_mesh = None
         self.step_tokens = None
-        self.takes_nonfinite = False
+        self.allow_nonfinite = False
         self.loss_scale = 1.0
-        self.tally = Tally(self.platform, num_experts)
+        self.totals = StepTotals(self.platform, num_experts)
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        """Keep biases and shares in float32 where torch's `.to(dtype)`, which comes here, casts what is floating.
-
-        They are sums of small steps, which 16 bits would round away.
-        """
+        """Apply `fn` as torch's `.to(dtype)` does, but keep `expert_bias` and `last_shares` in float32."""
+        # They accumulate small steps, which 16 bits would round away.
         names = [name for name in ("expert_bias", "last_shares") if getattr(self, name) is not None]
         before = [getattr(self, name) for name in names]
-        # Of the framework's module, which mypy does not see as a base.
+        # Defined by the framework's module class, which mypy does not see as a base.
         super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
         for name, old in zip(names, before, strict=True):
             new = getattr(self, name)
             if new.dtype != old.dtype:
-                setattr(self, name, self._moved(old, new))
+                setattr(self, name, self._on_device_of(new, old))
         return self
 
-    def _moved(self, old: Tensor, new: Tensor) -> Tensor:
+    def _on_device_of(self, new: Tensor, old: Tensor) -> Tensor:
         """Return the values of `old` in its dtype, on the device of `new`."""
         if isinstance(old, DTensor) or self.platform.is_meta(old) or self.platform.is_meta(new):
             return self.ops.cast(new, old.dtype)
         return self.platform.from_numpy(self.platform.to_numpy(old), self.platform.device_of(new))
 
     def _hp_check_state(self) -> None:
-        """Refuse to save or load weights while experts are away; see `hp_dtensor.parallel.distribute_module`."""
+        """Raise if weights would be saved or loaded while experts are moved; see `hp_dtensor.parallel.parameters`."""
         dispatcher = dispatcher_of(self.experts, self.platform)
-        if isinstance(dispatcher, ReplicatingDispatcher) and not dispatcher.is_home:
-            away = sum(expert != place for expert, place in enumerate(dispatcher.homes))
+        if isinstance(dispatcher, ReplicatingDispatcher) and not dispatcher.is_initial_placement:
+            moved = sum(expert != position for expert, position in enumerate(dispatcher.expert_placement))
             raise ExpertParallelError(
-                f"{self.name or 'MoE'}: {away} of its {self.num_experts} experts live on other ranks (move_experts), "
-                "so that rows of weights and optimizer states are not in the order of the experts; call "
-                "hp_moe.return_experts(model, states) before they are saved, loaded or given out"
+                f"{self.name or 'MoE'}: {moved} of its {self.num_experts} experts are moved (move_experts), so rows "
+                "of weights and optimizer states are not in expert order; call hp_moe.return_experts(model, states) "
+                "before saving, loading or exporting them"
             )
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
-        """Apply the layer to every token: `[..., dim]` -> the same, plain or distributed and placed as the input.
+        """Apply the layer to every token: `[..., dim]` -> `[..., dim]`, placed like the input.
 
         Args:
-            ids: the tokens' ids, an integer tensor `[...]`, for hash routing.
+            ids: token ids, an integer tensor `[...]`, for hash routing.
 
         Raises:
-            ExpertParallelError: inputs, routing or meshes that do not fit; it names the layer and this rank.
+            ExpertParallelError: inputs, routing or meshes do not fit; the message names the layer and this rank.
         """
         try:
             return self._forward(x, ids)
         except ExpertParallelError as error:
             rank = current_world(self.platform).rank
-            told = f"{self.name or 'MoE'}, rank {rank}: {error}"
-            raise ExpertParallelError(told, only_nonfinite=error.only_nonfinite) from error
+            message = f"{self.name or 'MoE'}, rank {rank}: {error}"
+            raise ExpertParallelError(message, only_nonfinite=error.only_nonfinite) from error
 
     def _forward(self, x: Tensor, ids: Tensor | None) -> Tensor:
         if not x.shape or x.shape[-1] != self.dim:
             raise ExpertParallelError(f"expected an input [..., {self.dim}], got shape {list(x.shape)}")
+        shape = tuple(x.shape)
         region = enter_region(x, partial_mesh_of(self.experts), self.split_mesh)
         self._check_gate(region.num_ranks)
         rows = self.ops.reshape(region.rows, (math.prod(region.rows.shape[:-1]), self.dim))
         dispatcher = dispatcher_of(self.experts, self.platform)
         with reported_faults(dispatcher, self.platform, x):
-            known_ids, fault = self._known_ids(None if ids is None else self._of_rows(ids, region), rows)
+            valid_ids, fault = self._validated_ids(None if ids is None else self._per_row(ids, region), rows)
             scores, experts, counts = self.router(
                 rows,
                 self.expert_bias,
-                ids=known_ids,
-                auxiliary=self._auxiliary_loss(region, tuple(x.shape)),
-                numbers=lambda: self._numbers(region, tuple(x.shape)),
+                ids=valid_ids,
+                auxiliary=self._auxiliary_loss(region, shape),
+                token_numbers=lambda: self._token_numbers(region, shape),
             )
-        routing = self._routing(experts, counts, scores, region, tuple(x.shape))
+        routing = self._routing(experts, counts, scores, region, shape)
+        # Raised only now: the router and the capacity run collectives, in which this rank had to take part.
         with reported_faults(dispatcher, self.platform, x):
             if fault is not None:
                 raise fault
         shared: list[Tensor] = []
         if not isinstance(self.experts, GroupedExperts):
             results = run_experts(self.experts, self.platform, rows, routing)
-        # Where no rows travel there is nothing to wait for, and shared experts come last.
+        # Without communication there is nothing to overlap, and the shared experts run last.
         elif type(self.experts.dispatcher) is LocalDispatcher or self.shared_experts is None:
             results = self.experts(rows, routing)
         else:
-            results = self.experts(rows, routing, meanwhile=lambda: shared.append(self._shared(x)))
-        # Kept: a recomputation in backward must not count the same tokens again.
+            results = self.experts(rows, routing, overlap_with=lambda: shared.append(self._shared(x)))
+        # Recomputation in backward must not count the same tokens again.
         saved_value(lambda: self._count(counts))
         routed = region.leave(self.ops.reshape(results, tuple(region.rows.shape)))
         if self.shared_experts is None:
@@ -391,16 +395,16 @@ class MoE(nn.Module):
         shared = self.shared_experts(x)
         return shared if self.shared_gate is None else self.ops.mul(self.ops.sigmoid(self.shared_gate(x)), shared)
 
-    def _of_rows(self, x: Tensor, region: LocalRegion) -> Tensor:
-        """Return the numbers of the tokens that this rank routes: `[tokens]` from one for each token of the input."""
-        part = region.follow(x)
-        return self.ops.reshape(part, (math.prod(part.shape),))
+    def _per_row(self, x: Tensor, region: LocalRegion) -> Tensor:
+        """Return the numbers of the tokens that this rank routes, `[tokens]`, from one number per input token."""
+        local = region.shard_like_rows(x)
+        return self.ops.reshape(local, (math.prod(local.shape),))
 
-    def _known_ids(self, ids: Tensor | None, rows: Tensor) -> tuple[Tensor | None, ExpertParallelError | None]:
-        """Return ids that experts can be chosen by, and what is wrong with those given.
+    def _validated_ids(self, ids: Tensor | None, rows: Tensor) -> tuple[Tensor | None, ExpertParallelError | None]:
+        """Return ids that are safe to look up, and the error of the given ones, if any.
 
-        Auxiliary losses and capacity ask all ranks before tokens travel: one whose ids are at fault takes part, with
-        ids of zero, and raises where all ranks hear of it.
+        Auxiliary losses and capacity run collectives before tokens are dispatched. A rank with invalid ids takes part
+        in them with ids of zero, and raises afterwards, where all ranks are informed.
         """
         num_tokens, vocab_size = int(rows.shape[0]), self.router.hash_vocab_size
         if vocab_size is None or not self.router.takes_ids:
@@ -412,52 +416,48 @@ class MoE(nn.Module):
             return self.platform.from_numpy(zeros, self.platform.device_of(rows)), fault
         return ids, None
 
-    # Capacity ---------------------------------------------------------------------------------------------
-
     def _routing(
         self, experts: Tensor, counts: Tensor, scores: Tensor, region: LocalRegion, shape: tuple[int, ...]
     ) -> Routing:
         if self.capacity is None:
-            return Routing(experts, counts, scores, takes_nonfinite=self.takes_nonfinite)
+            return Routing(experts, counts, scores, allow_nonfinite=self.allow_nonfinite)
         experts, counts = saved_value(lambda: self._within_capacity(experts, scores, region, shape))
-        return Routing(experts, counts, scores, has_dropped=True, takes_nonfinite=self.takes_nonfinite)
+        return Routing(experts, counts, scores, has_dropped=True, allow_nonfinite=self.allow_nonfinite)
 
     def _within_capacity(
         self, experts: Tensor, scores: Tensor, region: LocalRegion, shape: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Return (experts, choices of each expert) with the number of experts in place of dropped choices."""
+        """Return (experts, token counts per expert), with `num_experts` in place of each dropped choice."""
         assert self.capacity is not None
         platform, device = self.platform, self.platform.device_of(experts)
-        mine = Choices(platform.to_numpy(experts), platform.to_numpy(scores), self._places(region, shape))
+        mine = Choices(platform.to_numpy(experts), platform.to_numpy(scores), self._positions(region, shape))
         group = None if self.token_mesh is None else self.token_mesh.get_group()
-        within = kept_choices(mine, self.capacity, self.num_experts, group, region.num_token_ranks)
-        left = numpy.where(within, mine.experts, self.num_experts)
-        left_counts = numpy.bincount(left.reshape(-1), minlength=self.num_experts + 1)[:-1]
+        within = choices_within_capacity(mine, self.capacity, self.num_experts, group, region.num_token_ranks)
+        remaining = numpy.where(within, mine.experts, self.num_experts)
+        counts = numpy.bincount(remaining.reshape(-1), minlength=self.num_experts + 1)[:-1]
         if is_trained(self):
-            self.tally.add("dropped", platform.from_numpy(numpy.array([(~within).sum()]), device))
-        return platform.from_numpy(left, device), platform.from_numpy(left_counts, device)
+            self.totals.add("dropped", platform.from_numpy(numpy.array([(~within).sum()]), device))
+        return platform.from_numpy(remaining, device), platform.from_numpy(counts, device)
 
-    def _places(self, region: LocalRegion, shape: tuple[int, ...]) -> numpy.ndarray:
-        """Return the place in the input of each token that this rank routes, int64 `[tokens]`, on the host."""
-        places = numpy.arange(math.prod(shape[:-1])).reshape(shape[:-1])
-        of_input = self.platform.from_numpy(places, self.platform.device_of(region.rows))
-        return self.platform.to_numpy(self._of_rows(of_input, region))
+    def _positions(self, region: LocalRegion, shape: tuple[int, ...]) -> numpy.ndarray:
+        """Return the position in the input of each token that this rank routes, int64 `[tokens]`, on the host."""
+        positions = numpy.arange(math.prod(shape[:-1])).reshape(shape[:-1])
+        of_input = self.platform.from_numpy(positions, self.platform.device_of(region.rows))
+        return self.platform.to_numpy(self._per_row(of_input, region))
 
-    def _numbers(self, region: LocalRegion, shape: tuple[int, ...]) -> numpy.ndarray:
-        """Return the number of each token among those of all ranks: by inputs in the order of ranks, then by place.
+    def _token_numbers(self, region: LocalRegion, shape: tuple[int, ...]) -> numpy.ndarray:
+        """Return the global number of each token, counting inputs in rank order and then positions.
 
-        The ranks tell each other how many tokens they have, which jitter alone asks for.
+        This gathers the number of tokens of every rank, so only jitter calls it.
         """
-        places = self._places(region, shape)
+        positions = self._positions(region, shape)
         if self.token_mesh is None:
-            return places
+            return positions
         group = self.token_mesh.get_group()
-        lengths = [int(each) for each in group.all_gather_bytes(str(len(places)).encode())]
-        # Ranks that share one input follow each other.
+        lengths = [int(each) for each in group.all_gather_bytes(str(len(positions)).encode())]
+        # Ranks that share one input are consecutive in the group.
         first_of_input = group.rank - group.rank % region.num_token_ranks
-        return places + sum(lengths[:first_of_input])
-
-    # Auxiliary losses -------------------------------------------------------------------------------------
+        return positions + sum(lengths[:first_of_input])
 
     def _auxiliary_loss(self, region: LocalRegion, shape: tuple[int, ...]) -> AuxiliaryLoss | None:
         if not (self.aux_losses and is_trained(self)):
@@ -470,7 +470,7 @@ class MoE(nn.Module):
         return LossTerms(
             self.platform,
             self.aux_losses,
-            self.tally,
+            self.totals,
             token_group=None if self.token_mesh is None else self.token_mesh.get_group(),
             step_tokens=self.step_tokens,
             loss_scale=self.loss_scale,
@@ -478,42 +478,41 @@ class MoE(nn.Module):
             num_sequences=math.prod(shape[:-2]),
             sequences=lambda: self._sequences(region, shape),
             sequence_sums=sums,
-            # Ranks that cut the experts' hidden dimension route the same tokens, and their gates' gradients add up.
+            # Ranks that shard the experts' hidden dimension route the same tokens and their gate gradients are summed:
+            # only one of them may count the losses.
             is_counted=partial is None or partial.get_local_rank() == 0,
         )
 
     def _sequences(self, region: LocalRegion, shape: tuple[int, ...]) -> Tensor:
-        """Return the number of the sequence of each token that this rank routes, int64 `[tokens]`."""
+        """Return the sequence index of each token that this rank routes, int64 `[tokens]`."""
         numbers = numpy.arange(math.prod(shape[:-2])).repeat(shape[-2] if len(shape) > 1 else 1)
         of_input = self.platform.from_numpy(numbers.reshape(shape[:-1]), self.platform.device_of(region.rows))
-        return self._of_rows(of_input, region)
-
-    # Counting ---------------------------------------------------------------------------------------------
+        return self._per_row(of_input, region)
 
     def _count(self, counts: Tensor) -> None:
-        # Experts of someone else's count no bytes.
+        # Experts modules other than GroupedExperts do not count bytes.
         sent_bytes = self.experts.take_sent_bytes() if isinstance(self.experts, GroupedExperts) else 0
         if is_trained(self):
-            self.tally.add("counts", counts)
-            self.tally.sent_bytes += sent_bytes
+            self.totals.add("counts", counts)
+            self.totals.sent_bytes += sent_bytes
 
     def _check_gate(self, num_ranks: int) -> None:
-        """Refuse a gate whose gradient would miss the tokens of other ranks that share this input."""
+        """Raise if the gate's gradient would miss the tokens of other ranks that share this input."""
         weight = self.router.gate.weight
-        spread = weight.device_mesh.size() if isinstance(weight, DTensor) else 1
-        if spread != num_ranks:
+        gate_ranks = weight.device_mesh.size() if isinstance(weight, DTensor) else 1
+        if gate_ranks != num_ranks:
             raise ExpertParallelError(
-                f"the input of this MoE is worked on by {num_ranks} ranks, but router.gate.weight is on a mesh of "
-                f"{spread}; distribute the router over the same ranks (Replicate)"
+                f"the input of this MoE is shared by {num_ranks} ranks, but router.gate.weight is on a mesh of "
+                f"{gate_ranks}; distribute the router over the same ranks (Replicate)"
             )
 
 
 def _shared_dim(hidden_dim: int, num_shared_experts: int, shared_hidden_dim: int | None, shared_gate: bool) -> int:
     if num_shared_experts and shared_hidden_dim is not None:
-        raise MoEConfigError("num_shared_experts and shared_hidden_dim both give the shared network's width; give one")
+        raise MoEConfigError("num_shared_experts and shared_hidden_dim both set the shared network's width; give one")
     shared_dim = hidden_dim * num_shared_experts if shared_hidden_dim is None else shared_hidden_dim
     if shared_dim < 0:
         raise MoEConfigError(f"the shared network's width must be at least 0, got {shared_dim}")
     if shared_gate and not shared_dim:
-        raise MoEConfigError("shared_gate weighs shared experts; give num_shared_experts or shared_hidden_dim too")
+        raise MoEConfigError("shared_gate scales shared experts; give num_shared_experts or shared_hidden_dim too")
     return shared_dim

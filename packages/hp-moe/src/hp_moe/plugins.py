@@ -5,18 +5,16 @@ from __future__ import annotations
 import functools
 
 from hp_dtensor.platform.plugins import PluginManager, create_plugin_manager, hookimpl
+from hp_moe import hookspecs
 
 __all__ = ["hookimpl", "plugin_manager"]
 
 
 @functools.cache
 def plugin_manager() -> PluginManager:
-    """Return hp_moe's plugin manager, made on first use.
+    """Return hp_moe's plugin manager, created on first use.
 
     Raises:
-        PluginError: a plugin does not import, or implements a hook that does not exist or
-            with other arguments.
+        PluginError: a plugin cannot be imported, or implements an unknown hook or one with other arguments.
     """
-    from hp_moe import hookspecs
-
     return create_plugin_manager("hp_moe", hookspecs)

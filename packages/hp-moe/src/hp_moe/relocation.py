@@ -1,4 +1,4 @@
-"""Experts that move to other ranks between steps, with their weights, gradients and optimizer states."""
+"""Moving experts to other ranks between steps, with their weights, gradients and optimizer states."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from hp_moe.exceptions import ExpertParallelError
 from hp_moe.experts import WEIGHTS, dispatcher_of
 from hp_moe.load_balance import LoadMetrics, moe_layers
 from hp_moe.moe import MoE
-from hp_moe.placement import Homes, check_homes, place_homes
+from hp_moe.placement import ExpertPlacement, check_placement, place_experts
 
 Tensor = Any
 States = Callable[[Tensor], Iterable[Tensor]]
 AfterLayer = Callable[[str], None]
-# The layers whose experts can move, by name, and what says where to.
+# The layers whose experts can be moved, by name.
 Movable = dict[str, tuple[MoE, ReplicatingDispatcher]]
-Wanted = Callable[[Movable], Mapping[str, Sequence[int]]]
+ChoosePlacements = Callable[[Movable], Mapping[str, Sequence[int]]]
 
-_GUARDS = "_hp_state_guards"
+_GUARD_HANDLES = "_hp_state_guards"
 
 
 def move_experts(
@@ -32,38 +32,37 @@ def move_experts(
     loads: Mapping[str, LoadMetrics],
     states: States,
     *,
-    most_swaps: int = 8,
-    least_gain: float = 0.05,
+    max_swaps: int = 8,
+    min_gain: float = 0.05,
     after_layer: AfterLayer | None = None,
-) -> dict[str, Homes]:
-    """Give experts homes on other ranks where that leaves the busiest rank with less, in layers that allow for it.
+) -> dict[str, ExpertPlacement]:
+    """Move experts between ranks to reduce the peak load of a rank, in layers with a `ReplicatingDispatcher`.
 
-    Those are the layers with a `ReplicatingDispatcher`. Two experts at a time change places: their rows of weights,
-    gradients and optimizer states travel once, and the results of the next steps are the same but for rounding. A copy
-    of an expert costs its weights in every step instead, but shares its load; copies are placed anew after a move
-    (`place_copies_of_experts`).
+    Pairs of experts are swapped, with their rows of weights, gradients and optimizer states. This costs one exchange,
+    and the results of later steps differ only by rounding. A copy of an expert, in contrast, shares its load but costs
+    a transfer of its weights in every step. Moving removes all copies; call `place_copies_of_experts` afterwards.
 
-    To be called between steps, with what `update_expert_bias` returned; every rank decides alike, also those of other
-    expert groups that shard or replicate the same weights. Parameters keep their names and shapes, but their rows are
-    in the order of the homes: call `return_experts` before weights are saved, loaded or converted. State dicts and
-    checkpoints refuse until then. What reads parameters one by one does not know, and must not be used until then: an
-    optimizer's own `state_dict`, MindSpore's `save_checkpoint`, or a parameter that is read by itself.
+    Call it between steps with the result of `update_expert_bias`. Every rank computes the same placement, including
+    ranks of other expert groups that shard or replicate the same weights. Parameters keep their names and shapes, but
+    their rows are in the order of positions. Call `return_experts` before saving, loading or converting weights; until
+    then state dicts and checkpoints raise an error. Code that reads single parameters cannot detect moved experts and
+    must not be used meanwhile: an optimizer's own `state_dict` and MindSpore's `save_checkpoint`.
 
     Args:
-        states: from a parameter to the tensors that the optimizer keeps for it, laid out as the parameter is, and to
-            whatever else has rows of experts, such as averages; scalars may be among them. It is asked for one layer's
-            parameters after another's, and nothing of a layer is held once that has moved.
-        most_swaps, least_gain: as in `hp_moe.place_homes`.
-        after_layer: called with a layer's name when all its rows have moved, before the next layer's are asked for;
-            there, states that are made when they are asked for can be taken over.
+        states: maps a parameter to its optimizer states, with the placements of the parameter, and to other tensors
+            with a row for each expert, such as averages. Scalars are ignored. It is called for one layer after the
+            other, and tensors of a moved layer are not referenced any more.
+        max_swaps, min_gain: as in `hp_moe.place_experts`.
+        after_layer: called with a layer's name after its rows are moved and before `states` is called for the next
+            layer. If `states` creates tensors, `after_layer` can store them.
 
     Returns:
-        By the layer's name, the place of each expert from now on; layers without tokens stay as they are.
+        By the layer's name, the new position of each expert. Layers without tokens are unchanged and left out.
 
     Raises:
-        ExpertParallelError: on every rank, if ranks would move others, or elsewhere, or one of them has failed: nothing
-            has moved; if weights or states are not cut by whole experts over the dispatcher's ranks alone, or not on
-            the weights' device: the layers before the one named have moved, as `expert_homes` tells.
+        ExpertParallelError: on every rank. If ranks compute different placements or one of them failed, nothing is
+            moved. If weights or states are not sharded by experts over the dispatcher's ranks alone, or are not on the
+            weights' device, the layers before the one named are moved; see `expert_placement`.
 
     Example:
         >>> with nn.building(platform):
@@ -72,20 +71,25 @@ def move_experts(
         >>> move_experts(model, update_expert_bias(model), lambda parameter: [])  # all experts are on this rank
         {}
     """
-    limits: dict[str, Any] = {"most_swaps": most_swaps, "least_gain": least_gain}
 
-    def better(movable: Movable) -> dict[str, Homes]:
+    def balanced(movable: Movable) -> dict[str, ExpertPlacement]:
         return {
-            name: place_homes(loads[name].loads, found.homes, found.group.size, **limits)
-            for name, (_, found) in movable.items()
+            name: place_experts(
+                loads[name].loads,
+                dispatcher.expert_placement,
+                dispatcher.group.size,
+                max_swaps=max_swaps,
+                min_gain=min_gain,
+            )
+            for name, (_, dispatcher) in movable.items()
             if loads[name].tokens
         }
 
-    return _move(model, better, states, after_layer)
+    return _move(model, balanced, states, after_layer)
 
 
 def return_experts(model: Any, states: States, *, after_layer: AfterLayer | None = None) -> None:
-    """Bring every expert back to the place of its number, before weights are saved, loaded or converted.
+    """Move every expert back to its initial position, before weights are saved, loaded or converted.
 
     Args:
         states, after_layer: as in `move_experts`.
@@ -96,46 +100,55 @@ def return_experts(model: Any, states: States, *, after_layer: AfterLayer | None
     Example:
         >>> with nn.building(platform):
         ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
-        >>> return_experts(model, lambda parameter: [])  # they never left
+        >>> return_experts(model, lambda parameter: [])  # nothing is moved
     """
 
-    def own(movable: Movable) -> dict[str, Sequence[int]]:
-        return {name: range(found.num_experts) for name, (_, found) in movable.items() if not found.is_home}
+    def initial(movable: Movable) -> dict[str, Sequence[int]]:
+        return {
+            name: range(dispatcher.num_experts)
+            for name, (_, dispatcher) in movable.items()
+            if not dispatcher.is_initial_placement
+        }
 
-    _move(model, own, states, after_layer)
+    _move(model, initial, states, after_layer)
 
 
-def expert_homes(model: Any) -> dict[str, Homes]:
-    """Return the place of each expert of the layers whose experts are away, by the layer's name.
+def expert_placement(model: Any) -> dict[str, ExpertPlacement]:
+    """Return the position of each expert, by the layer's name, of the layers whose experts are moved.
 
     Example:
         >>> with nn.building(platform):
         ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
-        >>> expert_homes(model)
+        >>> expert_placement(model)
         {}
     """
-    return {name: found.homes for name, (_, found) in _movable(model).items() if not found.is_home}
+    return {
+        name: dispatcher.expert_placement
+        for name, (_, dispatcher) in _movable(model).items()
+        if not dispatcher.is_initial_placement
+    }
 
 
-def set_expert_homes(
-    model: Any, homes: Mapping[str, Sequence[int]], states: States, *, after_layer: AfterLayer | None = None
+def set_expert_placement(
+    model: Any, placements: Mapping[str, Sequence[int]], states: States, *, after_layer: AfterLayer | None = None
 ) -> None:
-    """Move experts to given places, such as those that `expert_homes` has told before they were brought home.
+    """Move experts to given positions, such as those returned by `expert_placement` before `return_experts`.
 
     Args:
-        homes: the place of each expert, by the layer's name, the same on every rank; other layers stay as they are.
+        placements: the position of each expert, by the layer's name, the same on every rank. Other layers are
+            unchanged.
         states, after_layer: as in `move_experts`.
 
     Raises:
-        ExpertParallelError: as `move_experts`, or a rank was given a layer that there is not, or places that are not
-            each once; every rank raises, and nothing has moved.
+        ExpertParallelError: as `move_experts`, or a rank was given an unknown layer or positions that are not a
+            permutation; every rank raises, and nothing is moved.
 
     Example:
         >>> with nn.building(platform):
         ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
-        >>> set_expert_homes(model, {}, lambda parameter: [])
+        >>> set_expert_placement(model, {}, lambda parameter: [])
     """
-    _move(model, lambda movable: homes, states, after_layer)
+    _move(model, lambda movable: placements, states, after_layer)
 
 
 def _movable(model: Any) -> Movable:
@@ -147,109 +160,119 @@ def _movable(model: Any) -> Movable:
     return found
 
 
-def _move(model: Any, wanted: Wanted, states: States, after_layer: AfterLayer | None) -> dict[str, Homes]:
-    """Move the experts of some layers, one layer after another; return their homes."""
+def _move(
+    model: Any, choose: ChoosePlacements, states: States, after_layer: AfterLayer | None
+) -> dict[str, ExpertPlacement]:
+    """Move the experts of the chosen layers, one layer after the other, and return their placements."""
     movable = _movable(model)
-    homes = _agreed_homes(movable, wanted)
-    for name, places in homes.items():
-        _move_layer(f"{name or 'MoE'}.experts", *movable[name], places, states)
+    placements = _agreed_placements(movable, choose)
+    for name, placement in placements.items():
+        _move_layer(f"{name or 'MoE'}.experts", *movable[name], placement, states)
         if after_layer is not None:
             after_layer(name)
-    return homes
+    return placements
 
 
-def _agreed_homes(movable: Movable, wanted: Wanted) -> dict[str, Homes]:
-    """Return the homes that this rank wants, in the order of the model, once all ranks are known to want the same.
+def _agreed_placements(movable: Movable, choose: ChoosePlacements) -> dict[str, ExpertPlacement]:
+    """Return the placements that this rank chooses, in model order, after checking that all ranks choose the same.
 
     Raises:
-        ExpertParallelError: on every rank, if one wants others or cannot say; the one that cannot raises its own error.
+        ExpertParallelError: on every rank, if ranks choose differently or one fails; a failing rank raises its own
+            error.
     """
-    homes: dict[str, Homes] = {}
+    placements: dict[str, ExpertPlacement] = {}
     fault = None
     try:
-        homes = _checked(movable, wanted(movable))
+        placements = _checked(movable, choose(movable))
     except Exception as error:
-        # Whatever it is: the other ranks must hear of it, else they would wait for this one's rows.
+        # Any error: a rank that raised here without telling the others would leave them waiting for its rows.
         fault = error
-    mine = [list(homes), _digest([{name: found.homes for name, (_, found) in movable.items()}, homes])]
+    before = {name: dispatcher.expert_placement for name, (_, dispatcher) in movable.items()}
+    mine = [list(placements), _digest([before, placements])]
     answers: dict[int, Any] = {}
-    asked: set[Any] = set()
-    # Mostly one exchange: all layers have the same ranks.
+    gathered: set[Any] = set()
+    # Usually one exchange, since all layers have the same ranks.
     for layer, dispatcher in movable.values():
         groups = _groups(layer, dispatcher)
-        if (ranks := tuple(tuple(group.ranks) for group in groups)) not in asked:
-            asked.add(ranks)
-            answers |= _answers(groups, dispatcher, [fault and str(fault), *mine])
-    if (other := _other_answer("experts", fault, mine, answers)) is not None:
+        if (ranks := tuple(tuple(group.ranks) for group in groups)) not in gathered:
+            gathered.add(ranks)
+            answers |= _gather_answers(groups, dispatcher, [fault and str(fault), *mine])
+    if (other := _differing_answer("experts", fault, mine, answers)) is not None:
         rank, names = other
         raise ExpertParallelError(
-            f"expected the same homes of experts on all ranks, got those of {[*homes]} here and of {names}, or other "
-            f"homes, on rank {rank}"
+            f"expected the same expert placement on all ranks, got one for {[*placements]} here and for {names}, or "
+            f"another placement, on rank {rank}"
         )
-    return homes
+    return placements
 
 
-def _checked(movable: Movable, given: Mapping[str, Sequence[int]]) -> dict[str, Homes]:
+def _checked(movable: Movable, given: Mapping[str, Sequence[int]]) -> dict[str, ExpertPlacement]:
     if unknown := [name for name in given if name not in movable]:
-        raise ExpertParallelError(f"experts of {unknown[0]!r} do not move; those of {[*movable]} do")
-    return {name: check_homes(given[name], movable[name][1].num_experts) for name in movable if name in given}
+        raise ExpertParallelError(f"experts of {unknown[0]!r} cannot be moved; those of {[*movable]} can")
+    return {name: check_placement(given[name], movable[name][1].num_experts) for name in movable if name in given}
 
 
-def _move_layer(name: str, layer: MoE, dispatcher: ReplicatingDispatcher, homes: Homes, states: States) -> None:
-    # Nothing moves on any rank: all have agreed on these homes.
-    if homes == dispatcher.homes:
+def _move_layer(
+    name: str, layer: MoE, dispatcher: ReplicatingDispatcher, placement: ExpertPlacement, states: States
+) -> None:
+    # All ranks agreed on the placement, so all of them return here without communication.
+    if placement == dispatcher.expert_placement:
         return
-    moves = _row_moves(dispatcher, homes)
+    chunk = dispatcher.chunk
+    moves = [
+        RowMove(old // chunk, old % chunk, new // chunk, new % chunk, 1)
+        for old, new in zip(dispatcher.expert_placement, placement, strict=True)
+    ]
     with layer.platform.no_grad():
         for local in _agreed_rows(name, layer, dispatcher, states):
             layer.platform.copy_(local, move_rows_data(layer.platform.detach(local), dispatcher.group, 0, moves))
-    dispatcher.live_at(homes)
+    dispatcher.set_placement(placement)
     _guard_state(layer, dispatcher)
 
 
 def _agreed_rows(name: str, layer: MoE, dispatcher: ReplicatingDispatcher, states: States) -> list[Tensor]:
-    """Return this rank's rows that move, once all ranks that have parts of the weights will move the same."""
+    """Return this rank's local tensors to move, after checking that all ranks with shards of them move the same."""
     fault = None
     moving: list[Tensor] = []
     try:
         for each in WEIGHTS:
             if (weight := getattr(layer.experts, each, None)) is not None:
-                moving += _moving(f"{name}.{each}", weight, dispatcher, states)
+                moving += _local_tensors(f"{name}.{each}", weight, dispatcher, states)
     except Exception as error:
-        # As for the homes.
+        # Any error, as in _agreed_placements.
         fault = error
     mine = [len(moving), _digest([layer.platform.dtype_name(each.dtype) for each in moving])]
-    answers = _answers(_groups(layer, dispatcher), dispatcher, [fault and str(fault), *mine])
-    if (other := _other_answer(name, fault, mine, answers)) is not None:
+    answers = _gather_answers(_groups(layer, dispatcher), dispatcher, [fault and str(fault), *mine])
+    if (other := _differing_answer(name, fault, mine, answers)) is not None:
         rank, number = other
         raise ExpertParallelError(
-            f"{name}: expected gradients and states of the same kinds on all ranks, got {len(moving)} tensors here and "
-            f"{number}, or of other dtypes, on rank {rank}"
+            f"{name}: expected the same gradients and states on all ranks, got {len(moving)} tensors here and "
+            f"{number}, or other dtypes, on rank {rank}"
         )
     return moving
 
 
-def _other_answer(
+def _differing_answer(
     name: str, fault: Exception | None, mine: Sequence[Any], answers: Mapping[int, Any]
 ) -> tuple[int, Any] | None:
-    """Return a rank that has answered otherwise than this one, and the first fact of its answer; None: none has.
+    """Return a rank with another answer than this one and the first item of its answer, or None.
 
     Raises:
         Exception: the fault of this rank.
-        ExpertParallelError: an answer begins with the fault of another one.
+        ExpertParallelError: another rank reported a fault.
     """
     if fault is not None:
         raise fault
-    for rank, (told, *_) in answers.items():
-        if told is not None:
-            raise ExpertParallelError(f"{name}: rank {rank} cannot move experts: {told}")
-    return next(((rank, facts[0]) for rank, (_, *facts) in answers.items() if facts != mine), None)
+    for rank, (reported, *_) in answers.items():
+        if reported is not None:
+            raise ExpertParallelError(f"{name}: rank {rank} cannot move experts: {reported}")
+    return next(((rank, theirs[0]) for rank, (_, *theirs) in answers.items() if theirs != mine), None)
 
 
 def _groups(layer: MoE, dispatcher: ReplicatingDispatcher) -> list[ProcessGroup]:
-    """Return the groups through which all ranks that have a part of the layer's weights hear of each other.
+    """Return the groups, one per mesh axis, that together connect all ranks with shards of the layer's weights.
 
-    Those of other expert groups are among them: they shard the same rows along another dimension, or replicate them.
+    This includes ranks of other expert groups, which shard the same rows along another dimension or replicate them.
     """
     weights = [getattr(layer.experts, each, None) for each in WEIGHTS]
     meshes = [weight.device_mesh for weight in weights if isinstance(weight, DTensor)]
@@ -258,13 +281,13 @@ def _groups(layer: MoE, dispatcher: ReplicatingDispatcher) -> list[ProcessGroup]
     return [meshes[0].get_group(dim) for dim in range(meshes[0].ndim) if meshes[0].size(dim) > 1]
 
 
-def _answers(groups: Sequence[ProcessGroup], dispatcher: ReplicatingDispatcher, mine: Any) -> dict[int, Any]:
-    """Return a JSON value of every rank of some groups of a mesh, by rank."""
+def _gather_answers(groups: Sequence[ProcessGroup], dispatcher: ReplicatingDispatcher, mine: Any) -> dict[int, Any]:
+    """Gather one JSON value from every rank of a mesh, given the groups of its axes; returns them by rank."""
     answers = {dispatcher.group.ranks[dispatcher.group.rank]: mine}
-    # One dimension of the mesh after another: each exchange brings the answers of those before.
+    # Axis by axis: each exchange forwards the answers gathered along the axes before.
     for group in groups:
-        parts = group.all_gather_bytes(json.dumps(list(answers.items())).encode())
-        answers = dict(pair for part in parts for pair in json.loads(part))
+        gathered = group.all_gather_bytes(json.dumps(list(answers.items())).encode())
+        answers = dict(pair for each in gathered for pair in json.loads(each))
     return answers
 
 
@@ -272,57 +295,50 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def _moving(name: str, weight: Tensor, dispatcher: ReplicatingDispatcher, states: States) -> list[Tensor]:
-    """Return this rank's rows of a weight, its gradient and its states."""
+def _local_tensors(name: str, weight: Tensor, dispatcher: ReplicatingDispatcher, states: States) -> list[Tensor]:
+    """Return this rank's local tensors of a weight, its gradient and its states."""
     platform = dispatcher.platform
     tensors = [weight, platform.get_grad(weight), *states(weight)]
-    # Counts of steps and the like belong to the parameter as a whole.
+    # Scalars, such as step counts, have no rows.
     tensors = [each for each in tensors if each is not None and len(each.shape)]
     for each in tensors:
-        if tuple(each.shape) != tuple(weight.shape) or not _is_cut_by_experts(each, dispatcher):
+        if tuple(each.shape) != tuple(weight.shape) or not _is_sharded_by_experts(each, dispatcher):
             raise ExpertParallelError(
-                f"{name}: expected a weight and states of shape {list(weight.shape)}, cut along dimension 0 over the "
-                f"ranks {list(dispatcher.group.ranks)} alone, got one of shape {list(each.shape)} placed "
-                f"{getattr(each, 'placements', 'nowhere')}; shard experts along another dimension (expert_shard_dim), "
-                "and give the optimizer's tensors as they are laid out"
+                f"{name}: expected a weight and states of shape {list(weight.shape)}, sharded along dimension 0 over "
+                f"the ranks {list(dispatcher.group.ranks)} alone, got shape {list(each.shape)} with placements "
+                f"{getattr(each, 'placements', 'none')}; shard experts along another dimension (expert_shard_dim), "
+                "and return optimizer states with the placements of the parameter"
             )
-    moving = [platform.unwrap(each) for each in tensors]
-    devices = [str(platform.device_of(each)) for each in moving]
+    local = [platform.unwrap(each) for each in tensors]
+    devices = [str(platform.device_of(each)) for each in local]
     if len({*devices}) > 1:
         raise ExpertParallelError(
-            f"{name}: expected states on the weight's device, {devices[0]}, got them on {sorted({*devices})}; bring "
-            "states that wait on the host to the device while experts move"
+            f"{name}: expected states on the weight's device, {devices[0]}, got them on {sorted({*devices})}; move "
+            "offloaded states to the device before moving experts"
         )
-    return moving
+    return local
 
 
 def _guard_state(layer: MoE, dispatcher: ReplicatingDispatcher) -> None:
-    """Have the framework's own `state_dict` and `load_state_dict` refuse while experts are away."""
-    if dispatcher.is_home:
-        for handle in vars(layer).pop(_GUARDS, ()):
+    """Let the framework's `state_dict` and `load_state_dict` of the layer raise an error while experts are moved."""
+    if dispatcher.is_initial_placement:
+        for handle in vars(layer).pop(_GUARD_HANDLES, ()):
             handle.remove()
-    elif _GUARDS not in vars(layer):
-        register = [getattr(layer, f"register_{way}_pre_hook", None) for way in ("state_dict", "load_state_dict")]
-        handles = [each(_refuse_if_away) for each in register if each is not None]
-        object.__setattr__(layer, _GUARDS, handles)
+    elif _GUARD_HANDLES not in vars(layer):
+        register = [getattr(layer, f"register_{name}_pre_hook", None) for name in ("state_dict", "load_state_dict")]
+        handles = [each(_check_state) for each in register if each is not None]
+        # Frameworks override the attribute access of modules, which must not see these handles.
+        object.__setattr__(layer, _GUARD_HANDLES, handles)
 
 
-def _refuse_if_away(layer: MoE, *_: Any) -> None:
+# At module level, not a lambda: a module is pickled with its hooks.
+def _check_state(layer: MoE, *_: Any) -> None:
     layer._hp_check_state()
 
 
-def _is_cut_by_experts(tensor: Tensor, dispatcher: ReplicatingDispatcher) -> bool:
+def _is_sharded_by_experts(tensor: Tensor, dispatcher: ReplicatingDispatcher) -> bool:
     if not isinstance(tensor, DTensor):
         return False
-    cutting = [dim for dim, placement in enumerate(tensor.placements) if placement.is_shard(0)]
-    groups = [tensor.device_mesh.get_group(dim).ranks for dim in cutting]
+    axes = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard(0)]
+    groups = [tensor.device_mesh.get_group(axis).ranks for axis in axes]
     return [list(ranks) for ranks in groups] == [list(dispatcher.group.ranks)]
-
-
-def _row_moves(dispatcher: ReplicatingDispatcher, homes: Sequence[int]) -> list[RowMove]:
-    """Return the way of each expert's row from its home to the next one, for all ranks."""
-    chunk = dispatcher.chunk
-    return [
-        RowMove(old // chunk, old % chunk, new // chunk, new % chunk, 1)
-        for old, new in zip(dispatcher.homes, homes, strict=True)
-    ]

@@ -1,4 +1,4 @@
-"""Recording the routing of some steps, and taking the same experts again."""
+"""Recording of the experts that a model selects, and replay of recorded selections."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Array = numpy.ndarray
 
 @dataclass
 class RoutingRecord:
-    """The experts that this rank's tokens went to, in order of the calls of each layer.
+    """The experts selected for this rank's tokens, by layer and call.
 
     Attributes:
-        calls: layer's name -> int64 `[tokens, top_k]` of each call.
+        calls: layer name -> selected experts of each call, int64 `[tokens, top_k]`.
 
     Example:
         >>> with nn.building(platform):
@@ -46,7 +46,7 @@ class RoutingRecord:
 
     @classmethod
     def load(cls, path: str | Path) -> RoutingRecord:
-        """Read a record that `save` has written."""
+        """Read a record written by `save`."""
         record = cls()
         with numpy.load(path) as arrays:
             for key in sorted(arrays.files, key=lambda key: int(key.rpartition("/")[2])):
@@ -56,9 +56,10 @@ class RoutingRecord:
 
 @contextlib.contextmanager
 def record_routing(model: Any) -> Iterator[RoutingRecord]:
-    """Record the experts that the tokens of every `MoE` in `model` go to, in the block.
+    """Record the experts that every `MoE` in `model` selects while the context is active.
 
-    A recomputation in backward is no call of its own. The choices are read by the host, which waits for the device.
+    Recomputation in backward is not recorded as a call. Each call copies its selection to the host, which waits for the
+    device.
 
     Example:
         >>> with nn.building(platform):
@@ -69,16 +70,17 @@ def record_routing(model: Any) -> Iterator[RoutingRecord]:
         [(3, 2)]
     """
     record = RoutingRecord()
-    with _taped(model, record, replays=False):
+    with _with_tapes(model, record, replays=False):
         yield record
 
 
 @contextlib.contextmanager
 def replay_routing(model: Any, record: RoutingRecord) -> Iterator[None]:
-    """Send tokens to the recorded experts, call by call; scores are the gate's own for them, with their gradients.
+    """Select the recorded experts, call by call; scores and their gradients are still the gate's.
 
     Raises:
-        ExpertParallelError: other layers than recorded, a call with other tokens, too many calls, or too few.
+        ExpertParallelError: the model has other layers than the record, a call has another shape, or the number of
+            calls differs.
 
     Example:
         >>> with nn.building(platform):
@@ -89,17 +91,17 @@ def replay_routing(model: Any, record: RoutingRecord) -> Iterator[None]:
         >>> again.calls[""][0].tolist()
         [[3, 1]]
     """
-    with _taped(model, record, replays=True) as tapes:
+    with _with_tapes(model, record, replays=True) as tapes:
         yield
         for tape in tapes:
             tape.check_end()
 
 
 @contextlib.contextmanager
-def _taped(model: Any, record: RoutingRecord, *, replays: bool) -> Iterator[list[Tape]]:
+def _with_tapes(model: Any, record: RoutingRecord, *, replays: bool) -> Iterator[list[Tape]]:
     layers = moe_layers(model)
     if replays and {*record.calls} != {*layers}:
-        raise ExpertParallelError(f"recorded were the layers {sorted(record.calls)}, the model has {sorted(layers)}")
+        raise ExpertParallelError(f"the record has the layers {sorted(record.calls)}, the model has {sorted(layers)}")
     tapes = [Tape(name, record.calls.setdefault(name, []), replays=replays) for name in layers]
     for layer, tape in zip(layers.values(), tapes, strict=True):
         layer.router.tapes.append(tape)

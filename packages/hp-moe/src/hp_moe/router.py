@@ -1,10 +1,6 @@
-"""Scores of experts from the gate's logits, float32 `[tokens, num_experts]` in and out.
+"""Token-choice routing: score functions, jitter, recorded choices, and the router itself.
 
-Noise that depends on a token's number alone, so that a token sees the same wherever it is routed.
-
-The calls of one layer's router, being recorded or replayed.
-
-Token-choice routing: every token picks its experts.
+Logits, scores and probabilities are float32 `[tokens, num_experts]` throughout.
 """
 
 from __future__ import annotations
@@ -30,13 +26,13 @@ ScoreFunction = Literal["softmax", "sigmoid", "sqrt_softplus", "softmax_of_top_k
 
 @dataclass(frozen=True)
 class Scoring:
-    """A score function in its two steps, and the distribution that auxiliary losses even out.
+    """A score function: scores before top-k, weights after it, and probabilities for auxiliary losses.
 
     Attributes:
-        scores: from logits to the scores that experts are chosen by and weighted with.
-        weights: from the chosen scores `[tokens, top_k]` to weights.
-        probabilities: from logits and scores to a distribution over all experts.
-        sums_to_one: a token's weights always do.
+        scores: maps (ops, logits) to the scores by which experts are chosen.
+        weights: maps (ops, chosen scores `[tokens, top_k]`) to the weights of the experts' outputs.
+        probabilities: maps (ops, logits, scores) to a distribution over all experts.
+        sums_to_one: whether the weights of a token always sum to one.
 
     Example:
         >>> def share(ops, logits, scores):
@@ -56,12 +52,13 @@ class Scoring:
 
 
 def normalized(ops: Ops, scores: Tensor) -> Tensor:
-    """Divide each row by its sum; the added constant keeps scores that are all zero finite."""
+    """Divide each row by its sum; a row of zeros stays zero."""
     return ops.div(scores, ops.add(ops.sum(scores, 1, keepdim=True), 1e-20))
 
 
 def _sqrt_softplus(ops: Ops, logits: Tensor) -> Tensor:
-    # log(exp(0) + exp(x)): its gradient is right everywhere, and the added constant keeps the root's finite at 0.
+    # softplus(x) = log(exp(0) + exp(x)) as a logsumexp neither overflows nor loses its gradient. The constant keeps the
+    # gradient of the square root finite where softplus underflows to 0.
     softplus = ops.logsumexp(ops.stack([logits, ops.zeros_like(logits)], 0), 0)
     return ops.sqrt(ops.add(softplus, 1e-30))
 
@@ -80,7 +77,7 @@ SCORINGS: dict[str, Scoring] = {
     "sigmoid": Scoring(lambda ops, logits: ops.sigmoid(logits), _same, _share),
     # DeepSeek-V4.
     "sqrt_softplus": Scoring(_sqrt_softplus, _same, _share),
-    # gpt-oss, arXiv 2508.10925: experts are chosen by logits, and the chosen logits' softmax weighs.
+    # gpt-oss, arXiv 2508.10925: top-k of the logits, then softmax over the chosen ones.
     "softmax_of_top_k": Scoring(
         _same,
         lambda ops, chosen: ops.softmax(chosen, 1),
@@ -90,18 +87,19 @@ SCORINGS: dict[str, Scoring] = {
 }
 
 
+# SplitMix64's increment, 2**64 over the golden ratio, and its two mixing steps (shift, factor).
 _GOLDEN = numpy.uint64(0x9E3779B97F4A7C15)
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
 def uniform_noise(numbers: numpy.ndarray, width: int, seed: int, call: int) -> numpy.ndarray:
-    """Return numbers uniform in [0, 1), float32 `[tokens, width]`, that depend on each token's number, seed and call.
+    """Return uniform noise in [0, 1), float32 `[tokens, width]`, that depends only on token number, seed and call.
 
-    Element i of token n is the (n * width + i)-th output of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), which may be
-    computed in any order, from a state that `seed` and `call` give.
+    A token therefore gets the same noise on whichever rank it is routed. Element i of token n is output n * width + i
+    of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), a counter-based generator, started from `seed` and `call`.
 
     Args:
-        numbers: of the tokens, int64 `[tokens]`, at least 0.
+        numbers: global token numbers, int64 `[tokens]`, at least 0.
 
     Example:
         >>> both, second = (uniform_noise(np.array(numbers), 3, seed=0, call=5) for numbers in ([7, 8], [8]))
@@ -110,39 +108,37 @@ def uniform_noise(numbers: numpy.ndarray, width: int, seed: int, call: int) -> n
     """
     (start,) = numpy.random.SeedSequence([seed, call]).generate_state(1, numpy.uint64)
     index = numbers.astype(numpy.uint64)[:, None] * numpy.uint64(width) + numpy.arange(1, width + 1, dtype=numpy.uint64)
-    # Unsigned arithmetic of arrays wraps around, as the generator wants.
+    # SplitMix64 is defined modulo 2**64, which is how NumPy's uint64 arrays overflow.
     mixed = index * _GOLDEN + start
     for shift, factor in _MIX:
         mixed = (mixed ^ (mixed >> numpy.uint64(shift))) * numpy.uint64(factor)
     mixed ^= mixed >> numpy.uint64(31)
+    # The upper 24 bits are as many as float32 represents exactly.
     noise: numpy.ndarray = (mixed >> numpy.uint64(40)).astype(numpy.float32) * numpy.float32(2.0**-24)
     return noise
 
 
-Array = numpy.ndarray
-
-
 class Tape:
-    """The calls of one layer, being recorded or replayed."""
+    """The recorded expert choices of one layer, call by call, while they are recorded or replayed."""
 
-    def __init__(self, name: str, calls: list[Array], *, replays: bool) -> None:
+    def __init__(self, name: str, calls: list[numpy.ndarray], *, replays: bool) -> None:
         self.name = name
         self.calls = calls
         self.replays = replays
         self.position = 0
 
-    def next(self, num_tokens: int, top_k: int) -> Array:
-        """Return the experts of the next call.
+    def next(self, num_tokens: int, top_k: int) -> numpy.ndarray:
+        """Return the recorded experts of the next call, int64 `[tokens, top_k]`.
 
         Raises:
-            ExpertParallelError: there are no more calls, or this one had another number of tokens or experts.
+            ExpertParallelError: all recorded calls are used up, or the call was recorded with another shape.
         """
         if self.position == len(self.calls):
-            raise ExpertParallelError(f"{self._layer}: only {len(self.calls)} calls were recorded; this is one more")
+            raise ExpertParallelError(f"{self._layer}: only {len(self.calls)} calls were recorded, this is another one")
         experts = self.calls[self.position]
         if experts.shape != (num_tokens, top_k):
             raise ExpertParallelError(
-                f"{self._layer}, call {self.position}: recorded were {experts.shape[0]} tokens of {experts.shape[1]} "
+                f"{self._layer}, call {self.position}: recorded with {experts.shape[0]} tokens of {experts.shape[1]} "
                 f"experts, this call has {num_tokens} of {top_k}; replay the same batches in the same layout"
             )
         self.position += 1
@@ -151,7 +147,7 @@ class Tape:
     def check_end(self) -> None:
         if self.replays and self.position != len(self.calls):
             raise ExpertParallelError(
-                f"{self._layer}: {len(self.calls)} calls were recorded, and only {self.position} were made again"
+                f"{self._layer}: {len(self.calls)} calls were recorded, but only {self.position} were replayed"
             )
 
     @property
@@ -164,33 +160,35 @@ AuxiliaryLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class TokenChoiceTopKRouter(nn.Module):
-    """Scores every expert for every token and picks the best `top_k`.
+    """Top-k router: scores every expert for every token and selects the best `top_k`.
 
     Args:
         dim: width of a token.
-        score_func: of the logits, in float32: `softmax` over all experts; `sigmoid` of each; `sqrt_softplus`, the
-            square root of each one's softplus; `softmax_of_top_k`, which chooses by logits and weighs with the softmax
-            of the chosen ones (gpt-oss).
-        num_expert_groups: experts are in this many groups of equal size, consecutive; None: no groups.
-        num_limited_groups: a token picks from this many groups, those with the best `group_score`.
+        score_func: function of the float32 logits. `softmax` is over all experts, `sigmoid` and `sqrt_softplus` (square
+            root of the softplus) are element-wise. `softmax_of_top_k` selects by logits and weights the selected
+            experts by the softmax over their logits (gpt-oss).
+        num_expert_groups: number of equal groups of consecutive experts; None for no groups.
+        num_limited_groups: number of groups, those with the best `group_score`, that a token selects experts from.
         route_norm: divide a token's scores by their sum.
         route_scale: factor on the scores, after normalization.
-        gate_bias: the gate has a bias, which counts in scores and is trained.
-        group_score: of a group's (biased) scores, the sum of the two best (DeepSeek-V3, arXiv 2412.19437) or the best
-            (DeepSeek-V2, arXiv 2405.04434).
-        jitter: in training the gate sees its input times noise, uniform in [1 - jitter, 1 + jitter] (Switch,
-            arXiv 2101.03961). The noise is drawn on the host, from `jitter_seed` and the numbers of call and token.
-        jitter_seed: tells layers apart whose noise shall not be the same.
-        force_uniform: send tokens to experts in turn, for benchmarks; scores stay the gate's. Turns are counted from a
-            rank's own first token: loads are even on every rank, but a token's experts depend on the layout.
-        hash_vocab_size: choose by token ids, below this number, instead of scores (arXiv 2106.04426); scores weigh.
+        gate_bias: give the gate a trained bias.
+        group_score: score of a group: the sum of its two best (biased) scores (`top2_sum`, DeepSeek-V3,
+            arXiv 2412.19437) or the best one (`max`, DeepSeek-V2, arXiv 2405.04434).
+        jitter: in training, multiply the gate's input by noise, uniform in [1 - jitter, 1 + jitter] (Switch,
+            arXiv 2101.03961). The noise is drawn on the host from `jitter_seed`, the call and the token number.
+        jitter_seed: seed of the noise; give layers different seeds for different noise.
+        force_uniform: assign experts to tokens round-robin, for benchmarks; scores are still the gate's. Each rank
+            starts with expert 0 at its own first token: loads are even on every rank, but a token's experts depend on
+            the layout.
+        hash_vocab_size: select experts by token id, below this number, instead of by score (arXiv 2106.04426). Scores
+            still weight the outputs.
 
     Attributes:
-        expert_of_id: int64 buffer `[hash_vocab_size, top_k]`, the experts of each id, among which one may repeat. Drawn
-            at random; write your own table into it. None: tokens choose by scores.
+        expert_of_id: int64 buffer `[hash_vocab_size, top_k]`, the experts of each token id; an expert may occur twice.
+            It is initialized at random and may be overwritten. None if experts are selected by score.
 
     Raises:
-        MoEConfigError: listing everything that does not fit.
+        MoEConfigError: options do not fit together; the message lists all problems.
 
     Example:
         >>> with nn.building(platform):
@@ -237,8 +235,8 @@ class TokenChoiceTopKRouter(nn.Module):
             raise MoEConfigError("router: " + "; ".join(problems))
         self.scoring = SCORINGS[score_func]
         self.gate = nn.Linear(dim, num_experts, gate_bias)
-        self.register_buffer("expert_of_id", self._drawn_table())
-        # Kept with the model, so that a run that goes on draws other noise than it did at its beginning.
+        self.register_buffer("expert_of_id", self._random_table())
+        # A buffer, so that checkpoints save it: a resumed run continues with new noise instead of repeating the old.
         calls = self.platform.zeros((1,), self.platform.dtype("int64")) if jitter else None
         self.register_buffer("jitter_calls", calls)
 
@@ -249,18 +247,18 @@ class TokenChoiceTopKRouter(nn.Module):
         *,
         ids: Tensor | None = None,
         auxiliary: AuxiliaryLoss | None = None,
-        numbers: Callable[[], numpy.ndarray] | None = None,
+        token_numbers: Callable[[], numpy.ndarray] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Route this rank's own tokens.
 
         Args:
-            x: plain `[tokens, dim]`. With a distributed gate, every rank's tokens count in its gradient.
-            expert_bias: float32 `[num_experts]`, added to the scores for choosing only.
+            x: plain `[tokens, dim]`. The gradient of a distributed gate sums over the tokens of all ranks.
+            expert_bias: float32 `[num_experts]`, added to the scores for selection only.
             ids: int64 `[tokens]`, for hash routing.
-            auxiliary: from logits, probabilities (both float32 `[tokens, num_experts]`), experts and counts to a loss,
-                a 0-d tensor, whose gradient joins the scores'.
-            numbers: returns the numbers of the tokens among those of all ranks, int64 `[tokens]`, on the host; called
-                where there is jitter. None: from 0 on.
+            auxiliary: maps (logits, probabilities, selected experts, counts) to a 0-d loss, whose gradient is added to
+                that of the scores.
+            token_numbers: returns the global numbers of the tokens, int64 `[tokens]`, on the host; called only for
+                jitter. None: tokens are numbered from 0.
 
         Returns:
             top_scores: float32 `[tokens, top_k]`, best first, differentiable.
@@ -268,12 +266,12 @@ class TokenChoiceTopKRouter(nn.Module):
             num_tokens_per_expert: int64 `[num_experts]`.
 
         Raises:
-            ExpertParallelError: hash routing without an id for each token, or, on the host, with one out of range.
+            ExpertParallelError: hash routing without an id for each token or, on the host, with an id out of range.
         """
         ops, scoring = self.ops, self.scoring
-        logits = self._logits(self._jittered(x, numbers))
+        logits = self._logits(self._jittered(x, token_numbers))
         scores = scoring.scores(ops, logits)
-        # Kept: scores that round otherwise in a recomputation could choose other experts than forward did.
+        # Recomputed scores may round differently and select other experts than forward did: the selection is saved.
         selected, counts = saved_value(lambda: self._choose(self.platform.detach(scores), expert_bias, ids))
         top_scores = scoring.weights(ops, ops.gather(scores, 1, selected))
         if self.route_norm:
@@ -287,21 +285,21 @@ class TokenChoiceTopKRouter(nn.Module):
 
     @property
     def takes_ids(self) -> bool:
-        """Experts are chosen by token ids, neither in turn nor as they were recorded."""
+        """Whether experts are selected by token id in the next call."""
         is_replayed = any(tape.replays for tape in self.tapes)
         return self.hash_vocab_size is not None and not self.force_uniform and not is_replayed
 
     def _choose(self, scores: Tensor, expert_bias: Tensor | None, ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (experts of each token, choices of each expert) for scores `[tokens, num_experts]`."""
+        """Return (experts of each token, token counts per expert) for scores `[tokens, num_experts]`."""
         num_tokens, device = int(scores.shape[0]), self.platform.device_of(scores)
         replayed = [tape.next(num_tokens, self.top_k) for tape in self.tapes if tape.replays]
         if replayed:
             selected = self.platform.from_numpy(replayed[-1], device)
         elif self.force_uniform:
-            in_turn = numpy.arange(num_tokens * self.top_k).reshape(num_tokens, self.top_k) % self.num_experts
-            selected = self.platform.from_numpy(in_turn, device)
+            round_robin = numpy.arange(num_tokens * self.top_k).reshape(num_tokens, self.top_k) % self.num_experts
+            selected = self.platform.from_numpy(round_robin, device)
         elif self.expert_of_id is not None:
-            selected = self._hashed(ids, num_tokens)
+            selected = self._experts_of_ids(ids, num_tokens)
         else:
             selected = self._best(scores, expert_bias)
         for tape in self.tapes:
@@ -309,57 +307,58 @@ class TokenChoiceTopKRouter(nn.Module):
                 tape.calls.append(self.platform.to_numpy(selected).copy())
         return selected, count_keys(self.platform, selected, self.num_experts)
 
-    def _best(self, choice: Tensor, expert_bias: Tensor | None) -> Tensor:
+    def _best(self, scores: Tensor, expert_bias: Tensor | None) -> Tensor:
         ops = self.ops
         if expert_bias is not None:
-            choice = ops.add(choice, expert_bias)
+            scores = ops.add(scores, expert_bias)
         if self.num_expert_groups is not None:
-            choice = self._within_best_groups(choice)
-        return ops.cast(ops.topk(choice, self.top_k, 1)[1], self.platform.dtype("int64"))
+            scores = self._mask_other_groups(scores)
+        return ops.cast(ops.topk(scores, self.top_k, 1)[1], self.platform.dtype("int64"))
 
-    def _hashed(self, ids: Tensor | None, num_tokens: int) -> Tensor:
+    def _experts_of_ids(self, ids: Tensor | None, num_tokens: int) -> Tensor:
         check_ids(self.platform, ids, num_tokens, int(self.expert_of_id.shape[0]))
         if num_tokens == 0:
             return self.platform.zeros((0, self.top_k), self.platform.dtype("int64"))
         return self.ops.index_select(plain(self.expert_of_id), 0, ids)
 
-    def _drawn_table(self) -> Tensor | None:
+    def _random_table(self) -> Tensor | None:
         if self.hash_vocab_size is None:
             return None
         random = numpy.random.Generator(numpy.random.Philox(0))
         return self.platform.from_numpy(random.integers(self.num_experts, size=(self.hash_vocab_size, self.top_k)))
 
-    def _jittered(self, x: Tensor, numbers: Callable[[], numpy.ndarray] | None) -> Tensor:
-        # An evaluation sees no noise, and draws none from the training that goes on after it.
+    def _jittered(self, x: Tensor, token_numbers: Callable[[], numpy.ndarray] | None) -> Tensor:
+        # Evaluation adds no noise, and does not advance the counter that the noise of later training depends on.
         if not (self.jitter and is_trained(self)):
             return x
-        # Kept: the counter of calls has moved on, and a recomputation would draw other noise.
-        noise = saved_value(lambda: self._noise(x, numpy.arange(int(x.shape[0])) if numbers is None else numbers()))
+        # The counter has advanced since forward, so recomputation would draw other noise: it is saved instead.
+        noise = saved_value(
+            lambda: self._noise(x, numpy.arange(int(x.shape[0])) if token_numbers is None else token_numbers())
+        )
         return self.ops.mul(self.ops.cast(x, noise.dtype), noise)
 
-    def _noise(self, x: Tensor, numbers: numpy.ndarray) -> Tensor:
+    def _noise(self, x: Tensor, token_numbers: numpy.ndarray) -> Tensor:
+        """Return this call's factors, float32 `[tokens, dim]`, and advance the counter of calls."""
         calls, device = plain(self.jitter_calls), self.platform.device_of(x)
         call = int(self.platform.to_numpy(calls)[0])
         self.platform.copy_(calls, self.platform.from_numpy(numpy.array([call + 1]), device))
-        # A resumed run goes on with the noise of its next call.
-        noise = uniform_noise(numbers, int(x.shape[1]), self.jitter_seed, call)
+        noise = uniform_noise(token_numbers, int(x.shape[1]), self.jitter_seed, call)
         return self.platform.from_numpy((2 * noise - 1) * numpy.float32(self.jitter) + 1, device)
 
     def _logits(self, x: Tensor) -> Tensor:
-        """Return the gate's results, float32 `[tokens, num_experts]`, whatever the dtype of `x` and of the gate."""
-        # In float32, because 16 bits would round experts whose scores are close to a tie (selective precision: Switch,
-        # arXiv 2101.03961, section 2.4).
+        """Return the gate's logits, float32 `[tokens, num_experts]`, for any dtype of `x` and of the gate."""
+        # 16 bits would round close scores to ties ("selective precision": Switch, arXiv 2101.03961, section 2.4).
         ops, float32 = self.ops, self.platform.dtype("float32")
         weight, bias = plain(self.gate.weight), plain(self.gate.bias)
         bias = None if bias is None else ops.cast(bias, float32)
         return ops.linear(ops.cast(x, float32), ops.cast(weight, float32), bias)
 
-    def _within_best_groups(self, choice: Tensor) -> Tensor:
-        """Return `choice` with minus infinity for experts outside each token's best groups."""
+    def _mask_other_groups(self, scores: Tensor) -> Tensor:
+        """Return `scores` with minus infinity for experts outside each token's best groups."""
         ops, groups = self.ops, self.num_expert_groups
         assert groups is not None
-        tokens, size = choice.shape[0], self.num_experts // groups
-        grouped = ops.reshape(choice, (tokens, groups, size))
+        tokens, size = scores.shape[0], self.num_experts // groups
+        grouped = ops.reshape(scores, (tokens, groups, size))
         counted = min(2 if self.group_score == "top2_sum" else 1, size)
         group_scores = ops.sum(ops.topk(grouped, counted, 2)[0], 2)
         best = ops.topk(group_scores, self.num_limited_groups, 1)[1]
@@ -369,7 +368,10 @@ class TokenChoiceTopKRouter(nn.Module):
 
 
 def plain(parameter: Tensor | None) -> Tensor | None:
-    """Return a parameter or buffer as a plain tensor; where it is distributed, each rank adds its tokens' gradient."""
+    """Return a parameter or buffer as a plain tensor.
+
+    The gradient of a distributed one is a partial sum on each rank, since ranks use it for different tokens.
+    """
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
@@ -383,7 +385,7 @@ def _problems(router: TokenChoiceTopKRouter) -> Iterator[str]:
         yield f"score_func must be {_or(SCORINGS)}, got {router.score_func!r}"
     elif top_k == 1 and (router.route_norm or SCORINGS[router.score_func].sums_to_one):
         option = "route_norm" if router.route_norm else router.score_func
-        yield f"{option} with top_k = 1 makes every score 1, so the gate would never learn; drop one of them"
+        yield f"{option} with top_k = 1 makes every score 1, so the gate would never learn; remove one of them"
     if not 0 <= router.jitter < 1:
         yield f"jitter must be at least 0 and below 1, got {router.jitter}"
     if router.hash_vocab_size is not None and router.hash_vocab_size < 1:
@@ -391,7 +393,7 @@ def _problems(router: TokenChoiceTopKRouter) -> Iterator[str]:
     if router.group_score not in ("top2_sum", "max"):
         yield f"group_score must be 'top2_sum' or 'max', got {router.group_score!r}"
     if (groups is None) != (router.num_limited_groups is None):
-        yield "num_expert_groups and num_limited_groups come together; only one of them is given"
+        yield "num_expert_groups and num_limited_groups must be given together; only one of them is given"
     elif groups is not None:
         yield from _group_problems(experts, top_k, groups, router.num_limited_groups or 0)
 

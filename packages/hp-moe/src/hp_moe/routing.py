@@ -1,9 +1,8 @@
-"""Routing: the experts of the tokens of one call, with their scores and counts.
+"""`Routing`, the selected experts of the tokens of one call, and the checks of a layer's inputs.
 
-Checks of what a layer is given.
-
-Each rank checks its own inputs. Where ranks exchange tokens, a rank at fault takes part in the exchange of sizes, the
-first one of a call, with a code in place of its sizes: no rank waits for one that has raised, and all raise together.
+Each rank checks its own inputs. If ranks exchange tokens, a rank with invalid inputs takes part in the exchange of
+sizes, the first collective of a call, and sends an error code with its sizes. So no rank waits forever for one that
+raised, and all ranks raise together.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ Tensor = Any
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Destinations of the tokens of one call: decided once, and kept until their results are back.
+    """The experts and scores of the tokens of one call.
 
     Attributes:
-        experts: int64 `[tokens, top_k]`, global expert numbers; one may repeat within a token.
-        counts: int64 `[num_experts]`: number of choices of each expert.
-        scores: float32 `[tokens, top_k]`; None: results are not weighted.
-        is_expert_major: tokens are sorted by expert already and `top_k` is 1.
-        has_dropped: there may be choices with the number of experts in place of an expert, which go nowhere.
-        takes_nonfinite: scores that are no finite numbers are let through.
+        experts: int64 `[tokens, top_k]`, global expert numbers; a token may have the same expert twice.
+        counts: int64 `[num_experts]`, number of choices of each expert.
+        scores: float32 `[tokens, top_k]`; None if results are not weighted.
+        is_expert_major: whether tokens are already sorted by expert and `top_k` is 1.
+        has_dropped: whether `experts` may contain `num_experts`, which marks a dropped choice.
+        allow_nonfinite: let infinite and NaN scores through.
 
     Example:
         >>> experts = platform.from_numpy(np.array([[0, 1], [1, 2]]))  # of two tokens, two each
@@ -47,20 +46,20 @@ class Routing:
     scores: Tensor | None = None
     is_expert_major: bool = False
     has_dropped: bool = False
-    takes_nonfinite: bool = False
+    allow_nonfinite: bool = False
 
     @classmethod
     def expert_major(cls, platform: Platform, counts: Tensor, num_rows: int, num_experts: int) -> Routing:
-        """Return the routing of rows that are sorted by expert; this waits for the device, to read the counts.
+        """Return the routing of rows that are already sorted by expert. Reading the counts waits for the device.
 
         Args:
-            counts: rows of each expert, an integer tensor `[num_experts]`.
-            num_rows: rows there are.
-            num_experts: experts there are, those of all ranks.
+            counts: number of rows of each expert, an integer tensor `[num_experts]`.
+            num_rows: number of rows.
+            num_experts: number of experts of all ranks.
 
         Raises:
-            ExpertParallelError: there is not one count for each expert, one is no whole number or below 0, or they do
-                not add up to the rows.
+            ExpertParallelError: `counts` has another shape, holds negative or non-integer numbers, or does not add up
+                to `num_rows`.
         """
         host = platform.to_numpy(counts)
         _check_counts(host, num_rows, num_experts)
@@ -78,7 +77,7 @@ def count_keys(platform: Platform, keys: Tensor, num_keys: int) -> Tensor:
 
 
 def local_numbers(platform: Platform, experts: Tensor, first: int, num_local: int) -> Tensor:
-    """Renumber experts from the first of a rank; those of other ranks become `num_local`, which sorts last."""
+    """Number experts from the first one of a rank; experts of other ranks become `num_local`, which sorts last."""
     ops = platform.ops
     local = ops.sub(experts, first)
     elsewhere = ops.logical_or(ops.lt(local, 0), ops.ge(local, num_local))
@@ -86,7 +85,8 @@ def local_numbers(platform: Platform, experts: Tensor, first: int, num_local: in
 
 
 def _check_counts(counts: numpy.ndarray, num_rows: int, num_experts: int) -> None:
-    """Refuse counts that do not describe the rows: products of too few rows would go unnoticed."""
+    """Raise if the counts do not describe the rows."""
+    # Grouped products of too few rows would not fail by themselves.
     if counts.shape != (num_experts,):
         raise ExpertParallelError(
             f"num_tokens_per_expert: expected one count for each of {num_experts} experts, got shape "
@@ -94,7 +94,7 @@ def _check_counts(counts: numpy.ndarray, num_rows: int, num_experts: int) -> Non
         )
     if counts.dtype.kind not in "iu" or (counts < 0).any():
         raise ExpertParallelError(
-            f"num_tokens_per_expert: expected whole numbers of rows, got {counts.tolist()} ({counts.dtype})"
+            f"num_tokens_per_expert: expected integers of at least 0, got {counts.tolist()} ({counts.dtype})"
         )
     if counts.sum() != num_rows:
         raise ExpertParallelError(
@@ -103,29 +103,30 @@ def _check_counts(counts: numpy.ndarray, num_rows: int, num_experts: int) -> Non
         )
 
 
-# A rank at fault adds this times a code to a number of rows that travels anyway. No rank sends so many rows.
+# A rank with invalid inputs adds this times its error code to a number of rows that ranks exchange anyway. No rank
+# sends as many rows, so both can be decoded.
 FAULTY = 1 << 40
 _BAD_EXPERTS, _BAD_SCORES, _BAD_INPUTS = 1, 2, 3
 _KINDS = {
     _BAD_EXPERTS: "expert numbers out of range, or counts that do not add up to the choices",
-    _BAD_SCORES: "scores that are no finite numbers",
-    _BAD_INPUTS: "inputs that do not fit, which its own error tells",
+    _BAD_SCORES: "scores that are not finite",
+    _BAD_INPUTS: "invalid inputs, see the error of that rank",
 }
 _INTEGERS = ("int64", "int32")
 
 
 def check_inputs(platform: Platform, x: Tensor, weights: dict[str, Tensor], routing: Routing, num_experts: int) -> None:
-    """Refuse inputs whose shapes, dtypes or, on the host, values do not fit, non-finite scores among them.
+    """Check the shapes and dtypes of inputs, and their values if they are on the host.
 
-    Values on an accelerator are not looked at here, since that would wait for it: `faults` goes along with the sizes
-    that the ranks exchange.
+    Values on an accelerator are not read here, which would wait for it. `faults` checks them on the device, and its
+    result is sent with the sizes that ranks exchange.
 
     Args:
-        weights: of the experts by name, `w1` `[experts, hidden_dim, dim]` among them.
-        num_experts: experts of all ranks.
+        weights: weights of the experts by name, including `w1` `[experts, hidden_dim, dim]`.
+        num_experts: number of experts of all ranks.
 
     Raises:
-        ExpertParallelError: listing everything that does not fit.
+        ExpertParallelError: the inputs are invalid; the message lists all problems.
     """
     problems = [*_shape_problems(x, weights, routing, num_experts), *_dtype_problems(platform, x, weights, routing)]
     if problems:
@@ -134,10 +135,10 @@ def check_inputs(platform: Platform, x: Tensor, weights: dict[str, Tensor], rout
 
 
 def check_values(platform: Platform, routing: Routing, num_experts: int) -> None:
-    """Refuse numbers of a routing on the host that do not fit; one on an accelerator is not looked at.
+    """Check the values of a routing on the host; one on an accelerator is not read.
 
     Raises:
-        ExpertParallelError: listing everything that does not fit.
+        ExpertParallelError: values are invalid; the message lists all problems.
     """
     if not routing.is_expert_major and is_on_host(platform, routing.experts):
         problems, nonfinite = [*_value_problems(platform, routing, num_experts)], [*_nonfinite(platform, routing)]
@@ -146,18 +147,18 @@ def check_values(platform: Platform, routing: Routing, num_experts: int) -> None
 
 
 def check_ids(platform: Platform, ids: Tensor | None, num_tokens: int, vocab_size: int) -> None:
-    """Refuse token ids that experts cannot be chosen by; ids on an accelerator are not looked at.
+    """Check the token ids of hash routing; the values of ids on an accelerator are not read.
 
     Args:
-        ids: of the tokens that this rank routes; None: there are none.
+        ids: ids of the tokens that this rank routes, or None.
 
     Raises:
-        ExpertParallelError: not one integer for each token, or ids out of range.
+        ExpertParallelError: ids are missing, have another shape or dtype, or are out of range.
     """
     if ids is None or tuple(ids.shape) != (num_tokens,):
         got = "none" if ids is None else f"shape {list(ids.shape)}"
         raise ExpertParallelError(
-            f"hash routing chooses experts by token ids: expected one for each of {num_tokens} tokens, got {got}; "
+            f"hash routing selects experts by token id: expected one for each of {num_tokens} tokens, got {got}; "
             "call the layer with ids"
         )
     if platform.dtype_name(ids.dtype) not in _INTEGERS:
@@ -173,13 +174,14 @@ def check_ids(platform: Platform, ids: Tensor | None, num_tokens: int, vocab_siz
 
 
 def faults(platform: Platform, routing: Routing, num_experts: int, rank: int) -> Tensor:
-    """Return what to add to a number of rows: 0, or `FAULTY` times a code of this rank and its fault, int64 `[1]`.
-
-    Computed on the device of the routing, which is not waited for. Faults are experts out of range, counts that do not
-    add up, and scores that are no finite numbers.
+    """Check a routing on its device, without waiting for it.
 
     Args:
-        rank: of this process in the job.
+        rank: rank of this process in the job.
+
+    Returns:
+        A number to add to a number of rows, int64 `[1]`: 0, or `FAULTY` times the code of this rank and its fault.
+        Faults are experts out of range, counts that do not add up, and scores that are not finite.
     """
     ops, int64 = platform.ops, platform.dtype("int64")
     experts = ops.reshape(routing.experts, (-1,))
@@ -190,8 +192,8 @@ def faults(platform: Platform, routing: Routing, num_experts: int, rank: int) ->
     if not routing.has_dropped:
         count = ops.add(count, nowhere)
     code = ops.mul(ops.cast(ops.gt(count, 0), int64), fault_code(rank, _BAD_EXPERTS))
-    if routing.scores is not None and not routing.takes_nonfinite:
-        # Numbers that are none compare as false.
+    if routing.scores is not None and not routing.allow_nonfinite:
+        # NaN compares as false.
         finite = ops.lt(ops.abs(platform.detach(routing.scores)), float("inf"))
         bad = ops.gt(ops.sum(ops.cast(ops.logical_not(finite), int64)), 0)
         scores = ops.mul(ops.cast(bad, int64), fault_code(rank, _BAD_SCORES))
@@ -200,13 +202,13 @@ def faults(platform: Platform, routing: Routing, num_experts: int, rank: int) ->
 
 
 def fault_code(rank: int, kind: int = _BAD_INPUTS) -> int:
-    """Return the code of a fault of a rank of the job, above 0."""
+    """Return the error code, above 0, of a kind of fault on a rank of the job."""
     return 4 * rank + kind
 
 
 @contextlib.contextmanager
 def reported_faults(dispatcher: Any, platform: Platform, x: Tensor) -> Iterator[None]:
-    """Tell the ranks that a dispatcher exchanges tokens with of an error within, which is raised after that."""
+    """Report an error raised in this context to the ranks that a dispatcher exchanges tokens with."""
     try:
         yield
     except ExpertParallelError:
@@ -215,27 +217,27 @@ def reported_faults(dispatcher: Any, platform: Platform, x: Tensor) -> Iterator[
 
 
 class RefusedRouting(ExpertParallelError):
-    """Raised on every rank for the faults of some.
+    """Error that every rank raises when some ranks reported invalid inputs.
 
     Attributes:
-        code: of the first fault.
+        code: code of the first fault.
     """
 
     def __init__(self, codes: Sequence[int]) -> None:
         self.code = codes[0]
-        told = "; ".join(f"rank {code // 4}: {_KINDS[code % 4]}" for code in codes)
+        faults_of_ranks = "; ".join(f"rank {code // 4}: {_KINDS[code % 4]}" for code in codes)
         only_nonfinite = all(code % 4 == _BAD_SCORES for code in codes)
-        super().__init__(f"routing of {told}; nothing was sent", only_nonfinite=only_nonfinite)
+        super().__init__(f"routing of {faults_of_ranks}; nothing was sent", only_nonfinite=only_nonfinite)
 
 
 def refuse_faulty(numbers: Sequence[int]) -> None:
-    """Raise on every rank when one has added a fault to its number of rows.
+    """Raise if any rank added an error code to its number of rows.
 
     Args:
-        numbers: one from each rank.
+        numbers: one number from each rank.
 
     Raises:
-        RefusedRouting: naming those ranks, and what is wrong.
+        RefusedRouting: the message names these ranks and their faults.
     """
     codes = sorted({int(number) // FAULTY for number in numbers} - {0})
     if codes:
@@ -262,9 +264,9 @@ def _shape_problems(x: Tensor, weights: dict[str, Tensor], routing: Routing, num
 
 def _dtype_problems(platform: Platform, x: Tensor, weights: dict[str, Tensor], routing: Routing) -> Iterator[str]:
     name = platform.dtype_name
-    # In mixed precision FSDP casts the local part of a DTensor, which still tells the dtype of before.
-    parts = {key: platform.unwrap(each) if isinstance(each, DTensor) else each for key, each in weights.items()}
-    others = {key: name(part.dtype) for key, part in parts.items() if part.dtype != x.dtype}
+    # In mixed precision FSDP casts the local tensor of a DTensor, whose own dtype stays the old one.
+    local = {key: platform.unwrap(each) if isinstance(each, DTensor) else each for key, each in weights.items()}
+    others = {key: name(each.dtype) for key, each in local.items() if each.dtype != x.dtype}
     if others:
         found = ", ".join(f"{key} {dtype}" for key, dtype in others.items())
         yield f"x is {name(x.dtype)}, but the weights are not: {found}; cast one of them, or give FSDP's param_dtype"
@@ -288,18 +290,18 @@ def _value_problems(platform: Platform, routing: Routing, num_experts: int) -> I
         )
     elif (numpy.bincount(experts.reshape(-1), minlength=num_experts)[:num_experts] != counts).any():
         yield (
-            f"routing.counts: expected the number of choices of each expert, which add up to "
-            f"{int((experts < num_experts).sum())}, got {counts.tolist()}, which add up to {int(counts.sum())}"
+            f"routing.counts: expected the number of choices of each expert, which sum to "
+            f"{int((experts < num_experts).sum())}, got {counts.tolist()}, which sum to {int(counts.sum())}"
         )
 
 
 def _nonfinite(platform: Platform, routing: Routing) -> Iterator[str]:
-    if routing.scores is not None and not routing.takes_nonfinite:
+    if routing.scores is not None and not routing.allow_nonfinite:
         scores = platform.to_numpy(platform.detach(routing.scores))
         bad = ~numpy.isfinite(scores)
         if bad.any():
             token, slot = numpy.argwhere(bad)[0]
             yield (
                 f"routing.scores: expected finite numbers, got {scores[token, slot]} for token {token}, slot {slot} "
-                f"({int(bad.sum())} in all); look at the layer's input and at router.gate.weight"
+                f"({int(bad.sum())} in all); check the layer's input and router.gate.weight"
             )

@@ -7,7 +7,7 @@ from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, LocalDispatcher,
 from hp_moe.dispatch.exchange import WireFormat
 from hp_moe.dispatch.replicating import ReplicatingDispatcher
 from hp_moe.dispatch.two_level import TwoLevelDispatcher
-from hp_moe.placement import busiest_load, place_copies, place_homes
+from hp_moe.placement import busiest_load, place_copies, place_experts
 
 __all__ = [
     "AllGatherDispatcher",
@@ -27,6 +27,6 @@ __all__ = [
     "dispatch_costs",
     "dispatchers",
     "place_copies",
-    "place_homes",
+    "place_experts",
     "ranks_per_token",
 ]

@@ -14,7 +14,7 @@ import numpy
 from hp_dtensor.comm.collectives import all_to_all_rows, all_to_all_rows_data
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.recompute import saved_value
-from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, Returning, Route, TokenPermutation, Underway
+from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, PendingCombine, PendingDispatch, Route, TokenPermutation
 from hp_moe.dispatch.exchange import RoundedExchange, RowExchange, block_width, find_wire_format
 from hp_moe.exceptions import ExpertParallelError
 from hp_moe.grouped_gemm import GroupSizes
@@ -82,11 +82,11 @@ class AllToAllDispatcher(ChunkedDispatcher):
             rows = self._send(route, x)
         else:
             exchange = self._exchange(route)
-            rows = exchange.wait(exchange.begin(route.permutation.permute(x)))
+            rows = exchange.wait(exchange.start(route.permutation.permute(x)))
         choices = self._send(route, self._choices(routing))
         return self._dispatched(rows, choices, route, sizes, routing)
 
-    def begin(self, x: Tensor, routing: Routing) -> list[Underway]:
+    def start_dispatch(self, x: Tensor, routing: Routing) -> list[PendingDispatch]:
         """Begin to send all chunks of the tokens; see `ChunkedDispatcher`."""
         lengths = self._chunk_lengths(int(x.shape[0]))
         routes = saved_value(lambda: self._plan_routes(routing, lengths))
@@ -95,22 +95,22 @@ class AllToAllDispatcher(ChunkedDispatcher):
         for part, chosen, (route, sizes) in zip(tokens, choices, routes, strict=True):
             # All ranks begin the exchanges of a chunk in this order: the messages of a group match by it.
             rows, others = self._exchange(route), RowExchange(self.group, route.sent, route.received)
-            arriving = rows.begin(route.permutation.permute(part)), others.begin(route.permutation.permute(chosen))
-            begun.append(Underway(rows, others, *arriving, route, sizes, routing))
+            arriving = rows.start(route.permutation.permute(part)), others.start(route.permutation.permute(chosen))
+            begun.append(PendingDispatch(rows, others, *arriving, route, sizes, routing))
         return begun
 
-    def arrived(self, underway: Underway) -> Dispatched:
+    def finish_dispatch(self, underway: PendingDispatch) -> Dispatched:
         """Wait for the rows of a chunk; see `ChunkedDispatcher`."""
         rows, choices = underway.rows.wait(underway.arriving), underway.choices.wait(underway.arriving_choices)
         return self._dispatched(rows, choices, underway.route, underway.sizes, underway.routing)
 
-    def begin_combine(self, y: Tensor, dispatched: Dispatched) -> Returning:
+    def start_combine(self, y: Tensor, dispatched: Dispatched) -> PendingCombine:
         """Begin to return the results of a chunk; see `ChunkedDispatcher`."""
         route = dispatched.route
         exchange = RowExchange(self.group, route.received, route.sent)
-        return Returning(exchange, exchange.begin(y), route)
+        return PendingCombine(exchange, exchange.start(y), route)
 
-    def combined(self, returning: Returning) -> Tensor:
+    def finish_combine(self, returning: PendingCombine) -> Tensor:
         """Wait for the results of a chunk's tokens, and add them up; see `ChunkedDispatcher`."""
         return returning.route.permutation.unpermute(returning.exchange.wait(returning.arriving))
 

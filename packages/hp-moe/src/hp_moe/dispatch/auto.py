@@ -79,7 +79,7 @@ class AutoDispatcher(TokenDispatcher):
         """Parts that tokens travel in; 1 before the first call, and by dispatchers that send all at once."""
         return self._chosen.num_chunks if isinstance(self._chosen, ChunkedDispatcher) else 1
 
-    def chosen(self, x: Tensor, routing: Routing) -> TokenDispatcher:
+    def resolve(self, x: Tensor, routing: Routing) -> TokenDispatcher:
         """Choose at the first call, on all ranks together; see `TokenDispatcher`."""
         if self._chosen is None:
             mean_tokens = max(1, self._mean_tokens(0, int(x.shape[0])))
@@ -88,7 +88,7 @@ class AutoDispatcher(TokenDispatcher):
 
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
         """Send tokens by the chosen dispatcher; see `TokenDispatcher`."""
-        return self.chosen(x, routing).dispatch(x, routing)
+        return self.resolve(x, routing).dispatch(x, routing)
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         """Return results by the chosen dispatcher; see `TokenDispatcher`."""
@@ -260,7 +260,7 @@ def best_num_chunks(sent_seconds: float, expert_seconds: float, link: Link, most
 
     Args:
         sent_seconds: of the rows of all chunks, one way.
-        expert_seconds: of the work meanwhile, shared experts included.
+        expert_seconds: of the work overlap_with, shared experts included.
 
     Example:
         >>> best_num_chunks(sent_seconds=2e-3, expert_seconds=4e-3, link=Link())[0]

@@ -63,7 +63,7 @@ class TokenPermutation:
     def positions(self) -> Tensor:
         """The copy of each slot, int `[rows * slots]`; `num_copies` for a slot without one."""
         ops = self.platform.ops
-        # The argsort of a permutation is its inverse: from slots to places in the sorted order.
+        # The argsort of a permutation is its inverse_permutation: from slots to places in the sorted order.
         return ops.clamp(ops.argsort(self._order, 0, stable=True), max=self.num_copies)
 
     @functools.cached_property
@@ -177,7 +177,7 @@ class Dispatched:
 
 
 @dataclass(frozen=True, slots=True)
-class Underway:
+class PendingDispatch:
     """The tokens of one chunk on their way; `ChunkedDispatcher.arrived` waits for them.
 
     Attributes:
@@ -197,7 +197,7 @@ class Underway:
 
 
 @dataclass(frozen=True, slots=True)
-class Returning:
+class PendingCombine:
     """The results of one chunk on their way back; `ChunkedDispatcher.combined` waits for them."""
 
     exchange: RowExchange
@@ -233,7 +233,7 @@ class TokenDispatcher(ABC):
         """
         return weight
 
-    def chosen(self, x: Tensor, routing: Routing) -> TokenDispatcher:
+    def resolve(self, x: Tensor, routing: Routing) -> TokenDispatcher:
         """Return the dispatcher that takes these tokens; one that chooses among others does so at the first call."""
         return self
 
@@ -274,19 +274,19 @@ class ChunkedDispatcher(TokenDispatcher):
     num_chunks: int
 
     @abstractmethod
-    def begin(self, x: Tensor, routing: Routing) -> list[Underway]:
+    def start_dispatch(self, x: Tensor, routing: Routing) -> list[PendingDispatch]:
         """Begin to send the tokens of all chunks, in order; arguments as for `dispatch`."""
 
     @abstractmethod
-    def arrived(self, underway: Underway) -> Dispatched:
+    def finish_dispatch(self, underway: PendingDispatch) -> Dispatched:
         """Wait for one chunk; its record is as that of `dispatch`."""
 
     @abstractmethod
-    def begin_combine(self, y: Tensor, dispatched: Dispatched) -> Returning:
+    def start_combine(self, y: Tensor, dispatched: Dispatched) -> PendingCombine:
         """Begin to return the results of one chunk; arguments as for `combine`."""
 
     @abstractmethod
-    def combined(self, returning: Returning) -> Tensor:
+    def finish_combine(self, returning: PendingCombine) -> Tensor:
         """Wait for the results of one chunk; `[tokens of the chunk, dim]`."""
 
 

@@ -1,6 +1,6 @@
 """Rows in fewer bits on their way to the experts: blocks of a row, each with a scale.
 
-Exchanges of rows that are begun and waited for apart, so that other work is done meanwhile, in both directions.
+Exchanges of rows that are begun and waited for apart, so that other work is done overlap_with, in both directions.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class RowExchange:
         # What waits for the exchanges under way, the first begun first.
         self._underway: deque[Callable[[], Tensor]] = deque()
 
-    def begin(self, rows: Tensor) -> Tensor:
+    def start(self, rows: Tensor) -> Tensor:
         """Begin to send `[rows sent, width]`; returns a token for `wait`."""
         return self.platform.linear_map(rows, staying(self._begin_there), self._end)
 

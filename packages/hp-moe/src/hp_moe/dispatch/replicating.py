@@ -1,4 +1,4 @@
-"""Expert parallelism in which busy experts have copies on other ranks, for as long as they are busy."""
+"""Expert parallelism with temporary copies of busy experts on other ranks."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ import numpy
 from hp_dtensor.comm.collectives import all_to_all_rows
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_moe.dispatch.all_to_all import AllToAllDispatcher
-from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, Returning, TokenPermutation, Underway
+from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, PendingCombine, PendingDispatch, TokenPermutation
 from hp_moe.exceptions import ExpertParallelError
-from hp_moe.placement import Placement, check_homes, inverse, owners, place_copies
+from hp_moe.placement import CopyPlacement, check_placement, inverse_permutation, place_copies, ranks_of_experts
 from hp_moe.routing import Routing, count_keys
 
 Tensor = Any
 
 
 class ReplicatingDispatcher(ChunkedDispatcher):
-    """`AllToAllDispatcher` with copies of busy experts: a rank that has one works on its own tokens of that expert.
+    """`AllToAllDispatcher` with copies of busy experts: a rank with a copy processes its own tokens of that expert.
 
-    A copy is no parameter. Its weights come from the expert's owner in every forward, and the gradients of all copies
-    are added up there in backward: the optimizer, its state and checkpoints know nothing of it, and where the copies
-    are changes no result but by rounding. `place` moves them between steps. What stays busy may rather move as a whole:
-    `hp_moe.move_experts` gives experts other homes, with their weights and optimizer states.
+    A copy is not a parameter. The expert's owner sends its weights in every forward and sums the gradients of all
+    copies in backward. The optimizer, its states and checkpoints are not affected, and results differ only by
+    rounding. `place_copies` changes the copies between steps. To move experts that stay busy to other ranks, with
+    their weights and optimizer states, use `hp_moe.move_experts`.
 
     Args:
         group: the ranks that share the experts; rank i owns the i-th chunk, and the last ones may own none.
-        num_experts: number of experts of all ranks together.
-        slots: the most copies that a rank takes; 0: none, for experts that only move.
+        num_experts: number of experts of all ranks.
+        slots: maximum number of copies on a rank; 0 if experts are only moved.
         wire_format, num_chunks: as in `AllToAllDispatcher`.
 
     Attributes:
-        homes: the place of each expert, of which rank i owns the i-th chunk; at first its own number.
-        is_home: every expert lives at the place of its number.
+        expert_placement: the position of each expert; rank i owns the i-th chunk of positions.
+        is_initial_placement: whether the position of every expert is its number.
 
     Raises:
-        ExpertParallelError: fewer than no slots.
+        ExpertParallelError: `slots` is negative.
 
     Example:
         >>> def program():
@@ -47,9 +47,9 @@ class ReplicatingDispatcher(ChunkedDispatcher):
         ...     ExpertParallel(functools.partial(ReplicatingDispatcher, slots=1)).apply(
         ...         layer, init_device_mesh("cpu", (2,))
         ...     )
-        ...     layer.experts.dispatcher.place([90, 10, 0, 0])  # between steps, by the loads of the last one
+        ...     layer.experts.dispatcher.place_copies([90, 10, 0, 0])  # between steps, with the loads of the last one
         ...     y = layer(platform.ops.ones((3, 4), platform.dtype("float32")))
-        ...     return layer.experts.dispatcher.placement
+        ...     return layer.experts.dispatcher.copies
         >>> import functools
         >>> run_ranks(program, 2)[0]
         ((), (0,))
@@ -74,46 +74,46 @@ class ReplicatingDispatcher(ChunkedDispatcher):
         self.num_chunks = num_chunks
         self.chunk = -(-num_experts // group.size)
         self._options: dict[str, Any] = {"wire_format": wire_format, "num_chunks": num_chunks}
-        self.live_at(range(num_experts))
+        self.set_placement(range(num_experts))
 
     @property
-    def placement(self) -> Placement:
-        """The experts that each rank has a copy of."""
-        expert_at = inverse(self.homes)
-        return tuple(tuple(sorted(expert_at[place] for place in extra)) for extra in self._copied)
+    def copies(self) -> CopyPlacement:
+        """The experts that each rank holds a copy of."""
+        expert_at = inverse_permutation(self.expert_placement)
+        return tuple(tuple(sorted(expert_at[position] for position in copied)) for copied in self._copied)
 
-    def live_at(self, homes: Sequence[int]) -> None:
-        """Send tokens to experts at these homes from now on, of which there are no copies at first.
+    def set_placement(self, placement: Sequence[int]) -> None:
+        """Use a new placement of experts from the next call on, and remove all copies.
 
-        The weights must be there: `hp_moe.move_experts` brings them.
+        This does not move weights; `hp_moe.move_experts` does both.
 
         Raises:
-            ExpertParallelError: not each place once.
+            ExpertParallelError: `placement` is not a permutation of all positions.
         """
-        self.homes = check_homes(homes, self.num_experts)
-        self.is_home = self.homes == tuple(range(self.num_experts))
-        self._copy_at(((),) * self.group.size)
+        self.expert_placement = check_placement(placement, self.num_experts)
+        self.is_initial_placement = self.expert_placement == tuple(range(self.num_experts))
+        self._set_copies(((),) * self.group.size)
 
-    def place(self, loads: Any) -> Placement:
-        """Move the copies to where they help most, between steps; every rank must be given the same loads.
+    def place_copies(self, loads: Any) -> CopyPlacement:
+        """Place the copies where they reduce the peak load most; call it between steps, with equal loads on all ranks.
 
         Args:
-            loads: tokens of each expert, of all ranks, as `LoadMetrics.loads` of the last step.
+            loads: tokens of each expert, summed over all ranks, such as `LoadMetrics.loads` of the last step.
 
         Returns:
-            The experts that each rank has a copy of from now on.
+            The experts that each rank holds a copy of in the next steps.
 
         Raises:
-            ExpertParallelError: not one load for each expert, or one below 0.
+            ExpertParallelError: `loads` has another length than the number of experts, or negative numbers.
         """
         numbers = [int(load) for load in loads]
         if len(numbers) != self.num_experts or min(numbers, default=0) < 0:
             raise ExpertParallelError(
                 f"loads: expected {self.num_experts} numbers of at least 0, one for each expert, got {numbers}"
             )
-        by_place = [numbers[expert] for expert in inverse(self.homes)]
-        self._copy_at(place_copies(by_place, self.group.size, self.slots))
-        return self.placement
+        by_position = [numbers[expert] for expert in inverse_permutation(self.expert_placement)]
+        self._set_copies(place_copies(by_position, self.group.size, self.slots))
+        return self.copies
 
     def with_copies(self, weight: Tensor) -> Tensor:
         """Return the weights of this rank's experts and copies; see `TokenDispatcher`."""
@@ -122,44 +122,49 @@ class ReplicatingDispatcher(ChunkedDispatcher):
         ops = self.platform.ops
         num_own, rest = int(weight.shape[0]), tuple(int(size) for size in weight.shape[1:])
         flat = ops.reshape(weight, (num_own, math.prod(rest)))
-        copies = [self._copies(flat)] if any(self._copied) else []
-        # Ranks with fewer experts or copies than others have zeros in their places, for which there are no tokens.
+        copies = [self._receive_copies(flat)] if any(self._copied) else []
+        # Zeros fill the positions of ranks with fewer experts or copies than others. No token is sent to them.
         missing = self._width - self.chunk - sum(int(each.shape[0]) for each in copies)
-        parts = [flat, self._zeros(self.chunk - num_own, flat), *copies, self._zeros(missing, flat)]
-        # Also those without a row: gradients of copies are sent in backward by every rank.
-        whole = ops.cat([part for part in parts if part is not None], 0)
-        return ops.reshape(whole, (self._width, *rest))
+        blocks = [flat, self._zeros(self.chunk - num_own, flat), *copies, self._zeros(missing, flat)]
+        # Tensors without rows stay in the concatenation: every rank has to send the gradients of copies in backward.
+        joined = ops.cat([block for block in blocks if block is not None], 0)
+        return ops.reshape(joined, (self._width, *rest))
 
-    def _copies(self, flat: Tensor) -> Tensor:
-        """Return the copies that this rank has, `[copies, numbers of an expert]`, from the experts of all ranks."""
-        keys = self._destinations(int(flat.shape[0]))
-        sent = tuple(int((keys == rank).sum()) for rank in range(self.group.size))
-        permutation = TokenPermutation(self.platform, self._constant(keys, flat), sum(sent))
-        return all_to_all_rows(permutation.permute(flat), self.group, sent, self._received())
+    def _receive_copies(self, flat: Tensor) -> Tensor:
+        """Return the weights of the copies on this rank, `[copies, elements]`, sent by the experts' owners.
+
+        An all-to-all of rows: its backward returns the gradients of copies, and that of the permutation sums them.
+        """
+        destinations = self._destinations(int(flat.shape[0]))
+        sent = tuple(int((destinations == rank).sum()) for rank in range(self.group.size))
+        mine = self._copied[self.group.rank]
+        received = tuple(sum(position // self.chunk == rank for position in mine) for rank in range(self.group.size))
+        permutation = TokenPermutation(self.platform, self._constant(destinations, flat), sum(sent))
+        return all_to_all_rows(permutation.permute(flat), self.group, sent, received)
 
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
-        """Send each token to ranks that have its experts; see `TokenDispatcher`."""
-        return self._inner.dispatch(x, self._to_places(routing))
+        """Send each token to ranks that own its experts or hold copies; see `TokenDispatcher`."""
+        return self._inner.dispatch(x, self._to_slots(routing))
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        """Return sums to their tokens' ranks and add them up there; see `TokenDispatcher`."""
+        """Send results back to their tokens' ranks and sum them there; see `TokenDispatcher`."""
         return self._inner.combine(y, dispatched)
 
-    def begin(self, x: Tensor, routing: Routing) -> list[Underway]:
-        """Begin to send all chunks of the tokens; see `ChunkedDispatcher`."""
-        return self._inner.begin(x, self._to_places(routing))
+    def start_dispatch(self, x: Tensor, routing: Routing) -> list[PendingDispatch]:
+        """Start to send all chunks of the tokens; see `ChunkedDispatcher`."""
+        return self._inner.start_dispatch(x, self._to_slots(routing))
 
-    def arrived(self, underway: Underway) -> Dispatched:
+    def finish_dispatch(self, underway: PendingDispatch) -> Dispatched:
         """Wait for the rows of a chunk; see `ChunkedDispatcher`."""
-        return self._inner.arrived(underway)
+        return self._inner.finish_dispatch(underway)
 
-    def begin_combine(self, y: Tensor, dispatched: Dispatched) -> Returning:
-        """Begin to return the results of a chunk; see `ChunkedDispatcher`."""
-        return self._inner.begin_combine(y, dispatched)
+    def start_combine(self, y: Tensor, dispatched: Dispatched) -> PendingCombine:
+        """Start to send the results of a chunk back; see `ChunkedDispatcher`."""
+        return self._inner.start_combine(y, dispatched)
 
-    def combined(self, returning: Returning) -> Tensor:
+    def finish_combine(self, returning: PendingCombine) -> Tensor:
         """Wait for the results of a chunk's tokens; see `ChunkedDispatcher`."""
-        return self._inner.combined(returning)
+        return self._inner.finish_combine(returning)
 
     def report_fault(self, code: int, device: Any = None) -> None:
         """Send a fault in place of sizes; see `TokenDispatcher`."""
@@ -167,69 +172,73 @@ class ReplicatingDispatcher(ChunkedDispatcher):
 
     @property
     def _is_plain(self) -> bool:
-        """Experts are where their numbers say, and nowhere else."""
-        return self.is_home and not any(self._copied)
+        """Whether expert numbers can be used as they are: no expert is moved or copied."""
+        return self.is_initial_placement and not any(self._copied)
 
-    def _copy_at(self, copied: Placement) -> None:
-        """Number what ranks have: rank times `_width`, then a rank's own places, then its copies of other places."""
+    def _set_copies(self, copied: CopyPlacement) -> None:
+        """Number the slots of all ranks, and build the table from experts to slots.
+
+        A slot is the place of one expert's weights on one rank. Each rank has `_width` consecutive slots: first its own
+        positions, then the copies of `copied` positions. The inner dispatcher treats slots as its experts.
+        """
         self._copied = copied
         ranks = self.group.size
         self._width = self.chunk + max(map(len, copied))
-        self._owners = owners(self.num_experts, copied)
+        self._holders = ranks_of_experts(self.num_experts, copied)
         if self._is_plain:
             self._inner = AllToAllDispatcher(self.group, self.num_experts, chunk=self.chunk, **self._options)
             return
-        turns = math.lcm(*map(len, self._owners)) if self._owners else 1
-        self._places = numpy.full((self.num_experts + 1, turns), ranks * self._width)
-        for expert, home in enumerate(self.homes):
-            held = self._owners[home]
+        turns = math.lcm(*map(len, self._holders)) if self._holders else 1
+        # The last row stands for dropped choices, whose slot is beyond all others.
+        self._slots = numpy.full((self.num_experts + 1, turns), ranks * self._width)
+        for expert, position in enumerate(self.expert_placement):
+            holders = self._holders[position]
             for turn in range(turns):
-                # At home where it is; else the tokens of all ranks take turns, each rank beginning with another.
-                at = self.group.rank if self.group.rank in held else held[(turn + self.group.rank) % len(held)]
-                self._places[expert, turn] = at * self._width + self._place_on(at, home)
+                # This rank serves its own tokens if it can. Otherwise consecutive tokens alternate between the holders,
+                # and each rank starts with another one.
+                rank = (
+                    self.group.rank if self.group.rank in holders else holders[(turn + self.group.rank) % len(holders)]
+                )
+                self._slots[expert, turn] = rank * self._width + self._slot_on(rank, position)
         self._inner = AllToAllDispatcher(self.group, ranks * self._width, chunk=self._width, **self._options)
 
-    def _place_on(self, rank: int, home: int) -> int:
-        if home // self.chunk == rank:
-            return home - rank * self.chunk
-        return self.chunk + self._copied[rank].index(home)
+    def _slot_on(self, rank: int, position: int) -> int:
+        if position // self.chunk == rank:
+            return position - rank * self.chunk
+        return self.chunk + self._copied[rank].index(position)
 
-    def _to_places(self, routing: Routing) -> Routing:
-        """Return the routing with the places of experts in place of their numbers."""
+    def _to_slots(self, routing: Routing) -> Routing:
+        """Return the routing with slots instead of expert numbers."""
         if self._is_plain:
             return routing
         ops, (tokens, top_k) = self.platform.ops, routing.experts.shape
         size = int(tokens) * int(top_k)
-        turns = self._places.shape[1]
-        places = routing.experts
+        turns = self._slots.shape[1]
+        slots = routing.experts
         if size:
             turn = self._constant((numpy.arange(int(tokens)) % turns)[:, None], routing.experts)
-            # Numbers out of range are told of by the fault that they are; they must not be read with.
+            # Numbers out of range are reported by the inner dispatcher; here they must not index the table.
             known = ops.clamp(routing.experts, min=0, max=self.num_experts)
             index = ops.reshape(ops.add(ops.mul(known, turns), turn), (size,))
-            table = self._constant(self._places.reshape(-1), routing.experts)
-            places = ops.reshape(ops.index_select(table, 0, index), (int(tokens), int(top_k)))
-            places = ops.where(ops.lt(routing.experts, 0), routing.experts, places)
-        number = self.group.size * self._width
-        counts = ops.narrow(count_keys(self.platform, ops.clamp(places, min=0), number + 1), 0, 0, number)
-        return Routing(places, counts, routing.scores, False, routing.has_dropped, routing.takes_nonfinite)
+            table = self._constant(self._slots.reshape(-1), routing.experts)
+            slots = ops.reshape(ops.index_select(table, 0, index), (int(tokens), int(top_k)))
+            slots = ops.where(ops.lt(routing.experts, 0), routing.experts, slots)
+        num_slots = self.group.size * self._width
+        counts = ops.narrow(count_keys(self.platform, ops.clamp(slots, min=0), num_slots + 1), 0, 0, num_slots)
+        return Routing(slots, counts, routing.scores, False, routing.has_dropped, routing.allow_nonfinite)
 
     def _destinations(self, num_own: int) -> numpy.ndarray:
-        """Return the ranks that get a copy of each own expert, `[own experts, ranks]`; the number of ranks: none."""
+        """Return the ranks that receive a copy of each own expert, `[own experts, ranks]`, filled up with `ranks`."""
         size, first = self.group.size, self.group.rank * self.chunk
-        keys = numpy.full((num_own, size), size)
+        destinations = numpy.full((num_own, size), size)
         for row in range(num_own):
-            others = [rank for rank in self._owners[first + row] if rank != self.group.rank]
-            keys[row, : len(others)] = others
-        return keys
-
-    def _received(self) -> tuple[int, ...]:
-        mine = self._copied[self.group.rank]
-        return tuple(sum(home // self.chunk == rank for home in mine) for rank in range(self.group.size))
+            others = [rank for rank in self._holders[first + row] if rank != self.group.rank]
+            destinations[row, : len(others)] = others
+        return destinations
 
     def _zeros(self, rows: int, like: Tensor) -> Tensor | None:
         return self.platform.ops.zeros((rows, int(like.shape[1])), like.dtype) if rows else None
 
     def _constant(self, array: numpy.ndarray, like: Tensor) -> Tensor:
-        """An int64 tensor on the device of `like`."""
+        """Return an int64 tensor on the device of `like`."""
         return self.platform.from_numpy(array.astype(numpy.int64), self.platform.device_of(like))

@@ -73,7 +73,7 @@ class TwoLevelDispatcher(TokenDispatcher):
             arrived.sizes.tensor,
             arrived.scores,
             has_dropped=True,
-            takes_nonfinite=True,
+            allow_nonfinite=True,
         )
         sent = self.inner.dispatch(arrived.rows, within)
         return replace(sent, outer=arrived, sent_bytes=sent.sent_bytes + arrived.sent_bytes)

@@ -6,7 +6,14 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hp_moe import LoadMetrics, expert_homes, move_experts, place_copies_of_experts, return_experts, set_expert_homes
+from hp_moe import (
+    LoadMetrics,
+    expert_placement,
+    move_experts,
+    place_copies_of_experts,
+    return_experts,
+    set_expert_placement,
+)
 from hp_trainer.exceptions import ParallelDimsError, Problem
 from hp_trainer.optimizers import set_state
 from hp_trainer.training.optimizer import Optimizer, WeightAverage
@@ -65,13 +72,13 @@ class ExpertMoves:
     @contextlib.contextmanager
     def at_home(self) -> Iterator[None]:
         """Bring all experts home in a block, and back afterwards unless it has failed."""
-        homes = expert_homes(self._model) if self._interval is not None else {}
+        homes = expert_placement(self._model) if self._interval is not None else {}
         if homes:
             self._bring_home()
         yield
         if homes:
             states = self._states()
-            set_expert_homes(self._model, homes, states, after_layer=states.take_over)
+            set_expert_placement(self._model, homes, states, after_layer=states.take_over)
 
     def _bring_home(self) -> None:
         states = self._states()

@@ -28,7 +28,7 @@ class OptimizerStep:
         self._experts = list(moe_layers(self.model).values())
         for layer in self._experts:
             # Steps that are given up, and those whose float16 overflows, need a loss to be judged by.
-            layer.takes_nonfinite = self.config.training.guard.on_nonfinite != "stop" or self.scaler.is_enabled()
+            layer.allow_nonfinite = self.config.training.guard.on_nonfinite != "stop" or self.scaler.is_enabled()
 
     def dispatch_reasons(self) -> list[str]:
         """Return the reasons for which the cost model has chosen the tokens' ways to experts, each once."""
@@ -133,8 +133,8 @@ class OptimizerStep:
         """Forget the gradients and the loads of experts; nothing has changed."""
         self.optimizer.zero_grad()
         for layer in self._experts:
-            layer.tally.take()
-            layer.tally.take_losses()
+            layer.totals.take()
+            layer.totals.take_losses()
 
     def _clip(self) -> float:
         parameters = [parameter for _, parameter in self.platform.named_parameters(self.model)]
