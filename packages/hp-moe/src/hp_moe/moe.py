@@ -327,7 +327,7 @@ class MoE(nn.Module):
         return self.platform.from_numpy(self.platform.to_numpy(old), self.platform.device_of(new))
 
     def _hp_check_state(self) -> None:
-        """Raise if weights would be saved or loaded while experts are moved; see `hp_dtensor.parallel.distribute_module`."""
+        """Raise if weights would be saved or loaded while experts are moved; see `hp_dtensor.parallel`."""
         dispatcher = dispatcher_of(self.experts, self.platform)
         if isinstance(dispatcher, ReplicatingDispatcher) and not dispatcher.is_initial_placement:
             moved = sum(expert != position for expert, position in enumerate(dispatcher.expert_placement))
