@@ -9,7 +9,7 @@ import numpy
 import pytest
 
 from hp_dtensor.comm.mesh import init_device_mesh
-from hp_dtensor.comm.saved_tensors import Kept
+from hp_dtensor.comm.saved_tensors import SavedTensors
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.spec.placements import Shard
@@ -265,7 +265,7 @@ class AskingTwice(LoopExperts):
         platform, kept = self.platform, []
 
         def forward(y):
-            kept[:] = [Kept(platform, y)]
+            kept[:] = [SavedTensors(platform, y)]
             return self.ops.mul(y, y)
 
         def backward(grad):

@@ -8,11 +8,21 @@ import time
 
 import pytest
 
-from hp_dtensor import DeviceMesh, Partial, RaggedShard, Replicate, Shard, StridedShard, fake_world, plan_redistribute
+from hp_dtensor import (
+    DeviceMesh,
+    Links,
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
+    fake_world,
+    plan_redistribute,
+)
 from hp_dtensor.exceptions import MeshError, PlacementError
-from hp_dtensor.redistribute import CostModel
+from hp_dtensor.redistribute import segments
 from hp_dtensor.redistribute.ownership import least_volume
-from hp_dtensor.redistribute.segments import agreeing
+from hp_dtensor.redistribute.segments import elements_in_place
 from hp_dtensor.spec.tensor_spec import split_ranges
 from hp_dtensor.testing.redistribution_proof import exhaustive_volumes, placement_options
 
@@ -91,14 +101,21 @@ def test_plans_need_the_least_and_never_more_than_an_exhaustive_search(mesh_shap
         assert planned <= searched[source, target] + 1e-6, (source, target)
 
 
-def test_counting_by_digits_is_counting_one_by_one():
+def test_elements_in_place_are_those_that_a_rank_holds_and_needs():
     options = [R, P, Shard(0), Shard(1), StridedShard(0, 2), StridedShard(1, 3)]
     for mesh_shape, shape in [((2, 4), (16, 24)), ((4, 2), (16, 24)), ((2, 3), (36, 12)), ((2, 2, 2), (24, 8))]:
         states = list(itertools.product(options, repeat=len(mesh_shape)))
         for source, target in list(itertools.product(states, states))[:: 1 + len(states) ** 2 // 700]:
             first, second = held(mesh_shape, shape, source), held(mesh_shape, shape, target)
             alike = {e for c in first for e in first[c] & second[c]}
-            assert agreeing(shape, mesh_shape, source, target) == len(alike), (mesh_shape, source, target)
+            assert elements_in_place(shape, mesh_shape, source, target) == len(alike), (mesh_shape, source, target)
+
+
+def test_elements_in_place_are_estimated_for_very_many_shards(monkeypatch):
+    """Exact where source and target shard different dimensions evenly, and never all elements."""
+    monkeypatch.setattr(segments, "MAX_COUNTED_SHARDS", 7)
+    assert elements_in_place((16, 24), (2, 4), (Shard(0), Shard(0)), (Shard(1), Shard(1))) == 16 * 24 // 8
+    assert elements_in_place((2,), (8, 1), (Shard(0), R), (StridedShard(0, 2), R)) < 2
 
 
 @pytest.mark.parametrize(
@@ -141,9 +158,9 @@ def test_a_shard_moves_straight_to_another_axis():
 def test_slow_axes_are_crossed_first_and_with_little():
     sizes = {"latency": 1e-9, "bandwidth": {"a": 1e9, "default": 100e9}}
     args = mesh_of((2, 8)), (Shard(0), Shard(1)), (R, R), (1 << 14, 1 << 14), 4
-    plan = plan_redistribute(*args, CostModel(**sizes))
+    plan = plan_redistribute(*args, Links(**sizes))
     assert [step.axes for step in plan.steps] == [(0,), (1,)]
-    flat = plan_redistribute(*args, CostModel())
+    flat = plan_redistribute(*args, Links())
     assert [step.axes for step in flat.steps] == [(0, 1)]
     assert plan.wire_bytes == flat.wire_bytes
 
@@ -152,24 +169,21 @@ def test_seconds_may_come_first():
     """More bytes take less time on an axis whose latency is far lower."""
     args = mesh_of((2, 2)), (R, Shard(0)), (Shard(0), R), (8, 8), 4
     latency = {"a": 1.0, "b": 1e-6}
-    few = plan_redistribute(*args, CostModel(latency=latency))
-    quick = plan_redistribute(*args, CostModel(latency=latency, minimize="seconds"))
+    few = plan_redistribute(*args, Links(latency=latency))
+    quick = plan_redistribute(*args, Links(latency=latency), minimize="seconds")
     assert [step.name for step in few.steps] == ["exchange"]
     assert [(step.name, step.axes) for step in quick.steps] == [("all_gather", (1,)), ("slice", ())]
     assert few.wire_bytes < quick.wire_bytes
     assert few.seconds > quick.seconds
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"bandwidth": 0}, r"CostModel.bandwidth must be positive, got 0"),
-        ({"minimize": "steps"}, r"CostModel.minimize must be 'bytes' or 'seconds', got 'steps'"),
-    ],
-)
-def test_cost_models_are_checked(values, message):
-    with pytest.raises(ValueError, match=message):
-        CostModel(**values)
+def test_links_are_checked():
+    with pytest.raises(ValueError, match=r"Links.bandwidth must be positive, got 0"):
+        Links(bandwidth=0)
+    with pytest.raises(ValueError, match=r"Links.latency must be positive, got \{'a': -1\}|got \(\('a', -1\),\)"):
+        Links(latency={"a": -1})
+    with pytest.raises(ValueError, match=r"minimize must be 'bytes' or 'seconds', got 'steps'"):
+        plan_redistribute(mesh_of((2,)), (R,), (R,), (4,), minimize="steps")
 
 
 def test_every_rank_makes_the_same_plan():

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from hp_dtensor.comm.links import Links
 from hp_dtensor.comm.world import fake_world
 from hp_dtensor.parallel.attention import AttentionShape, choose_context_parallel
-from hp_dtensor.redistribute.costs import CostModel
 from hp_trainer.exceptions import ParallelDimsError
 from hp_trainer.parallel import ParallelDims, context
 
@@ -300,7 +300,7 @@ def test_context_parallel_ranks_do_not_drop_choices_by_position() -> None:
 @pytest.mark.parametrize("method", ["ring", "all_gather"])
 def test_costs_of_a_long_sequence_are_those_counted_on_all_of_it(method) -> None:
     shape = AttentionShape(batch=1, length=8192, heads=32, kv_heads=8, head_dim=128)
-    rates = {"costs": CostModel(bandwidth=50e9), "flops": 1e14}
+    rates = {"costs": Links(bandwidth=50e9), "flops": 1e14}
     whole = choose_context_parallel(shape, 2, method=method, ulysses_degree=1, **rates).best
     found = context._cheapest(shape, 2, method, 1)
     assert found.forward_bytes == whole.forward_bytes

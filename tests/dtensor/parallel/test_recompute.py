@@ -14,7 +14,7 @@ import pytest
 from hp_dtensor import parallelize_value_and_grad
 from hp_dtensor.comm.collectives import all_gather, all_to_all_rows
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.saved_tensors import Kept
+from hp_dtensor.comm.saved_tensors import SavedTensors
 from hp_dtensor.comm_debug import CommDebugMode
 from hp_dtensor.exceptions import CapabilityError, GradientPathError
 from hp_dtensor.parallel import nn
@@ -162,7 +162,7 @@ def test_a_node_lets_go_of_what_it_has_kept_though_the_loss_is_held(hp_platform)
     ops, x = hp_platform.ops, leaf(hp_platform, VALUES)
 
     def square(x):
-        found = Kept(hp_platform, x)
+        found = SavedTensors(hp_platform, x)
         alive.append(weakref.ref(found))
         return hp_platform.custom_function(
             lambda x: ops.mul(x, x), lambda grad: ops.mul(grad, ops.mul(found.tensors[0], 2.0)), x
@@ -245,7 +245,7 @@ def test_another_way_the_second_time_is_refused(hp_platform):
     for first, second in ((1, 2), (2, 1)):
         lengths = iter([first, second])
         loss = hp_platform.ops.sum(checkpoint(wander, leaf(hp_platform, VALUES), platform=hp_platform))
-        with pytest.raises(RuntimeError, match="went another way when it was computed again"):
+        with pytest.raises(RuntimeError, match="made other calls when it was recomputed"):
             hp_platform.backward(loss)
 
 

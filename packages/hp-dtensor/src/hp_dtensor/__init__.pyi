@@ -1,5 +1,7 @@
 """Every public name of hp_dtensor, once: type checkers read this file, and `__init__.py` takes the names from it."""
 
+from hp_dtensor.comm.links import Links as Links
+from hp_dtensor.comm.links import measure_links as measure_links
 from hp_dtensor.comm.mesh import DeviceMesh as DeviceMesh
 from hp_dtensor.comm.mesh import get_current_mesh as get_current_mesh
 from hp_dtensor.comm.mesh import init_device_mesh as init_device_mesh
@@ -51,7 +53,6 @@ from hp_dtensor.parallel.tensor_parallel import loss_parallel as loss_parallel
 from hp_dtensor.platform.interface import Platform as Platform
 from hp_dtensor.platform.plugins import hookimpl as hookimpl
 from hp_dtensor.platform.selection import get_platform as get_platform
-from hp_dtensor.redistribute import CostModel as CostModel
 from hp_dtensor.redistribute import plan_redistribute as plan_redistribute
 from hp_dtensor.redistribute.explicit import explicit_redistribution as explicit_redistribution
 from hp_dtensor.spec.placements import Partial as Partial

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy
 
-from hp_dtensor.comm.saved_tensors import PRODUCTS, Kept, saved_result
+from hp_dtensor.comm.saved_tensors import PRODUCTS, SavedTensors, saved_result
 from hp_dtensor.platform.interface import Platform
 from hp_moe.plugins import plugin_manager
 
@@ -123,7 +123,7 @@ def loop_grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
     """
     ops = sizes.platform.ops
     slices = _group_slices(sizes.host)
-    kept = Kept(sizes.platform, x, weight)
+    kept = SavedTensors(sizes.platform, x, weight)
 
     def forward(x: Tensor, weight: Tensor) -> Tensor:
         return saved_result(PRODUCTS, lambda: products(x, weight))

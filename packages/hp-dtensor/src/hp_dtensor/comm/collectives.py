@@ -1,9 +1,9 @@
-"""Differentiable collectives on plain local tensors, each with its dual.
+"""Differentiable collectives on plain local tensors, each with its dual as backward.
 
-On one mesh axis a value is replicated (R), sharded (S), partial (P) or varying (V: the same number entering a
-computation whose result differs per rank). Gradients have the types R -> R, S -> S, P -> R, V -> P, from
-which each collective's backward follows. `lengths[i]` is rank i's extent along the dimension; uneven and
-empty ones are normal.
+On one mesh axis a value is replicated (R), sharded (S), partial (P) or varying (V: an equal value on all ranks, used in
+a computation that differs per rank). Gradients have the types R -> R, S -> S, P -> R, V -> P, which determine the
+backward of each collective. `lengths[i]` is the size of rank i's shard along the dimension. Shards may be uneven and
+empty.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hp_dtensor.comm.process_group import ProcessGroup
-from hp_dtensor.comm.saved_tensors import COLLECTIVES, Kept, saved_result
+from hp_dtensor.comm.saved_tensors import COLLECTIVES, SavedTensors, saved_result
 from hp_dtensor.platform.interface import Platform
 
 Tensor = Any
@@ -20,43 +20,44 @@ Lengths = Sequence[int]
 
 
 def all_gather(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
-    """Gather the parts of all ranks (S -> R); backward keeps the local slice."""
+    """Gather the shards of all ranks (S -> R). Backward takes the local slice."""
     return _platform(group).linear_map(
-        x, staying(lambda t: gather_data(t, group, dim, lengths)), lambda g: slice_data(g, group, dim, lengths)
+        x, saving_result(lambda t: gather_data(t, group, dim, lengths)), lambda g: slice_data(g, group, dim, lengths)
     )
 
 
 def all_gather_varying(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
-    """Gather the parts of all ranks for a use that differs per rank (S -> V); backward reduce-scatters."""
+    """Gather the shards of all ranks for a use that differs per rank (S -> V). Backward reduce-scatters."""
     return _platform(group).linear_map(
         x,
-        staying(lambda t: gather_data(t, group, dim, lengths)),
+        saving_result(lambda t: gather_data(t, group, dim, lengths)),
         lambda g: reduce_scatter_data(g, group, dim, lengths),
     )
 
 
 def regather_varying(x: Tensor, gathered: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
-    """Return `gathered`, the all-gather of `x` made before, for a use that differs per rank (S -> V).
+    """Return `gathered`, an earlier all-gather of `x`, for a use that differs per rank (S -> V).
 
-    Nothing is communicated in forward; backward reduce-scatters to `x`.
+    Forward communicates nothing. Backward reduce-scatters to `x`.
     """
     platform = _platform(group)
-    # Taken by the first call and not kept: the node outlives it, and a second derivative gathers anew.
-    at_hand = [platform.detach(gathered)]
+    # The first call takes the tensor out: the node lives longer and must not hold it. A later call, for a second
+    # derivative, gathers again.
+    available = [platform.detach(gathered)]
 
     def forward(t: Tensor) -> Tensor:
-        return at_hand.pop() if at_hand else gather_data(t, group, dim, lengths)
+        return available.pop() if available else gather_data(t, group, dim, lengths)
 
     return platform.linear_map(x, forward, lambda g: reduce_scatter_data(g, group, dim, lengths))
 
 
 def vary(x: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
-    """Return `x` for a use that differs per rank of every group (R -> V); backward all-reduces."""
+    """Return `x` for a use that differs per rank of every group (R -> V). Backward all-reduces."""
     return _platform(groups[0]).linear_map(x, lambda t: t, lambda g: _all_reduce_over(g, groups))
 
 
 def local_slice(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
-    """Return this rank's part (R -> S); backward all-gathers."""
+    """Return this rank's shard (R -> S). Backward all-gathers."""
     return _platform(group).linear_map(
         x, lambda t: slice_data(t, group, dim, lengths), lambda g: gather_data(g, group, dim, lengths)
     )
@@ -65,26 +66,27 @@ def local_slice(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> T
 def all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
     """Reduce over the ranks (P -> R).
 
-    Backward is the identity for sums, a factor 1/n for averages, and goes to the winners for max and min.
+    Backward is the identity for sums and a factor 1/n for averages. For max and min the gradient goes to the ranks that
+    had the result.
     """
     platform = _platform(group)
     # A partial sum x_r has d(sum)/d(x_r) = 1, so each rank's gradient is that of the result, which is the same on all
     # ranks already: no collective in backward.
     if op == "sum":
-        return platform.linear_map(x, staying(lambda t: all_reduce_data(t, group)), lambda g: g)
+        return platform.linear_map(x, saving_result(lambda t: all_reduce_data(t, group)), lambda g: g)
     if op == "avg":
         scale = 1.0 / group.size
         return platform.linear_map(
-            x, staying(lambda t: all_reduce_data(t, group, "avg")), lambda g: platform.ops.mul(g, scale)
+            x, saving_result(lambda t: all_reduce_data(t, group, "avg")), lambda g: platform.ops.mul(g, scale)
         )
     return _all_reduce_selecting(x, group, op)
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
-    """Sum over the ranks and keep this rank's part (P -> S); backward all-gathers."""
+    """Sum over the ranks and return this rank's shard (P -> S). Backward all-gathers."""
     return _platform(group).linear_map(
         x,
-        staying(lambda t: reduce_scatter_data(t, group, dim, lengths)),
+        saving_result(lambda t: reduce_scatter_data(t, group, dim, lengths)),
         lambda g: gather_data(g, group, dim, lengths),
     )
 
@@ -97,10 +99,10 @@ def all_to_all(
     cat_dim: int,
     cat_lengths: Lengths,
 ) -> Tensor:
-    """Cut along `split_dim` what was cut along `cat_dim` (S -> S); backward does the reverse."""
+    """Shard along `split_dim` what was sharded along `cat_dim` (S -> S). Backward does the reverse."""
     return _platform(group).linear_map(
         x,
-        staying(lambda t: all_to_all_data(t, group, split_dim, split_lengths, cat_dim, cat_lengths)),
+        saving_result(lambda t: all_to_all_data(t, group, split_dim, split_lengths, cat_dim, cat_lengths)),
         lambda g: all_to_all_data(g, group, cat_dim, cat_lengths, split_dim, split_lengths),
     )
 
@@ -112,17 +114,17 @@ def all_to_all_rows(x: Tensor, group: ProcessGroup, input_rows: Lengths, output_
     """
     return _platform(group).linear_map(
         x,
-        staying(lambda t: all_to_all_rows_data(t, group, input_rows, output_rows)),
+        saving_result(lambda t: all_to_all_rows_data(t, group, input_rows, output_rows)),
         lambda g: all_to_all_rows_data(g, group, output_rows, input_rows),
     )
 
 
 class RowMove(NamedTuple):
-    """A block of rows that goes from one rank's part to a place in the new part of another, or of the same rank.
+    """A block of consecutive rows, and where it moves: to a position on another rank or on the same one.
 
     Attributes:
-        source: the group rank that has the rows, from `source_row` on.
-        target: the group rank that gets them, from `target_row` on.
+        source: the group rank that holds the rows, from row `source_row` on.
+        target: the group rank that receives them, from row `target_row` on.
         rows: the number of rows.
     """
 
@@ -137,74 +139,77 @@ class RowMove(NamedTuple):
 
 
 def move_rows(x: Tensor, group: ProcessGroup, dim: int, moves: Sequence[RowMove]) -> Tensor:
-    """Bring each row of every rank to its place along `dim`: a permutation of all rows, known to every rank.
+    """Permute the rows (along `dim`) of all ranks. Every rank knows all moves.
 
-    Backward moves the gradients' rows back.
+    Backward moves the rows of the gradient back.
     """
     back = [move.reversed() for move in moves]
     return _platform(group).linear_map(
-        x, staying(lambda t: move_rows_data(t, group, dim, moves)), lambda g: move_rows_data(g, group, dim, back)
+        x, saving_result(lambda t: move_rows_data(t, group, dim, moves)), lambda g: move_rows_data(g, group, dim, back)
     )
 
 
 def as_partial(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the value on the group's first rank and zeros elsewhere (R -> P); backward is the identity."""
+    """Return the value on the first rank of the group and zeros elsewhere (R -> P). Backward is the identity."""
     platform = _platform(group)
     return platform.linear_map(x, lambda t: t if group.rank == 0 else platform.ops.zeros_like(t), lambda g: g)
 
 
-def staying(collective: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a collective whose result stays where a part that is computed again keeps those of collectives.
+def saving_result(collective: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a collective that recomputation does not repeat if it saves the results of collectives.
 
     Example:
-        >>> staying(lambda x: x)(3)
+        >>> saving_result(lambda x: x)(3)
         3
     """
     return lambda x: saved_result(COLLECTIVES, lambda: collective(x))
 
 
-# The same on data alone, outside autograd ----------------------------------------------------------------
+# Without autograd -----------------------------------------------------------------------------------------
 
 
 def gather_data(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
-    """Return all ranks' `x` put together along `dim`."""
+    """Return the concatenation of all ranks' `x` along `dim`."""
     if group.size == 1:
         return x
-    platform, x = _platform(group), _fit(group, x)
+    platform, x = _platform(group), _contiguous(group, x)
     if len(set(lengths)) == 1:
         gathered = platform.empty((group.size * x.shape[0], *x.shape[1:]) if x.shape else (group.size,), x.dtype)
         group.all_gather_into(gathered, x)
         return gathered if dim == 0 else platform.ops.cat(platform.ops.chunk(gathered, group.size, 0), dim)
-    # An all-gather of the framework takes equal parts only; padding would send more than these messages do.
-    parts = [platform.empty(_with_length(x, dim, length), x.dtype) for length in lengths]
-    group.exchange([x] * group.size, parts)
-    return platform.ops.cat(parts, dim)
+    # An all-gather of the framework takes equal shards only, and padding would send more bytes than these messages.
+    shards = [platform.empty(_with_length(x, dim, length), x.dtype) for length in lengths]
+    group.exchange([x] * group.size, shards)
+    return platform.ops.cat(shards, dim)
 
 
 def slice_data(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
-    """Return this rank's part of `x` along `dim`, as a tensor of its own."""
+    """Return this rank's shard of `x` along `dim`, as a tensor of its own."""
     if group.size == 1:
         return x
-    part = _platform(group).ops.narrow(x, dim, sum(lengths[: group.rank]), lengths[group.rank])
-    return _platform(group).ops.clone(part)
+    shard = _platform(group).ops.narrow(x, dim, sum(lengths[: group.rank]), lengths[group.rank])
+    # A view would keep the storage of the full `x` alive, and share its version counter.
+    return _platform(group).ops.clone(shard)
 
 
 def reduce_scatter_data(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
-    """Return this rank's part along `dim` of the sum over ranks."""
+    """Return this rank's shard along `dim` of the sum over ranks."""
     if group.size == 1:
         return x
     platform = _platform(group)
     if len(set(lengths)) == 1:
         rows_first = x if dim == 0 else platform.ops.cat(platform.ops.chunk(x, group.size, dim), 0)
         output = platform.empty(_with_length(x, dim, lengths[0]), x.dtype)
+        # The collective may overwrite its input, hence the copy.
         group.reduce_scatter_into(output, _own_copy(group, rows_first))
         return output
-    sends = [_fit(group, part) for part in platform.ops.split(x, list(lengths), dim)]
+    sends = [_contiguous(group, shard) for shard in platform.ops.split(x, list(lengths), dim)]
     receives = [platform.empty(sends[group.rank].shape, x.dtype) for _ in lengths]
     group.exchange(sends, receives)
+    # In rank order, so that the sum is reproducible bit by bit.
     total = receives[0]
-    for part in receives[1:]:
-        total = platform.ops.add(total, part)
+    for term in receives[1:]:
+        total = platform.ops.add(total, term)
     return total
 
 
@@ -225,14 +230,13 @@ def all_to_all_data(
     cat_dim: int,
     cat_lengths: Lengths,
 ) -> Tensor:
-    """Cut `x` along `split_dim`, send part j to rank j, put what comes together along `cat_dim`."""
+    """Split `x` along `split_dim`, send chunk j to rank j, and concatenate what is received along `cat_dim`."""
     if group.size == 1:
         return x
     platform = _platform(group)
-    # Lengths of all ranks are known to all, so nobody is asked for the shapes of messages, and empty ones are left out
-    # on both sides.
+    # Every rank knows the lengths of all ranks. So no message shapes are exchanged, and both sides skip empty messages.
     mine = split_lengths[group.rank]
-    sends = [_fit(group, part) for part in platform.ops.split(x, list(split_lengths), split_dim)]
+    sends = [_contiguous(group, chunk) for chunk in platform.ops.split(x, list(split_lengths), split_dim)]
     shape = list(x.shape)
     shape[split_dim] = mine
     receives = []
@@ -248,12 +252,12 @@ def all_to_all_rows_data(x: Tensor, group: ProcessGroup, input_rows: Lengths, ou
     if group.size == 1:
         return x
     output = _platform(group).empty((sum(output_rows), *x.shape[1:]), x.dtype)
-    group.all_to_all_into(output, _fit(group, x), output_rows, input_rows)
+    group.all_to_all_into(output, _contiguous(group, x), output_rows, input_rows)
     return output
 
 
 def move_rows_data(x: Tensor, group: ProcessGroup, dim: int, moves: Sequence[RowMove]) -> Tensor:
-    """Bring rows to their places; see `move_rows`."""
+    """Permute the rows of all ranks; see `move_rows`."""
     platform = _platform(group)
     ops, me = platform.ops, group.rank
     moves = sorted(moves, key=lambda move: move.target_row)
@@ -261,21 +265,21 @@ def move_rows_data(x: Tensor, group: ProcessGroup, dim: int, moves: Sequence[Row
     receives: list[Tensor | None] = [None] * group.size
     for other in {move.target for move in moves if move.source == me} - {me}:
         rows = [ops.narrow(x, dim, m.source_row, m.rows) for m in moves if (m.source, m.target) == (me, other)]
-        sends[other] = _fit(group, rows[0] if len(rows) == 1 else ops.cat(rows, dim))
+        sends[other] = _contiguous(group, rows[0] if len(rows) == 1 else ops.cat(rows, dim))
     for other in {move.source for move in moves if move.target == me} - {me}:
         count = sum(m.rows for m in moves if (m.source, m.target) == (other, me))
         receives[other] = platform.empty(_with_length(x, dim, count), x.dtype)
     if any(move.source != move.target for move in moves):
         group.exchange(sends, receives)
     taken = [0] * group.size
-    pieces = []
-    # Messages of one sender hold their rows in the order of the target, as sorted above on both sides, so they are
-    # taken one after the other.
+    blocks = []
+    # A message holds its rows in the order of the target, because both sides sorted the moves above. So the rows of
+    # each message are consumed from front to back.
     for move in (move for move in moves if move.target == me):
         start = move.source_row if move.source == me else taken[move.source]
-        pieces.append(ops.narrow(x if move.source == me else receives[move.source], dim, start, move.rows))
+        blocks.append(ops.narrow(x if move.source == me else receives[move.source], dim, start, move.rows))
         taken[move.source] += move.rows
-    return ops.cat(pieces, dim) if pieces else ops.clone(ops.narrow(x, dim, 0, 0))
+    return ops.cat(blocks, dim) if blocks else ops.clone(ops.narrow(x, dim, 0, 0))
 
 
 def _all_reduce_over(x: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
@@ -285,38 +289,39 @@ def _all_reduce_over(x: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
 
 
 def _all_reduce_selecting(x: Tensor, group: ProcessGroup, op: str) -> Tensor:
-    """Reduce by max, min or product over the ranks, with the gradient of the single-device reduction."""
+    """Reduce by max, min or product over the ranks, with the gradient of the reduction on a single device."""
     platform = _platform(group)
-    kept: list[Kept] = []
+    saved: list[SavedTensors] = []
 
     def forward(t: Tensor) -> Tensor:
         result = saved_result(COLLECTIVES, lambda: all_reduce_data(t, group, op))
-        # A list: forward runs inside of the node, when both closures exist.
-        kept[:] = [Kept(platform, t, result)]
+        # A list, because forward runs inside of the node, after both closures have been created.
+        saved[:] = [SavedTensors(platform, t, result)]
         return result
 
     def backward(g: Tensor) -> list[Tensor]:
-        data, result = kept[0].tensors
+        data, result = saved[0].tensors
         return [grad_of_selected(g, data, result, group, op)]
 
     return platform.custom_function(forward, backward, x)
 
 
 def grad_of_selected(grad: Tensor, x: Tensor, result: Tensor, group: ProcessGroup, op: str) -> Tensor:
-    """Return the gradient of this rank's `x` for the gradient of `result`, the reduction over all ranks.
+    """Return the gradient of this rank's `x` from that of `result`, the reduction over all ranks.
 
-    Those that won share it equally; of a product, each gets it times the product of the others.
+    For max and min the ranks that hold the result share the gradient equally. For a product each rank gets it times the
+    product of the others.
     """
     ops = _platform(group).ops
     if op == "product":
-        # The product of the others is not result / x where x is 0. Zeros are set to 1 and counted: a rank's gradient is
-        # 0 where another one has a zero.
+        # The product of the others is not result / x where x is 0. So zeros are replaced by 1 and counted: the gradient
+        # of a rank is 0 where another rank has a zero.
         zeros = ops.cast(ops.eq(x, 0.0), x.dtype)
         factor = ops.add(x, zeros)
         others = ops.div(all_reduce_data(factor, group, op), factor)
         zeros_elsewhere = ops.sub(all_reduce_data(zeros, group), zeros)
         return ops.mul(grad, ops.where(ops.eq(zeros_elsewhere, 0.0), others, ops.zeros_like(zeros)))
-    # Ties share the gradient, as the single-device reduction over all elements (`amax`) shares it among its winners.
+    # Ties share the gradient, as in `amax` on a single device.
     winners = ops.cast(ops.eq(x, result), x.dtype)
     return ops.div(ops.mul(grad, winners), all_reduce_data(winners, group))
 
@@ -326,12 +331,12 @@ def _platform(group: ProcessGroup) -> Platform:
     return group.platform
 
 
-def _fit(group: ProcessGroup, x: Tensor) -> Tensor:
+def _contiguous(group: ProcessGroup, x: Tensor) -> Tensor:
     return _platform(group).contiguous(x)
 
 
 def _own_copy(group: ProcessGroup, x: Tensor) -> Tensor:
-    return _fit(group, _platform(group).ops.clone(x))
+    return _contiguous(group, _platform(group).ops.clone(x))
 
 
 def _with_length(x: Tensor, dim: int, length: int) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
-"""Tensors that a custom function keeps for its backward.
+"""Tensors saved for backward by custom functions, and results saved for recomputation.
 
-Results that stay from a computation to its repetition in backward, instead of being computed again.
-
-`hp_dtensor.parallel.recompute` opens a record for each call of a part of a model that backward computes again. What has
-been put into the record the first time is taken from it the second time, call by call in the same order.
+`SavedTensors` holds what an autograd node needs in backward, and refuses to return a tensor that was written meanwhile.
+`RecomputeRecord` holds results that recomputation takes over instead of computing them again: on the first run they are
+stored, on the second they are returned, call by call in the same order. `hp_dtensor.parallel.recompute` opens a record
+for each call of a recomputed part of a model.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.trees import map_tensors
 
 Tensor = Any
+T = TypeVar("T")
 
 
-class Keeper(Protocol):
-    """One tensor that is kept for backward, wherever it lies until then."""
+class SavedTensor(Protocol):
+    """A tensor saved for backward, wherever it is stored until then."""
 
     def get(self) -> Tensor:
-        """Return the tensor as it was when it was given."""
+        """Return the tensor with the values that it had when it was saved."""
 
     def check(self) -> None:
-        """Raise RuntimeError if it has been written while it had to stay the same."""
+        """Raise RuntimeError if the tensor had to stay unchanged and was written."""
 
 
-class Held:
-    """A tensor that stays where it is, and must not be written before the last `get`.
+class SavedReference:
+    """A saved tensor that stays where it is. It must not be written before the last `get`.
 
     Args:
         tensor: a leaf, or outside the graph.
 
     Example:
-        >>> Held(platform, platform.zeros((2, 3), platform.dtype("float32"))).get().shape
+        >>> SavedReference(platform, platform.zeros((2, 3), platform.dtype("float32"))).get().shape
         torch.Size([2, 3])
     """
 
@@ -46,98 +47,100 @@ class Held:
 
     @property
     def is_unchanged(self) -> bool:
-        """True if the tensor has not been written in place since, as far as the framework counts that."""
+        """True if the tensor has not been written in place since, as far as the framework counts writes."""
         return self._platform.version(self._tensor) == self._version
 
     def get(self) -> Tensor:
         """Return the tensor.
 
         Raises:
-            RuntimeError: it has been written in place meanwhile (where the framework counts that).
+            RuntimeError: it was written in place meanwhile (if the framework counts writes).
         """
         self.check()
         return self._tensor
 
     def check(self) -> None:
-        """See `Keeper`."""
+        """See `SavedTensor`."""
         if not self.is_unchanged:
             raise RuntimeError(MODIFIED.format(list(self._tensor.shape)))
 
 
-class Kept:
-    """Tensors as a forward had them, plain and outside the graph.
+class SavedTensors:
+    """Tensors that a custom function saves for its backward, plain and outside the graph.
 
-    They stay the same whatever becomes of the objects that were given. Within `keeping` they are kept as it says.
+    The values stay those of forward, whatever happens to the tensor objects. Inside `saving_tensors` each tensor is
+    saved in the given way.
 
     Raises:
-        RuntimeError: from `tensors`, if one has been written in place meanwhile (where the framework counts that).
+        RuntimeError: from `tensors`, if one was written in place meanwhile (if the framework counts writes).
     """
 
     def __init__(self, platform: Platform, *tensors: Tensor) -> None:
-        # Detached, they share storage and version counter but not the object, whose data, class or grad may be
-        # exchanged before backward. The node must not hold its own output's graph either: that would be a circle which
-        # only the garbage collector frees.
-        keep = _keeper.get() or functools.partial(Held, platform)
-        self._kept = [keep(platform.detach(x)) for x in tensors]
+        # A detached tensor shares storage and version counter, but is another object: data, class or grad of the
+        # original may be replaced before backward. And a node that held its own output with its graph would be a
+        # reference cycle, which only the garbage collector frees.
+        save = _save.get() or functools.partial(SavedReference, platform)
+        self._saved = [save(platform.detach(x)) for x in tensors]
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [kept.get() for kept in self._kept]
+        """Return the tensors, each as `SavedTensor.get` returns it."""
+        return [saved.get() for saved in self._saved]
 
     def check(self) -> None:
-        """Refuse to go on if a tensor has been written."""
-        for kept in self._kept:
-            kept.check()
+        """Raise RuntimeError if a tensor that had to stay unchanged was written."""
+        for saved in self._saved:
+            saved.check()
 
 
 @contextlib.contextmanager
-def keeping(keep: Callable[[Tensor], Keeper] | None) -> Iterator[None]:
-    """Keep the tensors of each `Kept` that is made in the block by `keep`; None: where they are.
+def saving_tensors(save: Callable[[Tensor], SavedTensor] | None) -> Iterator[None]:
+    """Save the tensors of every `SavedTensors` created in the block by `save`. None: by reference.
 
     Example:
-        >>> from hp_dtensor.comm.saved_tensors import Kept
-        >>> with keeping(None):
-        ...     len(Kept(platform, platform.zeros((2,), platform.dtype("float32"))).tensors)
+        >>> from hp_dtensor.comm.saved_tensors import SavedTensors
+        >>> with saving_tensors(None):
+        ...     len(SavedTensors(platform, platform.zeros((2,), platform.dtype("float32"))).tensors)
         1
     """
-    # A context variable, for each simulated rank is a thread.
-    token = _keeper.set(keep)
+    # A context variable because each simulated rank is a thread.
+    token = _save.set(save)
     try:
         yield
     finally:
-        _keeper.reset(token)
+        _save.reset(token)
 
 
 MODIFIED = (
     "backward needs a tensor of shape {} as it was in forward, but it has been modified in place since; write to a "
     "clone of it, or use an operation that is not in place"
 )
-_keeper: ContextVar[Callable[[Tensor], Keeper] | None] = ContextVar("hp_dtensor.comm.saved_tensors", default=None)
+_save: ContextVar[Callable[[Tensor], SavedTensor] | None] = ContextVar("hp_dtensor.comm.saved_tensors", default=None)
 
 
-T = TypeVar("T")
+# Results saved for recomputation --------------------------------------------------------------------------
 
 ATTENTION, PRODUCTS, COLLECTIVES = KINDS = ("attention", "products", "collectives")
-"""Kinds of operations whose results can be kept."""
+"""Kinds of operations whose results can be saved instead of recomputed."""
 
 
-def saved_value(decide: Callable[[], T]) -> T:
-    """Return `decide()` or, while a part of a model is computed again, the value that the same call gave at first.
+def saved_value(compute: Callable[[], T]) -> T:
+    """Return `compute()` or, during recomputation, the value that the same call returned the first time.
 
-    For decisions from data (which experts a token goes to), for counting, and for what is dear and needs no gradient.
+    For decisions from data (which experts a token goes to), for counters, and for expensive values without gradient.
 
     Example:
         >>> saved_value(lambda: 3)
         3
     """
-    record = current.get()
-    return decide() if record is None or record.is_making else record.next(decide)
+    record = current_record.get()
+    return compute() if record is None or record.is_computing else record.value(compute)
 
 
 def saved_result(kind: str, compute: Callable[[], T]) -> T:
-    """Return `compute()` or, while a part is computed again that keeps results of this kind, that of the first time.
+    """Return `compute()` or, during a recomputation that saves results of this kind, the result of the first time.
 
-    For use in the forward of an autograd node, which is made anew around the kept result.
+    For use in the forward of an autograd node. Recomputation creates a new node around the saved result.
 
     Args:
         kind: one of `KINDS`.
@@ -147,19 +150,19 @@ def saved_result(kind: str, compute: Callable[[], T]) -> T:
         >>> saved_result("products", lambda: 3)
         3
     """
-    record = current.get()
-    if record is None or record.is_making or kind not in record.keep:
+    record = current_record.get()
+    if record is None or record.is_computing or kind not in record.kinds:
         return compute()
     results: T = record.result(compute)
     return results
 
 
 def reached(platform: Platform, x: Tensor) -> Tensor:
-    """Return `x` from a place that a repetition comes to on every rank.
+    """Return `x`, and mark this point as one that recomputation reaches on every rank.
 
-    For use in front of a collective where other ranks may have saved something for backward and this one nothing, such
-    as one whose experts have no tokens. A repetition ends at the last thing saved; what others send on the way there,
-    this rank must send and receive too.
+    For use before a collective if this rank may save nothing for backward while others do, such as a rank whose experts
+    receive no tokens. Recomputation ends at the last saved tensor. Without the mark such a rank would end earlier than
+    the others, which then wait for it in their collectives.
 
     Args:
         x: plain.
@@ -168,31 +171,31 @@ def reached(platform: Platform, x: Tensor) -> Tensor:
         >>> reached(platform, platform.zeros((2,), platform.dtype("float32"))).shape
         torch.Size([2])
     """
-    if current.get() is None or not platform.repeats_for_saved or not platform.requires_grad(x):
+    if current_record.get() is None or not platform.repeats_for_saved or not platform.requires_grad(x):
         return x
-    mark = Kept(platform, platform.zeros((0,), x.dtype))
+    mark = SavedTensors(platform, platform.zeros((0,), x.dtype))
 
     def backward(grad: Tensor) -> Tensor:
-        # To ask for it is to have it made again.
+        # Reading a saved tensor is what triggers its recomputation.
         _ = mark.tensors
         return grad
 
     return platform.custom_function(platform.detach, backward, x)
 
 
-class Record:
-    """Values of one call, in order; a nested call takes over those of the outer one.
+class RecomputeRecord:
+    """Values of one call of a recomputed function, in the order in which they were computed.
 
     Args:
-        outer: of the call that this one is within.
-        keep: kinds of operations whose results stay.
+        outer: the record of the recomputed call around this one. This record asks it for values, so that they are saved
+            even if the outer call is recomputed as a whole.
+        kinds: kinds of operations whose results are saved.
 
     Attributes:
-        platform: of the part.
-        is_making: a value that will be kept is being made; what is within is not called again.
+        is_computing: a value is being computed. Values inside of it are not recorded separately.
 
     Example:
-        >>> record = Record(platform)
+        >>> record = RecomputeRecord(platform)
         >>> with record.first():
         ...     saved_value(lambda: "once")
         'once'
@@ -201,95 +204,96 @@ class Record:
         'once'
     """
 
-    def __init__(self, platform: Platform, outer: Record | None = None, keep: Collection[str] = ()) -> None:
-        self.keep = frozenset(keep)
-        self.is_making = False
+    def __init__(self, platform: Platform, outer: RecomputeRecord | None = None, kinds: Collection[str] = ()) -> None:
+        self.kinds = frozenset(kinds)
+        self.is_computing = False
         self.platform = platform
         self._outer = outer
-        self._operations = platform.kept_operations(self.keep)
+        self._operations = platform.kept_operations(self.kinds)
         self._values: list[Any] = []
+        # Index of the next value to return during recomputation; None on the first run.
         self._position: int | None = None
 
     @property
     def position(self) -> int:
-        """The number of values that the call has come by, the first time or the second."""
+        """The number of values that the current run has reached."""
         return len(self._values) if self._position is None else self._position
 
-    def next(self, decide: Callable[[], Any]) -> Any:
-        """Return a decision: of this call, or of the outer one where that is being repeated."""
+    def value(self, compute: Callable[[], Any]) -> Any:
+        """Return the next value: of this call, or of the outer one while that is recomputed."""
         outer = self._outer
-        return self._once(decide if outer is None else lambda: outer.next(decide))
+        return self._next(compute if outer is None else lambda: outer.value(compute))
 
     def result(self, compute: Callable[[], Any]) -> Any:
-        """Return results of an operation, as new tensors that share the memory of those that are kept."""
-        values, kept_tensors = self._once(lambda: self._noted(compute()))
-        # Forward may write into what it was given: as a result of the repetition that would be another one.
-        kept_tensors.check()
-        # An autograd node makes the tensors that its forward returns part of the graph: the record keeps others.
+        """Return the next results of an operation, as new tensors that share the memory of the saved ones."""
+        values, saved = self._next(lambda: self._with_versions(compute()))
+        # Forward may have written to the result, which recomputation would then return with the wrong values.
+        saved.check()
+        # An autograd node makes the tensors that its forward returns part of the graph. The record must not hold those.
         return map_tensors(values, self.platform.Tensor, self.platform.detach)
 
-    def _noted(self, values: Any) -> tuple[Any, Kept]:
-        """Return results, and their versions."""
+    def _with_versions(self, values: Any) -> tuple[Any, SavedTensors]:
         tensors: list[Any] = []
         map_tensors(values, self.platform.Tensor, tensors.append)
-        return values, Kept(self.platform, *tensors)
+        return values, SavedTensors(self.platform, *tensors)
 
-    def _once(self, make: Callable[[], Any]) -> Any:
+    def _next(self, compute: Callable[[], Any]) -> Any:
         if self._position is None:
-            self._values.append(self._made(make))
+            self._values.append(self._compute(compute))
             return self._values[-1]
-        # More calls than in forward: the part depends on something that has changed, and its gradient would be that of
-        # another function.
+        # More calls than in forward: the function depends on something that has changed since, and its gradient would
+        # be that of another function.
         if self._position == len(self._values):
-            raise RuntimeError(ANOTHER_WAY)
+            raise RuntimeError(RECOMPUTED_DIFFERENTLY)
         self._position += 1
         return self._values[self._position - 1]
 
-    def _made(self, make: Callable[[], Any]) -> Any:
-        self.is_making = True
+    def _compute(self, compute: Callable[[], Any]) -> Any:
+        self.is_computing = True
         try:
-            # A value in the graph would hold it, which holds this; nor is it one of the graph's saved tensors.
-            with self._operations.paused(), self.platform.no_grad(), keeping(None):
-                return make()
+            # Outside the graph: a value in it would hold the graph, which holds this record. And saved by reference: it
+            # is not one of the tensors that recomputation replaces.
+            with self._operations.paused(), self.platform.no_grad(), saving_tensors(None):
+                return compute()
         finally:
-            self.is_making = False
+            self.is_computing = False
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
-        """Keep what is computed in the block."""
+        """Record the values that are computed in the block."""
         with _within(self), self._operations.first():
             yield
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Give what has been kept to the same calls in the block.
+        """Return the recorded values to the same calls in the block.
 
         Raises:
-            RuntimeError: the calls are others.
+            RuntimeError: the calls are different ones.
         """
         before, self._position = self._position, 0
         try:
             with _within(self), self._operations.again():
                 yield
             if self._position != len(self._values):
-                raise RuntimeError(ANOTHER_WAY)
+                raise RuntimeError(RECOMPUTED_DIFFERENTLY)
         finally:
-            # Forward may go on: the part itself may differentiate something of its own.
+            # The first run may still be going on: the function may differentiate something inside of it.
             self._position = before
 
 
-ANOTHER_WAY = (
-    "a checkpointed function went another way when it was computed again in backward than in forward; "
-    "expected the same calls of hp_dtensor.parallel.recompute.saved_value and the same saved operations, in the same "
+RECOMPUTED_DIFFERENTLY = (
+    "a checkpointed function made other calls when it was recomputed in backward than in forward; "
+    "expected the same calls of hp_dtensor.parallel.recompute.saved_value, and the same saved operations, in the same "
     "order"
 )
-current: ContextVar[Record | None] = ContextVar("hp_dtensor.comm.saved_tensors", default=None)
+current_record: ContextVar[RecomputeRecord | None] = ContextVar("hp_dtensor.comm.recompute_record", default=None)
 
 
 @contextlib.contextmanager
-def _within(record: Record) -> Iterator[None]:
-    token = current.set(record)
+def _within(record: RecomputeRecord) -> Iterator[None]:
+    token = current_record.set(record)
     try:
         yield
     finally:
-        current.reset(token)
+        current_record.reset(token)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from typing import Any
 
-from hp_dtensor.comm.saved_tensors import MODIFIED, Held, Keeper, keeping
+from hp_dtensor.comm.saved_tensors import MODIFIED, SavedReference, SavedTensor, saving_tensors
 from hp_dtensor.platform.autograd import HostCopies
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.trees import tensors_in
@@ -97,7 +97,7 @@ class ActivationOffload:
     def _run(self, block: _Block, function: Callable[..., Tensor], x: Tensor, args: tuple[Any, ...]) -> Tensor:
         with ExitStack() as stack:
             stack.enter_context(self._platform.saving(block.save, lambda holder: holder.get()))
-            stack.enter_context(keeping(block.keep))
+            stack.enter_context(saving_tensors(block.keep))
             result = function(x, *args)
         # What this block's own saves have not freed yet: copies of the block before had the time of this whole block.
         if self._last is not None:
@@ -140,7 +140,7 @@ class _Block:
             found = [self._copies.memory_of(x) for tensors in lists for x in tensors]
         self._left |= {memory[0] for memory in found if memory is not None}
 
-    def save(self, x: Tensor) -> Keeper:
+    def save(self, x: Tensor) -> SavedTensor:
         """Return a holder for a tensor that autograd saves, a leaf or part of the graph."""
         if self._platform.is_leaf(x):
             if self._platform.requires_grad(x):
@@ -150,11 +150,11 @@ class _Block:
             # Detached: the graph would hold its own results otherwise, a cycle.
             return self.keep(self._platform.detach(x))
 
-    def keep(self, x: Tensor) -> Keeper:
+    def keep(self, x: Tensor) -> SavedTensor:
         """Return a holder for a leaf, or a tensor outside the graph."""
         memory = self._copies.memory_of(x)
         if memory is None or memory[1] < self._smallest or memory[0] in self._left:
-            return Held(self._platform, x)
+            return SavedReference(self._platform, x)
         shared = None if self._copies.copies_whole_memory else self._copies.form(x)
         key = memory[0], self._platform.version(x), shared
         with self._platform.no_grad(), self._platform.local_op():
@@ -208,7 +208,7 @@ class _Block:
 class _StayingBlock(_Block):
     """A block whose storages stay on the device; their use still fetches those of the block before."""
 
-    def keep(self, x: Tensor) -> Keeper:
+    def keep(self, x: Tensor) -> SavedTensor:
         """Return a holder that leaves a tensor on the device and reports its use."""
         memory = self._copies.memory_of(x)
         num_bytes = 0 if memory is None or memory[0] in self._left else memory[1]
@@ -216,7 +216,7 @@ class _StayingBlock(_Block):
         return _Watched(self, self._platform, x, num_bytes)
 
 
-class _Watched(Held):
+class _Watched(SavedReference):
     """A tensor that stays on the device, and reports to its block when backward uses it."""
 
     def __init__(self, block: _Block, platform: Platform, x: Tensor, num_bytes: int) -> None:
@@ -235,7 +235,7 @@ class _Entry:
         self._block, self._platform, self._copies = block, platform, copies
         self._num_bytes = num_bytes
         self._shape = list(x.shape)
-        self._sources: list[Held] = []  # the users' tensors, while the storage is on the device
+        self._sources: list[SavedReference] = []  # the users' tensors, while the storage is on the device
         self._host, self._wait = copies.to_host(copies.memory(x))
         self._fetched: Any = None
         self._was_written = False
@@ -244,7 +244,7 @@ class _Entry:
     def add(self, x: Tensor) -> None:
         """Add a user, whose tensor must not be written while it is on the device."""
         self._users += 1
-        self._sources.append(Held(self._platform, x))
+        self._sources.append(SavedReference(self._platform, x))
 
     @property
     def is_written(self) -> bool:

@@ -23,16 +23,16 @@ from contextvars import ContextVar
 from typing import Any
 
 from hp_dtensor.comm.saved_tensors import (
-    ANOTHER_WAY,
     KINDS,
-    Held,
-    Keeper,
-    Kept,
-    Record,
-    current,
-    keeping,
+    RECOMPUTED_DIFFERENTLY,
+    RecomputeRecord,
+    SavedReference,
+    SavedTensor,
+    SavedTensors,
+    current_record,
     saved_result,
     saved_value,
+    saving_tensors,
 )
 from hp_dtensor.exceptions import GradientPathError
 from hp_dtensor.platform.interface import Platform
@@ -75,9 +75,9 @@ class CheckpointedCall:
         # tensors.
         self._call = platform.uncompiled(lambda local: function(enter(local), *args))
         # Records the version of the input: if it were written before backward, recomputation would give other values.
-        self._given = Kept(platform, local)
-        outer = current.get()
-        self._record = Record(platform, outer, save if outer is None else ())
+        self._given = SavedTensors(platform, local)
+        outer = current_record.get()
+        self._record = RecomputeRecord(platform, outer, save if outer is None else ())
         self._random, self._precision = _Random(platform), platform.automatic_precision()
 
     @property
@@ -166,7 +166,7 @@ def with_placeholders(call: CheckpointedCall, local: Tensor) -> Tensor:
         torch.Size([2])
     """
     placeholders = _Placeholders(call)
-    with call.platform.saving(placeholders.save, _get), keeping(placeholders.keep):
+    with call.platform.saving(placeholders.save, _get), saving_tensors(placeholders.keep):
         return call.first(local)
 
 
@@ -184,14 +184,14 @@ class _Placeholders:
         # Not a bound method, which would be a reference cycle.
         self._located_recompute = located(_Placeholders._recompute)
 
-    def save(self, x: Tensor) -> Keeper:
+    def save(self, x: Tensor) -> SavedTensor:
         """Return what autograd saves in place of `x`: a parameter itself, else a placeholder."""
         if not (self._platform.is_leaf(x) and self._platform.requires_grad(x)):
             return self.keep(x)
         self._add(x, lambda: None)
-        return Held(self._platform, x)
+        return SavedReference(self._platform, x)
 
-    def keep(self, x: Tensor) -> Keeper:
+    def keep(self, x: Tensor) -> SavedTensor:
         """Return a placeholder."""
         placeholder = _Placeholder(self)
         self._add(x, weakref.ref(placeholder))
@@ -229,14 +229,14 @@ class _Placeholders:
     def _run(self, recomputation: _Recomputation) -> None:
         try:
             leaf = self._call.leaf()
-            with self._platform.saving(recomputation.save, _get), keeping(recomputation.keep):
+            with self._platform.saving(recomputation.save, _get), saving_tensors(recomputation.keep):
                 self._call.again(leaf)
         except Exception:
             # `_AllFilled`, or an error raised by a function that caught it.
             if not recomputation.is_over:
                 raise
         if not recomputation.is_over:
-            raise RuntimeError(f"{ANOTHER_WAY}. It saved fewer tensors for its own backward")
+            raise RuntimeError(f"{RECOMPUTED_DIFFERENTLY}. It saved fewer tensors for its own backward")
 
 
 class _Placeholder:
@@ -244,7 +244,7 @@ class _Placeholder:
 
     def __init__(self, placeholders: _Placeholders) -> None:
         self._placeholders = placeholders
-        self.tensor: Held | None = None
+        self.tensor: SavedReference | None = None
 
     def get(self) -> Tensor:
         """Return the tensor and release it.
@@ -279,26 +279,26 @@ class _Recomputation:
         self._call, self._platform = call, call.platform
         self._forms, self._empty, self._last = forms, empty, max(empty)
         self._index = 0
-        self._saved: list[Held] = []
+        self._saved: list[SavedReference] = []
         self.is_over = False
 
-    def save(self, x: Tensor) -> Keeper:
+    def save(self, x: Tensor) -> SavedTensor:
         # MindSpore counts writes to a detached tensor separately, so the original is checked at the end.
-        self._saved.append(Held(self._platform, x))
+        self._saved.append(SavedReference(self._platform, x))
         with self._platform.no_grad():
             # Detached: the placeholder would hold the graph of the recomputation otherwise.
             return self.keep(self._platform.detach(x))
 
-    def keep(self, x: Tensor) -> Keeper:
+    def keep(self, x: Tensor) -> SavedTensor:
         index, self._index = self._index, self._index + 1
         form = _form(self._call, x)
         # An index beyond the last means that the function caught `_AllFilled`; it is raised again below.
         if index <= self._last and form != self._forms[index]:
             raise RuntimeError(
-                f"{ANOTHER_WAY}. It saved {_described(form)} for its own backward, where forward saved "
+                f"{RECOMPUTED_DIFFERENTLY}. It saved {_described(form)} for its own backward, where forward saved "
                 f"{_described(self._forms[index])}"
             )
-        held = Held(self._platform, x)
+        held = SavedReference(self._platform, x)
         if index in self._empty:
             self._empty[index].tensor = held
         if index >= self._last:
@@ -316,7 +316,7 @@ class _Recomputation:
         self._saved.clear()
 
 
-def _get(holder: Keeper) -> Tensor:
+def _get(holder: SavedTensor) -> Tensor:
     return holder.get()
 
 
@@ -351,7 +351,7 @@ def as_one_node(call: CheckpointedCall, local: Tensor) -> Tensor:
 
     def forward(local: Tensor) -> Tensor:
         # Nodes made here are freed at once, so what they save need not be offloaded.
-        with platform.no_grad(), keeping(None):
+        with platform.no_grad(), saving_tensors(None):
             y = call.first(local)
         leave[:] = [to_layout_of(y)]
         return platform.detach(platform.unwrap(y)) if isinstance(y, DTensor) else y
@@ -442,7 +442,7 @@ def checkpoint(
 
 def is_checkpointed() -> bool:
     """Return whether the current code is within a training forward, or recomputation, of `checkpoint`."""
-    return current.get() is not None
+    return current_record.get() is not None
 
 
 @contextlib.contextmanager

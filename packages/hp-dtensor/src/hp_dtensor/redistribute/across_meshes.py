@@ -15,14 +15,14 @@ from typing import Any
 
 from hp_dtensor.exceptions import PlacementError
 from hp_dtensor.redistribute.exchange import (
-    Part,
+    FromMessage,
     Received,
     Recipe,
     Region,
     Runs,
     Zeros,
     compact_copy,
-    recipe_over,
+    grid_recipe,
     runs_in,
     size_of,
 )
@@ -105,7 +105,7 @@ class AcrossPlan:
             sorted((run, runs) for runs in {regions[dim] for regions in owners} for run in runs)
             for dim in range(len(shape))
         ]
-        return recipe_over(pieces, functools.partial(_cell, owners))
+        return grid_recipe(pieces, functools.partial(_message_region, owners))
 
     # Who sends what --------------------------------------------------------------------------------------
 
@@ -239,8 +239,8 @@ def _common(first: Ranges, second: Ranges) -> Ranges:
     return tuple((start, stop) for start, stop in pairs if start < stop)
 
 
-def _cell(owners: dict[tuple[Runs, ...], int], chosen: tuple[tuple[tuple[int, int], Runs], ...]) -> Recipe:
+def _message_region(owners: dict[tuple[Runs, ...], int], chosen: tuple[tuple[tuple[int, int], Runs], ...]) -> Recipe:
     """Return the part of a message that fills one run per dimension of the result."""
     within = [((sum(n for start, n in runs if start < offset), length),) for (offset, length), runs in chosen]
     sizes = [sum(length for _, length in runs) for _, runs in chosen]
-    return Part(owners[tuple(runs for _, runs in chosen)], Region(within, sizes))
+    return FromMessage(owners[tuple(runs for _, runs in chosen)], Region(within, sizes))

@@ -1,7 +1,7 @@
-"""Many redistributions at once: what their steps send over the same ranks goes in one collective.
+"""Several redistributions at once: steps of one kind over the same ranks share one collective.
 
-Steps are taken position by position: the first ones of all plans, then the second ones. Which of them go together
-depends on the plans alone, so every rank comes to the same collectives, whatever its shards hold.
+Plans run in lock-step: the first steps of all plans, then the second ones. Which of them share a collective depends on
+the plans alone and not on the data of a rank, so every rank calls the same collectives.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute.collectives import Collective
 from hp_dtensor.redistribute.exchange import Exchange, Received
-from hp_dtensor.redistribute.plan import IF_OTHERS_DIFFER, RedistributePlan, Step
+from hp_dtensor.redistribute.plan import HINT_IF_RANKS_DIFFER, RedistributePlan, Step
 
 Tensor = Any
 
@@ -23,10 +23,10 @@ BUCKET_BYTES = 32 * 2**20
 def run_data_together(
     plans: Sequence[RedistributePlan], locals_: Sequence[Tensor], bucket_bytes: int = BUCKET_BYTES
 ) -> list[Tensor]:
-    """Return the result of `run_data` for each plan and its local tensor, sharing collectives.
+    """Return the result of `run_data` for each plan and its local tensor. Plans share collectives where they can.
 
     Args:
-        bucket_bytes: what is sent together at most, per rank; a tensor above that goes alone and is not copied.
+        bucket_bytes: the most bytes that a rank sends in one collective. A larger tensor is sent alone and not copied.
     """
     data = list(locals_)
     steps = [plan.steps for plan in plans]
@@ -40,12 +40,12 @@ def run_data_together(
 
 
 def _buckets(due: dict[int, Step], data: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[int]]:
-    """Yield the indices of the steps that go together."""
+    """Yield the indices of steps that share a collective."""
     filling: dict[Hashable, tuple[float, list[int]]] = {}
     for index, step in due.items():
         key = _kind(step, data[index])
-        # Popped and put back: the dictionary then lists the kinds by their latest step, alike on all ranks, for both
-        # follow from the plans alone.
+        # Removed and inserted again, so that the dictionary is ordered by the latest step of each kind. Ranks must run
+        # the collectives in the same order, and this order follows from the plans alone.
         held, indices = filling.pop(key, (0.0, []))
         if indices and held + step.wire_bytes > bucket_bytes:
             yield indices
@@ -56,12 +56,12 @@ def _buckets(due: dict[int, Step], data: Sequence[Tensor], bucket_bytes: int) ->
 
 
 def _kind(step: Step, x: Tensor) -> Hashable:
-    """Return a key that is equal for steps which may share a collective."""
+    """Return a key that is equal for steps that may share a collective."""
     if isinstance(step, Collective):
         return type(step), step.group, step.op, x.dtype, step.platform.device_of(x)
     if isinstance(step, Exchange) and step.axes:
         return Exchange, step.group, x.dtype, step.platform.device_of(x)
-    # Equal to nothing else: local changes, and reductions by owners, whose sums must keep the order of ranks.
+    # A key that equals no other: local changes run alone, and so do reductions to owners, which sum in rank order.
     return object()
 
 
@@ -74,13 +74,13 @@ def _run_together(steps: Sequence[Any], locals_: Sequence[Tensor]) -> list[Tenso
     except Exception as error:
         error.add_note(
             f"On rank {first.mesh.world.rank}, in {first.name} of a batch of {len(steps)} redistributions on mesh "
-            f"{first.mesh.describe()}. {IF_OTHERS_DIFFER}"
+            f"{first.mesh.describe()}. {HINT_IF_RANKS_DIFFER}"
         )
         raise
 
 
 def _collect(steps: Sequence[Collective], locals_: Sequence[Tensor]) -> list[Tensor]:
-    """Run steps as one collective, of which each block holds the blocks of all tensors, one after the other."""
+    """Run several steps as one collective by concatenating the blocks of all tensors."""
     first = steps[0]
     platform, ops, num_blocks = first.platform, first.platform.ops, first.blocks_sent
     shapes = []
@@ -90,39 +90,38 @@ def _collect(steps: Sequence[Collective], locals_: Sequence[Tensor]) -> list[Ten
         shapes.append(tuple(sent.shape))
         blocks.append(ops.reshape(sent, (num_blocks, math.prod(sent.shape) // num_blocks)))
     joint = platform.contiguous(ops.cat(blocks, 1))
-    # The packed copies are not needed beside the joint one while the collective runs; the peak is two buckets, not
-    # three.
+    # Free the packed copies before the collective allocates its result: the peak is two buckets, not three.
     del blocks
-    landed = first.landing(joint)
-    first.communicate(landed, joint, False).wait()
+    received = first.empty_output(joint)
+    first.communicate(received, joint, False).wait()
     results, start = [], 0
     for step, shape in zip(steps, shapes, strict=True):
         length = math.prod(shape) // num_blocks
-        part = _own(platform, ops.narrow(landed, 1, start, length))
-        results.append(step.unpack(ops.reshape(part, step.landing_shape(shape))))
+        blocks_of_step = _own(platform, ops.narrow(received, 1, start, length))
+        results.append(step.unpack(ops.reshape(blocks_of_step, step.output_shape(shape))))
         start += length
     return results
 
 
 def _exchange(steps: Sequence[Exchange], locals_: Sequence[Tensor]) -> list[Tensor]:
-    """Run steps as one exchange, of which each message holds all that a rank gets, one tensor after the other."""
+    """Run several steps as one exchange by concatenating all messages from one rank to another."""
     platform, group, like = steps[0].platform, steps[0].group, locals_[0]
-    leaving: list[list[Tensor]] = [[] for _ in range(group.size)]
-    arriving: list[list[int]] = [[] for _ in range(group.size)]
+    outgoing: list[list[Tensor]] = [[] for _ in range(group.size)]
+    incoming: list[list[int]] = [[] for _ in range(group.size)]
     for step, local in zip(steps, locals_, strict=True):
-        for i, message in step.leaving(local):
-            leaving[i].append(platform.ops.reshape(message, (-1,)))
-        for i, _, shape in step.arriving:
-            arriving[i].append(math.prod(shape))
-    sends = [platform.contiguous(platform.ops.cat(parts, 0)) if parts else None for parts in leaving]
+        for i, message in step.outgoing(local):
+            outgoing[i].append(platform.ops.reshape(message, (-1,)))
+        for i, _, shape in step.incoming:
+            incoming[i].append(math.prod(shape))
+    sends = [platform.contiguous(platform.ops.cat(messages, 0)) if messages else None for messages in outgoing]
     device = platform.device_of(like)
-    receives = [platform.empty((sum(parts),), like.dtype, device) if parts else None for parts in arriving]
+    receives = [platform.empty((sum(sizes),), like.dtype, device) if sizes else None for sizes in incoming]
     group.exchange(sends, receives)
     passed = [0] * group.size
     results = []
     for step, local in zip(steps, locals_, strict=True):
         received: Received = {}
-        for i, peer, shape in step.arriving:
+        for i, peer, shape in step.incoming:
             numel = math.prod(shape)
             received[peer] = platform.ops.reshape(
                 _own(platform, platform.ops.narrow(receives[i], 0, passed[i], numel)), shape
@@ -132,6 +131,6 @@ def _exchange(steps: Sequence[Exchange], locals_: Sequence[Tensor]) -> list[Tens
     return results
 
 
-def _own(platform: Platform, part: Tensor) -> Tensor:
-    """Return a contiguous copy, which neither keeps its bucket alive nor changes with its neighbours."""
-    return platform.contiguous(platform.ops.clone(part))
+def _own(platform: Platform, view: Tensor) -> Tensor:
+    """Return a contiguous copy, so that a result does not keep the bucket alive or share its version counter."""
+    return platform.contiguous(platform.ops.clone(view))

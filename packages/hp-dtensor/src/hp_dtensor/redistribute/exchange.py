@@ -1,8 +1,7 @@
-"""Parts of local tensors: taking them out, and putting a tensor together from them.
+"""Direct exchange: steps in which each rank sends to the others exactly the elements that they lack.
 
-One rank's messages in a direct exchange, as regions of its local tensor.
-
-Steps in which each rank sends other ranks exactly what they lack.
+`Region` selects from a local tensor, a `Recipe` assembles one from messages. `exchange_messages` derives both from an
+`Ownership`, and the steps `Exchange` and `ReduceToOwners` communicate them.
 """
 
 from __future__ import annotations
@@ -28,44 +27,45 @@ Received = dict[Hashable, Tensor]
 
 
 class Region:
-    """A part of a local tensor: some runs along each dimension.
+    """A selection from a local tensor: some runs along each dimension.
 
     Args:
-        sizes: the local tensor's shape.
+        sizes: the shape of the local tensor.
     """
 
-    __slots__ = ("_cuts", "runs", "shape")
+    __slots__ = ("_narrowed", "runs", "shape")
 
     def __init__(self, runs: Sequence[Runs], sizes: Sequence[int]) -> None:
         self.runs = tuple(runs)
         self.shape = tuple([sum([length for _, length in some]) for some in runs])
-        self._cuts = [
+        self._narrowed = [
             (dim, some or ((0, 0),))
             for dim, (some, size) in enumerate(zip(self.runs, sizes, strict=True))
-            # Most dimensions are taken whole and need no `narrow`.
+            # Most dimensions are selected in full and need no `narrow`.
             if some != ((0, size),)
         ]
 
     def of(self, platform: Platform, x: Tensor) -> Tensor:
-        """Return that part of `x`, which may share its storage."""
+        """Return the selection from `x`, which may share its storage."""
         narrow = platform.ops.narrow
-        for dim, runs in self._cuts:
-            pieces = [narrow(x, dim, offset, length) for offset, length in runs]
-            x = pieces[0] if len(pieces) == 1 else platform.ops.cat(pieces, dim)
+        for dim, runs in self._narrowed:
+            slices = [narrow(x, dim, offset, length) for offset, length in runs]
+            x = slices[0] if len(slices) == 1 else platform.ops.cat(slices, dim)
         return x
 
 
 def compact_copy(platform: Platform, x: Tensor) -> Tensor:
-    """Return a copy with the strides of a tensor that came from another rank: random operations depend on strides.
+    """Return a copy with row-major strides, as a tensor received from another rank has them.
 
-    Of a dimension with one element, too, whose stride `contiguous` leaves as it is.
+    Random operations depend on strides, and results must not depend on whether something was received. `contiguous` is
+    not enough: it leaves the stride of a dimension of one element as it is.
     """
     flat = platform.ops.reshape(platform.ops.clone(x), (math.prod(x.shape),))
     return platform.ops.reshape(flat, tuple(x.shape))
 
 
 def runs_in(ranges: Ranges, held: Ranges) -> Runs:
-    """Return the runs at which `ranges`, which `held` contains, lie in a local tensor that holds `held`."""
+    """Return the runs of `ranges`, all of them within `held`, in a local tensor that holds `held`."""
     result: list[tuple[int, int]] = []
     passed = i = 0
     for start, stop in ranges:
@@ -74,7 +74,7 @@ def runs_in(ranges: Ranges, held: Ranges) -> Runs:
                 passed += held[i][1] - held[i][0]
                 i += 1
             offset, length = passed + start - held[i][0], min(stop, held[i][1]) - start
-            # Ranges that lie apart in the whole may be neighbours in the shard: one run, one copy.
+            # Ranges that are apart in the full tensor may be adjacent in the shard: one run, one copy.
             if result and sum(result[-1]) == offset:
                 result[-1] = (result[-1][0], result[-1][1] + length)
             else:
@@ -88,14 +88,15 @@ def size_of(ranges: Ranges) -> int:
 
 
 class Recipe(Protocol):
-    """Recipe by which a tensor is made of received ones."""
+    """How a tensor is assembled from received ones."""
 
-    def make(self, platform: Platform, received: Received, like: Tensor) -> Tensor: ...
+    def make(self, platform: Platform, received: Received, like: Tensor) -> Tensor:
+        """Return the tensor, with the dtype and on the device of `like`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Recipe for a region of the tensor received from `key`."""
+class FromMessage:
+    """A region of the message received from `key`."""
 
     key: Hashable
     region: Region
@@ -106,7 +107,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """Recipe for zeros of the dtype and device of the local tensor."""
+    """Zeros."""
 
     shape: tuple[int, ...]
 
@@ -115,35 +116,42 @@ class Zeros:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """Recipe for parts one after the other along a dimension."""
+class Concatenation:
+    """Several recipes concatenated along a dimension."""
 
     dim: int
-    parts: tuple[Recipe, ...]
+    recipes: tuple[Recipe, ...]
 
     def make(self, platform: Platform, received: Received, like: Tensor) -> Tensor:
-        return platform.ops.cat([part.make(platform, received, like) for part in self.parts], self.dim)
+        return platform.ops.cat([each.make(platform, received, like) for each in self.recipes], self.dim)
 
 
-def recipe_over(
-    pieces: Sequence[Sequence[Any]], cell: Callable[[tuple[Any, ...]], Recipe], chosen: tuple[Any, ...] = ()
+def grid_recipe(
+    runs: Sequence[Sequence[Any]], cell: Callable[[tuple[Any, ...]], Recipe], chosen: tuple[Any, ...] = ()
 ) -> Recipe:
-    """Return the recipe for a grid of cells, one for each combination of one piece per dimension."""
+    """Return the recipe for a grid of cells: `cell` is called with each combination of one run per dimension."""
     dim = len(chosen)
-    if dim == len(pieces):
+    if dim == len(runs):
         return cell(chosen)
-    parts = tuple(recipe_over(pieces, cell, (*chosen, piece)) for piece in pieces[dim])
-    return parts[0] if len(parts) == 1 else Joined(dim, parts)
+    recipes = tuple(grid_recipe(runs, cell, (*chosen, run)) for run in runs[dim])
+    return recipes[0] if len(recipes) == 1 else Concatenation(dim, recipes)
 
 
-Label = tuple[int, ...]
+# Messages -------------------------------------------------------------------------------------------------
+
+Owner = tuple[int, ...]
+"""Coordinates of the owner of some rows of one dimension, on the owner axes of that dimension."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A run of the result along one dimension, out of the messages with a label; label None stands for zeros."""
+class OwnedRun:
+    """A run of the result along one dimension, and its owner; None stands for zeros.
 
-    label: Label | None
+    Attributes:
+        offset: of the run among all rows of this owner.
+    """
+
+    owner: Owner | None
     offset: int
     length: int
 
@@ -153,10 +161,10 @@ class Messages:
     """One rank's share of an exchange.
 
     Attributes:
-        sends: region of the local tensor for each receiving rank.
-        receives: shape of what comes from each rank.
-        own: the region that stays here; None if nothing does.
-        recipe: how the result is put together from what came from each rank and what stayed.
+        sends: the region of the local tensor that is sent to each receiver.
+        receives: the shape of the message from each sender.
+        own: the region of the local tensor that this rank needs itself; None if there is none.
+        recipe: how the result is assembled from the messages and from `own`.
     """
 
     sends: dict[Coordinate, Region]
@@ -166,59 +174,74 @@ class Messages:
 
 
 def exchange_messages(ownership: Ownership, me: Coordinate) -> Messages:
-    """Return this rank's part in bringing everything from its owners to where the target wants it."""
+    """Return the messages of the rank at coordinate `me` in an exchange from owners to the target placements."""
     rows, owned = ownership.rows_wanted(me), ownership.rows_owned(me)
-    held = tuple(_held(ownership, me, dim, dim_rows) for dim, dim_rows in enumerate(owned))
-    pieces = tuple(_pieces(ownership, me, dim, dim_rows) for dim, dim_rows in enumerate(rows))
-    shape = tuple(sum(piece.length for piece in parts) for parts in pieces)
-    sends = _sends(ownership, me, owned, held)
+    held = tuple(_owned_ranges(ownership, me, dim, dim_rows) for dim, dim_rows in enumerate(owned))
+    runs = tuple(_owned_runs(ownership, me, dim, dim_rows) for dim, dim_rows in enumerate(rows))
+    shape = tuple(sum(run.length for run in dim_runs) for dim_runs in runs)
+    sends = _outgoing_regions(ownership, me, owned, held)
     if not ownership.wants_any(me) or 0 in shape:
         return Messages(sends, {}, None, Zeros(shape))
-    found: dict[tuple[Label, ...], tuple[Coordinate, tuple[int, ...]]] = {}
+    # One message for each combination of owners of the dimensions: (sender, shape).
+    found: _MessagesByOwners = {}
     own = None
-    for labels in itertools.product(*(_labels(parts) for parts in pieces)):
-        owner = _by_axis(ownership.owner_axes, labels)
+    by_dim = [dict.fromkeys(run.owner for run in dim_runs if run.owner is not None) for dim_runs in runs]
+    for owners in itertools.product(*by_dim):
+        owner = _by_axis(ownership.owner_axes, owners)
         if ownership.owns(me, owner):
-            own = _stays(ownership, me, owned, held)
-            found[labels] = me, own.shape
+            own = _staying_region(ownership, me, owned, held)
+            found[owners] = me, own.shape
         else:
-            sizes = tuple(_length(parts, label) for parts, label in zip(pieces, labels, strict=True))
-            found[labels] = ownership.sender(me, owner), sizes
+            lengths = (
+                sum(run.length for run in dim_runs if run.owner == each)
+                for dim_runs, each in zip(runs, owners, strict=True)
+            )
+            found[owners] = ownership.sender(me, owner), tuple(lengths)
     receives = {sender: sizes for sender, sizes in found.values() if sender != me}
-    return Messages(sends, receives, own, recipe_over(pieces, functools.partial(_cell, found)))
+    return Messages(sends, receives, own, grid_recipe(runs, functools.partial(_message_region, found)))
 
 
-def _cell(found: dict[tuple[Label, ...], tuple[Coordinate, tuple[int, ...]]], chosen: tuple[Piece, ...]) -> Recipe:
-    labels = tuple(piece.label for piece in chosen if piece.label is not None)
-    if len(labels) < len(chosen):
-        return Zeros(tuple(piece.length for piece in chosen))
-    sender, sizes = found[labels]
-    return Part(sender, Region([((piece.offset, piece.length),) for piece in chosen], sizes))
+_MessagesByOwners = dict[tuple[Owner, ...], tuple[Coordinate, tuple[int, ...]]]
+
+
+def _message_region(found: _MessagesByOwners, chosen: tuple[OwnedRun, ...]) -> Recipe:
+    """Return the recipe for one run per dimension."""
+    owners = tuple(run.owner for run in chosen if run.owner is not None)
+    if len(owners) < len(chosen):
+        return Zeros(tuple(run.length for run in chosen))
+    sender, sizes = found[owners]
+    return FromMessage(sender, Region([((run.offset, run.length),) for run in chosen], sizes))
 
 
 def reduction_regions(ownership: Ownership, me: Coordinate) -> dict[Coordinate, Region | None]:
-    """Return, for each rank of this one's line over the reduced axes, the region of the partial results it will own."""
+    """Return the region of the partial results of rank `me` that each rank along the reduced axes will own."""
     rows = ownership.rows_partial(me)
-    whole = ownership.source_ranges(me)
-    sizes = [size_of(ranges) for ranges in whole]
-    choices = [range(n) if a in ownership.reduced else (me[a],) for a, n in enumerate(ownership.mesh_shape)]
+    held = ownership.source_ranges(me)
+    sizes = [size_of(ranges) for ranges in held]
+    choices = [range(n) if a in ownership.reduced_axes else (me[a],) for a, n in enumerate(ownership.mesh_shape)]
     result: dict[Coordinate, Region | None] = {}
     for member in itertools.product(*choices):
-        ranges = [_held(ownership, member, dim, dim_rows) for dim, dim_rows in enumerate(rows)]
-        region = Region([runs_in(part, held) for part, held in zip(ranges, whole, strict=True)], sizes)
+        ranges = [_owned_ranges(ownership, member, dim, dim_rows) for dim, dim_rows in enumerate(rows)]
+        region = Region([runs_in(a, b) for a, b in zip(ranges, held, strict=True)], sizes)
         result[member] = region if ownership.holds_any(member) else None
     return result
 
 
-def _sends(
+def _outgoing_regions(
     ownership: Ownership, me: Coordinate, rows: Sequence[Sequence[Row]], held: Sequence[Ranges]
 ) -> dict[Coordinate, Region]:
-    if not ownership.moving or not ownership.holds_any(me):
+    """Return the regions that rank `me` sends, by receiver.
+
+    Args:
+        rows: per dimension, the rows that `me` owns.
+        held: per dimension, the ranges of these rows.
+    """
+    if not ownership.moving_axes or not ownership.holds_any(me):
         return {}
-    wanted: list[dict[Label, list[tuple[int, int]]]] = []
+    wanted: list[dict[Coordinate, list[tuple[int, int]]]] = []
     for dim, dim_rows in enumerate(rows):
         mine = tuple(me[a] for a in ownership.owner_axes[dim])
-        by_target: dict[Label, list[tuple[int, int]]] = defaultdict(list)
+        by_target: dict[Coordinate, list[tuple[int, int]]] = defaultdict(list)
         for start, stop, owner, target in dim_rows:
             if owner == mine:
                 by_target[target].append((start, stop))
@@ -232,48 +255,42 @@ def _sends(
                 continue
             if region is None:
                 ranges = [join_ranges(by[target]) for by, target in zip(wanted, targets, strict=True)]
-                runs = [runs_in(part, whole) for part, whole in zip(ranges, held, strict=True)]
-                region = Region(runs, [size_of(whole) for whole in held])
+                runs = [runs_in(a, b) for a, b in zip(ranges, held, strict=True)]
+                region = Region(runs, [size_of(each) for each in held])
             result[receiver] = region
     return result
 
 
-def _pieces(ownership: Ownership, me: Coordinate, dim: int, rows: Sequence[Row]) -> tuple[Piece, ...]:
-    """Return the runs of this rank's result along a dimension, neighbours with one label joined."""
+def _owned_runs(ownership: Ownership, me: Coordinate, dim: int, rows: Sequence[Row]) -> tuple[OwnedRun, ...]:
+    """Return the runs of this rank's result along a dimension. Adjacent runs of one owner are joined."""
     mine = tuple(me[a] for a in ownership.target_axes[dim])
     partial = [i for i, a in enumerate(ownership.owner_axes[dim]) if ownership.target[a].is_partial()]
     axes = ownership.owner_axes[dim]
-    result: list[Piece] = []
-    passed: dict[Label | None, int] = defaultdict(int)
+    result: list[OwnedRun] = []
+    passed: dict[Owner | None, int] = defaultdict(int)
     for start, stop, owner, target in rows:
         if target != mine:
             continue
-        # Where the target is partial, one rank of a line has the value and the others zeros, whose sum it is.
-        label = owner if all(owner[i] == me[axes[i]] for i in partial) else None
-        if result and result[-1].label == label:
+        # Along an axis that becomes partial the owner keeps the value and the other ranks take zeros.
+        found = owner if all(owner[i] == me[axes[i]] for i in partial) else None
+        if result and result[-1].owner == found:
             last = result.pop()
-            result.append(Piece(label, last.offset, last.length + stop - start))
+            result.append(OwnedRun(found, last.offset, last.length + stop - start))
         else:
-            result.append(Piece(label, passed[label], stop - start))
-        passed[label] += stop - start
+            result.append(OwnedRun(found, passed[found], stop - start))
+        passed[found] += stop - start
     return tuple(result)
 
 
-def _labels(pieces: Sequence[Piece]) -> list[Label]:
-    return list(dict.fromkeys(piece.label for piece in pieces if piece.label is not None))
-
-
-def _length(pieces: Sequence[Piece], label: Label) -> int:
-    return sum(piece.length for piece in pieces if piece.label == label)
-
-
-def _held(ownership: Ownership, me: Coordinate, dim: int, rows: Sequence[Row]) -> Ranges:
+def _owned_ranges(ownership: Ownership, me: Coordinate, dim: int, rows: Sequence[Row]) -> Ranges:
     mine = tuple(me[a] for a in ownership.owner_axes[dim])
     return join_ranges([(start, stop) for start, stop, owner, _ in rows if owner == mine])
 
 
-def _stays(ownership: Ownership, me: Coordinate, rows: Sequence[Sequence[Row]], held: Sequence[Ranges]) -> Region:
-    """Return the region of what this rank owns that it also wants."""
+def _staying_region(
+    ownership: Ownership, me: Coordinate, rows: Sequence[Sequence[Row]], held: Sequence[Ranges]
+) -> Region:
+    """Return the region that rank `me` owns and also needs."""
     result = []
     for dim, dim_rows in enumerate(rows):
         owner = tuple(me[a] for a in ownership.owner_axes[dim])
@@ -283,15 +300,23 @@ def _stays(ownership: Ownership, me: Coordinate, rows: Sequence[Sequence[Row]], 
     return Region(result, [size_of(ranges) for ranges in held])
 
 
-def _by_axis(axes: Sequence[Sequence[int]], digits: Sequence[Sequence[int]]) -> dict[int, int]:
-    return {a: d for some, theirs in zip(axes, digits, strict=True) for a, d in zip(some, theirs, strict=True)}
+def _by_axis(axes: Sequence[Sequence[int]], coordinates: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Return the coordinate on each axis from the axes and the coordinates of each dimension."""
+    return {
+        a: c
+        for dim_axes, dim_coordinates in zip(axes, coordinates, strict=True)
+        for a, c in zip(dim_axes, dim_coordinates, strict=True)
+    }
+
+
+# Steps ----------------------------------------------------------------------------------------------------
 
 
 class Exchange(Step):
-    """Exchange in which each rank receives exactly what it lacks; without axes, a change of the local data alone.
+    """Exchange in which each rank receives exactly what it lacks. Without axes, a change of the local data only.
 
-    Args:
-        ownership: who holds what before; see there.
+    Attributes:
+        ownership: the owner of each element before the step.
     """
 
     ownership: Ownership
@@ -302,61 +327,61 @@ class Exchange(Step):
         platform = self.platform
         sends: list[Tensor | None] = [None] * self.group.size
         receives: list[Tensor | None] = [None] * self.group.size
-        for i, message in self.leaving(local):
+        for i, message in self.outgoing(local):
             sends[i] = message
         received: Received = {}
         device = platform.device_of(local)
-        for i, peer, shape in self.arriving:
+        for i, peer, shape in self.incoming:
             received[peer] = receives[i] = platform.empty(shape, local.dtype, device)
         self.group.exchange(sends, receives)
         return self.assemble(local, received)
 
-    def leaving(self, local: Tensor) -> list[tuple[int, Tensor]]:
-        """Return (rank in the group, its message) in the group's order."""
-        return [(i, self.platform.contiguous(region.of(self.platform, local))) for i, region in self._leaving]
+    def outgoing(self, local: Tensor) -> list[tuple[int, Tensor]]:
+        """Return (group rank, message to it) in the order of the group."""
+        return [(i, self.platform.contiguous(region.of(self.platform, local))) for i, region in self._outgoing]
 
     def start(self, local: Tensor) -> Callable[[], Tensor]:
-        """Begin one variable all-to-all of flat messages, which can go on by itself."""
+        """Start the exchange in the background, as one all-to-all of flat messages of different lengths."""
         if not self.axes:
             return super().start(local)
         platform, group = self.platform, self.group
-        leaving, arriving = [0] * group.size, [0] * group.size
-        for i, region in self._leaving:
-            leaving[i] = math.prod(region.shape)
-        for i, _, shape in self.arriving:
-            arriving[i] = math.prod(shape)
-        flat = platform.empty((sum(arriving),), local.dtype, platform.device_of(local))
-        work = group.all_to_all_into(flat, self._flat(local), arriving, leaving, True)
-        return after(work, lambda: self.assemble(local, self._unpacked(flat)))
+        outgoing, incoming = [0] * group.size, [0] * group.size
+        for i, region in self._outgoing:
+            outgoing[i] = math.prod(region.shape)
+        for i, _, shape in self.incoming:
+            incoming[i] = math.prod(shape)
+        flat = platform.empty((sum(incoming),), local.dtype, platform.device_of(local))
+        work = group.all_to_all_into(flat, self._flatten(local), incoming, outgoing, True)
+        return after(work, lambda: self.assemble(local, self._unflatten(flat)))
 
-    def _flat(self, local: Tensor) -> Tensor:
-        """Return all messages that leave, one after the other in one dimension."""
+    def _flatten(self, local: Tensor) -> Tensor:
+        """Return all outgoing messages, concatenated in one dimension."""
         platform = self.platform
-        messages = [message for _, message in self.leaving(local)]
+        messages = [message for _, message in self.outgoing(local)]
         if not messages:
             return platform.empty((0,), local.dtype, platform.device_of(local))
         return platform.contiguous(platform.ops.cat([platform.ops.reshape(x, (-1,)) for x in messages], 0))
 
-    def _unpacked(self, flat: Tensor) -> Received:
-        platform, passed = self.platform, 0
+    def _unflatten(self, flat: Tensor) -> Received:
+        platform, start = self.platform, 0
         received: Received = {}
-        for _, peer, shape in self.arriving:
-            part = platform.ops.narrow(flat, 0, passed, math.prod(shape))
-            # Cloned: a result that is one message would else keep the whole buffer of all messages alive.
-            received[peer] = platform.ops.reshape(platform.ops.clone(part), shape)
-            passed += math.prod(shape)
+        for _, peer, shape in self.incoming:
+            message = platform.ops.narrow(flat, 0, start, math.prod(shape))
+            # Cloned: a result that is a view of one message would keep the buffer of all messages alive.
+            received[peer] = platform.ops.reshape(platform.ops.clone(message), shape)
+            start += math.prod(shape)
         return received
 
     def assemble(self, local: Tensor, received: Received) -> Tensor:
-        """Return the step's result from the messages, by their senders' coordinates, and from what stays here."""
+        """Return the result of the step from the messages, by the coordinates of their senders, and from `local`."""
         platform, messages = self.platform, self._messages
-        # What stays here is not sent to itself, but takes its place in the recipe like a message.
+        # The recipe treats what this rank already has like a message from itself.
         if messages.own is not None:
             received[self.coordinate] = messages.own.of(platform, local)
         result = messages.recipe.make(platform, received, local)
-        if type(messages.recipe) is not Part:
+        if type(messages.recipe) is not FromMessage:
             return result
-        # It may be a view of the local tensor, or that itself.
+        # The result of a single message may be a view of the local tensor, or the local tensor itself.
         return compact_copy(platform, result) if self.axes else platform.ops.clone(result)
 
     @functools.cached_property
@@ -366,13 +391,13 @@ class Exchange(Step):
         return messages
 
     @functools.cached_property
-    def _leaving(self) -> list[tuple[int, Region]]:
-        """Pairs (rank in the group, region of the local tensor) in the group's order."""
+    def _outgoing(self) -> list[tuple[int, Region]]:
+        """Pairs (group rank, region of the local tensor for it) in the order of the group."""
         return sorted(((self._index[peer], region) for peer, region in self._messages.sends.items()), key=_first)
 
     @functools.cached_property
-    def arriving(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-        """Triples (rank in the group, its coordinate, shape of its message) in the group's order."""
+    def incoming(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """Triples (group rank, its coordinate, shape of its message) in the order of the group."""
         return sorted(((self._index[peer], peer, shape) for peer, shape in self._messages.receives.items()), key=_first)
 
     @functools.cached_property
@@ -381,7 +406,7 @@ class Exchange(Step):
 
 
 class ReduceToOwners(Step):
-    """Reduction of partial results by the one rank of the axes that will own them, in rank order."""
+    """Reduction of partial results: each element is summed up, in rank order, by the rank that will own it."""
 
     ownership: Ownership
     op = "sum"
@@ -395,11 +420,11 @@ class ReduceToOwners(Step):
         shape = (0,) if mine is None else mine.shape
         device = platform.device_of(local)
         receives = [None if mine is None else platform.empty(shape, local.dtype, device) for _ in sends]
-        # This rank's own part is put among those of the others, so that the sum goes in rank order on every owner, and
-        # a run can be repeated bit by bit.
+        # This rank's own contribution takes its place among the others, so that every owner sums in rank order and runs
+        # are reproducible bit by bit.
         receives[rank], sends[rank] = sends[rank], None
         self.group.exchange(sends, [None if j == rank else x for j, x in enumerate(receives)])
-        # A rank that owns nothing has taken part by sending; the next step does not look at what it holds.
+        # A rank that owns nothing was needed only as a sender. The next step does not read what it returns.
         if mine is None:
             return platform.zeros((), local.dtype, device)
         result = functools.reduce(_reduction(platform, self.op), receives)
@@ -407,7 +432,7 @@ class ReduceToOwners(Step):
 
     @functools.cached_property
     def _empty_shape(self) -> tuple[int, ...]:
-        """Shape of what the target places on this rank, which for an owner of nothing may differ from what it owns."""
+        """Shape of an empty result: that of the target on this rank, which may differ from that of the owned region."""
         wanted = Ownership(self.ownership.shape, self.ownership.mesh_shape, self.target, self.target)
         held = wanted.source_ranges(self.coordinate)
         return tuple(sum(stop - start for start, stop in ranges) for ranges in held)

@@ -1,10 +1,8 @@
-"""Base of a plan's steps: each acts on this rank's local data; the plan has the gradient.
+"""Plans of redistributions: their steps, how they run, and their gradients.
 
-A redistribution ready to run, with its gradient.
-
-The gradient of a value has the placements that follow from the value's (R -> R, S -> S, P -> R), so the
-backward of a redistribution is the redistribution of the gradient from the target's to the source's: one
-rule for every plan, whatever its steps.
+A step acts on the local data of this rank. Gradients belong to the plan as a whole: the placements of a gradient follow
+from those of its value (R -> R, S -> S, P -> R), so the backward of a redistribution is the redistribution of the
+gradient from the target's gradient placements to the source's, whatever the steps are.
 """
 
 from __future__ import annotations
@@ -16,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from hp_dtensor.comm.collectives import grad_of_selected, staying
+from hp_dtensor.comm.collectives import grad_of_selected, saving_result
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.process_group import ProcessGroup, Work, no_average_of
-from hp_dtensor.comm.saved_tensors import Kept
+from hp_dtensor.comm.saved_tensors import SavedTensors
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute.segments import Placements
 from hp_dtensor.spec.placements import Partial, Placement, Replicate
@@ -27,7 +25,7 @@ from hp_dtensor.spec.tensor_spec import TensorSpec, describe
 
 Tensor = Any
 
-IF_OTHERS_DIFFER = "If other ranks did not come to it: hp_dtensor.check_mode() tells what they do instead."
+HINT_IF_RANKS_DIFFER = "If other ranks did not call it: hp_dtensor.check_mode() reports what they do instead."
 
 
 class Step(ABC):
@@ -35,11 +33,11 @@ class Step(ABC):
 
     Attributes:
         name: `slice`, `scale`, `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all` (one axis from one
-            dimension to another), `exchange` (each rank receives what it lacks), `reduce_to_owners`.
+            dimension to another), `exchange` (each rank receives what it lacks) or `reduce_to_owners`.
         axes: the mesh axes whose ranks communicate, or whose placement changes.
         source, target: placements before and after, one per mesh axis.
-        wire_bytes: sent per rank, the mean over ranks.
-        seconds: by the cost model.
+        wire_bytes: bytes sent per rank, the mean over ranks.
+        seconds: estimated time, by the plan's `Links`.
     """
 
     __slots__ = ("__dict__", "axes", "mesh", "name", "seconds", "source", "target", "wire_bytes")
@@ -59,10 +57,10 @@ class Step(ABC):
 
     @abstractmethod
     def run(self, local: Tensor) -> Tensor:
-        """Return this rank's local tensor after the step, as data; the result is a tensor of its own."""
+        """Return this rank's local tensor after the step, outside autograd and in memory of its own."""
 
     def start(self, local: Tensor) -> Callable[[], Tensor]:
-        """Begin the step; return a function that waits and gives the result. `local` must not change before."""
+        """Start the step and return a function that waits for its result. Until then `local` must not be written."""
         result = self.run(local)
         return lambda: result
 
@@ -82,7 +80,7 @@ class Step(ABC):
 
 
 class Scale(Step):
-    """Scaling of averages to sums, or of sums to averages: times `up`, divided by `down`."""
+    """Multiplication by `up` and division by `down`, which convert sums to averages or averages to sums."""
 
     up, down = 1, 1
 
@@ -100,6 +98,8 @@ def scaled(platform: Platform, x: Tensor, up: int, down: int) -> Tensor:
 
 
 def after(work: Work, finish: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Return a function that waits for `work` and then returns `finish()`."""
+
     def wait() -> Tensor:
         work.wait()
         return finish()
@@ -117,8 +117,9 @@ class Stage:
     """A sequence of steps with one gradient rule.
 
     Attributes:
-        op: how partial results are reduced (`sum` also for averages).
-        factors: (times, divided by): how averages differ from the sums that the steps compute.
+        op: the reduction of partial results (`sum` for averages too).
+        factors: (multiplier, divisor) that convert the sums computed by the steps to averages or back.
+        replan: plans the redistribution of gradients.
     """
 
     source: TensorSpec
@@ -133,97 +134,93 @@ class Stage:
         platform = self.source.mesh.platform
         if self.selected_axes:
             return self._run_selecting(platform, local)
-        # Not even a node of autograd, where the gradient stays as it is, too.
-        if not self.steps and not self._backward.steps and self._repeated == 1:
+        # If neither value nor gradient changes, there is no autograd node either.
+        if not self.steps and not self._backward.steps and self._num_copies == 1:
             return local
-        return platform.linear_map(local, staying(self.run_data), self.run_backward)
+        return platform.linear_map(local, saving_result(self.run_data), self.run_backward)
 
     def start_data(self, local: Tensor) -> Callable[[], Tensor]:
-        """Begin the steps and return a function that waits for the last one and gives `run_data`'s result."""
+        """Start the steps and return a function that waits for the last one and returns the result of `run_data`."""
         if not self.steps:
             return lambda: local
-        # Only the last step can go on by itself: each of the others waits for the one before it.
+        # Only the last step can run in the background: every other one is the input of the next.
         *first, last = self.steps
         for step in first:
-            local = self._noting(step, step.run, local)
-        under_way = self._noting(last, last.start, local)
-        return lambda: self._noting(last, under_way)
+            local = self._annotating(step, step.run, local)
+        wait = self._annotating(last, last.start, local)
+        return lambda: self._annotating(last, wait)
 
     def run_data(self, local: Tensor) -> Tensor:
         """Return this rank's data after the steps, without gradient."""
         for step in self.steps:
-            local = self._noting(step, step.run, local)
+            local = self._annotating(step, step.run, local)
         return local
 
-    def _noting(self, step: Step, part: Callable[..., Result], *args: Any) -> Result:
-        """Return the result of a part of the step; add to its errors where they happened."""
+    def _annotating(self, step: Step, function: Callable[..., Result], *args: Any) -> Result:
+        """Call a function of a step, and add rank and redistribution to its errors."""
         try:
-            return part(*args)
+            return function(*args)
         except Exception as error:
             error.add_note(
                 f"On rank {self.source.mesh.world.rank}, in {step.name} of the redistribution of {self.source!r} to "
-                f"{self.target.describe_placements()}. {IF_OTHERS_DIFFER}"
+                f"{self.target.describe_placements()}. {HINT_IF_RANKS_DIFFER}"
             )
             raise
 
     def run_backward(self, grad: Tensor) -> Tensor:
         """Return the gradient of the stage's input from that of its output."""
-        # The dual: P -> S (reduce-scatter) has S -> R (all-gather) as its backward, P -> R (all-reduce) has R -> R.
+        # For example P -> S (reduce-scatter) has the backward S -> R (all-gather), and P -> R (all-reduce) has R -> R.
         grad = self._backward.run_data(grad)
         up, down = self.factors
-        return scaled(self.source.mesh.platform, grad, up * self._repeated, down)
+        return scaled(self.source.mesh.platform, grad, up * self._num_copies, down)
 
     @functools.cached_property
     def _backward(self) -> RedistributePlan:
         return self.replan(*_grad_specs(self.source, self.target), self.itemsize)
 
     @functools.cached_property
-    def _repeated(self) -> int:
-        """Number of ranks over which a value was repeated as partial max or min; each of them gets its share of the
-        gradient.
-        """
+    def _num_copies(self) -> int:
+        """Number of ranks that hold a copy of a value which became partial max or min. They share its gradient."""
         pairs = zip(self.source.mesh.shape, self.source.placements, self.target.placements, strict=True)
         return math.prod(n for n, s, t in pairs if s != t and t in (Partial("max"), Partial("min")))
 
-    # Reductions that select -------------------------------------------------------------------------------
-
     @functools.cached_property
     def selected_axes(self) -> tuple[int, ...]:
-        """Axes that are reduced by max, min or product."""
+        """Axes that are reduced by max, min or product, whose gradient depends on the values."""
         if self.op == "sum":
             return ()
         pairs = enumerate(zip(self.source.mesh.shape, self.source.placements, self.target.placements, strict=True))
         return tuple(a for a, (n, s, t) in pairs if n > 1 and s.is_partial() and s != t)
 
     def _run_selecting(self, platform: Platform, local: Tensor) -> Tensor:
-        kept: list[Kept] = []
+        saved: list[SavedTensors] = []
 
         def forward(x: Tensor) -> Tensor:
-            result = staying(self.run_data)(x)
-            # A maximum's gradient goes to the ranks whose value it was, so both sides are kept, with their version
-            # counters: a write to either between forward and backward would pick other winners.
-            kept[:] = [Kept(platform, x, result)]
+            result = saving_result(self.run_data)(x)
+            # The gradient of a maximum goes to the ranks that had it, so input and result are saved, with their version
+            # counters: a write to either between forward and backward would select other ranks.
+            saved[:] = [SavedTensors(platform, x, result)]
             return result
 
         def backward(grad: Tensor) -> list[Tensor]:
-            return [self._grad_of_selected(platform, grad, *kept[0].tensors)]
+            return [self._grad_of_selected(platform, grad, *saved[0].tensors)]
 
         return platform.custom_function(forward, backward, local)
 
     def _grad_of_selected(self, platform: Platform, grad: Tensor, x: Tensor, result: Tensor) -> Tensor:
-        whole = self.source.with_placements(
+        reduced = self.source.with_placements(
             [Replicate() if a in self.selected_axes else p for a, p in enumerate(self.source.placements)]
         )
-        # Values are compared where they were before the reduction: the result is brought back to the source's other
-        # placements, with the gradient, which goes the same way.
-        back = self.replan(self.target, whole, self.itemsize)
-        grad, result = scaled(platform, back.run_data(grad), self._repeated, 1), back.run_data(result)
+        # Input and result are compared element by element, so the result and its gradient are first redistributed to
+        # the source's placements on the axes that were not reduced.
+        back = self.replan(self.target, reduced, self.itemsize)
+        grad, result = scaled(platform, back.run_data(grad), self._num_copies, 1), back.run_data(result)
         return grad_of_selected(grad, x, result, self.source.mesh.group_over(self.selected_axes), self.op)
 
 
 @dataclass(frozen=True)
 class RedistributePlan:
-    """The steps from one spec to another; `print` explains them."""
+    """The steps from one spec to another, ready to run. `print` explains them."""
 
     source: TensorSpec
     target: TensorSpec
@@ -237,12 +234,12 @@ class RedistributePlan:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes sent per rank, the mean over the mesh's ranks."""
+        """Bytes sent per rank, the mean over the ranks of the mesh."""
         return math.fsum(step.wire_bytes for step in self.steps)
 
     @property
     def seconds(self) -> float:
-        """Time of the steps by the cost model."""
+        """Estimated time of all steps."""
         return math.fsum(step.seconds for step in self.steps)
 
     def run(self, local: Tensor) -> Tensor:
@@ -257,9 +254,9 @@ class RedistributePlan:
         return local
 
     def start_data(self, local: Tensor) -> Callable[[], Tensor]:
-        """Begin what `run_data` does and return a function that waits and gives its result.
+        """Start `run_data` and return a function that waits for its result.
 
-        The last step goes on by itself; what comes before is done first.
+        Only the last step runs in the background. The others are done when this returns.
         """
         *first, last = self.stages
         for stage in first:
@@ -267,21 +264,22 @@ class RedistributePlan:
         return last.start_data(local)
 
     def record(self, local: Tensor, result: Tensor) -> Tensor:
-        """Return `result`, which `run_data` has given for `local`, recorded as `run` would record it.
+        """Return `result`, computed by `run_data` from `local`, with the autograd node that `run` would create.
 
-        Not for a plan with a stage that `selects`.
+        Not for a plan that `selects`.
         """
-        return self._at_hand(local, result, self.run_backward)
+        return self._record_with(local, result, self.run_backward)
 
-    def _at_hand(self, local: Tensor, result: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return `result` recorded as computed from `local`, with this `backward`."""
+    def _record_with(self, local: Tensor, result: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return `result` with an autograd node that leads to `local` by `backward`."""
         platform = self.source.mesh.platform
-        # Taken by the first call and not kept: the node outlives it, and a second derivative runs the plan anew.
+        # The first call takes the result out: the node lives longer and must not hold it. A later call, for a second
+        # derivative, runs the plan again.
         held = [platform.detach(result)]
         return platform.linear_map(local, lambda x: held.pop() if held else self.run_data(x), backward)
 
     def run_backward(self, grad: Tensor) -> Tensor:
-        """Return the gradient of `run_data`'s input from that of its result; not for a plan that `selects`."""
+        """Return the gradient of the input of `run_data` from that of its result. Not for a plan that `selects`."""
         if self.is_elsewhere:
             return grad
         for stage in reversed(self.stages):
@@ -290,7 +288,7 @@ class RedistributePlan:
 
     @property
     def selects(self) -> bool:
-        """Return whether a stage reduces by max, min or product, so that its gradient depends on the values."""
+        """Return whether a stage reduces by max, min or product. The gradient then depends on the values."""
         return any(stage.selected_axes for stage in self.stages)
 
     def run_data(self, local: Tensor) -> Tensor:
@@ -306,10 +304,10 @@ class RedistributePlan:
         """Return whether this rank is outside the mesh and holds nothing."""
         return self.source.mesh.get_coordinate() is None
 
-    # A use of the result that differs per rank --------------------------------------------------------------
+    # Results that each rank uses differently ----------------------------------------------------------------
 
     def varies_cheaply(self, axes: tuple[int, ...]) -> bool:
-        """Return whether `run_varying` saves bytes: on one of `axes` the source is sharded and the target is not."""
+        """Return whether `run_varying` saves bytes: the plan gathers over one of `axes` and reduces over none."""
         return (
             self.may_vary_cheaply
             and all(self.target.placements[a].is_replicate() for a in axes)
@@ -318,24 +316,24 @@ class RedistributePlan:
 
     @functools.cached_property
     def may_vary_cheaply(self) -> bool:
-        """True if there are axes for which `varies_cheaply`."""
+        """Whether `varies_cheaply` holds for some axes."""
         pairs = list(zip(self.source.placements, self.target.placements, strict=True))
         gathers = any(s.is_shard() and t.is_replicate() for s, t in pairs)
         return gathers and not any(isinstance(p, Partial) for pair in pairs for p in pair)
 
     def run_varying(self, local: Tensor, result: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """Return `result`, which the plan has given for `local`, for a use that differs between the ranks of `axes`.
+        """Return `result`, computed by this plan from `local`, for a use that differs between the ranks of `axes`.
 
-        Nothing is communicated forward; the gradient goes straight to the source's placements, which for an
-        all-gather is one reduce-scatter.
+        Forward communicates nothing. Backward redistributes the gradient straight to the source's placements, which for
+        an all-gather is one reduce-scatter.
         """
-        # R -> V has P as its gradient, so S -> R -> V goes back as P -> S: a reduce-scatter, where the views one by one
-        # would cost an all-reduce and a slice.
+        # The gradient of R -> V is partial, so that of S -> R -> V is P -> S: one reduce-scatter. Through the gathered
+        # tensor it would be an all-reduce and a slice.
         comes = self.target.with_placements(
             [Partial() if a in axes else p for a, p in enumerate(self.target.placements)]
         )
         back = self.replan(comes, self.source, self.itemsize)
-        return self._at_hand(local, result, back.run_data)
+        return self._record_with(local, result, back.run_data)
 
     def __str__(self) -> str:
         names = self.source.mesh.mesh_dim_names
@@ -361,17 +359,15 @@ def _changes(names: tuple[str, ...], step: Step) -> str:
 
 
 def _grad_specs(source: TensorSpec, target: TensorSpec) -> tuple[TensorSpec, TensorSpec]:
-    """Return the specs of the gradient as it comes and as it is wanted. An axis that stays partial max or min keeps its
-    placement.
-    """
+    """Return the specs of the target's and of the source's gradient."""
 
     def placed(spec: TensorSpec) -> TensorSpec:
         result: list[Placement] = []
         for s, t, p in zip(source.placements, target.placements, spec.placements, strict=True):
-            stands_still = s == t and isinstance(s, Partial) and s.reduce_op not in ("sum", "avg")
-            # The type of a gradient follows from the value's (P -> R): every contribution to a sum has the gradient of
-            # the sum itself. An axis that no step touches hands on what it got.
-            result.append(p if stands_still or not isinstance(p, Partial) else Replicate())
+            # An axis that stays partial max or min passes its gradient through unchanged. Everywhere else a gradient
+            # is placed as its value, but P -> R: every contribution to a sum has the gradient of the sum.
+            unchanged = s == t and isinstance(s, Partial) and s.reduce_op not in ("sum", "avg")
+            result.append(p if unchanged or not isinstance(p, Partial) else Replicate())
         return spec.with_placements(result)
 
     return placed(target), placed(source)

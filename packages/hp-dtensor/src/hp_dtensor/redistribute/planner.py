@@ -1,6 +1,8 @@
-"""Plans of redistributions: a problem in the search's terms, and the steps that its moves become.
+"""Planner: turns two specs into a search problem, and the moves that the search finds into steps.
 
-Ragged shards in plans: they enter and leave that form in steps of their own.
+The search knows plain, strided and even shards and partial sums. The planner expresses the rest in these terms: axes of
+one rank are replicated, averages are sums with a scale at the end, ragged shards enter and leave that form in steps of
+their own.
 """
 
 from __future__ import annotations
@@ -9,20 +11,22 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
+from hp_dtensor.comm.links import DEFAULT_LINKS, Links
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
 from hp_dtensor.exceptions import PlacementError
 from hp_dtensor.redistribute.collectives import AllGather, AllReduce, AllToAll, ReduceScatter
-from hp_dtensor.redistribute.costs import DEFAULT_COSTS, CostModel
 from hp_dtensor.redistribute.exchange import Exchange, ReduceToOwners
 from hp_dtensor.redistribute.ownership import Ownership, least_volume
 from hp_dtensor.redistribute.plan import RedistributePlan, Scale, Stage, Step
 from hp_dtensor.redistribute.search import REPLICATE, SUM, Move, Problem, cheapest_moves
-from hp_dtensor.redistribute.segments import Placements, cuts_of, product
+from hp_dtensor.redistribute.segments import Placements, product, shardings_of
 from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec, require_placements
 
 LINEAR = ("sum", "avg")
+Minimize = Literal["bytes", "seconds"]
 
 
 def plan_redistribute(
@@ -31,59 +35,68 @@ def plan_redistribute(
     target: Sequence[Placement],
     shape: Sequence[int],
     itemsize: int = 4,
-    costs: CostModel = DEFAULT_COSTS,
+    links: Links = DEFAULT_LINKS,
+    minimize: Minimize = "bytes",
 ) -> RedistributePlan:
-    """Return the cheapest steps from `source` to `target`; communicates nothing and needs no processes.
+    """Return the cheapest plan from `source` to `target`. Communicates nothing and needs no processes.
 
     Args:
-        mesh: also one of a fake world.
+        mesh: may belong to a fake world.
         source, target: one placement per mesh axis.
         shape: the global shape.
         itemsize: bytes per element.
-        costs: latency and bandwidth, and whether bytes or seconds count first.
+        links: latency and bandwidth of the mesh axes.
+        minimize: `"bytes"`: the fewest bytes and, among such plans, the shortest time; `"seconds"`: the shortest time.
 
     Returns:
-        A plan with `steps`, `wire_bytes` (sent per rank, the mean over ranks), `seconds`; `print` explains it.
+        A plan with `steps`, `wire_bytes` (sent per rank, the mean over ranks) and `seconds`. `print` explains it.
 
     Raises:
-        MeshError: `mesh` is no mesh.
+        MeshError: `mesh` is not a mesh.
         PlacementError: placements that do not fit mesh or shape, or a redistribution that does not exist.
+        ValueError: another `minimize`.
 
     Example:
         >>> with fake_world(8):
         ...     mesh = DeviceMesh("cuda", (8,))
         ...     plan = plan_redistribute(mesh, [Shard(0)], [Shard(1)], (1024, 1024), itemsize=2)
-        >>> plan.wire_bytes == 1024 * 1024 * 2 // 8 * 7 // 8  # an all-to-all: each rank keeps an eighth of its part
+        >>> plan.wire_bytes == 1024 * 1024 * 2 // 8 * 7 // 8  # all-to-all: each rank keeps an eighth of its shard
         True
     """
+    if minimize not in ("bytes", "seconds"):
+        raise ValueError(f"plan_redistribute: minimize must be 'bytes' or 'seconds', got {minimize!r}")
     mesh = require_mesh("plan_redistribute", mesh)
     specs = [TensorSpec(mesh, require_placements("plan_redistribute", mesh, p), shape, None) for p in (source, target)]
-    return plan_between(*specs, itemsize, costs)
+    return plan_between(*specs, itemsize, links, minimize)
 
 
 @functools.lru_cache(maxsize=4096)
 def plan_between(
-    source: TensorSpec, target: TensorSpec, itemsize: int = 4, costs: CostModel = DEFAULT_COSTS
+    source: TensorSpec,
+    target: TensorSpec,
+    itemsize: int = 4,
+    links: Links = DEFAULT_LINKS,
+    minimize: Minimize = "bytes",
 ) -> RedistributePlan:
-    """Return the plan from one spec to another of the same mesh and shape, cached."""
+    """Return the plan between two specs of the same mesh and shape. Plans are cached."""
     if source.mesh != target.mesh:
         raise PlacementError(
             f"cannot plan between meshes: {source.mesh.describe()} -> {target.mesh.describe()}; use redistribute"
         )
     if source.shape != target.shape:
         raise PlacementError(f"cannot redistribute between shapes: {list(source.shape)} -> {list(target.shape)}")
-    stages = [_Planner(first, second, itemsize, costs).stage() for first, second in _stages(source, target)]
+    stages = [
+        _StagePlanner(first, second, itemsize, links, minimize).stage() for first, second in _stages(source, target)
+    ]
     return RedistributePlan(source, target, itemsize, tuple(stages), plan_between)
 
 
-# Partial results of different kinds -----------------------------------------------------------------------
-
-
 def _stages(source: TensorSpec, target: TensorSpec) -> Iterator[tuple[TensorSpec, TensorSpec]]:
-    """Yield (source, target) of each stage: two where one kind of partial results must be reduced before another is
-    made.
+    """Yield (source, target) of each stage.
+
+    There are two if one kind of partial results must be reduced before another kind is made, otherwise one.
     """
-    kinds = _kinds(source), _kinds(target)
+    kinds = _partial_kinds(source), _partial_kinds(target)
     if source is target:
         return
     for found in kinds:
@@ -93,7 +106,7 @@ def _stages(source: TensorSpec, target: TensorSpec) -> Iterator[tuple[TensorSpec
                 f"{' and '.join(sorted(found))} in one tensor have no common order of reduction; redistribute one axis "
                 "before the other becomes partial"
             )
-    # The sum of maxima is not the maximum of sums: the first kind is reduced on all its axes before the second begins.
+    # The sum of maxima is not the maximum of sums: the first kind is reduced on all its axes before the second starts.
     if kinds[0] and kinds[1] and kinds[0] != kinds[1]:
         middle = target.with_placements([REPLICATE if p.is_partial() else p for p in target.placements])
         yield source, middle
@@ -102,14 +115,18 @@ def _stages(source: TensorSpec, target: TensorSpec) -> Iterator[tuple[TensorSpec
         yield source, target
 
 
-def _kinds(spec: TensorSpec) -> set[str]:
-    cuts = zip(spec.mesh.shape, spec.placements, strict=True)
-    ops = {p.reduce_op for n, p in cuts if isinstance(p, Partial) and n > 1}
+def _partial_kinds(spec: TensorSpec) -> set[str]:
+    """Return the reductions of a spec's partial axes. Averages count as sums, axes of one rank do not count."""
+    axes = zip(spec.mesh.shape, spec.placements, strict=True)
+    ops = {p.reduce_op for n, p in axes if isinstance(p, Partial) and n > 1}
     return {"sum" if op in LINEAR else op for op in ops}
 
 
 def _average_factors(source: TensorSpec, target: TensorSpec) -> tuple[int, int]:
-    """Return (times, divided by) where averages become sums or sums averages; what is whole counts as a sum."""
+    """Return (multiplier, divisor) that convert averages to sums or sums to averages.
+
+    A value that is not partial counts as a sum.
+    """
     up, down = (
         math.prod(n for n, p in zip(spec.mesh.shape, spec.placements, strict=True) if p == Partial("avg"))
         for spec in (target, source)
@@ -118,36 +135,38 @@ def _average_factors(source: TensorSpec, target: TensorSpec) -> tuple[int, int]:
     return up // common, down // common
 
 
-class _Planner:
-    """Planner of one stage: the search's moves as steps, with ragged shards and averages around them."""
+class _StagePlanner:
+    """Planner of one stage, whose partial results are all of one kind."""
 
-    def __init__(self, source: TensorSpec, target: TensorSpec, itemsize: int, costs: CostModel) -> None:
-        self.source, self.target, self.itemsize, self.costs = source, target, itemsize, costs
+    def __init__(self, source: TensorSpec, target: TensorSpec, itemsize: int, links: Links, minimize: Minimize) -> None:
+        self.source, self.target, self.itemsize = source, target, itemsize
+        self.links, self.minimize = links, minimize
         self.mesh, self.shape = source.mesh, source.shape
         self.mesh_shape = self.mesh.shape
         self.names = self.mesh.mesh_dim_names
-        self.op = next(iter(_kinds(source) | _kinds(target)), "sum")
+        self.op = next(iter(_partial_kinds(source) | _partial_kinds(target)), "sum")
         self.factors = _average_factors(source, target) if self.op == "sum" else (1, 1)
 
     def stage(self) -> Stage:
-        # Average or sum, the bytes that move are the same: the search knows sums only, and one scale at the end makes
-        # averages of them, or sums of averages.
+        # Averages and sums move the same bytes. So the search knows sums only, and one scale at the end turns them
+        # into averages, or averages into sums.
         first, last = self._plain(self.source.placements), self._plain(self.target.placements, self.source.placements)
-        found: list[Step] = []
+        steps: list[Step] = []
         if first != last:
-            before, middle, after = around_ragged(self.mesh_shape, first, last)
-            for a, b in before:
-                found.append(self._on_own_line(a, b))
-            found += [self._step(move) for move in self._moves(*middle)]
-            for a, b in after:
-                found.append(self._on_own_line(a, b))
+            before, (start, end), after = around_ragged(self.mesh_shape, first, last)
+            steps += [self._step_on_one_axis(a, b) for a, b in before]
+            steps += [self._step(move) for move in self._moves(start, end)]
+            steps += [self._step_on_one_axis(a, b) for a, b in after]
         if self.factors != (1, 1):
-            found.append(self._scale(last))
-        return Stage(self.source, self.target, tuple(found), self.op, self.factors, self.itemsize, replan=plan_between)
+            scale = Scale("scale", self.mesh, (), last, last, 0.0, 0.0)
+            scale.up, scale.down = self.factors
+            steps.append(scale)
+        return Stage(self.source, self.target, tuple(steps), self.op, self.factors, self.itemsize, replan=plan_between)
 
     def _plain(self, placements: Placements, before: Placements | None = None) -> Placements:
-        """Return placements in the search's terms: axes of one rank are replicated, averages are sums, and new partial
-        max or min is replicated.
+        """Return placements in the search's terms.
+
+        Axes of one rank are replicated, averages are sums, and an axis that becomes partial max or min is replicated.
         """
         result: list[Placement] = []
         for axis, placement in enumerate(placements):
@@ -160,9 +179,9 @@ class _Planner:
         return tuple(result)
 
     def _plain_partial(self, placement: Partial, before: Placement) -> Placement:
-        # What is whole becomes a partial sum without a message: the first rank of the axis keeps its values, the others
-        # take zeros. Of max and min every rank keeps its copy, which no reduction changes; a product has no such form,
-        # for one rank's values times copies would be a power.
+        # A replicated value becomes a partial sum without a message: the axis's first rank keeps it, the others take
+        # zeros. For max and min every rank keeps its copy, which the reduction leaves as it is. A product has no such
+        # form: reducing equal copies would give a power.
         if placement.reduce_op in LINEAR:
             return SUM
         if before == placement:
@@ -173,52 +192,67 @@ class _Planner:
             )
         return REPLICATE
 
-    # Moves and steps -------------------------------------------------------------------------------------
+    # Moves --------------------------------------------------------------------------------------------------
 
     def _moves(self, source: Placements, target: Placements) -> tuple[Move, ...]:
+        """Return the search's moves, with the numbers of elements of this tensor."""
         if source == target:
             return ()
-        # Nothing to send, whatever the cuts are: only the shapes of the empty shards change.
+        # An empty tensor sends nothing, however it is sharded: only the shapes of the empty shards change.
         if 0 in self.shape:
             return (Move("slice", (), source, target, 0),)
-        # The search must give every rank the same plan, and ragged parts are known on this rank's own line only. So it
-        # sees plain shards there, and is told never to take such a dimension for evenly cut.
+        # Every rank must find the same moves, but a rank knows the ragged shard sizes of its own line only. So the
+        # search sees plain shards instead, of dimensions that never count as evenly sharded.
         uneven = frozenset(p.dim for p in (*source, *target) if isinstance(p, RaggedShard))
         first, last = without_ragged(source), without_ragged(target)
         small = _smallest_alike(self.shape, self.mesh_shape, first, last, uneven)
-        # Where latency counts, the best plan of 1 kB is not that of 1 GB. Powers of two keep the cached plans few.
-        size_class = (math.prod(self.shape) * self.itemsize).bit_length() if self.costs.depends_on_size else 0
-        moves = _found_moves(
-            small, self.mesh_shape, first, last, self.op == "sum", uneven, self.costs, self.names, size_class
+        # Where latency counts, the best plan for 1 kB is not the one for 1 GB. Powers of two keep cached plans few.
+        # With one latency and one bandwidth for all axes and bytes first, the size changes no ranking.
+        depends_on_size = self.minimize == "seconds" or not self.links.is_uniform
+        size_class = (math.prod(self.shape) * self.itemsize).bit_length() if depends_on_size else 0
+        moves = _find_moves(
+            small,
+            self.mesh_shape,
+            first,
+            last,
+            self.op == "sum",
+            uneven,
+            self.links,
+            self.minimize,
+            self.names,
+            size_class,
         )
         scale, unit = math.prod(self.shape), math.prod(small)
-        back = {first: source, last: target} if uneven else {}
         scaled = [replace(move, elements=move.elements * scale // unit) for move in moves]
-        return tuple(self._with_ragged(move, source, back) for move in scaled) if uneven else tuple(scaled)
+        if not uneven:
+            return tuple(scaled)
+        return tuple(self._with_ragged(move, source, {first: source, last: target}) for move in scaled)
 
-    def _with_ragged(self, move: Move, source: Placements, back: dict[Placements, Placements]) -> Move:
-        first, last = restored(move.source, source, back), restored(move.target, source, back)
+    def _with_ragged(self, move: Move, source: Placements, ends: dict[Placements, Placements]) -> Move:
+        """Return a move with the ragged shards that take no part in it put back in place."""
+        first, last = restore_ragged(move.source, source, ends), restore_ragged(move.target, source, ends)
         elements = move.elements
         if move.name in ("exchange", "all_to_all") and move.volume is None:
             elements = self._exact_volume(first, last, elements)
         return replace(move, source=first, target=last, elements=elements)
 
     def _exact_volume(self, source: Placements, target: Placements, otherwise: int) -> int:
-        """Return the elements that all ranks send where ragged parts are the same on every line, else `otherwise`."""
-        still = [s == t and not s.is_shard() for s, t in zip(source, target, strict=True)]
-        ranks = [1 if alone else n for n, alone in zip(self.mesh_shape, still, strict=True)]
+        """Return the elements that all ranks send if the ragged sizes are equal on all lines, else `otherwise`."""
+        unchanged = [s == t and not s.is_shard() for s, t in zip(source, target, strict=True)]
+        ranks = [1 if same else n for n, same in zip(self.mesh_shape, unchanged, strict=True)]
         try:
             return least_volume(self.shape, ranks, source, target).total * self.mesh.size() // math.prod(ranks)
         except PlacementError:
             return otherwise
 
-    def _step(self, move: Move) -> Step:
-        wire_bytes = move.elements * self.itemsize / self.mesh.size()
-        return self._make(move, wire_bytes)
+    # Steps --------------------------------------------------------------------------------------------------
 
-    def _make(self, move: Move, wire_bytes: float) -> Step:
-        seconds = self.costs.seconds(move.name, [self.names[a] for a in move.axes], wire_bytes)
-        kind = AllToAll if self._is_regular(move) else _STEPS.get(move.name, Exchange)
+    def _step(self, move: Move, wire_bytes: float | None = None) -> Step:
+        """Return the step of a move. `wire_bytes` defaults to the move's elements over all ranks."""
+        if wire_bytes is None:
+            wire_bytes = move.elements * self.itemsize / self.mesh.size()
+        seconds = self.links.seconds(move.name, [self.names[a] for a in move.axes], wire_bytes)
+        kind = AllToAll if self._is_even_all_to_all(move) else _STEPS.get(move.name, Exchange)
         step = kind(move.name, self.mesh, move.axes, move.source, move.target, wire_bytes, seconds)
         if isinstance(step, (ReduceScatter, AllReduce, ReduceToOwners)):
             step.op = self.op
@@ -226,47 +260,41 @@ class _Planner:
             step.ownership = Ownership(self.shape, self.mesh_shape, move.source, move.target, move.volume)
         return step
 
-    def _is_regular(self, move: Move) -> bool:
-        """Return whether an all-to-all cuts both its dimensions into equal parts, inside all other cuts."""
+    def _is_even_all_to_all(self, move: Move) -> bool:
+        """Return whether the framework's all-to-all of equal blocks can do the move."""
         changed = tuple(a for a, (s, t) in enumerate(zip(move.source, move.target, strict=True)) if s != t)
         if move.name != "all_to_all" or changed != move.axes:
             return False
         return all(self._is_even_inside(placements, *move.axes) for placements in (move.source, move.target))
 
     def _is_even_inside(self, placements: Placements, axis: int) -> bool:
-        """Return whether the dimension that `axis` cuts is cut in chunk order, evenly, and by this axis last."""
+        """Return whether `axis` is the innermost sharding of its dimension and all shards of that are equal."""
         dim: int = placements[axis].dim  # type: ignore[attr-defined]
-        cuts = cuts_of(placements, dim)
-        parts = product(self.mesh_shape, [a for a, _ in cuts])
-        return cuts[-1][0] == axis and all(type(p) is Shard for _, p in cuts) and self.shape[dim] % parts == 0
+        shardings = shardings_of(placements, dim)
+        num_shards = product(self.mesh_shape, [a for a, _ in shardings])
+        is_plain = all(type(p) is Shard for _, p in shardings)
+        return shardings[-1][0] == axis and is_plain and self.shape[dim] % num_shards == 0
 
-    def _scale(self, placements: Placements) -> Step:
-        step = Scale("scale", self.mesh, (), placements, placements, 0.0, 0.0)
-        step.up, step.down = self.factors
-        return step
-
-    def _on_own_line(self, source: Placements, target: Placements) -> Step:
-        """Return a step on one axis, planned with the parts that this rank's line knows; other lines may have other
-        ragged parts.
-        """
+    def _step_on_one_axis(self, source: Placements, target: Placements) -> Step:
+        """Return a step on one axis, planned with the ragged sizes of this rank's line; other lines may differ."""
         (axis,) = (a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s != t)
-        # Along this line all ranks hold the same rows of the other axes, so the step is planned as one of a 1-D mesh
-        # whose tensor is what the line holds together.
+        # All ranks of a line hold the same rows of the other axes. So the step is planned on a 1-D mesh, for the
+        # tensor that the line holds together.
         around = [REPLICATE if a == axis else p for a, p in enumerate(source)]
         where = self.mesh.get_coordinate() or (0,) * self.mesh.ndim
         held = self.source.with_placements(around).ranges(where)
         shape = [sum(stop - start for start, stop in ranges) for ranges in held]
-        pair = (source[axis],), (target[axis],)
-        volume = least_volume(shape, (self.mesh_shape[axis],), *pair)
-        reduces = bool(volume.reduced)
+        volume = least_volume(shape, (self.mesh_shape[axis],), (source[axis],), (target[axis],))
+        reduces = bool(volume.reduced_axes)
         name = "reduce_to_owners" if reduces else "exchange" if volume.total else "slice"
         axes = (axis,) if volume.total else ()
         if reduces:
-            volume = type(volume)(volume.reducing, volume.moving, (axis,), ())
+            # Axis 0 of the 1-D mesh is `axis` of the whole mesh.
+            volume = replace(volume, reduced_axes=(axis,), divided_axes=())
         move = Move(name, axes, source, target, volume.total, volume if reduces else None)
         lines = self.mesh.size() // self.mesh_shape[axis]
         elements = self._exact_volume(source, target, volume.total * lines)
-        return self._make(move, elements * self.itemsize / self.mesh.size())
+        return self._step(move, elements * self.itemsize / self.mesh.size())
 
 
 _STEPS: dict[str, type[Step]] = {
@@ -278,27 +306,29 @@ _STEPS: dict[str, type[Step]] = {
 
 
 @functools.lru_cache(maxsize=4096)
-def _found_moves(
+def _find_moves(
     shape: tuple[int, ...],
     mesh_shape: tuple[int, ...],
     source: Placements,
     target: Placements,
     linear: bool,
     uneven: frozenset[int],
-    costs: CostModel,
+    links: Links,
+    minimize: Minimize,
     names: tuple[str, ...],
     size_class: int,
 ) -> tuple[Move, ...]:
-    """Return the moves for all tensors that are cut alike and have at most 2**size_class bytes and more than half of
-    that.
+    """Return the moves for all tensors sharded in the same proportions with up to 2**size_class bytes.
+
+    Cached: the layers of a model have few different proportions, so most tensors need no search of their own.
     """
     scale = 2.0**size_class / max(math.prod(shape), 1) / math.prod(mesh_shape)
 
     def seconds(name: str, axes: tuple[int, ...], elements: int) -> float:
-        return costs.seconds(name, [names[a] for a in axes], elements * scale)
+        return links.seconds(name, [names[a] for a in axes], elements * scale)
 
     problem = Problem(shape, mesh_shape, target, linear, seconds, uneven)
-    return cheapest_moves(problem, source, costs.minimize == "bytes")
+    return cheapest_moves(problem, source, minimize == "bytes")
 
 
 def _smallest_alike(
@@ -308,100 +338,104 @@ def _smallest_alike(
     target: Placements,
     uneven: frozenset[int],
 ) -> tuple[int, ...]:
-    """Return the smallest shape that is cut in the same proportions: all such shapes share one plan.
+    """Return the smallest shape that is sharded in the same proportions: all such shapes share one search.
 
-    Ragged parts stand for any: their dimension is long enough for every cut to divide it.
+    A dimension with ragged shards is made long enough for every sharding to divide it.
     """
-    every = math.prod(
+    all_ranks = math.prod(
         n for n, s, t in zip(mesh_shape, source, target, strict=True) if not (s == t and s.is_replicate())
     )
-    # A reduction may be divided over every axis, replicated ones too, and then cuts by those.
+    # A reduction may be divided over every axis, even a replicated one, which then shards the tensor in between.
     if any(s.is_partial() for s in source):
-        every = math.prod(mesh_shape)
+        all_ranks = math.prod(mesh_shape)
     result = []
     for dim, size in enumerate(shape):
-        cut = (*cuts_of(source, dim), *cuts_of(target, dim))
-        unit = product(mesh_shape, sorted({axis for axis, _ in cut}))
-        unit *= math.prod(p.split_factor for _, p in cut if isinstance(p, StridedShard))
+        shardings = (*shardings_of(source, dim), *shardings_of(target, dim))
+        unit = product(mesh_shape, sorted({axis for axis, _ in shardings}))
+        unit *= math.prod(p.split_factor for _, p in shardings if isinstance(p, StridedShard))
         if dim in uneven:
             result.append(max(size, unit))
         else:
-            # Multiples of the unit share a plan; the gcd keeps apart those which further cuts of the search can divide
-            # from those which they cannot.
-            result.append(size if size % unit else unit * math.gcd(size // unit, every))
+            # Multiples of the unit share a plan. The gcd distinguishes shapes that further shardings of the search can
+            # divide from those that they cannot.
+            result.append(size if size % unit else unit * math.gcd(size // unit, all_ranks))
     return tuple(result)
-
-
-def without_ragged(placements: Placements) -> Placements:
-    return tuple(Shard(p.dim) if isinstance(p, RaggedShard) else p for p in placements)
-
-
-def restored(state: Placements, source: Placements, back: dict[Placements, Placements]) -> Placements:
-    """Return a state of the search with the ragged shards that stood still in place again."""
-    if state in back:
-        return back[state]
-    return tuple(p if isinstance(p, RaggedShard) else now for p, now in zip(source, state, strict=True))
 
 
 # Ragged shards --------------------------------------------------------------------------------------------
 
-_Links = list[tuple[Placements, Placements]]
+_Changes = list[tuple[Placements, Placements]]
+
+
+def without_ragged(placements: Placements) -> Placements:
+    """Return the placements with plain shards in place of ragged ones."""
+    return tuple(Shard(p.dim) if isinstance(p, RaggedShard) else p for p in placements)
+
+
+def restore_ragged(state: Placements, source: Placements, ends: dict[Placements, Placements]) -> Placements:
+    """Return a state of the search with ragged shards again on the axes that did not change.
+
+    Args:
+        ends: the search's source and target -> the same with ragged shards.
+    """
+    if state in ends:
+        return ends[state]
+    return tuple(p if isinstance(p, RaggedShard) else now for p, now in zip(source, state, strict=True))
 
 
 def around_ragged(
     mesh_shape: tuple[int, ...], source: Placements, target: Placements
-) -> tuple[_Links, tuple[Placements, Placements], _Links]:
-    """Return (steps before, the pair to plan freely, steps after), each step a pair of placements.
+) -> tuple[_Changes, tuple[Placements, Placements], _Changes]:
+    """Return (changes before, the pair to search between, changes after). A change is a pair of placements.
 
-    Ragged parts are known on an axis' own line only, so an axis that is ragged now or then, and does not
-    stand still, leaves and takes that form in steps of its own.
+    Ragged shard sizes are known only to the ranks on the axis's own line. So an axis that is ragged before or after,
+    and takes part in the redistribution, leaves and enters that form in a change of this axis alone.
     """
-    moving = _moving(mesh_shape, source, target)
+    moving = _moving_axes(mesh_shape, source, target)
     ragged = [a for a in moving if isinstance(source[a], RaggedShard) or isinstance(target[a], RaggedShard)]
     if not ragged:
         return [], (source, target), []
-    # One axis by itself needs no detour: both forms are known on its line.
+    # A single axis needs no detour: both forms are known on its line.
     if len(moving) == 1:
         return [(source, target)], (target, target), []
-    before = _unragged(source, target, moving)
-    after = _unragged(target, source, moving)
+    before = _leave_ragged(source, target, moving)
+    after = _leave_ragged(target, source, moving)
     first, last = (before[-1][1] if before else source), (after[-1][1] if after else target)
     return before, (first, last), [(b, a) for a, b in reversed(after)]
 
 
-def _moving(mesh_shape: tuple[int, ...], source: Placements, target: Placements) -> list[int]:
-    """Return the axes that differ, and those whose part of a dimension depends on one that does."""
-    differ = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s != t]
-    dims = {
-        p.dim: min(a for a in differ if source[a].is_shard(p.dim) or target[a].is_shard(p.dim))
-        for a in differ
+def _moving_axes(mesh_shape: tuple[int, ...], source: Placements, target: Placements) -> list[int]:
+    """Return the axes that change, and those that shard a dimension inside of one that changes."""
+    changed = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s != t]
+    outermost_change = {
+        p.dim: min(a for a in changed if source[a].is_shard(p.dim) or target[a].is_shard(p.dim))
+        for a in changed
         for p in (source[a], target[a])
         if isinstance(p, (Shard, StridedShard, RaggedShard))
     }
     return [
         a
         for a, p in enumerate(source)
-        if a in differ or (isinstance(p, (Shard, StridedShard, RaggedShard)) and a > dims.get(p.dim, len(mesh_shape)))
+        if a in changed
+        or (isinstance(p, (Shard, StridedShard, RaggedShard)) and a > outermost_change.get(p.dim, len(mesh_shape)))
     ]
 
 
-def _unragged(placements: Placements, other: Placements, moving: Sequence[int]) -> _Links:
-    """Return steps from `placements` to others without ragged shards on the moving axes, one axis at a time, innermost
-    first.
-    """
+def _leave_ragged(placements: Placements, other: Placements, moving: Sequence[int]) -> _Changes:
+    """Return the changes that remove ragged shards from the moving axes, one axis at a time, innermost first."""
     dims = {p.dim: a for a in reversed(moving) if isinstance(p := placements[a], RaggedShard)}
-    links: _Links = []
+    changes: _Changes = []
     now = placements
     for axis in reversed(range(len(placements))):
         placement = now[axis]
         if not isinstance(placement, (Shard, StridedShard, RaggedShard)) or axis < dims.get(placement.dim, len(now)):
             continue
         outermost = axis == dims[placement.dim]
-        # A plain shard where the other side is cut here too; a dimension that is to be whole is gathered at once, not
-        # cut anew first.
+        # A plain shard if the other side is sharded on this axis too. Otherwise the dimension is gathered at once,
+        # without resharding it first.
         to_shard = outermost and not other[axis].is_replicate()
         new: Placement = Shard(placement.dim) if to_shard else Replicate()
         after = (*now[:axis], new, *now[axis + 1 :])
-        links.append((now, after))
+        changes.append((now, after))
         now = after
-    return links
+    return changes

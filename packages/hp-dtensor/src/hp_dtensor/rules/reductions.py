@@ -17,7 +17,7 @@ import numpy as np
 
 from hp_dtensor.comm import collectives
 from hp_dtensor.comm.process_group import ProcessGroup
-from hp_dtensor.comm.saved_tensors import Kept
+from hp_dtensor.comm.saved_tensors import SavedTensors
 from hp_dtensor.rules.factors import LINEAR, Dims, Factorization, LocalCall, LocalWork, PartialResults, unsharded
 from hp_dtensor.rules.notation import line
 from hp_dtensor.rules.pointwise import pointwise
@@ -360,13 +360,13 @@ def extreme_of_magnitudes(op: str, gone: Sequence[int], keepdim: bool) -> Local:
 def _extreme(call: LocalCall, x: Tensor, op: str, gone: Sequence[int], keepdim: bool) -> Tensor:
     platform, ops = call.platform, call.platform.ops
     groups = groups_of(call, gone)
-    kept: list[Kept] = []
+    kept: list[SavedTensors] = []
 
     def forward(data: Tensor) -> Tensor:
         whole = extreme_of_part(call, data, op, gone)
         for group in groups:
             whole = collectives.all_reduce_data(whole, group, op)
-        kept[:] = [Kept(platform, data, whole)]
+        kept[:] = [SavedTensors(platform, data, whole)]
         return without(call, whole, gone, keepdim)
 
     def backward(grad: Tensor) -> list[Tensor]:

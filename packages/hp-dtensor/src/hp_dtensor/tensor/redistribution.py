@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor.comm import collectives
-from hp_dtensor.comm.collectives import staying
+from hp_dtensor.comm.collectives import saving_result
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
 from hp_dtensor.exceptions import GradientPathError, MixedOperandsError, PlacementError
 from hp_dtensor.redistribute import RedistributePlan, plan_across, plan_between
@@ -247,7 +247,7 @@ def _redistribute_in(
     # One node: autograd would bring a gradient that passes between two nodes back to the dtype of the value there.
     moved = platform.linear_map(
         local,
-        staying(lambda t: plan.run_data(cast(t, given))),
+        saving_result(lambda t: plan.run_data(cast(t, given))),
         lambda g: cast(plan.run_backward(cast(g, back_dtype)), source.dtype),
     )
     return platform.wrap(moved, target)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from hp_dtensor.comm.collectives import staying
+from hp_dtensor.comm.collectives import saving_result
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import Platform
@@ -92,11 +92,11 @@ class RowExchange:
 
     def start(self, rows: Tensor) -> Tensor:
         """Begin to send `[rows sent, width]`; returns a token for `wait`."""
-        return self.platform.linear_map(rows, staying(self._begin_there), self._end)
+        return self.platform.linear_map(rows, saving_result(self._begin_there), self._end)
 
     def wait(self, token: Tensor) -> Tensor:
         """Return the rows that `begin` asked for, `[rows received, width]`, when they are there."""
-        return self.platform.linear_map(token, staying(self._end), self._begin_back)
+        return self.platform.linear_map(token, saving_result(self._end), self._begin_back)
 
     def _begin_there(self, rows: Tensor) -> Tensor:
         self._underway.append(self._start(rows, self.sent, self.received))

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from hp_dtensor.comm.saved_tensors import ANOTHER_WAY, ATTENTION, PRODUCTS
+from hp_dtensor.comm.saved_tensors import ATTENTION, PRODUCTS, RECOMPUTED_DIFFERENTLY
 from hp_dtensor.platform.autograd import HostCopies, KeptOperations, Wait
 from hp_platform_torch.tensor.dtensor import TorchDTensor
 from hp_platform_torch.tensor.operations import LocalMode, LocalOperations, NoGrad, is_intercepting
@@ -94,7 +94,7 @@ class KeptResults(KeptOperations):
             return func(*args, **kwargs)
         kept, result = next(rest, (None, None))
         if kept is not func:
-            raise RuntimeError(f"{ANOTHER_WAY}; {func} came where {kept or 'nothing'} had been kept")
+            raise RuntimeError(f"{RECOMPUTED_DIFFERENTLY}; {func} came where {kept or 'nothing'} had been kept")
         return tree_map_only(_Versioned, _Versioned.alias, result)
 
 

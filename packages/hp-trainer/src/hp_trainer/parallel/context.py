@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from hp_dtensor.comm.links import Links
 from hp_dtensor.parallel.attention import (
     AttentionShape,
     ContextChoice,
@@ -14,7 +15,6 @@ from hp_dtensor.parallel.attention import (
     ContextParallel,
     choose_context_parallel,
 )
-from hp_dtensor.redistribute.costs import CostModel
 from hp_trainer.exceptions import Problem, join_choices
 from hp_trainer.parallel.axes import divisors
 
@@ -95,7 +95,7 @@ def _weighed(shape: AttentionShape, ranks: int, method: str | None, degree: int 
         half = shape.length // (2 * ranks)
         factor = max((each for each in divisors(half) if half // each >= _HALF_TOKENS), default=1)
     shorter = dataclasses.replace(shape, length=shape.length // factor)
-    rates = CostModel(bandwidth=_BANDWIDTH / factor)
+    rates = Links(bandwidth=_BANDWIDTH / factor)
     found = choose_context_parallel(
         shorter, ranks, method=method, ulysses_degree=degree, costs=rates, flops=_FLOPS / factor**2
     )

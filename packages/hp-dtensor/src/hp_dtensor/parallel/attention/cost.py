@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hp_dtensor.comm.links import DEFAULT_LINKS, Links
 from hp_dtensor.exceptions import AttentionError
 from hp_dtensor.parallel.attention.all_gather import plan_gather
 from hp_dtensor.parallel.attention.masks import Plan, Tokens, count_scores
 from hp_dtensor.parallel.attention.ring import needed_hops, plan_member
 from hp_dtensor.parallel.attention.sharding import SequenceSharding
 from hp_dtensor.parallel.attention.ulysses import HeadShares
-from hp_dtensor.redistribute.costs import DEFAULT_COSTS, CostModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ def choose_context_parallel(
     *,
     method: str | None = None,
     ulysses_degree: int | None = None,
-    costs: CostModel = DEFAULT_COSTS,
+    costs: Links = DEFAULT_LINKS,
     axis: str = "cp",
     flops: float = 1e14,
 ) -> ContextChoice:
@@ -167,7 +167,7 @@ def choose_context_parallel(
 
 
 def _costs_of(
-    shape: AttentionShape, ranks: int, degree: int, method: str | None, costs: CostModel, axis: str, flops: float
+    shape: AttentionShape, ranks: int, degree: int, method: str | None, costs: Links, axis: str, flops: float
 ) -> Iterator[ContextCost]:
     is_balanced = shape.causal or shape.documents is not None
     sharding = SequenceSharding(length=shape.length, ranks=ranks, ulysses_degree=degree, balanced=is_balanced)
@@ -236,7 +236,7 @@ class _Ring:
         block = max(plans[0].lengths) * 2 * shape.batch * heads.kv_heads * shape.head_dim
         self.extra_bytes = 0.0 if size == 1 else block * (2 * shape.itemsize + 3 * _sum_itemsize(shape))
 
-    def seconds(self, costs: CostModel, axis: str, flops: float) -> float:
+    def seconds(self, costs: Links, axis: str, flops: float) -> float:
         compute = [work / flops for work in self._work]
         if not self.hops:
             return 3.5 * sum(compute)
@@ -270,7 +270,7 @@ class _Gather:
         most = max(others) * 2 * shape.batch * heads.kv_heads * shape.head_dim
         self.extra_bytes = most * (shape.itemsize + _sum_itemsize(shape))
 
-    def seconds(self, costs: CostModel, axis: str, flops: float) -> float:
+    def seconds(self, costs: Links, axis: str, flops: float) -> float:
         forward = costs.seconds("exchange", (axis,), self.forward_bytes)
         return forward + costs.seconds("exchange", (axis,), self.backward_bytes) + 3.5 * self._work / flops
 

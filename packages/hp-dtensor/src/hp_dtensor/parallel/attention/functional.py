@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.comm.saved_tensors import ATTENTION, Kept, saved_result
+from hp_dtensor.comm.saved_tensors import ATTENTION, SavedTensors, saved_result
 from hp_dtensor.dispatch.operation import dispatch
 from hp_dtensor.exceptions import AttentionError
 from hp_dtensor.parallel.attention.blockwise import Options, attend, attend_grad
@@ -82,7 +82,7 @@ def attention_node(
         attend_grad: called with the gradient, queries, keys, values, the result, its log-sum-exp, and the further saved
             tensors; returns the gradients of queries, keys and values.
     """
-    saved: list[Kept] = []
+    saved: list[SavedTensors] = []
     inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *s: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def attention_node(
         if s:
             out, lse = with_sinks(platform, out, lse, s[0])
         out = platform.ops.cast(out, q.dtype)
-        saved[:] = [Kept(platform, q, k, v, *s, out, lse, *more)]
+        saved[:] = [SavedTensors(platform, q, k, v, *s, out, lse, *more)]
         return out
 
     def backward(grad: Tensor) -> list[Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.comm.collectives import staying
+from hp_dtensor.comm.collectives import saving_result
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.saved_tensors import COLLECTIVES, saved_result
 from hp_dtensor.parallel.attention.messages import empty_message, pack, unpack
@@ -118,7 +118,7 @@ def sequence_for_heads(
         shapes = [[_shaped(tuple(grad.shape), shares.queries[rank], lengths[j])] for j in range(size)]
         return platform.ops.cat([parts[0] for parts in _swap(platform, group, sends, shapes, grad.dtype)], 2)
 
-    return platform.linear_map(x, staying(forward), backward)
+    return platform.linear_map(x, saving_result(forward), backward)
 
 
 def _swap(

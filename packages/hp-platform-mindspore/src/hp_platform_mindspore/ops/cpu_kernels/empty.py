@@ -14,7 +14,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from hp_dtensor.comm.saved_tensors import current, reached
+from hp_dtensor.comm.saved_tensors import current_record, reached
 from hp_platform_mindspore.tensor.autograd import custom_function, is_recording
 from hp_platform_mindspore.tensor.memory import FLOATING
 
@@ -49,13 +49,13 @@ def as_saved(result: Tensor) -> Tensor:
 
     A part that is computed again must end between the same collectives as on ranks that hold something.
     """
-    record = current.get()
+    record = current_record.get()
     return result if record is None else reached(record.platform, result)
 
 
 def as_saved_by(kernel: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor) -> Tensor:
     """Return `as_saved(result)` if the kernel saves something for such arguments, tried on single elements; else it."""
-    record = current.get()
+    record = current_record.get()
     if record is None or not record.platform.repeats_for_saved or not is_recording(*args):
         return result
     saved: list[int] = []
