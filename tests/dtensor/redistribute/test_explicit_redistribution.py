@@ -154,7 +154,7 @@ def test_a_collective_that_fails_says_where(
     def timed_out(*_: Any) -> Any:
         raise RuntimeError("Timed out waiting 1800000ms for recv operation to complete")
 
-    monkeypatch.setattr(AllGather, "_begin", lambda *_: timed_out if asynchronous else timed_out())
+    monkeypatch.setattr(AllGather, "_launch", lambda *_: timed_out if asynchronous else timed_out())
 
     def rank() -> list[str]:
         mesh = DeviceMesh("cpu", (2,), mesh_dim_names=("tp",), platform=hp_platform)
@@ -166,7 +166,7 @@ def test_a_collective_that_fails_says_where(
     for number, notes in enumerate(run_ranks(rank, 2, hp_platform)):
         (note,) = notes
         assert note.startswith(f"On rank {number}, in all_gather of the redistribution of TensorSpec([6, 3]")
-        assert "to (tp:R). If other ranks did not come to it: hp_dtensor.check_mode()" in note
+        assert "to (tp:R). If other ranks did not call it: hp_dtensor.check_mode()" in note
 
 
 def test_a_batch_that_fails_says_where(hp_platform: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
