@@ -287,7 +287,7 @@ RECOMPUTED_DIFFERENTLY = (
     "expected the same calls of hp_dtensor.parallel.recompute.saved_value, and the same saved operations, in the same "
     "order"
 )
-current_record: ContextVar[RecomputeRecord | None] = ContextVar("hp_dtensor.comm.recompute_record", default=None)
+current_record: ContextVar[RecomputeRecord | None] = ContextVar("hp_dtensor.comm.saved_tensors", default=None)
 
 
 @contextlib.contextmanager
