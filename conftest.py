@@ -1,5 +1,5 @@
-"""Tests run on the CPU also where there is an accelerator, unless `HP_DEVICE` asks for one (`cuda`, `npu`)."""
+"""Run tests on the CPU, even on machines with an accelerator, unless `HP_DEVICE` is set (`cuda`, `npu`)."""
 
 import os
 
-os.environ.setdefault("HP_DEVICE", "cpu")  # before a platform is made; ranks that tests start inherit it
+os.environ.setdefault("HP_DEVICE", "cpu")  # set before a platform is created; ranks that tests start inherit it

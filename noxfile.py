@@ -1,6 +1,6 @@
-"""Every check of the repository, per package and across packages. `nox -l` lists them.
+"""All checks of the repository, per package and across packages. `nox -l` lists them.
 
-Environments are made by `tools/workspace.py`: once, and again only when what they consist of has changed.
+`tools/workspace.py` creates the environments and reuses them while their contents are unchanged.
 """
 
 from __future__ import annotations
@@ -37,32 +37,33 @@ nox.options.sessions = [
     "docs",
     "site",
 ]
-# By name only: `main` is the other command of the README, `loss_parity` trains five times, `bench` measures,
-# `proof` takes hours, `chaos` as many minutes as it is given, `accelerator` needs one, `release` is for those who
-# release, `lock` makes every environment anew from the newest releases.
+# Not run by default: `main` is the other command of the README, `loss_parity` trains five times, `bench` measures,
+# `proof` takes hours, `chaos` takes the minutes it is given, `accelerator` needs one, `release` prepares releases,
+# `lock` creates every environment again from the newest releases.
 
 CORES = len(os.sched_getaffinity(0))
-WORKERS = min(4, CORES + 1)  # one more than cores: some tests only wait for processes; each imports a framework
+# One more than cores, as some tests only wait for processes. Each worker imports a framework.
+WORKERS = min(4, CORES + 1)
 SPREAD = (f"--numprocesses={WORKERS}", "--dist=worksteal")
 
 TEST_TOOLS = ("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6")
-# On Triton's interpreter, kernels for CUDA devices are tested on the CPU. torch's CPU build comes without it; its CUDA
-# builds each need one version, which is kept.
+# Triton's interpreter runs CUDA kernels in tests on the CPU. torch's CPU build does not include Triton. Its CUDA builds
+# require one version, which is left in place.
 KERNEL_TOOLS = {"torch": ("triton>=3.6,<4",), "mindspore": ()}
-# Checkpoints in an object store are tested against one in memory.
+# Its in-memory file system is the object store in tests of checkpoints.
 OBJECT_STORE = "fsspec>=2024.2"
-# Its models are the oracle of our conversions from and to Hugging Face's layouts.
+# Their models are the reference for conversions from and to Hugging Face.
 ORACLES = {"torch": ("transformers>=5.9,<6", "peft>=0.18"), "mindspore": ()}
 MAIN_CONFIG = "examples/moe_small.yaml"
 
-# Python keeps what it compiles, under .nox, even where PYTHONDONTWRITEBYTECODE is set: half of importing a framework is
-# compiling, and hundreds of processes import one.
+# Bytecode is cached under .nox, even where PYTHONDONTWRITEBYTECODE is set: half the time of importing a framework is
+# compilation, and hundreds of processes import one.
 os.environ |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(workspace.NOX_FOLDER / "bytecode")}
 
-# One thread a rank: several ranks share the machine's cores.
+# One thread per rank, as several ranks share the machine's cores.
 QUIET = {"OMP_NUM_THREADS": "1", "GLOG_v": "3", "MPLBACKEND": "Agg"}
 
-# What a user may sensibly install, and nothing else with it.
+# Sets of packages that a user may install without the others.
 SUBSETS = {
     "dtensor": ("hp-dtensor",),
     "fsdp": ("hp-fsdp",),
@@ -82,7 +83,7 @@ SUBSETS = {
 
 
 def session(function: Callable[..., None]) -> Callable[..., None]:
-    """Make `function` a nox session that says in a line why an environment could not be made."""
+    """Make `function` a nox session that reports in a line why an environment could not be created."""
 
     @functools.wraps(function)
     def guarded(nox_session: nox.Session, *arguments: str, **options: str) -> None:
@@ -95,9 +96,9 @@ def session(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def run(session: nox.Session, python: Path, *arguments: str, silent: bool = False, **variables: str) -> str:
-    """Run an environment's interpreter in the repository's root, its commands first on the path.
+    """Run an environment's interpreter in the repository's root, with the environment's commands first on the path.
 
-    With `silent`, return what it printed; that of a failure is shown in any case.
+    With `silent`, the output is returned, and printed only after a failure.
     """
     path = os.pathsep.join([str(python.parent), os.environ.get("PATH", os.defpath)])
     output = session.run(
@@ -105,7 +106,7 @@ def run(session: nox.Session, python: Path, *arguments: str, silent: bool = Fals
         *arguments,
         silent=silent,
         env={**QUIET, "PATH": path, **variables},
-        # Ctrl-C reaches the ranks by itself; give them the time to end in order.
+        # The terminal sends Ctrl-C to the ranks too. They need time to shut down.
         interrupt_timeout=30,
         terminate_timeout=10,
     )
@@ -113,10 +114,10 @@ def run(session: nox.Session, python: Path, *arguments: str, silent: bool = Fals
 
 
 def pytest(session: nox.Session, python: Path, *arguments: str, **variables: str) -> None:
-    """Run pytest with the repository's configuration; no test at all is a failure.
+    """Run pytest with the repository's configuration. Running no test is a failure.
 
-    All tests are spread over the cores, those that start processes first. Where the session's arguments choose some,
-    one process runs them, so that what comes first is seen first and a debugger can be used.
+    Tests are spread over the cores, those that start processes first. If the session has arguments, one process runs
+    the selected tests, so that output is in order and a debugger can be used.
     """
     spread = () if session.posargs else SPREAD
     command = ("-m", "pytest", "-c", "pyproject.toml", "--rootdir", ".", *spread, *arguments, *session.posargs)
@@ -124,27 +125,26 @@ def pytest(session: nox.Session, python: Path, *arguments: str, **variables: str
 
 
 def one_core(name: str) -> tuple[str, ...]:
-    """Options for the tests of a platform or package: of MindSpore's, which the spinning of its idle threads would
-    make half as long again."""
+    """Return pytest options for a platform or package. MindSpore's idle threads spin, so its workers are pinned."""
     return ("--hp-one-core",) if name.endswith("mindspore") else ()
 
 
 def at_once(function: Callable[..., str], cases: Iterable[tuple[object, ...]]) -> None:
-    """Call `function` with each of `cases`, as many at a time as there are cores; print what each returns."""
+    """Call `function` with each of `cases` in parallel, one per core, and print the results."""
     with ThreadPoolExecutor(CORES) as pool:
         for output in pool.map(lambda case: function(*case), cases):
             print(output, end="", flush=True)
 
 
 def full(framework: str) -> Path:
-    """Return the interpreter of the environment that holds every package but the other platform."""
+    """Return the interpreter of the environment with all packages except the other platform."""
     tools = (*TEST_TOOLS, OBJECT_STORE, *KERNEL_TOOLS[framework], *ORACLES[framework])
     return workspace.development(framework, ("hp-trainer", f"hp-platform-{framework}"), tools)
 
 
 def components() -> Path:
-    """Return the interpreter of the environment with every component package and no framework."""
-    # jinja2: a class of the trainer extends one of its classes.
+    """Return the interpreter of the environment with all component packages and no framework."""
+    # mypy needs jinja2, because a class of the trainer extends one of its classes.
     tools = (*TEST_TOOLS, "mypy==2.4.1", "types-PyYAML", "jinja2>=3.1")
     return workspace.development("components", workspace.COMPONENTS, tools)
 
@@ -155,19 +155,19 @@ def for_tests(package: str) -> Path:
 
 
 def ruff() -> Path:
-    """Return the interpreter of the environment that holds ruff."""
+    """Return the interpreter of the environment with ruff."""
     return Environment("ruff", requirements=("ruff==0.17.5",), locked_as="lint").prepare(workspace.NOX_FOLDER / "lint")
 
 
 def house_tools() -> Path:
-    """Return the interpreter of the environment in which the house checks itself."""
+    """Return the interpreter of the environment for the checks of the repository itself."""
     requirements = (*TEST_TOOLS, "nox==2026.10.20", "pip>=23")
     return Environment("house", requirements=requirements, locked_as="house").prepare(workspace.NOX_FOLDER / "house")
 
 
 @session
 def environments(session: nox.Session) -> None:
-    """The environments of the sessions below, several made at a time; without this, each is made when needed."""
+    """Create all environments in parallel; otherwise each is created when a session needs it."""
 
     def made(make: Callable[..., Path], *names: str) -> str:
         make(*names)
@@ -181,7 +181,7 @@ def environments(session: nox.Session) -> None:
 
 @session
 def lock(session: nox.Session) -> None:
-    """Write tools/lock.toml anew: the newest releases that the requirements allow, in every environment."""
+    """Write tools/lock.toml with the newest releases that the requirements of each environment allow."""
     os.environ["HP_UNLOCKED"] = "1"
     environments(session)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -191,7 +191,7 @@ def lock(session: nox.Session) -> None:
 
 @session
 def lint(session: nox.Session) -> None:
-    """Style: ruff's rules and its format."""
+    """Style: ruff's rules and format."""
     python = ruff()
     run(session, python, "-m", "ruff", "check", *session.posargs)
     run(session, python, "-m", "ruff", "format", "--check")
@@ -199,31 +199,31 @@ def lint(session: nox.Session) -> None:
 
 @session
 def types(session: nox.Session) -> None:
-    """Types: mypy, strict, over the component packages, without any framework installed."""
+    """Types: strict mypy on the component packages, without a framework installed."""
     run(session, components(), "-m", "mypy", *(f"packages/{name}/src" for name in workspace.COMPONENTS))
 
 
 @session
 def import_rules(session: nox.Session) -> None:
-    """Import rules: no framework in a component, no platform in another, a light `import hp_dtensor`."""
+    """Import rules: no framework in a component, no platform in another, a quick `import hp_dtensor`."""
     pytest(session, components(), "tests/house/test_import_rules.py")
 
 
 @session
 def house(session: nox.Session) -> None:
-    """The house itself: `run.py`, the environments, the list of sessions."""
+    """The repository itself: `run.py`, environments, sessions, import graph, releases."""
     pytest(session, house_tools(), "tests/house", "--ignore", "tests/house/test_import_rules.py")
 
 
 @session
 @nox.parametrize("package", workspace.PACKAGES, ids=workspace.PACKAGES)
 def tests(session: nox.Session, package: str) -> None:
-    """A package's own tests, in an environment with only what that package and its tests need."""
+    """A package's own tests, in an environment with only the requirements of the package and its tests."""
     pytest(session, for_tests(package), *one_core(package), f"packages/{package}/tests")
 
 
 def cross(session: nox.Session, platform: str, **variables: str) -> None:
-    """Run the conformance suite on a platform and the tests across packages, or what the arguments name."""
+    """Run the conformance suite and the tests across packages on a platform, or the tests that the arguments select."""
     python = full(platform)
     conformance = ("--pyargs", "hp_dtensor.testing.conformance")
     tests = ("tests", "--ignore", "tests/house", *served_tests(platform))
@@ -232,7 +232,7 @@ def cross(session: nox.Session, platform: str, **variables: str) -> None:
 
 
 def served_tests(platform: str) -> list[str]:
-    """Return a platform's own tests of what it gives to a component, skipped where only the platform is installed."""
+    """Return a platform's tests of its parts of other components, which its own environment skips."""
     tests = workspace.packages()[f"hp-platform-{platform}"].folder / "tests"
     found = [path for part in ("fsdp", "moe", "trainer") for path in tests.glob(f"test_*_{part}*.py")]
     return [str(path.relative_to(ROOT)) for path in sorted(found)]
@@ -240,24 +240,24 @@ def served_tests(platform: str) -> list[str]:
 
 @session
 def cross_torch(session: nox.Session) -> None:
-    """Tests across packages on PyTorch, and the conformance suite."""
+    """Tests across packages and the conformance suite on PyTorch."""
     cross(session, "torch")
 
 
 @session
 def cross_mindspore(session: nox.Session) -> None:
-    """Tests across packages on MindSpore, and the conformance suite."""
+    """Tests across packages and the conformance suite on MindSpore."""
     cross(session, "mindspore")
 
 
 @session
 def accelerator(session: nox.Session) -> None:
-    """Conformance and cross-package tests on the accelerator at hand, where there is one; arguments go to pytest."""
+    """Conformance and cross-package tests on this machine's accelerator, if any; arguments are passed to pytest."""
     found = {platform: accelerators(session, platform) for platform in workspace.FRAMEWORKS}
     for platform, (kind, count) in found.items():
         if count:
             session.log(f"{platform}: {count} of {kind}")
-            # Tests start up to four real ranks; where there are fewer devices, they share them.
+            # Tests start up to four real ranks, which share devices if there are fewer.
             shared = {"HP_BACKEND": "gloo"} if platform == "torch" and count < 4 else {}
             cross(session, platform, HP_DEVICE=kind, **shared)
     if not any(count for _, count in found.values()):
@@ -265,7 +265,7 @@ def accelerator(session: nox.Session) -> None:
 
 
 def accelerators(session: nox.Session, platform: str) -> tuple[str, int]:
-    """Return the best kind of device of a framework, and how many there are on this machine."""
+    """Return the preferred device type of a framework, and the number of such devices on this machine."""
     asked = (
         "from hp_dtensor.platform.selection import get_platform; platform = get_platform(); "
         "print(platform.device_types[0], platform.num_accelerators())"
@@ -276,7 +276,7 @@ def accelerators(session: nox.Session, platform: str) -> tuple[str, int]:
 
 @session
 def subsets(session: nox.Session) -> None:
-    """Wheels built, and every sensible subset installed and used alone, each in a fresh environment."""
+    """Build wheels, and install and use each sensible subset of packages in a fresh environment."""
     workspace.wheels("standard")
     chosen = {name: wanted for name, wanted in SUBSETS.items() if not session.posargs or name in session.posargs}
     at_once(functools.partial(check_subset, session), chosen.items())
@@ -285,13 +285,13 @@ def subsets(session: nox.Session) -> None:
 def check_subset(
     session: nox.Session, name: str, wanted: tuple[str, ...], siblings: dict[str, Path] | None = None
 ) -> str:
-    """Install packages as a user would, and return what the check of that environment printed."""
+    """Install packages as a user would, check the environment, and return the output."""
     python = workspace.released(name, wanted, siblings)
     return run(session, python, "-I", "tools/check_subset.py", *workspace.closure(wanted), silent=True)
 
 
 def check_floor_tests(session: nox.Session, name: str, oldest: dict[str, Path]) -> None:
-    """Run a package's tests with its oldest siblings, if any of them is not today's."""
+    """Run a package's tests with its oldest siblings, unless these are the current versions."""
     if oldest.items() <= workspace.wheels("standard").items():
         return
     siblings, others = workspace.test_requirements(name)
@@ -301,7 +301,7 @@ def check_floor_tests(session: nox.Session, name: str, oldest: dict[str, Path]) 
 
 @session
 def floors(session: nox.Session) -> None:
-    """Each package with its siblings at the oldest version that it allows."""
+    """Test each package with its siblings at the oldest allowed version."""
     oldest = {name: workspace.floor_wheels(name) for name, package in workspace.packages().items() if package.siblings}
     workspace.wheels("standard")
     cases = [(f"floor-{name}", (name,), wheels) for name, wheels in oldest.items()]
@@ -312,7 +312,7 @@ def floors(session: nox.Session) -> None:
 
 @session
 def main(session: nox.Session) -> None:
-    """The main job: train the small mixture-of-experts model on PyTorch (arguments go to hp-train)."""
+    """The main job: train the small mixture-of-experts model on PyTorch; arguments are passed to hp-train."""
     arguments = list(session.posargs)
     config = [] if arguments and not arguments[0].startswith("-") else [MAIN_CONFIG]
     python = full("torch")
@@ -321,7 +321,7 @@ def main(session: nox.Session) -> None:
 
 @session
 def loss_parity(session: nox.Session) -> None:
-    """The first losses of one YAML on PyTorch and on MindSpore, in several layouts, compared in a table."""
+    """Compare the first losses of one YAML on PyTorch and on MindSpore in several layouts, as a table."""
     torch, mindspore = full("torch"), full("mindspore")
     run(
         session,
@@ -338,23 +338,23 @@ def loss_parity(session: nox.Session) -> None:
 @session
 @nox.parametrize("platform", ("torch", "mindspore"), ids=("torch", "mindspore"))
 def proof(session: nox.Session, platform: str) -> None:
-    """The full-size proofs, `proof_*.py`, and every case of training on each framework; arguments go to pytest."""
+    """The full proofs, `proof_*.py`, and all training cases on each framework; arguments are passed to pytest."""
     found = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/proof_*.py"))
     variables = {"HP_PLATFORM": platform, "HP_ALL_CASES": "1"}
-    selected = found if platform == "torch" else [*found, "tests/trainer"]  # torch's are all in the suite
+    selected = found if platform == "torch" else [*found, "tests/trainer"]  # the suite contains all cases on torch
     pytest(session, full(platform), *SPREAD, *one_core(platform), "--verbose", *selected, **variables)
 
 
 @session
 @nox.parametrize("platform", ("torch", "mindspore"), ids=("torch", "mindspore"))
 def chaos(session: nox.Session, platform: str) -> None:
-    """Faults against small runs (kills, damage, full disks, signals, clocks), minutes or `-- --minutes 120`."""
+    """Inject faults into small runs (kills, damage, full disks, signals, clocks); `-- --minutes 120` sets the time."""
     run(session, full(platform), "tests/chaos/campaign.py", *session.posargs, HP_PLATFORM=platform)
 
 
 @session
 def bench(session: nox.Session) -> None:
-    """The benchmarks, each on its framework; not by default, as the figures depend on what else the machine does."""
+    """The benchmarks, each on its framework; not run by default, as results depend on the load of the machine."""
     for path in session.posargs or sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("benchmarks/[!_]*.py")):
         platform = "mindspore" if Path(path).name.startswith("mindspore_") else "torch"
         run(session, full(platform), path, HP_PLATFORM=platform)
@@ -362,25 +362,25 @@ def bench(session: nox.Session) -> None:
 
 @session
 def release(session: nox.Session) -> None:
-    """Prepare a package's release: `nox -s release -- PACKAGE [major|minor|patch|X.Y.Z] [--write]`; dry by default."""
+    """Prepare a release: `nox -s release -- PACKAGE [major|minor|patch|X.Y.Z] [--write]`; a dry run by default."""
     run(session, house_tools(), "tools/release.py", *session.posargs)
 
 
 @session
 def docs(session: nox.Session) -> None:
-    """The documentation: every link within the repository leads somewhere, every Python block parses."""
+    """Check the documentation: links within the repository exist, Python blocks parse."""
     run(session, house_tools(), "tools/check_docs.py")
 
 
 def site_tools() -> Path:
-    """Return the interpreter of the environment in which the site is built."""
+    """Return the interpreter of the environment that builds the site."""
     requirements = ("mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8")
     return Environment("site", requirements=requirements, locked_as="site").prepare(workspace.NOX_FOLDER / "site")
 
 
 @session
 def site(session: nox.Session) -> None:
-    """The documentation site, in site/html: every page, and a reference from docstrings; a broken link is an error."""
+    """Build the documentation site in site/html, with a reference from docstrings; broken links are errors."""
     python = site_tools()
     run(session, python, "tools/site_pages.py", "site/pages")
     run(session, python, "-m", "mkdocs", "build", "--quiet", NO_MKDOCS_2_WARNING="1")

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Set up what is needed and run the main job or the test suite; needs nothing but Python 3.11 with venv.
+"""Install the requirements and run the main job or the test suite. Needs only Python 3.11 with venv.
 
-    python3 run.py train [CONFIG] [--a.b=value ...]   train a small model (default: the main job's example)
-    python3 run.py test                               pass the whole suite
-    python3 run.py list                               list every nox session and what it checks
-    python3 run.py nox ARGUMENT ...                   run nox itself, e.g. `nox -s lint types`
+    python3 run.py train [CONFIG] [--a.b=value ...]   train a small model (default: the example of the main job)
+    python3 run.py test                               run the full test suite
+    python3 run.py list                               list all nox sessions
+    python3 run.py nox ARGUMENT ...                   run nox, for example `nox -s lint types`
 
-The first run makes a virtual environment in .venv with nox in it, and nox makes the others under .nox.
-Later runs find them there and start at once. Remove both folders to start from nothing.
+The first run creates a virtual environment with nox in .venv, and nox creates the others under .nox. Later runs reuse
+them. Remove both folders to start over.
 """
 
-# This file alone must parse on any Python 3, so that an old one gets a message and not a SyntaxError.
+# This file must parse on any Python 3, so that an old version reports the requirement instead of a SyntaxError.
 import os
 import sys
 
@@ -20,7 +20,7 @@ NOX = "nox==2026.10.20"
 
 
 def python_problem(version, executable):
-    """Return what is wrong with interpreter `executable` of `version` (a tuple), or None."""
+    """Return the problem of the interpreter `executable` with the given version tuple, or None."""
     if tuple(version[:2]) >= OLDEST_PYTHON:
         return None
     return (
@@ -31,7 +31,7 @@ def python_problem(version, executable):
 
 
 def nox_arguments(command, rest):
-    """Return nox's arguments for a command of this script, or None if there is no such command."""
+    """Return nox's arguments for a command of this script, or None for unknown commands."""
     if command == "train":
         return ["--session", "main"] + (["--"] + rest if rest else [])
     if command == "test":

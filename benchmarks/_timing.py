@@ -1,4 +1,4 @@
-"""Processor time of calls of contestants that take turns."""
+"""Processor times of alternatives, measured in turns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _mean_time(function, calls):
 
 
 def compare(functions, seconds):
-    """Best mean time of a call of each, in microseconds, over rounds in which they take turns."""
+    """Return the best mean time of a call of each alternative, in microseconds, over alternating rounds."""
     counts = []
     for function in functions:
         for _ in range(20):

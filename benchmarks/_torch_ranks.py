@@ -1,4 +1,4 @@
-"""Ranks of torch.distributed for benchmarks that compare with torch, and the transformer block that they train."""
+"""Ranks of torch.distributed for benchmarks that compare with torch, and a transformer block to train."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def run_torch_ranks(program: Callable[..., Any], num_ranks: int, *arguments: Any, backend: str = "gloo") -> Any:
-    """Call `program(*arguments)` on new ranks of one thread each, in processes of their own.
+    """Call `program(*arguments)` on ranks in new processes, with one thread each.
 
     Returns:
-        What the program of rank 0 returns.
+        The result of rank 0.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: a rank failed, with its traceback; the others are ended.
+        torch.multiprocessing.ProcessRaisedException: a rank failed. The others are terminated.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -50,13 +50,13 @@ def _rank(
     dist.destroy_process_group()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # Without Python's shutdown, in which threads of gloo have aborted a rank now and then ("terminate called without an
-    # active exception") after all of its work was done.
+    # Skips Python's shutdown, during which threads of gloo sometimes abort a rank ("terminate called without an
+    # active exception") after its work is done.
     os._exit(0)
 
 
 def connected_platform() -> Any:
-    """Return our platform for torch, its world the ranks of `run_torch_ranks`."""
+    """Return our platform for torch, with the ranks of `run_torch_ranks` as its world."""
     from hp_dtensor import get_platform
 
     platform = get_platform("torch")
@@ -66,7 +66,7 @@ def connected_platform() -> Any:
 
 
 class Block(nn.Module):
-    """Attention and an MLP of four times the width, both before a norm."""
+    """A transformer block: attention and an MLP of four times the width, each after a norm."""
 
     def __init__(self, dim: int, heads: int = 8) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Memory and caches over ten thousand training steps, each with a shape of its own.
+"""Memory and caches over ten thousand training steps, each with another shape.
 
     python benchmarks/steady_state.py [--steps 10000] [--platform torch]
 
-Without arguments it runs on the platform that is installed. The caches fill up to their limits and stay there;
-traced Python memory and the number of live specs follow them.
+Without arguments it runs on the installed platform. The caches fill up to their limits and stay there, and so do traced
+Python memory and the number of live specs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check the Markdown pages: links and named paths lead somewhere, Python blocks parse.
+"""Check the Markdown pages: links and named paths exist, Python blocks parse.
 
 python tools/check_docs.py
 """
@@ -20,13 +20,13 @@ HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 
 
 def anchors(text: str) -> set[str]:
-    """Return the anchors that a page's headings get, as GitHub and most generators make them."""
+    """Return the anchors of a page's headings, as GitHub and most site generators create them."""
     plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in HEADING.findall(text))
     return {heading.replace(" ", "-") for heading in plain}
 
 
 def link_problems(page: Path) -> Iterator[str]:
-    """Yield a line for each link of `page` that leads nowhere within the repository."""
+    """Yield a line for each broken link of `page` within the repository."""
     for match in LINK.finditer(BLOCK.sub("", page.read_text())):
         link = match[1] or match[2]
         if re.match(r"[a-z]+:", link):
@@ -40,10 +40,10 @@ def link_problems(page: Path) -> Iterator[str]:
 
 
 def path_problems(page: Path, root: Path) -> Iterator[str]:
-    """Yield a line for each path in backticks that leads nowhere.
+    """Yield a line for each path in backticks that does not exist.
 
-    It may begin at the repository's root, at a folder above the page (such as its package), or, as
-    `hp_dtensor/comm/mesh.py` does, in the sources of the package that it names.
+    Paths are relative to the repository's root, to a folder above the page (such as its package), or to a package's
+    sources, as in `hp_dtensor/comm/mesh.py`.
     """
     above = [folder for folder in page.parents if folder.is_relative_to(root)]
     for path in dict.fromkeys(NAMED_PATH.findall(page.read_text())):
@@ -65,7 +65,7 @@ def block_problems(page: Path) -> Iterator[str]:
 
 
 def main(root: Path = ROOT) -> int:
-    """Print every problem of every tracked page and return how many there are."""
+    """Print all problems of all tracked pages, and return their number."""
     listed = subprocess.run(["git", "ls-files", "*.md"], cwd=root, capture_output=True, text=True, check=True)
     pages = [root / name for name in listed.stdout.split()]
     problems = [

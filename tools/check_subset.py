@@ -1,9 +1,9 @@
-"""Check, inside an environment, that it holds exactly the named packages and that each of them works there.
+"""Check that the current environment contains exactly the named packages, and that each of them works.
 
     python -I tools/check_subset.py hp-dtensor hp-platform-torch
 
-Every module of every package is imported, and hp-dtensor finds the platforms that are there, or
-says that there is none.
+Imports every module of every package, and checks that hp-dtensor finds the installed platforms or reports that there
+are none.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 FRAMEWORKS = ("torch", "mindspore")
 PLATFORM_PREFIX = "hp-platform-"
 
-# A platform's modules `fsdp`, `fsdp_...` are loaded only by hp-fsdp, and so on.
+# Modules of a platform in `fsdp` are loaded only by hp-fsdp, and so on.
 SERVED = {"fsdp": "hp-fsdp", "moe": "hp-moe", "trainer": "hp-trainer"}
 
-# What an extra brings, and the modules that may ask for it; a plugin's own module never may.
+# Packages of extras, and the modules that may import them. Plugin modules may not.
 OPTIONAL = {"pytest": "hp_dtensor.testing", "triton": "hp_platform_torch.moe"}
 
 
@@ -32,7 +32,7 @@ def installed() -> list[str]:
 
 
 def modules(package: str, packages: list[str]) -> list[str]:
-    """Import every module of a package that can be used with `packages` only, and return their names."""
+    """Import every module of a package that is usable with `packages` only, and return their names."""
     root = importlib.import_module(package)
     assert "site-packages" in root.__file__, f"{package} comes from {root.__file__}, not from a wheel"
     names = [package]
@@ -43,7 +43,7 @@ def modules(package: str, packages: list[str]) -> list[str]:
 
 
 def imported(module: str) -> bool:
-    """Import `module`; one that may ask for an extra that is not there is left out."""
+    """Import `module`. Modules that need an extra which is not installed are skipped."""
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -55,7 +55,7 @@ def imported(module: str) -> bool:
 
 
 def usable(module: str, packages: list[str]) -> bool:
-    """Say whether module `module` can be imported: not a command, and what it serves is there."""
+    """Return True when `module` is no command and the component it serves is installed."""
     package, part, *_ = module.split(".")
     if module.endswith("__main__"):
         return False
@@ -63,7 +63,7 @@ def usable(module: str, packages: list[str]) -> bool:
 
 
 def check_modules(packages: list[str]) -> None:
-    """Import component packages first: none of them may bring a framework in."""
+    """Import all modules, component packages first, to check that none of these imports a framework."""
     for package in sorted(packages, key=lambda name: name.startswith(PLATFORM_PREFIX)):
         count = len(modules(package.replace("-", "_"), packages))
         brought = [name for name in FRAMEWORKS if name in sys.modules]
@@ -73,7 +73,7 @@ def check_modules(packages: list[str]) -> None:
 
 
 def check_platforms(packages: list[str]) -> None:
-    """Check that hp-dtensor finds just the platforms that are installed."""
+    """Check that hp-dtensor finds exactly the installed platforms."""
     from hp_dtensor.exceptions import PlatformError
     from hp_dtensor.platform.selection import get_platform
 
@@ -93,7 +93,7 @@ def check_platforms(packages: list[str]) -> None:
 
 
 def check_commands(packages: list[str]) -> None:
-    """Check that the command of hp-trainer starts, with a platform or without one."""
+    """Check that the command `hp-train` starts, with or without a platform."""
     if "hp-trainer" in packages:
         command = Path(sys.executable).with_name("hp-train")
         subprocess.run([command, "--help"], check=True, stdout=subprocess.DEVNULL)

@@ -1,9 +1,9 @@
-"""Virtual environments that are made once, and made anew only when what they consist of has changed.
+"""Virtual environments that are created once, and again only when their contents have changed.
 
-nox's own reuse keeps an environment without looking at what it should hold; here a stamp in the folder
-records the interpreter, the requirements and the packages' metadata, so a second run installs nothing and a
-changed requirement is never missed. A framework of gigabytes is installed once, in an environment that holds
-nothing else, and lent to the others through a path file.
+nox reuses an environment without checking its contents. Here a stamp in the environment's folder records the
+interpreter, the requirements and the packages' metadata: a second run installs nothing, and no change is missed. A
+framework of several gigabytes is installed once, in its own environment, and shared with the others through a path
+file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 import lock
 
 STAMP = "stamp.json"
-# Read once: an edit while sessions run must not take environments away from those that use them.
+# Read once: an edit during a run must not invalidate environments that are in use.
 _MADE_BY = hashlib.sha256(Path(__file__).read_bytes() + Path(lock.__file__).read_bytes()).hexdigest()
 
 _ADVICE = (
@@ -70,11 +70,11 @@ _ADVICE = (
 
 
 class SetupError(RuntimeError):
-    """An environment could not be made; the message says the likely cause and what to do."""
+    """An environment could not be created. The message states the likely cause and what to do."""
 
 
 def explain_pip_failure(output: str) -> str:
-    """Return the likely cause of a pip failure and what to do, from what pip printed."""
+    """Return the likely cause of a pip failure and what to do, from pip's output."""
     for pattern, cause, advice in _ADVICE:
         if re.search(pattern, output):
             return f"{cause}.\n  What to do: {advice}."
@@ -83,33 +83,34 @@ def explain_pip_failure(output: str) -> str:
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment, by its contents.
+    """A virtual environment, described by its contents.
 
     Args:
-        name: what the progress lines call it.
-        requirements: what pip is asked for, in pip's own notation.
-        wheels: wheel files to install as well.
-        fingerprint: what else, when it changes, makes the environment stale (the wheels' own metadata, say).
-        borrowed: site-packages folders of other environments that this one sees too, after its own; their
-            commands become its own.
-        constraints: pip constraints, e.g. where siblings are to be taken from if something requires them.
-        needs: what the wheels require besides each other, in pip's notation.
-        locked_as: its name in the lock file; empty: it is what a user would get today.
+        name: name in progress lines.
+        requirements: requirements for pip.
+        wheels: wheel files to install too.
+        fingerprint: further data whose change makes the environment stale, such as the wheels' metadata.
+        shared: site-packages folders of other environments to include after its own, with their commands.
+        constraints: pip constraints, such as the wheels to use for siblings.
+        needs: requirements of the wheels except each other.
+        locked_as: name in the lock file. Empty means unlocked, as a user would install today.
     """
 
     name: str
     requirements: tuple[str, ...] = ()
     wheels: tuple[Path, ...] = ()
     fingerprint: str = ""
-    borrowed: tuple[Path, ...] = ()
+    shared: tuple[Path, ...] = ()
     constraints: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     locked_as: str = ""
 
     def prepare(self, folder: str | os.PathLike[str], *, fresh: bool = False) -> Path:
-        """Return the interpreter of this environment in `folder`, made there unless it is there unchanged.
+        """Return the interpreter of this environment in `folder`, creating it unless it exists unchanged.
 
-        With `fresh` it is made anew in any case.
+        Args:
+            folder: folder of the environment.
+            fresh: always create it again.
 
         Raises:
             SetupError: Python lacks venv, or pip failed.
@@ -123,9 +124,9 @@ class Environment:
             print(f"[setup] {self.name}: making {os.path.relpath(folder)}", flush=True)
             start = time.monotonic()
             _make(folder)
-            site_packages(folder).joinpath("borrowed.pth").write_text("".join(f"{site}\n" for site in self.borrowed))
-            for site in self.borrowed:
-                _borrow_commands(site.parents[2] / "bin", folder / "bin")
+            site_packages(folder).joinpath("shared.pth").write_text("".join(f"{site}\n" for site in self.shared))
+            for site in self.shared:
+                _copy_commands(site.parents[2] / "bin", folder / "bin")
             self._install(python, folder)
             (folder / STAMP).write_text(stamp)
             print(f"[setup] {self.name}: ready after {time.monotonic() - start:.0f} s", flush=True)
@@ -160,7 +161,7 @@ class Environment:
             raise SetupError(f"pip could not install {self._summary()}: {explain_pip_failure(output)}")
 
     def _locked_requirements(self) -> list[str] | None:
-        """Return the lines of a requirements file with digests; None: pip chooses by the requirements."""
+        """Return the lines of a requirements file with digests, or None if the environment is not locked."""
         return lock.read_lock().requirements(self.locked_as, (*self.requirements, *self.needs))
 
     def _summary(self) -> str:
@@ -175,7 +176,7 @@ class Environment:
             "locked as": self.locked_as,
             "locked": self._locked_requirements(),
             "constraints": self.constraints,
-            "borrowed": {str(site): _read(site.parents[2] / STAMP) for site in self.borrowed},
+            "shared": {str(site): _read(site.parents[2] / STAMP) for site in self.shared},
             "wheels": [str(wheel) for wheel in self.wheels],
             "fingerprint": self.fingerprint,
         }
@@ -187,14 +188,14 @@ def site_packages(folder: str | os.PathLike[str]) -> Path:
     return Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
 
 
-def _borrow_commands(lender: Path, borrower: Path) -> None:
-    """Copy the commands that pip wrote into folder `lender`, to run with the interpreter in folder `borrower`."""
-    for command in lender.iterdir():
+def _copy_commands(source: Path, target: Path) -> None:
+    """Copy the commands of the environment in `source`, adapted to the interpreter in `target`."""
+    for command in source.iterdir():
         content = command.read_bytes()
         first, separator, rest = content.partition(b"\n")
-        if first == b"#!" + os.fsencode(lender / "python"):
-            own = borrower / command.name
-            own.write_bytes(b"#!" + os.fsencode(borrower / "python") + separator + rest)
+        if first == b"#!" + os.fsencode(source / "python"):
+            own = target / command.name
+            own.write_bytes(b"#!" + os.fsencode(target / "python") + separator + rest)
             own.chmod(0o755)
 
 
@@ -212,20 +213,20 @@ def _make(folder: Path) -> None:
 
 
 def _running_pip_is_usable() -> bool:
-    # Only inside a virtual environment: a system's pip may be patched not to serve another interpreter.
+    # Only inside a virtual environment: a system's pip may refuse to install for another interpreter.
     return sys.prefix != sys.base_prefix and importlib.util.find_spec("pip") is not None
 
 
 def _pip(python: Path, arguments: list[str]) -> str | None:
-    """Install with pip for interpreter `python`; return None, or what pip printed if it failed."""
+    """Install with pip for the interpreter `python`. Returns None, or pip's output if it failed."""
     pip = (
         [sys.executable, "-m", "pip", "--python", str(python)]
         if _running_pip_is_usable()
         else [str(python), "-m", "pip"]
     )
-    # Python compiles what it imports, a small part of what is installed: pip would compile all of it.
+    # Python compiles modules when they are imported; pip would compile all that is installed.
     options = ["install", "--disable-pip-version-check", "--no-input", "--no-compile", "--quiet"]
-    # Capturing keeps a mirror's warnings out of the way of a run that succeeds.
+    # Captured, so that warnings of a package index are not shown when pip succeeds.
     done = subprocess.run(
         [*pip, *options, *arguments],
         env={"PIP_RETRIES": "3", **os.environ},

@@ -1,8 +1,8 @@
-"""The lock file: every release that an environment of this repository consists of, with the digests of its wheels.
+"""The lock file: the releases in each environment of this repository, with the digests of their wheels.
 
-`lock.toml` is written by `nox -s lock` from the environments as they are, and read when one is made: pip then takes
-just these releases (`--no-deps`), and refuses a wheel with another digest (`--require-hashes`). It holds for one
-interpreter and system; on others, and where what is asked for has changed since, pip chooses by the requirements alone.
+`nox -s lock` writes `lock.toml` from the current environments. When an environment is created, pip installs exactly
+these releases (`--no-deps`) and refuses wheels with other digests (`--require-hashes`). The lock applies to one
+interpreter and system. On others, and after a change of requirements, pip resolves the requirements.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 
 LOCK_FILE = Path(__file__).with_name("lock.toml")
 
-# Left to the index that a machine is configured with: its wheel is the CPU's from one, CUDA's from another, and what
-# the latter needs is not among ours. Its version is fixed by the requirement.
+# Not locked: the configured index decides between the CPU and CUDA builds, which have different requirements. Its
+# version is fixed by the requirement.
 UNLOCKED = frozenset({"torch"})
 
 _HEADER = """\
@@ -32,12 +32,12 @@ _HEADER = """\
 
 @dataclass(frozen=True)
 class Lock:
-    """The content of the lock file.
+    """Content of the lock file.
 
     Attributes:
-        python: the interpreter and the system that it holds for.
+        python: interpreter and system of the lock.
         packages: digests (`sha256:...`) by release (`name==version`).
-        environments: by name, what was asked for and the releases that it consists of.
+        environments: requirements and releases of each environment, by name.
     """
 
     python: str
@@ -47,7 +47,7 @@ class Lock:
     def requirements(self, environment: str, asked: Iterable[str]) -> list[str] | None:
         """Return the lines of a requirements file with digests for an environment.
 
-        None: it is not locked, was locked for other requirements, or on another system.
+        None if it is not locked, or was locked for other requirements or another system.
         """
         found = self.environments.get(environment)
         if self.python != this_python() or found is None or found[0] != tuple(sorted(set(asked))):
@@ -57,7 +57,7 @@ class Lock:
 
 @functools.cache
 def read_lock() -> Lock:
-    """Return the lock; an empty one where there is no file, or `HP_UNLOCKED=1` asks for none."""
+    """Return the lock. It is empty if there is no file, or with `HP_UNLOCKED=1`."""
     if os.environ.get("HP_UNLOCKED") == "1" or not LOCK_FILE.exists():
         return Lock("", {}, {})
     values = tomllib.loads(LOCK_FILE.read_text(encoding="utf-8"))
@@ -68,17 +68,17 @@ def read_lock() -> Lock:
 
 
 def this_python() -> str:
-    """Return the name of this interpreter and system, for which wheels are the same: `cpython 3.11 linux x86_64`."""
+    """Return interpreter and system as in `cpython 3.11 linux x86_64`: wheels are the same for equal names."""
     version = ".".join(map(str, sys.version_info[:2]))
     return f"{sys.implementation.name} {version} {sys.platform} {platform.machine()}"
 
 
 def write_lock(folders: Iterable[Path], pip: list[str]) -> None:
-    """Lock environments as they are now.
+    """Lock the releases in the given environments.
 
     Args:
-        folders: their folders, whose stamps say what was asked for; those that are not locked are passed over.
-        pip: a command that runs pip, whose index gives the digests.
+        folders: folders of environments, with stamps. Unlocked environments are skipped.
+        pip: command that runs pip; its index provides the digests.
     """
     asked, installed = {}, {}
     for folder in folders:
@@ -97,7 +97,7 @@ def write_lock(folders: Iterable[Path], pip: list[str]) -> None:
 
 
 def _installed(environment: Path) -> list[str]:
-    """Return the releases in an environment's folder, without packages of this repository and what is not locked."""
+    """Return the releases in an environment, without packages of this repository and unlocked ones."""
     found = {}
     for folder in environment.glob("lib/python*/site-packages/*.dist-info"):
         name, _, version = folder.name.removesuffix(".dist-info").partition("-")
@@ -108,10 +108,10 @@ def _installed(environment: Path) -> list[str]:
 
 
 def _digests(releases: list[str], pip: list[str]) -> dict[str, list[str]]:
-    """Return the digests of the wheels that pip would take, by release."""
+    """Return the digests of the wheels that pip would install, by release."""
     waiting, digests = list(releases), {}
     while waiting:
-        # pip takes one release of a package at a time.
+        # One call of pip cannot resolve several releases of a package.
         batch = list({each.partition("==")[0]: each for each in waiting}.values())
         waiting = [each for each in waiting if each not in batch]
         command = [*pip, "install", "--dry-run", "--ignore-installed", "--no-deps", "--only-binary=:all:", "--quiet"]

@@ -1,9 +1,9 @@
-"""Write the tables of operations with sharding rules, from the registry itself.
+"""Write the tables of operations with sharding rules from the registry.
 
 python tools/operations_page.py                     write docs/operations.md
-python tools/operations_page.py torch               write docs/operations_torch.md: what that platform calls them
+python tools/operations_page.py torch               write docs/operations_torch.md: the platform's names
 python tools/operations_page.py rules               write the list of tables in the README of the rules
-python tools/operations_page.py [NAME] --check  say whether the page is current
+python tools/operations_page.py [NAME] --check  check that the page is current
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TENSORS = (
     "input other weight bias target tensor mat1 mat2 batch1 batch2 query key value condition index src source".split()
 )
 TENSORS += ["boundaries", "sorted_sequence", "real", "imag", "abs", "angle", "A", "B", "input2", "tau"]
-# Shapes to try for the tensors of a call, most telling first.
+# Shapes to try for the tensors of a call, the most informative first.
 SHAPES = (
     ((4, 6),), ((4, 6), (4, 6)), ((4, 6), (6, 2)), ((4, 6), (2, 6)), ((4, 6), (4,)), ((4,), (4, 6)), ((4,), (6,)),
     ((4, 6), (6,)), ((6,), (6,)), ((2, 4, 6), (2, 6, 4)), ((4, 6), (2, 6), (2,)), ((2,), (4, 6), (6, 2)), ((4, 6),
@@ -153,7 +153,7 @@ alternatives, `1 + 2` means in both at once. Everything else is reduced first, a
 
 
 def mesh() -> DeviceMesh:
-    """Two ranks on a platform of which only dtypes are asked."""
+    """Return a mesh of two ranks, on a fake platform that has only dtypes."""
     platform = SimpleNamespace(
         dtype_name=str,
         is_floating=lambda dtype: dtype == "float32",
@@ -169,7 +169,7 @@ def is_shape(value: Any) -> bool:
 
 
 def with_specs(name: str, value: Any, on: DeviceMesh) -> Any:
-    """Shapes of tensor arguments as specs."""
+    """Replace the shapes of tensor arguments by specs."""
     if name in ("operands", "tensors", "indices"):
         return tuple(TensorSpec(on, (Replicate(),), shape, "float32") for shape in value)
     tensor = name in TENSORS or name == "values"
@@ -177,7 +177,7 @@ def with_specs(name: str, value: Any, on: DeviceMesh) -> Any:
 
 
 def calls(name: str, registration: Registration, on: DeviceMesh) -> Iterator[OpCall]:
-    """Calls to try, until the rule takes one."""
+    """Yield calls to try until the rule accepts one."""
     if name in SPECIAL:
         yield call_of(name, registration, SPECIAL[name], on)
         return
@@ -206,7 +206,7 @@ def call_of(name: str, registration: Registration, values: dict[str, Any], on: D
 
 
 def factorization(name: str, registration: Registration, on: DeviceMesh) -> Factorization | None:
-    """Return the rule's factorization of the first call that it takes; None for an operation that is always refused."""
+    """Return the rule's factorization of the first call it accepts. None if the operation is always refused."""
     for call in calls(name, registration, on):
         try:
             return registration.rule(call)
@@ -280,7 +280,7 @@ NOTES = {
 
 
 def names_page(name: str) -> str:
-    """Return the page of a platform's own names for the operations that it has."""
+    """Return the page with a platform's names for its operations."""
     platform = get_platform(name)
     rows = {operation: platform.operation_names(operation) for operation in rule_registry().names()}
     lines = [
@@ -295,7 +295,7 @@ MARK = "<!-- tables -->\n"
 
 
 def tables_readme() -> str:
-    """The README of the rules, with a line per table: its file, its docstring's first line and its operations."""
+    """Return the README of the rules with a line per table: file, first line of its docstring, operations."""
     lines = ["| File | Rules | Operations |", "|---|---|---|"]
     for table in sorted(tables.TABLES, key=lambda table: table.__name__):
         registry = RuleRegistry()
@@ -308,12 +308,12 @@ def tables_readme() -> str:
 
 
 def version(name: str) -> str:
-    """The framework's version, without what says how it was built."""
+    """Return the framework's version without its build suffix."""
     return metadata.version(name).split("+")[0]
 
 
 def main() -> int:
-    """Write or check a page; 1 when it is not current."""
+    """Write or check a page. Returns 1 when the page is not current."""
     platforms = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
     if platforms == ["rules"]:
         path, text = RULES, tables_readme()

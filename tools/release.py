@@ -1,8 +1,8 @@
-"""Prepare the release of one package: its version, its changelog, its siblings' ranges, its wheel and sdist, its tag.
+"""Prepare the release of a package: version, changelog, ranges of siblings, wheel and sdist, tag.
 
 python tools/release.py PACKAGE [major|minor|patch|X.Y.Z] [--write]
 
-Without `--write` nothing in the working tree changes: the next version is built and checked in a copy.
+Without `--write` the release is built and checked in a copy, and the working tree does not change.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _VERSION_IN_MODULE = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
 
 @dataclass(frozen=True)
 class Release:
-    """One package on its way to a version.
+    """A release in preparation.
 
     Attributes:
-        version: the version to be released.
-        folder: the package's folder: in the working tree with `--write`, else a copy.
+        version: version to release.
+        folder: folder of the package, in the working tree with `--write`, else in a copy.
     """
 
     package: workspace.Package
@@ -48,15 +48,15 @@ class Release:
 
 
 def next_version(current: Version, step: str, is_released: bool) -> Version:
-    """Return the version that `step` leads to.
+    """Return the next version.
 
     Args:
-        step: "major", "minor" or "patch"; a version; or "" for the current one if it has not been released yet, else
-            the next patch.
-        is_released: whether the current version has a tag.
+        step: "major", "minor", "patch", or a version. "" is the current version if it is not released, else the next
+            patch.
+        is_released: True when the current version has a tag.
 
     Raises:
-        SetupError: `step` is none of these, or leads back.
+        SetupError: `step` is not valid, or the version would decrease.
     """
     if step == "" and not is_released:
         return current
@@ -76,7 +76,7 @@ def next_version(current: Version, step: str, is_released: bool) -> Version:
 
 
 def range_problems(package: workspace.Package, version: Version) -> Iterator[str]:
-    """Yield a line for each sibling whose requirement does not admit the new version."""
+    """Yield a line for each sibling whose requirement excludes the new version."""
     for other in workspace.packages().values():
         for requirement in map(Requirement, other.requirements):
             if requirement.name == package.name and not requirement.specifier.contains(version):
@@ -87,10 +87,10 @@ def range_problems(package: workspace.Package, version: Version) -> Iterator[str
 
 
 def with_entries(changelog: str, version: Version, day: datetime.date) -> str:
-    """Return a changelog whose open section has become that of `version`, with an empty open section above it.
+    """Return the changelog with its section "Unreleased" renamed to `version`, and a new empty one above.
 
     Raises:
-        SetupError: there is no open section, or it is empty.
+        SetupError: the section is missing or empty.
     """
     _, heading, rest = changelog.partition(f"{UNRELEASED}\n")
     if not heading or not rest.split("\n## ")[0].strip():
@@ -99,7 +99,7 @@ def with_entries(changelog: str, version: Version, day: datetime.date) -> str:
 
 
 def write_version(release: Release, day: datetime.date) -> None:
-    """Write the version into pyproject.toml, `__init__.py` (if it is there) and the changelog, in `release.folder`."""
+    """Write the version to pyproject.toml, `__init__.py` (if it has one) and the changelog in `release.folder`."""
     project = release.folder / "pyproject.toml"
     project.write_text(_VERSION_IN_PROJECT.sub(f'version = "{release.version}"', project.read_text(), count=1))
     module = release.folder / "src" / release.package.module / "__init__.py"
@@ -109,10 +109,10 @@ def write_version(release: Release, day: datetime.date) -> None:
 
 
 def build_and_check(folder: Path, target: Path) -> list[Path]:
-    """Build the wheel and the sdist of the package in `folder` into `target`, and have twine check both.
+    """Build the wheel and the sdist of the package in `folder` into `target`, and check both with twine.
 
     Raises:
-        SetupError: one cannot be built, or its metadata would be refused by a package index.
+        SetupError: a build failed, or a package index would refuse the metadata.
     """
     python = Environment("release tools", requirements=_CHECKERS).prepare(workspace.NOX_FOLDER / "release")
     _run([str(python), "-m", "hatchling", "build", "-t", "wheel", "-t", "sdist", "-d", str(target)], folder)
@@ -128,13 +128,13 @@ def _run(command: list[str], folder: Path) -> None:
 
 
 def prepare(name: str, step: str, write: bool, scratch: Path) -> Iterator[str]:
-    """Prepare a release and yield what was done or found, a line each.
+    """Prepare a release, and yield a line for each result.
 
     Args:
-        scratch: an empty folder for the copy and what is built from it.
+        scratch: empty folder for the copy and its builds.
 
     Raises:
-        SetupError: something stands against the release; nothing in the working tree has been changed then.
+        SetupError: the release is not possible. The working tree is unchanged.
     """
     package = workspace.packages()[name]
     current = Version(package.version)
@@ -165,7 +165,7 @@ def _what_remains(release: Release, write: bool) -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; return its exit status."""
+    """Run the command, and return its exit status."""
     parser = argparse.ArgumentParser(prog="nox -s release --", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("package", choices=workspace.PACKAGES)
     parser.add_argument("step", nargs="?", default="", metavar="major|minor|patch|X.Y.Z")

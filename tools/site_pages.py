@@ -1,9 +1,8 @@
-"""Stage the pages of the documentation site: every Markdown page where it lies, and a reference of public names.
+"""Stage the pages of the documentation site: all Markdown pages, and a reference of public names.
 
 python tools/site_pages.py FOLDER
 
-The pages keep their places relative to each other, so that their links hold; what they link to that is no page comes
-along as a file.
+Pages keep their relative paths, so that links between them work. Other linked files are copied.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ LINK = re.compile(r"(\]\()([^)\s#]+)")
 
 
 def stage(folder: Path) -> None:
-    """Fill a folder, emptied before, with everything that the site is built from."""
+    """Empty a folder, and fill it with all sources of the site."""
     shutil.rmtree(folder, ignore_errors=True)
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
@@ -43,13 +42,13 @@ def stage(folder: Path) -> None:
 
 
 def page_text(page: Path) -> str:
-    """Return a page's text, its links to folders leading to pages."""
+    """Return the text of a page, with links to folders replaced by links to their pages."""
     text = page.read_text(encoding="utf-8")
     return LINK.sub(lambda found: found[1] + link_to_page(page, found[2]), text)
 
 
 def link_to_page(page: Path, link: str) -> str:
-    """Return a link that leads to a page: that of a folder to its README, if it has one."""
+    """Return a link to a page. A link to a folder becomes one to its README, if there is one."""
     target = page.parent / link
     if re.match(r"[a-z]+:", link) or not target.is_dir() or not (target / "README.md").is_file():
         return link
@@ -57,7 +56,7 @@ def link_to_page(page: Path, link: str) -> str:
 
 
 def linked_files(page: Path) -> Iterator[Path]:
-    """Yield the files within the repository that a page links to and that are no pages."""
+    """Yield the files in the repository that a page links to, except pages."""
     for found in LINK.finditer(page.read_text(encoding="utf-8")):
         target = (page.parent / found[2]).resolve()
         if target.is_file() and target.suffix != ".md" and target.is_relative_to(ROOT):
@@ -65,7 +64,7 @@ def linked_files(page: Path) -> Iterator[Path]:
 
 
 def reference_page(package: str) -> str:
-    """Return a page with the documentation of each public name of a package, from its docstring."""
+    """Return a page with the docstring of each public name of a package."""
     source = ROOT / "packages" / package.replace("_", "-") / "src" / package
     tree = ast.parse((source / "__init__.py").read_text(encoding="utf-8"))
     lines = [f"# {package}", "", ast.get_docstring(tree) or ""]
@@ -75,26 +74,26 @@ def reference_page(package: str) -> str:
 
 
 def public_names(source: Path) -> Iterator[tuple[str, str]]:
-    """Yield each public name of a package, and of its public folders, with the module that defines it."""
+    """Yield each public name of a package and its public folders, with the module that defines it."""
     found: dict[str, str] = {}
     for file in (source / "__init__.pyi", source / "__init__.py", *sorted(source.glob("[a-z]*/__init__.py"))):
         if file.is_file():
             for name, module in imported_names(file, source.name):
-                home = home_of(source, module, name)
+                home = defining_module(source, module, name)
                 if home is not None:
                     found.setdefault(name, home)
     yield from found.items()
 
 
 def imported_names(file: Path, package: str) -> Iterator[tuple[str, str]]:
-    """Yield each public name that a module imports from its own package, with the module that it is imported from."""
+    """Yield each public name that a module imports from its own package, with the source module."""
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
             yield from ((alias.name, str(node.module)) for alias in node.names if not alias.name.startswith("_"))
 
 
-def home_of(source: Path, module: str, name: str) -> str | None:
-    """Return the module that defines a name which `module` offers; None for a module, which has pages of its own."""
+def defining_module(source: Path, module: str, name: str) -> str | None:
+    """Return the module that defines a name exported by `module`. None for modules, which have their own pages."""
     base = source.parent / Path(*module.split("."))
     file = base.with_suffix(".py") if base.with_suffix(".py").is_file() else base / "__init__.py"
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
@@ -102,7 +101,7 @@ def home_of(source: Path, module: str, name: str) -> str | None:
         if name in [getattr(node, "name", None), *(getattr(target, "id", None) for target in targets)]:
             return module
     inner = dict(imported_names(file, source.name)).get(name)
-    return None if inner is None else home_of(source, inner, name)
+    return None if inner is None else defining_module(source, inner, name)
 
 
 if __name__ == "__main__":

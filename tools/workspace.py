@@ -1,4 +1,4 @@
-"""The packages of this repository, their wheels, and environments that hold some of them."""
+"""The packages of this repository, their wheels, and environments with some of them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ COMPONENTS = PACKAGES[:4]
 _BUILD = ("hatchling>=1.26", "editables")
 
 
-# The frameworks as tested. The plain release of torch also matches its CPU build, and pip prefers that where an index
-# that it is configured with has it; else, on Linux, it brings gigabytes of CUDA.
+# The tested frameworks. The requirement of torch also matches its CPU build, which pip prefers if a configured index
+# has it. Otherwise, on Linux, pip installs gigabytes of CUDA packages.
 FRAMEWORKS = {
     "torch": Environment(
         "torch",
@@ -47,7 +47,7 @@ FRAMEWORKS = {
 
 @dataclass(frozen=True)
 class Package:
-    """One package of `packages/`, as its pyproject.toml describes it."""
+    """A package of `packages/`, described by its pyproject.toml."""
 
     name: str
     folder: Path
@@ -58,12 +58,12 @@ class Package:
 
     @property
     def siblings(self) -> tuple[str, ...]:
-        """Names of the packages of this repository that this one requires."""
+        """Names of the required packages of this repository."""
         return _siblings(self.requirements)
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Requirements of this package from elsewhere."""
+        """Requirements that are not packages of this repository."""
         return tuple(each for each in self.requirements if Requirement(each).name not in PACKAGES)
 
     @property
@@ -72,7 +72,7 @@ class Package:
 
     @property
     def framework(self) -> str | None:
-        """The framework whose platform this package is."""
+        """The framework of a platform package, else None."""
         return self.name.removeprefix("hp-platform-") if self.name.startswith("hp-platform-") else None
 
 
@@ -100,7 +100,7 @@ def _load(folder: Path) -> Package:
 
 
 def closure(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return `names` and the siblings that they need, in the order of `PACKAGES`."""
+    """Return `names` and the siblings they require, in the order of `PACKAGES`."""
     wanted, waiting = set(), list(names)
     while waiting:
         name = waiting.pop()
@@ -112,10 +112,10 @@ def closure(names: tuple[str, ...]) -> tuple[str, ...]:
 
 @functools.cache
 def wheels(kind: str) -> dict[str, Path]:
-    """Build a wheel of every package and return them by name.
+    """Build a wheel of every package, and return the wheels by name.
 
     Args:
-        kind: "editable", which points to the sources, or "standard", which is what a release would be.
+        kind: "editable" for wheels that point to the sources, or "standard" for wheels as released.
     """
     built = {}
     for package in packages().values():
@@ -126,7 +126,7 @@ def wheels(kind: str) -> dict[str, Path]:
 
 
 def framework_sites(names: tuple[str, ...]) -> tuple[Path, ...]:
-    """Return the site-packages folders of the frameworks that packages `names` need, installed if missing."""
+    """Return the site-packages folders of the frameworks that the packages `names` need, installing missing ones."""
     sites = []
     for name in names:
         framework = packages()[name].framework
@@ -138,14 +138,14 @@ def framework_sites(names: tuple[str, ...]) -> tuple[Path, ...]:
 
 
 def development(name: str, wanted: tuple[str, ...], requirements: tuple[str, ...] = ()) -> Path:
-    """Return the interpreter of an environment with packages `wanted` and their needs, from the sources."""
+    """Return the interpreter of an environment with the packages `wanted` from their sources, with requirements."""
     names = closure(wanted)
     environment = Environment(
         name,
         requirements=requirements,
         wheels=tuple(wheels("editable")[each] for each in names),
         fingerprint="".join(packages()[each].text for each in names),
-        borrowed=framework_sites(names),
+        shared=framework_sites(names),
         needs=tuple(dict.fromkeys(each for name in names for each in packages()[name].needs)),
         locked_as=name,
     )
@@ -153,13 +153,13 @@ def development(name: str, wanted: tuple[str, ...], requirements: tuple[str, ...
 
 
 def for_tests(name: str, tools: tuple[str, ...]) -> Path:
-    """Return the interpreter of an environment with package `name`, its needs, its tests' needs and `tools`."""
+    """Return the interpreter of an environment with package `name`, its and its tests' requirements, and `tools`."""
     siblings, others = test_requirements(name)
     return development(f"tests-{name}", (name, *siblings), tuple(dict.fromkeys((*others, *tools))))
 
 
 def test_requirements(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what the tests of package `name` need besides it: packages of this repository, and others."""
+    """Return the requirements of the tests of package `name`: packages of this repository, and others."""
     wanted = packages()[name].test_requirements
     return _siblings(wanted), tuple(each for each in wanted if Requirement(each).name not in PACKAGES)
 
@@ -170,28 +170,28 @@ def released(
     siblings: dict[str, Path] | None = None,
     requirements: tuple[str, ...] = (),
 ) -> Path:
-    """Return the interpreter of a fresh environment where packages `wanted` were installed as a user would.
+    """Return the interpreter of a fresh environment with the packages `wanted`, installed as by a user.
 
-    Only `wanted` is asked for: what they need comes as their requirements, siblings from wheels.
+    pip resolves their requirements; siblings are installed from wheels.
 
     Args:
-        name: the environment's.
-        wanted: names of packages.
-        siblings: wheels by package name; those built from the sources where not given.
-        requirements: further requirements, of tests say.
+        name: name of the environment.
+        wanted: names of packages to install.
+        siblings: wheels by package name; by default, those built from the sources.
+        requirements: further requirements, such as those of tests.
     """
     built = {**wheels("standard"), **(siblings or {})}
     environment = Environment(
         name,
         requirements=(*wanted, *requirements),
-        borrowed=framework_sites(closure(wanted)),
+        shared=framework_sites(closure(wanted)),
         constraints=tuple(f"{each} @ {wheel.as_uri()}" for each, wheel in built.items()),
     )
     return environment.prepare(NOX_FOLDER / "released" / name, fresh=True)
 
 
 def floor_wheels(name: str) -> dict[str, Path]:
-    """Return, for each sibling that package `name` requires, its wheel at the oldest version allowed."""
+    """Return the wheel of each sibling of package `name` at the oldest allowed version."""
     floors = {}
     for requirement in map(Requirement, packages()[name].requirements):
         if requirement.name in PACKAGES:
@@ -214,7 +214,7 @@ def _wheel_at(package: Package, version: Version) -> Path:
 
 
 def _tag(name: str, version: Version) -> str:
-    """Return the tag of a release: "hp-dtensor-v0.1.0" for hp-dtensor 0.1 or 0.1.0."""
+    """Return the tag of a release, such as "hp-dtensor-v0.1.0" for version 0.1 or 0.1.0."""
     listed = subprocess.run(["git", "tag", "--list", f"{name}-v*"], cwd=ROOT, capture_output=True, text=True)
     for tag in listed.stdout.split():
         if Version(tag.removeprefix(f"{name}-v")) == version:

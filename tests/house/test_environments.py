@@ -74,27 +74,27 @@ def test_two_at_once_make_it_once(tmp_path, made):
     assert made == ["a"]
 
 
-def test_a_borrowed_environment_is_seen_and_its_change_noticed(tmp_path, made):
-    Environment("lender").prepare(tmp_path / "lender")
-    site = environments.site_packages(tmp_path / "lender")
+def test_a_shared_environment_is_included_and_its_change_noticed(tmp_path, made):
+    Environment("source").prepare(tmp_path / "source")
+    site = environments.site_packages(tmp_path / "source")
     (site / "framework.py").write_text("name = 'lent'")
-    borrower = Environment("borrower", borrowed=(site,))
-    python = borrower.prepare(tmp_path / "borrower")
+    target = Environment("target", shared=(site,))
+    python = target.prepare(tmp_path / "target")
     assert say(python, "import framework; print(framework.name)") == "lent"
 
-    Environment("lender", fingerprint="newer").prepare(tmp_path / "lender")
-    borrower.prepare(tmp_path / "borrower")
-    assert made == ["lender", "borrower", "lender", "borrower"]
+    Environment("source", fingerprint="newer").prepare(tmp_path / "source")
+    target.prepare(tmp_path / "target")
+    assert made == ["source", "target", "source", "target"]
 
 
-def test_a_borrowed_command_runs_in_the_borrower(tmp_path):
-    lender = Environment("lender").prepare(tmp_path / "lender")
-    command = lender.with_name("where")
-    command.write_text(f"#!{lender}\nimport sys; print(sys.prefix)\n")
-    site = environments.site_packages(tmp_path / "lender")
-    borrower = Environment("borrower", borrowed=(site,)).prepare(tmp_path / "borrower")
-    done = subprocess.run([borrower.with_name("where")], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(tmp_path / "borrower")
+def test_a_shared_command_runs_with_the_own_interpreter(tmp_path):
+    source = Environment("source").prepare(tmp_path / "source")
+    command = source.with_name("where")
+    command.write_text(f"#!{source}\nimport sys; print(sys.prefix)\n")
+    site = environments.site_packages(tmp_path / "source")
+    target = Environment("target", shared=(site,)).prepare(tmp_path / "target")
+    done = subprocess.run([target.with_name("where")], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(tmp_path / "target")
 
 
 def test_an_unreachable_index_is_named_as_the_cause(tmp_path, unreachable_index, capfd):
