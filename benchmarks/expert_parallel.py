@@ -108,7 +108,7 @@ def measure(sizes, rounds, bytes_per_second):
     """Of this rank: by contender, (bytes in forward, seconds of each round)."""
     platform = get_platform()
     mesh = init_device_mesh("cpu", (sizes["ranks"],), platform=platform)
-    group, found = mesh.get_group(), {}
+    group, found = mesh.group_along(), {}
     builds = {name: dispatchers().get(name).build for name in NAMES}
     if sizes["ranks"] == 4:
         builds["two_level, 2 x 2"] = functools.partial(TwoLevelDispatcher, inner_size=2)

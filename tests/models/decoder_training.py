@@ -99,7 +99,7 @@ def train_decoder(
                 loss = platform.ops.div(model(*arrays), GLOBAL_BATCH * length)
             platform.backward(loss)
             total = platform.ops.add(platform.detach(loss), total)
-        total = all_reduce_data(platform.ops.reshape(total, (1,)), mesh["loss"].get_group())
+        total = all_reduce_data(platform.ops.reshape(total, (1,)), mesh["loss"].group_along())
         result.losses.append(float(platform.to_numpy(total)[0]))
         parameters = list(platform.named_parameters(model))
         if index == 0:

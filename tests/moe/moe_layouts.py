@@ -312,7 +312,7 @@ def _sum_over_data(platform, mesh, layout, layer):
         grad = platform.get_grad(p)
         local = platform.unwrap(grad) if isinstance(grad, DTensor) else grad
         for axis in axes:
-            platform.copy_(local, all_reduce_data(platform.contiguous(local), mesh.get_group(axis)))
+            platform.copy_(local, all_reduce_data(platform.contiguous(local), mesh.group_along(axis)))
 
 
 def _whole(platform, x):

@@ -167,7 +167,7 @@ def transfers(num_chunks):
     layer = built(platform, mesh, functools.partial(AllToAllDispatcher, num_chunks=num_chunks), dim=64)
     tokens = numpy.random.default_rng(mesh.get_local_rank()).normal(size=(200, 64)).astype("f4")
     stepped(platform, layer, tokens)
-    group = mesh.get_group()
+    group = mesh.group_along()
     group.barrier()
     with slow_link(group, bytes_per_second=4e5) as timeline:
         stepped(platform, layer, tokens)
@@ -215,7 +215,7 @@ def test_chunks_that_cannot_be_are_refused(platform):
 
     def rank():
         with pytest.raises(ExpertParallelError, match="num_chunks must be at least 1, got 0"):
-            AllToAllDispatcher(init_device_mesh("cpu", (2,), platform=platform).get_group(), 4, num_chunks=0)
+            AllToAllDispatcher(init_device_mesh("cpu", (2,), platform=platform).group_along(), 4, num_chunks=0)
 
     run_ranks(rank, 2, platform)
 

@@ -208,7 +208,7 @@ def test_equal_scores_are_dropped_alike_however_tokens_are_cut(drop, block_size)
         own = numpy.array_split(places.reshape(samples, length), ranks // block_size)[block]
         mine = numpy.array_split(own, block_size, 1)[part].reshape(-1)
         choices = Choices(experts[mine], scores[mine], mine - own[0, 0])
-        return mine, choices_within_capacity(choices, capacity, EXPERTS, mesh.get_group(), block_size)
+        return mine, choices_within_capacity(choices, capacity, EXPERTS, mesh.group_along(), block_size)
 
     for mine, kept in run_ranks(rank, ranks):
         numpy.testing.assert_array_equal(kept, expected[mine])

@@ -203,7 +203,7 @@ def _groups(setup: Any, axes: list[str]) -> dict[str, tuple[int, ...]]:
     for name in axes:
         parts = name.split("+")
         mesh = setup.mesh[parts[0]] if len(parts) == 1 else setup.mesh.flatten("planned_" + "_".join(parts), parts)
-        groups[name] = tuple(sorted(mesh.get_group().ranks))
+        groups[name] = tuple(sorted(mesh.group_along().ranks))
     return groups
 
 

@@ -189,7 +189,7 @@ def test_a_mesh_inside_gives_groups_of_its_axes(platform):
     def fn():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), platform=platform)
         x = np.array([float(mesh.world.rank)])
-        mesh.get_group("tp").all_reduce(x)
+        mesh.group_along("tp").all_reduce(x)
         return mesh.get_coordinate(), x.item()
 
     assert run_ranks(fn, 4, platform) == [((0, 0), 1.0), ((0, 1), 1.0), ((1, 0), 5.0), ((1, 1), 5.0)]

@@ -127,12 +127,17 @@ def _traced() -> str:
     x = distribute_tensor(ROWS, _mesh(), [Shard(0)])
     with pytest.raises(ShardingRuleError, match=r"this rank's shard; say so with x.to_local"):
         torch.utils.dlpack.to_dlpack(x)
-    with pytest.raises(ShardingRuleError) as refusal:
+    with pytest.raises(torch.jit.TracingCheckError, match=r"a function made by torch\.jit\.script with TensorSpec"):
         torch.jit.trace(torch.sin, (x,))
+    with pytest.raises(ShardingRuleError, match="has no sharding rule"):
+        torch.export.export(torch.nn.ReLU(), (x,)).module()(x)
+    traced = torch.jit.trace(torch.sin, (x,), check_trace=False)
+    with pytest.raises(ShardingRuleError, match=r"a function made by torch\.jit\.script") as refusal:
+        traced(x)
     return str(refusal.value)
 
 
-def test_tracing_is_refused() -> None:
+def test_a_trace_is_refused_by_its_check_or_at_its_first_call() -> None:
     for message in run_ranks(_traced, 2, "torch"):
-        assert "this rank's part of the work alone" in message
+        assert "this rank's shard alone" in message
     assert torch.equal(torch.jit.trace(torch.sin, (ROWS,))(ROWS), ROWS.sin())

@@ -46,6 +46,14 @@ def test_our_groups_in_calls_of_torch_distributed(three_ranks):
     assert three_ranks.run(on_rank.our_groups_in_torchs_calls) == [expected, None, expected]
 
 
+def test_data_parallel_over_our_groups_and_meshes(two_ranks):
+    assert two_ranks.run(on_rank.data_parallel_over_our_groups) == [[[[0.5, 0.5]]] * 3] * 2
+
+
+def test_a_released_group_is_created_again(three_ranks):
+    assert three_ranks.run(on_rank.groups_after_release) == [(False, 2.0), (False, 2.0), None]
+
+
 def test_our_mesh_over_torchs_groups(three_ranks):
     outside, inside, also_inside = three_ranks.run(on_rank.a_mesh_from_torchs_groups)
     assert inside == also_inside == ([1, 2], torch.int32, [5.0, 5.0])

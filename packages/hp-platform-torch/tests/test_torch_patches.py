@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from hp_platform_torch.patches import table
 
@@ -46,7 +45,7 @@ def _reentrant():
 def _initial(name):
     def fill():
         torch.manual_seed(0)
-        x = torch.empty(3, 4, 2) if name == "dirac_" else torch.empty(3, 4)
+        x = torch.empty(3, 4)
         return getattr(torch.nn.init, name)(x, *([0.5] if name == "sparse_" else []))
 
     return fill
@@ -80,29 +79,7 @@ def _in_a_job_of_one(call):
     return run
 
 
-def _summed(group):
-    x = _ones()
-    dist.all_reduce(x, group=group)
-    return x.tolist()
-
-
-def _gathered_objects(group):
-    found = [None]
-    dist.all_gather_object(found, 3, group=group)
-    return found
-
-
 PLAIN_CALLS = {
-    "torch.distributed.distributed_c10d._group_or_default_group": _in_a_job_of_one(_summed),
-    "torch.distributed.distributed_c10d._get_group_size": _in_a_job_of_one(dist.get_world_size),
-    "torch.distributed.distributed_c10d._get_object_coll_device": _in_a_job_of_one(_gathered_objects),
-    "torch.distributed.distributed_c10d.get_backend": _in_a_job_of_one(lambda group: len(c10d.get_backend(group))),
-    "torch.distributed.get_backend": _in_a_job_of_one(lambda group: len(dist.get_backend(group))),
-    "torch.distributed.distributed_c10d.get_group_rank": _in_a_job_of_one(dist.get_rank),
-    "torch.distributed.get_group_rank": _in_a_job_of_one(lambda group: dist.get_group_rank(group, 0)),
-    "torch.distributed.get_global_rank": _in_a_job_of_one(lambda group: dist.get_global_rank(group, 0)),
-    "torch.distributed.get_process_group_ranks": _in_a_job_of_one(dist.get_process_group_ranks),
-    "torch.distributed.barrier": _in_a_job_of_one(lambda group: float(dist.barrier(group) is None)),
     "torch.autograd.Function.apply": lambda: _gradient(_Double.apply),
     "torch.utils.checkpoint.CheckpointFunction.backward": _reentrant,
     "torch.autograd._engine_run_backward": _checkpointed,
@@ -113,9 +90,6 @@ PLAIN_CALLS = {
     ),
     "torch.to_dlpack": lambda: torch.from_dlpack(torch.to_dlpack(_ones())),
     "torch.utils.dlpack.to_dlpack": lambda: torch.from_dlpack(torch.utils.dlpack.to_dlpack(_ones())),
-    "torch.jit.trace": lambda: torch.jit.trace(torch.sin, _ones())(_ones()),
-    "torch.jit.trace_module": lambda: torch.jit.trace_module(torch.nn.ReLU(), {"forward": _ones()})(_ones()),
-    "torch.export.export": lambda: torch.export.export(torch.nn.ReLU(), (_ones(),)).module()(_ones()),
     "torch._C.ScriptFunction.__call__": _scripted,
     "torch.Tensor.set_": lambda: torch.empty(0).set_(_ones()),
     "torch.nn.parallel.DistributedDataParallel.__init__": _in_a_job_of_one(
@@ -125,8 +99,6 @@ PLAIN_CALLS = {
     "torch.Tensor.new_tensor": lambda: _ones().new_tensor([1, 2]),
     "torch.nn.init.orthogonal_": _initial("orthogonal_"),
     "torch.nn.init.sparse_": _initial("sparse_"),
-    "torch.nn.init.eye_": _initial("eye_"),
-    "torch.nn.init.dirac_": _initial("dirac_"),
     "torch.compile": lambda: torch.compile(torch.sin, backend="eager")(_ones()),
 }
 

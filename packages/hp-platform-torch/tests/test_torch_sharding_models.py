@@ -12,7 +12,7 @@ from two_simulated_ranks import on_ranks
 
 from hp_dtensor import ColwiseParallel, Shard, distribute_tensor, from_local, parallelize_module
 from hp_dtensor.exceptions import CapabilityError, PlacementError, ShardingRuleError
-from hp_platform_torch.patches import refusals
+from hp_platform_torch.patches import replacements
 from hp_platform_torch.tensor import interop
 
 WRAPPERS = {
@@ -26,7 +26,7 @@ WRAPPERS = {
 
 @pytest.fixture(autouse=True)
 def installed(platform):
-    refusals.refuse_if_loaded()
+    replacements.refuse_if_loaded()
 
 
 @pytest.fixture

@@ -21,12 +21,16 @@ from hp_dtensor import (
     Shard,
     ShardingPlan,
     StridedShard,
+    destroy_process_group,
     distribute_tensor,
     from_local,
+    get_group_local_rank,
+    get_process_group_ranks,
     init_device_mesh,
     shard_module,
     zeros,
 )
+from hp_dtensor.comm.mesh import as_group
 from hp_dtensor.exceptions import MeshError, PlacementError
 from hp_platform_torch.tensor.interop import (
     from_torch_dtensor,
@@ -106,12 +110,12 @@ def groups_are_shared():
     lower = DeviceMesh("cpu", (2,), mesh_dim_names=("dp",), ranks=(0, 2), world=world)
     theirs = to_torch_mesh(lower)
     assert to_torch_mesh(lower) is theirs
-    assert theirs.get_group()._get_backend(torch.device("cpu")) is lower.get_group().connection("cpu")
+    assert theirs.get_group()._get_backend(torch.device("cpu")) is lower.group_along().connection("cpu")
     x = torch.full((2,), float(rank + 1))
     dist.all_reduce(x, group=theirs.get_group())
     back = from_torch_mesh(TorchMesh.from_group(created, "cpu"))
     y = torch.full((2,), float(rank + 1))
-    back.get_group().all_reduce(y)
+    back.group_along().all_reduce(y)
     total = to_torch_dtensor(from_local(torch.ones(2 - rank // 2), lower, [Shard(0)], shape=(3,)))
     return x.tolist(), y.tolist(), dist.get_process_group_ranks(theirs.get_group()), total.shape
 
@@ -136,15 +140,15 @@ def a_mesh_from_torchs_groups():
         except MeshError as error:
             return str(error)
     mesh = DeviceMesh.from_group(created, "cpu", mesh_dim_names=("dp",))
-    assert mesh.get_group().connection("cpu") is created._get_backend(torch.device("cpu"))
+    assert mesh.group_along().connection("cpu") is created._get_backend(torch.device("cpu"))
     x = torch.full((2,), float(dist.get_rank() + 1))
-    mesh.get_group().all_reduce(x)
-    assert mesh.get_group().all_gather_bytes(b"%d" % dist.get_rank()) == [b"1", b"2"]
+    mesh.group_along().all_reduce(x)
+    assert mesh.group_along().all_gather_bytes(b"%d" % dist.get_rank()) == [b"1", b"2"]
     return mesh.mesh.tolist(), mesh.mesh.dtype, x.tolist()
 
 
 def our_groups_in_torchs_calls():
-    """Collectives and questions of torch.distributed with our groups, on three ranks, two of them in one group."""
+    """Functions of torch.distributed on `mesh.get_group()`, on three ranks, two of them in one group."""
     mesh = one_axis()
     rank = dist.get_rank()
     x = torch.full((2,), float(rank + 1))
@@ -167,8 +171,40 @@ def our_groups_in_torchs_calls():
     assert part.item() == 2.0 * (1 + rank // 2)
     dist.barrier(group)
     asked = dist.get_world_size(group), dist.get_process_group_ranks(group), dist.get_global_rank(group, 1)
-    assert dist.get_rank(group) == dist.get_group_rank(group, rank) == rank // 2
+    assert dist.get_rank(group) == dist.get_group_rank(group, rank) == group.rank() == rank // 2
+    assert all(isinstance(each, dist.ProcessGroup) for each in (group, alone))
+    assert group.size() == 2
     return y.tolist(), z.item(), [part.item() for part in parts], objects, asked
+
+
+def data_parallel_over_our_groups():
+    """`DistributedDataParallel` with a group or a mesh of ours: gradients are the means over the group's ranks."""
+    mesh = one_axis()
+    grids = mesh.unflatten("dp", (dist.get_world_size(), 1), ("replicate", "shard"))
+    gradients = []
+    for options in ({"process_group": mesh.get_group()}, {"device_mesh": mesh}, {"device_mesh": grids["replicate"]}):
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1, bias=False), **options)
+        model(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
+        gradients.append(model.module.weight.grad.tolist())
+    return gradients
+
+
+def groups_after_release():
+    """A group that was destroyed is created again on its next use, in torch's tables too; ours takes torch's."""
+    mesh = one_axis()
+    pair = DeviceMesh("cpu", [0, 1], world=mesh.world) if dist.get_rank() < 2 else None
+    if pair is None:
+        return None
+    first = pair.get_group()
+    assert pair.get_group() is first
+    assert as_group(first) is pair.group_along()
+    assert (get_process_group_ranks(first), get_group_local_rank(first)) == ([0, 1], dist.get_rank())
+    destroy_process_group(first)
+    again = pair.get_group()
+    x = torch.ones(1)
+    dist.all_reduce(x, group=again)
+    return again is first, x.item()
 
 
 def descending_ranks():

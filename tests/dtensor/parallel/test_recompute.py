@@ -217,7 +217,7 @@ def test_a_rank_that_holds_nothing_repeats_as_many_collectives(hp_platform, name
     }[name]
 
     def rank():
-        group = DeviceMesh("cpu", (2,), mesh_dim_names=("x",), platform=hp_platform).get_group()
+        group = DeviceMesh("cpu", (2,), mesh_dim_names=("x",), platform=hp_platform).group_along()
         x = leaf(hp_platform, VALUES[:2] * (1 + group.rank))
         sent, received = [2, 0], [[2, 2], [0, 0]][group.rank]
 
@@ -363,7 +363,7 @@ class Counted:
         self.platform, self.weight, self.mesh, self.calls = platform, weight, mesh, []
 
     def __call__(self, x):
-        platform, group = self.platform, self.mesh.get_group()
+        platform, group = self.platform, self.mesh.group_along()
         x = platform.custom_function(
             lambda t: saved_result("products", lambda: self._count("products", platform.ops.mul(t, 2.0))),
             lambda g: platform.ops.mul(g, 2.0),

@@ -293,7 +293,7 @@ def test_ranks_that_save_less_repeat_as_many_collectives():
 
     def rank():
         mesh = DeviceMesh("cpu", (2,), mesh_dim_names=("x",), platform=PLATFORM)
-        group, exchanges = mesh.get_group(), []
+        group, exchanges = mesh.group_along(), []
 
         def exchange(x):
             exchanges.append(1)

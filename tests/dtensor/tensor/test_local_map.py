@@ -276,7 +276,7 @@ def test_ranks_whose_outputs_make_no_tensor_are_told(hp_platform: Platform) -> N
 
 def test_ranks_compare_the_shapes_of_outputs_in_the_first_call(hp_platform: Platform) -> None:
     def program(mesh: DeviceMesh, x: Any) -> list[int]:
-        group, calls = mesh.get_group(0), []
+        group, calls = mesh.group_along(0), []
         mapped = local_map(lambda part: hp_platform.ops.mul(part, 2.0), [S0])
         for _ in range(3):
             calls.append(-group.num_calls)

@@ -309,7 +309,7 @@ def _gather_rows(storage: ParameterStorage, x: Tensor) -> Tensor:
     ragged = spec.placements[-1]
     assert isinstance(ragged, RaggedShard)
     row = math.prod(spec.shape[ragged.dim + 1 :])
-    group = spec.mesh.get_group(spec.mesh.ndim - 1)
+    group = spec.mesh.group_along(spec.mesh.ndim - 1)
     local = platform.contiguous(platform.unwrap(platform.detach(x)))
     full = platform.empty((math.prod(spec.shape),), spec.dtype, platform.device_of(local))
     sizes = [units * row for units in ragged.units]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from hp_dtensor.comm.mesh import as_group
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.interface import Platform
@@ -85,7 +86,7 @@ class GradScaler:
         self._growth_tracker = 0
         self._enabled = enabled
         self._platform = platform if platform is not None else get_platform()
-        self._process_group = process_group
+        self._process_group = None if process_group is None else as_group(process_group)
         # Since the last update; what it is about is held, so that nothing else gets its id.
         # By id, beside the objects themselves: as long as they are held here no other one can get the id.
         self._unscaled: dict[int, _Divided] = {}

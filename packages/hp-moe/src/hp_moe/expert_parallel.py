@@ -223,7 +223,7 @@ class ExpertParallel(BaseExpertParallel):
         )
         if self.num_chunks is not None:
             build = functools.partial(build, num_chunks=self.num_chunks)
-        return build(mesh.get_group(_expert_axis(mesh)), num_experts)
+        return build(mesh.group_along(_expert_axis(mesh)), num_experts)
 
     def _split_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
         return mesh[mesh.mesh_dim_names[_expert_axis(mesh)]] if self.split_tokens else None

@@ -201,7 +201,7 @@ def _sum_over_ranks(layer: MoE, tensors: list[Tensor]) -> list[numpy.ndarray]:
     """Return the sums over ranks of several 1-D tensors, on the host, by one all-reduce of their concatenation."""
     joined = layer.ops.cat(tensors, 0)
     if layer.token_mesh is not None:
-        joined = all_reduce_data(joined, layer.token_mesh.get_group())
+        joined = all_reduce_data(joined, layer.token_mesh.group_along())
     ends = numpy.cumsum([each.shape[0] for each in tensors])
     return numpy.split(layer.platform.to_numpy(joined), ends[:-1])
 

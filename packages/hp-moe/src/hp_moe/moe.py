@@ -85,7 +85,7 @@ class LocalRegion:
         """Return the sum of `x` over ranks that route different tokens of the same input, without gradients."""
         if self.mesh is not None and not any(p.is_partial() for p in self.local_placements):
             for dim in range(self.mesh.ndim):
-                x = all_reduce_data(x, self.mesh.get_group(dim))
+                x = all_reduce_data(x, self.mesh.group_along(dim))
         return x if self.outer is None else self.outer.sum_over_ranks(x)
 
     @property
@@ -431,7 +431,7 @@ class MoE(nn.Module):
         assert self.capacity is not None
         platform, device = self.platform, self.platform.device_of(experts)
         mine = Choices(platform.to_numpy(experts), platform.to_numpy(scores), self._positions(region, shape))
-        group = None if self.token_mesh is None else self.token_mesh.get_group()
+        group = None if self.token_mesh is None else self.token_mesh.group_along()
         within = choices_within_capacity(mine, self.capacity, self.num_experts, group, region.num_token_ranks)
         remaining = numpy.where(within, mine.experts, self.num_experts)
         counts = numpy.bincount(remaining.reshape(-1), minlength=self.num_experts + 1)[:-1]
@@ -453,7 +453,7 @@ class MoE(nn.Module):
         positions = self._positions(region, shape)
         if self.token_mesh is None:
             return positions
-        group = self.token_mesh.get_group()
+        group = self.token_mesh.group_along()
         lengths = [int(each) for each in group.all_gather_bytes(str(len(positions)).encode())]
         # Ranks that share one input are consecutive in the group.
         first_of_input = group.rank - group.rank % region.num_token_ranks
@@ -465,13 +465,13 @@ class MoE(nn.Module):
         partial = partial_mesh_of(self.experts)
         sums: list[Callable[[Tensor], Tensor]] = [region.sum_over_ranks]
         if self.sequence_mesh is not None:
-            sequence_group = self.sequence_mesh.get_group()
+            sequence_group = self.sequence_mesh.group_along()
             sums.append(lambda counts: all_reduce_data(counts, sequence_group))
         return LossTerms(
             self.platform,
             self.aux_losses,
             self.totals,
-            token_group=None if self.token_mesh is None else self.token_mesh.get_group(),
+            token_group=None if self.token_mesh is None else self.token_mesh.group_along(),
             step_tokens=self.step_tokens,
             loss_scale=self.loss_scale,
             last_shares=plain(self.last_shares),

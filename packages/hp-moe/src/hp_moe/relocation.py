@@ -278,7 +278,7 @@ def _groups(layer: MoE, dispatcher: ReplicatingDispatcher) -> list[ProcessGroup]
     meshes = [weight.device_mesh for weight in weights if isinstance(weight, DTensor)]
     if not meshes or dispatcher.group.size == 1:
         return [dispatcher.group]
-    return [meshes[0].get_group(dim) for dim in range(meshes[0].ndim) if meshes[0].size(dim) > 1]
+    return [meshes[0].group_along(dim) for dim in range(meshes[0].ndim) if meshes[0].size(dim) > 1]
 
 
 def _gather_answers(groups: Sequence[ProcessGroup], dispatcher: ReplicatingDispatcher, mine: Any) -> dict[int, Any]:
@@ -340,5 +340,5 @@ def _is_sharded_by_experts(tensor: Tensor, dispatcher: ReplicatingDispatcher) ->
     if not isinstance(tensor, DTensor):
         return False
     axes = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard(0)]
-    groups = [tensor.device_mesh.get_group(axis).ranks for axis in axes]
+    groups = [tensor.device_mesh.group_along(axis).ranks for axis in axes]
     return [list(ranks) for ranks in groups] == [list(dispatcher.group.ranks)]

@@ -224,10 +224,21 @@ class DeviceMesh(MeshCoordinates):
 
     # Process groups -----------------------------------------------------------------------------------------
 
-    def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
-        """Return the process group of this rank's line along an axis (of a 1-D mesh: its only one).
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        """Return the process group along an axis as the framework's own: on torch a `torch.distributed.ProcessGroup`.
 
-        It is made on first use.
+        Functions of `torch.distributed`, `DistributedDataParallel` and libraries take it. Simulated ranks and platforms
+        whose framework has no such class get the group of `group_along`.
+
+        Raises:
+            MeshError: this rank is outside the mesh, or the mesh has several axes and none was named.
+        """
+        return self.world.framework_group(self.group_along(mesh_dim), self.device_type)
+
+    def group_along(self, mesh_dim: int | str | None = None) -> ProcessGroup:
+        """Return the process group of this rank along an axis (default: the only axis of a 1-D mesh).
+
+        It is created on first use.
 
         Raises:
             MeshError: this rank is outside the mesh, or the mesh has several axes and none was named.
@@ -242,8 +253,15 @@ class DeviceMesh(MeshCoordinates):
             found = self._groups[axes] = self.world.group([self.rank_at(member) for member in self.members_over(axes)])
         return found
 
-    def get_all_groups(self) -> list[ProcessGroup]:
-        """Return the process groups of this rank's lines, one per axis."""
+    def _get_root_mesh(self) -> DeviceMesh:
+        """Return this mesh: torch's `DistributedDataParallel(device_mesh=...)` asks whether it is a slice of another.
+
+        For a slice it would convert parameters that are DTensors of torch's own, which ours are not.
+        """
+        return self
+
+    def get_all_groups(self) -> list[Any]:
+        """Return the framework's process groups of this rank, one per axis; see `get_group`."""
         return [self.get_group(axis) for axis in range(self.ndim)]
 
     # Other meshes of the same ranks -------------------------------------------------------------------------
@@ -341,7 +359,7 @@ class DeviceMesh(MeshCoordinates):
         import numpy as np
 
         given: list[Any] = list(group) if isinstance(group, (tuple, list)) else [group]
-        groups = [found for one in given if (found := _as_group(one)) is not None]
+        groups = [found for one in given if (found := _own_group(one)) is not None]
         if not groups or len(groups) < len(given):
             raise MeshError(f"from_group takes a ProcessGroup, or one per axis, got {group!r}")
         if mesh is None and len(groups) > 1:
@@ -487,7 +505,19 @@ def require_mesh(what: str, mesh: Any) -> DeviceMesh:
     return found
 
 
-def _as_group(group: Any) -> ProcessGroup | None:
+def as_group(group: Any) -> ProcessGroup:
+    """Return a process group of hp_dtensor or of a framework as one of hp_dtensor, over the same connections.
+
+    Raises:
+        MeshError: it is no process group, or this rank is not in it.
+    """
+    found = _own_group(group)
+    if found is None:
+        raise MeshError(f"expected a process group with this rank in it, got {group!r}")
+    return found
+
+
+def _own_group(group: Any) -> ProcessGroup | None:
     if isinstance(group, ProcessGroup):
         return group
     platform = _platform_of_object(group)

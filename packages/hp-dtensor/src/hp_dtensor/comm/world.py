@@ -65,6 +65,10 @@ class World(ABC):
         """Return the group of every rank."""
         return self.group(range(self.size))
 
+    def framework_group(self, group: ProcessGroup, device_type: str) -> Any:
+        """Return `group` as the framework's own process group; the group itself where the framework has none."""
+        return group
+
     @abstractmethod
     def _create_group(self, ranks: tuple[int, ...]) -> ProcessGroup: ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
+from hp_dtensor.comm.mesh import as_group
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import World, current_world
 from hp_dtensor.exceptions import CapabilityError, CollectiveError, LaunchError
@@ -88,6 +89,7 @@ def destroy_process_group(group: ProcessGroup | None = None, *, platform: Platfo
     if group is None:
         get_platform(platform).disconnect()
         return
+    group = as_group(group)
     current_world(group.platform).release(group)
 
 
@@ -162,4 +164,4 @@ def _check_parts(whole: ProcessGroup, parts: Sequence[tuple[int, ...]]) -> None:
 
 
 def _group(group: ProcessGroup | None) -> ProcessGroup:
-    return group if group is not None else current_world(get_platform()).all
+    return current_world(get_platform()).all if group is None else as_group(group)

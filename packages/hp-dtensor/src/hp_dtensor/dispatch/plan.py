@@ -270,7 +270,7 @@ class OpPlan:
         }
         inside = self.mesh.get_coordinate() is not None  # a rank outside the mesh works on nothing, alone
         groups = {
-            factor: tuple(self.mesh.get_group(axis) for axis in axes if inside)
+            factor: tuple(self.mesh.group_along(axis) for axis in axes if inside)
             for factor, axes in self.cuts.axes.items()
         }
         parts = {

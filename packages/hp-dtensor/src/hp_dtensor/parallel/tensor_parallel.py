@@ -49,7 +49,7 @@ def _global_shape(x: Tensor, mesh: DeviceMesh, given: Placement) -> tuple[int, .
     if not isinstance(given, Shard):
         return tuple(x.shape)
     shape = list(x.shape)
-    lengths = mesh.get_group().all_gather_bytes(str(shape[given.dim]).encode())
+    lengths = mesh.group_along().all_gather_bytes(str(shape[given.dim]).encode())
     shape[given.dim] = sum(int(length) for length in lengths)
     return TensorSpec(mesh, (given,), shape, x.dtype).shape
 

@@ -302,7 +302,7 @@ def _agreed(tensor: Tensor, mesh: DeviceMesh, source: int | None) -> Tensor:
     with platform.no_grad():
         tensor = platform.contiguous(platform.ops.clone(tensor))
         for axis in range(mesh.ndim):
-            mesh.get_group(axis).broadcast(tensor, source)
+            mesh.group_along(axis).broadcast(tensor, source)
     return tensor
 
 

@@ -50,7 +50,7 @@ class MeshInfo:
     def shard_group(self) -> ProcessGroup:
         """The ranks that hold one shard each. Only this rank where nothing is sharded."""
         world = self.mesh.world
-        return self.mesh.get_group(self.mesh.ndim - 1) if self.is_sharded else world.group((world.rank,))
+        return self.mesh.group_along(self.mesh.ndim - 1) if self.is_sharded else world.group((world.rank,))
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -64,7 +64,7 @@ class MeshInfo:
         """The ranks that hold the same shard. None if there is only this one."""
         if not self.is_sharded:
             return self.mesh.world.group(self.mesh.ranks()) if self.mesh.size() > 1 else None
-        return self.mesh.get_group(0) if self.mesh.ndim == 2 else None
+        return self.mesh.group_along(0) if self.mesh.ndim == 2 else None
 
 
 # Before `fully_shard` ------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 import numpy
 
 from hp_dtensor.comm.collectives import all_gather_varying, gather_data, reduce_scatter
+from hp_dtensor.comm.mesh import as_group
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.recompute import saved_value
 from hp_dtensor.spec.placements import Shard
@@ -38,6 +39,7 @@ class AllGatherDispatcher(TokenDispatcher):
     """
 
     def __init__(self, group: ProcessGroup, num_experts: int) -> None:
+        group = as_group(group)
         assert group.platform is not None
         self.group = group
         self.platform = group.platform

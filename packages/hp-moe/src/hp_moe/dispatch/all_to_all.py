@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 
 from hp_dtensor.comm.collectives import all_to_all_rows, all_to_all_rows_data
+from hp_dtensor.comm.mesh import as_group
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.recompute import saved_value
 from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, PendingCombine, PendingDispatch, Route, TokenPermutation
@@ -62,6 +63,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
         wire_format: str | None = None,
         num_chunks: int = 1,
     ) -> None:
+        group = as_group(group)
         assert group.platform is not None
         if num_chunks < 1:
             raise ExpertParallelError(f"num_chunks must be at least 1, got {num_chunks}")

@@ -18,6 +18,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from hp_dtensor.comm.mesh import as_group
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.platform.registry import Registry, fill_registry
 from hp_moe.dispatch.all_gather import AllGatherDispatcher
@@ -64,6 +65,7 @@ class AutoDispatcher(TokenDispatcher):
     def __init__(
         self, group: ProcessGroup, num_experts: int, *, link: Link | None = None, num_chunks: int | None = None
     ) -> None:
+        group = as_group(group)
         assert group.platform is not None
         self.link = link
         self._wanted_chunks = num_chunks

@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 
 from hp_dtensor.comm.collectives import all_to_all_rows
+from hp_dtensor.comm.mesh import as_group
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_moe.dispatch.all_to_all import AllToAllDispatcher
 from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, PendingCombine, PendingDispatch, TokenPermutation
@@ -64,6 +65,7 @@ class ReplicatingDispatcher(ChunkedDispatcher):
         wire_format: str | None = None,
         num_chunks: int = 1,
     ) -> None:
+        group = as_group(group)
         assert group.platform is not None
         if slots < 0:
             raise ExpertParallelError(f"slots for copies of experts must be at least 0, got {slots}")

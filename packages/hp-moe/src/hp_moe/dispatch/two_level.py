@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from hp_dtensor.comm.mesh import as_group
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import current_world
 from hp_moe.dispatch.all_to_all import AllToAllDispatcher
@@ -42,6 +43,7 @@ class TwoLevelDispatcher(TokenDispatcher):
     """
 
     def __init__(self, group: ProcessGroup, num_experts: int, *, inner_size: int) -> None:
+        group = as_group(group)
         assert group.platform is not None
         if inner_size < 1 or group.size % inner_size:
             raise ExpertParallelError(

@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from hp_dtensor.comm.process_group import DONE, PendingBytes, ProcessGroup, Rows, Work
 from hp_dtensor.exceptions import CollectiveError
 from hp_platform_torch.comm.backends import BACKEND_NAMES, CAPABILITIES, check_reduction, movable
-from hp_platform_torch.comm.torch_groups import CalledByTorch
 
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
@@ -139,7 +138,7 @@ REDUCE_OPS = {
 }
 
 
-class TorchGroup(CalledByTorch, ProcessGroup):
+class TorchGroup(ProcessGroup):
     """A process group of two ranks or more.
 
     It calls torch's backends themselves. `dist.new_group(use_local_synchronization=True)` is no help: it

@@ -13,18 +13,17 @@ import os
 import socket
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hp_dtensor.comm.process_group import ProcessGroup
-from hp_dtensor.comm.world import World
+from hp_dtensor.comm.world import NoCommunicationGroup, World
 from hp_dtensor.exceptions import CollectiveError, PlatformError
 from hp_platform_torch.comm.backends import BACKEND_NAMES, device_types, shares_devices
 from hp_platform_torch.comm.groups import FACTS, StagedGroup, TorchGroup
-from hp_platform_torch.comm.torch_groups import GroupOfOne
 
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
@@ -51,9 +50,23 @@ class TorchWorld(World):
             raise CollectiveError(f"rank {self.rank} has left the job; it cannot make the group {ranks}")
         rank = ranks.index(self.rank)
         if len(ranks) == 1:
-            return GroupOfOne(ranks, rank, self.platform)
+            return NoCommunicationGroup(ranks, rank, self.platform)
         kind = StagedGroup if self.platform.device_types[0] != "cpu" and shares_devices() else TorchGroup
         return kind(ranks, rank, self.platform, functools.partial(self.connect, ranks))
+
+    def framework_group(self, group: ProcessGroup, device_type: str) -> Any:
+        """Return `group` as a `torch.distributed.ProcessGroup`; in a job without torch.distributed the group itself."""
+        if not dist.is_initialized():
+            return group
+        return torch_group(group, "cpu" if isinstance(group, StagedGroup) else device_type)
+
+    def release(self, group: ProcessGroup) -> None:
+        super().release(group)
+        # Torch finds a registered group by its name, and would go on using the closed connection of this one.
+        for device_type in _BACKENDS if dist.is_initialized() else ():
+            found = _registered(group.ranks, device_type)
+            if found is not None:
+                dist.destroy_process_group(found)
 
     def connect(self, ranks: tuple[int, ...], device_type: str) -> dist.Backend:
         """Return a backend that carries tensors of a device type, or `FACTS`, between `ranks`; all of them call it."""
@@ -194,3 +207,49 @@ def _backend_names() -> str:
     if shares_devices():
         return "cpu:gloo"
     return ",".join(f"{device}:{BACKEND_NAMES[device]}" for device in device_types())
+
+
+# Our groups as torch's ------------------------------------------------------------------------------------
+
+
+def torch_group(group: ProcessGroup, device_type: str) -> dist.ProcessGroup:
+    """Return a group as torch's `ProcessGroup`, registered in torch's tables, over the same backend.
+
+    `dist.new_group` would open a second connection, and every rank of the job would have to call it.
+    """
+    world_group = dist.group.WORLD
+    assert world_group is not None
+    if group.ranks == tuple(range(dist.get_world_size())):
+        return world_group
+    found = _registered(group.ranks, device_type)
+    return found if found is not None else _register(group, _torch_name(group.ranks, device_type), device_type)
+
+
+def _torch_name(ranks: tuple[int, ...], device_type: str) -> str:
+    return f"hp_{device_type}_{'_'.join(map(str, ranks))}"
+
+
+def _registered(ranks: tuple[int, ...], device_type: str) -> dist.ProcessGroup | None:
+    name = _torch_name(ranks, device_type)
+    return next((pg for pg, known in distributed_c10d._world.pg_names.items() if known == name), None)
+
+
+def _register(group: ProcessGroup, name: str, device_type: str) -> dist.ProcessGroup:
+    """Register a group in torch's tables, as `dist.new_group` does."""
+    store = dist.PrefixStore(name, distributed_c10d._get_default_store())
+    made = dist.ProcessGroup(store, group.rank, group.size)
+    kind = dist.Backend.backend_type_map[BACKEND_NAMES[device_type]]
+    made._set_default_backend(kind)
+    connection: Any = dist.ProcessGroupGloo(store, 0, 1) if group.size == 1 else group.connection(device_type)  # type: ignore[attr-defined]
+    made._register_backend(torch.device(device_type), kind, connection)
+    made._set_group_name(name)
+    made._set_group_desc(name)
+    tables = distributed_c10d._world
+    tables.pg_map[made] = (BACKEND_NAMES[device_type], store)
+    tables.pg_names[made] = name
+    tables.pg_backend_config[made] = f"{device_type}:{BACKEND_NAMES[device_type]}"
+    tables.pg_to_tag[made] = f"ptd:{name}"
+    tables.tags_to_pg.setdefault(f"ptd:{name}", []).append(made)
+    tables.pg_group_ranks[made] = {rank: index for index, rank in enumerate(group.ranks)}
+    distributed_c10d._register_process_group(name, made)
+    return made

@@ -14,7 +14,7 @@ from typing import Any
 
 from hp_dtensor.platform.patch import Patch
 from hp_platform_torch import optimizer_step
-from hp_platform_torch.patches import autograd_function, compile, new_values, process_groups, refusals
+from hp_platform_torch.patches import autograd_function, compile, replacements
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Registration:
     register: Callable[[], None]
 
 
-_BYPASSED = "C++ takes the local shard for the tensor"
+_BYPASSED = "C++ treats the local shard as the tensor"
 _REFUSED = "refused"
 
 
@@ -35,21 +35,12 @@ def _refused(name: str, replacement: Callable[..., Any], *told: str) -> Patch:
     return Patch(name, _BYPASSED, _REFUSED, lambda function: replacement(function, *told))
 
 
-def _whole(name: str) -> Patch:
+def _full(name: str) -> Patch:
     return Patch(
         f"torch.nn.init.{name}",
-        "needs the whole matrix at once",
-        "every rank fills the whole and keeps its shard",
-        new_values.keeping_the_shard,
-    )
-
-
-def _grouped(name: str) -> Patch:
-    return Patch(
-        f"torch.distributed.{name}",
-        "knows torch's own process groups only",
-        "not concerned; `mesh.get_group()` is taken as a group",
-        process_groups.taking_our_groups,
+        "needs the full matrix at once",
+        "every rank fills the full tensor and keeps its shard",
+        replacements.keeping_the_shard,
     )
 
 
@@ -57,70 +48,62 @@ PATCHES = (
     Patch(
         "torch.autograd.Function.apply",
         "forward would get DTensors and backward plain local gradients",
-        "refused, but for torch's own checkpoints and module hooks, which get DTensors in both",
+        "refused, except in torch's own checkpoints and module hooks, which get DTensors in both",
         autograd_function.asking_for_dtensors,
     ),
     Patch(
         "torch.utils.checkpoint.CheckpointFunction.backward",
-        "gives DTensors to autograd, which takes local gradients",
-        "their local data is given",
+        "returns DTensors to autograd, which expects local gradients",
+        "their local data is returned",
         autograd_function.giving_shards,
     ),
     Patch(
         "torch.autograd._engine_run_backward",
-        "does not tell whether a backward is for named inputs",
-        "noted while it runs: `fully_shard` reduces gradients of parameters only when they are asked for",
+        "does not report whether a backward has `inputs=`",
+        "recorded while it runs: `fully_shard` reduces gradients of parameters only when they are requested",
         autograd_function.noting,
     ),
     _refused(
         "torch._functorch.eager_transforms._wrap_for_grad",
-        refusals.refusing,
+        replacements.refusing,
         "torch.func (grad, vjp and the like)",
-        refusals.TRANSFORMS_A_SHARD,
+        replacements.TRANSFORMS_A_SHARD,
     ),
     _refused(
-        "torch._functorch.vmap._add_batch_dim", refusals.refusing, "torch.func (vmap)", refusals.TRANSFORMS_A_SHARD
+        "torch._functorch.vmap._add_batch_dim",
+        replacements.refusing,
+        "torch.func (vmap)",
+        replacements.TRANSFORMS_A_SHARD,
     ),
     _refused(
         "torch._functorch.eager_transforms._maybe_wrap_functional_tensor",
-        refusals.refusing,
+        replacements.refusing,
         "torch.func.functionalize",
-        refusals.TRANSFORMS_A_SHARD,
+        replacements.TRANSFORMS_A_SHARD,
     ),
-    _refused("torch.to_dlpack", refusals.refusing, "to_dlpack", refusals.EXPORTS_A_SHARD),
-    _refused("torch.utils.dlpack.to_dlpack", refusals.refusing, "to_dlpack", refusals.EXPORTS_A_SHARD),
-    _refused("torch.jit.trace", refusals.refusing_to_trace, "torch.jit.trace"),
-    _refused("torch.jit.trace_module", refusals.refusing_to_trace, "torch.jit.trace_module"),
-    _refused("torch.export.export", refusals.refusing_to_trace, "torch.export"),
-    _refused("torch._C.ScriptFunction.__call__", refusals.refusing_arguments, "a function made by torch.jit.script"),
-    _refused("torch.Tensor.set_", refusals.refusing_source),
+    _refused("torch.to_dlpack", replacements.refusing, "to_dlpack", replacements.EXPORTS_A_SHARD),
+    _refused("torch.utils.dlpack.to_dlpack", replacements.refusing, "to_dlpack", replacements.EXPORTS_A_SHARD),
+    _refused(
+        "torch._C.ScriptFunction.__call__", replacements.refusing_arguments, "a function made by torch.jit.script"
+    ),
+    _refused("torch.Tensor.set_", replacements.refusing_source),
     Patch(
         "torch.nn.parallel.DistributedDataParallel.__init__",
-        "takes shards for replicas",
-        refusals.REFUSED,
-        lambda init: refusals.refusing_sharded(init, "DistributedDataParallel"),
+        "treats shards as replicas",
+        replacements.REFUSED,
+        lambda init: replacements.refusing_sharded(init, "DistributedDataParallel"),
     ),
     Patch(
         "torch.Tensor.new_full",
         _BYPASSED,
-        "one without dimensions is the number of the whole",
-        new_values.taking_numbers,
+        "a 0-d one is converted to its full value",
+        replacements.taking_numbers,
     ),
-    Patch("torch.Tensor.new_tensor", _BYPASSED, "gives a DTensor that is placed alike", new_values.copying_as_new),
-    _whole("orthogonal_"),
-    _whole("sparse_"),
-    _whole("eye_"),
-    _whole("dirac_"),
-    _grouped("distributed_c10d._group_or_default_group"),
-    _grouped("distributed_c10d._get_group_size"),
-    _grouped("distributed_c10d._get_object_coll_device"),
-    _grouped("distributed_c10d.get_backend"),
-    _grouped("distributed_c10d.get_group_rank"),
-    _grouped("get_backend"),
-    _grouped("get_group_rank"),
-    _grouped("get_global_rank"),
-    _grouped("get_process_group_ranks"),
-    _grouped("barrier"),
+    Patch(
+        "torch.Tensor.new_tensor", _BYPASSED, "returns a DTensor with the same placements", replacements.copying_as_new
+    ),
+    _full("orthogonal_"),
+    _full("sparse_"),
     Patch(
         "torch.compile",
         "its graphs would mix global and local shapes",
@@ -144,9 +127,9 @@ REGISTRATIONS = (
     ),
     Registration(
         "torch.distributed.fsdp",
-        refusals.WHY,
-        f"{refusals.REFUSED}, where the program has loaded it before",
-        refusals.refuse_if_loaded,
+        replacements.WHY,
+        f"{replacements.REFUSED}, where the program has loaded it before",
+        replacements.refuse_if_loaded,
     ),
 )
 

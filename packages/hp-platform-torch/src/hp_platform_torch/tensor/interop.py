@@ -32,8 +32,7 @@ from hp_dtensor.spec.tensor_spec import TensorSpec, has_gradient
 from hp_dtensor.tensor import conversions
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_platform_torch.comm.groups import FACTS, TorchGroup
-from hp_platform_torch.comm.torch_groups import torch_group
-from hp_platform_torch.comm.world import TorchWorld
+from hp_platform_torch.comm.world import TorchWorld, torch_group
 from hp_platform_torch.tensor.dtensor import unwrap
 
 _torch_meshes: WeakKeyDictionary[World, dict[DeviceMesh, TorchMesh]] = WeakKeyDictionary()
@@ -184,7 +183,7 @@ def to_torch_mesh(mesh: DeviceMesh) -> TorchMesh:
         raise MeshError(f"rank {world.rank} is outside mesh {mesh.describe()}; only its members can convert it")
     known = _torch_meshes.setdefault(world, {})
     if mesh not in known:
-        groups = [torch_group(mesh.get_group(axis), mesh.device_type) for axis in range(mesh.ndim)]
+        groups = [torch_group(mesh.group_along(axis), mesh.device_type) for axis in range(mesh.ndim)]
         ranks = torch.tensor(mesh.ranks(), dtype=torch.int).view(mesh.shape)
         single = mesh.ndim == 1
         known[mesh] = TorchMesh.from_group(

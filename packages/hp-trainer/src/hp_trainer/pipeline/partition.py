@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hp_dtensor.comm.mesh import as_group
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import platform_of
@@ -153,7 +154,7 @@ def measured_costs(
 
     if group is None:
         return measure()
-    everyones = all_ranks(group, "measuring layers", measure, PipelineError)
+    everyones = all_ranks(as_group(group), "measuring layers", measure, PipelineError)
     numbers = [len(times) for times in everyones]
     if len(set(numbers)) > 1:
         raise PipelineError(f"ranks that measure together: expected the same layers, got {numbers} of them")

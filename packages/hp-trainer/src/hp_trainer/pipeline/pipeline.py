@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.mesh import DeviceMesh, as_group
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import World, current_world
 from hp_dtensor.platform.interface import Platform
@@ -466,9 +466,9 @@ def _place(
 ) -> tuple[World, tuple[int, ...], DeviceMesh | None]:
     """Return the world, the pipeline's ranks in order, and the mesh if one was given."""
     if isinstance(mesh, DeviceMesh):
-        return mesh.world, mesh.get_group().ranks, mesh
+        return mesh.world, mesh.group_along().ranks, mesh
     world = current_world(platform)
-    return world, tuple(range(world.size)) if mesh is None else mesh.ranks, None
+    return world, tuple(range(world.size)) if mesh is None else as_group(mesh).ranks, None
 
 
 def _checked_stages(stages: Sequence[PipelineStage], schedule: Schedule, rank: int) -> dict[int, PipelineStage]:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.comm.mesh import DeviceMesh, as_group
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel.recompute import noticed
@@ -377,7 +377,7 @@ class TiedWeights:
     """
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | ProcessGroup) -> None:
-        group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
+        group = mesh.group_along() if isinstance(mesh, DeviceMesh) else as_group(mesh)
         assert group.platform is not None
         self._platform: Platform = group.platform
         mine: dict[str, list[Tensor]] = {}

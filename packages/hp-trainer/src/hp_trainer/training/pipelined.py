@@ -212,7 +212,7 @@ class PipelinedModel:
     ) -> None:
         self.platform, self.model, self._shares = platform, model, shares
         pp = mesh["pp"]
-        self.group = pp.get_group()
+        self.group = pp.group_along()
         num_stages = len(plan.stages)
         stages = [
             ModelStage(model, plan.stages[index], index, num_stages) for index in plan.indices_of(self.group.rank)

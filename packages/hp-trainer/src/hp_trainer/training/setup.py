@@ -241,7 +241,7 @@ def _stage_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:
 
 def _everyones(plan: StagePlan | None, mesh: DeviceMesh) -> Callable[[Any], list[Any]]:
     """Return what gives a JSON value of every rank of this rank's pipeline; without one, of this rank."""
-    return (lambda fact: [fact]) if plan is None else exchange_over(mesh["pp"].get_group())
+    return (lambda fact: [fact]) if plan is None else exchange_over(mesh["pp"].group_along())
 
 
 def raise_everyones(

@@ -136,7 +136,7 @@ class _Job:
         size, own = mesh.size(), query.shape[2]
         if sharding is None:
             sharding = SequenceSharding(length=own * size, ranks=size, balanced=mask.causal)
-        group = mesh.get_group()
+        group = mesh.group_along()
         expected = sharding.indices(group.rank).size if sharding.ranks == size else None
         if sharding.ranks != size or expected != own or key.shape[2] != own:
             raise AttentionError(
@@ -379,7 +379,7 @@ class ContextParallel(ParallelStyle):
         return module
 
     def _sharding_of(self, query: Tensor, mask: AttentionMask, mesh: DeviceMesh) -> SequenceSharding:
-        own, group = query.shape[2], mesh.get_group()
+        own, group = query.shape[2], mesh.group_along()
         # Backward may recompute this after the `with` block has ended. `checkpoint` has saved the value then; with
         # other recomputation (torch's own), or a mask made outside the recomputed function, the mask has cached it.
         in_use = saved_value(_sharding_in_use.get)

@@ -1,6 +1,8 @@
 """Refusals where torch would take the local shard for the tensor without asking `__torch_function__`.
 
 Refusals of torch's own ways to train one model on many ranks, around models that are sharded already.
+
+Replacements of functions that make a plain tensor of a DTensor's value, or fill the whole tensor at once.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.platform.patch import Patch
+from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_platform_torch.tensor.dtensor import TorchDTensor
 from hp_platform_torch.tensor.operations import is_intercepting
 
@@ -70,24 +73,6 @@ def refusing_source(set_: Callable[..., Any]) -> Callable[..., Any]:
     return refused
 
 
-def refusing_to_trace(trace: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return `trace` that refuses DTensors among its inputs and among the parameters of modules given to it."""
-
-    @functools.wraps(trace)
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        given = tree_leaves((args, kwargs))
-        held = [x for module in given if isinstance(module, torch.nn.Module) for x in module.parameters()]
-        for x in (*given, *held):
-            if isinstance(x, TorchDTensor):
-                raise ShardingRuleError(
-                    f"{name} with {x.spec!r} would record this rank's part of the work alone. Trace with plain "
-                    "tensors, or use torch.compile, which leaves operations on DTensors as they are."
-                )
-        return trace(*args, **kwargs)
-
-    return refused
-
-
 _WHAT_TO_PREPARE = (
     "With accelerate, prepare the optimizer and the data loader and not the model: optimizer, loader = "
     "accelerator.prepare(optimizer, loader). With Lightning Fabric, use ModelParallelStrategy with a parallelize_fn "
@@ -117,7 +102,7 @@ def refusing_sharded_parameters(init: Callable[..., None]) -> Callable[..., None
     return refused
 
 
-WHY, REFUSED = "takes shards for replicas, or cuts them once more", "parameters that are DTensors are refused"
+WHY, REFUSED = "treats shards as replicas, or shards them again", "parameters that are DTensors are refused"
 PATCHES_OF_FSDP = (
     Patch(
         "torch.distributed.fsdp.FullyShardedDataParallel.__init__",
@@ -155,3 +140,55 @@ def _refuse_dtensors(name: str, parameters: Iterable[tuple[str, Any]]) -> None:
                 "once more. A model of hp_fsdp.fully_shard reduces its gradients itself: use it as it is; one of "
                 f"parallelize_module is given to hp_fsdp.fully_shard. {_WHAT_TO_PREPARE}"
             )
+
+
+def taking_numbers(new_full: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return `new_full` that takes a DTensor without dimensions for its number, as `float(x)`: every rank calls it."""
+
+    @functools.wraps(new_full)
+    def filled(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return new_full(self, *map(_number, args), **{name: _number(value) for name, value in kwargs.items()})
+
+    return filled
+
+
+def _number(x: Any) -> Any:
+    return x.item() if isinstance(x, TorchDTensor) and not x._spec.shape and is_intercepting() else x
+
+
+def copying_as_new(new_tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return `new_tensor` that makes a DTensor of a DTensor, placed alike."""
+
+    @functools.wraps(new_tensor)
+    def copied(self: Tensor, data: Any, **options: Any) -> Tensor:
+        if isinstance(data, TorchDTensor) and is_intercepting():
+            return _copy(data, **{"dtype": self.dtype, "device": self.device, **options})
+        return new_tensor(self, data, **options)
+
+    return copied
+
+
+def _copy(
+    data: TorchDTensor, dtype: Any = None, device: Any = None, requires_grad: bool = False, pin_memory: bool = False
+) -> Tensor:
+    wanted = {name: value for name, value in (("dtype", dtype), ("device", device)) if value is not None}
+    copy = data.detach().clone()
+    copy = copy.to(**wanted) if wanted else copy
+    return (copy.pin_memory() if pin_memory else copy).requires_grad_(requires_grad)
+
+
+def keeping_the_shard(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return an initialiser of DTensors: every rank fills the whole, from generators in step, and keeps its shard."""
+
+    @functools.wraps(function)
+    def filled(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(tensor, TorchDTensor) or not is_intercepting():
+            return function(tensor, *args, **kwargs)
+        spec = tensor._spec
+        whole = torch.empty(spec.shape, dtype=spec.dtype, device=tensor.device)
+        function(whole, *args, **kwargs)
+        with torch.no_grad():
+            tensor.copy_(distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None))
+        return tensor
+
+    return filled
