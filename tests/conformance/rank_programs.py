@@ -8,8 +8,10 @@ import time
 
 import numpy as np
 
+from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.selection import get_platform
+from hp_trainer.parallel import ParallelDims
 
 
 def total(name):
@@ -19,6 +21,15 @@ def total(name):
     x = platform.from_numpy(np.full(3, world.rank + 1.0, np.float32))
     world.all.all_reduce(x)
     return platform.to_numpy(x).tolist()
+
+
+def where_am_i(name):
+    """This rank and the number of ranks, as asked for without a platform, and of a mesh built of them."""
+    world = current_world()
+    assert world is current_world(get_platform(name))
+    mesh = ParallelDims(dp_shard=world.size, world_size=world.size).build_mesh("cpu")
+    assert mesh == DeviceMesh("cpu", (world.size,), mesh_dim_names=("dp_shard",))
+    return world.rank, world.size, mesh.get_coordinate()
 
 
 def summed(name, x):

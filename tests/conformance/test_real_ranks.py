@@ -26,6 +26,10 @@ def test_launched_ranks_are_connected_and_tensors_passed_to_them_and_back(hp_pla
         assert hp_platform.to_numpy(found).tolist() == [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]]
 
 
+def test_ranks_know_their_world_without_naming_a_platform(hp_platform, rank_pool):
+    assert rank_pool(2).run(rank_programs.where_am_i, hp_platform.name) == [(0, 2, (0,)), (1, 2, (1,))]
+
+
 def test_the_pool_of_the_session_is_shared(hp_platform, rank_pool):
     assert rank_pool(4).run(rank_programs.total, hp_platform.name) == [[10.0] * 3] * 4
     assert rank_pool(4) is rank_pool(4)

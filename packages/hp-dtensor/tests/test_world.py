@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from array_platform import ArrayPlatform
 
+from hp_dtensor.comm import world as world_module
 from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.comm.world import SilentWorld, current_world, fake_world, use_world
 from hp_dtensor.exceptions import CollectiveError
@@ -36,6 +37,18 @@ def test_a_platforms_job_is_current_and_a_block_comes_before_it(platform):
     assert current_world(platform) is job
     platform.disconnect()
     assert current_world(platform).size == 1
+
+
+def test_the_world_without_a_platform_is_that_of_the_selected_one_which_joins_its_job(monkeypatch, platform):
+    monkeypatch.setattr(world_module, "platform_here", lambda: platform)
+    assert current_world().size == 1
+    platform.join_launched = lambda: platform.connect(2, 4, "127.0.0.1:1")
+    assert current_world(platform).size == 1  # named, it is asked and joins nothing
+    world = current_world()
+    assert (world.rank, world.size) == (2, 4)
+    assert current_world() is world is current_world(platform)
+    with fake_world(16) as planned:
+        assert current_world() is planned
 
 
 def test_a_block_counts_for_its_own_thread_only():

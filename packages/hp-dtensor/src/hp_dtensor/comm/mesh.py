@@ -24,7 +24,7 @@ from hp_dtensor.comm.mesh_layout import (
     split_axis,
 )
 from hp_dtensor.comm.process_group import ProcessGroup
-from hp_dtensor.comm.world import World, alone, current_world, joined_world
+from hp_dtensor.comm.world import World, alone, current_world, existing_world, joined_world
 from hp_dtensor.exceptions import MeshError, PlatformError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
@@ -176,7 +176,8 @@ class DeviceMesh(MeshCoordinates):
         shape, given = read_shape_and_ranks(mesh, mesh_shape, ranks)
         default = [f"axis{i}" for i in range(len(shape))]
         names = listed("mesh_dim_names", "names", default if mesh_dim_names is None else mesh_dim_names)
-        world = world if world is not None else _world_here(platform)
+        if world is None:
+            world = current_world(get_platform(platform) if isinstance(platform, str) else platform)
         check_new_mesh(device_type, shape, names, given, world)
         explicit = None if given is None or given == tuple(range(len(given))) else given
         self._setup(device_type, row_major_axes(names, shape), 0, explicit, world, {})
@@ -445,7 +446,7 @@ def init_device_mesh(
         >>> run_ranks(program, 4)
         [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
-    if isinstance(platform, str) or (platform is None and current_world(None).size == 1):
+    if isinstance(platform, str) or (platform is None and existing_world(None).size == 1):
         platform = get_platform(platform)
         joined_world(platform)
     mesh = DeviceMesh(device_type, mesh_shape=mesh_shape, mesh_dim_names=mesh_dim_names, platform=platform)
@@ -471,23 +472,13 @@ def _restore(
     Raises:
         MeshError: that world has another size.
     """
-    world = current_world(None if platform is None else get_platform(platform))
+    # Without joining: a worker process of a data loader has the launcher's variables too, but is no rank.
+    world = existing_world(None if platform is None else get_platform(platform))
     if world.size != world_size:
         raise MeshError(f"a mesh of a world of {world_size} ranks was read in a world of {world.size}")
     mesh = object.__new__(DeviceMesh)
     mesh._setup(device_type, axes, base, ranks, world, aliases)
     return mesh
-
-
-def _world_here(platform: Platform | str | None) -> World:
-    """Return the current world; in a job of processes that of the selected platform, without its being named."""
-    platform = get_platform(platform) if isinstance(platform, str) else platform
-    world = current_world(platform)
-    if platform is not None or world is not alone(None):
-        return world
-    with contextlib.suppress(PlatformError):  # without any platform one may plan all the same
-        return current_world(get_platform())
-    return world
 
 
 def require_mesh(what: str, mesh: Any) -> DeviceMesh:

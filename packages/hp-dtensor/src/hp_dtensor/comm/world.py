@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.comm.process_group import ProcessGroup, Rows, Work
 from hp_dtensor.exceptions import CollectiveError
+from hp_dtensor.platform.selection import platform_here
 
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
@@ -124,14 +125,26 @@ class SilentWorld(World):
 
 
 def current_world(platform: Platform | None = None) -> World:
-    """Return the world of this thread: the innermost `use_world`, else the platform's, else one rank alone.
+    """Return the world of this thread: that of the innermost `use_world`, else that of the platform's job.
 
-    Worlds of another platform than the one asked for are passed over; those of none are anybody's.
+    Without a job it is a world of one rank. Worlds of another platform than `platform` are passed over.
+
+    Args:
+        platform: default: the selected one. A process that a launcher (torchrun, msrun, srun) has started, and that has
+            not joined its job, then joins it here, so that its rank is never taken for the only one.
 
     Example:
         >>> run_ranks(lambda: current_world(platform).rank, 3)
         [0, 1, 2]
     """
+    if platform is None and not _local.worlds:
+        selected = platform_here()
+        return alone(None) if selected is None else joined_world(selected)
+    return existing_world(platform)
+
+
+def existing_world(platform: Platform | None) -> World:
+    """Return the world of the innermost `use_world` or of the job that `platform` has joined, else one rank alone."""
     for used in reversed(_local.worlds):
         if platform is None or used.platform is None or used.platform is platform:
             return used
@@ -141,10 +154,10 @@ def current_world(platform: Platform | None = None) -> World:
 
 def joined_world(platform: Platform) -> World:
     """Return the current world; first join the launcher's job, if this process was started in one and joined none."""
-    world = current_world(platform)
+    world = existing_world(platform)
     if world is alone(platform):
         platform.join_launched()
-        world = current_world(platform)
+        world = existing_world(platform)
     return world
 
 

@@ -41,6 +41,15 @@ def get_platform(name: str | Platform | None = None) -> Platform:
     raise PlatformError(_no_choice(available, errors))
 
 
+def platform_here() -> Platform | None:
+    """Return the selected platform. Where the choice is open, return the only one that has joined a job, else None."""
+    try:
+        return get_platform()
+    except PlatformError:
+        joined = [each for each in _platforms()[0].values() if each.world is not None]
+        return joined[0] if len(joined) == 1 else None
+
+
 def platform_of(module: Any, platform: Platform | str | None = None) -> Platform:
     """Return the platform given, else the one that `module` was built for (`hp_dtensor.nn`), else the selected one.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.world import World, current_world
+from hp_dtensor.comm.world import World, current_world, joined_world
 from hp_trainer.exceptions import ParallelDimsError, Problem, raise_if_any
 from hp_trainer.parallel.axes import (
     ALIASES,
@@ -212,7 +212,8 @@ class ParallelDims:
         Raises:
             ParallelDimsError: the world has another size.
         """
-        world = world if world is not None else current_world(platform)
+        if world is None:
+            world = current_world() if platform is None else joined_world(platform)
         raise_if_any(self._world_problems(world), ParallelDimsError, "device mesh")
         aliases, sparse = self.aliases(), None
         if self.expert_mesh == "folded":
