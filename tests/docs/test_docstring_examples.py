@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hp_dtensor import nn
 from hp_dtensor.testing import run_ranks
 
 PACKAGES = ("hp_dtensor", "hp_fsdp", "hp_moe", "hp_trainer", "hp_trainer.pipeline")
@@ -47,7 +48,7 @@ def examples_of(value: Any) -> list[doctest.Example]:
 
 
 def names_at_hand(package: str, platform: Any) -> dict[str, Any]:
-    names = {"__name__": "example", "platform": platform, "run_ranks": run_ranks, "np": np}
+    names = {"__name__": "example", "platform": platform, "run_ranks": run_ranks, "np": np, "nn": nn}
     for each in ("hp_dtensor", package):
         module = importlib.import_module(each)
         names |= {name: getattr(module, name) for name in module.__all__}

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-import hp_dtensor
 from hp_dtensor import (
     DeviceMesh,
     DTensor,
@@ -164,8 +163,3 @@ def _mistakes(platform: Platform) -> list[str]:
 def test_mistakes_are_errors_before_anything_is_communicated(hp_platform: Platform) -> None:
     for wrong in run_ranks(_mistakes, 4, hp_platform, hp_platform):
         assert not wrong, "\n".join(wrong)
-
-
-def test_public_names_are_no_modules_but_nn() -> None:
-    modules = [name for name in hp_dtensor.__all__ if type(getattr(hp_dtensor, name)).__name__ == "module"]
-    assert modules == ["nn"]

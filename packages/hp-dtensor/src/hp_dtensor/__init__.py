@@ -1,4 +1,4 @@
-"""Device meshes, placements, layouts, DTensor, sharding rules and redistribution, on any platform."""
+"""Device meshes, placements, DTensor, sharding rules and redistribution, on any platform."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ from typing import Any
 __version__ = "0.1.0"
 
 
-def _homes() -> dict[str, str]:
-    """Return the module that holds each public name, as the imports of `__init__.pyi` say."""
+def _sources() -> dict[str, str]:
+    """Return the module that defines each public name, from the imports in `__init__.pyi`."""
     stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [each for each in stub.body if isinstance(each, ast.ImportFrom)]
     return {alias.name: str(each.module) for each in imports for alias in each.names}
 
 
-_HOMES = _homes()
-__all__ = [*_HOMES]
+# Attributes of the package, but not part of `from hp_dtensor import *`: there `nn` would replace the program's own
+# `torch.nn` or `mindspore.nn`, and also in code that repeats a program's imports, as MindSpore's `amp` does.
+_MODULES = frozenset({"nn"})
+_SOURCES = _sources()
+__all__ = [name for name in _SOURCES if name not in _MODULES]
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on its first use, so that importing the package stays cheap."""
-    if name not in _HOMES:
+    if name not in _SOURCES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = importlib.import_module(_HOMES[name])
-    is_module = not hasattr(home, name)
-    value = globals()[name] = importlib.import_module(f"{home.__name__}.{name}") if is_module else getattr(home, name)
+    source = _SOURCES[name]
+    value = importlib.import_module(f"{source}.{name}" if name in _MODULES else source)
+    if name not in _MODULES:
+        value = getattr(value, name)
+    globals()[name] = value
     return value
