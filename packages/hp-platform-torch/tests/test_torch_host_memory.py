@@ -33,11 +33,11 @@ def test_freed_buffers_of_many_sizes_leave_nothing_resident():
         buffer = storage.allocate(size * MEBIBYTE, torch.uint8).fill_(1)
         # What an allocator would put into the hole that the buffer leaves.
         kept.append(torch.ones(1000))
-        storage = buffer.untyped_storage()
-        storage.resize_(0)
-        storage.refill(storage, size * MEBIBYTE)
+        untyped = buffer.untyped_storage()
+        untyped.resize_(0)
+        storage.refill(untyped, size * MEBIBYTE)
         assert buffer.fill_(3)[:: MEBIBYTE // 2].tolist() == [3] * (2 * size)
-        del buffer, storage
+        del buffer, untyped
     left = resident_bytes() - before
     assert left < 8 * MEBIBYTE, left
     assert len(kept) == 28
