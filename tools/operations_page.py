@@ -128,26 +128,26 @@ SPECIAL |= {
     name: {"input": (4, 6, 8)} for name in ("linalg_pinv", "pinverse", "linalg_svdvals", "linalg_svd", "linalg_qr")
 }
 
-WHOLE_NOTE = """## Computed whole
+REPLICATED_NOTE = """## Computed on full operands
 
-Every rank gathers the operands of these and computes the whole result, as torch's DTensor does; so it does for forms of
-the calls above that their rule does not cover (another number of dimensions, tensors where it takes numbers).
-`CommDebugMode` counts the gathers, and `explicit_redistribution` refuses them. """
+For these operations every rank gathers the operands and computes the full result, as torch's DTensor does. The same
+holds for calls of the operations above that their rule does not cover (another number of dimensions, tensors instead
+of numbers). `CommDebugMode` counts the gathers, and `explicit_redistribution` refuses them. """
 
 HEADER = """# Operations
 
-Operations on DTensors that have a sharding rule, by their canonical (torch) name; the page is written by
-`tools/operations_page.py`. A platform's own functions, methods and operators are mapped to these names: those of
-[PyTorch](operations_torch.md) and of [MindSpore](operations_mindspore.md). Anything else is refused with an error
-that says what to do instead; plugins add rules through the hook `hp_sharding_rules`.
+Operations of DTensors that have a sharding rule, by their torch names. `tools/operations_page.py` writes this page.
+The functions, methods and operators of a platform are mapped to these names: see [PyTorch](operations_torch.md) and
+[MindSpore](operations_mindspore.md). Other operations raise an error that states the alternatives. Plugins add rules
+through the hook `hp_sharding_rules`.
 
-**Dimensions** shows one call: the dimensions of each tensor, before the arrow the arguments, behind it the results.
-The same name is the same dimension; `.2 .1` are any number of dimensions, counted from the last; `(a b)` is one
-dimension made of two, `1` one of a single element that is broadcast. **May be cut**: a mesh axis may cut these. `sum`,
-`max` or `min` behind a name: results are then partial in that way, and reduced when they are needed. All other
-dimensions are made whole first, where they are cut; so is everything for operations where the column is empty.
-**Partial** operands (sums) stay as they are where the column says so, by number of the tensor: `1`; `1, 2` are
-alternatives, `1 + 2` means in both at once. Everything else is reduced first, also sums that are rounded to integers.
+**Dimensions** shows the dimensions of each tensor of a call: arguments before the arrow, results after it. Equal
+names are equal dimensions. `.2 .1` stand for any number of dimensions, counted from the last. `(a b)` is one
+dimension composed of two, and `1` is a broadcast dimension of size 1. **May be sharded** lists the dimensions that
+may be sharded over a mesh axis. With `sum`, `max` or `min` after a name, the results are then partial, and reduced
+when they are needed. All other dimensions are gathered first if they are sharded. **Partial** lists the operands (by
+number) that may be partial sums: `1, 2` are alternatives, `1 + 2` means both at once. Other partial operands are
+reduced first, also sums that are rounded to integers.
 
 """
 
@@ -221,10 +221,10 @@ def dims(tensor: tuple[tuple[str, ...], ...]) -> str:
 
 def row(rule: Factorization) -> str:
     shown = f"`{', '.join(map(dims, rule.inputs))} -> {', '.join(dict.fromkeys(map(dims, rule.outputs)))}`"
-    cut = [f for f in rule.sizes if rule.can_shard(f) and any(f in dim for t in rule.inputs for dim in t)]
+    shardable = [f for f in rule.sizes if rule.can_shard(f) and any(f in dim for t in rule.inputs for dim in t)]
     named = [
         f"{f} ({rule.partial.reduced[f]})" if f in rule.partial.reduced and f not in rule.partial.complete else f
-        for f in cut
+        for f in shardable
     ]
     terms = [", ".join(str(i + 1) for i in sorted(term)) for term in rule.partial.terms or ()]
     partial = " + ".join(f"({t})" if len(terms) > 1 and "," in t else t for t in terms) if all(terms) else ""
@@ -235,24 +235,24 @@ def page() -> str:
     registry, on = RuleRegistry(), mesh()
     register_builtin_rules(registry)
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
-    refused, whole = [], []
+    refused, replicated = [], []
     for name in registry.names():
         registration = registry.get(name)
         assert registration is not None
         if registration.replicated:
-            whole.append(name)
+            replicated.append(name)
             continue
         rule = factorization(name, registration, on)
         if rule is None:
             refused.append(name)
         else:
             alike[signature(registration), row(rule)].append(name)
-    lines = ["| Operations | Arguments | Dimensions | May be cut | Partial |", "|---|---|---|---|---|"]
+    lines = ["| Operations | Arguments | Dimensions | May be sharded | Partial |", "|---|---|---|---|---|"]
     for (arguments, rest), names in sorted(alike.items(), key=lambda item: item[1]):
         lines.append(f"| {', '.join(f'`{name}`' for name in names)} | `{arguments}` | {rest}")
     listed = ", ".join(f"`{name}`" for name in refused)
-    text = HEADER + "\n".join(lines) + f"\n\nRefused where data is cut, with the way out in the error: {listed}.\n"
-    return f"{text}\n{WHOLE_NOTE}{', '.join(f'`{name}`' for name in whole)}.\n"
+    text = HEADER + "\n".join(lines) + f"\n\nRefused for sharded data, with an error that says what to do: {listed}.\n"
+    return f"{text}\n{REPLICATED_NOTE}{', '.join(f'`{name}`' for name in replicated)}.\n"
 
 
 def signature(registration: Registration) -> str:
@@ -264,18 +264,18 @@ def signature(registration: Registration) -> str:
 
 NAMES_HEADER = """# Operations of {title}
 
-What {title} {version} calls the operations that have a [sharding rule](operations.md), on DTensors of platform
-`{platform}`; written by `tools/operations_page.py {platform}`. {note}
+Names in {title} {version} of the operations with a [sharding rule](operations.md), for DTensors of the platform
+`{platform}`. `tools/operations_page.py {platform}` writes this page. {note}
 
 | Operation | Names |
 |---|---|
 """
 TITLES = {"torch": "PyTorch", "mindspore": "MindSpore"}
 NOTES = {
-    "torch": "Operators are shown as methods between\nunderscores; functions composed of these work too.",
-    "mindspore": "Names with a path are MindSpore's functions and methods of that name; those without are the\n"
-    "primitives to which functions and methods lead, and which are intercepted. What is not here is not there, or\n"
-    "refused, on its CPU.",
+    "torch": "Operators are listed as methods such as\n`__add__`. Functions composed of these operations work too.",
+    "mindspore": "Names with a path are functions and methods of\n"
+    "MindSpore. Names without a path are the primitives that they call, which are intercepted. Operations that are\n"
+    "not listed do not exist, or are refused, on its CPU.",
 }
 
 
