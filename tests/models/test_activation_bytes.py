@@ -6,8 +6,8 @@ import pytest
 from activation_meter import measure
 
 from hp_trainer.models import DecoderConfig
-from hp_trainer.models.decoder.activations import ActivationShape, decoder_activations
-from hp_trainer.models.recomputation import KINDS, NOTHING_AGAIN, BlockRecompute
+from hp_trainer.models.decoder.activations import MicroBatchShape, decoder_activations
+from hp_trainer.models.recomputation import KINDS, NOTHING_RECOMPUTED, BlockRecompute
 from hp_trainer.sizes import format_size, parse_size
 from hp_trainer.training.activation_budget import Demand
 
@@ -45,11 +45,11 @@ def test_formulas_are_within_a_fiftieth_of_counted_bytes(name, hp_platform):
     if hp_platform.name != "torch":
         pytest.skip("the bytes are counted on torch")
     options, degrees, sizes = CASES[name]
-    config, shape = DecoderConfig(num_hidden_layers=2, **options), ActivationShape(**{"batch": 2, "length": 64} | sizes)
+    config, shape = DecoderConfig(num_hidden_layers=2, **options), MicroBatchShape(**{"batch": 2, "length": 64} | sizes)
     found = measure(config, degrees, batch=shape.batch, length=shape.length, dtype=shape.dtype)
     told = decoder_activations(config, shape)
-    assert told.blocks[1].kept() == pytest.approx(found.block, rel=0.06 if name in ROUGH else 0.02)
-    assert told.head.kept() == pytest.approx(found.head, rel=0.04)
+    assert told.blocks[1].saved() == pytest.approx(found.block, rel=0.06 if name in ROUGH else 0.02)
+    assert told.head.saved() == pytest.approx(found.head, rel=0.04)
 
 
 @pytest.mark.parametrize(
@@ -60,35 +60,35 @@ def test_what_recomputation_keeps_is_within_a_fiftieth_of_counted_bytes(name, ke
     if hp_platform.name != "torch":
         pytest.skip("the bytes are counted on torch")
     options, degrees, sizes = CASES[name]
-    config, shape = DecoderConfig(num_hidden_layers=2, **options), ActivationShape(batch=2, length=64, **sizes)
+    config, shape = DecoderConfig(num_hidden_layers=2, **options), MicroBatchShape(batch=2, length=64, **sizes)
     settings = {"recompute": "selective", "recompute_keep": keep} if keep else {"recompute": "full"}
     found = measure(config, degrees, **settings)
     chosen = BlockRecompute(mode="selective" if keep else "full", keep=keep)
-    assert decoder_activations(config, shape).blocks[1].kept(chosen) == pytest.approx(found.block, rel=0.02)
+    assert decoder_activations(config, shape).blocks[1].saved(chosen) == pytest.approx(found.block, rel=0.02)
 
 
 def test_a_pipeline_holds_several_micro_batches():
     config = DecoderConfig(num_hidden_layers=4, **DENSE)
-    blocks = decoder_activations(config, ActivationShape(batch=1, length=32)).blocks[:2]
-    one, three = (Demand(blocks=blocks, in_flight=each).peak([NOTHING_AGAIN] * 2) for each in (1, 3))
-    assert three == one + 2 * sum(block.kept() for block in blocks)
+    blocks = decoder_activations(config, MicroBatchShape(batch=1, length=32)).blocks[:2]
+    one, three = (Demand(blocks=blocks, in_flight=each).peak([NOTHING_RECOMPUTED] * 2) for each in (1, 3))
+    assert three == one + 2 * sum(block.saved() for block in blocks)
 
 
 def test_recomputation_keeps_less_the_less_it_keeps():
     config = DecoderConfig(num_hidden_layers=2, **EXPERTS)
-    block = decoder_activations(config, ActivationShape(batch=1, length=32, tp=2, ep=2)).blocks[1]
+    block = decoder_activations(config, MicroBatchShape(batch=1, length=32, tp=2, ep=2)).blocks[1]
     modes = [
         BlockRecompute(mode="full"),
         BlockRecompute(mode="selective", keep=("attention",)),
         BlockRecompute(mode="selective", keep=("attention", "collectives")),
         BlockRecompute(mode="selective", keep=("attention", "collectives", "products")),
     ]
-    assert sorted({block.kept(each) for each in modes}) == [block.kept(each) for each in modes]
-    again = [block.flops_again(each) for each in modes]
+    assert sorted({block.saved(each) for each in modes}) == [block.saved(each) for each in modes]
+    again = [block.recomputed_flops(each) for each in modes]
     assert again[0] > again[1] == again[2] > again[3]
-    sent = [block.sent_again(each) for each in modes]
+    sent = [block.recomputed_sent(each) for each in modes]
     assert sent[0] == sent[1] > sent[2] == sent[3] == 0
-    assert (block.flops_again(), block.sent_again(), block.moved_again()) == (0, 0, 0)
+    assert (block.recomputed_flops(), block.recomputed_sent(), block.recomputed_bytes()) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(("text", "size"), [("20GiB", 20 * 2**30), (" 512 MiB ", 2**29), ("1.5kB", 1500), ("7B", 7)])

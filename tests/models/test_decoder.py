@@ -7,7 +7,7 @@ import pytest
 from decoder_reference import summed_loss
 
 from hp_dtensor.tensor.init import Normal, init_parameters
-from hp_trainer.models import DecoderConfig, DecoderParts, build_decoder
+from hp_trainer.models import DecoderConfig, ModelPart, build_decoder
 from hp_trainer.models.decoder.rotary import RopeScalingConfig
 
 SMALL = DecoderConfig(
@@ -136,7 +136,7 @@ def test_parts_one_after_the_other_are_the_whole(platform, tied):
         cuts = [(True, [0, 1, 2], True)]
     x, seen = platform.from_numpy(data), set()
     for embed, layers, head in cuts:
-        part = build_decoder(config, platform, DecoderParts(embed=embed, layers=layers, head=head))
+        part = build_decoder(config, platform, ModelPart(embed=embed, layers=layers, head=head))
         for name, p in platform.named_parameters(part):
             with platform.no_grad():
                 platform.copy_(p, platform.from_numpy(weights[name]))
@@ -147,7 +147,7 @@ def test_parts_one_after_the_other_are_the_whole(platform, tied):
 
 
 def test_a_tied_head_without_its_embedding_has_a_copy_of_the_table(platform):
-    part = build_decoder(replace(SMALL, tie_word_embeddings=True), platform, DecoderParts(embed=False, layers=()))
+    part = build_decoder(replace(SMALL, tie_word_embeddings=True), platform, ModelPart(embed=False, layers=()))
     assert {name for name, _ in platform.named_parameters(part)} == {"embed.weight", "norm.weight"}
     hidden = platform.zeros((1, 2, SMALL.hidden_size), platform.dtype("float32"))
     assert tuple(part(hidden).shape) == (1, 2, SMALL.vocab_size)
@@ -157,7 +157,7 @@ def test_parts_of_a_part_run_alone(platform):
     """A rank with several pipeline stages builds them all, and calls one at a time."""
     whole, data = build(platform, SMALL), tokens(SMALL, batch=2)
     layers, x = range(SMALL.num_hidden_layers), platform.from_numpy(data)
-    for part in [DecoderParts(layers=layers[:1], head=False), DecoderParts(embed=False, layers=layers[1:])]:
+    for part in [ModelPart(layers=layers[:1], head=False), ModelPart(embed=False, layers=layers[1:])]:
         x = whole(x, parts=part)
     expected = platform.to_numpy(whole(platform.from_numpy(data)))
     numpy.testing.assert_array_equal(platform.to_numpy(x), expected)

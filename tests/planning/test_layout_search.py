@@ -30,7 +30,7 @@ def test_a_search_finds_the_plans_of_all_layouts(limit: float) -> None:
     config = config_of(**SETTINGS)
     ranking = search_layouts(config, 8, DEVICE, limit)
     everything = search_layouts(config, 8, DEVICE, math.inf)
-    alone = [plan_step(config, plan.shape.dims, DEVICE, every_place=False) for plan in everything.fitting]
+    alone = [plan_step(config, plan.shape.dims, DEVICE, every_rank=False) for plan in everything.fitting]
     fitting = {plan.shape.dims: plan for plan in alone if plan.peak <= limit}
     assert len(ranking.fitting) + ranking.num_too_large == len(alone) > 50
     as_configured = [plan for plan in ranking.fitting if plan.shape.config is config]
@@ -64,7 +64,7 @@ def test_the_quickest_way_to_fit_is_taken() -> None:
     again = dataclasses.replace(config.training, recompute="full")
     often = dataclasses.replace(config.parallel, reduce_gradients="micro_batch")
     changed = [{}, {"training": again}, {"parallel": often}, {"training": again, "parallel": often}]
-    ways = [plan_step(dataclasses.replace(config, **each), dims, DEVICE, every_place=False) for each in changed]
+    ways = [plan_step(dataclasses.replace(config, **each), dims, DEVICE, every_rank=False) for each in changed]
     for limit in sorted({plan.peak for plan in ways}):
         fitting = search_layouts(config, 2, DEVICE, limit).fitting
         (found,) = [plan for plan in fitting if is_same(plan)]
@@ -94,13 +94,13 @@ def test_gradients_of_split_backwards_are_not_reduced_before_the_end() -> None:
         {"parallel__pp": 2},
     ],
 )
-def test_moments_that_are_left_out_are_not_the_fullest(monkeypatch: pytest.MonkeyPatch, changed: dict) -> None:
+def test_moments_that_are_left_out_are_not_the_peak(monkeypatch: pytest.MonkeyPatch, changed: dict) -> None:
     config = config_of(**SETTINGS | {"model__num_hidden_layers": 12}, **changed)
     dims = shape_of(config, 2).dims
     found = plan_step(config, dims, DEVICE).memory
 
     def with_all(self):
-        return ((layer, True) for layer in reversed(self.parts.layers))
+        return ((layer, True) for layer in reversed(self.stage.layers))
 
     monkeypatch.setattr(memory._Moments, "backward", with_all)
     assert plan_step(config, dims, DEVICE).memory == found

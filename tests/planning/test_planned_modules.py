@@ -53,7 +53,7 @@ def on_torch(platform) -> None:
 def plan_of(build: str, world_size: int = 1, **settings: Any) -> StepPlan:
     config = own_models.config_of(build, **settings)
     dims = ParallelDims.from_config(config.parallel, world_size)
-    return plan_step(config, dims, HOST, count_module=ModuleCounter(dims, "torch").of(config))
+    return plan_step(config, dims, HOST, estimate_model=ModuleCounter(dims, "torch").of(config))
 
 
 @pytest.mark.real_ranks
@@ -106,8 +106,8 @@ def test_parts_are_called_by_their_names() -> None:
 @pytest.mark.parametrize(
     ("build", "settings", "told"),
     [
-        ("by_values", {}, "could not be run on tensors without memory"),
-        ("lays_itself_out", {}, "lays itself out by a `parallelize` of its own"),
+        ("by_values", {}, "cannot be run on tensors without memory"),
+        ("lays_itself_out", {}, "has a `parallelize` of its own"),
         ("build", {"training__recompute": "full"}, "leave out training.recompute"),
         ("build", {"parallel__tp": 2, "parallel__tp_plan": "{'*': colwise}"}, "leave out parallel.tp"),
     ],

@@ -10,7 +10,7 @@ from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.testing import run_ranks
 from hp_fsdp import memory_use, plan_group
 from hp_trainer.config import TrainingConfig
-from hp_trainer.models import DecoderConfig, DecoderParts, build_decoder
+from hp_trainer.models import DecoderConfig, ModelPart, build_decoder
 from hp_trainer.models.decoder.lora import LoraConfig, is_adapter
 from hp_trainer.models.decoder.parameters import planned_parameters
 from hp_trainer.parallel import ParallelDims
@@ -64,8 +64,8 @@ LAYOUTS = {
 
 
 def buffers_of(config, dims):
-    """Return the planned buffers of a whole decoder."""
-    found = planned_parameters(config, dims, layers=range(config.num_hidden_layers))
+    """Return the planned buffers of a full decoder."""
+    found = planned_parameters(config, dims, ModelPart(layers=tuple(range(config.num_hidden_layers))))
     dense = [(each, dims.fsdp_size) for each in (found.root, *found.blocks.values())]
     experts = [(each, dims.efsdp_size) for each in found.experts.values()]
     return [buffer for group, size in (*dense, *experts) for buffer in plan_group(group, size)]
@@ -75,7 +75,7 @@ def buffers_of(config, dims):
 def test_names_and_shapes_are_those_of_the_model(platform, name: str) -> None:
     config = MODELS[name]
     built = {n: tuple(x.shape) for n, x in platform.named_parameters(build_decoder(config, platform))}
-    planned = planned_parameters(config, ParallelDims(), layers=range(2))
+    planned = planned_parameters(config, ParallelDims(), ModelPart(layers=(0, 1)))
     every = [planned.root, *planned.blocks.values(), *planned.experts.values()]
     assert {each.name: each.shape for group in every for each in group} == built
 
@@ -83,8 +83,8 @@ def test_names_and_shapes_are_those_of_the_model(platform, name: str) -> None:
 def test_parts_have_the_parameters_of_a_stage(platform) -> None:
     dims = ParallelDims(pp=2, world_size=2)
     config = replace(DENSE, tie_word_embeddings=True)
-    model = build_decoder(config, platform, DecoderParts(embed=False, layers=(1,), head=True))
-    planned = planned_parameters(config, dims, layers=range(1, 2), embed=False)
+    model = build_decoder(config, platform, ModelPart(embed=False, layers=(1,), head=True))
+    planned = planned_parameters(config, dims, ModelPart(embed=False, layers=(1,)))
     found = [*planned.root, *planned.tied_embedding, *planned.blocks[1]]
     assert {each.name for each in found} == {name for name, _ in platform.named_parameters(model)}
 

@@ -11,8 +11,8 @@ from training_runs import FOUR_RANKS, events, losses, tensors, train_rank
 from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.testing import run_ranks
-from hp_trainer.models.estimates import BlockActivations, KeptTensor
-from hp_trainer.models.recomputation import KINDS, NOTHING_AGAIN, BlockRecompute
+from hp_trainer.models.estimates import BlockActivations, SavedActivation
+from hp_trainer.models.recomputation import KINDS, NOTHING_RECOMPUTED, BlockRecompute
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.training.activation_budget import (
     ESTIMATED,
@@ -33,7 +33,9 @@ SETTINGS = {"training__steps": 2, "checkpoint__interval": None, "model__num_hidd
 def block(*sizes, working=0.0):
     kinds = ("input", "attention", "products", "rest")
     tensors = [
-        KeptTensor(name=kind, kind=kind, saved=size, result=size / 2 if kind == "products" else size, flops=size * 90)
+        SavedActivation(
+            name=kind, kind=kind, saved=size, result=size / 2 if kind == "products" else size, flops=size * 90
+        )
         for kind, size in zip(kinds, sizes, strict=True)
     ]
     return BlockActivations(tensors=tuple(tensors), working=working)
@@ -56,7 +58,7 @@ def test_plans_are_near_the_best_of_all_choices(name, share):
     options = list(_options(demand, ("attention", "products"), offloads=False))
     choices = list(itertools.product(options, repeat=len(demand.blocks)))
     peaks = [demand.peak(each) for each in choices]
-    budget = min(peaks) + share * (demand.peak([NOTHING_AGAIN] * len(demand.blocks)) - min(peaks))
+    budget = min(peaks) + share * (demand.peak([NOTHING_RECOMPUTED] * len(demand.blocks)) - min(peaks))
     plan = plan_recompute(demand, budget, ("attention", "products"))
     assert demand.peak(plan.chosen) == plan.peak <= budget
     best = min(demand.cost(each) for each, peak in zip(choices, peaks, strict=True) if peak <= budget)
@@ -70,7 +72,7 @@ def test_plans_with_offload_are_near_the_best_of_all_choices(name, host, share):
     demand, options, rates = DEMANDS[name], list(_options(DEMANDS[name], (), offloads=True)), CostRates(host=host)
     choices = list(itertools.product(options, repeat=len(demand.blocks)))
     peaks = [demand.peak(each) for each in choices]
-    budget = min(peaks) + share * (demand.peak([NOTHING_AGAIN] * len(demand.blocks)) - min(peaks))
+    budget = min(peaks) + share * (demand.peak([NOTHING_RECOMPUTED] * len(demand.blocks)) - min(peaks))
     plan = plan_recompute(demand, budget, (), offloads=True, rates=rates)
     assert demand.peak(plan.chosen) == plan.peak <= budget
     best = min(demand.cost(each, rates) for each, peak in zip(choices, peaks, strict=True) if peak <= budget)
@@ -83,7 +85,7 @@ def test_of_twelve_blocks_those_are_computed_again_that_cost_least():
     demand, options = Demand(blocks=blocks), list(_options(Demand(blocks=blocks), (), offloads=False))
     choices = list(itertools.product(options, repeat=12))
     peaks, costs = [demand.peak(each) for each in choices], [demand.cost(each) for each in choices]
-    whole = demand.peak([NOTHING_AGAIN] * 12)
+    whole = demand.peak([NOTHING_RECOMPUTED] * 12)
     for share in (0.2, 0.5, 0.8):
         budget = min(peaks) + share * (whole - min(peaks))
         plan = plan_recompute(demand, budget, ())
@@ -93,7 +95,7 @@ def test_of_twelve_blocks_those_are_computed_again_that_cost_least():
 
 def test_a_large_budget_keeps_everything_and_too_small_a_one_is_refused():
     demand = DEMANDS["two kinds"]
-    assert set(plan_recompute(demand, 1e9, KINDS).chosen) == {NOTHING_AGAIN}
+    assert set(plan_recompute(demand, 1e9, KINDS).chosen) == {NOTHING_RECOMPUTED}
     with pytest.raises(BudgetError, match="activations take at least") as told:
         plan_recompute(demand, 10, KINDS)
     assert plan_recompute(demand, told.value.least, KINDS).peak == told.value.least
@@ -121,28 +123,28 @@ def test_a_block_that_is_computed_again_is_whole_in_its_backward():
 
 def test_offload_is_chosen_where_its_copies_are_hidden():
     demand = DEMANDS["equal blocks"]
-    budget = 0.8 * demand.peak([NOTHING_AGAIN] * 5)
+    budget = 0.8 * demand.peak([NOTHING_RECOMPUTED] * 5)
     hidden = plan_recompute(demand, budget, KINDS, offloads=True, rates=CostRates(host=1.0))
     assert {each.mode for each in hidden.chosen} == {"none"}
-    assert (hidden.cost, hidden.waits) == (0.0, 0.0)
+    assert (hidden.cost, hidden.exposed) == (0.0, 0.0)
     assert hidden.copied > 0
-    assert hidden.kept_here > 0
+    assert hidden.cost_without_offload > 0
     dear = plan_recompute(demand, budget, KINDS, offloads=True, rates=CostRates(host=1e9))
     assert dear.copied == 0
-    assert dear.cost == dear.kept_here == plan_recompute(demand, budget, KINDS).cost
+    assert dear.cost == dear.cost_without_offload == plan_recompute(demand, budget, KINDS).cost
 
 
 def test_a_budget_that_recomputation_alone_does_not_keep():
     demand = Demand(blocks=(DENSE,) * 12)
     least = demand.peak([BlockRecompute(mode="full")] * 12)
-    with pytest.raises(BudgetError, match="where every block is computed again, more"):
+    with pytest.raises(BudgetError, match="if every block is recomputed, more"):
         plan_recompute(demand, least - 1, KINDS)
     plan = plan_recompute(demand, least - 1, KINDS, offloads=True)
-    assert plan.kept_here is None
+    assert plan.cost_without_offload is None
     assert plan.peak < least
     # Backward begins with the last block: it stays.
     assert not plan.chosen[-1].offloads
-    with pytest.raises(BudgetError, match="is computed again and offloaded"):
+    with pytest.raises(BudgetError, match="is recomputed and offloaded"):
         plan_recompute(demand, plan.least - 1, KINDS, offloads=True)
 
 
@@ -162,7 +164,7 @@ def test_each_place_of_a_pipeline_counts_the_micro_batches_that_it_holds(lab, sc
 
 def test_planning_a_deep_model_takes_no_time():
     plan = plan_recompute(Demand(blocks=(DENSE, WIDE) * 32, in_flight=4), 15_000, KINDS)
-    assert plan.peak <= 15_000 < plan.whole
+    assert plan.peak <= 15_000 < plan.peak_saving_all
 
 
 MODES = {

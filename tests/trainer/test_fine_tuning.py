@@ -116,7 +116,7 @@ def test_what_cannot_be_adapted_or_frozen_is_told(lab: Lab):
         configured(lab, "llama", LORA.format(targets="qproj"))
     with pytest.raises(ConfigError, match=r"no such projections \(experts take no adapters\)"):
         configured(lab, "mixtral", LORA.format(targets="gate_proj"))
-    with pytest.raises(ConfigError, match=r"global_batch_aux_loss: would have no effect beside adapters"):
+    with pytest.raises(ConfigError, match=r"global_batch_aux_loss: has no effect with adapters"):
         configured(lab, "mixtral", LORA.format(targets="q_proj"), **{"model.global_batch_aux_loss": 0.1})
     with pytest.raises(LaunchError, match=r"training.freeze: no parameter is called embedd.\*"):
         trained(lab, "wrong", configured(lab, "llama", **{"training.freeze": "[embedd.*]"}))

@@ -32,7 +32,7 @@ from hp_moe.expert_parallel import (
     TensorParallel,
     expert_shard_dim,
 )
-from hp_moe.experts import ExpertWeights, FusedExperts, GroupedExperts
+from hp_moe.experts import ExpertWeights, FusedExperts, GroupedExperts, has_fused_experts
 from hp_moe.feed_forward import Activation, FeedForward, clamped_swiglu
 from hp_moe.grouped_gemm import GroupedMatmul, GroupSizes, grouped_bias, grouped_matmul, loop_grouped_matmul
 from hp_moe.load_balance import LoadMetrics, moe_layers, place_copies_of_experts, update_expert_bias
@@ -90,6 +90,7 @@ __all__ = [
     "from_huggingface",
     "grouped_bias",
     "grouped_matmul",
+    "has_fused_experts",
     "loop_grouped_matmul",
     "moe_layers",
     "moe_options",

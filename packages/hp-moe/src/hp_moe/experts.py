@@ -288,6 +288,11 @@ def fused_experts(sent: Dispatched, weights: tuple[Tensor, ...], score_before_ex
     return fused(sent.rows, sent.permutation, sent.sizes, sent.scores, weights, score_before_experts)
 
 
+def has_fused_experts(platform: Platform) -> bool:
+    """Return whether an installed plugin computes SwiGLU experts of this platform in its own kernels."""
+    return _implementation(platform) is not None
+
+
 @functools.cache
 def _implementation(platform: Platform) -> FusedExperts | None:
     found: FusedExperts | None = plugin_manager().hook.hp_fused_experts(platform=platform)

@@ -58,7 +58,7 @@ def test_offloaded_activations_are_not_counted_on_the_device(run: Run) -> None:
         code, out, error = run("plan", "large.yaml", *words)
         assert code == 0, error
         plan = json.loads(out)
-        return plan["memory"][plan["fullest_place"]]["activations"], plan["seconds"]["offload not hidden"]
+        return plan["memory"][plan["peak_rank"]]["activations"], plan["seconds"]["offload not hidden"]
 
     here, nothing = planned()
     offloaded, waited = planned("--training.offload_activations=true")
@@ -99,12 +99,12 @@ def test_what_does_not_fit_is_answered_with_what_would(run: Run) -> None:
     words = ("--world-size=8", "--parallel.dp_replicate=8")
     code, out, _ = run("plan", "run.yaml", *words, "--device-memory=4MiB")
     assert code == 1
-    assert "each of these makes this layout fit" in out
+    assert "each of these settings makes this layout fit" in out
     assert "--training.offload_optimizer=true     3.98 MiB" in out
     code, out, _ = run("plan", "run.yaml", *words, "--device-memory=2MiB")
     assert code == 1
     assert "does NOT fit" in out
-    assert "would fit; the quickest: --parallel." in out
+    assert "would fit; the fastest: --parallel." in out
     code, out, _ = run("plan", "run.yaml", "--world-size=1", "--device-memory=2MiB")
     assert code == 1
     assert "no layout of 1 ranks fits in 2.00 MiB: the smallest needs" in out
@@ -122,7 +122,7 @@ def test_layouts_are_ranked_by_time_within_the_memory(run: Run) -> None:
     assert reasons["tp: num_attention_heads = 4 cannot be split over tp = 8"] == 1
     assert "pp: num_hidden_layers = 4 cannot be cut into stages for pp = 8 ranks" in reasons
     code, out, _ = run("layouts", "run.yaml", "--world-size=8")
-    assert "the quickest by estimated time" in out
+    assert "the fastest by estimated time" in out
     assert "layouts cannot be used:" in out
 
 
@@ -164,7 +164,7 @@ def test_a_device_of_ones_own(run: Run, tmp_path: Path) -> None:
     )
     code, out, _ = run("plan", "run.yaml", "--world-size=8", "--device=mine.yaml")
     assert code == 0
-    assert "device: mine, 4 a node" in out
+    assert "device: mine, 4 per node" in out
     assert "of 24.00 GiB" in out
     with open(tmp_path / "mine.yaml", "a") as file:
         file.write(f"host_bandwidth: {'9' * 400}\n")
@@ -187,7 +187,7 @@ def test_a_budget_that_no_choice_keeps_is_no_fit(run: Run) -> None:
     assert (code, err) == (1, "")
     last = told.strip().splitlines()[-1]
     assert last.startswith("training.activation_budget: activations take at least ")
-    assert last.endswith("more than the budget of 1.00 KiB; a run is refused, the memory above is the least")
+    assert last.endswith("more than the budget of 1.00 KiB; a run would be refused, the memory above is the least")
     code, told, _ = run("plan", "run.yaml", "--world-size=2", small, "--json")
     assert (code, json.loads(told)["fits"]) == (1, False)
     code, told, _ = run("layouts", "run.yaml", "--world-size=2", small, "--json")
@@ -198,6 +198,6 @@ def test_a_budget_that_no_choice_keeps_is_no_fit(run: Run) -> None:
     code, told, _ = run("plan", "run.yaml", "--world-size=2", small, "--device-memory=3MiB")
     assert code == 1
     assert told.strip().endswith(
-        "no layout of this model and batch is legal for so many ranks; hp-train layouts tells why"
+        "no layout of this model and batch is legal for so many ranks; hp-train layouts says why"
     )
     assert run("plan", "run.yaml", "--world-size=2", "--training.activation_budget=1GiB")[0] == 0

@@ -28,9 +28,9 @@ from hp_trainer.cli.runs import (
 from hp_trainer.cli.shared import check_world_size, newest, open_run, require_platform
 from hp_trainer.generation import generate
 from hp_trainer.launch import training_problems, world_size_of
-from hp_trainer.models import DecoderConfig
+from hp_trainer.models.estimates import estimates_of
 from hp_trainer.parallel import describe_layouts, list_layouts
-from hp_trainer.planning.search import describe_ranking, ranking_as_json, search_layouts
+from hp_trainer.planning import describe_ranking, ranking_as_json, search_layouts
 
 
 def generate_command(given: list[str]) -> int:
@@ -61,8 +61,8 @@ def layouts_command(given: list[str]) -> int:
     config = load_for_planning(options.config, overrides).config
     world_size = options.world_size or world_size_of(config)
     device, memory = device_of(options.device, options.device_memory)
-    if not isinstance(config.model.options, DecoderConfig):
-        # Nothing tells how large such a model is before a platform builds it.
+    if estimates_of(config.model.options) is None:
+        # The size of such a model is not known before a platform builds it.
         require_platform(options.config)
         experts = bool(getattr(config.model.options, "num_experts", None))
         checks = [lambda dims: training_problems(dims, config)]

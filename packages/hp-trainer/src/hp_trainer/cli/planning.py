@@ -17,7 +17,7 @@ from hp_trainer.cli.shared import check_file_to_write, check_world_size, load, r
 from hp_trainer.config import AdamWConfig, LoadedConfig, TrainerConfig, load_config
 from hp_trainer.exceptions import Problem, ScheduleError
 from hp_trainer.launch import check_new_run, chosen_activations, chosen_platform, layout_problems, world_size_of
-from hp_trainer.models import DecoderConfig
+from hp_trainer.models.estimates import estimates_of
 from hp_trainer.optimizers import AdamW8bitConfig
 from hp_trainer.parallel import ParallelDims, context_style, describe_context
 from hp_trainer.pipeline import (
@@ -31,11 +31,21 @@ from hp_trainer.pipeline import (
     simulate,
     validate,
 )
-from hp_trainer.planning.advice import Settings, changes_as_json, describe_changes, find_changes
-from hp_trainer.planning.devices import Device, find_device
-from hp_trainer.planning.plan import describe_plan, draw_memory, plan_as_json, plan_step
-from hp_trainer.planning.search import describe_fitting, search_layouts
-from hp_trainer.planning.user_modules import ModuleCounter
+from hp_trainer.planning import (
+    Device,
+    ModuleCounter,
+    Settings,
+    changes_as_json,
+    describe_changes,
+    describe_fitting,
+    describe_plan,
+    draw_memory,
+    find_changes,
+    find_device,
+    plan_as_json,
+    plan_step,
+    search_layouts,
+)
 from hp_trainer.plugins import plugin_manager, registries
 from hp_trainer.registries import fill_registries
 from hp_trainer.run import chosen_run_folder
@@ -106,7 +116,8 @@ def plan_command(given: list[str]) -> int:
     experts = getattr(loaded.config.model.options, "num_experts", None)
     dims = ParallelDims.from_config(loaded.config.parallel, world_size, experts)
     counter = _module_counter(loaded.config, dims, options.config)
-    plan = plan_step(loaded.config, dims, device, count_module=None if counter is None else counter.of(loaded.config))
+    estimate_model = None if counter is None else counter.of(loaded.config)
+    plan = plan_step(loaded.config, dims, device, estimate_model=estimate_model)
     is_too_large = plan.peak > memory
 
     def reload(settings: Settings) -> TrainerConfig:
@@ -129,12 +140,12 @@ def plan_command(given: list[str]) -> int:
 
 
 def _module_counter(config: TrainerConfig, dims: ParallelDims, title: str) -> ModuleCounter | None:
-    """Return what counts a user's own module, which needs its framework; None for the decoder.
+    """Return the counter of a user's own module, which needs its framework; None for a model with estimates.
 
     Raises:
         ConfigError: no platform is installed or chosen.
     """
-    if isinstance(config.model.options, DecoderConfig):
+    if estimates_of(config.model.options) is not None:
         return None
     platform = chosen_platform(config.platform)
     if isinstance(platform, Problem):

@@ -15,7 +15,8 @@ from hp_fsdp.plugins import get_storage
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import PipelineError, Problem, ScheduleError, join_choices
 from hp_trainer.launch.platforms import num_accelerators
-from hp_trainer.models.recomputation import block_names, kept_kinds, recompute_by_settings
+from hp_trainer.models.estimates import estimates_of
+from hp_trainer.models.recomputation import block_names, recompute_by_settings, saved_kinds
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.parallel.axes import divisors, nearest_divisors
 from hp_trainer.pipeline import Schedule, build_schedule, schedule_names
@@ -23,7 +24,7 @@ from hp_trainer.pipeline.schedules import most_microbatches
 from hp_trainer.pipeline.simulation import check_whole_backwards
 from hp_trainer.registries import Registries
 from hp_trainer.sizes import format_size
-from hp_trainer.training.activation_budget import ActivationPlan, BudgetError, is_plannable, plan_activations
+from hp_trainer.training.activation_budget import ActivationPlan, BudgetError, fuses_experts, plan_activations
 from hp_trainer.training.pipelined import cut_layers, make_schedule, num_microbatches
 
 
@@ -39,7 +40,7 @@ def find_memory_problems(dims: ParallelDims, config: TrainerConfig, platform: st
         )
     try:
         if training.recompute_keep is not None:
-            kept_kinds(training.recompute_keep, get_platform(platform))
+            saved_kinds(training.recompute_keep, get_platform(platform))
     except CapabilityError as error:
         yield Problem(path="training.recompute_keep", what=str(error), got=", ".join(training.recompute_keep or ()))
         return
@@ -72,8 +73,9 @@ def chosen_activations(config: TrainerConfig, dims: ParallelDims, platform: str)
     """
     if config.training.activation_budget is None:
         return None
-    kinds = kept_kinds(config.training.recompute_keep, get_platform(platform))
-    fused = platform == "torch" and (config.training.dtype == "float32" or num_accelerators(platform) > 0)
+    kinds = saved_kinds(config.training.recompute_keep, get_platform(platform))
+    on_host = num_accelerators(platform) == 0
+    fused = fuses_experts(get_platform(platform), config.training.dtype, on_host=on_host)
     return plan_activations(config, dims, kinds, fused_experts=fused)
 
 
@@ -106,7 +108,7 @@ def _pattern_problems(config: TrainerConfig, num_layers: int, platform: str) -> 
 
 def _budget_problems(dims: ParallelDims, config: TrainerConfig, platform: str) -> Iterator[Problem]:
     path, asked = "training.activation_budget", str(config.training.activation_budget)
-    if not is_plannable(config.model.options):
+    if estimates_of(config.model.options) is None:
         what = f"the activations of model {config.model.name!r} are not known"
         yield Problem(path=path, what=what, expected="null, or model.name = decoder", got=asked)
         return

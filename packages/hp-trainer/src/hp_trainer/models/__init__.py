@@ -1,6 +1,7 @@
-"""Models: written once against a platform's operations, laid out over any mesh by their own `parallelize`."""
+"""Models, written once with a platform's operations and parallelized over any mesh by their own `parallelize`."""
 
-from hp_trainer.models.base import LanguageModel
-from hp_trainer.models.decoder import Decoder, DecoderConfig, DecoderParts, build_decoder
+from hp_trainer.models.base import LanguageModel, ModelPart
+from hp_trainer.models.decoder import Decoder, DecoderConfig, build_decoder
+from hp_trainer.models.estimates import ModelEstimates
 
-__all__ = ["Decoder", "DecoderConfig", "DecoderParts", "LanguageModel", "build_decoder"]
+__all__ = ["Decoder", "DecoderConfig", "LanguageModel", "ModelEstimates", "ModelPart", "build_decoder"]

@@ -1,11 +1,9 @@
-"""Interface of a model that hp-train trains.
-
-Precision of a training as the policy of sharded modules.
-"""
+"""The interface of a model that hp-train trains, and what all models share: parts of a model, and their precision."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hp_fsdp import MixedPrecisionPolicy
@@ -16,39 +14,62 @@ if TYPE_CHECKING:
     from hp_trainer.config import TrainingConfig
     from hp_trainer.parallel import ParallelDims
 
-
 Tensor = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPart:
+    """A part of a model, such as the one of a pipeline stage. Its parameters have the names they have in the full
+    model.
+
+    Attributes:
+        embed: it has the embedding; otherwise its input is activations.
+        layers: indices of its blocks, in order; None: all blocks.
+        head: it has the final norm and the head; otherwise its output is activations.
+    """
+
+    embed: bool = True
+    layers: Iterable[int] | None = None
+    head: bool = True
+
+    def union(self, other: ModelPart) -> ModelPart:
+        """Return the part that has everything of both, as a rank with several stages builds it."""
+        layers = None
+        if self.layers is not None and other.layers is not None:
+            layers = tuple(sorted({*self.layers, *other.layers}))
+        return ModelPart(embed=self.embed or other.embed, layers=layers, head=self.head or other.head)
 
 
 class LanguageModel(Protocol):
     """A module of a platform that predicts the next token.
 
-    One that has `training_flops_per_token(sequence_length)`, the operations of forward and backward without what is
-    computed again, has its FLOP/s shown. One whose `takes_rows` is true is called with `rows=` too: int64
-    `[batch]`, the number of each row in the run, by which noise can be drawn alike in every layout.
+    A model with a method `training_flops_per_token(sequence_length)`, the operations of forward and backward without
+    recomputation, has its FLOP/s reported. A model whose `takes_rows` is true is also called with `rows=`: int64
+    `[batch]`, the index of each row in the run, from which noise can be drawn that is the same in every layout.
 
     Attributes:
-        config: its options; `ParallelDims.validate_against_model` reads sizes from it.
+        config: its options. `ParallelDims.validate_against_model` reads sizes from them. Options with a method
+            `estimates()` can be planned, see `hp_trainer.models.estimates`.
     """
 
     config: Any
 
     def __call__(self, ids: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        """Logits, or the summed loss where targets are given.
+        """Return logits, or the summed loss if targets are given.
 
         Args:
             ids: plain int64 `[batch, length]`, the same on ranks that share a sample.
-            targets: the tokens that follow, shaped as `ids`; -100 where no loss is taken.
-            positions: of each token in its document, shaped as `ids`; attention stays within a document, and 0
-                begins the next one. None: each row is one document.
+            targets: the following tokens, shaped as `ids`; -100 where no loss is computed.
+            positions: position of each token in its document, shaped as `ids`. Attention stays within a document, and
+                position 0 starts the next one. None: each row is one document.
 
         Returns:
-            float32 logits `[batch, length, vocab_size]`, or the scalar sum over all targets but -100 of the cross
-            entropy in nats, not divided by anything; plain and whole on every rank.
+            float32 logits `[batch, length, vocab_size]`, or a scalar: the cross entropy in nats summed over all targets
+            other than -100, not divided by anything. Plain and replicated on every rank.
         """
 
     def initializer(self, name: str, shape: tuple[int, ...]) -> Distribution:
-        """Return the distribution to draw a parameter from, for `hp_dtensor.tensor.init.init_parameters`."""
+        """Return the distribution of a parameter's initial values, for `hp_dtensor.tensor.init.init_parameters`."""
 
     def parallelize(
         self,
@@ -58,29 +79,29 @@ class LanguageModel(Protocol):
         *,
         reshard_after_forward: bool | None = None,
     ) -> None:
-        """Lay this model, whose parameters are plain, out over the mesh that `dims` built; in place.
+        """Shard this model, whose parameters are plain, over the mesh that `dims` built; in place.
 
-        Afterwards every gradient is the sum over the tokens of the global batch. The model itself is then one of
-        `hp_fsdp.fully_shard`, or has its `set_requires_gradient_sync`, and `set_requires_all_reduce` for
+        Afterwards every gradient is the sum over the tokens of the global batch. The model is then a module of
+        `hp_fsdp.fully_shard`, or has the same `set_requires_gradient_sync`, and `set_requires_all_reduce` for
         `parallel.reduce_gradients: micro_batch`.
 
         Args:
-            training: its dtypes are those of computation and reduction, and it says which activations are computed
-                again in backward; None: float32, and they are kept.
+            training: states the dtypes of computation and reduction, and which activations are recomputed; None:
+                float32 without recomputation.
             reshard_after_forward: as in `hp_fsdp.fully_shard`.
         """
 
-    def after_optimizer_step(self, everyones: Callable[[Any], list[Any]] | None = None) -> Mapping[str, float]:
-        """Called on every rank after each optimizer step; returns numbers worth logging, equal on all ranks.
+    def after_optimizer_step(self, all_gather_object: Callable[[Any], list[Any]] | None = None) -> Mapping[str, float]:
+        """Update what the optimizer does not; return metrics, equal on all ranks. Called after each optimizer step.
 
         Args:
-            everyones: returns a JSON value of every rank of a pipeline, for numbers about all stages; given to parts of
-                a model alone.
+            all_gather_object: returns a JSON value of every rank of a pipeline, for metrics about all stages; given
+                to parts of a model only.
         """
 
 
 def precision_policy(training: TrainingConfig | None) -> MixedPrecisionPolicy:
-    """Return the dtypes of computation and of gradients' sums; None: float32."""
+    """Return a training's dtypes of computation and gradient reduction as a policy of FSDP; None: float32."""
     if training is None or training.dtype == "float32":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=training.dtype, reduce_dtype=training.reduce_dtype)

@@ -1,24 +1,98 @@
-"""Activations of a block: what autograd keeps of its operations, and what recomputation keeps in place of that."""
+"""Memory, operations and traffic of a model, known before the model is built.
+
+`hp-train plan`, `hp-train layouts` and `training.activation_budget` work with every model whose options have a method
+`estimates()` that returns a `ModelEstimates`. The decoder computes its own by formulas (`models/decoder`). A module
+without `estimates()` is counted on tensors without memory (`hp_trainer.planning`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
-from hp_trainer.models.recomputation import NOTHING_AGAIN, BlockRecompute
+from hp_trainer.models.base import ModelPart
+from hp_trainer.models.recomputation import NOTHING_RECOMPUTED, BlockRecompute
+
+if TYPE_CHECKING:
+    from hp_dtensor.parallel.attention import ContextCost
+    from hp_fsdp import PlannedParameter
+    from hp_trainer.parallel import ParallelDims
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptTensor:
-    """One or several tensors of a block's forward, of one micro-batch on one rank.
+class MicroBatchShape:
+    """Sizes of one micro-batch on one rank, and the degrees that shard its tensors.
 
     Attributes:
-        name: for people.
-        kind: `input`: the block's own input; `routing`: decisions and counts, which are never taken again; a kind of
-            operation that selective recomputation may keep; `rest`: cheap operations.
-        saved: bytes that autograd keeps for backward where nothing is computed again.
-        result: bytes that recomputation keeps instead: of the input, of decisions, or of results where it keeps these.
-        flops: of the operations in forward; what computing them again costs.
-        sent: bytes that leave this rank for them in forward, which computing them again sends once more.
+        batch: samples of the micro-batch.
+        length: tokens of a sample, over all `cp` ranks.
+        dtype: dtype of computation.
+        cp_method: `ulysses`, `ring` or `all_gather`; ignored where `cp` is 1.
+        etp: tensor parallel ranks within an expert; None: `tp`.
+        splits_tokens: the ranks of `ep` are given the same tokens and each routes some of them (a peer mesh).
+        fused_experts: the platform computes all experts in one operation. torch does so on CUDA, and on the CPU in
+            float32.
+        ep_dispatcher: how tokens are sent to experts; None: `all_to_all`.
+        ep_chunks: chunks in which they are sent.
+
+    Example:
+        >>> MicroBatchShape(batch=2, length=8, cp=2).tokens
+        8.0
+    """
+
+    batch: int
+    length: int
+    dtype: str = "float32"
+    tp: int = 1
+    cp: int = 1
+    cp_method: str = "ulysses"
+    ep: int = 1
+    etp: int | None = None
+    splits_tokens: bool = False
+    fused_experts: bool = True
+    ep_dispatcher: str | None = None
+    ep_chunks: int = 1
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of this rank before `tp` shards them, the mean over `cp` ranks."""
+        return self.batch * self.length / self.cp
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the `cp` rank that has most, before `tp` shards them."""
+        return self.batch * -(-self.length // self.cp)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in computation."""
+        return _ITEMSIZE[self.dtype]
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor parallel ranks within an expert."""
+        return self.tp if self.etp is None else self.etp
+
+
+# Activations ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedActivation:
+    """One or several tensors of a block's forward, for one micro-batch on one rank.
+
+    Attributes:
+        name: shown to people.
+        kind: `input` for the block's own input; `routing` for a router's decisions and counts, which are never
+            recomputed; a kind of operation whose results selective recomputation may save (`KINDS`); `rest` for cheap
+            operations.
+        saved: bytes that autograd saves for backward if nothing is recomputed.
+        result: bytes that recomputation saves instead: of the input, of decisions, or of results of saved kinds.
+        flops: operations in forward, which is also the cost of recomputing them.
+        sent: bytes that this rank sends for them in forward. Recomputation sends them again.
     """
 
     name: str
@@ -31,74 +105,212 @@ class KeptTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockActivations:
-    """Everything that a block's forward leaves for its backward, of one micro-batch on one rank.
+    """Everything that the forward of a block saves for its backward, for one micro-batch on one rank.
 
     Attributes:
-        tensors: what is kept, in the order of forward.
-        working: bytes beyond that which the backward of the block holds at most: gradients between its operations.
+        tensors: the saved tensors, in the order of forward.
+        working: most bytes that the block's backward holds beyond them, such as gradients between its operations.
 
     Example:
-        >>> x = KeptTensor(name="x", kind="input", saved=8, result=8)
-        >>> tensors = (x, KeptTensor(name="gate", kind="products", saved=32))
+        >>> x = SavedActivation(name="x", kind="input", saved=8, result=8)
+        >>> tensors = (x, SavedActivation(name="gate", kind="products", saved=32))
         >>> block = BlockActivations(tensors=tensors)
-        >>> block.kept(), block.kept(BlockRecompute(mode="full"))
+        >>> block.saved(), block.saved(BlockRecompute(mode="full"))
         (40, 8)
     """
 
-    tensors: tuple[KeptTensor, ...]
+    tensors: tuple[SavedActivation, ...]
     working: float = 0.0
 
-    def kept(self, recompute: BlockRecompute = NOTHING_AGAIN) -> float:
-        """Return the bytes that stay from forward to backward, on the device or on the host."""
+    def saved(self, recompute: BlockRecompute = NOTHING_RECOMPUTED) -> float:
+        """Return the bytes saved from forward to backward, on the device or on the host."""
         if recompute.mode == "none":
             return sum(each.saved for each in self.tensors)
         always = ("input", "routing")
-        return sum(each.result for each in self.tensors if each.kind in always or recompute.keeps(each.kind))
+        return sum(each.result for each in self.tensors if each.kind in always or recompute.saves(each.kind))
 
-    def on_device(self, recompute: BlockRecompute = NOTHING_AGAIN) -> float:
-        """Return the bytes of `kept` that are on the device also while the rest is on the host."""
+    def on_device(self, recompute: BlockRecompute = NOTHING_RECOMPUTED) -> float:
+        """Return the bytes of `saved` that stay on the device while the others are on the host."""
         if not recompute.offloads:
-            return self.kept(recompute)
+            return self.saved(recompute)
         if recompute.mode == "none":
             return 0.0
-        return sum(x.result for x in self.tensors if x.kind == "routing" or recompute.keeps(x.kind))
+        return sum(x.result for x in self.tensors if x.kind == "routing" or recompute.saves(x.kind))
 
-    def makes_room(self, recompute: BlockRecompute = NOTHING_AGAIN) -> float:
-        """Return the bytes of `kept` whose place those of the block in front take, as backward uses them up.
+    def reusable(self, recompute: BlockRecompute = NOTHING_RECOMPUTED) -> float:
+        """Return the bytes of `saved` that backward frees early enough for the tensors of the preceding block.
 
-        What a block is computed again from is used at once, and the block in front is back before its backward begins.
+        A recomputed block consumes its input at once, and the preceding block's tensors are back from the host before
+        its backward starts, so they find no freed memory.
         """
-        return self.kept() if recompute.mode == "none" else 0.0
+        return self.saved() if recompute.mode == "none" else 0.0
 
-    def temporary(self, recompute: BlockRecompute = NOTHING_AGAIN) -> float:
-        """Return the bytes that the block's backward holds at most beyond what was kept."""
+    def temporary(self, recompute: BlockRecompute = NOTHING_RECOMPUTED) -> float:
+        """Return the most bytes that the block's backward holds beyond `saved`."""
         if recompute.mode == "none":
             return self.working
-        # What is kept of a result has its memory already.
-        again = sum(
-            max(0.0, each.saved - each.result) if recompute.keeps(each.kind) else each.saved
+        # A saved result has its memory already; only what autograd saves beyond it is new.
+        recomputed = sum(
+            max(0.0, each.saved - each.result) if recompute.saves(each.kind) else each.saved
             for each in self.tensors
             if each.kind not in ("input", "routing")
         )
-        return again + self.working
+        return recomputed + self.working
 
-    def flops_again(self, recompute: BlockRecompute = NOTHING_AGAIN) -> float:
-        """Return the operations that backward takes a second time."""
-        return sum(each.flops for each in self._again(recompute))
+    def recomputed_flops(self, recompute: BlockRecompute = NOTHING_RECOMPUTED) -> float:
+        """Return the operations that backward repeats."""
+        return sum(each.flops for each in self._recomputed(recompute))
 
-    def sent_again(self, recompute: BlockRecompute = NOTHING_AGAIN) -> float:
-        """Return the bytes that leave this rank a second time in backward."""
-        return sum(each.sent for each in self._again(recompute))
+    def recomputed_sent(self, recompute: BlockRecompute = NOTHING_RECOMPUTED) -> float:
+        """Return the bytes that this rank sends a second time in backward."""
+        return sum(each.sent for each in self._recomputed(recompute))
 
-    def moved_again(self, recompute: BlockRecompute = NOTHING_AGAIN) -> float:
-        """Return the bytes that backward writes a second time, which is what cheap operations take their time for."""
-        return sum(max(each.saved, each.result) for each in self._again(recompute))
+    def recomputed_bytes(self, recompute: BlockRecompute = NOTHING_RECOMPUTED) -> float:
+        """Return the bytes that backward writes a second time, which bound the time of cheap operations."""
+        return sum(max(each.saved, each.result) for each in self._recomputed(recompute))
 
-    def _again(self, recompute: BlockRecompute) -> list[KeptTensor]:
-        """Return what is computed again: a repetition ends where backward has what it needs."""
+    def _recomputed(self, recompute: BlockRecompute) -> list[SavedActivation]:
         if recompute.mode == "none":
             return []
+        # Recomputation stops after the last tensor that backward needs; what follows is not repeated.
         needed = [index for index, each in enumerate(self.tensors) if each.saved]
-        kept = ("input", "routing")
-        again = self.tensors[: needed[-1] + 1] if needed else ()
-        return [each for each in again if each.kind not in kept and not recompute.keeps(each.kind)]
+        repeated = self.tensors[: needed[-1] + 1] if needed else ()
+        return [each for each in repeated if each.kind not in ("input", "routing") and not recompute.saves(each.kind)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelActivations:
+    """Activations of every part of a model, for one micro-batch on one rank.
+
+    Attributes:
+        blocks: activations of all blocks of the full model, in order. Blocks of one kind share one object.
+        head: activations of the final norm, the head and the loss.
+    """
+
+    blocks: tuple[BlockActivations, ...]
+    head: BlockActivations
+
+
+# Parameters and traffic ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelParameters:
+    """The parameters of a part of a model on one rank, by the FSDP group that shards them.
+
+    Attributes:
+        root: embedding, final norm and head.
+        tied_embedding: an embedding that two pipeline stages share, which has a group of its own.
+        blocks: parameters of each block without its experts, by the block's index.
+        experts: parameters of each block's experts, by the block's index; dense blocks are absent.
+    """
+
+    root: tuple[PlannedParameter, ...]
+    tied_embedding: tuple[PlannedParameter, ...] = ()
+    blocks: dict[int, tuple[PlannedParameter, ...]] = field(default_factory=dict)
+    experts: dict[int, tuple[PlannedParameter, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind over one mesh axis.
+
+    Attributes:
+        axis: an axis of the mesh that `ParallelDims.build_mesh` knows, or several joined by `+`.
+        collective: the collective's name in `record_collectives`.
+        bytes: bytes that one rank sends to others in all of them together, the mean over ranks.
+        count: number of collectives.
+        overlaps: they run while the rank computes.
+    """
+
+    axis: str
+    collective: str
+    bytes: float
+    count: float
+    overlaps: bool = False
+
+    def times(self, factor: float) -> Traffic:
+        """Return `factor` times as many of these collectives."""
+        return replace(self, bytes=self.bytes * factor, count=self.count * factor)
+
+
+# The interface -------------------------------------------------------------------------------------------
+
+
+class ModelEstimates(Protocol):
+    """What the planner asks of a model.
+
+    Attributes:
+        num_layers: number of blocks.
+        hidden_size: width of the activations that one pipeline stage sends to the next.
+        buffer_bytes: bytes of tensors that are no parameters; every rank has all of them.
+        is_recomputable: blocks can be recomputed and offloaded.
+        retains_dtypes: parameters keep the dtypes they were built with when training computes in float32.
+        has_micro_batch_statistics: training depends on the size of a micro-batch, such as through expert capacities.
+    """
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def buffer_bytes(self) -> int: ...
+
+    @property
+    def is_recomputable(self) -> bool: ...
+
+    @property
+    def retains_dtypes(self) -> bool: ...
+
+    @property
+    def has_micro_batch_statistics(self) -> bool: ...
+
+    def block_name(self, layer: int) -> str:
+        """Return the name of a block for messages."""
+
+    def layer_kind(self, layer: int) -> Hashable:
+        """Return a key that is equal for blocks whose parameters have the same shapes."""
+
+    def unreached_blocks(self) -> tuple[int, ...] | None:
+        """Return the first blocks, which backward does not reach; None: those before the first trained parameter."""
+
+    def parameters(self, dims: ParallelDims, part: ModelPart, *, freeze: tuple[str, ...] = ()) -> ModelParameters:
+        """Return the parameters of a part of the model on the rank that has most of them.
+
+        Args:
+            dims: tensor and expert parallel degrees shard the parameters; sharding over data comes later.
+            part: the part, whose `layers` are stated.
+            freeze: patterns of names that are not trained.
+        """
+
+    def activations(self, shape: MicroBatchShape) -> ModelActivations:
+        """Return the activations of one micro-batch."""
+
+    def flops(self, shape: MicroBatchShape, layers: Sequence[int], *, head: bool) -> float:
+        """Return the operations of one rank for one micro-batch, forward and backward, nothing recomputed."""
+
+    def step_flops(self, samples: int, length: int) -> float:
+        """Return the operations of all ranks for so many samples, forward and backward, nothing recomputed."""
+
+    def traffic(
+        self,
+        shape: MicroBatchShape,
+        part: ModelPart,
+        recompute: Sequence[BlockRecompute],
+        attention_cost: Callable[[int | None], ContextCost],
+    ) -> Iterable[Traffic]:
+        """Return what one rank sends in forward and backward of one micro-batch, without weights and stages.
+
+        Args:
+            recompute: for each block of the full model.
+            attention_cost: returns the cost of one layer's attention over `cp` ranks, by the layer's window.
+        """
+
+
+def estimates_of(options: Any) -> ModelEstimates | None:
+    """Return the estimates of a model by its options; None where they have no method `estimates`."""
+    estimates = getattr(options, "estimates", None)
+    found: ModelEstimates | None = None if estimates is None else estimates()
+    return found

@@ -1,4 +1,4 @@
-"""Modules of a framework as they are, such as a model of transformers, made ready for the training loop."""
+"""Unmodified modules of a framework, such as a model of transformers, wrapped for the training loop."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise"
 
 
 class PlainModel(nn.Module):
-    """A module that gives logits, trained with data parallelism, sharded weights and a tensor-parallel plan.
+    """A module that returns logits, trained with data parallelism, FSDP and a tensor-parallel plan.
 
     Args:
         module: takes ids `[batch, length]` and returns logits `[batch, length, vocabulary]`, alone, first in a tuple,
-            or as `logits` of an output. Its initial values are those that it was built with, or where it has an
-            `initializer(name, shape)`, drawn from that.
+            or as `logits` of an output. It keeps the initial values it was built with, unless it has an
+            `initializer(name, shape)`.
         config: its options.
-        tp_plan: patterns of module names -> `colwise` or `rowwise`, as in torch's `parallelize_module`; layers in
-            between see plain tensors, this rank's heads or columns.
-        fsdp_units: patterns of names of modules that are gathered one by one; none: the outermost numbered ones.
+        tp_plan: patterns of module names -> `colwise` or `rowwise`, as in torch's `parallelize_module`. Layers in
+            between get plain tensors: this rank's heads or columns.
+        fsdp_units: patterns of names of modules that form an FSDP group each; none: the outermost numbered modules.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class PlainModel(nn.Module):
         """See `hp_trainer.models.LanguageModel`.
 
         Raises:
-            TrainingError: there are positions: such a module would see across the documents of a row.
+            TrainingError: `positions` are given; attention of such a module would cross the documents of a row.
         """
         if positions is not None:
             raise TrainingError(
-                "a plain module cannot keep packed documents apart; pack none (data.packing), or use model.name=decoder"
+                "a plain module cannot separate packed documents; turn data.packing off, or use model.name=decoder"
             )
         with contextlib.nullcontext() if self.platform.is_grad_enabled() else self._evaluating():
             logits = _logits_of(self.module(ids))
@@ -71,10 +71,10 @@ class PlainModel(nn.Module):
         *,
         reshard_after_forward: bool | None = None,
     ) -> None:
-        """See `hp_trainer.models.LanguageModel`; every rank gets rank 0's initial values.
+        """See `hp_trainer.models.LanguageModel`; rank 0's initial values are broadcast.
 
         Raises:
-            ParallelDimsError: degrees that a plain module cannot use, or patterns that no module matches.
+            ParallelDimsError: the degrees are not supported, or a pattern matches no module.
         """
         names = [name for name, _ in self.platform.named_modules(self.module) if name]
         raise_if_any(self._problems(dims, training, names), ParallelDimsError, "a plain module")
@@ -95,13 +95,13 @@ class PlainModel(nn.Module):
                 self.platform.compile_module(module, training.compile_backend)
 
     def units(self) -> dict[str, Any]:
-        """Return the modules that are gathered one by one, by their dotted names within the module."""
+        """Return the modules that form an FSDP group each, by dotted name."""
         modules = {name: module for name, module in self.platform.named_modules(self.module) if name}
         return {name: modules[name] for name in self._unit_names(list(modules))}
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Take modules out of training in the block, such as dropout; those that never were stay so afterwards."""
+        """Switch modules to evaluation in the block, such as dropout, and restore their modes afterwards."""
         trained = [module for _, module in self.platform.named_modules(self.module) if module.training]
         for module in trained:
             module.training = False
@@ -111,12 +111,12 @@ class PlainModel(nn.Module):
             for module in trained:
                 module.training = True
 
-    def after_optimizer_step(self, everyones: Any = None) -> Mapping[str, float]:
-        """Return nothing to log."""
+    def after_optimizer_step(self, all_gather_object: Any = None) -> Mapping[str, float]:
+        """See `hp_trainer.models.LanguageModel`; there are no metrics."""
         return {}
 
     def _share_initial_values(self, mesh: DeviceMesh) -> None:
-        """Give every rank rank 0's values: the module drew them from a generator of its own."""
+        """Broadcast rank 0's values: each rank's module drew its own."""
         with self.platform.no_grad():
             for _, tensor in [*self.platform.named_parameters(self), *self.platform.named_buffers(self)]:
                 mesh.world.all.broadcast(tensor)
@@ -130,11 +130,11 @@ class PlainModel(nn.Module):
     def _problems(self, dims: ParallelDims, training: TrainingConfig | None, names: Sequence[str]) -> Any:
         for degree in ("cp", "pp", "ep"):
             if getattr(dims, degree) > 1:
-                yield Problem(path=f"parallel.{degree}", what="a plain module has no such layout", expected="1")
+                yield Problem(path=f"parallel.{degree}", what="a plain module does not support it", expected="1")
         if dims.tp_enabled and not self._tp_plan:
-            yield Problem(path="parallel.tp_plan", what="tp needs to know which layers to cut", expected="a plan")
+            yield Problem(path="parallel.tp_plan", what="tp needs a plan of the layers to shard", expected="a plan")
         if training is not None and training.recompute != "none":
-            what = "a plain module computes nothing again"
+            what = "a plain module recomputes nothing"
             yield Problem(path="training.recompute", what=what, expected="none", got=training.recompute)
         if training is not None and training.offload_activations:
             what = "a plain module has no blocks whose activations could be offloaded"
@@ -147,7 +147,7 @@ class PlainModel(nn.Module):
 
 
 def _matching(pattern: str, names: Sequence[str]) -> list[str]:
-    """Return the names that a pattern means; `*` stands for anything within one part of a dotted name."""
+    """Return the names that match a pattern, in which `*` stands for anything between two dots."""
     return [name for name in names if fits(name, pattern)]
 
 

@@ -1,7 +1,4 @@
-"""Recomputation of a model: which blocks compute what again in backward, instead of keeping it.
-
-Recomputation of a model's blocks as the settings of a training ask for it.
-"""
+"""Recomputation of a model's blocks: which blocks recompute which operations in backward instead of saving results."""
 
 from __future__ import annotations
 
@@ -16,22 +13,21 @@ from hp_dtensor.platform.interface import Platform
 if TYPE_CHECKING:
     from hp_trainer.config import TrainingConfig
 
-
 Mode = Literal["none", "full", "selective"]
 Kind = Literal["attention", "products", "collectives"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""Kinds of operations whose results selective recomputation may keep."""
+"""Kinds of operations whose results selective recomputation may save."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRecompute:
-    """Recomputation of one block.
+    """How one block trades memory for recomputation and copies to the host.
 
     Attributes:
-        mode: none: autograd keeps all that it needs; full: the input of the block alone is kept; selective: also the
+        mode: `none`: autograd saves what it needs; `full`: only the block's input is saved; `selective`: also the
             results of the operations in `keep`.
-        keep: kinds of operations whose results are kept by `selective`; the rest, which is cheap, is computed again.
-        offloads: what the block keeps waits in host memory, but for results in `keep` and decisions of a router.
+        keep: kinds of operations whose results `selective` saves; the cheap rest is recomputed.
+        offloads: saved tensors are in host memory until backward, except results in `keep` and a router's decisions.
 
     Example:
         >>> str(BlockRecompute(mode="selective", keep=("attention",)))
@@ -44,30 +40,37 @@ class BlockRecompute:
     keep: tuple[Kind, ...] = ()
     offloads: bool = False
 
-    def keeps(self, kind: str) -> bool:
-        """Return whether results of operations of this kind stay for backward."""
+    def saves(self, kind: str) -> bool:
+        """Return whether results of operations of this kind are saved for backward."""
         return self.mode == "none" or (self.mode == "selective" and kind in self.keep)
 
     def __str__(self) -> str:
-        again = f"{self.mode} ({', '.join(self.keep)})" if self.mode == "selective" else self.mode
-        return f"{again}, offloaded" if self.offloads else again
+        mode = f"{self.mode} ({', '.join(self.keep)})" if self.mode == "selective" else self.mode
+        return f"{mode}, offloaded" if self.offloads else mode
 
 
-NOTHING_AGAIN = BlockRecompute()
+NOTHING_RECOMPUTED = BlockRecompute()
+
+
+def block_names(num_layers: int) -> list[str]:
+    """Return the names of a model's blocks, which patterns are matched with."""
+    return [f"layers.{index}" for index in range(num_layers)]
 
 
 def recompute_by_pattern(
     names: Sequence[str], chosen: BlockRecompute, *, every: int = 1, patterns: Iterable[str] = ()
 ) -> list[BlockRecompute]:
-    """Return the recomputation of each block: `chosen` for some of them, none for the others; offload is that of all.
+    """Return the recomputation of each block: `chosen` for the selected ones, none for the others.
+
+    Offloading is the same for all blocks.
 
     Args:
-        names: of all blocks of the whole model, in order, such as `layers.0`.
-        every: of the blocks that `patterns` match, every so-manieth one, the first included.
-        patterns: of names; none: all blocks.
+        names: names of all blocks of the full model, in order, such as `layers.0`.
+        every: recompute every n-th of the blocks that match, beginning with the first.
+        patterns: patterns of names; none: all blocks match.
 
     Raises:
-        ValueError: `every` is below 1, or no block is called so.
+        ValueError: `every` is below 1, or a pattern matches no block.
 
     Example:
         >>> [each.mode for each in recompute_by_pattern(["layers.0", "layers.1"], BlockRecompute(mode="full"), every=2)]
@@ -80,43 +83,38 @@ def recompute_by_pattern(
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"no block is called {pattern!r}; the blocks are {names[0]} to {names[-1]}")
     matched = [name for name in names if not patterns or any(fnmatchcase(name, each) for each in patterns)]
-    again = set(matched[::every])
+    recomputed = set(matched[::every])
     other = BlockRecompute(offloads=chosen.offloads)
-    return [chosen if name in again else other for name in names]
-
-
-def block_names(num_layers: int) -> list[str]:
-    """Return the names of a model's blocks, which patterns are compared with."""
-    return [f"layers.{index}" for index in range(num_layers)]
+    return [chosen if name in recomputed else other for name in names]
 
 
 def recompute_by_settings(training: TrainingConfig, num_layers: int, platform: Platform) -> list[BlockRecompute]:
-    """Return what each block of the whole model computes again, and what it has in host memory.
+    """Return the recomputation and offloading of each block of the full model, as the training settings state.
 
     Raises:
-        ValueError: a pattern that no block matches.
-        CapabilityError: the platform cannot keep what is to be kept.
+        ValueError: a pattern matches no block.
+        CapabilityError: the platform cannot save the requested results.
     """
-    keep = kept_kinds(training.recompute_keep, platform) if training.recompute == "selective" else ()
+    keep = saved_kinds(training.recompute_keep, platform) if training.recompute == "selective" else ()
     chosen = BlockRecompute(mode=training.recompute, keep=keep, offloads=training.offload_activations)
     return recompute_by_pattern(
         block_names(num_layers), chosen, every=training.recompute_every, patterns=training.recompute_blocks
     )
 
 
-def kept_kinds(asked: Sequence[Kind] | None, platform: Platform) -> tuple[Kind, ...]:
-    """Return the kinds of results to keep; None: all that the platform can keep.
+def saved_kinds(requested: Sequence[Kind] | None, platform: Platform) -> tuple[Kind, ...]:
+    """Return the kinds of results that selective recomputation saves; None: all that the platform can save.
 
     Raises:
-        CapabilityError: it cannot keep one that is asked for.
+        CapabilityError: the platform cannot save a requested kind.
     """
-    if asked is not None:
-        platform.kept_operations(asked)
-        return tuple(asked)
-    return tuple(kind for kind in KINDS if _can_keep(kind, platform))
+    if requested is not None:
+        platform.kept_operations(requested)
+        return tuple(requested)
+    return tuple(kind for kind in KINDS if _can_save(kind, platform))
 
 
-def _can_keep(kind: Kind, platform: Platform) -> bool:
+def _can_save(kind: Kind, platform: Platform) -> bool:
     try:
         platform.kept_operations((kind,))
     except CapabilityError:

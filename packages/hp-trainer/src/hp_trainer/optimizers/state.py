@@ -69,11 +69,11 @@ def build_on_host(
         return build(named)
     storage.check_offload(kind)
     counts = [math.prod(parameter.shape) for _, parameter in named]
-    buckets = [named[part] for part in cut_buckets(counts, bucket_elements)] or [[]]
+    buckets = [named[part] for part in split_into_buckets(counts, bucket_elements)] or [[]]
     return OptimizerOnHost([StateOnHost(build(bucket), storage, platform) for bucket in buckets])
 
 
-def cut_buckets(counts: Sequence[int], most: int) -> Iterator[slice]:
+def split_into_buckets(counts: Sequence[int], most: int) -> Iterator[slice]:
     """Yield consecutive parts of tensors with so many elements together, or one tensor with more.
 
     Args:

@@ -1,4 +1,4 @@
-"""Settings whose change would make a layout fit that does not: each alone, or where none is enough, two together."""
+"""Changes of single settings, or else of pairs, that would make a layout fit into memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hp_trainer.parallel import ParallelDims
 from hp_trainer.parallel.axes import divisors
 from hp_trainer.pipeline import schedule_names
 from hp_trainer.planning.plan import StepPlan, format_seconds, plan_step
-from hp_trainer.planning.search import problems_together
-from hp_trainer.planning.shapes import StepShape, keeps_budget
+from hp_trainer.planning.search import layout_reasons
+from hp_trainer.planning.shapes import StepShape, fits_budget
 from hp_trainer.planning.user_modules import ModuleCounter
 from hp_trainer.sizes import format_size
 
@@ -24,17 +24,17 @@ SHOWN = 8
 _BUDGET_TRIES = 4
 
 Settings = tuple[tuple[str, str], ...]
-# Reads the configuration again with more settings on its command line; raises `ConfigError` where it refuses them.
+# Loads the configuration with more settings on its command line; raises `ConfigError` if they are invalid.
 Reload = Callable[[Settings], TrainerConfig]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change of the configuration that may take less memory and leaves the layout as it is.
+    """A change of the configuration that may need less memory, under the same layout.
 
     Attributes:
-        settings: (dotted path, text) of each setting that it takes; the first one names it.
-        effect: the difference in training, in words; empty where results are the same but for the order of sums.
+        settings: (dotted path, text) of each changed setting; the first one identifies the change.
+        effect: what changes in training, in words; empty if results are the same up to the order of sums.
     """
 
     settings: Settings
@@ -42,7 +42,7 @@ class Change:
 
     @property
     def path(self) -> str:
-        """The setting that names it."""
+        """Dotted path of the first setting."""
         return self.settings[0][0]
 
     def options(self) -> str:
@@ -57,11 +57,11 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class FittingChange:
-    """Changes with which a layout fits.
+    """Changes that make a layout fit.
 
     Attributes:
-        changes: one or two.
-        plan: the plan of the step with them.
+        changes: one or two changes.
+        plan: plan of the step with these changes.
     """
 
     changes: tuple[Change, ...]
@@ -69,7 +69,7 @@ class FittingChange:
 
     @property
     def effect(self) -> str:
-        """The difference in training, in words; empty where results are the same but for the order of sums."""
+        """What changes in training, in words; empty if results are the same up to the order of sums."""
         return "; ".join(each.effect for each in self.changes if each.effect)
 
     def options(self) -> str:
@@ -80,16 +80,16 @@ class FittingChange:
 def find_changes(
     plan: StepPlan, memory: float, reload: Reload, counter: ModuleCounter | None = None
 ) -> list[FittingChange]:
-    """Return the changes of settings with which a layout fits, the best first.
+    """Return the changes of settings that make a layout fit, the best first.
 
-    First come those that leave results as they are, by the time of a step. Of several values of one setting the
-    quickest stands. Two changes together are tried only where no single one is enough that leaves results as they are.
+    Changes that preserve results come first, ordered by the time of a step. Of several values of one setting the
+    fastest is returned. Pairs are tried only if no single change that preserves results is enough.
 
     Args:
-        plan: of the layout, which does not fit.
+        plan: plan of the layout, which does not fit.
         memory: bytes of a device.
-        reload: reads the configuration that was planned, with more settings.
-        counter: of a user's own module.
+        reload: loads the planned configuration with more settings.
+        counter: counts the model if it is a user's own module.
     """
     search = _Search(plan, memory, reload, counter)
     changes = list(possible_changes(plan))
@@ -104,14 +104,14 @@ def find_changes(
 
 
 def describe_changes(found: Sequence[FittingChange]) -> str:
-    """Return the changes as options to give, with the memory and the time of a step with each."""
+    """Return the changes as options of the command line, with the memory and the step time of each."""
     single = any(not each.changes[1:] for each in found)
     which = (
-        "each of these makes this layout fit"
+        "each of these settings makes this layout fit"
         if single
-        else "these pairs of settings make this layout fit, no single one"
+        else "these pairs of settings make this layout fit; no single one does"
     )
-    title = f"{which}; memory and time of a step with each, those with which training gives other results last:"
+    title = f"{which} (memory, and time of a step; settings that change results are listed last):"
     shown = found[:SHOWN]
     width = max(len(each.options()) for each in shown)
     lines = [
@@ -119,7 +119,7 @@ def describe_changes(found: Sequence[FittingChange]) -> str:
         f"{f'  {each.effect}' if each.effect else ''}"
         for each in shown
     ]
-    others = ["hp-train layouts ranks other layouts"] if found[0].plan.shape.module is None else []
+    others = ["hp-train layouts ranks other layouts"] if found[0].plan.shape.model.is_recomputable else []
     return "\n".join([title, *lines, *others])
 
 
@@ -141,11 +141,11 @@ class _Search:
 
     def __init__(self, plan: StepPlan, memory: float, reload: Reload, counter: ModuleCounter | None) -> None:
         self._plan_given, self._memory, self._reload, self._counter = plan, memory, reload, counter
-        # What is against schedules, as of `problems_together`.
+        # Reasons against schedules, the cache of `layout_reasons`, for each setting of the pipeline.
         self._pipelines: dict[Hashable, dict[tuple[int, int], tuple[str, ...]]] = {}
 
     def fitting(self, tried: Iterable[tuple[Change, ...]]) -> list[FittingChange]:
-        """Return which of these fit; of several values of the same settings the quickest."""
+        """Return the changes that fit; of several values of the same settings, the fastest."""
         quickest: dict[Any, FittingChange] = {}
         for changes in tried:
             plan = self._planned(_settings(changes), self._memory)
@@ -157,9 +157,9 @@ class _Search:
         return list(quickest.values())
 
     def pairs(self, changes: Sequence[Change]) -> list[FittingChange]:
-        """Return which two of these fit together."""
+        """Return the pairs of these changes that fit."""
         found = self.fitting(pair for pair in itertools.combinations(changes, 2) if pair[0].path != pair[1].path)
-        # What a budget computes again is less than all of it.
+        # A budget recomputes less than `training.recompute=full`, so try it in place of that.
         for each in list(found):
             others = tuple(change for change in each.changes if change.path != "training.recompute")
             budget = self.budget(others) if len(others) == 1 else None
@@ -167,7 +167,7 @@ class _Search:
         return found
 
     def budget(self, changes: tuple[Change, ...]) -> FittingChange | None:
-        """Return the budget of activations with which the layout fits beside other changes; None if there is none."""
+        """Return the budget of activations that makes the layout fit together with `changes`; None if there is none."""
         training, settings = self._plan_given.shape.config.training, _settings(changes)
         if (
             self._counter is not None
@@ -191,7 +191,7 @@ class _Search:
         return None
 
     def _planned(self, settings: Settings, limit: float = math.inf) -> StepPlan | None:
-        """Return the plan with more settings, up to the first place that has more than `limit`; None if refused."""
+        """Return the plan with more settings; None if they are illegal. `limit` as in `plan_step`."""
         try:
             config = self._reload(settings)
         except ConfigError:
@@ -200,14 +200,14 @@ class _Search:
         experts = getattr(config.model.options, "num_experts", None)
         dims = ParallelDims.from_config(config.parallel, given.shape.dims.world_size, experts)
         known = self._pipelines.setdefault((config.pipeline, config.parallel.gathers_for_step), {})
-        if problems_together(config, dims, known):
+        if layout_reasons(config, dims, known):
             return None
-        count_module = None if self._counter is None else self._counter.of(config)
+        estimate_model = None if self._counter is None else self._counter.of(config)
         try:
-            plan = plan_step(config, dims, given.device, limit=limit, count_module=count_module)
-        except PlanError:  # a user's own module may take no other lengths or dtypes
+            plan = plan_step(config, dims, given.device, limit=limit, estimate_model=estimate_model)
+        except PlanError:  # a user's own module may support no other lengths or dtypes
             return None
-        return plan if keeps_budget(plan.shape) else None
+        return plan if fits_budget(plan.shape) else None
 
 
 def _settings(changes: Iterable[Change]) -> Settings:
@@ -215,7 +215,7 @@ def _settings(changes: Iterable[Change]) -> Settings:
 
 
 def _size_text(num_bytes: float) -> str | None:
-    """Return a size as a setting, rounded down; None if there is less than 1 KiB."""
+    """Return a size as text for a setting, rounded down; None below 1 KiB."""
     for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= (64 * size if unit == "MiB" else size):
             return f"{math.floor(num_bytes / size)}{unit}"
@@ -226,9 +226,9 @@ def _size_text(num_bytes: float) -> str | None:
 
 
 def possible_changes(plan: StepPlan) -> Iterator[Change]:
-    """Yield the changes that may take less memory than a plan's configuration does; some may be illegal with others."""
+    """Yield changes that may need less memory than a plan's configuration; some may be illegal together with others."""
     shape = plan.shape
-    if shape.module is None:
+    if shape.model.is_recomputable:
         yield from _recomputed(shape)
     yield from _micro_batches(shape)
     yield from _gathers_and_sums(shape)
@@ -263,10 +263,8 @@ def _recomputed(shape: StepShape) -> Iterator[Change]:
 
 def _micro_batches(shape: StepShape) -> Iterator[Change]:
     config, length = shape.config, shape.config.training.sequence_length
-    by_micro_batch = False
-    if shape.module is None:
-        by_micro_batch = shape.model.capacity_factor is not None or shape.model.micro_batch_aux_loss > 0
-    effect = "experts' capacity and balance are counted in each micro-batch" if by_micro_batch else ""
+    depends = shape.model.has_micro_batch_statistics
+    effect = "capacity and balance of experts are computed per micro-batch" if depends else ""
     for size in reversed(divisors(shape.micro_batch)[:-1]):
         settings = []
         if shape.dims.pp_enabled and config.pipeline.microbatches is not None:
@@ -291,7 +289,7 @@ def _gathers_and_sums(shape: StepShape) -> Iterator[Change]:
 
 def _offloaded(shape: StepShape) -> Iterator[Change]:
     config = shape.config
-    if shape.module is None and not config.training.offload_activations:
+    if shape.model.is_recomputable and not config.training.offload_activations:
         yield _change("training.offload_activations", "true")
     has_plain_state = getattr(config.optimizer.options, "has_plain_state", True)
     if not config.training.offload_optimizer and has_plain_state and config.parallel.ep_move_interval is None:
@@ -299,20 +297,20 @@ def _offloaded(shape: StepShape) -> Iterator[Change]:
 
 
 def _narrower(shape: StepShape) -> Iterator[Change]:
-    """Yield changes with which training gives other numbers."""
+    """Yield changes that alter the results of training."""
     config, training = shape.config, shape.config.training
     if training.dtype == "float32":
         yield _change("training.dtype", "bfloat16", effect="computes in bfloat16")
     elif training.reduce_dtype == "float32":
-        yield _change("training.reduce_dtype", "bfloat16", effect="sums gradients in bfloat16")
+        yield _change("training.reduce_dtype", "bfloat16", effect="reduces gradients in bfloat16")
     if config.optimizer.name == "adamw" and not training.offload_optimizer:
-        yield _change("optimizer.name", "adamw_8bit", effect="keeps AdamW's moments in 8 bits")
+        yield _change("optimizer.name", "adamw_8bit", effect="stores AdamW's moments in 8 bits")
     if training.ema.decay is not None:
-        yield _change("training.ema.decay", "null", effect="keeps no average of the weights")
+        yield _change("training.ema.decay", "null", effect="computes no average of the weights")
 
 
 def shorter_samples(plan: StepPlan) -> Iterator[Change]:
-    """Yield the change to samples of half the length, which is another training."""
+    """Yield the change to samples of half the length, which alters the task itself."""
     length = plan.shape.config.training.sequence_length
     if length % 2 == 0:
         effect = "trains on samples of half the length"

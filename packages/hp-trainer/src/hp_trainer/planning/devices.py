@@ -1,4 +1,4 @@
-"""Device models: memory, rates and links, of known accelerators, of this machine's CPU, or from a YAML file."""
+"""Device models: memory, rates and links of known accelerators, of this machine's CPU, or from a YAML file."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Device:
     """Rates of one device and of its links.
 
     Attributes:
-        name: for people.
+        name: shown to people.
         memory: bytes.
-        flops: operations per second of matrix products at best, by dtype.
+        flops: peak rate of matrix products in operations per second, by dtype.
         memory_bandwidth: bytes per second of the device's own memory.
         ranks_per_node: devices that the fast links connect.
         inner_bandwidth: bytes per second that a rank sends within a node.
         outer_bandwidth: bytes per second that a rank sends to other nodes.
-        inner_latency, outer_latency: seconds that a collective takes at least.
+        inner_latency, outer_latency: least seconds of a collective within a node, and across nodes.
         host_bandwidth: bytes per second between the device and its host, each way (16 lanes of PCIe 4 by default).
-        efficiency: part of `flops` that products of a training reach.
-        is_host: it is a CPU.
+        efficiency: share of `flops` that products in training reach.
+        is_host: the device is a CPU.
     """
 
     name: str
@@ -65,8 +65,8 @@ def _accelerator(name: str, memory: float, half: float, single: float, rates: tu
     )
 
 
-# Data sheets of the vendors: dense rates, one direction of the links; nodes of eight with one network card a device, of
-# 400 Gb/s (Hopper) or 200 Gb/s. float32 products are those of TF32 tensor cores where there are some.
+# From the vendors' data sheets: dense rates, and one direction of the links. Nodes have eight devices with one network
+# card each, of 400 Gb/s (Hopper) or 200 Gb/s. float32 products are those of TF32 tensor cores where these exist.
 _KNOWN = {
     "H100": _accelerator("H100", 80 * 2**30, 989e12, 494e12, (3.35e12, 450e9, 50e9)),
     "H200": _accelerator("H200", 141e9, 989e12, 494e12, (4.8e12, 450e9, 50e9)),
@@ -81,10 +81,10 @@ def device_names() -> list[str]:
 
 
 def find_device(name: str) -> Device:
-    """Return the device of a name, or of a YAML file with the fields of `Device`; `cpu` is measured now.
+    """Return a device by its name, or from a YAML file with the fields of `Device`; `cpu` is measured now.
 
     Raises:
-        PlanError: there is no such device or file, or the file lacks fields, has others, or numbers that are none.
+        PlanError: there is no such device or file, or fields of the file are missing, unknown or invalid.
     """
     known = {each.lower(): each for each in _KNOWN}
     if name.lower() in known:
@@ -103,7 +103,7 @@ def find_device(name: str) -> Device:
 
 
 def measure_cpu() -> Device:
-    """Return what one core group of this machine reaches now: a product, a copy, and copies between processes."""
+    """Measure this machine's CPU: a matrix product and a copy; other rates are derived from these."""
     x = np.ones((768, 768), np.float32)
     product = _best(lambda: x @ x)
     large = np.ones(2**22, np.float32)
@@ -113,11 +113,11 @@ def measure_cpu() -> Device:
     return Device(
         name="cpu",
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        # The frameworks compute in half precision by way of single.
+        # On CPUs, frameworks compute half precision in single precision.
         flops=dict.fromkeys(_DTYPES, rate),
         memory_bandwidth=copied,
         ranks_per_node=1 << 30,
-        # A message between processes is written and read about four times.
+        # A message between processes is copied about four times.
         inner_bandwidth=copied / 4,
         outer_bandwidth=copied / 4,
         host_bandwidth=copied,
@@ -141,7 +141,7 @@ def _read(path: Path) -> Device:
     try:
         given = yaml.safe_load(read_plain_text(path))
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise PlanError(f"device file {path} is no YAML: {error}") from error
+        raise PlanError(f"device file {path} is not YAML: {error}") from error
     names = {each.name: each for each in fields(Device)}
     if not isinstance(given, dict):
         raise PlanError(f"device file {path}: expected the fields {', '.join(names)}, got {given!r}")
@@ -176,7 +176,7 @@ def _value(key: str, value: Any) -> Any:
     number = _number(value)
     if key == "ranks_per_node":
         if number != int(number):
-            raise ValueError(f"expected a whole number, got {value!r}")
+            raise ValueError(f"expected an integer, got {value!r}")
         return int(number)
     if key == "efficiency" and number > 1:
         raise ValueError(f"expected a number above 0, at most 1, got {value!r}")
@@ -184,7 +184,7 @@ def _value(key: str, value: Any) -> Any:
 
 
 def _number(value: Any) -> float:
-    # YAML reads 989e12 as text, and hundreds of digits as a whole number, which `float` takes as text alone.
+    # YAML reads 989e12 as text. `float` refuses an integer of hundreds of digits, but takes its text as infinity.
     number = float(str(value)) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
     if not (number > 0 and math.isfinite(number)):
         raise ValueError(f"expected a number above 0, got {value!r}")

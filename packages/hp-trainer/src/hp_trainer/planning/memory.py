@@ -1,39 +1,45 @@
-"""Memory of a rank at the fullest moment of a step, by what holds it."""
+"""Memory of a rank at the peak of a step, by what occupies it."""
 
 from __future__ import annotations
 
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from hp_fsdp import PlannedBuffer
-from hp_trainer.models.decoder.activations import ActivationShape, DecoderActivations, decoder_activations
 from hp_trainer.models.estimates import BlockActivations
 from hp_trainer.models.recomputation import BlockRecompute
-from hp_trainer.optimizers.state import BUCKET_ELEMENTS, cut_buckets
+from hp_trainer.optimizers.state import BUCKET_ELEMENTS, split_into_buckets
 from hp_trainer.planning.pipeline import InFlight
-from hp_trainer.planning.shapes import StageParts, StepShape, recompute_key, recompute_of, whole_shapes
-from hp_trainer.planning.traffic import message_bytes, shared_context_cost
+from hp_trainer.planning.shapes import (
+    StageBuffers,
+    StepShape,
+    activations_of,
+    full_shapes,
+    recompute_key,
+    recompute_of,
+)
+from hp_trainer.planning.traffic import message_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes that one rank holds at the fullest moment of a step.
+    """Bytes that one rank holds at the peak of a step.
 
     Attributes:
-        weights: shards of the weights, in float32; a user's own module's buffers.
-        optimizer: state of the optimizer; of one that waits on the host, what an update brings at once.
-        average: the moving average of the weights (`training.ema`).
-        gradients: reduced gradients, and those that wait for later micro-batches.
-        gathered: full weights that blocks compute with, and those gathered ahead.
-        reducing: gradients of weights on their way from autograd to the shards.
-        activations: results that wait for backward, and temporaries of the block that computes.
+        weights: shards of the weights in float32, and the model's buffers.
+        optimizer: state of the optimizer; if it is offloaded, the buckets that an update brings to the device.
+        average: moving average of the weights (`training.ema`).
+        gradients: reduced gradients, and full ones that accumulate over micro-batches.
+        gathered: full weights of the computing block, and of the prefetched one.
+        reducing: gradients of weights between autograd and their shards.
+        activations: results saved for backward, and temporaries of the computing block.
         loss: logits, their softmax and gradients.
         communication: rows, keys and messages of other ranks.
         updating: copies that the optimizer makes for an update.
-        moment: when that is, in words.
+        moment: the moment of the peak, in words.
     """
 
     weights: float
@@ -54,7 +60,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> float:
-        """All bytes together."""
+        """Sum of all bytes."""
         return (
             self.weights
             + self.optimizer
@@ -69,95 +75,100 @@ class MemoryPlan:
         )
 
 
-def plan_memory(shape: StepShape, parts: StageParts) -> MemoryPlan:
-    """Return the memory of the ranks at one place of the pipeline.
+def plan_memory(shape: StepShape, stage: StageBuffers) -> MemoryPlan:
+    """Return the peak memory of one rank of the pipeline, or of every rank without one.
 
-    The fullest moment is the largest of: the loss, the backward of each block, the end of the backward, the update.
-    Sums of small things are left out: rotary tables, masks, ids, and the memory of the framework itself.
+    The peak is the largest of these moments: the loss, the backward and the reduction of each block, the reduction of
+    the embedding and head, the update. Small tensors are left out: rotary tables, masks, ids, and the framework itself.
     """
-    for_step = parts.is_pipelined and shape.config.parallel.gathers_for_step
-    return (_GatheredForStep if for_step else _GatheredForUse)(shape, parts).fullest()
+    for_step = stage.is_pipelined and shape.config.parallel.gathers_for_step
+    return (_GatheredForStep if for_step else _GatheredForUse)(shape, stage).peak()
 
 
 class _Moments(ABC):
-    """Everything that is held throughout a step, and the moments at which more is."""
+    """Memory at each moment of a step. Subclasses list the moments, by how long weights stay gathered."""
 
-    def __init__(self, shape: StepShape, parts: StageParts) -> None:
-        self.shape, self.parts = shape, parts
+    def __init__(self, shape: StepShape, stage: StageBuffers) -> None:
+        self.shape, self.stage = shape, stage
         self.head = activations_of(shape).head
         self.costs = list(layer_costs(shape))
-        for layer in parts.unreached:
+        for layer in stage.unreached:
             self.costs[layer] = _NOTHING
-        self.weights = parts.total("shard") + (0 if shape.module is None else shape.module.buffers)
-        self.optimizer, self.average = optimizer_bytes(shape, parts)
-        self.communication = _communication(shape, parts)
+        self.weights = stage.total("shard") + shape.model.buffer_bytes
+        self.optimizer, self.average = optimizer_bytes(shape, stage)
+        # Keys and values of other ranks while a block exchanges them.
+        exchanges = shape.dims.cp_enabled and bool(stage.layers)
+        self.communication = shape.attention_cost().extra_bytes if exchanges else 0.0
         # Blocks of one kind share their buffers.
-        kinds = {layer: parts.kind(layer) for layer in parts.layers}
-        of_kind = {kind: _BlockBytes.of(parts, layer) for kind, layer in {b: a for a, b in kinds.items()}.items()}
+        kinds = {layer: stage.kind(layer) for layer in stage.layers}
+        of_kind = {kind: _BlockBytes.of(stage, layer) for kind, layer in {b: a for a, b in kinds.items()}.items()}
         self.bytes = {layer: of_kind[kind] for layer, kind in kinds.items()}
-        self._ends = shape.ends_of(parts.place)
+        self._ends = shape.last_layers(stage.rank)
 
-    def fullest(self) -> MemoryPlan:
-        """Return the memory at the moment that has most."""
+    def peak(self) -> MemoryPlan:
+        """Return the memory at the moment that needs most."""
         return max(self.moments(), key=lambda each: each.total)
 
     @abstractmethod
     def moments(self) -> Iterable[MemoryPlan]:
-        """Yield the memory at each moment of a step that may be the fullest."""
+        """Yield the memory at each moment of a step that may be the peak."""
 
     def at(self, moment: str, **held: float) -> MemoryPlan:
-        """Return the memory at a moment: what is held throughout, and `held`."""
+        """Return the memory at a moment: what the whole step holds, and `held`."""
         throughout = {} if self.shape.config.training.offload_optimizer else {"optimizer": self.optimizer}
         return MemoryPlan(weights=self.weights, average=self.average, moment=moment, **throughout, **held)
 
     def update(self, gradients: float) -> MemoryPlan:
-        """Return the memory while the optimizer updates, with the state of three buckets if that waits on the host."""
-        held = {"gradients": gradients, "updating": _update_bytes(self.shape, self.parts)}
+        """Return the memory during the update; of an offloaded state, three buckets are on the device at most."""
+        held = {"gradients": gradients, "updating": _update_bytes(self.shape, self.stage)}
         if not self.shape.config.training.offload_optimizer:
             return self.at("the update", **held)
-        part = _part_at_once(self.shape, self.parts)
-        return self.at("the update", **held, optimizer=part * self.optimizer)
+        share = _share_on_device(self.shape, self.stage)
+        return self.at("the update", **held, optimizer=share * self.optimizer)
 
-    def waiting(self, layer: int) -> float:
-        """Return what a block has of one micro-batch on the device until backward comes near."""
+    def pending(self, layer: int) -> float:
+        """Return the bytes of a block's activations on the device before backward comes near."""
         cost = self.costs[layer]
-        return cost.kept if layer in self._ends else cost.on_device
+        return cost.saved if layer in self._ends else cost.on_device
 
     def at_backward(self, layer: int) -> float:
-        """Return what a micro-batch has on the device at most while backward is in a block."""
-        return self.in_front[layer] - self._room[layer] + self.costs[layer].kept + self.costs[layer].temporary
+        """Return the most bytes of one micro-batch's activations on the device during the backward of a block."""
+        return self.preceding[layer] - self._reused[layer] + self.costs[layer].saved + self.costs[layer].temporary
 
     def other_heads(self, held: InFlight) -> float:
-        """Return what the heads of other micro-batches of a pipeline keep: the loss is a part of forward, and waits."""
-        return max(0.0, held.last_live - 1) * self.head.kept() if self.parts.head else 0.0
+        """Return the bytes saved by the heads of other micro-batches; the loss belongs to the forward of a stage."""
+        return max(0.0, held.last_live - 1) * self.head.saved() if self.stage.head else 0.0
 
     @functools.cached_property
-    def in_front(self) -> dict[int, float]:
-        """Bytes that wait in front of each block when backward leaves it: of the nearest one all that it keeps.
+    def preceding(self) -> dict[int, float]:
+        """Bytes of the activations of all preceding blocks at the end of each block's backward.
 
-        What was offloaded of that one is back from the host by then.
+        The offloaded tensors of the nearest preceding block are back from the host by then; those of others are not.
         """
-        found, waiting, nearest = {}, 0.0, None
-        for layer in self.parts.layers:
-            found[layer] = waiting + (0.0 if nearest is None else self.costs[nearest].kept)
-            waiting += 0.0 if nearest is None else self.waiting(nearest)
+        found, pending, nearest = {}, 0.0, None
+        for layer in self.stage.layers:
+            found[layer] = pending + (0.0 if nearest is None else self.costs[nearest].saved)
+            pending += 0.0 if nearest is None else self.pending(nearest)
             nearest = layer
         return found
 
     @functools.cached_property
-    def _room(self) -> dict[int, float]:
-        """Bytes of each block in whose place those of the block in front of it come back from the host."""
-        layers = self.parts.layers
-        away = [0.0, *(self.costs[each].kept - self.waiting(each) for each in layers)]
-        return {layer: min(far, self.costs[layer].makes_room) for layer, far in zip(layers, away[:-1], strict=True)}
+    def _reused(self) -> dict[int, float]:
+        """Bytes freed by each block's backward that the preceding block's tensors from the host take over."""
+        layers = self.stage.layers
+        offloaded = [0.0, *(self.costs[each].saved - self.pending(each) for each in layers)]
+        return {
+            layer: min(each, self.costs[layer].reusable) for layer, each in zip(layers, offloaded[:-1], strict=True)
+        }
 
     def backward(self) -> Iterator[tuple[int, bool]]:
-        """Yield the blocks from the last to the first, each with whether a moment in it may be the fullest.
+        """Yield the blocks from the last to the first, each with whether the peak may be in it.
 
-        In a row of equal blocks all that is held grows or shrinks by the same bytes from each to the next, so that the
-        fullest is at one of its ends. What a block holds depends on its two neighbours too.
+        In a row of equal blocks the memory changes by the same bytes from each block to the next, so that only the ends
+        of the row can be the peak. A block's memory depends on its two neighbours as well. Skipping the others makes
+        the time of a plan independent of the number of layers.
         """
-        layers = self.parts.layers
+        layers = self.stage.layers
         kinds = [(id(self.bytes[each]), id(self.costs[each])) for each in layers]
         for index in reversed(range(len(layers))):
             near = kinds[max(0, index - 2) : index + 3]
@@ -165,165 +176,167 @@ class _Moments(ABC):
 
 
 class _GatheredForUse(_Moments):
-    """The moments of a micro-batch, from the loss back to the first block, then the update.
+    """Weights are gathered for each use: moments of a micro-batch, from the loss back to the first block, then the
+    update.
 
-    Without a pipeline those of the last one are the fullest. In a pipeline the first one may have more others beside
-    it, which have gone forward, and a later one finds gradients.
+    Without a pipeline the last micro-batch has the peak. In a pipeline the first backward may find more micro-batches
+    in flight, and a later one finds accumulated gradients.
     """
 
     def moments(self) -> Iterable[MemoryPlan]:
-        place, is_only = self.parts.place, self.shape.num_microbatches == 1
-        if not self.parts.is_pipelined:
+        rank, is_only = self.stage.rank, self.shape.num_microbatches == 1
+        if not self.stage.is_pipelined:
             yield from self._of_micro_batch(InFlight(), finds_gradients=not is_only)
         else:
-            yield from self._of_micro_batch(self.shape.facts.before_gradients[place], finds_gradients=False)
-            if self.shape.facts.with_gradients[place].live:
-                yield from self._of_micro_batch(self.shape.facts.with_gradients[place], finds_gradients=True)
-        yield self.update(self.parts.total("gradient"))
+            yield from self._of_micro_batch(self.shape.pipeline.before_gradients[rank], finds_gradients=False)
+            if self.shape.pipeline.with_gradients[rank].live:
+                yield from self._of_micro_batch(self.shape.pipeline.with_gradients[rank], finds_gradients=True)
+        yield self.update(self.stage.total("gradient"))
 
     def _of_micro_batch(self, held: InFlight, *, finds_gradients: bool) -> Iterable[MemoryPlan]:
-        """Yield the moments of a micro-batch: of one that finds gradients, or of the first one."""
-        parts = self.parts
-        root = _total(parts.root, "full")
-        # Autograd holds the head's gradient until the embedding's is there too.
-        head = _head_gradients(parts)
+        """Yield the moments of a micro-batch, the first one or one that finds gradients of others."""
+        stage = self.stage
+        root = _total(stage.root, "full")
+        # Head and embedding are one group, so autograd holds the head's gradient until the embedding's is complete.
+        head = _head_gradients(stage)
         several = self.shape.num_microbatches > 1
         accumulates = several and self.shape.config.parallel.reduce_gradients == "step"
-        # Full gradients of the micro-batches before, or shards to which those of this one are added at its end.
-        waiting = parts.total("full_gradient") if accumulates and finds_gradients else 0.0
-        reduced = parts.total("gradient") if finds_gradients and not accumulates else 0.0
-        # Shards that the replicas sum at the end of the step are added as soon as they are there.
+        # Accumulated full gradients of earlier micro-batches, or their reduced shards, to which this one adds its own.
+        unreduced = stage.total("full_gradient") if accumulates and finds_gradients else 0.0
+        reduced = stage.total("gradient") if finds_gradients and not accumulates else 0.0
+        # Shards that replicas all-reduce at the end of the step are accumulated in place.
         joins = bool(reduced) and self.shape.num_replicas > 1
-        below, before, leaving = sum(map(self.waiting, parts.layers)), 0.0, 0.0
+        # `before`: full gradients of the block behind, whose reduce-scatter still runs.
+        below, before, leaving = sum(map(self.pending, stage.layers)), 0.0, 0.0
         others = (held.live - 1) * below + self.other_heads(held)
-        messages = 2.0 * message_bytes(self.shape) if parts.is_pipelined else 0.0
-        if parts.head:
+        messages = 2.0 * message_bytes(self.shape) if stage.is_pipelined else 0.0
+        if stage.head:
             yield self.at(
                 "the loss",
-                gradients=waiting + reduced,
+                gradients=unreduced + reduced,
                 gathered=root + self._gathered_at_loss(),
-                activations=others + below + self.head.kept(),
+                activations=others + below + self.head.saved(),
                 loss=self.head.working,
                 communication=messages,
             )
-        for layer, may_be_fullest in self.backward():
+        for layer, may_be_peak in self.backward():
             block = self.bytes[layer]
-            # Gradients that wait have their memory already, and lose it when the next block's are reduced.
+            # Accumulated gradients have their memory already. It is freed when the next block's are reduced.
             fresh = 0.0 if accumulates and finds_gradients else block.full_gradient
-            if may_be_fullest:
+            if may_be_peak:
                 gathered = root + self._gathered(layer)
                 yield self.at(
-                    f"the backward of {self.shape.block_name(layer)}",
-                    gradients=waiting + reduced,
+                    f"the backward of {self.shape.model.block_name(layer)}",
+                    gradients=unreduced + reduced,
                     gathered=gathered,
                     reducing=head + before + block.expert_autograd,
                     activations=others + self.at_backward(layer),
                     communication=messages + self.communication,
                 )
                 yield self.at(
-                    f"the end of the backward of {self.shape.block_name(layer)}",
-                    gradients=waiting + reduced,
+                    f"the end of the backward of {self.shape.model.block_name(layer)}",
+                    gradients=unreduced + reduced,
                     gathered=gathered,
                     reducing=head + before + block.autograd,
-                    activations=others + self.in_front[layer] + self.costs[layer].input,
+                    activations=others + self.preceding[layer] + self.costs[layer].input,
                     communication=messages,
                 )
                 yield self.at(
-                    f"the reduction of {self.shape.block_name(layer)}",
-                    gradients=waiting + reduced,
+                    f"the reduction of {self.shape.model.block_name(layer)}",
+                    gradients=unreduced + reduced,
                     gathered=gathered - block.full,
                     reducing=head + block.autograd + fresh + block.reduced,
-                    activations=others + self.in_front[layer] + self.costs[layer].input,
+                    activations=others + self.preceding[layer] + self.costs[layer].input,
                     communication=messages,
                 )
             if accumulates and not finds_gradients:
-                waiting += block.full_gradient
+                unreduced += block.full_gradient
                 continue
-            # Of one shard the full gradients become those of the shard.
-            waiting -= leaving + (block.full_gradient - block.leaving if accumulates else 0.0)
+            # With one shard the full gradient becomes that of the shard without a copy.
+            unreduced -= leaving + (block.full_gradient - block.leaving if accumulates else 0.0)
             leaving = block.leaving if accumulates else 0.0
             before = 0.0 if accumulates else block.leaving
             reduced += 0.0 if joins else block.gradient
-        if parts.head and not parts.is_pipelined and self.shape.module is None:
-            # Autograd adds the embedding's gradient to that which the head has left for the same weights.
+        if stage.head and not stage.is_pipelined:
+            # Autograd adds the gradient of a tied embedding to that of the head: both and their sum are alive.
             yield self.at(
                 "the backward of the embedding",
-                gradients=waiting + reduced,
+                gradients=unreduced + reduced,
                 gathered=root,
-                reducing=head + before + 2 * _tied_gradient(parts),
+                reducing=head + before + 2 * _tied_gradient(stage),
                 activations=others,
             )
-        fresh = 0.0 if accumulates and finds_gradients else _total(parts.root, "full_gradient")
+        fresh = 0.0 if accumulates and finds_gradients else _total(stage.root, "full_gradient")
         yield self.at(
             "the reduction of the embedding and the head",
-            gradients=waiting + reduced,
-            reducing=sum(map(_autograd_bytes, parts.root)) + fresh + _total(parts.root, "reduced"),
+            gradients=unreduced + reduced,
+            reducing=sum(map(_autograd_bytes, stage.root)) + fresh + _total(stage.root, "reduced"),
             activations=others,
         )
 
     def _gathered(self, layer: int) -> float:
-        """Return the full weights of blocks while the backward is at one: its own, and the next one's ahead."""
+        """Return the gathered weights of blocks during the backward of one: its own, and the prefetched next ones."""
         if self.shape.config.parallel.reshard_after_forward is False:
-            return sum(self.bytes[each].full for each in self.parts.layers if each <= layer)
-        ahead = self.bytes[layer - 1].dense_full if layer - 1 in self.parts.blocks else 0.0
-        # On the host gloo gathers into a buffer of its own first.
+            return sum(self.bytes[each].full for each in self.stage.layers if each <= layer)
+        ahead = self.bytes[layer - 1].dense_full if layer - 1 in self.stage.blocks else 0.0
+        # On the host, gloo gathers into a buffer of its own first.
         return (2 if self.shape.is_host else 1) * ahead + self.bytes[layer].full
 
     def _gathered_at_loss(self) -> float:
-        """Return the full weights of blocks at the loss: all of them, or those of the last but its experts'."""
-        if not self.parts.layers:
+        """Return the gathered weights of blocks at the loss: of all blocks, or of the last one without its experts."""
+        if not self.stage.layers:
             return 0.0
-        last = self.parts.layers[-1]
+        last = self.stage.layers[-1]
         resharded = self.shape.config.parallel.reshard_after_forward is not False
         return self.bytes[last].dense_full if resharded else self._gathered(last)
 
 
 class _GatheredForStep(_Moments):
-    """The moments of one place in a pipeline, where full weights and gradients stay through all micro-batches."""
+    """Weights are gathered once per step: full weights and gradients stay through all micro-batches of a pipeline."""
 
     def moments(self) -> Iterable[MemoryPlan]:
-        parts, facts = self.parts, self.shape.facts
-        full_gradient = parts.total("full_gradient")
-        yield from self._under_way(facts.before_gradients[parts.place], 0.0)
-        if facts.with_gradients[parts.place].live:
-            yield from self._under_way(facts.with_gradients[parts.place], full_gradient)
-        yield self.at("the reduction", gradients=full_gradient + parts.total("reduced"))
-        yield self.update(parts.total("gradient"))
+        stage, pipeline = self.stage, self.shape.pipeline
+        full_gradient = stage.total("full_gradient")
+        yield from self._in_flight(pipeline.before_gradients[stage.rank], 0.0)
+        if pipeline.with_gradients[stage.rank].live:
+            yield from self._in_flight(pipeline.with_gradients[stage.rank], full_gradient)
+        yield self.at("the reduction", gradients=full_gradient + stage.total("reduced"))
+        yield self.update(stage.total("gradient"))
 
-    def _under_way(self, in_flight: InFlight, gradients: float) -> Iterable[MemoryPlan]:
-        """Yield the moments with so many micro-batches and bytes of gradients."""
-        parts, head = self.parts, self.head
+    def _in_flight(self, in_flight: InFlight, gradients: float) -> Iterable[MemoryPlan]:
+        """Yield the moments of a backward with so many micro-batches in flight and bytes of gradients."""
+        stage, head = self.stage, self.head
         live, pending = in_flight.live, in_flight.pending
-        below = sum(map(self.waiting, parts.layers))
-        # Gradients of products' results stay for the weights' gradients, which are computed later.
-        between = sum(self.costs[layer].for_weights for layer in parts.layers)
+        below = sum(map(self.pending, stage.layers))
+        # Gradients of the products' results are saved until gradients of weights are computed from them.
+        between = sum(self.costs[layer].for_weights for layer in stage.layers)
         heads = self.other_heads(in_flight)
         others = (live - 1) * below + max(0.0, pending - 1) * between + heads
         held = {
             "gradients": gradients,
-            "gathered": parts.total("full"),
+            "gathered": stage.total("full"),
             "communication": self.communication + 2 * message_bytes(self.shape),
         }
         autograd = 0.0
-        if parts.head:
-            yield self.at("the loss", **held, activations=others + below + head.kept(), loss=head.working)
-            autograd = _head_gradients(parts)
-        for layer, may_be_fullest in self.backward():
-            if may_be_fullest:
+        if stage.head:
+            yield self.at("the loss", **held, activations=others + below + head.saved(), loss=head.working)
+            autograd = _head_gradients(stage)
+        for layer, may_be_peak in self.backward():
+            if may_be_peak:
                 activations = others + self.at_backward(layer)
                 reducing = autograd + self.bytes[layer].expert_autograd
                 yield self.at(
-                    f"the backward of {self.shape.block_name(layer)}",
+                    f"the backward of {self.shape.model.block_name(layer)}",
                     **held,
                     reducing=reducing,
                     activations=activations,
                 )
             autograd += self.bytes[layer].autograd
         if pending:
-            ends = heads + head.kept() + in_flight.last_pending * head.working / 2 if parts.head else 0.0
+            ends = heads + head.saved() + in_flight.last_pending * head.working / 2 if stage.head else 0.0
             activations = live * below + pending * between + ends
             yield self.at("the end of an input gradient", **held, activations=activations)
-        every = sum(times * _autograd_bytes(each) for each, times in parts.counted)
+        every = sum(times * _autograd_bytes(each) for each, times in stage.counted)
         yield self.at("the end of a micro-batch", **held, reducing=every, activations=others)
 
 
@@ -332,11 +345,11 @@ class _BlockBytes:
     """Bytes of one block's buffers.
 
     Attributes:
-        full, full_gradient, gradient, reduced: as of `PlannedBuffer`.
-        dense_full: of all but the experts.
-        leaving: those of `full_gradient` that stay until their reduction has ended; of one shard they are the result.
-        autograd: gradients before they are collected.
-        expert_autograd: those of experts, which are there before most of the block's activations are freed.
+        full, full_gradient, gradient, reduced: sums of the attributes of `PlannedBuffer`.
+        dense_full: `full` without experts.
+        leaving: part of `full_gradient` that is freed when its reduction ends; with one shard it is the result instead.
+        autograd: gradients of single weights, before they are copied into the flat buffer.
+        expert_autograd: `autograd` of experts, which exist before most of the block's activations are freed.
     """
 
     full: float
@@ -349,57 +362,54 @@ class _BlockBytes:
     expert_autograd: float
 
     @classmethod
-    def of(cls, parts: StageParts, layer: int) -> _BlockBytes:
-        """Return those of a block."""
-        buffers = parts.block_buffers(layer)
+    def of(cls, stage: StageBuffers, layer: int) -> _BlockBytes:
+        """Return the bytes of one block's buffers."""
+        buffers = stage.block_buffers(layer)
         names = ("full", "full_gradient", "gradient", "reduced")
         return cls(
-            dense_full=_total(parts.blocks[layer], "full"),
+            dense_full=_total(stage.blocks[layer], "full"),
             leaving=_total([each for each in buffers if not each.reduces_in_place], "full_gradient"),
             autograd=sum(map(_autograd_bytes, buffers)),
-            expert_autograd=sum(map(_autograd_bytes, parts.block_experts.get(layer, ()))),
+            expert_autograd=sum(map(_autograd_bytes, stage.block_experts.get(layer, ()))),
             **{name: _total(buffers, name) for name in names},
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """Bytes and repeated work of one block and micro-batch on a rank; blocks of one kind share it.
+    """Activation bytes and repeated work of one block for one micro-batch; blocks of one kind share it.
 
     Attributes:
-        kept: bytes from forward to backward.
-        on_device: those of them that are not on the host meanwhile.
-        makes_room: those of them in whose place, in its backward, the block in front is brought back from the host.
-        temporary: bytes that its backward holds beside.
-        saved: bytes that it would keep if nothing were computed again.
-        input: bytes of its input.
-        for_weights: bytes of gradients that wait where those of weights are computed later.
-        flops_again, moved_again: operations, and bytes that are written, a second time in backward.
+        saved, on_device, reusable, temporary, recomputed_flops, recomputed_bytes: results of the methods of
+            `BlockActivations`.
+        saved_by_autograd: bytes that would be saved if nothing were recomputed.
+        input: bytes of the block's input.
+        for_weights: bytes of gradients that are saved if gradients of weights are computed later.
     """
 
-    kept: float
-    on_device: float
-    makes_room: float
-    temporary: float
     saved: float
+    on_device: float
+    reusable: float
+    temporary: float
+    saved_by_autograd: float
     input: float
     for_weights: float
-    flops_again: float
-    moved_again: float
+    recomputed_flops: float
+    recomputed_bytes: float
 
     @classmethod
     def of(cls, block: BlockActivations, recompute: BlockRecompute) -> LayerCost:
-        """Return those of a block that is computed again so."""
+        """Return the cost of a block under a recomputation."""
         return cls(
-            kept=block.kept(recompute),
+            saved=block.saved(recompute),
             on_device=block.on_device(recompute),
-            makes_room=block.makes_room(recompute),
+            reusable=block.reusable(recompute),
             temporary=block.temporary(recompute),
-            saved=block.kept(),
+            saved_by_autograd=block.saved(),
             input=block.tensors[0].saved,
             for_weights=2 * block.tensors[0].saved + sum(x.result for x in block.tensors if x.kind == "products"),
-            flops_again=block.flops_again(recompute),
-            moved_again=block.moved_again(recompute),
+            recomputed_flops=block.recomputed_flops(recompute),
+            recomputed_bytes=block.recomputed_bytes(recompute),
         )
 
 
@@ -408,102 +418,64 @@ _NOTHING = LayerCost(**dict.fromkeys((field.name for field in fields(LayerCost))
 
 def layer_costs(shape: StepShape) -> list[LayerCost]:
     """Return the costs of each block of the model on a rank."""
-    return shape.shared(("layer costs", _activation_key(shape), recompute_key(shape)), lambda: _layer_costs(shape))
+    key = "layer costs", shape.micro_batch_shape, recompute_key(shape)
+    return shape.shared(key, lambda: _layer_costs(shape))
 
 
 def _layer_costs(shape: StepShape) -> list[LayerCost]:
     pairs = list(zip(activations_of(shape).blocks, recompute_of(shape), strict=True))
-    # By identity: the hash of a block is that of all its tensors.
+    # By identity: hashing a block would hash all its tensors.
     kinds = {(id(block), recompute): (block, recompute) for block, recompute in pairs}
     of_kind = {key: LayerCost.of(*kind) for key, kind in kinds.items()}
     return [of_kind[id(block), recompute] for block, recompute in pairs]
 
 
-def activations_of(shape: StepShape) -> DecoderActivations:
-    """Return the activations of one micro-batch, by the formulas of `hp_trainer.models.decoder.activations`.
-
-    Those of a user's own module are counted.
-    """
-    if shape.module is not None:
-        return DecoderActivations(blocks=shape.module.blocks, head=shape.module.head)
-    return shape.shared(("activations", _activation_key(shape)), lambda: _activations(shape))
-
-
-def _activation_key(shape: StepShape) -> Hashable:
-    """Return all sizes of a layout that the activations of a micro-batch depend on."""
-    dims = shape.dims
-    return dims.tp, dims.cp, dims.ep, dims.etp, dims.expert_mesh, dims.dp_size * dims.cp_enabled, shape.micro_batch
-
-
-def _activations(shape: StepShape) -> DecoderActivations:
-    dims = shape.dims
-    method = "ulysses"
-    if dims.cp_enabled:
-        cost = shared_context_cost(shape)
-        method = "ulysses" if cost.ulysses_degree == dims.cp else cost.method
-    return decoder_activations(
-        shape.model,
-        ActivationShape(
-            batch=shape.micro_batch,
-            length=shape.config.training.sequence_length,
-            dtype=shape.config.training.dtype,
-            tp=dims.tp,
-            cp=dims.cp,
-            cp_method=method,
-            ep=dims.ep,
-            etp=dims.etp if dims.tp_enabled else None,
-            splits_tokens=dims.expert_mesh == "peer",
-            fused_experts=shape.fuses_experts,
-        ),
-    )
-
-
-def optimizer_bytes(shape: StepShape, parts: StageParts) -> tuple[float, float]:
-    """Return the bytes of the optimizer's state, and of averaged weights, on the rank that has most."""
-    wholes = whole_shapes(shape)
+def optimizer_bytes(shape: StepShape, stage: StageBuffers) -> tuple[float, float]:
+    """Return the bytes of the optimizer's state and of the moving average, on the rank that has most."""
+    full = full_shapes(shape)
     state = elements = 0
-    for buffer, times in parts.counted:
+    for buffer, times in stage.counted:
         if buffer.trainable:
-            # Copies of one buffer have its parameters, which live as long as the memo.
+            # By identity of the parameters, which copies of a buffer share and the memo keeps alive.
             key = "optimizer", id(buffer.parameters), buffer.layout.num_shards
-            of_one = shape.shared(key, functools.partial(_optimizer_bytes_of, shape, buffer, wholes))
+            of_one = shape.shared(key, functools.partial(_optimizer_bytes_of, shape, buffer, full))
             state += times * of_one[0]
             elements += times * of_one[1]
     return float(state), 0.0 if shape.config.training.ema.decay is None else float(elements)
 
 
 def _optimizer_bytes_of(
-    shape: StepShape, buffer: PlannedBuffer, wholes: Mapping[str, tuple[int, ...]]
+    shape: StepShape, buffer: PlannedBuffer, full: Mapping[str, tuple[int, ...]]
 ) -> tuple[int, int]:
-    """Return the bytes of the state of a buffer's parameters, and of these."""
-    tell = getattr(shape.config.optimizer.options, "state_bytes", _two_moments)
+    """Return the bytes of the optimizer's state for a buffer, and of the buffer's largest shard."""
+    state_bytes = getattr(shape.config.optimizer.options, "state_bytes", _two_moments)
     pieces = buffer.largest_local_numels()
-    state = sum(tell(name, wholes[name], count, buffer.itemsize) for name, count in pieces.items())
+    state = sum(state_bytes(name, full[name], count, buffer.itemsize) for name, count in pieces.items())
     return state, sum(pieces.values()) * buffer.itemsize
 
 
-def _update_bytes(shape: StepShape, parts: StageParts) -> float:
+def _update_bytes(shape: StepShape, stage: StageBuffers) -> float:
     """Return the bytes of the copies that the optimizer makes for an update."""
-    tell = getattr(shape.config.optimizer.options, "update_bytes", None)
-    if tell is None:
+    update_bytes = getattr(shape.config.optimizer.options, "update_bytes", None)
+    if update_bytes is None:
         return 0.0
-    wholes = whole_shapes(shape)
+    full = full_shapes(shape)
     held = [
-        (name, wholes[name], elements)
-        for buffer, times in parts.counted
+        (name, full[name], elements)
+        for buffer, times in stage.counted
         if buffer.trainable
         for name, elements in buffer.largest_local_numels().items()
         for _ in range(times)
     ]
-    return float(tell(held, is_host=shape.is_host))
+    return float(update_bytes(held, is_host=shape.is_host))
 
 
-def _part_at_once(shape: StepShape, parts: StageParts) -> float:
-    """Return the part of the optimizer's state that three buckets have at most."""
-    wholes = whole_shapes(shape)
-    trained = [each for buffer in parts.buffers if buffer.trainable for each in buffer.parameters]
-    counts = [math.prod(wholes[each.name]) for each in trained]
-    buckets = [sum(counts[bucket]) for bucket in cut_buckets(counts, BUCKET_ELEMENTS)]
+def _share_on_device(shape: StepShape, stage: StageBuffers) -> float:
+    """Return the largest share of an offloaded optimizer's state that three consecutive buckets have."""
+    full = full_shapes(shape)
+    trained = [each for buffer in stage.buffers if buffer.trainable for each in buffer.parameters]
+    counts = [math.prod(full[each.name]) for each in trained]
+    buckets = [sum(counts[bucket]) for bucket in split_into_buckets(counts, BUCKET_ELEMENTS)]
     return max((sum(buckets[first : first + 3]) for first in range(len(buckets))), default=0) / max(1, sum(counts))
 
 
@@ -511,34 +483,27 @@ def _two_moments(name: str, shape: tuple[int, ...], elements: int, itemsize: int
     return 2 * elements * itemsize
 
 
-def _communication(shape: StepShape, parts: StageParts) -> float:
-    """Return the bytes of keys and values of other ranks while a block exchanges them."""
-    if not shape.dims.cp_enabled or not parts.layers:
+def _head_gradients(stage: StageBuffers) -> float:
+    """Return the bytes of the root group's gradients after the head's backward; those of an untied embedding follow."""
+    if not stage.head:
         return 0.0
-    return shared_context_cost(shape).extra_bytes
+    later = ("embed.weight",) if _has_own_head(stage) else ()
+    return sum(_autograd_bytes(each, later) for each in stage.root)
 
 
-def _head_gradients(parts: StageParts) -> float:
-    """Return the bytes of gradients that the head leaves to autograd: the embedding's come last, unless it is tied."""
-    if not parts.head:
+def _tied_gradient(stage: StageBuffers) -> float:
+    """Return the bytes of the gradient of an embedding that is also the head; 0 if the head is separate."""
+    if _has_own_head(stage):
         return 0.0
-    later = ("embed.weight",) if _has_own_head(parts) else ()
-    return sum(_autograd_bytes(each, later) for each in parts.root)
+    return sum(_autograd_bytes(each) - _autograd_bytes(each, ("embed.weight",)) for each in stage.root)
 
 
-def _tied_gradient(parts: StageParts) -> float:
-    """Return the bytes of the gradient of an embedding that is the head too; 0 of one that is not."""
-    if _has_own_head(parts):
-        return 0.0
-    return sum(_autograd_bytes(each) - _autograd_bytes(each, ("embed.weight",)) for each in parts.root)
-
-
-def _has_own_head(parts: StageParts) -> bool:
-    return any(each.name == "head.weight" for buffer in parts.root for each in buffer.parameters)
+def _has_own_head(stage: StageBuffers) -> bool:
+    return any(each.name == "head.weight" for buffer in stage.root for each in buffer.parameters)
 
 
 def _autograd_bytes(buffer: PlannedBuffer, later: Sequence[str] = ()) -> float:
-    """Return the bytes of the gradients of a buffer's weights, but those of `later`, before they are collected."""
+    """Return the bytes of the gradients of a buffer's weights, those of `later` left out, before they are collected."""
     if not buffer.trainable:
         return 0.0
     blocks = zip(buffer.parameters, buffer.layout.blocks, strict=True)

@@ -1,4 +1,4 @@
-"""Facts of a pipeline's schedule: what is in flight, how long ranks idle; of long steps, from shorter ones."""
+"""What a pipeline schedule holds in flight, and how long its ranks idle."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import TypeGuard
 
 from hp_trainer.pipeline import Action, ActionSeconds, Kind, build_schedule, simulate
 
-# A schedule with more actions than this is told from the first rounds, after which it repeats itself.
+# A schedule with more actions is extrapolated from its first rounds, after which it repeats itself.
 MAX_ACTIONS = 4_000
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """Micro-batches whose activations a place holds when it holds most.
+    """Micro-batches whose activations a rank holds at its peak.
 
     Attributes:
-        live: of all its stages together; one of two stages counts a half.
-        pending: of these, those whose inputs have their gradients, but the weights not yet.
-        last_live, last_pending: the same of the last stage alone, by the place that has it.
+        live: number over all its stages; of two stages, each counts a half.
+        pending: number of these whose gradients of inputs are computed, and those of weights not yet.
+        last_live, last_pending: the same numbers for the last stage alone, on the rank that has it.
     """
 
     live: float = 1.0
@@ -31,17 +31,17 @@ class InFlight:
 
 @dataclass(frozen=True)
 class PipelineFacts:
-    """Facts of one schedule.
+    """Properties of one schedule.
 
     Attributes:
-        rank_of_stage: the place of each stage.
-        before_gradients: of each place, what is in flight until it has its first gradients of weights.
-        with_gradients: of each place, what is in flight after that; nothing where its only backward gives them.
-        bubble: the largest idle time of a place, over the time that it works.
+        rank_of_stage: the rank of each stage.
+        before_gradients: for each rank, what is in flight at most before it has its first gradients of weights.
+        with_gradients: for each rank, what is in flight at most afterwards; empty if its only backward computes them.
+        bubble: largest idle time of a rank, over the time that it computes.
         splits_backward: gradients of weights are computed apart from those of inputs.
-        after_no_forward: backwards of each place that do not come right after a forward; what a forward has left
-            gathered is gone.
-        after_another: backwards of each place that do not come right after a forward of their own stage.
+        backwards_after_no_forward: for each rank, backwards that do not follow a forward immediately, so that weights
+            gathered in forward have been freed.
+        backwards_after_other_stage: for each rank, backwards that do not follow a forward of their own stage.
     """
 
     rank_of_stage: tuple[int, ...]
@@ -49,47 +49,48 @@ class PipelineFacts:
     with_gradients: tuple[InFlight, ...]
     bubble: float
     splits_backward: bool
-    after_no_forward: tuple[float, ...]
-    after_another: tuple[float, ...]
+    backwards_after_no_forward: tuple[float, ...]
+    backwards_after_other_stage: tuple[float, ...]
 
 
 def pipeline_facts(
     name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None, *, recomputes: bool = False
 ) -> PipelineFacts:
-    """Return the facts of a schedule whose stages take equally long.
+    """Return the properties of a schedule whose stages take equally long.
 
     Args:
-        recomputes: backward computes the forward again, and has both its parts at once.
+        recomputes: backward repeats the forward, and computes gradients of inputs and weights together.
 
     Raises:
         ScheduleError: it does not exist for these numbers, or would hang.
     """
-
     arguments = name, num_ranks, stages_per_rank, recomputes
+    # A period of the steady state: every stage does as many actions in each. The peak and the idle time grow linearly
+    # from one period to the next, so two schedules of different length give all longer ones.
     shortest = 2 * num_ranks
     is_long = num_microbatches > 2 * shortest and 3 * num_microbatches * num_ranks > MAX_ACTIONS
     rest = num_microbatches % num_ranks
     last = _simulated(*arguments, 2 * shortest + rest if is_long else num_microbatches)
     owners, idle, busy = last.rank_of_stage, last.idle, last.busy
-    counts = [*last.held, last.after_no_forward, last.after_another]
+    counts = [*last.held, last.backwards_after_no_forward, last.backwards_after_other_stage]
     if is_long:
         first = _simulated(*arguments, shortest + rest)
         beyond = (num_microbatches - 2 * shortest - rest) / shortest
-        before = [*first.held, first.after_no_forward, first.after_another]
+        before = [*first.held, first.backwards_after_no_forward, first.backwards_after_other_stage]
         counts = [
             tuple(b + (b - a) * beyond for a, b in zip(*each, strict=True)) for each in zip(before, counts, strict=True)
         ]
         idle += (idle - first.idle) * beyond
         busy += (busy - first.busy) * beyond
-    *held, after_no_forward, after_another = counts
+    *held, backwards_after_no_forward, backwards_after_other_stage = counts
     return PipelineFacts(
         rank_of_stage=owners,
-        before_gradients=tuple(_in_flight(each[:4], owners.count(place)) for place, each in enumerate(held)),
-        with_gradients=tuple(_in_flight(each[4:], owners.count(place)) for place, each in enumerate(held)),
+        before_gradients=tuple(_in_flight(each[:4], owners.count(rank)) for rank, each in enumerate(held)),
+        with_gradients=tuple(_in_flight(each[4:], owners.count(rank)) for rank, each in enumerate(held)),
         bubble=max(0.0, idle) / busy if busy else 0.0,
         splits_backward=last.splits_backward,
-        after_no_forward=after_no_forward,
-        after_another=after_another,
+        backwards_after_no_forward=backwards_after_no_forward,
+        backwards_after_other_stage=backwards_after_other_stage,
     )
 
 
@@ -100,15 +101,15 @@ def _in_flight(counts: Sequence[float], stages: int) -> InFlight:
 
 @dataclass(frozen=True)
 class _Simulated:
-    """Results of one simulation, in units of a forward's time; of each place what `_fullest` returns."""
+    """Results of one simulation, in units of a forward's time; `held` has the result of `_peaks` for each rank."""
 
     rank_of_stage: tuple[int, ...]
     held: tuple[tuple[float, ...], ...]
     idle: float
     busy: float
     splits_backward: bool
-    after_no_forward: tuple[float, ...]
-    after_another: tuple[float, ...]
+    backwards_after_no_forward: tuple[float, ...]
+    backwards_after_other_stage: tuple[float, ...]
 
 
 @functools.lru_cache(maxsize=256)
@@ -120,16 +121,19 @@ def _simulated(
     )
     pairs = [list(zip((None, *actions), actions, strict=False)) for actions in schedule.actions]
     before = [[(a, b) for a, b in each if b.kind is Kind.BACKWARD] for each in pairs]
-    part = 1.5 if recomputes else 1.0
-    timeline = simulate(schedule, ActionSeconds(input_grad=part, weight_grad=part))
+    # With recomputation backward takes three times a forward, else twice; half for inputs and half for weights.
+    half = 1.5 if recomputes else 1.0
+    timeline = simulate(schedule, ActionSeconds(input_grad=half, weight_grad=half))
     return _Simulated(
         rank_of_stage=schedule.rank_of_stage,
-        held=tuple(_fullest(actions, schedule.num_stages - 1, recomputes) for actions in schedule.actions),
+        held=tuple(_peaks(actions, schedule.num_stages - 1, recomputes) for actions in schedule.actions),
         idle=max(timeline.idle),
         busy=max(timeline.busy),
         splits_backward=any(action.kind is Kind.INPUT_GRAD for each in schedule.actions for action in each),
-        after_no_forward=tuple(float(sum(not _is_forward(a) for a, _ in each)) for each in before),
-        after_another=tuple(float(sum(not _is_forward(a) or a.stage != b.stage for a, b in each)) for each in before),
+        backwards_after_no_forward=tuple(float(sum(not _is_forward(a) for a, _ in each)) for each in before),
+        backwards_after_other_stage=tuple(
+            float(sum(not _is_forward(a) or a.stage != b.stage for a, b in each)) for each in before
+        ),
     )
 
 
@@ -137,19 +141,20 @@ def _is_forward(action: Action | None) -> TypeGuard[Action]:
     return action is not None and action.kind is Kind.FORWARD
 
 
-def _fullest(actions: Sequence[Action], last: int, recomputes: bool) -> tuple[float, ...]:
-    """Return how many (stage, micro-batch) a rank holds when it has most, and how many of them wait for `W` alone.
+def _peaks(actions: Sequence[Action], last: int, recomputes: bool) -> tuple[float, ...]:
+    """Return how many (stage, micro-batch) pairs a rank holds at its peak, and for how many only `W` is pending.
 
-    These hold gradients beside their activations, about half as many bytes again. The first stage computes everything
-    in `W`, since nobody waits for gradients of its inputs; where blocks are computed again all is done in `I`.
+    Pairs with pending `W` hold gradients as well as activations, about half as many bytes more. The first stage
+    computes everything in `W`, since no stage needs gradients of its inputs. With recomputation everything is computed
+    in `I`.
 
     Returns:
-        all, those that wait, all of the last stage, those of it that wait: before the first gradients of weights are
-        there, then the same four after that.
+        All pairs, pending ones, all pairs of the last stage, pending ones of the last stage: at the peak before the
+        first gradients of weights exist, then the same four afterwards.
     """
     live: list[Action] = []
-    waiting: list[Action] = []
-    fullest: list[tuple[float, ...]] = [(0, 0, 0, 0), (0, 0, 0, 0)]
+    pending: list[Action] = []
+    peaks: list[tuple[float, ...]] = [(0, 0, 0, 0), (0, 0, 0, 0)]
     has_gradients = False
     for action in actions:
         each = replace(action, kind=Kind.FORWARD)
@@ -157,15 +162,15 @@ def _fullest(actions: Sequence[Action], last: int, recomputes: bool) -> tuple[fl
         if action.kind is Kind.FORWARD:
             live.append(each)
         elif action.kind is Kind.INPUT_GRAD and splits:
-            waiting.append(each)
-        before = fullest[has_gradients]
-        if len(live) + len(waiting) / 2 > before[0] + before[1] / 2:
-            of_last = [[one.stage for one in held].count(last) for held in (live, waiting)]
-            fullest[has_gradients] = len(live), len(waiting), *of_last
+            pending.append(each)
+        before = peaks[has_gradients]
+        if len(live) + len(pending) / 2 > before[0] + before[1] / 2:
+            of_last = [[one.stage for one in held].count(last) for held in (live, pending)]
+            peaks[has_gradients] = len(live), len(pending), *of_last
         if action.kind is Kind.WEIGHT_GRAD and splits:
-            waiting.remove(each)
+            pending.remove(each)
         ends = Kind.INPUT_GRAD if recomputes and action.stage > 0 else Kind.WEIGHT_GRAD
         if action.kind in (Kind.BACKWARD, ends):
             live.remove(each)
             has_gradients = True
-    return fullest[0] + fullest[1]
+    return peaks[0] + peaks[1]

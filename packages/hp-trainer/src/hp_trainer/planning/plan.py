@@ -1,7 +1,4 @@
-"""The plan of a step: memory of the fullest rank, bytes on the wire, and the estimated time.
-
-Picture of a plan's memory: a bar for each place in the pipeline, stacked by what holds it.
-"""
+"""The plan of a step: peak memory, bytes on the wire and estimated time, as tables, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -14,21 +11,22 @@ from typing import Any
 
 from hp_trainer.config import TrainerConfig
 from hp_trainer.metrics.pictures import new_figure, write_picture
+from hp_trainer.models.estimates import Traffic
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.memory import MemoryPlan, optimizer_bytes, plan_memory
 from hp_trainer.planning.shapes import (
+    EstimateModel,
     Memo,
-    StageParts,
+    StageBuffers,
     StepShape,
     budget_error,
-    keeps_budget,
+    fits_budget,
     num_parameters,
-    stage_parts,
+    stage_buffers,
 )
-from hp_trainer.planning.step_time import StepTime, model_flops, seconds_of, step_time
-from hp_trainer.planning.traffic import Sent, stage_traffic
-from hp_trainer.planning.user_modules import CountModule
+from hp_trainer.planning.step_time import StepTime, seconds_of, step_time
+from hp_trainer.planning.traffic import stage_traffic
 from hp_trainer.sizes import format_size
 
 
@@ -37,71 +35,73 @@ class StepPlan:
     """The plan of a configuration's step under a layout.
 
     Attributes:
-        shape: what is planned.
-        device: by whose rates.
-        places: the parts of the model at each place in the pipeline; at one place without one.
-        memory: of each of them.
+        shape: the configuration and the layout.
+        device: the device whose rates the plan assumes.
+        stages: what each rank of the pipeline has of the model; one entry without a pipeline.
+        memory: peak memory of each of these ranks.
     """
 
     shape: StepShape
     device: Device
-    places: tuple[StageParts, ...]
+    stages: tuple[StageBuffers, ...]
     memory: tuple[MemoryPlan, ...]
 
-    # Found when they are asked for: a search asks for those of layouts that fit.
+    # Computed on first use: a search needs the times of layouts that fit only.
     @functools.cached_property
     def times(self) -> list[StepTime]:
-        """The time of each place."""
-        states = [optimizer_bytes(self.shape, parts)[0] for parts in self.places]
+        """Time of a step for each rank of the pipeline."""
+        states = [optimizer_bytes(self.shape, stage)[0] for stage in self.stages]
         return [
-            step_time(self.shape, parts, self.device, state) for parts, state in zip(self.places, states, strict=True)
+            step_time(self.shape, stage, self.device, state) for stage, state in zip(self.stages, states, strict=True)
         ]
 
     @functools.cached_property
     def slowest(self) -> int:
-        """The place whose step takes longest."""
-        return max(range(len(self.times)), key=lambda place: self.times[place].total)
+        """The rank of the pipeline whose step takes longest."""
+        return max(range(len(self.times)), key=lambda rank: self.times[rank].total)
 
     @property
     def time(self) -> StepTime:
-        """The time of that place."""
+        """Time of a step for the slowest rank of the pipeline."""
         return self.times[self.slowest]
 
     @functools.cached_property
-    def traffic(self) -> tuple[Sent, ...]:
-        """Everything that a rank of that place sends."""
-        return tuple(stage_traffic(self.shape, self.places[self.slowest]))
+    def traffic(self) -> tuple[Traffic, ...]:
+        """Everything that the slowest rank of the pipeline sends."""
+        return tuple(stage_traffic(self.shape, self.stages[self.slowest]))
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters of the model."""
+        """Number of elements of all parameters of the model."""
         return num_parameters(self.shape)
 
     @property
-    def fullest(self) -> int:
-        """The place in the pipeline whose ranks hold most."""
-        return max(range(len(self.memory)), key=lambda place: self.memory[place].total)
+    def peak_rank(self) -> int:
+        """The rank of the pipeline that needs most memory."""
+        return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total)
 
     @property
     def peak(self) -> float:
-        """Bytes of the fullest rank."""
-        return self.memory[self.fullest].total
+        """Bytes of the rank that needs most memory."""
+        return self.memory[self.peak_rank].total
 
     def fits(self, device_memory: float) -> bool:
-        """Return whether a run is not refused for its budget of activations, and no rank needs more memory."""
-        return self.peak <= device_memory and keeps_budget(self.shape)
+        """Return whether every rank fits in this memory, and a budget of activations can be satisfied."""
+        return self.peak <= device_memory and fits_budget(self.shape)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all ranks."""
+        """Tokens per second of all ranks together."""
         training = self.shape.config.training
         return training.global_batch_size * training.sequence_length / self.time.total
 
     @property
     def utilization(self) -> float:
-        """Part of the devices' peak rate that the model's operations use."""
-        rate = self.device.flops.get(self.shape.config.training.dtype, min(self.device.flops.values()))
-        return model_flops(self.shape) / self.time.total / self.shape.dims.world_size / rate
+        """Share of the devices' peak rate that the model's operations use (MFU)."""
+        training = self.shape.config.training
+        rate = self.device.flops.get(training.dtype, min(self.device.flops.values()))
+        flops = self.shape.model.step_flops(training.global_batch_size, training.sequence_length)
+        return flops / self.time.total / self.shape.dims.world_size / rate
 
 
 def plan_step(
@@ -110,42 +110,42 @@ def plan_step(
     device: Device,
     memo: Memo | None = None,
     *,
-    every_place: bool = True,
+    every_rank: bool = True,
     limit: float = math.inf,
-    count_module: CountModule | None = None,
+    estimate_model: EstimateModel | None = None,
 ) -> StepPlan:
-    """Return the plan of a configuration's step.
+    """Plan the step of a configuration.
 
-    The time grows with the layers of the model and the stages of a pipeline, not with the number of ranks.
+    The time taken grows with the layers of the model and the stages of a pipeline, not with the number of ranks.
 
     Args:
-        config: a configuration that these degrees can train.
-        memo: as of `StepShape`.
-        every_place: False: of a pipeline only the first, the middle and the last place, which have most, are planned.
-        limit: bytes; places after the first that holds more are left out.
-        count_module: as of `StepShape.of`.
+        config: a configuration that is legal with these degrees.
+        memo: as in `StepShape.of`.
+        every_rank: plan every rank of a pipeline; False: only the first, the middle and the last one, which need most.
+        limit: bytes; ranks of the pipeline after the first one that needs more are left out.
+        estimate_model: as in `StepShape.of`.
 
     Raises:
-        PlanError: the model does not tell its sizes.
+        PlanError: the model has no estimates.
     """
-    shape = StepShape.of(config, dims, memo, is_host=device.is_host, count_module=count_module)
-    chosen = range(dims.pp) if every_place else sorted({0, dims.pp // 2, dims.pp - 1})
-    places: list[StageParts] = []
+    shape = StepShape.of(config, dims, memo, is_host=device.is_host, estimate_model=estimate_model)
+    chosen = range(dims.pp) if every_rank else sorted({0, dims.pp // 2, dims.pp - 1})
+    stages: list[StageBuffers] = []
     memory: list[MemoryPlan] = []
-    for place in chosen:
-        places.append(stage_parts(shape, place))
-        memory.append(plan_memory(shape, places[-1]))
+    for rank in chosen:
+        stages.append(stage_buffers(shape, rank))
+        memory.append(plan_memory(shape, stages[-1]))
         if memory[-1].total > limit:
             break
-    return StepPlan(shape=shape, device=device, places=tuple(places), memory=tuple(memory))
+    return StepPlan(shape=shape, device=device, stages=tuple(stages), memory=tuple(memory))
 
 
 def describe_plan(plan: StepPlan, device_memory: float) -> str:
-    """Return the plan as tables: memory, bytes on the wire, time, and what dominates each."""
-    told = [_head(plan), _memory_table(plan, device_memory), _traffic_table(plan), _time_table(plan)]
+    """Return the plan as tables of memory, traffic and time."""
+    tables = [_head(plan), _memory_table(plan, device_memory), _traffic_table(plan), _time_table(plan)]
     if (error := budget_error(plan.shape)) is not None:
-        told.append(f"training.activation_budget: {error}; a run is refused, the memory above is the least")
-    return "\n\n".join(told)
+        tables.append(f"training.activation_budget: {error}; a run would be refused, the memory above is the least")
+    return "\n\n".join(tables)
 
 
 def plan_as_json(plan: StepPlan, device_memory: float) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def plan_as_json(plan: StepPlan, device_memory: float) -> dict[str, Any]:
         "device": plan.device.name,
         "device_memory": device_memory,
         "fits": plan.fits(device_memory),
-        "fullest_place": plan.fullest,
+        "peak_rank": plan.peak_rank,
         "memory": [{**each.parts(), "total": each.total, "moment": each.moment} for each in plan.memory],
         "traffic": [dataclasses.asdict(each) for each in plan.traffic],
         "seconds": {**plan.time.parts(), "total": plan.time.total},
@@ -171,13 +171,13 @@ _DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "expert_m
 
 def _head(plan: StepPlan) -> str:
     shape, training = plan.shape, plan.shape.config.training
-    again = "blocks computed again in backward" if shape.recomputes else "nothing computed again"
+    recomputation = "blocks recomputed in backward" if shape.recomputes else "nothing recomputed"
     lines = {
         "model": f"{plan.num_parameters:,} parameters, {training.dtype}",
         "layout": shape.dims.summary(),
-        "step": f"{training.global_batch_size} samples of {training.sequence_length} tokens; on a rank "
-        f"{shape.num_microbatches} x {shape.micro_batch} samples, {again}",
-        "device": f"{plan.device.name}, {plan.device.ranks_per_node} a node"
+        "step": f"{training.global_batch_size} samples of {training.sequence_length} tokens; per rank "
+        f"{shape.num_microbatches} x {shape.micro_batch} samples, {recomputation}",
+        "device": f"{plan.device.name}, {plan.device.ranks_per_node} per node"
         if plan.device.ranks_per_node < 1 << 20
         else f"{plan.device.name}, measured now",
     }
@@ -185,27 +185,24 @@ def _head(plan: StepPlan) -> str:
 
 
 def _memory_table(plan: StepPlan, device_memory: float) -> str:
-    held = plan.memory[plan.fullest]
-    where = f" (place {plan.fullest} of the pipeline)" if len(plan.memory) > 1 else ""
-    fits = "fits" if held.total <= device_memory else "does NOT fit"
-    lines = [
-        f"memory of the fullest rank{where}, at {held.moment}: {format_size(held.total)} of "
-        f"{format_size(device_memory)}: {fits}"
-    ]
-    return "\n".join([*lines, *_rows(held.parts(), format_size)])
+    peak = plan.memory[plan.peak_rank]
+    where = f" (pipeline rank {plan.peak_rank})" if len(plan.memory) > 1 else ""
+    fits = "fits" if peak.total <= device_memory else "does NOT fit"
+    title = f"peak memory of a rank{where}, at {peak.moment}: {format_size(peak.total)} of {format_size(device_memory)}"
+    return "\n".join([f"{title}: {fits}", *_rows(peak.parts(), format_size)])
 
 
 def _traffic_table(plan: StepPlan) -> str:
     lines = ["sent by a rank in a step:"]
     if not plan.traffic:
-        return f"{lines[0]} nothing"
+        return "sent by a rank in a step: nothing"
     width = max(len(each.axis) for each in plan.traffic)
-    for each in sorted(plan.traffic, key=lambda sent: -sent.bytes):
+    for each in sorted(plan.traffic, key=lambda traffic: -traffic.bytes):
         seconds = seconds_of(each, plan.shape, plan.device)
-        hides = "beside computation" if each.hides else "waited for"
+        overlaps = "overlaps computation" if each.overlaps else "waited for"
         lines.append(
             f"  {each.axis:<{width}}  {each.collective:<15}{each.count:>8.0f} x  {format_size(each.bytes):>11}"
-            f"  {format_seconds(seconds):>9}  {hides}"
+            f"  {format_seconds(seconds):>9}  {overlaps}"
         )
     return "\n".join(lines)
 
@@ -213,10 +210,10 @@ def _traffic_table(plan: StepPlan) -> str:
 def _time_table(plan: StepPlan) -> str:
     parts = plan.time.parts()
     most = max(parts, key=lambda name: parts[name])
+    per_device = plan.tokens_per_second / plan.shape.dims.world_size
     title = (
-        f"time of a step, estimated: {format_seconds(plan.time.total)}, most for {most}; {plan.tokens_per_second:,.0f} "
-        f"tokens/s, {plan.tokens_per_second / plan.shape.dims.world_size:,.0f} a device, {plan.utilization:.0%} of the "
-        "peak rate"
+        f"estimated time of a step: {format_seconds(plan.time.total)}, most for {most}; {plan.tokens_per_second:,.0f} "
+        f"tokens/s, {per_device:,.0f} per device, {plan.utilization:.0%} of the peak rate"
     )
     return "\n".join([title, *_rows(parts, format_seconds)])
 
@@ -229,7 +226,7 @@ def _rows(parts: dict[str, float], form: Any) -> list[str]:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a time as tables show it.
+    """Format a time in seconds or milliseconds.
 
     Example:
         >>> format_seconds(90.0), format_seconds(0.0125)
@@ -239,19 +236,19 @@ def format_seconds(seconds: float) -> str:
 
 
 def draw_memory(plan: StepPlan, device_memory: float, picture: str | Path) -> None:
-    """Write the memory of each place in the pipeline as a PNG, with the device's memory as a line."""
+    """Write the memory of each rank of the pipeline as stacked bars into a PNG, with the device's memory as a line."""
     figure = new_figure(max(5.0, 2.5 + 0.5 * len(plan.memory)), 5.0)
     axes = figure.subplots()
     below = [0.0] * len(plan.memory)
-    places = range(len(plan.memory))
+    ranks = range(len(plan.memory))
     for name in plan.memory[0].parts():
         sizes = [each.parts()[name] / 2**30 for each in plan.memory]
         if any(sizes):
-            axes.bar(places, sizes, bottom=below, label=name, width=0.6)
+            axes.bar(ranks, sizes, bottom=below, label=name, width=0.6)
             below = [a + b for a, b in zip(below, sizes, strict=True)]
     axes.axhline(device_memory / 2**30, color="black", linestyle="--", label="device memory")
-    axes.set_xticks(list(places), [str(place) if len(plan.memory) > 1 else "every rank" for place in places])
-    axes.set_xlabel("place in the pipeline" if len(plan.memory) > 1 else "")
-    axes.set_ylabel("GiB at the fullest moment")
+    axes.set_xticks(list(ranks), [str(rank) if len(plan.memory) > 1 else "every rank" for rank in ranks])
+    axes.set_xlabel("pipeline rank" if len(plan.memory) > 1 else "")
+    axes.set_ylabel("GiB at the peak")
     figure.legend(loc="outside right upper")
     write_picture(figure, Path(picture))

@@ -1,4 +1,4 @@
-"""Search of layouts: those that are legal and fit, ranked by estimated time; others counted by what is against them."""
+"""Search of layouts: legal ones that fit, ranked by estimated time, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hp_trainer.parallel import DEGREES, ParallelDims, find_model_problems
 from hp_trainer.parallel.layouts import list_degrees
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.plan import StepPlan, plan_step
-from hp_trainer.planning.shapes import Memo, keeps_budget
+from hp_trainer.planning.shapes import Memo, fits_budget
 from hp_trainer.sizes import format_size
 from hp_trainer.training.pipelined import num_microbatches
 
-# Context parallelism pays for long sequences: of more ranks, or with fewer tokens on each, it is not searched.
+# Context parallelism helps with long sequences. More ranks, or fewer tokens per rank, are not searched.
 MAX_CP = 32
 MIN_TOKENS = 1024
 COLUMNS = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "expert_mesh")
@@ -38,11 +38,11 @@ class Ranking:
     Attributes:
         world_size: ranks of the job.
         memory: bytes of a device.
-        fitting: plans of layouts that fit, the quickest first.
-        smallest: the plan of the smallest layout of those that are legal and do not fit; None if there are none.
-        num_too_large: how many these are.
-        reasons: what is against the others, with the number of layouts that it is against.
-        num_illegal: layouts that cannot be used.
+        fitting: plans of layouts that fit, the fastest first.
+        smallest: plan of the legal layout that needs least memory among those that do not fit; None if there are none.
+        num_too_large: number of legal layouts that do not fit.
+        reasons: reasons against illegal layouts, with the number of layouts each one rules out.
+        num_illegal: number of illegal layouts.
     """
 
     world_size: int
@@ -57,18 +57,18 @@ class Ranking:
 def search_layouts(config: TrainerConfig, world_size: int, device: Device, memory: float) -> Ranking:
     """Plan every legal layout of a configuration's model and batch on so many ranks.
 
-    A layout that does not fit is planned again with all blocks computed again in backward, with gradients reduced after
-    each micro-batch, or with both. Degrees that fail alone are left out before they are combined, so that the work
-    grows with the legal layouts.
+    A layout that does not fit is planned again with all blocks recomputed, with gradients reduced after each
+    micro-batch, and with both. Single degrees that are illegal are ruled out before layouts are checked as a whole, so
+    that the work grows with the number of legal layouts.
 
     Args:
-        config: its own degrees are not looked at.
+        config: its own degrees are ignored.
         memory: bytes of a device.
 
     Raises:
-        PlanError: the model does not tell its sizes.
+        PlanError: the model has no estimates.
     """
-    alone = _AloneProblems(config)
+    single = _SingleDegreeProblems(config)
     reasons: Counter[str] = Counter()
     fitting: list[StepPlan] = []
     planner = _Planner(config, device, memory)
@@ -76,10 +76,10 @@ def search_layouts(config: TrainerConfig, world_size: int, device: Device, memor
     pipelines: dict[tuple[int, int], tuple[str, ...]] = {}
     has_experts = bool(getattr(config.model.options, "num_experts", None))
     for degrees in list_degrees(world_size, ("folded", "peer"), has_experts=has_experts):
-        found = alone.of(degrees)
+        found = single.of(degrees)
         if not found:
             dims = ParallelDims(**degrees, cp_method=config.parallel.cp_method, world_size=world_size)
-            found = problems_together(config, dims, pipelines)
+            found = layout_reasons(config, dims, pipelines)
         if found:
             num_illegal += 1
             reasons.update(found)
@@ -89,7 +89,7 @@ def search_layouts(config: TrainerConfig, world_size: int, device: Device, memor
             fitting.append(plan)
     if planner.num_over_budget:
         num_illegal += planner.num_over_budget
-        what = "training.activation_budget: activations cannot stay within it, all computed again"
+        what = "training.activation_budget: activations exceed it even if everything is recomputed"
         reasons[what] = planner.num_over_budget
     return Ranking(
         world_size=world_size,
@@ -103,32 +103,32 @@ def search_layouts(config: TrainerConfig, world_size: int, device: Device, memor
 
 
 class _Planner:
-    """Plans of layouts of one configuration, which share what does not differ between them."""
+    """Plans layouts of one configuration; results that do not depend on the layout are shared."""
 
     def __init__(self, config: TrainerConfig, device: Device, memory: float) -> None:
         self._device, self._memory = device, memory
-        again = dataclasses.replace(config.training, recompute="full")
+        recomputed = dataclasses.replace(config.training, recompute="full")
         often = dataclasses.replace(config.parallel, reduce_gradients="micro_batch")
-        self._given, self._again = config, dataclasses.replace(config, training=again)
+        self._given, self._recomputed = config, dataclasses.replace(config, training=recomputed)
         self._often = dataclasses.replace(config, parallel=often)
-        self._both = dataclasses.replace(config, training=again, parallel=often)
+        self._both = dataclasses.replace(config, training=recomputed, parallel=often)
         self._memos: dict[int, Memo] = {}
         self.num_over_budget = 0
         self.num_too_large = 0
-        # Planned up to the first place of a pipeline that holds too much: what the whole layout needs at least.
+        # Planned up to the first rank of a pipeline that needs too much: a lower bound of the layout's memory.
         self.too_large: list[StepPlan] = []
 
     def best(self, dims: ParallelDims) -> StepPlan | None:
-        """Return the plan of a layout; of one that does not fit, the quickest that does with less memory, or None."""
+        """Return the plan of a layout, with memory-saving settings if it needs them; None if it does not fit."""
         plan = self._plan(self._given, dims, self._memory)
-        # With a budget all blocks are computed again already where they must be: nothing else makes it hold.
-        if not keeps_budget(plan.shape):
+        # A budget already recomputes everything that it must, so no other setting can satisfy it.
+        if not fits_budget(plan.shape):
             self.num_over_budget += 1
             return None
         if plan.peak <= self._memory:
             return plan
         recomputes, often = plan.shape.recomputes, self._may_reduce_often(plan)
-        tried = [] if recomputes else [self._plan(self._again, dims, self._memory)]
+        tried = [] if recomputes else [self._plan(self._recomputed, dims, self._memory)]
         if often:
             tried.append(self._plan(self._often, dims, self._memory))
         if often and not recomputes and all(each.peak > self._memory for each in tried):
@@ -141,43 +141,43 @@ class _Planner:
         return None
 
     def _may_reduce_often(self, plan: StepPlan) -> bool:
-        """Return True if gradients wait for the end of the step, and the schedule lets them be reduced before.
+        """Return whether gradients are reduced at the end of the step, and could be reduced after each micro-batch.
 
-        In a pipeline weights are gathered for each use then, which saves memory with one micro-batch, too.
+        A pipeline then also gathers weights for each use, which saves memory even with one micro-batch.
         """
         shape = plan.shape
         if shape.config.parallel.reduce_gradients != "step":
             return False
-        return not shape.facts.splits_backward if shape.dims.pp_enabled else shape.num_microbatches > 1
+        return not shape.pipeline.splits_backward if shape.dims.pp_enabled else shape.num_microbatches > 1
 
     def smallest(self) -> StepPlan | None:
-        """Return the plan of the layout that needs least of those that do not fit."""
+        """Return the plan of the layout that needs least memory among those that do not fit."""
         found: StepPlan | None = None
         for plan in sorted(self.too_large, key=lambda each: each.peak):
             if found is not None and plan.peak >= found.peak:
                 break
-            whole = self._plan(plan.shape.config, plan.shape.dims, math.inf)
-            if found is None or whole.peak < found.peak:
-                found = whole
+            complete = self._plan(plan.shape.config, plan.shape.dims, math.inf)
+            if found is None or complete.peak < found.peak:
+                found = complete
         return found
 
     def _plan(self, config: TrainerConfig, dims: ParallelDims, limit: float) -> StepPlan:
         memo = self._memos.setdefault(id(config), {})
-        return plan_step(config, dims, self._device, memo, every_place=False, limit=limit)
+        return plan_step(config, dims, self._device, memo, every_rank=False, limit=limit)
 
 
 # Legal layouts -------------------------------------------------------------------------------------------
 
 
-class _AloneProblems:
-    """Problems of single degrees, and of those that share the batch, each found once."""
+class _SingleDegreeProblems:
+    """Reasons against single degrees, and against the number of data parallel ranks, each found once."""
 
     def __init__(self, config: TrainerConfig) -> None:
         self._config = config
         self._known: dict[tuple[str, int], tuple[str, ...]] = {}
 
     def of(self, degrees: Degrees) -> tuple[str, ...]:
-        """Return what is against these degrees, each by itself."""
+        """Return the reasons against these degrees, each taken alone."""
         found = [self._of_degree(name, degrees[name]) for name in ("tp", "ep", "pp")]
         found.append(self._of_batch(degrees["dp_replicate"] * degrees["dp_shard"]))
         found.append(self._of_sequence(degrees["cp"]))
@@ -194,7 +194,7 @@ class _AloneProblems:
         length = self._config.training.sequence_length
         if cp == 1 or (cp <= MAX_CP and length // cp >= min(MIN_TOKENS, length // 2)):
             return ()
-        return (f"parallel.cp: more than {MAX_CP} ranks, or fewer than {MIN_TOKENS} tokens on each, are not searched",)
+        return (f"parallel.cp: more than {MAX_CP} ranks, or fewer than {MIN_TOKENS} tokens per rank, are not searched",)
 
     def _of_batch(self, shares: int) -> tuple[str, ...]:
         key = "batch", shares
@@ -202,37 +202,33 @@ class _AloneProblems:
             dims: Any = SimpleNamespace(dp_size=shares, dp_replicate=1, dp_shard=shares)
             problems = list(batch_problems(dims, self._config))
             batch = self._config.training.global_batch_size
-            what = f"training.global_batch_size: {batch} cannot be shared equally by so many data-parallel ranks"
+            what = f"training.global_batch_size: {batch} cannot be divided equally among so many data-parallel ranks"
             self._known[key] = (what,) if problems else ()
         return self._known[key]
 
 
-def problems_together(
+def layout_reasons(
     config: TrainerConfig, dims: ParallelDims, pipelines: dict[tuple[int, int], tuple[str, ...]]
 ) -> tuple[str, ...]:
-    """Return what is against degrees that are legal one by one; a schedule is looked at once for each of its sizes.
+    """Return the reasons against a layout whose degrees are legal one by one.
 
     Args:
-        pipelines: what is against the schedule of the configuration, by its sizes; what is found is added to it.
+        pipelines: reasons against the configuration's schedule by its sizes, a cache that is filled here.
     """
     if not dims.pp_enabled:
         return _reasons(training_problems(dims, config))
-    # A schedule that runs two rounds runs any number of them.
+    # A schedule that works for two rounds of micro-batches works for any number of them.
     most = 2 * dims.pp
     key = dims.pp, min(most, num_microbatches(config, dims))
     if key not in pipelines:
         pipelines[key] = _reasons(schedule_problems(dims, config, most))
-    without = _reasons(training_problems(_without_pipeline(dims), config))
-    return (*without, *_reasons(microbatch_problems(dims, config)), *pipelines[key])
-
-
-def _without_pipeline(dims: ParallelDims) -> ParallelDims:
-    """Return the degrees of one stage's ranks."""
-    return dataclasses.replace(dims, pp=1, world_size=dims.world_size // dims.pp)
+    one_stage = dataclasses.replace(dims, pp=1, world_size=dims.world_size // dims.pp)
+    others = _reasons(training_problems(one_stage, config))
+    return (*others, *_reasons(microbatch_problems(dims, config)), *pipelines[key])
 
 
 def _reasons(problems: Iterator[Problem]) -> tuple[str, ...]:
-    """Return problems as reasons that many layouts have in common."""
+    """Return problems as reasons, each once, without the values that differ between layouts."""
     return tuple(dict.fromkeys(f"{problem.path}: {problem.what}" for problem in problems))
 
 
@@ -240,17 +236,17 @@ def _reasons(problems: Iterator[Problem]) -> tuple[str, ...]:
 
 
 def describe_ranking(ranking: Ranking) -> str:
-    """Return the best ten as a table, and why others fail."""
+    """Return the fastest ten layouts as a table, and the reasons against others."""
     legal = len(ranking.fitting) + ranking.num_too_large
     lines = [
         f"{legal} legal layouts of {ranking.world_size:,} ranks, of which {len(ranking.fitting)} fit in "
-        f"{format_size(ranking.memory)}; the quickest by estimated time:"
+        f"{format_size(ranking.memory)}; the fastest by estimated time:"
     ]
     lines += _table(ranking.fitting[:SHOWN])
     if ranking.smallest is not None:
         lines.append(
-            f"{ranking.num_too_large} legal layouts do not fit, also when blocks are computed again and gradients "
-            "reduced after each micro-batch; the smallest needs "
+            f"{ranking.num_too_large} legal layouts do not fit, even if blocks are recomputed and gradients reduced "
+            "after each micro-batch; the smallest needs "
             f"{format_size(ranking.smallest.peak)} ({_named(ranking.smallest)})"
         )
     if ranking.reasons:
@@ -263,16 +259,16 @@ def describe_ranking(ranking: Ranking) -> str:
 
 
 def describe_fitting(ranking: Ranking) -> str:
-    """Return what would fit instead of a plan that does not."""
+    """Return the layouts that would fit instead of one that does not."""
     if ranking.fitting:
-        title = f"{len(ranking.fitting)} layouts of {ranking.world_size:,} ranks would fit; the quickest: "
+        title = f"{len(ranking.fitting)} layouts of {ranking.world_size:,} ranks would fit; the fastest: "
         return "\n".join([title + _named(ranking.fitting[0]), *_table(ranking.fitting[:3])])
     if ranking.smallest is None:
-        return "no layout of this model and batch is legal for so many ranks; hp-train layouts tells why"
+        return "no layout of this model and batch is legal for so many ranks; hp-train layouts says why"
     best = ranking.smallest
     return (
         f"no layout of {ranking.world_size:,} ranks fits in {format_size(ranking.memory)}: the smallest needs "
-        f"{format_size(best.peak)} ({_named(best)}). Take more ranks, smaller micro-batches "
+        f"{format_size(best.peak)} ({_named(best)}). Use more ranks, smaller micro-batches "
         "(training.micro_batch_size), shorter sequences, or devices with more memory"
     )
 
@@ -316,7 +312,7 @@ def _table(plans: tuple[StepPlan, ...]) -> list[str]:
 
 
 def _named(plan: StepPlan) -> str:
-    """Return a layout as settings to give."""
+    """Return a layout as options of the command line."""
     dims = plan.shape.dims
     settings = [f"--parallel.{name}={getattr(dims, name)}" for name in COLUMNS[:6] if getattr(dims, name) > 1]
     if dims.ep_enabled and dims.etp != dims.tp:

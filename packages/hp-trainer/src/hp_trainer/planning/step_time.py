@@ -1,45 +1,40 @@
-"""Time of a step from a device model: products, memory, links, and idle ranks of a pipeline.
+"""Time of a step by a device model: matrix products, memory bandwidth, links, and idle ranks of a pipeline.
 
-Gathers and reductions of weights run while blocks compute, and cost what is left of them; all other exchanges are
-waited for. Within a block, products and cheap operations follow each other.
+All-gathers and reductions of weights overlap with computation and cost what exceeds it; all other exchanges are waited
+for. Within a block, products and cheap operations follow each other.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hp_trainer.models.decoder.activations import (
-    head_flops_per_token,
-    layer_flops_per_token,
-    routed_flops_per_token,
-    training_flops_per_token,
-)
+from hp_trainer.models.estimates import Traffic
 from hp_trainer.parallel.axes import DENSE_AXES
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.memory import layer_costs
-from hp_trainer.planning.shapes import StageParts, StepShape
-from hp_trainer.planning.traffic import Sent, message_bytes, stage_traffic
+from hp_trainer.planning.shapes import StageBuffers, StepShape
+from hp_trainer.planning.traffic import message_bytes, stage_traffic
 
 _POINT_TO_POINT = ("all_to_all", "exchange", "send")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step, by what they are for.
+    """Seconds of a step, by what takes them.
 
     Attributes:
-        products: matrix products, attention's included.
-        again: operations that recomputation takes a second time.
-        memory: cheap operations, which wait for the device's memory.
+        products: matrix products, those of attention included.
+        recomputation: matrix products that are repeated in backward.
+        memory: cheap operations, which are bound by the device's memory bandwidth.
         exchanges: collectives that are waited for, by axis.
-        weights: gathers and reductions of weights that are longer than the computation beside them.
-        idle: ranks of the pipeline that wait for others.
+        weights: all-gathers and reductions of weights that computation does not hide.
+        idle: time in which ranks of the pipeline wait for others.
         update: the optimizer.
-        offload: copies of activations to the host and back that are longer than the computation beside them.
+        offload: copies of activations to the host and back that computation does not hide.
     """
 
     products: float
-    again: float
+    recomputation: float
     memory: float
     exchanges: dict[str, float]
     weights: float
@@ -49,130 +44,99 @@ class StepTime:
 
     def parts(self) -> dict[str, float]:
         """Return the seconds by name."""
-        parts = {"products": self.products, "recomputation": self.again, "cheap operations": self.memory}
+        parts = {"products": self.products, "recomputation": self.recomputation, "cheap operations": self.memory}
         parts |= {f"exchanges over {axis}": seconds for axis, seconds in self.exchanges.items()}
         parts |= {"offload not hidden": self.offload, "weights not hidden": self.weights}
         return parts | {"pipeline idle": self.idle, "update": self.update}
 
     @property
     def total(self) -> float:
-        """All seconds together."""
+        """Sum of all seconds."""
         return sum(self.parts().values())
 
 
-def step_time(shape: StepShape, parts: StageParts, device: Device, state_bytes: float) -> StepTime:
-    """Return the estimated time of a step for the ranks at one place of the pipeline.
+def step_time(shape: StepShape, stage: StageBuffers, device: Device, state_bytes: float) -> StepTime:
+    """Return the estimated time of a step for one rank of the pipeline.
 
     Args:
-        state_bytes: of the optimizer's state on a rank, which the update reads and writes.
+        state_bytes: bytes of the optimizer's state on a rank, which the update reads and writes.
     """
     rate = device.flops.get(shape.config.training.dtype, min(device.flops.values())) * device.efficiency
     count = shape.num_microbatches
-    products = count * _flops(shape, parts) / rate
-    again, moved = _again(shape, parts)
-    costs = layer_costs(shape)
-    kept = sum(costs[layer].saved for layer in parts.layers)
-    # Written and read in forward, read and written in backward.
-    memory = count * (4 * kept + moved) / device.memory_bandwidth
-    again = count * again / rate
-    traffic = stage_traffic(shape, parts)
+    products = count * shape.model.flops(shape.micro_batch_shape, stage.layers, head=stage.head) / rate
+    every = layer_costs(shape)
+    costs = [every[layer] for layer in stage.layers]
+    saved = sum(cost.saved_by_autograd for cost in costs)
+    # What is saved is written and read in forward, and read and written in backward.
+    memory = count * (4 * saved + sum(cost.recomputed_bytes for cost in costs)) / device.memory_bandwidth
+    recomputation = count * sum(cost.recomputed_flops for cost in costs) / rate
     exchanges: dict[str, float] = {}
-    hidden = waited = 0.0
-    for each in traffic:
+    overlapping = waited = 0.0
+    for each in stage_traffic(shape, stage):
         seconds = seconds_of(each, shape, device)
-        if each.hides:
-            hidden += seconds
-        elif parts.is_pipelined and each.axis in ("fsdp", "efsdp", "dp_replicate", "dp_replicate+cp", "cp"):
+        if each.overlaps:
+            overlapping += seconds
+        elif stage.is_pipelined and each.axis in ("fsdp", "efsdp", "dp_replicate", "dp_replicate+cp", "cp"):
             waited += seconds
         else:
             exchanges[each.axis] = exchanges.get(each.axis, 0.0) + seconds
-    busy = products + again + memory
+    busy = products + recomputation + memory
     idle = 0.0
-    if parts.is_pipelined:
-        hop = message_bytes(shape) / _send_rate(shape, device) + device.outer_latency
+    if stage.is_pipelined:
+        stride, size = _one_axis("pp", shape)
+        is_inside = stride * size <= device.ranks_per_node
+        rate = device.inner_bandwidth if is_inside else device.outer_bandwidth
+        hop = message_bytes(shape) / rate + device.outer_latency
         inside = busy + sum(seconds for axis, seconds in exchanges.items() if axis != "pp")
-        idle = shape.facts.bubble * inside + 2 * (shape.dims.pp - 1) * hop
-        # Messages travel while the ranks compute, but for the first and the last ones, which are idle time.
+        idle = shape.pipeline.bubble * inside + 2 * (shape.dims.pp - 1) * hop
+        # Messages are sent while the ranks compute, except the first and the last ones, which count as idle time.
         exchanges.pop("pp", None)
-    shards = parts.total("shard") + parts.total("gradient")
+    shards = stage.total("shard") + stage.total("gradient")
     update = (2 * shards + 2 * state_bytes) / device.memory_bandwidth
     if shape.config.training.offload_optimizer:
-        # Both directions at once, beside the update.
+        # Copies run in both directions at once, and overlap with the update.
         update = max(update, state_bytes / device.host_bandwidth)
-    copied = count * _copied(shape, parts) / device.host_bandwidth
-    # Forward computes a third of the products, and moves half of the bytes that are kept.
-    forward = products / 3 + count * 2 * kept / device.memory_bandwidth
+    last = shape.last_layers(stage.rank)
+    offloaded = (c.saved - c.on_device for layer, c in zip(stage.layers, costs, strict=True) if layer not in last)
+    copied = count * sum(offloaded) / device.host_bandwidth
+    # Forward has a third of the products, and half of the accesses to saved bytes.
+    forward = products / 3 + count * 2 * saved / device.memory_bandwidth
     return StepTime(
         products=products,
-        again=again,
+        recomputation=recomputation,
         memory=memory,
         exchanges=exchanges,
-        weights=max(0.0, hidden - busy) + waited,
+        weights=max(0.0, overlapping - busy) + waited,
         idle=idle,
         update=update,
         offload=max(0.0, copied - forward) + max(0.0, copied - (busy - forward)),
     )
 
 
-def model_flops(shape: StepShape) -> float:
-    """Return the operations of a step over all ranks, without what is computed again."""
-    training = shape.config.training
-    if shape.module is not None:
-        return shape.module.flops / shape.micro_batch * training.global_batch_size
-    tokens = training.global_batch_size * training.sequence_length
-    return tokens * training_flops_per_token(shape.model, training.sequence_length)
-
-
-def _flops(shape: StepShape, parts: StageParts) -> float:
-    """Return the operations of a rank for one micro-batch, forward and backward."""
-    if shape.module is not None:
-        return shape.module.flops
-    length = shape.config.training.sequence_length
-    per_token = shape.shared("layer flops", lambda: layer_flops_per_token(shape.model, length))
-    total = sum(per_token[layer] for layer in parts.layers)
-    if shape.dims.expert_mesh == "peer":
-        # Ranks of `ep` compute the same tokens, but for the experts, for which each routes a part of them.
-        routed = sum(routed_flops_per_token(shape.model, layer) for layer in parts.layers)
-        total -= routed * (1 - 1 / shape.dims.ep)
-    if parts.head:
-        total += head_flops_per_token(shape.model)
-    return total * shape.micro_batch * length / (shape.dims.cp * shape.dims.tp)
-
-
-def _again(shape: StepShape, parts: StageParts) -> tuple[float, float]:
-    """Return the operations and the bytes of what is computed again for one micro-batch."""
-    every = layer_costs(shape)
-    costs = [every[layer] for layer in parts.layers]
-    return sum(each.flops_again for each in costs), sum(each.moved_again for each in costs)
-
-
-def _copied(shape: StepShape, parts: StageParts) -> float:
-    """Return the bytes that a micro-batch sends to the host."""
-    costs, ends = layer_costs(shape), shape.ends_of(parts.place)
-    return sum(costs[layer].kept - costs[layer].on_device for layer in parts.layers if layer not in ends)
-
-
 # Links ---------------------------------------------------------------------------------------------------
 
 
-def seconds_of(sent: Sent, shape: StepShape, device: Device) -> float:
-    """Return the time of collectives over an axis, by the links between its ranks."""
-    stride, size = _axis(sent.axis, shape)
+def seconds_of(traffic: Traffic, shape: StepShape, device: Device) -> float:
+    """Return the time of collectives over an axis, by the links between its ranks.
+
+    Within a node links are fast, and all ranks of a node share its links to other nodes.
+    """
+    stride, size = _axis(traffic.axis, shape)
     inside = min(size, max(1, device.ranks_per_node // stride))
     latency = device.inner_latency if inside == size else device.outer_latency
     if inside == size:
-        return sent.bytes / device.inner_bandwidth + sent.count * latency
-    if sent.collective in _POINT_TO_POINT:
+        return traffic.bytes / device.inner_bandwidth + traffic.count * latency
+    if traffic.collective in _POINT_TO_POINT:
         near = (inside - 1) / (size - 1)
         rate = near / device.inner_bandwidth + (1 - near) / device.outer_bandwidth
-        return sent.bytes * rate + sent.count * latency
-    # A ring passes each node once; the ranks of a node share its links outward.
+        return traffic.bytes * rate + traffic.count * latency
+    # A ring enters and leaves each node once, so it can use the outer links of all its ranks of a node.
     rate = min(device.inner_bandwidth, device.outer_bandwidth * inside)
-    return sent.bytes / rate + sent.count * latency
+    return traffic.bytes / rate + traffic.count * latency
 
 
 def _axis(name: str, shape: StepShape) -> tuple[int, int]:
-    """Return (distance between neighbours, ranks) of an axis in the numbering of the job's ranks."""
+    """Return the (stride, size) of an axis in the numbering of the job's ranks."""
     found = [_one_axis(each, shape) for each in name.split("+")]
     size = 1
     for _, each in found:
@@ -197,8 +161,3 @@ def _one_axis(name: str, shape: StepShape) -> tuple[int, int]:
     for axis in names:
         size *= getattr(dims, axis)
     return min(strides[axis] for axis in names), size
-
-
-def _send_rate(shape: StepShape, device: Device) -> float:
-    stride, size = _one_axis("pp", shape)
-    return device.inner_bandwidth if stride * size <= device.ranks_per_node else device.outer_bandwidth

@@ -1,15 +1,12 @@
-"""A user's own module as plans need it: parameters, bytes of its activations, operations of a forward and backward.
-
-Counting of a user's own module, such as one of transformers, by a platform that computes without memory.
-"""
+"""Estimates of a user's own module, such as one of transformers, counted by a run on tensors without memory."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.counted_step import CountedParameter, CountedPart, CountedStep
@@ -17,117 +14,45 @@ from hp_dtensor.platform.selection import get_platform
 from hp_fsdp import PlannedParameter
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import ConfigError, PlanError
-from hp_trainer.models.estimates import BlockActivations, KeptTensor
+from hp_trainer.models import ModelEstimates, ModelPart
+from hp_trainer.models.estimates import (
+    BlockActivations,
+    MicroBatchShape,
+    ModelActivations,
+    ModelParameters,
+    SavedActivation,
+    Traffic,
+)
 from hp_trainer.models.plain_module import PlainModel
+from hp_trainer.models.recomputation import BlockRecompute
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.plugins import registries
 from hp_trainer.registries import is_python_name, register_python_name
 from hp_trainer.training.setup import build_plain_model
 
-
-@dataclass(frozen=True, kw_only=True)
-class ModuleFacts:
-    """A user's own module, whose parts are those that are gathered one by one.
-
-    Attributes:
-        names: of the parts, in the order of forward.
-        root: parameters outside of all parts.
-        parameters: of each part, in the order of forward.
-        buffers: bytes of tensors that are no parameters; every rank has them whole.
-        blocks: activations of each part, of one micro-batch.
-        head: those of all that comes after the last part, the loss included.
-        unreached: first parts that backward does not come to.
-        flops: operations of a micro-batch, forward and backward.
-    """
-
-    names: tuple[str, ...]
-    root: tuple[PlannedParameter, ...]
-    parameters: tuple[tuple[PlannedParameter, ...], ...]
-    buffers: int
-    blocks: tuple[BlockActivations, ...]
-    head: BlockActivations
-    unreached: tuple[int, ...]
-    flops: float
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of every parameter, by name."""
-        return {each.name: each.shape for group in (self.root, *self.parameters) for each in group}
-
-
-# Counts a module for so many samples of a forward.
-CountModule = Callable[[int], ModuleFacts]
-
-
-def module_facts(step: CountedStep) -> ModuleFacts:
-    """Return what plans need of a counted step."""
-    groups = [[each for each in step.parameters if each.part == index] for index in range(len(step.parts))]
-    blocks, in_front = [], 0
-    alike: dict[BlockActivations, BlockActivations] = {}
-    for part in step.parts:
-        activations = _activations(part, in_front)
-        # Parts of one kind share an object, as a decoder's blocks do.
-        blocks.append(alike.setdefault(activations, activations))
-        in_front = part.after
-    unreached = next((index for index, part in enumerate(step.parts) if part.is_reached), len(step.parts))
-    kept = step.after_forward - in_front
-    head = BlockActivations(
-        tensors=(KeptTensor(name="outside of the parts", kind="rest", saved=kept),),
-        working=step.outside - step.after_forward,
-    )
-    return ModuleFacts(
-        names=tuple(part.name for part in step.parts),
-        root=_planned([each for each in step.parameters if each.part is None]),
-        parameters=tuple(map(_planned, groups)),
-        buffers=step.buffers,
-        blocks=tuple(blocks),
-        head=head,
-        unreached=tuple(range(unreached)),
-        flops=float(step.flops),
-    )
-
-
-def _activations(part: CountedPart, in_front: int) -> BlockActivations:
-    """Return a part's activations, such that plans hold at its backward what was counted.
-
-    Args:
-        in_front: bytes that are alive when the parts before have computed.
-    """
-    kept = part.after - in_front
-    # What stays when its backward has ended is called its input.
-    left = part.end - in_front if part.is_reached else 0
-    tensors = (
-        KeptTensor(name="input", kind="input", saved=left, result=left),
-        KeptTensor(name="everything else", kind="rest", saved=kept - left),
-    )
-    return BlockActivations(tensors=tensors, working=part.peak - part.after if part.is_reached else 0)
-
-
-def _planned(parameters: list[CountedParameter]) -> tuple[PlannedParameter, ...]:
-    return tuple(
-        PlannedParameter(each.name, each.shape, itemsize=each.itemsize, trainable=each.trainable) for each in parameters
-    )
-
+if TYPE_CHECKING:
+    from hp_dtensor.parallel.attention import ContextCost
 
 Tensor = Any
 
 
 class ModuleCounter:
-    """Counts a user's own module for plans, once for each size of a forward.
+    """Counts a user's own module for plans, once for each size of a micro-batch.
 
     Args:
-        dims: the layout, which such a module must have.
-        platform_name: of the framework that it is a module of.
+        dims: the layout, which must be one that such modules support.
+        platform_name: the framework that the module belongs to.
     """
 
     def __init__(self, dims: ParallelDims, platform_name: str) -> None:
         self._dims, self._platform_name = dims, platform_name
-        self._known: dict[tuple[int, int, str], ModuleFacts] = {}
+        self._counted: dict[tuple[int, int, str], CountedModule] = {}
 
-    def of(self, config: TrainerConfig) -> CountModule:
-        """Return what counts the module of a configuration.
+    def of(self, config: TrainerConfig) -> Callable[[int], ModelEstimates]:
+        """Return a function that estimates the module of a configuration for micro-batches of so many samples.
 
         Raises:
-            PlanError: the layout cuts more than samples and weights, or activations are not to be kept.
+            PlanError: the layout shards more than samples and weights, or activations are recomputed or offloaded.
         """
         training = config.training
         settings = [f"parallel.{name}" for name in ("cp", "tp", "pp", "ep") if getattr(self._dims, name) > 1]
@@ -136,37 +61,38 @@ class ModuleCounter:
         settings += ["training.offload_activations"] * training.offload_activations
         if settings:
             raise PlanError(
-                f"model {config.model.name!r} is a module of your own: plans of such are made for ranks that share "
-                "samples and weights (parallel.dp_shard, dp_replicate), with all activations kept; leave out "
+                f"model {config.model.name!r} is a module of your own: plans of such modules support data parallelism "
+                "and sharded weights (parallel.dp_shard, dp_replicate), with all activations saved; leave out "
                 f"{', '.join(settings)}"
             )
-        return functools.partial(self._counted, config)
+        return functools.partial(self._count, config)
 
-    def _counted(self, config: TrainerConfig, micro_batch: int) -> ModuleFacts:
+    def _count(self, config: TrainerConfig, micro_batch: int) -> ModelEstimates:
         key = micro_batch, config.training.sequence_length, config.training.dtype
-        if key not in self._known:
-            self._known[key] = _count(config, self._platform_name, micro_batch)
-        return self._known[key]
+        if key not in self._counted:
+            self._counted[key] = _count(config, self._platform_name, micro_batch)
+        return self._counted[key]
 
 
-def _count(config: TrainerConfig, platform_name: str, micro_batch: int) -> ModuleFacts:
-    """Return what one forward and backward of so many samples take.
+def _count(config: TrainerConfig, platform_name: str, micro_batch: int) -> CountedModule:
+    """Count one forward and backward of so many samples.
 
     Raises:
-        PlanError: the model lays itself out, cannot compute without memory, or the platform cannot.
+        PlanError: the model parallelizes itself or cannot run without memory, or the platform cannot run it so.
     """
     platform = get_platform(platform_name)
     training, name = config.training, config.model.name
     if is_python_name(name):
-        # Plans read configurations with registries of their own, where no platform need be installed.
+        # Plans read configurations with registries of their own, because no platform need be installed for them.
         register_python_name(registries().models, name, Path())
 
     def build() -> PlainModel:
         model = build_plain_model(config, platform)
         if not isinstance(model, PlainModel):
             raise PlanError(
-                f"model {name!r} lays itself out by a `parallelize` of its own, which plans do not know; they are made "
-                "for the decoder (model.name=decoder) and for modules without one"
+                f"model {name!r} has a `parallelize` of its own, which plans do not know; they are made for the "
+                "decoder (model.name=decoder), for models whose options have a method `estimates`, and for "
+                "modules without `parallelize`"
             )
         return model
 
@@ -176,23 +102,131 @@ def _count(config: TrainerConfig, platform_name: str, micro_batch: int) -> Modul
 
     dtype = None if training.dtype == "float32" else training.dtype
     try:
-        return module_facts(platform.count_step(build, run, _parts, dtype))
+        return CountedModule(platform.count_step(build, run, _outermost_units, dtype), micro_batch)
     except CapabilityError as error:
         raise PlanError(
-            f"model {name!r} is a module of your own, of which plans count parameters and activations without memory: "
+            f"model {name!r} is a module of your own, which plans count by running it on tensors without memory: "
             f"{platform_name}: {error}. Plan it on torch, or model.name=decoder on any platform"
         ) from error
     except (PlanError, ConfigError):
         raise
     except Exception as error:
         raise PlanError(
-            f"model {name!r} could not be run on tensors without memory, by which plans count it: "
-            f"{type(error).__name__}: {error}. What is built or computed by the values of tensors (item(), masks as "
-            "indices, files of weights) has none there"
+            f"model {name!r} cannot be run on tensors without memory, by which plans count it: "
+            f"{type(error).__name__}: {error}. Code that depends on the values of tensors (item(), masks as indices, "
+            "files of weights) does not work there"
         ) from error
 
 
-def _parts(model: PlainModel) -> dict[str, Any]:
-    """Return the modules that are gathered one by one; one within another is counted as a part of that."""
+def _outermost_units(model: PlainModel) -> dict[str, Any]:
+    """Return the modules that form an FSDP group each, without those nested in another one."""
     units = model.units()
     return {name: unit for name, unit in units.items() if not any(name.startswith(f"{other}.") for other in units)}
+
+
+@dataclass(frozen=True, eq=False)
+class CountedModule:
+    """A counted module as `ModelEstimates`. Its blocks are the modules that form an FSDP group each.
+
+    Attributes:
+        step: the counts of one forward and backward.
+        micro_batch: samples of that forward.
+    """
+
+    step: CountedStep
+    micro_batch: int
+
+    hidden_size = 0
+    is_recomputable = False
+    retains_dtypes = True
+    has_micro_batch_statistics = False
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.step.parts)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self.step.buffers
+
+    def block_name(self, layer: int) -> str:
+        """See `ModelEstimates`."""
+        return self.step.parts[layer].name
+
+    def layer_kind(self, layer: int) -> int:
+        """See `ModelEstimates`; nothing is known to be alike."""
+        return layer
+
+    def unreached_blocks(self) -> tuple[int, ...]:
+        """See `ModelEstimates`."""
+        parts = self.step.parts
+        return tuple(range(next((index for index, part in enumerate(parts) if part.is_reached), len(parts))))
+
+    def parameters(self, dims: ParallelDims, part: ModelPart, *, freeze: tuple[str, ...] = ()) -> ModelParameters:
+        """See `ModelEstimates`; what is frozen was counted as not trainable."""
+        return self._parameters
+
+    @functools.cached_property
+    def _parameters(self) -> ModelParameters:
+        of_part = {index: [x for x in self.step.parameters if x.part == index] for index in range(self.num_layers)}
+        return ModelParameters(
+            root=_planned(each for each in self.step.parameters if each.part is None),
+            blocks={index: _planned(parameters) for index, parameters in of_part.items()},
+        )
+
+    def activations(self, shape: MicroBatchShape) -> ModelActivations:
+        """See `ModelEstimates`."""
+        return self._activations
+
+    @functools.cached_property
+    def _activations(self) -> ModelActivations:
+        blocks, before = [], 0
+        kinds: dict[BlockActivations, BlockActivations] = {}
+        for part in self.step.parts:
+            activations = _block_activations(part, before)
+            # Equal blocks share an object, as those of the decoder do.
+            blocks.append(kinds.setdefault(activations, activations))
+            before = part.after
+        rest = SavedActivation(name="outside of the blocks", kind="rest", saved=self.step.after_forward - before)
+        head = BlockActivations(tensors=(rest,), working=self.step.outside - self.step.after_forward)
+        return ModelActivations(blocks=tuple(blocks), head=head)
+
+    def flops(self, shape: MicroBatchShape, layers: Sequence[int], *, head: bool) -> float:
+        """See `ModelEstimates`."""
+        return float(self.step.flops)
+
+    def step_flops(self, samples: int, length: int) -> float:
+        """See `ModelEstimates`."""
+        return float(self.step.flops) / self.micro_batch * samples
+
+    def traffic(
+        self,
+        shape: MicroBatchShape,
+        part: ModelPart,
+        recompute: Sequence[BlockRecompute],
+        attention_cost: Callable[[int | None], ContextCost],
+    ) -> Iterable[Traffic]:
+        """See `ModelEstimates`; the ranks share only samples and weights."""
+        return ()
+
+
+def _block_activations(part: CountedPart, before: int) -> BlockActivations:
+    """Return the activations of a block such that plans of its backward hold the bytes that were counted.
+
+    Args:
+        before: bytes alive after the forward of the preceding block.
+    """
+    saved = part.after - before
+    # What is still alive after the block's backward counts as its input.
+    left = part.end - before if part.is_reached else 0
+    tensors = (
+        SavedActivation(name="input", kind="input", saved=left, result=left),
+        SavedActivation(name="everything else", kind="rest", saved=saved - left),
+    )
+    return BlockActivations(tensors=tensors, working=part.peak - part.after if part.is_reached else 0)
+
+
+def _planned(parameters: Iterable[CountedParameter]) -> tuple[PlannedParameter, ...]:
+    return tuple(
+        PlannedParameter(each.name, each.shape, itemsize=each.itemsize, trainable=each.trainable) for each in parameters
+    )

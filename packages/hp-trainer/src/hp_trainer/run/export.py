@@ -30,7 +30,6 @@ from hp_trainer.checkpoint import (
 from hp_trainer.checkpoint.shard_file import bytes_of, header_parts, storage_dtype
 from hp_trainer.config import TrainerConfig, to_plain
 from hp_trainer.exceptions import CheckpointError, ExportError
-from hp_trainer.models.decoder import DecoderConfig
 from hp_trainer.models.hugging_face import COMPANIONS
 from hp_trainer.models.hugging_face.architectures import read_architecture
 from hp_trainer.models.hugging_face.export import (
@@ -78,7 +77,7 @@ def export_run(
         CheckpointError: there are no averages.
     """
     options = config.model.options
-    if not isinstance(options, DecoderConfig):
+    if not hasattr(options, "read_directory"):
         raise ExportError(f"model.name = {config.model.name}: only the decoder is known to transformers")
     if adapters and options.lora.rank is None:
         raise ExportError("the model has no adapters (model.lora.rank is null); leave --lora out")

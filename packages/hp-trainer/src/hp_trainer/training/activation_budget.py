@@ -1,10 +1,7 @@
-"""Activations that a rank has to hold, and the cost of not holding them: computing again, or copies to the host.
+"""Recomputation and offloading under a budget of activation memory (`training.activation_budget`).
 
-Choice of what each block of a model keeps, computes again or has on the host, within a budget of activations.
-
-Choice of the recomputation of a run: by its settings, or to stay within a budget of activations.
-
-Rates of this job's devices by which recomputation, transfers and copies to the host are weighed, measured now.
+`Demand` is the activations that a rank holds, `CostRates` the price of recomputing, sending and copying them.
+`plan_recompute` searches the cheapest choice for one rank, `plan_activations` makes it for every rank of a pipeline.
 """
 
 from __future__ import annotations
@@ -22,11 +19,10 @@ import numpy as np
 
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.platform.interface import Platform
+from hp_moe import has_fused_experts
 from hp_trainer.config import TrainerConfig
-from hp_trainer.models import DecoderConfig
-from hp_trainer.models.decoder.activations import ActivationShape, decoder_activations
-from hp_trainer.models.estimates import BlockActivations
-from hp_trainer.models.recomputation import NOTHING_AGAIN, BlockRecompute, Kind, block_names
+from hp_trainer.models.estimates import BlockActivations, MicroBatchShape, estimates_of
+from hp_trainer.models.recomputation import NOTHING_RECOMPUTED, BlockRecompute, Kind, block_names
 from hp_trainer.parallel import ParallelDims, context_style
 from hp_trainer.pipeline import simulate
 from hp_trainer.sizes import format_size, parse_size
@@ -35,12 +31,12 @@ from hp_trainer.training.pipelined import exchange_over, num_microbatches, plan_
 
 @dataclass(frozen=True, kw_only=True)
 class CostRates:
-    """Time of a byte, in operations of matrix products that take as long.
+    """Time of a byte, expressed as the operations of matrix products that take equally long.
 
     Attributes:
-        moved: of a byte that a cheap operation writes: about 5 on a CPU, 100 to 300 on a GPU.
-        sent: of a byte that goes to another rank.
-        host: of a byte that goes to host memory, or comes from there: 20,000 on an H100 with 16 lanes of PCIe 4.
+        moved: for a byte that a cheap operation writes: about 5 on a CPU, 100 to 300 on a GPU.
+        sent: for a byte sent to another rank.
+        host: for a byte copied to or from host memory: 20,000 on an H100 with 16 lanes of PCIe 4.
     """
 
     moved: float = 100.0
@@ -52,35 +48,35 @@ class CostRates:
 
         Example:
             >>> CostRates(moved=100, sent=5000, host=20_000).describe()
-            'a byte written takes the time of 100 operations of products, one sent 5,000, one copied to the host 20,000'
+            'time of a byte in operations of products: 100 if written, 5,000 if sent, 20,000 if copied to the host'
         """
         return (
-            f"a byte written takes the time of {self.moved:,.0f} operations of products, one sent {self.sent:,.0f}, "
-            f"one copied to the host {self.host:,.0f}"
+            f"time of a byte in operations of products: {self.moved:,.0f} if written, {self.sent:,.0f} if sent, "
+            f"{self.host:,.0f} if copied to the host"
         )
 
     def work(self, block: BlockActivations) -> float:
-        """Return the work of a forward, in operations."""
-        return self.again(block, BlockRecompute(mode="full"))
+        """Return the work of a block's forward, in operations."""
+        return self.recomputation(block, BlockRecompute(mode="full"))
 
-    def again(self, block: BlockActivations, recompute: BlockRecompute) -> float:
-        """Return the work of what a block computes again, in operations."""
-        moved, sent = block.moved_again(recompute), block.sent_again(recompute)
-        return block.flops_again(recompute) + self.moved * moved + self.sent * sent
+    def recomputation(self, block: BlockActivations, recompute: BlockRecompute) -> float:
+        """Return the work of a block's recomputation, in operations."""
+        moved, sent = block.recomputed_bytes(recompute), block.recomputed_sent(recompute)
+        return block.recomputed_flops(recompute) + self.moved * moved + self.sent * sent
 
-    def waited(self, block: BlockActivations, chosen: BlockRecompute, forward: float, backward: float) -> float:
-        """Return the wait for a block's copies to the host and back, in operations.
+    def exposed_copy(self, block: BlockActivations, chosen: BlockRecompute, forward: float, backward: float) -> float:
+        """Return the part of a block's copies to the host and back that computation does not hide, in operations.
 
         Args:
-            forward: work of the next block's forward, beside which the copies to the host are made.
-            backward: work of the next block's backward, beside which they are brought back.
+            forward: work of the next block's forward, which overlaps with copies to the host.
+            backward: work of the next block's backward, which overlaps with copies back.
         """
-        copied = self.host * (block.kept(chosen) - block.on_device(chosen))
+        copied = self.host * (block.saved(chosen) - block.on_device(chosen))
         return max(0.0, copied - forward) + max(0.0, copied - backward)
 
 
 ESTIMATED = CostRates()
-"""Rates about right on any accelerator, where none have been measured."""
+"""Rates that are roughly right on any accelerator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +84,10 @@ class Demand:
     """Activations that one rank has to hold.
 
     Attributes:
-        blocks: those that the rank has, in the order of forward.
-        head: the final norm, head and loss; None: another rank has them.
-        in_flight: micro-batches whose activations it holds at once.
-        ends: indices of blocks that are the last of a stage, whose tensors stay on the device; the last one always is.
+        blocks: activations of the rank's blocks, in the order of forward.
+        head: activations of the final norm, head and loss; None: another rank has them.
+        in_flight: micro-batches whose activations are held at once.
+        ends: indices of blocks that end a stage; the last block always does.
     """
 
     blocks: tuple[BlockActivations, ...]
@@ -99,95 +95,96 @@ class Demand:
     in_flight: float = 1.0
     ends: frozenset[int] = frozenset()
 
-    def stays(self, index: int) -> bool:
-        """Return whether a block's tensors stay on the device whatever is chosen: backward begins with them."""
+    def never_offloads(self, index: int) -> bool:
+        """Return whether a block's tensors always remain on the device, because backward starts with them."""
         return index == len(self.blocks) - 1 or index in self.ends
 
     def peak(self, chosen: Sequence[BlockRecompute]) -> float:
         """Return the most bytes on the device at once.
 
-        Backward has freed what is behind the block that it is in. Tensors of the block in front of it come back from
-        the host in the place of those that it has used, while blocks further in front have theirs there.
+        When backward is in a block, the tensors of later blocks are freed. Offloaded tensors of the preceding block
+        come back from the host and reuse memory that this block frees; those of earlier blocks are still on the host.
 
         Example:
-            >>> x = KeptTensor(name="x", kind="input", saved=1, result=1)
-            >>> block = BlockActivations(tensors=(x, KeptTensor(name="rest", kind="rest", saved=9)))
+            >>> x = SavedActivation(name="x", kind="input", saved=1, result=1)
+            >>> block = BlockActivations(tensors=(x, SavedActivation(name="rest", kind="rest", saved=9)))
             >>> demand = Demand(blocks=(block,) * 3)
-            >>> demand.peak([BlockRecompute(mode="full")] * 3), demand.peak([NOTHING_AGAIN] * 3)
+            >>> demand.peak([BlockRecompute(mode="full")] * 3), demand.peak([NOTHING_RECOMPUTED] * 3)
             (12.0, 30.0)
             >>> demand.peak([BlockRecompute(offloads=True)] * 3)
             10.0
         """
-        peak = waiting = before = before_waiting = 0.0
+        peak = pending = before = before_pending = 0.0
         for index, (block, each) in enumerate(zip(self.blocks, chosen, strict=True)):
-            here = block.kept(each)
-            room = min(before - before_waiting, block.makes_room(each))
-            peak = max(peak, waiting + before - room + here + block.temporary(each))
-            waiting += before_waiting
-            before, before_waiting = here, here if self.stays(index) else block.on_device(each)
+            own = block.saved(each)
+            reused = min(before - before_pending, block.reusable(each))
+            peak = max(peak, pending + before - reused + own + block.temporary(each))
+            pending += before_pending
+            before, before_pending = own, own if self.never_offloads(index) else block.on_device(each)
         if self.head is not None:
-            peak = max(peak, waiting + before + self.head.kept() + self.head.working)
-        return (self.in_flight - 1) * (waiting + before_waiting) + peak
+            peak = max(peak, pending + before + self.head.saved() + self.head.working)
+        return (self.in_flight - 1) * (pending + before_pending) + peak
 
     def work(self, rates: CostRates = ESTIMATED) -> float:
         """Return the work of a forward, in operations."""
-        parts = [*self.blocks, *([] if self.head is None else [self.head])]
-        return sum(map(rates.work, parts))
+        blocks = [*self.blocks, *([] if self.head is None else [self.head])]
+        return sum(map(rates.work, blocks))
 
     def cost(self, chosen: Sequence[BlockRecompute], rates: CostRates = ESTIMATED) -> float:
-        """Return the work that comes on top of a step: what is computed again, and waits for copies; in operations."""
-        again = sum(rates.again(block, each) for block, each in zip(self.blocks, chosen, strict=True))
-        return again + sum(self.waits(range(len(self.blocks)), chosen, rates))
+        """Return the additional work of a step in operations: recomputation, and copies not hidden by computation."""
+        recomputation = sum(rates.recomputation(block, each) for block, each in zip(self.blocks, chosen, strict=True))
+        return recomputation + sum(self.exposed_copies(range(len(self.blocks)), chosen, rates))
 
-    def waits(
+    def exposed_copies(
         self, indices: Iterable[int], chosen: Sequence[BlockRecompute], rates: CostRates = ESTIMATED
     ) -> Iterator[float]:
-        """Yield the waits for copies of these blocks, in operations."""
+        """Yield the part of each block's copies that computation does not hide, in operations."""
         for index in indices:
-            if chosen[index].offloads and not self.stays(index):
+            if chosen[index].offloads and not self.never_offloads(index):
                 after = self.blocks[index + 1]
                 forward = rates.work(after)
-                backward = 2 * forward + rates.again(after, chosen[index + 1])
-                yield rates.waited(self.blocks[index], chosen[index], forward, backward)
+                backward = 2 * forward + rates.recomputation(after, chosen[index + 1])
+                yield rates.exposed_copy(self.blocks[index], chosen[index], forward, backward)
 
-    def copied(self, chosen: Sequence[BlockRecompute]) -> float:
-        """Return the bytes that a micro-batch sends to the host, and gets back."""
+    def offloaded(self, chosen: Sequence[BlockRecompute]) -> float:
+        """Return the bytes of a micro-batch that are copied to the host and back."""
         return sum(
-            block.kept(each) - block.on_device(each)
+            block.saved(each) - block.on_device(each)
             for index, (block, each) in enumerate(zip(self.blocks, chosen, strict=True))
-            if not self.stays(index)
+            if not self.never_offloads(index)
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputePlan:
-    """Choice for one rank's blocks, and the memory and time that it takes.
+    """The choice for one rank's blocks, with its memory and cost.
 
     Attributes:
-        chosen: of each block.
-        peak: bytes of activations on the device at most.
-        whole: bytes at most if nothing were computed again or offloaded.
-        least: bytes at most if as much as possible were.
-        cost: operations that backward takes a second time; copies, transfers and waits counted as `Demand.work` counts.
-        work: of a forward.
-        waits: the part of `cost` that is waits for copies to the host and back.
-        copied: bytes that a micro-batch has on the host.
-        kept_here: the cost of the best choice that offloads nothing; None: there is none, or nothing may be offloaded.
+        chosen: recomputation of each block.
+        peak: most bytes of activations on the device.
+        peak_saving_all: the peak if nothing were recomputed or offloaded.
+        least: the peak if as much as possible were recomputed and offloaded.
+        cost: additional work of a step in operations, see `Demand.cost`.
+        work: work of a forward in operations, see `Demand.work`.
+        exposed: part of `cost` for copies to the host and back that computation does not hide.
+        offloaded: bytes of a micro-batch on the host.
+        cost_without_offload: cost of the best choice that offloads nothing; None if there is none, or if nothing may be
+            offloaded.
     """
 
     chosen: tuple[BlockRecompute, ...]
     peak: float
-    whole: float
+    peak_saving_all: float
     least: float
     cost: float
     work: float
-    waits: float = 0.0
-    copied: float = 0.0
-    kept_here: float | None = None
+    exposed: float = 0.0
+    offloaded: float = 0.0
+    cost_without_offload: float | None = None
 
     @property
     def slowdown(self) -> float:
-        """Share of a step's work that comes on top; forward is a third of a step."""
+        """Additional work as a share of a step's work, of which forward is a third."""
         return self.share(self.cost)
 
     def share(self, cost: float) -> float:
@@ -196,16 +193,16 @@ class RecomputePlan:
 
 
 class BudgetError(ValueError):
-    """A budget of activations that no choice keeps.
+    """No choice stays within a budget of activations.
 
     Attributes:
-        least: bytes of the smallest budget that works.
+        least: bytes of the smallest budget that can be satisfied.
     """
 
     def __init__(self, budget: float, least: float, *, offloads: bool = False) -> None:
-        where = "is computed again and offloaded" if offloads else "is computed again"
+        where = "is recomputed and offloaded" if offloads else "is recomputed"
         super().__init__(
-            f"activations take at least {format_size(least)} where every block {where}, more than the budget "
+            f"activations take at least {format_size(least)} if every block {where}, more than the budget "
             f"of {format_size(budget)}"
         )
         self.least = least
@@ -219,54 +216,54 @@ def plan_recompute(
     offloads: bool = False,
     rates: CostRates = ESTIMATED,
 ) -> RecomputePlan:
-    """Choose what to compute again, and what to offload, at the least cost within a budget of activations.
+    """Choose what to recompute and what to offload, at the least cost within a budget of activations.
 
-    From keeping all, it goes step by step to what frees most bytes of the peak for its cost, and then takes back what
-    fits after all; equal blocks are computed again from the first on, whose activations live longest. On a few blocks
-    this is within a tenth of the best of all choices. A copy to the host costs what the computation of the next block
-    does not hide.
+    A greedy search starts from saving everything, repeatedly takes the change that frees most bytes of the peak for its
+    cost, and finally undoes what turns out to fit. Of equal blocks, the first ones are recomputed, whose activations
+    live longest. For few blocks the cost is within a tenth of the optimum. A copy to the host costs what the
+    computation of the next block does not hide.
 
     Args:
         budget: bytes.
-        kinds: of operations whose results the platform can keep.
-        offloads: blocks may have on the host what they keep.
-        rates: measured or estimated.
+        kinds: kinds of operations whose results the platform can save.
+        offloads: blocks may have their saved tensors on the host.
+        rates: measured or estimated rates.
 
     Raises:
         BudgetError: no choice stays within the budget.
 
     Example:
-        >>> x = KeptTensor(name="x", kind="input", saved=1, result=1)
-        >>> block = BlockActivations(tensors=(x, KeptTensor(name="rest", kind="rest", saved=9)))
+        >>> x = SavedActivation(name="x", kind="input", saved=1, result=1)
+        >>> block = BlockActivations(tensors=(x, SavedActivation(name="rest", kind="rest", saved=9)))
         >>> plan = plan_recompute(Demand(blocks=(block,) * 3), budget=25, kinds=())
         >>> [each.mode for each in plan.chosen], plan.peak
         (['full', 'none', 'none'], 21.0)
     """
-    here = _Search(demand, list(_options(demand, kinds, offloads=False)), rates)
-    wide = _Search(demand, list(_options(demand, kinds, offloads=True)), rates) if offloads else here
-    least = wide.least()
+    on_device = _Search(demand, list(_options(demand, kinds, offloads=False)), rates)
+    search = _Search(demand, list(_options(demand, kinds, offloads=True)), rates) if offloads else on_device
+    least = search.least()
     if least > budget:
         raise BudgetError(budget, least, offloads=offloads)
-    stays = here.best(budget) if here.least() <= budget else None
-    found = [each for each in (stays, wide.best(budget) if offloads else None) if each is not None]
+    without = on_device.best(budget) if on_device.least() <= budget else None
+    found = [each for each in (without, search.best(budget) if offloads else None) if each is not None]
     best = min(found, key=lambda chosen: (demand.cost(chosen, rates), demand.peak(chosen)))
     return RecomputePlan(
         chosen=tuple(best),
         peak=demand.peak(best),
-        whole=demand.peak([NOTHING_AGAIN] * len(demand.blocks)),
+        peak_saving_all=demand.peak([NOTHING_RECOMPUTED] * len(demand.blocks)),
         least=least,
         cost=demand.cost(best, rates),
         work=demand.work(rates),
-        waits=sum(demand.waits(range(len(best)), best, rates)),
-        copied=demand.copied(best),
-        kept_here=demand.cost(stays, rates) if offloads and stays is not None else None,
+        exposed=sum(demand.exposed_copies(range(len(best)), best, rates)),
+        offloaded=demand.offloaded(best),
+        cost_without_offload=demand.cost(without, rates) if offloads and without is not None else None,
     )
 
 
 def _options(demand: Demand, kinds: Sequence[Kind], *, offloads: bool) -> Iterator[BlockRecompute]:
-    """Yield what a block can do: keep everything, some kinds of results, or its input alone; here or on the host."""
-    there = {tensor.kind for block in demand.blocks for tensor in block.tensors if tensor.result}
-    usable = [kind for kind in kinds if kind in there]
+    """Yield the options of a block: save everything, some kinds of results, or only its input; offloaded or not."""
+    present = {tensor.kind for block in demand.blocks for tensor in block.tensors if tensor.result}
+    usable = [kind for kind in kinds if kind in present]
     for offloaded in (False, True) if offloads else (False,):
         yield BlockRecompute(offloads=offloaded)
         for mask in range(2 ** len(usable) - 1, 0, -1):
@@ -276,42 +273,45 @@ def _options(demand: Demand, kinds: Sequence[Kind], *, offloads: bool) -> Iterat
 
 
 _MAX_EXCHANGED = 12
-"""Blocks of which any two are considered together."""
+"""Blocks of which any two are changed together; the number of pairs is quadratic."""
 
 
 class _Search:
-    """Choices as indices of options, whose bytes and costs are tables by kind of block and option."""
+    """Search over choices: arrays with an option's index per block. Bytes and costs per option are tables."""
 
     def __init__(self, demand: Demand, options: list[BlockRecompute], rates: CostRates) -> None:
         self._options, self._in_flight = options, demand.in_flight
+        # Blocks of one kind are one object, so that tables have a row per kind, not per block.
         kinds = {id(block): block for block in demand.blocks}
-        places = {key: index for index, key in enumerate(kinds)}
+        row_of = {key: index for index, key in enumerate(kinds)}
         blocks = list(kinds.values())
-        self._kinds = np.array([places[id(block)] for block in demand.blocks], int)
-        self._stays = np.array([demand.stays(index) for index in range(len(demand.blocks))], bool)
-        self._kept = _table(blocks, options, lambda block, option: block.kept(option))
+        self._kinds = np.array([row_of[id(block)] for block in demand.blocks], int)
+        self._never_offloads = np.array([demand.never_offloads(index) for index in range(len(demand.blocks))], bool)
+        self._saved = _table(blocks, options, lambda block, option: block.saved(option))
         self._on_device = _table(blocks, options, lambda block, option: block.on_device(option))
-        self._makes_room = _table(blocks, options, lambda block, option: block.makes_room(option))
+        self._reusable = _table(blocks, options, lambda block, option: block.reusable(option))
         self._temporary = _table(blocks, options, lambda block, option: block.temporary(option))
-        self._again = _table(blocks, options, rates.again)
+        self._recomputed = _table(blocks, options, rates.recomputation)
         self._forward = np.array([rates.work(block) for block in blocks])
         self._host = rates.host
-        self._head = 0.0 if demand.head is None else demand.head.kept() + demand.head.working
+        self._head = 0.0 if demand.head is None else demand.head.saved() + demand.head.working
 
     def least(self) -> float:
-        """Return the peak of the option that takes least, where all blocks have the same one."""
+        """Return the least peak if all blocks have the same option."""
         return float(self.peaks(self._starts(range(len(self._options)))).min())
 
     def best(self, budget: float) -> list[BlockRecompute] | None:
-        """Return the cheapest choice that is found within the budget."""
-        # From what is offloaded in part little else is reached than from all and from nothing.
+        """Return the cheapest choice found within the budget; None if none is found."""
+        # Starting from partly offloaded options reaches little that the other options do not.
         options = [i for i, each in enumerate(self._options) if not each.offloads or each.mode != "selective"]
         found = [each for each in (self._fitted(start, budget) for start in self._starts(options)) if each is not None]
         if not found:
             return None
         found.sort(key=lambda each: (self.costs(each[None])[0], self.peaks(each[None])[0]))
         chosen = min((self._exchanged(each, budget) for each in found[:2]), key=lambda each: self.costs(each[None])[0])
-        return [self._option(int(index), bool(stays)) for index, stays in zip(chosen, self._stays, strict=True)]
+        return [
+            self._option(int(index), bool(stays)) for index, stays in zip(chosen, self._never_offloads, strict=True)
+        ]
 
     def _option(self, index: int, stays: bool) -> BlockRecompute:
         option = self._options[index]
@@ -319,36 +319,36 @@ class _Search:
 
     def peaks(self, choices: Any) -> Any:
         """Return `Demand.peak` of each row of choices."""
-        kept, waiting = self._kept[self._kinds, choices], self._on_device[self._kinds, choices]
-        waiting = np.where(self._stays, kept, waiting)
-        through = np.cumsum(waiting, axis=1)
-        # Of the block in front everything comes, as room is made; of those further in front there is what has not left.
-        beside = np.zeros_like(kept)
-        room = np.minimum((kept - waiting)[:, :-1], self._makes_room[self._kinds, choices][:, 1:])
-        beside[:, 1:] = through[:, :-1] - waiting[:, :-1] + kept[:, :-1] - room
-        peaks = (beside + kept + self._temporary[self._kinds, choices]).max(axis=1, initial=0.0)
-        whole = through[:, -1] if kept.shape[1] else np.zeros(len(choices))
-        return np.maximum(peaks, (whole + self._head) if self._head else 0.0) + (self._in_flight - 1) * whole
+        saved, pending = self._saved[self._kinds, choices], self._on_device[self._kinds, choices]
+        pending = np.where(self._never_offloads, saved, pending)
+        through = np.cumsum(pending, axis=1)
+        # The preceding block is completely back from the host, partly in reused memory; earlier ones are not.
+        preceding = np.zeros_like(saved)
+        reused = np.minimum((saved - pending)[:, :-1], self._reusable[self._kinds, choices][:, 1:])
+        preceding[:, 1:] = through[:, :-1] - pending[:, :-1] + saved[:, :-1] - reused
+        peaks = (preceding + saved + self._temporary[self._kinds, choices]).max(axis=1, initial=0.0)
+        total = through[:, -1] if saved.shape[1] else np.zeros(len(choices))
+        return np.maximum(peaks, (total + self._head) if self._head else 0.0) + (self._in_flight - 1) * total
 
     def costs(self, choices: Any) -> Any:
         """Return `Demand.cost` of each row of choices."""
         return self._each_cost(choices).sum(axis=1)
 
     def _each_cost(self, choices: Any) -> Any:
-        again = self._again[self._kinds, choices]
-        copied = self._host * (self._kept - self._on_device)[self._kinds, choices]
-        costs = again.copy()
-        forward = np.broadcast_to(self._forward[self._kinds][1:], again[:, 1:].shape)
-        hidden = (forward, 2 * forward + again[:, 1:])
-        waits = sum(np.maximum(0.0, copied[:, :-1] - each) for each in hidden)
-        costs[:, :-1] += np.where(self._stays[:-1], 0.0, waits)
+        recomputed = self._recomputed[self._kinds, choices]
+        copied = self._host * (self._saved - self._on_device)[self._kinds, choices]
+        costs = recomputed.copy()
+        forward = np.broadcast_to(self._forward[self._kinds][1:], recomputed[:, 1:].shape)
+        hidden = (forward, 2 * forward + recomputed[:, 1:])
+        exposed = sum(np.maximum(0.0, copied[:, :-1] - each) for each in hidden)
+        costs[:, :-1] += np.where(self._never_offloads[:-1], 0.0, exposed)
         return costs
 
     def _starts(self, options: Sequence[int]) -> Any:
         return np.repeat(np.array(options)[:, None], len(self._kinds), axis=1)
 
     def _fitted(self, start: Any, budget: float) -> Any:
-        """Return a choice within the budget, from one that need not be; None if none is found from there."""
+        """Return a choice within the budget, found by single changes from `start`; None if none is found."""
         chosen = start.copy()
         while self.peaks(chosen[None])[0] > budget:
             better = self._best_step(chosen)
@@ -360,7 +360,7 @@ class _Search:
         return chosen
 
     def _exchanged(self, chosen: Any, budget: float) -> Any:
-        """Return a choice that no change of two blocks makes cheaper: one gives what is worth more to the other."""
+        """Return a choice that no change of two blocks at once makes cheaper."""
         for _ in range(len(chosen)):
             pairs = list(itertools.combinations(self._representatives(chosen), 2))
             better = [self._cheapest_that_fits(chosen, pair, budget) for pair in pairs]
@@ -371,34 +371,34 @@ class _Search:
         return chosen
 
     def _representatives(self, chosen: Any) -> list[int]:
-        """Return the first and the last of the blocks that are alike and do the same, of few kinds of such."""
+        """Return the first and the last block of each group of equal blocks with the same option, at most a dozen."""
         seen: dict[tuple[int, int, bool], list[int]] = {}
         for index, (kind, now) in enumerate(zip(self._kinds, chosen, strict=True)):
-            seen.setdefault((int(kind), int(now), bool(self._stays[index])), []).append(index)
+            seen.setdefault((int(kind), int(now), bool(self._never_offloads[index])), []).append(index)
         return sorted({each for indices in seen.values() for each in (indices[0], indices[-1])})[:_MAX_EXCHANGED]
 
     def _best_step(self, chosen: Any) -> Any:
-        """Return the change of one block that frees most bytes of the peak for what it costs; None: none frees any."""
+        """Return the change of one block that frees most bytes of the peak for its cost; None if none frees any."""
         seen: dict[tuple[int, int, bool], int] = {}
         for index, (kind, now) in enumerate(zip(self._kinds, chosen, strict=True)):
-            # Of equal blocks the first one frees most.
-            seen.setdefault((int(kind), int(now), bool(self._stays[index])), index)
+            # Of equal blocks, changing the first one frees most.
+            seen.setdefault((int(kind), int(now), bool(self._never_offloads[index])), index)
         indices = np.repeat(list(seen.values()), len(self._options))
         options = np.tile(np.arange(len(self._options)), len(seen))
         choices = np.repeat(chosen[None], len(indices), axis=0)
         choices[np.arange(len(indices)), indices] = options
         freed = self.peaks(chosen[None])[0] - self.peaks(choices)
-        # Where the peak is another block's own backward, keeping less of this one leads towards the next step.
+        # If the peak is within another block's backward, this change frees nothing yet, but enables later ones.
         kinds = self._kinds[indices]
-        bytes_kept = np.where(self._stays[indices, None], self._kept[kinds], self._on_device[kinds])
-        less = bytes_kept[np.arange(len(indices)), chosen[indices]] - bytes_kept[np.arange(len(indices)), options]
+        bytes_held = np.where(self._never_offloads[indices, None], self._saved[kinds], self._on_device[kinds])
+        less = bytes_held[np.arange(len(indices)), chosen[indices]] - bytes_held[np.arange(len(indices)), options]
         freed = np.maximum(freed, 1e-6 * less)
         rates = freed / np.maximum(self.costs(choices) - self.costs(chosen[None])[0], 1.0)
         best = int(np.argmax(rates)) if len(rates) else 0
         return choices[best] if len(rates) and rates[best] > 0 else None
 
     def _cheapest_that_fits(self, chosen: Any, indices: Sequence[int], budget: float) -> Any:
-        """Return the choice that is cheapest if these blocks may do anything else; `chosen` itself if none is."""
+        """Return the cheapest choice that differs from `chosen` in these blocks only; `chosen` if none is cheaper."""
         others = np.array(list(itertools.product(range(len(self._options)), repeat=len(indices))))
         choices = np.repeat(chosen[None], len(others), axis=0)
         choices[:, indices] = others
@@ -407,35 +407,35 @@ class _Search:
         return choices[best] if costs[best] < self.costs(chosen[None])[0] else chosen
 
 
-def _table(blocks: Sequence[Any], options: Sequence[BlockRecompute], tell: Any) -> Any:
-    # A rank may have no blocks, of which two dimensions are to be left too.
-    table = [tell(block, option) for block in blocks for option in options]
+def _table(blocks: Sequence[Any], options: Sequence[BlockRecompute], value: Any) -> Any:
+    # Reshaped explicitly, because a rank may have no blocks.
+    table = [value(block, option) for block in blocks for option in options]
     return np.array(table, float).reshape(len(blocks), len(options))
 
 
 def describe_blocks(names: Sequence[str], chosen: Sequence[BlockRecompute]) -> str:
-    """Return in one line what blocks compute again: `layers.0 to layers.3 full; layers.4 none`.
+    """Return the recomputation of blocks in one line: `layers.0 to layers.3 full; layers.4 none`.
 
     Example:
-        >>> describe_blocks(["layers.0", "layers.1"], [NOTHING_AGAIN] * 2)
+        >>> describe_blocks(["layers.0", "layers.1"], [NOTHING_RECOMPUTED] * 2)
         'layers.0 to layers.1 none'
     """
-    parts: list[tuple[str, str, BlockRecompute]] = []
+    spans: list[tuple[str, str, BlockRecompute]] = []
     for name, recompute in zip(names, chosen, strict=True):
-        if parts and parts[-1][2] == recompute:
-            parts[-1] = parts[-1][0], name, recompute
+        if spans and spans[-1][2] == recompute:
+            spans[-1] = spans[-1][0], name, recompute
         else:
-            parts.append((name, name, recompute))
-    return "; ".join(f"{a} {each}" if a == b else f"{a} to {b} {each}" for a, b, each in parts)
+            spans.append((name, name, recompute))
+    return "; ".join(f"{a} {each}" if a == b else f"{a} to {b} {each}" for a, b, each in spans)
 
 
 @dataclass(frozen=True)
 class StageDemand:
-    """Activations of one place in the pipeline.
+    """Activations on one rank of a pipeline.
 
     Attributes:
-        layers: its blocks' indices in the whole model.
-        demand: what it has to hold.
+        layers: indices of its blocks in the full model.
+        demand: the activations that it holds.
     """
 
     layers: tuple[int, ...]
@@ -444,12 +444,12 @@ class StageDemand:
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """The choice for a whole model: one plan for each place in the pipeline.
+    """The choice for a full model: one plan for each rank of the pipeline.
 
     Attributes:
         budget: bytes on each rank.
-        stages: of each place.
-        plans: of each place.
+        stages: activations of each rank of the pipeline.
+        plans: the plan of each rank of the pipeline.
     """
 
     budget: int
@@ -457,7 +457,7 @@ class ActivationPlan:
     plans: tuple[RecomputePlan, ...]
 
     def of_layers(self) -> list[BlockRecompute]:
-        """Return what each block of the whole model computes again."""
+        """Return the recomputation of each block of the full model."""
         chosen = {
             layer: recompute
             for stage, plan in zip(self.stages, self.plans, strict=True)
@@ -466,18 +466,18 @@ class ActivationPlan:
         return [chosen[layer] for layer in sorted(chosen)]
 
     def describe(self) -> list[str]:
-        """Return in one line for each place what was chosen, and why."""
-        return [self._line(place) for place in range(len(self.plans))]
+        """Return one line per rank of the pipeline: what was chosen, and why."""
+        return [self._line(rank) for rank in range(len(self.plans))]
 
-    def _line(self, place: int) -> str:
-        stage, plan = self.stages[place], self.plans[place]
+    def _line(self, rank: int) -> str:
+        stage, plan = self.stages[rank], self.plans[rank]
         everything = block_names(max(stage.layers) + 1) if stage.layers else []
         names = [everything[layer] for layer in stage.layers]
-        where = "" if len(self.plans) == 1 else f"stage rank {place}, {stage.demand.in_flight:g} micro-batches: "
+        where = "" if len(self.plans) == 1 else f"pipeline rank {rank}, {stage.demand.in_flight:g} micro-batches: "
         why = (
             "everything fits"
-            if plan.whole <= self.budget
-            else f"keeping everything takes {format_size(plan.whole)}, keeping as little as possible "
+            if plan.peak_saving_all <= self.budget
+            else f"saving everything takes {format_size(plan.peak_saving_all)}, saving as little as possible "
             f"{format_size(plan.least)}"
         )
         return (
@@ -487,30 +487,34 @@ class ActivationPlan:
 
 
 def _offload_line(plan: RecomputePlan) -> str:
-    """Return what copies to the host take and save, and what would be chosen without them."""
+    """Describe the time of copies to the host, and the choice without them."""
     if not any(each.offloads for each in plan.chosen):
-        return "; nothing is offloaded, which would cost more" if plan.kept_here is not None and plan.cost else ""
-    waits = f"{plan.share(plan.waits):.1%} of a step waits for them" if plan.waits else "all beside computation"
+        return (
+            "; nothing is offloaded, which would cost more"
+            if plan.cost_without_offload is not None and plan.cost
+            else ""
+        )
+    waits = f"{plan.share(plan.exposed):.1%} of a step waits for them" if plan.exposed else "hidden by computation"
     without = (
         "without offload nothing fits"
-        if plan.kept_here is None
-        else f"without offload {plan.share(plan.kept_here):.1%} more work"
+        if plan.cost_without_offload is None
+        else f"without offload {plan.share(plan.cost_without_offload):.1%} more work"
     )
-    return f"; {format_size(plan.copied)} of each micro-batch to the host and back, {waits}; {without}"
+    return f"; {format_size(plan.offloaded)} of each micro-batch to the host and back, {waits}; {without}"
 
 
-def activation_shape(config: TrainerConfig, dims: ParallelDims, *, fused_experts: bool = True) -> ActivationShape:
+def activation_shape(config: TrainerConfig, dims: ParallelDims, *, fused_experts: bool = True) -> MicroBatchShape:
     """Return the sizes of one micro-batch of a run on one rank.
 
     Args:
-        fused_experts: as in `ActivationShape`.
+        fused_experts: as in `MicroBatchShape`.
     """
     training = config.training
     share = training.global_batch_size // dims.dp_size
     batch = training.micro_batch_size or share
     if dims.pp_enabled:
         batch = max(1, share // num_microbatches(config, dims))
-    return ActivationShape(
+    return MicroBatchShape(
         batch=batch,
         length=training.sequence_length,
         dtype=training.dtype,
@@ -524,9 +528,11 @@ def activation_shape(config: TrainerConfig, dims: ParallelDims, *, fused_experts
     )
 
 
-def stage_demands(config: TrainerConfig, dims: ParallelDims, shape: ActivationShape) -> tuple[StageDemand, ...]:
-    """Return the activations of each place in the pipeline of a decoder's run; without one there is one place."""
-    activations = decoder_activations(config.model.options, shape)
+def stage_demands(config: TrainerConfig, dims: ParallelDims, shape: MicroBatchShape) -> tuple[StageDemand, ...]:
+    """Return the activations on each rank of the pipeline; one entry without a pipeline."""
+    estimates = estimates_of(config.model.options)
+    assert estimates is not None
+    activations = estimates.activations(shape)
     if not dims.pp_enabled:
         layers = tuple(range(len(activations.blocks)))
         return (StageDemand(layers, Demand(blocks=activations.blocks, head=activations.head)),)
@@ -555,35 +561,39 @@ def plan_activations(
     fused_experts: bool = True,
     rates: CostRates = ESTIMATED,
 ) -> ActivationPlan:
-    """Choose what each block computes again or offloads, so that every rank stays within `training.activation_budget`.
+    """Choose what each block recomputes or offloads, so that every rank stays within `training.activation_budget`.
 
-    The same on every rank that has the same rates: beside them it depends on the settings alone.
+    The result is the same on every rank with the same rates: otherwise it depends only on the settings. The model's
+    options must have estimates.
 
     Args:
-        kinds: of operations whose results the platform can keep.
-        rates: measured, or estimated.
+        kinds: kinds of operations whose results the platform can save.
+        rates: measured or estimated rates.
 
     Raises:
-        BudgetError: no choice stays within the budget; its `least` is that of the rank that needs most.
+        BudgetError: no choice stays within the budget. Its `least` is that of the rank that needs most.
     """
     assert config.training.activation_budget is not None
     budget = parse_size(config.training.activation_budget)
     shape = activation_shape(config, dims, fused_experts=fused_experts)
     stages = stage_demands(config, dims, shape)
-    # The rank that needs most comes first, so that an error tells what works for all.
+    # The rank that needs most comes first, so that an error states a budget that works for all.
     needs = sorted(stages, key=lambda stage: -stage.demand.peak([BlockRecompute(mode="full")] * len(stage.layers)))
     offloads, usable = config.training.offload_activations, _usable(config, kinds)
     plans = {id(stage): plan_recompute(stage.demand, budget, usable, offloads=offloads, rates=rates) for stage in needs}
     return ActivationPlan(budget, stages, tuple(plans[id(stage)] for stage in stages))
 
 
-def is_plannable(options: Any) -> bool:
-    """Return whether the activations of a model with these options are known."""
-    return isinstance(options, DecoderConfig)
+def fuses_experts(platform: Platform, dtype: str, *, on_host: bool) -> bool:
+    """Return whether a platform computes all experts of a block in one operation, which saves fewer activations.
+
+    On a CPU the fused operation supports float32 only.
+    """
+    return has_fused_experts(platform) and (dtype == "float32" or not on_host)
 
 
 def _usable(config: TrainerConfig, kinds: Sequence[Kind]) -> tuple[Kind, ...]:
-    # What is compiled hides its operations.
+    # Compiled blocks hide their operations from selective recomputation.
     return tuple(kind for kind in kinds if not config.training.compile or kind == "collectives")
 
 
@@ -595,19 +605,19 @@ def _cp_method(config: TrainerConfig, dims: ParallelDims) -> str:
 
 
 _LEAST_SECONDS = 2e-3
-"""Time of a product that is long enough to be measured."""
+"""Shortest time of a product that is measured reliably."""
 _BYTES = 2**22
-"""Size of the tensors that are written, sent and copied."""
+"""Size of the tensors that are written, sent and copied to measure rates."""
 
 
 def measure_rates(platform: Platform, dtype: str, group: ProcessGroup, *, offloads: bool = False) -> CostRates:
-    """Return the time of a byte that is written, sent, or copied to the host, in operations of a matrix product.
+    """Measure the rates of the devices of a group, in a fraction of a second.
 
-    Takes a fraction of a second. Every rank of the group calls it, and gets the medians of what all have measured.
+    A collective: every rank of the group calls it, and gets the medians over all ranks.
 
     Args:
-        dtype: of computation.
-        offloads: measure copies to the host too, which the platform must be able to make; else they are estimated.
+        dtype: dtype of computation.
+        offloads: measure copies to the host too, which the platform must support; otherwise they are estimated.
     """
     with platform.no_grad():
         operations = _product_rate(platform, platform.dtype(dtype))
@@ -616,28 +626,26 @@ def measure_rates(platform: Platform, dtype: str, group: ProcessGroup, *, offloa
         if group.size > 1:
             found["sent"] = operations * _seconds(platform, lambda: _send(platform, group, x)) / _BYTES
         if offloads:
-            found["host"] = (
-                operations * _seconds(platform, functools.partial(_there_and_back, platform, x)) / _BYTES / 2
-            )
+            found["host"] = operations * _seconds(platform, functools.partial(_round_trip, platform, x)) / _BYTES / 2
     return agreed_rates(found, exchange_over(group))
 
 
-def agreed_rates(found: dict[str, float], everyones: Callable[[Any], list[Any]]) -> CostRates:
-    """Return the medians of what all ranks have measured, with estimates for what nobody has.
+def agreed_rates(found: dict[str, float], all_gather_object: Callable[[Any], list[Any]]) -> CostRates:
+    """Return the medians of the rates measured on all ranks, with estimates for those not measured.
 
     Args:
-        everyones: takes a value of this rank, and returns those of all ranks in one order.
+        all_gather_object: returns the values of all ranks in one order.
 
     Example:
         >>> agreed_rates({"moved": 3.0}, lambda mine: [mine, {"moved": 5.0}, {"moved": 4.0}]).moved
         4.0
     """
-    ranks = everyones(found)
+    ranks = all_gather_object(found)
     return dataclasses.replace(ESTIMATED, **{name: statistics.median(each[name] for each in ranks) for name in found})
 
 
 def _product_rate(platform: Platform, dtype: Any) -> float:
-    """Return operations of a product per second, of a size that keeps the device busy."""
+    """Return the operations per second of a product that is large enough to fill the device."""
     size = 256
     while True:
         x = platform.zeros((size, size), dtype)
@@ -648,11 +656,11 @@ def _product_rate(platform: Platform, dtype: Any) -> float:
 
 
 def _send(platform: Platform, group: ProcessGroup, x: Any) -> None:
-    """Exchange as many bytes as `x` has: a ring's all-reduce sends each twice, of half as many elements."""
+    """Send as many bytes as `x` has: a ring all-reduce of half the elements sends each of them twice."""
     group.all_reduce(platform.ops.mul(x[: x.shape[0] // 2], 1.0)).wait()
 
 
-def _there_and_back(platform: Platform, x: Any) -> None:
+def _round_trip(platform: Platform, x: Any) -> None:
     copies = platform.host_copies()
     host, wait = copies.to_host(copies.memory(x))
     wait()
@@ -661,7 +669,7 @@ def _there_and_back(platform: Platform, x: Any) -> None:
 
 
 def _seconds(platform: Platform, run: Callable[[], Any]) -> float:
-    """Return the shortest of three times, after one that is not counted."""
+    """Return the shortest of three times, after one warm-up."""
     run()
     times = []
     for _ in range(3):

@@ -23,8 +23,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_trainer.config import ParallelConfig, TrainerConfig
 from hp_trainer.data import Batch
 from hp_trainer.exceptions import PipelineError
-from hp_trainer.models import DecoderConfig, DecoderParts
-from hp_trainer.models.decoder.activations import head_flops_per_token, layer_flops_per_token
+from hp_trainer.models import ModelPart
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.pipeline import (
     Pipeline,
@@ -75,15 +74,15 @@ class StagePlan:
     """
 
     schedule: Schedule
-    stages: tuple[DecoderParts, ...]
+    stages: tuple[ModelPart, ...]
 
     def indices_of(self, place: int) -> list[int]:
         """Return the stages of a place in the pipeline."""
         return [stage for stage, owner in enumerate(self.schedule.rank_of_stage) if owner == place]
 
-    def parts_of(self, place: int) -> DecoderParts:
+    def parts_of(self, place: int) -> ModelPart:
         """Return everything that a place in the pipeline has of the model."""
-        return functools.reduce(DecoderParts.union, (self.stages[index] for index in self.indices_of(place)))
+        return functools.reduce(ModelPart.union, (self.stages[index] for index in self.indices_of(place)))
 
 
 def plan_stages(config: TrainerConfig, dims: ParallelDims) -> StagePlan:
@@ -98,9 +97,7 @@ def plan_stages(config: TrainerConfig, dims: ParallelDims) -> StagePlan:
     last = schedule.num_stages - 1
     return StagePlan(
         schedule,
-        tuple(
-            DecoderParts(embed=stage == 0, layers=tuple(each), head=stage == last) for stage, each in enumerate(layers)
-        ),
+        tuple(ModelPart(embed=stage == 0, layers=tuple(each), head=stage == last) for stage, each in enumerate(layers)),
     )
 
 
@@ -155,14 +152,12 @@ def _even_stages(costs: tuple[float, ...], num_stages: int, last_cost: float) ->
 
 
 def _estimated_costs(options: Any, sequence_length: int, num_layers: int) -> tuple[Sequence[float], float]:
-    """Return the operations of each layer and of the head; of a model that does not tell them, layers are equal.
+    """Return the operations per token of each layer and of the head, by the method `stage_costs` of the options.
 
-    A plugin's model tells them by a method `stage_costs(sequence_length)` of its options, which returns the two.
+    Without that method all layers cost the same.
     """
-    if isinstance(options, DecoderConfig):
-        return layer_flops_per_token(options, sequence_length), head_flops_per_token(options)
-    tell = getattr(options, "stage_costs", None)
-    return ([1.0] * num_layers, 0.0) if tell is None else tell(sequence_length)
+    stage_costs = getattr(options, "stage_costs", None)
+    return ([1.0] * num_layers, 0.0) if stage_costs is None else stage_costs(sequence_length)
 
 
 Tensor = Any
@@ -171,7 +166,7 @@ Tensor = Any
 class ModelStage(PipelineStage):
     """Some parts of a rank's model; the last stage returns the summed loss, others activations."""
 
-    def __init__(self, model: Any, parts: DecoderParts, index: int, num_stages: int) -> None:
+    def __init__(self, model: Any, parts: ModelPart, index: int, num_stages: int) -> None:
         super().__init__(model, index, num_stages)
         self._parts = parts
 

@@ -31,16 +31,14 @@ from hp_trainer.config import TrainerConfig
 from hp_trainer.config.settings import matches_any
 from hp_trainer.data import BatchReader, Dataset, Samples
 from hp_trainer.exceptions import CheckpointError, ConfigError, ParallelDimsError, Problem, ProblemsError, raise_if_any
-from hp_trainer.models.decoder import DecoderConfig
-from hp_trainer.models.decoder.lora import is_adapter
 from hp_trainer.models.hugging_face import ModelDirectory
 from hp_trainer.models.plain_module import PlainModel
-from hp_trainer.models.recomputation import BlockRecompute, kept_kinds
+from hp_trainer.models.recomputation import BlockRecompute, saved_kinds
 from hp_trainer.optimizers import build_grouped, build_on_host
 from hp_trainer.parallel import ParallelDims, context_style
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder, check_model
-from hp_trainer.training.activation_budget import ESTIMATED, measure_rates, plan_activations
+from hp_trainer.training.activation_budget import ESTIMATED, fuses_experts, measure_rates, plan_activations
 from hp_trainer.training.optimizer import Optimizer, WeightAverage
 from hp_trainer.training.pipelined import PipelinedModel, SequenceShares, StagePlan, exchange_over, plan_stages
 from hp_trainer.training.state import box_of, load_weights, num_parameters
@@ -173,7 +171,7 @@ def build_model(
     reshard = config.parallel.reshard_after_forward
     # None is fully_shard's own default: all modules but the outermost are resharded after forward.
     model.parallelize(dims, mesh, config.training, reshard_after_forward=False if reshard is False else None)
-    if dims.dp_replicate > 1 and not isinstance(config.model.options, DecoderConfig):
+    if dims.dp_replicate > 1:
         problems = _replica_problems(config, platform, model, mesh)
         raise_everyones(problems, _everyones(plan, mesh), ParallelDimsError, "parallel")
     if config.training.activation_budget is not None:
@@ -219,8 +217,8 @@ def _within_budget(
     config: TrainerConfig, platform: Platform, dims: ParallelDims, mesh: DeviceMesh
 ) -> list[BlockRecompute]:
     """Choose what each block computes again; rank 0 tells what and why."""
-    fused = platform.name == "torch" and (config.training.dtype == "float32" or platform.device_types[0] != "cpu")
-    kinds, rates = kept_kinds(config.training.recompute_keep, platform), ESTIMATED
+    fused = fuses_experts(platform, config.training.dtype, on_host=platform.device_types[0] == "cpu")
+    kinds, rates = saved_kinds(config.training.recompute_keep, platform), ESTIMATED
     if config.training.activation_costs == "measured":
         offloads = config.training.offload_activations
         rates = measure_rates(platform, config.training.dtype, mesh.world.all, offloads=offloads)
@@ -310,10 +308,10 @@ def build_scaler(config: TrainerConfig, platform: Platform) -> GradScaler:
 def without_data(config: TrainerConfig, platform: Platform) -> Iterator[None]:
     """Make parameters without data in the block, where the platform can: a rank gets memory for its shards alone.
 
-    Only for the decoder, whose parameters get their values later; others may compute with theirs while they are built.
+    Only for models whose options say `builds_without_data`: others may compute with parameters while they are built.
     """
     with contextlib.ExitStack() as stack:
-        if isinstance(config.model.options, DecoderConfig):
+        if getattr(config.model.options, "builds_without_data", False):
             # MindSpore has such tensors from 2.10 on.
             with contextlib.suppress(CapabilityError):
                 stack.enter_context(init_empty_weights(platform))
@@ -360,11 +358,10 @@ def _freeze(model: Any, config: TrainerConfig, platform: Platform, everyones: Ca
     Raises:
         ConfigError: a pattern that no parameter matches, or nothing is left to train.
     """
-    lora = getattr(config.model.options, "lora", None)
-    adapters_alone = lora is not None and lora.rank is not None
+    is_trainable = getattr(config.model.options, "is_trained", lambda name: True)
     named = dict(platform.named_parameters(model))
     for name, parameter in named.items():
-        if (adapters_alone and not is_adapter(name)) or matches_any(name, config.training.freeze):
+        if not is_trainable(name) or matches_any(name, config.training.freeze):
             platform.set_requires_grad(parameter, False)
     # A stage of a pipeline has some of the parameters only.
     facts = everyones({name: bool(platform.requires_grad(parameter)) for name, parameter in named.items()})

@@ -1,35 +1,33 @@
-"""Floating-point operations of the decoder: those of its matrix products, which are nearly all.
+"""Activation bytes and operations of the decoder by formula, without a module.
 
-Activation bytes of the decoder by formula: per block, for its ends, and at the peak.
-
-The formulas list what autograd keeps of each operation (after arXiv 2205.05198, section 4, for the operations that this
-decoder has). They are those of torch's operations on the CPU and on CUDA. Tests compare them with bytes that have been
-counted on torch's CPU, to a tenth; MindSpore does not tell when a tensor is freed, and nobody has counted there.
+The byte formulas list what autograd saves of each operation (after arXiv 2205.05198, section 4, extended to this
+decoder's operations). They hold for torch's operations on the CPU and on CUDA; tests compare them with bytes counted on
+torch's CPU, to a tenth. MindSpore does not report when a tensor is freed, so they have not been compared there.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from hp_trainer.models.decoder.config import DecoderConfig
-from hp_trainer.models.estimates import BlockActivations, KeptTensor
+from hp_trainer.models.decoder.options import DecoderOptions
+from hp_trainer.models.estimates import BlockActivations, MicroBatchShape, ModelActivations, SavedActivation
+
+# Operations ----------------------------------------------------------------------------------------------
 
 
-def training_flops_per_token(config: DecoderConfig, sequence_length: int) -> float:
+def training_flops_per_token(config: DecoderOptions, sequence_length: int) -> float:
     """Return the operations that a token needs in forward and backward, on average over one document.
 
-    A weight of a matrix product costs 2 in forward and 4 in backward for each token that meets it, so an expert
-    counts for the tokens that are routed to it. Attention's two products count the pairs of query and key that the
-    causal mask and the window let see each other. Nothing is counted that is computed again (PaLM, arXiv 2204.02311,
-    appendix B, which counts all pairs).
+    A weight of a matrix product costs 2 in forward and 4 in backward for each token multiplied by it, so an expert
+    counts for the tokens routed to it. Attention counts the pairs of query and key that the causal mask and the window
+    let through. Recomputation is not counted (PaLM, arXiv 2204.02311, appendix B, which counts all pairs).
     """
     return sum(layer_flops_per_token(config, sequence_length)) + head_flops_per_token(config)
 
 
-def layer_flops_per_token(config: DecoderConfig, sequence_length: int) -> list[float]:
-    """Return the same for each block, by which a pipeline is cut into stages."""
+def layer_flops_per_token(config: DecoderOptions, sequence_length: int) -> list[float]:
+    """Return the operations per token of each block, forward and backward."""
     widths = config.num_attention_heads * (_score_width(config) + _value_width(config))
     keys = [visible_keys(sequence_length, config.window_of(layer)) for layer in range(config.num_hidden_layers)]
     return [
@@ -38,26 +36,27 @@ def layer_flops_per_token(config: DecoderConfig, sequence_length: int) -> list[f
     ]
 
 
-def routed_flops_per_token(config: DecoderConfig, layer: int) -> float:
-    """Return the part of a block's operations that its gate and its routed experts have; 0 of a dense block."""
+def routed_flops_per_token(config: DecoderOptions, layer: int) -> float:
+    """Return the operations per token of a block's gate and routed experts; 0 for a dense block."""
     if config.num_experts is None or config.is_dense(layer):
         return 0.0
     experts = 3 * config.moe_intermediate_size * config.num_experts_per_tok
     return 6.0 * config.hidden_size * (experts + config.num_experts)
 
 
-def head_flops_per_token(config: DecoderConfig) -> float:
-    """Return the same for the head."""
+def head_flops_per_token(config: DecoderOptions) -> float:
+    """Return the operations per token of the head."""
     return 6.0 * config.hidden_size * config.vocab_size
 
 
 def visible_keys(length: int, window: int | None) -> float:
-    """Return how many keys a query of a document sees on average, itself included."""
+    """Return how many keys a query of a document attends to on average, its own included."""
     width = length if window is None else min(window, length)
+    # The first `width` queries see 1, 2, ..., `width` keys, the others `width` each.
     return width - width * (width - 1) / 2 / length
 
 
-def _attention_weights(config: DecoderConfig) -> int:
+def _attention_weights(config: DecoderOptions) -> int:
     hidden, heads = config.hidden_size, config.num_attention_heads
     output = heads * _value_width(config) * hidden
     query_width = heads * _score_width(config)
@@ -69,119 +68,63 @@ def _attention_weights(config: DecoderConfig) -> int:
     return queries + compressed + config.kv_lora_rank * heads * (config.qk_nope_head_dim + config.v_head_dim) + output
 
 
-def _feed_forward_weights(config: DecoderConfig, layer: int) -> int:
+def _feed_forward_weights(config: DecoderOptions, layer: int) -> int:
     if config.num_experts is None or config.is_dense(layer):
         return 3 * config.hidden_size * config.intermediate_size
     experts = config.num_experts_per_tok + config.num_shared_experts
     return config.hidden_size * (3 * config.moe_intermediate_size * experts + config.num_experts)
 
 
-_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Blocks --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class ActivationShape:
-    """Sizes of one micro-batch on one rank, and the degrees that cut them.
+def decoder_activations(config: DecoderOptions, shape: MicroBatchShape) -> ModelActivations:
+    """Return what each part of the decoder saves of one micro-batch, the same on every rank of `tp` and `cp`.
 
-    Attributes:
-        batch: samples of the micro-batch.
-        length: tokens of a sample, over all `cp` ranks.
-        dtype: of computation.
-        cp_method: `ulysses`, `ring` or `all_gather`; it matters where `cp` is above 1.
-        etp: tensor parallel ranks within an expert; None: `tp`.
-        splits_tokens: ranks of `ep` have the same tokens, of which each routes a part (a peer mesh).
-        fused_experts: the platform computes experts in one operation: torch does so on CUDA, and in float32 on the CPU.
+    Experts are assumed to receive equally many rows.
 
     Example:
-        >>> ActivationShape(batch=2, length=8, cp=2).tokens
-        8.0
-    """
-
-    batch: int
-    length: int
-    dtype: str = "float32"
-    tp: int = 1
-    cp: int = 1
-    cp_method: str = "ulysses"
-    ep: int = 1
-    etp: int | None = None
-    splits_tokens: bool = False
-    fused_experts: bool = True
-
-    @property
-    def tokens(self) -> float:
-        """Tokens on this rank, before `tp` cuts them."""
-        return self.batch * self.length / self.cp
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element in computation."""
-        return _ITEMSIZE[self.dtype]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderActivations:
-    """Activations of every part of a decoder, of one micro-batch on one rank.
-
-    Attributes:
-        blocks: of all layers of the whole model, in order.
-        head: of the final norm, the head and the loss.
-    """
-
-    blocks: tuple[BlockActivations, ...]
-    head: BlockActivations
-
-
-def decoder_activations(config: DecoderConfig, shape: ActivationShape) -> DecoderActivations:
-    """Return what each part of a decoder keeps of one micro-batch on one rank; the same on every rank of `tp` and `cp`.
-
-    Experts are taken to get equally many rows.
-
-    Example:
-        >>> config = DecoderConfig(num_hidden_layers=1, hidden_size=192)
-        >>> activations = decoder_activations(config, ActivationShape(batch=1, length=10))
-        >>> activations.blocks[0].kept(BlockRecompute(mode="full"))  # the input alone: 10 x 192 float32
+        >>> config = DecoderOptions(num_hidden_layers=1, hidden_size=192)
+        >>> activations = decoder_activations(config, MicroBatchShape(batch=1, length=10))
+        >>> activations.blocks[0].saved(BlockRecompute(mode="full"))  # only the input: 10 x 192 float32
         7680.0
     """
-    # Blocks of one kind are one object.
+    # Blocks of one kind share one object, so that a search over layouts can group them by identity.
     kinds = [(config.is_dense(layer), config.window_of(layer)) for layer in range(config.num_hidden_layers)]
-    known = {kind: _block(config, kinds.index(kind), shape) for kind in set(kinds)}
-    return DecoderActivations(blocks=tuple(known[kind] for kind in kinds), head=_head(config, shape))
+    blocks = {kind: _block(config, kinds.index(kind), shape) for kind in set(kinds)}
+    return ModelActivations(blocks=tuple(blocks[kind] for kind in kinds), head=_head(config, shape))
 
 
-def _block(config: DecoderConfig, layer: int, shape: ActivationShape) -> BlockActivations:
+def _block(config: DecoderOptions, layer: int, shape: MicroBatchShape) -> BlockActivations:
     rows, e = shape.tokens / shape.tp, shape.itemsize
-    # The first norm keeps it in float32, which in 16 bits is a copy.
+    # The first norm saves its input in float32. In 16 bits that is a copy, counted with the norm.
     input_bytes = rows * config.hidden_size * e
-    stream = KeptTensor(name="input", kind="input", saved=input_bytes if e == 4 else 0.0, result=input_bytes)
+    stream = SavedActivation(name="input", kind="input", saved=input_bytes if e == 4 else 0.0, result=input_bytes)
     tensors = [stream, *_attention(config, layer, shape), *_feed_forward(config, layer, shape)]
     return BlockActivations(tensors=tuple(tensors), working=_working(config, layer, shape))
 
 
-# Attention -----------------------------------------------------------------------------------------------
-
-
-def _attention(config: DecoderConfig, layer: int, shape: ActivationShape) -> Iterator[KeptTensor]:
+def _attention(config: DecoderOptions, layer: int, shape: MicroBatchShape) -> Iterator[SavedActivation]:
     hidden, tokens, e = config.hidden_size, shape.tokens, shape.itemsize
-    # Sequence parallel between the projections: each rank normalizes its rows, and gets all of them for the products.
-    follows, trains = _keeps_input(config, "q_proj", "k_proj", "v_proj"), _trains(config)
+    # The sequence is sharded between modules: a rank normalizes its own rows, then gathers all rows for the products.
+    follows, trains = _saves_input(config, "q_proj", "k_proj", "v_proj"), _trains(config)
     yield _norm("attention_norm", hidden, tokens / shape.tp, shape, of_input=True, own_result=follows, trained=trains)
     yield _gathered("attention input", tokens * hidden * e, shape)
     yield from (_latent if config.attention == "latent" else _grouped)(config, shape)
     heads, score, value = config.num_attention_heads / shape.tp, _score_width(config), _value_width(config)
     seen = visible_keys(shape.length, config.window_of(layer))
     out = tokens * heads * value * e
-    log_sums = tokens * heads * 4
-    yield KeptTensor(
+    log_sums = tokens * heads * 4  # float32, with which backward rebuilds the softmax
+    yield SavedActivation(
         name="attention",
         kind="attention",
         saved=out + log_sums,
         result=out + log_sums,
         flops=2 * tokens * heads * seen * (score + value),
     )
-    if _is_laid_out_anew(config, layer, shape):
-        yield KeptTensor(name="heads side by side", kind="rest", saved=out)
-    yield KeptTensor(
+    if _copies_heads(config, layer, shape):
+        yield SavedActivation(name="joined heads", kind="rest", saved=out)
+    yield SavedActivation(
         name="o_proj",
         kind="products",
         result=tokens * hidden * e,
@@ -193,15 +136,16 @@ def _attention(config: DecoderConfig, layer: int, shape: ActivationShape) -> Ite
         yield _norm("post_attention_norm", hidden, tokens / shape.tp, shape, own_input=True, own_result=False)
 
 
-def _grouped(config: DecoderConfig, shape: ActivationShape) -> Iterator[KeptTensor]:
+def _grouped(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedActivation]:
     tokens, e, width = shape.tokens, shape.itemsize, config.head_dim
     heads, kv_heads = config.num_attention_heads / shape.tp, _kv_heads(config, shape)
     projected = tokens * config.num_key_value_heads / shape.tp * width * e
     flops = 2 * tokens * config.hidden_size * width * (heads + 2 * config.num_key_value_heads / shape.tp)
-    yield KeptTensor(
+    yield SavedActivation(
         name="q_proj, k_proj, v_proj",
         kind="products",
-        saved=tokens * kv_heads * width * e,  # values; queries and keys are kept once they are turned
+        # Values only: queries and keys are saved after their rotation.
+        saved=tokens * kv_heads * width * e,
         result=tokens * heads * width * e + 2 * projected,
         flops=flops,
     )
@@ -209,34 +153,35 @@ def _grouped(config: DecoderConfig, shape: ActivationShape) -> Iterator[KeptTens
         for name, count in (("q_norm", heads), ("k_norm", config.num_key_value_heads / shape.tp)):
             roots = count if config.qk_norm == "head" else 1
             yield _norm(name, count * width, tokens, shape, own_input=True, own_result=False, roots=roots)
-    yield KeptTensor(name="turned queries and keys", kind="rest", saved=tokens * (heads + kv_heads) * width * e)
+    yield SavedActivation(name="rotated queries and keys", kind="rest", saved=tokens * (heads + kv_heads) * width * e)
 
 
-def _latent(config: DecoderConfig, shape: ActivationShape) -> Iterator[KeptTensor]:
+def _latent(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedActivation]:
     tokens, e, heads = shape.tokens, shape.itemsize, config.num_attention_heads / shape.tp
     hidden, rank, q_rank = config.hidden_size, config.kv_lora_rank, config.q_lora_rank
     score, value = _score_width(config), config.v_head_dim
     narrow, wide = rank + config.qk_rope_head_dim, heads * (config.qk_nope_head_dim + value)
     widths = heads * score + narrow + wide + (q_rank or 0)
     queries = hidden * heads * score if q_rank is None else q_rank * (hidden + heads * score)
-    yield KeptTensor(
+    yield SavedActivation(
         name="query, key and value projections",
         kind="products",
-        saved=tokens * wide * e,  # values are a part of it; queries and keys are kept once they are turned
+        # Values are a view of the wide product, which keeps all of it alive; queries and keys are saved once rotated.
+        saved=tokens * wide * e,
         result=tokens * widths * e,
         flops=2 * tokens * (queries + hidden * narrow + rank * wide),
     )
     if q_rank is not None:
         yield _norm("q_a_norm", q_rank, tokens, shape, own_input=True)
-    # The norm's input is a part of the narrow product, all of which stays with it in float32.
+    # In float32 the norm saves a view of the narrow product, which keeps the shared keys beside it alive.
     beside = tokens * config.qk_rope_head_dim * 4 if e == 4 else 0
-    yield KeptTensor(name="shared keys beside kv_a_norm", kind="rest", saved=beside)
+    yield SavedActivation(name="shared keys beside kv_a_norm", kind="rest", saved=beside)
     yield _norm("kv_a_norm", rank, tokens, shape, own_input=True)
-    yield KeptTensor(name="turned queries and keys", kind="rest", saved=2 * tokens * heads * score * e)
+    yield SavedActivation(name="rotated queries and keys", kind="rest", saved=2 * tokens * heads * score * e)
 
 
-def _exchanged(config: DecoderConfig, shape: ActivationShape) -> Iterator[KeptTensor]:
-    """Exchanges of context parallel ranks, which computing again makes once more."""
+def _exchanged(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedActivation]:
+    """Yield the exchanges of context parallel ranks."""
     if shape.cp == 1:
         return
     heads, others = config.num_attention_heads / shape.tp, (shape.cp - 1) / shape.cp
@@ -244,27 +189,28 @@ def _exchanged(config: DecoderConfig, shape: ActivationShape) -> Iterator[KeptTe
     kv_heads = heads if config.attention == "latent" else config.num_key_value_heads / shape.tp
     keys = shape.tokens * kv_heads * (_score_width(config) + _value_width(config)) * shape.itemsize
     if shape.cp_method == "ulysses":
+        # Fewer key-value heads than ranks are copied, one for each rank.
         copies = max(1.0, shape.cp / kv_heads)
-        yield KeptTensor(
-            name="heads to ranks and back",
+        yield SavedActivation(
+            name="all-to-all of heads",
             kind="collectives",
             result=queries + keys * copies,
             sent=others * (queries + keys * copies),
         )
         return
-    # They are exchanged within the attention, whose result stays without them.
-    whole = keys * shape.cp if shape.cp_method == "all_gather" else 0.0
-    yield KeptTensor(
-        name="keys and values of other ranks", kind="attention", saved=whole, result=whole, sent=keys * (shape.cp - 1)
+    # Keys and values are exchanged within the attention, and with it repeated or not.
+    full = keys * shape.cp if shape.cp_method == "all_gather" else 0.0
+    yield SavedActivation(
+        name="keys and values of other ranks", kind="attention", saved=full, result=full, sent=keys * (shape.cp - 1)
     )
 
 
 # Feed-forward --------------------------------------------------------------------------------------------
 
 
-def _feed_forward(config: DecoderConfig, layer: int, shape: ActivationShape) -> Iterator[KeptTensor]:
+def _feed_forward(config: DecoderOptions, layer: int, shape: MicroBatchShape) -> Iterator[SavedActivation]:
     hidden, tokens = config.hidden_size, shape.tokens
-    follows = _keeps_input(config, "gate_proj", "up_proj") or not config.is_dense(layer)
+    follows = _saves_input(config, "gate_proj", "up_proj") or not config.is_dense(layer)
     yield _norm("ffn_norm", hidden, tokens / shape.tp, shape, own_result=follows, trained=_trains(config))
     if config.is_dense(layer):
         yield from _dense("feed_forward", config, config.intermediate_size, shape)
@@ -274,37 +220,40 @@ def _feed_forward(config: DecoderConfig, layer: int, shape: ActivationShape) -> 
         yield _norm("post_ffn_norm", hidden, tokens / shape.tp, shape, own_input=True, own_result=False)
 
 
-def _dense(name: str, config: DecoderConfig, width: float, shape: ActivationShape) -> Iterator[KeptTensor]:
+def _dense(name: str, config: DecoderOptions, width: float, shape: MicroBatchShape) -> Iterator[SavedActivation]:
     hidden, tokens, e, width = config.hidden_size, shape.tokens, shape.itemsize, width / shape.tp
     yield _gathered(f"{name} input", tokens * hidden * e, shape)
     gates = 2 * tokens * width * e
-    yield KeptTensor(
+    yield SavedActivation(
         name=f"{name}.w1, w3", kind="products", saved=gates, result=gates, flops=4 * tokens * hidden * width
     )
-    activated = gates if _keeps_input(config, "down_proj") else gates / 2
-    yield KeptTensor(name=f"{name} activation", kind="rest", saved=activated)
-    yield KeptTensor(name=f"{name}.w2", kind="products", result=tokens * hidden * e, flops=2 * tokens * hidden * width)
+    # The gate's activation is saved for the product with w3, and that product as the input of w2.
+    activated = gates if _saves_input(config, "down_proj") else gates / 2
+    yield SavedActivation(name=f"{name} activation", kind="rest", saved=activated)
+    yield SavedActivation(
+        name=f"{name}.w2", kind="products", result=tokens * hidden * e, flops=2 * tokens * hidden * width
+    )
     yield _scattered(f"{name} output", tokens * hidden * e, shape)
 
 
-def _experts(config: DecoderConfig, shape: ActivationShape) -> Iterator[KeptTensor]:
+def _experts(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedActivation]:
     assert config.num_experts is not None
     hidden, e, top_k = config.hidden_size, shape.itemsize, config.num_experts_per_tok
-    etp = shape.tp if shape.etp is None else shape.etp
+    etp = shape.expert_tp
     if shape.tp > 1:
-        # Whole experts take this rank's rows as they are.
-        own = KeptTensor(name="experts' input", kind="rest", saved=shape.tokens / shape.tp * hidden * e)
+        # Experts that are not tensor parallel take this rank's own rows.
+        own = SavedActivation(name="experts' input", kind="rest", saved=shape.tokens / shape.tp * hidden * e)
         yield own if etp == 1 else _gathered("experts' input", shape.tokens * hidden * e, shape)
     tokens = _routed_tokens(shape)
     rows = tokens * top_k
-    # The gate computes in float32: scores, and in 16 bits its input once more.
+    # The gate computes in float32: it saves its scores, and in 16 bits a copy of its input.
     gate = tokens * (4 * config.num_experts + (4 * hidden if e == 2 else 0) + 4 * top_k + 4)
-    yield KeptTensor(name="gate", kind="rest", saved=gate, flops=2 * tokens * hidden * config.num_experts)
+    yield SavedActivation(name="gate", kind="rest", saved=gate, flops=2 * tokens * hidden * config.num_experts)
     decided = rows * 16
-    yield KeptTensor(name="routing", kind="routing", saved=decided, result=decided)
+    yield SavedActivation(name="routing", kind="routing", saved=decided, result=decided)
     if shape.ep > 1:
-        received = tokens * shape.ep * _chance(config, shape.ep)
-        yield KeptTensor(
+        received = tokens * shape.ep * _expert_probability(config, shape.ep)
+        yield SavedActivation(
             name="rows of other ranks",
             kind="collectives",
             saved=received * (hidden * e + 4 * top_k),
@@ -313,10 +262,10 @@ def _experts(config: DecoderConfig, shape: ActivationShape) -> Iterator[KeptTens
         )
     width = config.moe_intermediate_size / etp
     gates = 2 * rows * width * e
-    # Each row's token, and where the rows of each token are.
+    # int64 tables: the token of each row, and the rows of each token.
     tables = rows * 16 + tokens * 8
     saved = tables + (gates if _is_fused(config, shape) else 2 * gates + rows * hidden * (e + 4))
-    yield KeptTensor(
+    yield SavedActivation(
         name="experts",
         kind="products",
         saved=saved,
@@ -327,21 +276,20 @@ def _experts(config: DecoderConfig, shape: ActivationShape) -> Iterator[KeptTens
         yield from _dense("shared_experts", config, config.moe_intermediate_size * config.num_shared_experts, shape)
 
 
-def _routed_tokens(shape: ActivationShape) -> float:
-    """Return the tokens that a rank routes: without tensor parallel experts each `tp` rank its own."""
-    etp = shape.tp if shape.etp is None else shape.etp
-    tokens = shape.tokens / (shape.tp if etp == 1 else 1)
+def _routed_tokens(shape: MicroBatchShape) -> float:
+    """Return the tokens that a rank routes: those of its `tp` group, or its own without tensor parallel experts."""
+    tokens = shape.tokens / (shape.tp if shape.expert_tp == 1 else 1)
     return tokens / shape.ep if shape.splits_tokens else tokens
 
 
-def _is_fused(config: DecoderConfig, shape: ActivationShape) -> bool:
-    """Return whether experts keep their input and gates alone; else also each row, its activation and its result."""
+def _is_fused(config: DecoderOptions, shape: MicroBatchShape) -> bool:
+    """Return whether experts save only their input and gates, not also each row, its activation and its result."""
     is_plain = config.hidden_act == "silu" and config.swiglu_limit is None and not config.expert_bias
     return is_plain and shape.fused_experts
 
 
-def _chance(config: DecoderConfig, ep: int) -> float:
-    """Return the chance that a token has an expert on one rank of `ep`, if all are alike."""
+def _expert_probability(config: DecoderOptions, ep: int) -> float:
+    """Return the probability that a token chooses at least one of the experts of a rank, if all are equally likely."""
     assert config.num_experts is not None
     elsewhere = config.num_experts - config.num_experts // ep
     return 1 - math.comb(elsewhere, config.num_experts_per_tok) / math.comb(
@@ -349,28 +297,29 @@ def _chance(config: DecoderConfig, ep: int) -> float:
     )
 
 
-# Parts ---------------------------------------------------------------------------------------------------
+# Operations that blocks share ----------------------------------------------------------------------------
 
 
 def _norm(
     name: str,
     width: float,
     rows: float,
-    shape: ActivationShape,
+    shape: MicroBatchShape,
     *,
     own_input: bool = False,
     own_result: bool = True,
     of_input: bool = False,
     trained: bool = True,
     roots: float = 1,
-) -> KeptTensor:
-    """Return what a norm keeps: its input and its normalized input in float32, the root, and the next product's input.
+) -> SavedActivation:
+    """Return what a norm saves: input and normalized input in float32, roots, and the input of the next product.
 
     Args:
-        own_input: nobody else keeps its input; else in float32 it is the residual stream's own.
-        own_result: a product follows, which keeps the result; with `tp` that is the gathered one.
-        of_input: its input is the block's, which is counted apart where it is in float32.
-        trained: its weight is, whose gradient takes the normalized input.
+        own_input: no other operation saves its input; otherwise in float32 the input is the residual stream.
+        own_result: the following product saves the result; with `tp` it saves the gathered one, counted apart.
+        of_input: its input is the block's, which is counted apart in float32.
+        trained: its weight is trained, whose gradient needs the normalized input.
+        roots: root mean squares per row.
     """
     elements = rows * width
     saved = (2 if trained else 1) * 4 * elements + 4 * rows * roots
@@ -378,58 +327,57 @@ def _norm(
         saved -= 4 * elements
     if own_result and (shape.tp == 1 or own_input):
         saved += shape.itemsize * elements
-    return KeptTensor(name=name, kind="rest", saved=saved)
+    return SavedActivation(name=name, kind="rest", saved=saved)
 
 
-def _trains(config: DecoderConfig) -> bool:
-    """Return whether the model's own weights are trained, and not adapters alone."""
+def _trains(config: DecoderOptions) -> bool:
+    """Return whether the model's own weights are trained, not only adapters."""
     return config.lora.rank is None
 
 
-def _keeps_input(config: DecoderConfig, *projections: str) -> bool:
-    """Return whether some of these projections, or their adapters, need their input for gradients of weights."""
+def _saves_input(config: DecoderOptions, *projections: str) -> bool:
+    """Return whether one of these projections, or its adapter, needs its input for gradients of weights."""
     return _trains(config) or any(each in config.lora.targets for each in projections)
 
 
-def _gathered(name: str, num_bytes: float, shape: ActivationShape) -> KeptTensor:
-    """Return the rows of all `tp` ranks, which the products keep."""
+def _gathered(name: str, num_bytes: float, shape: MicroBatchShape) -> SavedActivation:
+    """Return an all-gather of the rows of all `tp` ranks, which the following products save."""
     if shape.tp == 1:
-        return KeptTensor(name=name, kind="rest")
+        return SavedActivation(name=name, kind="rest")
     sent = num_bytes * (shape.tp - 1) / shape.tp
-    return KeptTensor(name=name, kind="collectives", saved=num_bytes, result=num_bytes, sent=sent)
+    return SavedActivation(name=name, kind="collectives", saved=num_bytes, result=num_bytes, sent=sent)
 
 
-def _scattered(name: str, num_bytes: float, shape: ActivationShape) -> KeptTensor:
-    """Return the sums that each of the `tp` ranks gets of its rows."""
+def _scattered(name: str, num_bytes: float, shape: MicroBatchShape) -> SavedActivation:
+    """Return a reduce-scatter of rows over the `tp` ranks."""
     if shape.tp == 1:
-        return KeptTensor(name=name, kind="rest")
+        return SavedActivation(name=name, kind="rest")
     sent = num_bytes * (shape.tp - 1) / shape.tp
-    return KeptTensor(name=name, kind="collectives", result=num_bytes / shape.tp, sent=sent)
+    return SavedActivation(name=name, kind="collectives", result=num_bytes / shape.tp, sent=sent)
 
 
-def _head(config: DecoderConfig, shape: ActivationShape) -> BlockActivations:
+def _head(config: DecoderOptions, shape: MicroBatchShape) -> BlockActivations:
     tokens, e, vocab = shape.tokens, shape.itemsize, config.vocab_size / shape.tp
+    trains = _trains(config)
     tensors = (
-        _norm(
-            "norm", config.hidden_size, tokens / shape.tp, shape, own_result=_trains(config), trained=_trains(config)
-        ),
+        _norm("norm", config.hidden_size, tokens / shape.tp, shape, own_result=trains, trained=trains),
         _gathered("head input", tokens * config.hidden_size * e, shape),
-        # Over a cut vocabulary the loss keeps the logits less their maximum, and their exponentials.
-        KeptTensor(name="log-softmax", kind="rest", saved=(4 if shape.tp == 1 else 8) * tokens * vocab),
-        KeptTensor(name="loss and its count", kind="rest", saved=8),
+        # Over a sharded vocabulary the loss saves the logits less their maximum, and their exponentials.
+        SavedActivation(name="log-softmax", kind="rest", saved=(4 if shape.tp == 1 else 8) * tokens * vocab),
+        SavedActivation(name="loss and its count", kind="rest", saved=8),
     )
     return BlockActivations(tensors=tensors, working=8 * tokens * vocab)
 
 
-def _working(config: DecoderConfig, layer: int, shape: ActivationShape) -> float:
-    """Return the bytes of gradients between the operations of a block: of its widest part, and of its stream."""
+def _working(config: DecoderOptions, layer: int, shape: MicroBatchShape) -> float:
+    """Return the bytes of gradients between a block's operations: those of its widest one, and of the stream."""
     tokens, e = shape.tokens, shape.itemsize
     heads = config.num_attention_heads * (2 * _score_width(config) + 2 * _value_width(config))
     shared = config.moe_intermediate_size * config.num_shared_experts
     gates = 2 * (config.intermediate_size if config.is_dense(layer) else shared)
     stream = tokens * config.hidden_size
     if config.is_dense(layer) and gates > heads:
-        # The last product has freed its input by then. Of the stream there is the gradient that goes around it.
+        # The last product has freed its input by then. Of the stream only the gradient of the residual is alive.
         return e * (tokens * gates + stream) / shape.tp
     widest = tokens * max(gates, heads) / shape.tp
     if not config.is_dense(layer):
@@ -437,31 +385,35 @@ def _working(config: DecoderConfig, layer: int, shape: ActivationShape) -> float
     return e * (widest + 3 * stream)
 
 
-def _working_of_experts(config: DecoderConfig, shape: ActivationShape) -> float:
-    """Return the elements of gradients in experts: of their rows, results and gates, and of rows for other ranks."""
-    etp = shape.tp if shape.etp is None else shape.etp
+def _working_of_experts(config: DecoderOptions, shape: MicroBatchShape) -> float:
+    """Return the elements of gradients within experts: of rows, results and gates, and of rows of other ranks."""
     tokens = _routed_tokens(shape)
-    elements = tokens * config.num_experts_per_tok * (2 * config.hidden_size + 4 * config.moe_intermediate_size / etp)
-    return elements + (tokens * shape.ep * _chance(config, shape.ep) * config.hidden_size if shape.ep > 1 else 0.0)
+    width = 2 * config.hidden_size + 4 * config.moe_intermediate_size / shape.expert_tp
+    elements = tokens * config.num_experts_per_tok * width
+    if shape.ep == 1:
+        return elements
+    return elements + tokens * shape.ep * _expert_probability(config, shape.ep) * config.hidden_size
 
 
-def _is_laid_out_anew(config: DecoderConfig, layer: int, shape: ActivationShape) -> bool:
-    """Return whether heads are copied to lie side by side: not where a fused kernel has written them so."""
+def _copies_heads(config: DecoderOptions, layer: int, shape: MicroBatchShape) -> bool:
+    """Return whether joining the heads copies them: a fused kernel writes them side by side already."""
     is_plain = config.attention_soft_cap is None and not config.attention_sinks and config.window_of(layer) is None
     if config.attention == "latent" or not is_plain:
         return True
     return shape.cp > 1 and shape.cp_method == "ulysses"
 
 
-def _kv_heads(config: DecoderConfig, shape: ActivationShape) -> float:
-    """Return the key-value heads that attention keeps, copies for `cp` ranks included."""
+def _kv_heads(config: DecoderOptions, shape: MicroBatchShape) -> float:
+    """Return the key-value heads that attention saves, copies for `cp` ranks included."""
     heads = config.num_key_value_heads / shape.tp
     return max(heads, shape.cp) if shape.cp_method == "ulysses" else heads
 
 
-def _score_width(config: DecoderConfig) -> int:
+def _score_width(config: DecoderOptions) -> int:
+    """Return the width of a head's queries and keys."""
     return config.head_dim if config.attention == "grouped" else config.qk_nope_head_dim + config.qk_rope_head_dim
 
 
-def _value_width(config: DecoderConfig) -> int:
+def _value_width(config: DecoderOptions) -> int:
+    """Return the width of a head's values."""
     return config.head_dim if config.attention == "grouped" else config.v_head_dim

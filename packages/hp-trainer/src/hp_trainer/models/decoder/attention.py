@@ -1,9 +1,4 @@
-"""Normalization of the decoder.
-
-Grouped-query attention: each key-value head is shared by several query heads (arXiv 2305.13245).
-
-Latent attention: keys and values are unfolded from one narrow vector per token (DeepSeek-V2, arXiv 2405.04434).
-"""
+"""Attention of the decoder: grouped-query (arXiv 2305.13245) and latent (DeepSeek-V2, arXiv 2405.04434), with norms."""
 
 from __future__ import annotations
 
@@ -25,7 +20,7 @@ class UnitOffsetRMSNorm(nn.RMSNorm):
 
 
 def build_norm(config: DecoderConfig, dim: int) -> Any:
-    """Return the normalization over a last dimension of width `dim` that the configuration asks for."""
+    """Return the configured norm over a last dimension of width `dim`."""
     kind = UnitOffsetRMSNorm if config.norm_unit_offset else nn.RMSNorm
     return kind(dim, config.rms_norm_eps)
 
@@ -36,9 +31,9 @@ class GroupedAttention(nn.Module):
     Biases, normalized queries and keys, soft caps and sinks are options.
 
     Attributes:
-        sinks: `[num_attention_heads]`, a score of each head that takes weight from the others and brings no value
-            (gpt-oss); None: there are none.
-        q_norm, k_norm: None where queries and keys are not normalized.
+        sinks: `[num_attention_heads]`, a learned score per head that takes part in the softmax and has no value
+            (gpt-oss); None: no sinks.
+        q_norm, k_norm: norms of queries and keys; None: not normalized.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -59,7 +54,7 @@ class GroupedAttention(nn.Module):
     def forward(
         self, x: Tensor, rotation: Rotation, mask: AttentionMask, dropout: AttentionDropout | None = None
     ) -> Tensor:
-        """Transform every token: `[batch, length, hidden]` -> the same."""
+        """Transform every token: `[batch, length, hidden]` -> the same shape."""
         q = self._normalized(self.q_norm, self.q_proj(x), self.num_heads)
         k = self._normalized(self.k_norm, self.k_proj(x), self.num_kv_heads)
         v = self._heads(self.v_proj(x), self.num_kv_heads)
@@ -92,23 +87,23 @@ class GroupedAttention(nn.Module):
 
 
 def join_heads(ops: Any, x: Tensor) -> Tensor:
-    """Lay the heads of `[batch, heads, length, head_dim]` side by side: `[batch, length, heads * head_dim]`."""
+    """Join heads: `[batch, heads, length, head_dim]` -> `[batch, length, heads * head_dim]`."""
     batch, heads, length, head_dim = x.shape
     return ops.reshape(ops.transpose(x, 1, 2), (batch, length, heads * head_dim))
 
 
-# DeepSeek's own code fixes it for these two norms, whatever the configuration says.
+# DeepSeek's own code uses this constant for these two norms, whatever `rms_norm_eps` is.
 _LATENT_NORM_EPS = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """Causal latent attention with rotary positions on a part of each head.
+    """Causal latent attention: keys and values are computed from one narrow vector per token.
 
-    A head's query and key are a part without rotation, of width `qk_nope_head_dim`, and a rotated one, of width
-    `qk_rope_head_dim`; the rotated part of the key is one for all heads.
+    A head's query and key consist of `qk_nope_head_dim` elements without rotary positions and `qk_rope_head_dim`
+    rotated ones. All heads share the rotated elements of the key.
 
     Attributes:
-        q_proj: queries straight from the token; None where they are compressed (`q_a_proj`, `q_a_norm`, `q_b_proj`).
+        q_proj: query projection; None where queries are compressed too (`q_a_proj`, `q_a_norm`, `q_b_proj`).
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -132,7 +127,7 @@ class LatentAttention(nn.Module):
     def forward(
         self, x: Tensor, rotation: Rotation, mask: AttentionMask, dropout: AttentionDropout | None = None
     ) -> Tensor:
-        """Transform every token: `[batch, length, hidden]` -> the same."""
+        """Transform every token: `[batch, length, hidden]` -> the same shape."""
         ops = self.ops
         q = self._queries(x, rotation)
         k, v = self._keys_and_values(x, rotation)
@@ -156,7 +151,7 @@ class LatentAttention(nn.Module):
         narrow, shared = ops.split(self.kv_a_proj(x), [self.config.kv_lora_rank, self.rope], -1)
         wide = ops.reshape(self.kv_b_proj(self.kv_a_norm(narrow)), (batch, length, heads, self.nope + self.value_dim))
         plain, values = ops.split(wide, [self.nope, self.value_dim], -1)
-        # One rotated key for all heads (DeepSeek-V2, arXiv 2405.04434, section 2.1.3): were the rest rotated, its
+        # One rotated key for all heads (DeepSeek-V2, section 2.1.3). If the other elements were rotated too, their
         # projection could not be folded into that of the queries.
         one_head = ops.reshape(shared, (batch, length, 1, self.rope))
         rotated = rotation(one_head, interleaved=self.config.rope_interleaved)

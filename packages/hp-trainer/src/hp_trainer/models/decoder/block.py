@@ -15,21 +15,21 @@ from hp_trainer.models.decoder.rotary import Rotation
 
 Tensor = Any
 
-# A gate's function, as Hugging Face calls it -> the feed-forward network with such a gate.
+# Hugging Face's name of a gate's function -> ours of the feed-forward network with that gate.
 _ACTIVATIONS = {"silu": "swiglu", "gelu_tanh": "geglu_tanh"}
 
 
 class DecoderBlock(nn.Module):
-    """Attention, then experts or one dense network, each on a normalized input and added to it.
+    """A pre-norm transformer block: attention, then experts or one dense network, each with a residual connection.
 
     Args:
-        layer: index of the block in the whole model; the configuration says by it what the block is made of.
+        layer: index of the block in the full model, which selects its kind.
 
     Attributes:
-        index: of the block in the whole model.
-        window: tokens that a token sees, itself included; None: all before it.
+        index: index of the block in the full model.
+        window: tokens that a token attends to, itself included; None: all before it.
         moe, feed_forward: one of them is None.
-        post_attention_norm, post_ffn_norm: of what is added to the input; None where it is added as it is.
+        post_attention_norm, post_ffn_norm: norms of the outputs before they are added to the residual; None: no norm.
     """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
@@ -56,10 +56,11 @@ class DecoderBlock(nn.Module):
         ids: Tensor | None = None,
         dropout: AttentionDropout | None = None,
     ) -> Tensor:
-        """Transform every token: `[batch, length, hidden]` -> the same; the mask is of this block's window.
+        """Transform every token: `[batch, length, hidden]` -> the same shape.
 
         Args:
-            ids: of the tokens, `[batch, length]`, for experts that are chosen by them.
+            mask: the mask of this block's window.
+            ids: token ids `[batch, length]`, for hash routing.
         """
         attended = self.attention(self.attention_norm(x), rotation, mask, dropout)
         x = self.ops.add(x, attended if self.post_attention_norm is None else self.post_attention_norm(attended))
@@ -69,10 +70,10 @@ class DecoderBlock(nn.Module):
 
 
 class DecoderBlocks(nn.Module):
-    """Blocks by their index in the whole model; a part of the model holds some of them under the same names.
+    """Blocks by their index in the full model. A part of the model has some of them, under the same names.
 
     Args:
-        layers: the indices, in order.
+        layers: indices of the blocks, in order.
     """
 
     def __init__(self, config: DecoderConfig, layers: Iterable[int]) -> None:
@@ -82,7 +83,7 @@ class DecoderBlocks(nn.Module):
             setattr(self, str(index), DecoderBlock(config, index))
 
     def select(self, layers: Iterable[int] | None) -> list[Any]:
-        """Return the blocks of these indices, in order; None: all that there are."""
+        """Return the blocks of these indices, in order; None: all blocks of this part."""
         return [getattr(self, str(index)) for index in (self.indices if layers is None else layers)]
 
     def __len__(self) -> int:

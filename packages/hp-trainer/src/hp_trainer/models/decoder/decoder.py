@@ -1,14 +1,11 @@
-"""The decoder: embedding, blocks, final norm and head, whole or in parts.
-
-Metrics of a step's routing, from the loads of the blocks' experts.
-"""
+"""The decoder: embedding, blocks, final norm and head, complete or in part; and metrics of its routing."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +19,16 @@ from hp_dtensor.tensor.init import Constant, Distribution, Normal, Uniform
 from hp_moe import LoadMetrics, place_copies_of_experts, update_expert_bias
 from hp_trainer.exceptions import TrainingError
 from hp_trainer.metrics.tracker import EXPERT_LOAD
+from hp_trainer.models.base import ModelPart
 from hp_trainer.models.decoder.activations import training_flops_per_token
 from hp_trainer.models.decoder.attention import build_norm
 from hp_trainer.models.decoder.block import DecoderBlocks
 from hp_trainer.models.decoder.config import DecoderConfig
 from hp_trainer.models.decoder.lora import initial_bound, is_adapter
+from hp_trainer.models.decoder.parallelize import parallelize
 from hp_trainer.models.decoder.rotary import RotaryTables
 from hp_trainer.models.loss import TokenLoss
-from hp_trainer.models.recomputation import NOTHING_AGAIN, BlockRecompute, recompute_by_settings
+from hp_trainer.models.recomputation import NOTHING_RECOMPUTED, BlockRecompute, recompute_by_settings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,70 +41,48 @@ if TYPE_CHECKING:
 Tensor = Any
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecoderParts:
-    """Parts of the decoder to build or to call, such as those of a pipeline stage; their parameters keep their names.
-
-    Attributes:
-        embed: the embedding; without it the input is activations.
-        layers: indices of the blocks, in order; None: all that there are.
-        head: final norm and head; without them the output is activations.
-    """
-
-    embed: bool = True
-    layers: Iterable[int] | None = None
-    head: bool = True
-
-    def union(self, other: DecoderParts) -> DecoderParts:
-        """Return the parts of both, as a rank with several stages builds them."""
-        layers = None
-        if self.layers is not None and other.layers is not None:
-            layers = tuple(sorted({*self.layers, *other.layers}))
-        return DecoderParts(embed=self.embed or other.embed, layers=layers, head=self.head or other.head)
-
-
 class TokenEmbedding(nn.Embedding):
-    """The table of tokens, which may be the head too."""
+    """Embedding of tokens, which may also be the head."""
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the products of activations with every row of the table, as a head that is tied to it does."""
+        """Return the logits of activations, with the embedding's weight as that of the head."""
         return self.ops.linear(x, self.weight)
 
 
 class Decoder(nn.Module):
-    """The decoder, or parts of it.
+    """The decoder, or a part of it.
 
     Args:
-        parts: what to build; default: everything.
+        part: the part to build; default: everything.
 
     Attributes:
-        parts: what has been built.
-        embed: None in parts without it, and without a head that is the embedding.
-        layers: the blocks of these parts, by their index in the whole.
-        norm: None in parts without a head.
-        head: None when the embedding is the head, and in parts without one.
-        rotary: angles by length and positions.
-        takes_rows: whether `forward` is to be told the number of each row in the run.
-        recompute: of each layer of the whole model, what is computed again in backward, and what waits in host memory.
-        expert_loads: loads of the experts of these parts in the last step, by the layer's name.
+        part: the part that was built.
+        embed: the embedding; None in a part that has neither it nor a head tied to it.
+        layers: the blocks of the part, named by their index in the full model.
+        norm: the final norm; None in a part without a head.
+        head: None if the embedding is the head, and in a part without a head.
+        rotary: rotary angles by length and positions.
+        takes_rows: whether `forward` needs the index of each row in the run.
+        recompute: recomputation and offloading of each block of the full model.
+        expert_loads: loads of the part's experts in the last step, by the layer's name.
     """
 
-    def __init__(self, config: DecoderConfig, parts: DecoderParts | None = None) -> None:
+    def __init__(self, config: DecoderConfig, part: ModelPart | None = None) -> None:
         super().__init__()
-        parts = parts or DecoderParts()
-        layers = tuple(range(config.num_hidden_layers) if parts.layers is None else parts.layers)
-        self.parts = replace(parts, layers=layers)
+        part = part or ModelPart()
+        layers = tuple(range(config.num_hidden_layers) if part.layers is None else part.layers)
+        self.part = replace(part, layers=layers)
         self.config = config
-        self.recompute: Sequence[BlockRecompute] = [NOTHING_AGAIN] * config.num_hidden_layers
+        self.recompute: Sequence[BlockRecompute] = [NOTHING_RECOMPUTED] * config.num_hidden_layers
         self.expert_loads: Mapping[str, LoadMetrics] = {}
         self._loss = TokenLoss()
         self._seed = 0
-        # A head that is the embedding has a copy of its own where the embedding is another part's.
-        has_table = parts.embed or (parts.head and config.tie_word_embeddings)
+        # The last stage of a pipeline has a copy of its own of an embedding that is also the head.
+        has_table = part.embed or (part.head and config.tie_word_embeddings)
         self.embed: Any = TokenEmbedding(config.vocab_size, config.hidden_size) if has_table else None
         self.layers = DecoderBlocks(config, layers)
-        self.norm: Any = build_norm(config, config.hidden_size) if parts.head else None
-        own_head = parts.head and not config.tie_word_embeddings
+        self.norm: Any = build_norm(config, config.hidden_size) if part.head else None
+        own_head = part.head and not config.tie_word_embeddings
         self.head: Any = nn.Linear(config.hidden_size, config.vocab_size) if own_head else None
         self.rotary = RotaryTables(self.platform, config)
 
@@ -118,42 +95,42 @@ class Decoder(nn.Module):
         ids: Tensor,
         targets: Tensor | None = None,
         positions: Tensor | None = None,
-        parts: DecoderParts | None = None,
+        part: ModelPart | None = None,
         rows: np.ndarray | None = None,
     ) -> Tensor:
         """See `hp_trainer.models.LanguageModel`.
 
-        Without an embedding `ids` are the activations `[batch, length, hidden_size]` of the block before; without a
-        head the activations after the last block are returned, and there are no `targets`.
+        Without an embedding `ids` are the activations `[batch, length, hidden_size]` of the preceding block. Without a
+        head the activations after the last block are returned, and `targets` is None.
 
         Args:
-            parts: call these alone, such as one of several pipeline stages of a rank; None: all that there are.
-            rows: int64 `[batch]`, the number of each row in the run, by which attention drops (`attention_dropout`);
-                without a graph to record, as in evaluation, it is not looked at.
+            part: the part to call, such as one of several pipeline stages of a rank; None: everything that was built.
+            rows: int64 `[batch]`, the index of each row in the run, from which attention dropout is drawn; not used
+                where no gradients are recorded, as in evaluation.
 
         Raises:
-            TrainingError: attention drops, and there are no `rows`.
+            TrainingError: attention dropout needs `rows`, and there are none.
         """
-        parts = parts or self.parts
-        x = self._embedded(ids) if parts.embed else ids
+        part = part or self.part
+        x = self._embedded(ids) if part.embed else ids
         rotation = self.rotary.of_length(x.shape[1], positions, like=x)
         masks = self._masks(positions)
-        chosen_by = ids if self.config.hash_routing else None
-        offloads = any(self.recompute[layer].offloads for layer in self.parts.layers or ())
+        hashed_ids = ids if self.config.hash_routing else None
+        offloads = any(self.recompute[layer].offloads for layer in self.part.layers or ())
         offload = ActivationOffload(self.platform) if offloads else None
-        for layer in self.layers.select(parts.layers):
-            others = rotation, masks[layer.window], chosen_by, self._dropout(rows, layer.index)
+        for layer in self.layers.select(part.layers):
+            others = rotation, masks[layer.window], hashed_ids, self._dropout(rows, layer.index)
             run = self._recomputed(layer)
             if offload is not None:
                 run = functools.partial(offload if self.recompute[layer.index].offloads else offload.staying, run)
             x = run(x, *others)
-        if not parts.head:
+        if not part.head:
             return x
         logits = self._logits(self.norm(x))
         return whole_of(logits if targets is None else self._loss.summed(self.platform, logits, targets))
 
     def _recomputed(self, layer: Any) -> Callable[..., Tensor]:
-        """Return a block as it is to be called: itself, or as one that is computed again in backward."""
+        """Return the callable of a block: the block itself, or its checkpointed call."""
         recompute = self.recompute[layer.index]
         if recompute.mode == "none":
             block: Callable[..., Tensor] = layer
@@ -161,18 +138,18 @@ class Decoder(nn.Module):
         return functools.partial(checkpoint, layer, platform=self.platform, save=recompute.keep)
 
     def _masks(self, positions: Tensor | None) -> dict[int | None, AttentionMask]:
-        """Return a mask for each window; blocks with the same one share what is derived from it."""
+        """Return one mask per window, so that blocks with the same window share what is derived from it."""
         windows = {layer.window for layer in self.layers}
         return {window: AttentionMask(causal=True, window=window, positions=positions) for window in windows}
 
     def _dropout(self, rows: np.ndarray | None, layer: int) -> AttentionDropout | None:
-        """Return what a layer's attention drops, by the seed of the run, the layer and the numbers of the rows."""
+        """Return the dropout of a layer's attention, drawn from the run's seed, the layer and the rows' indices."""
         p = self.config.attention_dropout
         if not p or not self.platform.is_grad_enabled():
             return None
         if rows is None:
             raise TrainingError(
-                f"model.attention_dropout = {p}: expected rows, the number of each row in the run, beside ids; got None"
+                f"model.attention_dropout = {p}: expected rows, the index of each row in the run, got None"
             )
         return AttentionDropout.of_rows(p, rows, self._seed, layer)
 
@@ -181,17 +158,20 @@ class Decoder(nn.Module):
         return self.ops.mul(x, math.sqrt(self.config.hidden_size)) if self.config.scale_embeddings else x
 
     def _logits(self, x: Tensor) -> Tensor:
-        """Return the float32 logits of normalized activations, over the whole vocabulary."""
+        """Return the float32 logits of normalized activations."""
         ops, cap = self.ops, self.config.logit_soft_cap
         logits = self.embed.logits(x) if self.head is None else self.head(x)
         logits = ops.cast(logits, self.platform.dtype("float32"))
         return logits if cap is None else ops.mul(ops.tanh(ops.div(logits, cap)), cap)
 
     def initializer(self, name: str, shape: tuple[int, ...]) -> Distribution:
-        """Norms are 1, biases 0; projections back into the residual stream shrink with depth (as GPT-2); the rest is
-        normal."""
+        """Return the distribution of a parameter's initial values.
+
+        Norms are 1 and biases 0. Other weights are normal; those of projections into the residual stream are scaled
+        down with depth, as in GPT-2.
+        """
         if is_adapter(name):
-            # The second matrix is 0, so that the first step begins with the model as it is.
+            # The second matrix is 0, so that training starts from the model without adapters.
             return Constant(0.0) if ".lora_B." in name else Uniform(-initial_bound(shape[1]), initial_bound(shape[1]))
         if name.endswith("norm.weight"):
             return Constant(0.0 if self.config.norm_unit_offset else 1.0)
@@ -210,8 +190,6 @@ class Decoder(nn.Module):
         reshard_after_forward: bool | None = None,
     ) -> None:
         """See `hp_trainer.models.LanguageModel`."""
-        from hp_trainer.models.decoder.parallelize import parallelize
-
         parallelize(self, dims, mesh, training, reshard_after_forward=reshard_after_forward)
         if training is not None:
             self.recompute = recompute_by_settings(training, self.config.num_hidden_layers, self.platform)
@@ -219,43 +197,43 @@ class Decoder(nn.Module):
             self._seed = training.seed
 
     def training_flops_per_token(self, sequence_length: int) -> float:
-        """Return the operations that a token needs in forward and backward of the whole decoder, also of its parts."""
+        """Return a token's operations in forward and backward of the full decoder, also for a part of it."""
         return training_flops_per_token(self.config, sequence_length)
 
-    def after_optimizer_step(self, everyones: Callable[[Any], list[Any]] | None = None) -> Mapping[str, float]:
-        """Move the expert biases; return the metrics of the step's routing, see `expert_metrics`.
+    def after_optimizer_step(self, all_gather_object: Callable[[Any], list[Any]] | None = None) -> Mapping[str, float]:
+        """Update the routers' biases and the copies of busy experts; return the step's routing metrics.
 
         Args:
-            everyones: as in `LanguageModel`.
+            all_gather_object: as in `LanguageModel`.
         """
         if self.config.lora.rank is not None:
-            # The routing is the base model's, and stays.
+            # With adapters, routers are frozen.
             return {}
         self.expert_loads = loads = update_expert_bias(self)
         place_copies_of_experts(self, loads)
-        if everyones is not None:
-            parts = everyones({name: asdict(load) for name, load in loads.items()})
-            loads = {name: LoadMetrics(**load) for part in parts for name, load in part.items()}
+        if all_gather_object is not None:
+            stages = all_gather_object({name: asdict(load) for name, load in loads.items()})
+            loads = {name: LoadMetrics(**load) for stage in stages for name, load in stage.items()}
         return expert_metrics(loads)
 
 
-def build_decoder(options: DecoderConfig, platform: Platform, parts: DecoderParts | None = None) -> Decoder:
-    """Return the decoder, or parts of it, on a platform, its parameters plain and zero."""
+def build_decoder(options: DecoderConfig, platform: Platform, part: ModelPart | None = None) -> Decoder:
+    """Build the decoder, or a part of it, on a platform; its parameters are plain and zero."""
     with nn.building(platform):
-        return Decoder(options, parts)
+        return Decoder(options, part)
 
 
 def expert_metrics(loads: Mapping[str, LoadMetrics]) -> dict[str, float]:
-    """Return the metrics by name; none for a model without experts.
+    """Return a step's routing metrics by name, from the loads of each block's experts; empty without experts.
 
-    - `max_load_violation`: the largest load of any block over the mean one, less 1.
-    - `load_variation`: standard deviation of a block's loads over their mean, the mean over the blocks.
-    - `load_entropy`: that of a block's loads over that of even ones, the smallest of any block.
-    - `dead_experts`: experts of all blocks without a token.
-    - `dropped_choices`: share of all choices that were beyond the capacity.
-    - `expert_bytes_sent`: bytes that left a rank for experts and back, in forward, of all ranks.
-    - `aux_loss/...`: auxiliary losses without their coefficients, means over the blocks.
-    - `expert_load/<block>/<expert>`: an expert's load over the mean one of its block.
+    - `max_load_violation`: largest load of any block's expert over the block's mean load, minus 1.
+    - `load_variation`: standard deviation of a block's loads over their mean, averaged over blocks.
+    - `load_entropy`: entropy of a block's loads over that of equal loads, the smallest of any block.
+    - `dead_experts`: experts of all blocks that received no token.
+    - `dropped_choices`: share of choices dropped because they exceeded the capacity.
+    - `expert_bytes_sent`: bytes that all ranks sent to experts and back, in forward.
+    - `aux_loss/...`: auxiliary losses without their coefficients, averaged over blocks.
+    - `expert_load/<block>/<expert>`: an expert's load over the mean load of its block.
     """
     if not loads:
         return {}

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): what is trained of a model whose own weights stay."""
+"""Low-rank adapters (LoRA, arXiv 2106.09685), which are trained while the model's own weights are frozen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hp_trainer.exceptions import Problem
 
 Tensor = Any
 
-# Projections by the names that Hugging Face gives them -> where a block has them. Experts have no adapters.
+# Hugging Face's name of a projection -> its path in a block. Experts have no adapters.
 TARGETS = {
     **{name: f"attention.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
     **{name: f"attention.{name}" for name in ("q_a_proj", "q_b_proj", "kv_b_proj")},
@@ -26,15 +26,15 @@ TARGETS = {
     "down_proj": "feed_forward.w2",
 }
 _ROWWISE = ("o_proj", "down_proj")
-_WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
+_REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters of named projections; with a rank, they alone are trained."""
+    """Low-rank adapters of named projections. If a rank is set, only they are trained."""
 
-    rank: int | None = setting(None, help="width of the adapters; null: there are none", minimum=1)
-    alpha: float = setting(16.0, help="the adapters' part is multiplied by alpha / rank", above=0)
+    rank: int | None = setting(None, help="width of the adapters; null: no adapters", minimum=1)
+    alpha: float = setting(16.0, help="the adapters' output is multiplied by alpha / rank", above=0)
     targets: tuple[str, ...] = setting(
         ("q_proj", "k_proj", "v_proj", "o_proj"), help="projections with adapters, by their names in transformers"
     )
@@ -47,7 +47,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """Factor on the adapters' part."""
+        """Factor on the adapters' output."""
         assert self.rank is not None
         return self.alpha / self.rank
 
@@ -55,7 +55,7 @@ class LoraConfig:
 class LoraLinear(nn.Linear):
     """A linear layer with an adapter: `x @ weight.T + bias + scale * lora_B(lora_A(x))`.
 
-    The names of weight and bias are those of the layer without an adapter; those of the adapter are PEFT's.
+    Weight and bias have the names they have without an adapter; the adapter's names are PEFT's.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool, config: LoraConfig) -> None:
@@ -71,7 +71,7 @@ class LoraLinear(nn.Linear):
 
 
 def add_adapters(block: Any, config: LoraConfig) -> list[str]:
-    """Give the targets of a block their adapters; return the targets that the block has."""
+    """Add adapters to the targets of a block; return the targets that the block has."""
     found = []
     for target in config.targets:
         owner_name, _, name = TARGETS[target].partition(".")
@@ -84,28 +84,28 @@ def add_adapters(block: Any, config: LoraConfig) -> list[str]:
 
 
 def place_adapters(block: Any, mesh: DeviceMesh) -> None:
-    """Cut the adapters of a block over the tensor parallel ranks as their projections are cut."""
+    """Shard the adapters of a block over the tensor parallel ranks to match their projections."""
     for target, layer in adapters_of(block):
         a, b = (Replicate(), Shard(0)) if target not in _ROWWISE else (Shard(1), Replicate())
-        b = Replicate() if target in _WHOLE else b
+        b = Replicate() if target in _REPLICATED else b
         place_parameter(layer.lora_A, "weight", mesh, (a,), src_data_rank=None)
         place_parameter(layer.lora_B, "weight", mesh, (b,), src_data_rank=None)
 
 
 def adapters_of(block: Any) -> Iterator[tuple[str, LoraLinear]]:
-    """Yield the targets of a block that have adapters, and their layers."""
-    for target, place in TARGETS.items():
-        owner_name, _, name = place.partition(".")
+    """Yield the name and the layer of each target of a block that has an adapter."""
+    for target, path in TARGETS.items():
+        owner_name, _, name = path.partition(".")
         layer = getattr(getattr(block, owner_name, None), name, None)
         if isinstance(layer, LoraLinear):
             yield target, layer
 
 
 def is_adapter(name: str) -> bool:
-    """Tell the parameters of adapters by their names."""
+    """Return whether a parameter of this name is an adapter's."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def initial_bound(in_features: int) -> float:
-    """Return the bound of the uniform values that the first matrix of an adapter begins with, as PEFT draws them."""
+    """Return the bound of the uniform initial values of an adapter's first matrix, as in PEFT."""
     return 1 / math.sqrt(in_features)

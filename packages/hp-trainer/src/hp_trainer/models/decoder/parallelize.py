@@ -1,8 +1,8 @@
-"""Layout of the decoder over the meshes of `ParallelDims`.
+"""Parallelization of the decoder over the meshes of `ParallelDims`.
 
-First tensor parallel (sequence-parallel activations between the projections, arXiv 2205.05198), then the
-experts, then fully sharded data parallel, block by block. Every gradient ends up as the sum over the tokens of
-the global batch: nothing is averaged, the loss is divided once by the global number of tokens.
+Tensor parallelism comes first (with sequence-parallel activations between the projections, arXiv 2205.05198), then
+context and expert parallelism, then FSDP, block by block. Every gradient is the sum over the tokens of the global
+batch: nothing is averaged, and the loss is divided once by the global number of tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from hp_trainer.config import TrainingConfig
     from hp_trainer.parallel import ParallelDims
 
-# By name alone: decoder.py, whose method calls this module, defines them.
+# decoder.py defines these classes and imports this module.
 Decoder = Any
 DecoderBlock = Any
 
@@ -60,15 +60,15 @@ def parallelize(
     *,
     reshard_after_forward: bool | None = None,
 ) -> Decoder:
-    """Lay out a decoder whose parameters are plain; in place.
+    """Parallelize a decoder whose parameters are plain; in place.
 
     Args:
-        mesh: from `dims.build_mesh`.
+        mesh: the mesh that `dims.build_mesh` returned.
         training: its dtypes become the mixed-precision policy; None: float32.
         reshard_after_forward: as in `hp_fsdp.fully_shard`.
 
     Raises:
-        ParallelDimsError: degrees that do not divide the model, or that this model cannot use.
+        ParallelDimsError: the degrees do not divide the model's sizes, or this model cannot use them.
     """
     dims.validate_against_model(model)
     if dims.tp_enabled:
@@ -80,7 +80,7 @@ def parallelize(
             _expert_parallel(block.moe, dims, mesh)
             if training is not None:
                 block.moe.step_tokens = training.global_batch_size * training.sequence_length
-    moe_layers(model)  # gives them the names that their messages show
+    moe_layers(model)  # names the layers, for their messages
     _shard_over_data(model, dims, mesh, precision_policy(training), reshard_after_forward)
     if training is not None and training.compile:
         for block in model.layers:
@@ -92,9 +92,9 @@ def parallelize(
 
 
 def _tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
-    """Cut activations along the sequence between blocks, and along heads or hidden width within them.
+    """Shard activations along the sequence between modules, and along heads or hidden width within them.
 
-    The vocabulary is cut in the embedding and in the head, so that the loss works on cut logits.
+    Embedding and head are sharded along the vocabulary, so that the loss is computed on sharded logits.
     """
     sequence = Shard(1)
     plan: dict[str, ParallelStyle] = {}
@@ -104,14 +104,14 @@ def _tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
         plan["norm"] = SequenceParallel()
     if model.head is not None:
         plan["head"] = ColwiseParallel(input_layouts=sequence, use_local_output=False)
-    # Parameters have no values yet, or the same on all ranks.
+    # No rank broadcasts its values: parameters have none yet, or the same on all ranks.
     parallelize_module(model, mesh, plan, src_data_rank=None)
     for block in model.layers:
         parallelize_module(block, mesh, _block_plan(block), src_data_rank=None)
         place_adapters(block, mesh)
         if getattr(block.attention, "sinks", None) is not None:
             place_parameter(block.attention, "sinks", mesh, (Shard(0),), src_data_rank=None)
-        # What is left computes with the whole input: norms over all heads, and the narrow vectors of latent attention.
+        # The remaining modules see the full input: norms over all heads, and the narrow vectors of latent attention.
         distribute_module(block.attention, mesh)
 
 
@@ -119,7 +119,7 @@ def _block_plan(block: DecoderBlock) -> dict[str, ParallelStyle]:
     sequence = Shard(1)
     plan: dict[str, ParallelStyle] = {
         "attention_norm": SequenceParallel(),
-        # The rotation, the mask and the dropout, of the whole sequence, come as they are.
+        # Rotation, mask and dropout are those of the full sequence already.
         "attention": PrepareModuleInput(
             input_layouts=(sequence, None, None, None), desired_input_layouts=(Replicate(), None, None, None)
         ),
@@ -138,7 +138,7 @@ def _block_plan(block: DecoderBlock) -> dict[str, ParallelStyle]:
 
 
 def _attention_plan(attention: Any) -> dict[str, ParallelStyle]:
-    """Cut the projections to heads; norms of single heads follow them, what all heads share is replicated."""
+    """Shard projections and the norms of single heads by heads; modules that all heads share are replicated."""
     plan: dict[str, ParallelStyle] = {}
     for name in ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj"):
         if getattr(attention, name, None) is not None:
@@ -146,9 +146,11 @@ def _attention_plan(attention: Any) -> dict[str, ParallelStyle]:
     if getattr(attention, "q_norm", None) is not None and attention.config.qk_norm == "head":
         plan |= dict.fromkeys(("attention.q_norm", "attention.k_norm"), SequenceParallel(sequence_dim=2))
     elif getattr(attention, "q_norm", None) is not None:
-        # Over all heads at once it computes with whole rows; only its results are cut to heads again.
-        cut = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(-1), use_local_output=False)
-        plan |= dict.fromkeys(("attention.q_norm", "attention.k_norm"), cut)
+        # A norm over all heads needs full rows; its result is sharded by heads again.
+        by_heads = PrepareModuleOutput(
+            output_layouts=Replicate(), desired_output_layouts=Shard(-1), use_local_output=False
+        )
+        plan |= dict.fromkeys(("attention.q_norm", "attention.k_norm"), by_heads)
     return plan
 
 
@@ -165,7 +167,7 @@ def _feed_forward_plan(name: str) -> dict[str, ParallelStyle]:
 
 
 def _context_parallel(model: Decoder, style: ContextParallel, mesh: DeviceMesh) -> None:
-    """Share sequences in each block's attention, which is computed again with its block; all else is per token."""
+    """Shard sequences over context parallel ranks; only attention communicates, all else is per token."""
     model.rotary.sequence_ranks = mesh.size()
     for block in model.layers:
         style.apply(block.attention, mesh)
@@ -188,29 +190,29 @@ def _expert_parallel(moe: MoE, dims: ParallelDims, mesh: DeviceMesh) -> None:
 
 
 def _expert_style(dims: ParallelDims) -> tuple[BaseExpertParallel | None, tuple[str, ...]]:
-    """Return the style for these degrees and the axes it is applied to.
+    """Return the style of expert parallelism for these degrees, and the mesh axes that it is applied to.
 
-    Peer `ep` ranks are given the same tokens, so they split them; folded ones stand in place of dense ranks,
-    each of which has tokens of its own (with `etp` = `tp`, each group of `tp` ranks).
+    `ep` ranks of the peer mesh have the same tokens, so they split them. Those of the folded mesh are dense ranks, each
+    with tokens of its own (with `etp` = `tp`, each group of `tp` ranks).
     """
     peer = dims.expert_mesh == "peer"
-    travel = _travel(dims)
+    dispatch = _dispatch_options(dims)
     # The peer mesh may leave etp at its default where it changes nothing.
     etp = dims.etp if dims.tp_enabled else 1
     if dims.ep_enabled and etp > 1:
-        return ExpertTensorParallel(**travel, split_tokens=peer), ("ep", "etp")
+        return ExpertTensorParallel(**dispatch, split_tokens=peer), ("ep", "etp")
     if etp > 1:
         return TensorParallel(), ("etp",)
     if peer and dims.tp_enabled:
-        # Experts whole on every tp rank: the folded mesh shards them over efsdp instead.
+        # Experts are replicated over the tp ranks here. The folded mesh shards them over efsdp instead.
         if not dims.ep_enabled:
             return ReplicatedExperts(), ("tp",)
-        return ExpertParallel(**travel, split_tokens=True), ("ep", "tp")
-    return (ExpertParallel(**travel, split_tokens=peer), ("ep",)) if dims.ep_enabled else (None, ())
+        return ExpertParallel(**dispatch, split_tokens=True), ("ep", "tp")
+    return (ExpertParallel(**dispatch, split_tokens=peer), ("ep",)) if dims.ep_enabled else (None, ())
 
 
-def _travel(dims: ParallelDims) -> dict[str, Any]:
-    """Return the arguments of a style that say how tokens travel."""
+def _dispatch_options(dims: ParallelDims) -> dict[str, Any]:
+    """Return the arguments of a style that select the dispatcher of tokens."""
     name, node = dims.ep_dispatcher or "all_to_all", dims.ep_node_size
     if dims.ep_copies or dims.ep_move_interval:
         wire_format = None if name == "all_to_all" else name.removeprefix("all_to_all_")
@@ -229,7 +231,7 @@ def _travel(dims: ParallelDims) -> dict[str, Any]:
 
 
 def _token_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:
-    """Return all ranks that route different tokens, as one axis."""
+    """Return the mesh of one axis over all ranks that route different tokens."""
     axes = ["loss"]
     if dims.expert_mesh == "peer":
         axes.append("ep")
@@ -250,27 +252,27 @@ def _shard_over_data(
 ) -> None:
     outer = _replica_axes(dims, mesh)
     dense, experts = mesh[*outer, "fsdp"], mesh[*outer, "efsdp"]
-    # Scores are float32 whatever the experts compute in; the rows have been cast by the block.
+    # The block casts its inputs, so experts get rows in the right dtype; their scores must remain float32.
     expert_policy = replace(policy, cast_forward_inputs=False)
     options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
     for block in model.layers:
         if block.moe is not None:
-            # Whole rows of experts move: other ranks may have parts of each, but not rows of their own.
+            # Experts move as full rows of the stack, so their owners may be sharded along other dimensions only.
             moves = dims.ep_move_interval is not None
             along = Shard(1 if moves else expert_shard_dim(block.moe.num_experts, dims.ep, experts.size(-1)))
             _shard(block.moe.experts, experts, expert_policy, options, along)
         _shard(block, dense, policy, options)
     if dims.pp_enabled and model.config.tie_word_embeddings and model.embed is not None:
-        # A group of its own, so that the copies of the first and the last stage are cut alike.
+        # A group of its own, so that the copies of the first and the last stage are sharded alike.
         _shard(model.embed, dense, replace(policy, cast_forward_inputs=False), options)
         register_fsdp_forward_method(model.embed, "logits")
     _shard(model, dense, policy, options)
 
 
 def _replica_axes(dims: ParallelDims, mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the axis, if any, over which weights are replicated and their gradients summed.
+    """Return the axis, if any, over which weights are replicated and their gradients all-reduced.
 
-    Context parallel ranks are among those that share one copy in the folded mesh, and replicas in the peer mesh.
+    Context parallel ranks shard one copy of the weights in the folded mesh, and are replicas in the peer mesh.
     """
     axes = ["dp_replicate"] if dims.dp_replicate > 1 else []
     if dims.expert_mesh == "peer" and dims.cp_enabled:

@@ -1,74 +1,50 @@
-"""The decoder's parameters by name and shape, with the part that a rank computes with, without building a module.
-
-Names and shapes of the parameters of an attention layer, in the order of its modules, without building one.
-"""
+"""Names and shapes of the decoder's parameters, and the shard of each that a rank computes with, without a module."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hp_fsdp import PlannedParameter
 from hp_moe import expert_shard_dim
 from hp_trainer.config.settings import matches_any
+from hp_trainer.models.base import ModelPart
 from hp_trainer.models.decoder.lora import TARGETS, is_adapter
+from hp_trainer.models.decoder.options import DecoderOptions
+from hp_trainer.models.estimates import ModelParameters
 
 if TYPE_CHECKING:
-    from hp_trainer.models.decoder.config import DecoderConfig
     from hp_trainer.parallel import ParallelDims
 
+Shape = tuple[int, ...]
 
-# The dimension of a projection's weight that tensor parallelism cuts; biases of the first kind are cut with it.
-_CUT_OUTPUTS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "w1", "w3", "head", "embed")
-_CUT_INPUTS = ("o_proj", "w2")
-_CUT_OF_EXPERTS = {"w1": 1, "w3": 1, "b1": 1, "b3": 1, "w2": 2}
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderParameters:
-    """The parameters that one rank has of some parts of a decoder, by the group that shards them.
-
-    Attributes:
-        root: embedding, final norm and head.
-        tied_embedding: an embedding that a pipeline shares between stages, in a group of its own.
-        blocks: of each block but its experts' weights, by index.
-        experts: of each block's experts, by index; without dense blocks.
-    """
-
-    root: tuple[PlannedParameter, ...]
-    tied_embedding: tuple[PlannedParameter, ...]
-    blocks: dict[int, tuple[PlannedParameter, ...]]
-    experts: dict[int, tuple[PlannedParameter, ...]]
+# Projections whose weights tensor parallelism shards along their outputs (with their biases) or along their inputs.
+_COLWISE = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "w1", "w3", "head", "embed")
+_ROWWISE = ("o_proj", "w2")
+_EXPERT_SHARD_DIMS = {"w1": 1, "w3": 1, "b1": 1, "b3": 1, "w2": 2}
 
 
 def planned_parameters(
-    config: DecoderConfig,
-    dims: ParallelDims,
-    *,
-    layers: Iterable[int],
-    embed: bool = True,
-    head: bool = True,
-    freeze: tuple[str, ...] = (),
-) -> DecoderParameters:
-    """Return the parameters of a decoder's parts on the rank that has most of them.
+    config: DecoderOptions, dims: ParallelDims, part: ModelPart, *, freeze: tuple[str, ...] = ()
+) -> ModelParameters:
+    """Return the parameters of a part of the decoder on the rank that has most of them.
 
     Args:
-        dims: degrees of tensor and expert parallelism cut them; sharding over data is for `hp_fsdp.plan_group`.
-        layers: indices of the blocks.
-        embed, head: whether there are an embedding, and a final norm and a head.
+        dims: tensor and expert parallel degrees shard the parameters; `hp_fsdp.plan_group` shards them over data.
+        part: the part, whose `layers` are stated.
         freeze: patterns of names that are not trained.
     """
 
-    def planned(found: Iterator[tuple[str, Shape]], prefix: str = "") -> tuple[PlannedParameter, ...]:
-        return tuple(_placed(config, dims, f"{prefix}{name}", shape, freeze) for name, shape in found)
+    def planned(named: Iterator[tuple[str, Shape]], prefix: str = "") -> tuple[PlannedParameter, ...]:
+        return tuple(_sharded(config, dims, f"{prefix}{name}", shape, freeze) for name, shape in named)
 
-    layers, tied = tuple(layers), config.tie_word_embeddings
-    has_embedding, apart = embed or (head and tied), tied and dims.pp_enabled
-    ends = [*_embedding(config, has_embedding and not apart), *_head(config, head)]
+    layers, tied = tuple(part.layers or ()), config.tie_word_embeddings
+    # A head that is the embedding has a copy of its own, in a group of its own, where stages share it.
+    has_embedding, apart = part.embed or (part.head and tied), tied and dims.pp_enabled
+    ends = [*_embedding(config, has_embedding and not apart), *_head(config, part.head)]
     experts = {i: f"layers.{i}.moe.experts." for i in layers if not config.is_dense(i)}
-    return DecoderParameters(
+    return ModelParameters(
         root=planned(iter(ends)),
         tied_embedding=planned(_embedding(config, has_embedding and apart)),
         blocks={i: planned(_block(config, i), f"layers.{i}.") for i in layers},
@@ -76,20 +52,20 @@ def planned_parameters(
     )
 
 
-def _embedding(config: DecoderConfig, exists: bool) -> Iterator[tuple[str, Shape]]:
+def _embedding(config: DecoderOptions, exists: bool) -> Iterator[tuple[str, Shape]]:
     if exists:
         yield "embed.weight", (config.vocab_size, config.hidden_size)
 
 
-def _head(config: DecoderConfig, exists: bool) -> Iterator[tuple[str, Shape]]:
+def _head(config: DecoderOptions, exists: bool) -> Iterator[tuple[str, Shape]]:
     if exists:
         yield "norm.weight", (config.hidden_size,)
         if not config.tie_word_embeddings:
             yield "head.weight", (config.vocab_size, config.hidden_size)
 
 
-def _block(config: DecoderConfig, layer: int) -> Iterator[tuple[str, Shape]]:
-    """Yield all parameters of a block but its experts' weights, in the order of its modules."""
+def _block(config: DecoderOptions, layer: int) -> Iterator[tuple[str, Shape]]:
+    """Yield the parameters of a block without its routed experts, in the order of its modules."""
     hidden = (config.hidden_size,)
     yield "attention_norm.weight", hidden
     attention = _with_adapters(config, attention_shapes(config))
@@ -106,14 +82,14 @@ def _block(config: DecoderConfig, layer: int) -> Iterator[tuple[str, Shape]]:
         yield "post_ffn_norm.weight", hidden
 
 
-def _feed_forward(config: DecoderConfig, width: int) -> Iterator[tuple[str, Shape]]:
+def _feed_forward(config: DecoderOptions, width: int) -> Iterator[tuple[str, Shape]]:
     yield from linear_shapes("w1", config.hidden_size, width)
     yield from linear_shapes("w2", width, config.hidden_size)
     yield from linear_shapes("w3", config.hidden_size, width)
 
 
-def _around_experts(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
-    """Yield the parameters of a mixture of experts but those of the routed experts."""
+def _around_experts(config: DecoderOptions) -> Iterator[tuple[str, Shape]]:
+    """Yield the parameters of a mixture of experts without the routed experts."""
     assert config.num_experts is not None
     yield from linear_shapes("router.gate", config.hidden_size, config.num_experts, config.router_bias)
     if config.num_shared_experts:
@@ -123,7 +99,7 @@ def _around_experts(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
         yield from linear_shapes("shared_gate", config.hidden_size, 1)
 
 
-def _experts(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
+def _experts(config: DecoderOptions) -> Iterator[tuple[str, Shape]]:
     assert config.num_experts is not None
     count, hidden, width = config.num_experts, config.hidden_size, config.moe_intermediate_size
     yield from (("w1", (count, width, hidden)), ("w2", (count, hidden, width)), ("w3", (count, width, hidden)))
@@ -131,11 +107,11 @@ def _experts(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
         yield from (("b1", (count, width)), ("b2", (count, hidden)), ("b3", (count, width)))
 
 
-def _with_adapters(config: DecoderConfig, found: Iterator[tuple[str, Shape]]) -> Iterator[tuple[str, Shape]]:
-    """Yield parameters, each projection that has an adapter followed by that."""
+def _with_adapters(config: DecoderOptions, parameters: Iterator[tuple[str, Shape]]) -> Iterator[tuple[str, Shape]]:
+    """Yield parameters, each projection's followed by those of its adapter."""
     rank = config.lora.rank
     adapted = set() if rank is None else {TARGETS[target].rpartition(".")[2] for target in config.lora.targets}
-    named = list(found)
+    named = list(parameters)
     for index, (name, shape) in enumerate(named):
         yield name, shape
         layer, _, _ = name.rpartition(".")
@@ -146,57 +122,55 @@ def _with_adapters(config: DecoderConfig, found: Iterator[tuple[str, Shape]]) ->
             yield f"{layer}.lora_B.weight", (outputs, rank)
 
 
-def _placed(
-    config: DecoderConfig, dims: ParallelDims, name: str, shape: Shape, freeze: tuple[str, ...]
+def _sharded(
+    config: DecoderOptions, dims: ParallelDims, name: str, shape: Shape, freeze: tuple[str, ...]
 ) -> PlannedParameter:
     trained = not matches_any(name, freeze) and (config.lora.rank is None or is_adapter(name))
     if ".moe.experts." in name:
-        local = _part_of_experts(dims, name.rpartition(".")[2], shape)
-        cut_dim = expert_shard_dim(shape[0], dims.ep, dims.efsdp_size)
-        return PlannedParameter(name, local, cut_dim, trainable=trained)
-    return PlannedParameter(name, _tensor_parallel_part(dims.tp, name, shape), trainable=trained)
+        local = _expert_shard(dims, name.rpartition(".")[2], shape)
+        shard_dim = expert_shard_dim(shape[0], dims.ep, dims.efsdp_size)
+        return PlannedParameter(name, local, shard_dim, trainable=trained)
+    return PlannedParameter(name, _tensor_parallel_shard(dims.tp, name, shape), trainable=trained)
 
 
-def _part_of_experts(dims: ParallelDims, name: str, shape: Shape) -> Shape:
-    cut = list(shape)
-    cut[0] = math.ceil(cut[0] / dims.ep)
-    dim = _CUT_OF_EXPERTS.get(name)
+def _expert_shard(dims: ParallelDims, name: str, shape: Shape) -> Shape:
+    """Return the shape of the largest shard of stacked experts over `ep` and `etp`."""
+    local = list(shape)
+    local[0] = math.ceil(local[0] / dims.ep)
+    dim = _EXPERT_SHARD_DIMS.get(name)
     if dim is not None and dims.tp_enabled:
-        cut[dim] = math.ceil(cut[dim] / dims.etp)
-    return tuple(cut)
+        local[dim] = math.ceil(local[dim] / dims.etp)
+    return tuple(local)
 
 
-def _tensor_parallel_part(tp: int, name: str, shape: Shape) -> Shape:
-    """Return the largest part of a parameter that a tensor parallel rank has."""
+def _tensor_parallel_shard(tp: int, name: str, shape: Shape) -> Shape:
+    """Return the shape of the largest shard of a parameter over tensor parallel ranks."""
     if tp == 1:
         return shape
     *layer, kind = name.split(".")
     owner = layer[-1] if layer else ""
     if owner in ("lora_A", "lora_B"):
         dim = _adapter_dim(layer[-2], owner)
-    elif kind == "sinks" or owner in _CUT_OUTPUTS:
+    elif kind == "sinks" or owner in _COLWISE:
         dim = 0
     else:
-        dim = 1 if owner in _CUT_INPUTS and kind == "weight" else None
+        dim = 1 if owner in _ROWWISE and kind == "weight" else None
     return shape if dim is None else (*shape[:dim], math.ceil(shape[dim] / tp), *shape[dim + 1 :])
 
 
 def _adapter_dim(layer: str, matrix: str) -> int | None:
-    """Return the dimension of an adapter's matrix that is cut with its projection."""
+    """Return the dimension along which an adapter's matrix is sharded with its projection; None: replicated."""
     if matrix == "lora_A":
-        return 1 if layer in _CUT_INPUTS else None
-    return 0 if layer in _CUT_OUTPUTS else None
+        return 1 if layer in _ROWWISE else None
+    return 0 if layer in _COLWISE else None
 
 
-Shape = tuple[int, ...]
-
-
-def attention_shapes(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
-    """Yield the name within the layer, and the shape, of each parameter of grouped or latent attention."""
+def attention_shapes(config: DecoderOptions) -> Iterator[tuple[str, Shape]]:
+    """Yield the name within the layer and the shape of each parameter of grouped or latent attention, in order."""
     return _latent_attention(config) if config.attention == "latent" else _grouped_attention(config)
 
 
-def _grouped_attention(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
+def _grouped_attention(config: DecoderOptions) -> Iterator[tuple[str, Shape]]:
     hidden, width = config.hidden_size, config.num_attention_heads * config.head_dim
     kv_width = config.num_key_value_heads * config.head_dim
     if config.attention_sinks:
@@ -210,7 +184,7 @@ def _grouped_attention(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
         yield "k_norm.weight", (kv_width if full else config.head_dim,)
 
 
-def _latent_attention(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
+def _latent_attention(config: DecoderOptions) -> Iterator[tuple[str, Shape]]:
     hidden, heads, rank, q_rank = (
         config.hidden_size,
         config.num_attention_heads,
@@ -231,7 +205,7 @@ def _latent_attention(config: DecoderConfig) -> Iterator[tuple[str, Shape]]:
 
 
 def linear_shapes(name: str, inputs: int, outputs: int, bias: bool = False) -> Iterator[tuple[str, Shape]]:
-    """Yield the shapes of a linear layer's weight and bias."""
+    """Yield the names and shapes of a linear layer's weight and bias."""
     yield f"{name}.weight", (outputs, inputs)
     if bias:
         yield f"{name}.bias", (outputs,)

@@ -1,8 +1,7 @@
-"""Rotary frequencies, and the ways to stretch them beyond the length that a model was trained on.
+"""Rotary positions (arXiv 2104.09864): element pairs (i, i + head_dim / 2) rotate with the token's position.
 
-Each kind follows `transformers.modeling_rope_utils`, so that a model that was trained there means the same here.
-
-Rotary positions (arXiv 2104.09864): pairs (i, i + head_dim / 2) turn with the token's position.
+Frequencies are scaled for longer texts as in `transformers.modeling_rope_utils`, so that a model trained there computes
+the same here.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy
 
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import replicate_like
-from hp_trainer.models.decoder.config import DecoderConfig, RopeScalingConfig
+from hp_trainer.models.decoder.options import DecoderOptions, RopeScalingConfig
 
 Array = numpy.ndarray
 
@@ -23,11 +22,11 @@ def rotary_frequencies(dim: int, theta: float, scaling: RopeScalingConfig) -> tu
     """Return the angle per position of each rotated pair, and the factor on cosines and sines.
 
     Args:
-        dim: width of a head's rotated part.
-        theta: base of the angles.
+        dim: width of the rotated part of a head.
+        theta: base of the frequencies.
 
     Returns:
-        float64 `[dim / 2]` in radians, and the factor (1 but for YaRN).
+        float64 `[dim / 2]` in radians, and the factor, which is 1 except for YaRN.
     """
     plain = theta ** (-numpy.arange(0, dim, 2) / dim)
     if scaling.kind == "linear":
@@ -40,7 +39,7 @@ def rotary_frequencies(dim: int, theta: float, scaling: RopeScalingConfig) -> tu
 
 
 def score_factor(scaling: RopeScalingConfig) -> float:
-    """Return the factor on latent attention's scores that comes with YaRN (DeepSeek-V3's `mscale_all_dim`)."""
+    """Return YaRN's factor on the scores of latent attention (DeepSeek-V3's `mscale_all_dim`); 1 without YaRN."""
     if scaling.kind != "yarn" or scaling.mscale_all_dim is None:
         return 1.0
     return _magnitude(scaling.factor, scaling.mscale_all_dim) ** 2
@@ -49,15 +48,15 @@ def score_factor(scaling: RopeScalingConfig) -> float:
 def _llama3(plain: Array, scaling: RopeScalingConfig) -> Array:
     assert scaling.original_max_position_embeddings is not None
     length, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
-    # Turns of each pair within a text of the first training: few-turning pairs are slowed, fast ones kept.
+    # Rotations of each pair within a text of the first training: slow pairs are scaled, fast ones unchanged.
     turns = length * plain / (2 * math.pi)
-    kept = numpy.clip((turns - low) / (high - low), 0.0, 1.0)
-    blended: Array = (1 - kept) * plain / scaling.factor + kept * plain
+    unscaled = numpy.clip((turns - low) / (high - low), 0.0, 1.0)
+    blended: Array = (1 - unscaled) * plain / scaling.factor + unscaled * plain
     return blended
 
 
 def _yarn(plain: Array, dim: int, theta: float, scaling: RopeScalingConfig) -> Array:
-    """Blend slowed and plain angles by frequency (arXiv 2309.00071, section 3.2)."""
+    """Blend scaled and unscaled frequencies (arXiv 2309.00071, section 3.2)."""
     assert scaling.original_max_position_embeddings is not None
     length = scaling.original_max_position_embeddings
 
@@ -68,10 +67,10 @@ def _yarn(plain: Array, dim: int, theta: float, scaling: RopeScalingConfig) -> A
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    # Equal ends would divide by zero.
+    # Equal bounds would divide by zero.
     high = high + 0.001 if low == high else high
-    slowed = numpy.clip((numpy.arange(dim // 2) - low) / (high - low), 0.0, 1.0)
-    blended: Array = slowed * plain / scaling.factor + (1 - slowed) * plain
+    scaled = numpy.clip((numpy.arange(dim // 2) - low) / (high - low), 0.0, 1.0)
+    blended: Array = scaled * plain / scaling.factor + (1 - scaled) * plain
     return blended
 
 
@@ -91,26 +90,26 @@ Tensor = Any
 
 
 class RotaryTables:
-    """Cosines and sines by length, made once each.
+    """Cosines and sines of all positions, computed once per length.
 
     Attributes:
-        sequence_ranks: ranks that share a sequence; positions are those of the whole.
+        sequence_ranks: context parallel ranks that share a sequence; positions are those in the full sequence.
     """
 
-    def __init__(self, platform: Platform, config: DecoderConfig) -> None:
+    def __init__(self, platform: Platform, config: DecoderOptions) -> None:
         self.platform, self.sequence_ranks = platform, 1
         self.frequencies, self.factor = rotary_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of_length(self, length: int, positions: Tensor | None, like: Tensor) -> Rotation:
-        """Return the rotation of a text of `length` tokens, replicated where `like` is distributed.
+        """Return the rotation of a text of `length` tokens, replicated over the mesh of `like` if that is a DTensor.
 
         Args:
-            positions: int64 `[batch, length]`, each below the length of the whole sequence; None: 0 .. length - 1 in
+            positions: int64 `[batch, length]`, each below the length of the full sequence; None: 0 .. length - 1 in
                 every sample.
         """
         if positions is not None and self.sequence_ranks > 1:
-            # This rank has one or two chunks of the sequence, each at most one token shorter than another rank's.
+            # A rank has one or two chunks of the sequence, each at most one token shorter than those of other ranks.
             length = (length + 2) * self.sequence_ranks
         if length not in self._tables:
             # In float64: at position 10**6 an angle in float32 is off by up to 0.03 radians.
@@ -122,16 +121,16 @@ class RotaryTables:
         return Rotation(self.platform, replicate_like(cos, like), replicate_like(sin, like))
 
     def _rows(self, table: Tensor, positions: Tensor | None) -> Tensor:
-        """Return the rows of the positions with a dimension for the heads: `[(batch,) length, 1, pairs]`."""
+        """Return the table's rows of the positions, broadcastable over heads: `[(batch,) length, 1, pairs]`."""
         ops = self.platform.ops
         return ops.unsqueeze(table if positions is None else ops.embedding(positions, table), -2)
 
 
 class Rotation:
-    """Turns queries and keys.
+    """Rotates queries and keys by their positions.
 
-    An object rather than two tensors, so that mixed precision, which casts a module's inputs, leaves the
-    angles of far positions exact.
+    An object rather than two tensors: mixed precision casts the tensors among a module's inputs, and in 16 bits the
+    angles of far positions would be wrong.
     """
 
     __slots__ = ("cos", "platform", "sin")
@@ -140,19 +139,19 @@ class Rotation:
         self.platform, self.cos, self.sin = platform, cos, sin
 
     def __call__(self, x: Tensor, *, interleaved: bool = False) -> Tensor:
-        """Turn `x` `[batch, length, heads, head_dim]`, in float32; the result has `x`'s dtype.
+        """Rotate `x` `[batch, length, heads, head_dim]` in float32; the result has `x`'s dtype.
 
         Args:
-            interleaved: the pairs are neighbours (2i, 2i + 1); in the result they lie half a head apart all the same,
-                which scores, products of two such vectors, do not see.
+            interleaved: pairs are neighbours (2i, 2i + 1). The result has them half a head apart all the same, which
+                changes no score, because scores are products of two such vectors.
         """
         ops = self.platform.ops
         first, second = self._pairs(ops.cast(x, self.platform.dtype("float32")), interleaved)
-        turned = (
+        rotated = (
             ops.sub(ops.mul(first, self.cos), ops.mul(second, self.sin)),
             ops.add(ops.mul(second, self.cos), ops.mul(first, self.sin)),
         )
-        return ops.cast(ops.cat(turned, -1), x.dtype)
+        return ops.cast(ops.cat(rotated, -1), x.dtype)
 
     def _pairs(self, x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
         ops = self.platform.ops

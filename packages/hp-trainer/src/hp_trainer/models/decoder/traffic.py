@@ -1,0 +1,238 @@
+"""Bytes that one rank sends in forward and backward of one micro-batch of the decoder, by formulas.
+
+Weights and pipeline stages are not counted here: their traffic does not depend on the architecture
+(`hp_trainer.planning.traffic`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from hp_moe.dispatch.auto import dispatch_costs
+from hp_trainer.models.base import ModelPart
+from hp_trainer.models.decoder.options import DecoderOptions
+from hp_trainer.models.estimates import MicroBatchShape, Traffic
+from hp_trainer.models.recomputation import BlockRecompute
+
+if TYPE_CHECKING:
+    from hp_dtensor.parallel.attention import ContextCost
+
+AttentionCost = Callable[[int | None], "ContextCost"]
+
+
+def microbatch_traffic(
+    config: DecoderOptions,
+    shape: MicroBatchShape,
+    part: ModelPart,
+    recompute: Sequence[BlockRecompute],
+    attention_cost: AttentionCost,
+) -> Iterator[Traffic]:
+    """Yield the collectives of one micro-batch; see `ModelEstimates.traffic`."""
+    layers = tuple(part.layers or ())
+    if shape.tp > 1:
+        yield from _tensor_parallel(config, shape, part, layers, recompute)
+    if shape.cp > 1:
+        yield from _context_parallel(config, shape, layers, recompute, attention_cost)
+    with_experts = [layer for layer in layers if not config.is_dense(layer)]
+    repeated = Counter(_repeats(recompute[layer], "collectives") for layer in with_experts)
+    for repeats, count in repeated.items():
+        yield from (each.times(count) for each in _experts(config, shape, repeats))
+
+
+def _repeats(recompute: BlockRecompute, kind: str) -> int:
+    """Return 1 if backward repeats a block's operations of this kind, else 0."""
+    return int(not recompute.saves(kind))
+
+
+# Context parallel ----------------------------------------------------------------------------------------
+
+
+def _context_parallel(
+    config: DecoderOptions,
+    shape: MicroBatchShape,
+    layers: Sequence[int],
+    recompute: Sequence[BlockRecompute],
+    attention_cost: AttentionCost,
+) -> Iterator[Traffic]:
+    """Yield the exchanges of attention among the ranks that share sequences."""
+    kinds = Counter(
+        (config.window_of(layer), _repeats(recompute[layer], "collectives"), _repeats(recompute[layer], "attention"))
+        for layer in layers
+    )
+    for (window, repeats_heads, repeats_keys), count in kinds.items():
+        cost = attention_cost(window)
+        sent = cost.forward_bytes + cost.backward_bytes
+        # Heads are exchanged by collectives of their own. Keys and values are exchanged within the attention, which is
+        # not repeated where its result is saved.
+        sent += repeats_heads * cost.heads_bytes + repeats_keys * (cost.forward_bytes - cost.heads_bytes)
+        repeats = repeats_heads if cost.ulysses_degree == shape.cp else repeats_keys
+        yield Traffic("cp", "exchange", sent, 2 + repeats).times(count)
+
+
+# Tensor parallel -----------------------------------------------------------------------------------------
+
+
+def _tensor_parallel(
+    config: DecoderOptions,
+    shape: MicroBatchShape,
+    part: ModelPart,
+    layers: Sequence[int],
+    recompute: Sequence[BlockRecompute],
+) -> Iterator[Traffic]:
+    """Yield the exchanges around modules that shard heads or widths; between these the sequence is sharded.
+
+    Each module is preceded by an all-gather and followed by a reduce-scatter; in backward the two trade places.
+    """
+    share = _share(shape.tp)
+    rows = share * shape.most_tokens * config.hidden_size * shape.itemsize
+    repeats = {layer: _repeats(recompute[layer], "collectives") for layer in layers}
+    has_sharded_head = part.head and not _gathers_tied_head(config, shape)
+    ends = part.embed + has_sharded_head
+    inside = sum(_num_sharded_modules(config, shape, layer) * (2 + repeats[layer]) for layer in layers)
+    yield Traffic("tp", "all_gather", rows * (inside + ends), inside + ends)
+    # Recomputation stops before a reduce-scatter at the end of a block. The narrow vectors of latent attention are
+    # computed alike on all ranks, so that the dual of their gather is a local slice.
+    skipped = sum(repeats[layer] * _ends_with_reduce_scatter(config, shape, layer) for layer in layers)
+    sliced = len(layers) * (config.attention == "latent" and config.q_lora_rank is not None)
+    scatters = inside + ends - sliced - skipped
+    yield Traffic("tp", "reduce_scatter", rows * scatters, scatters)
+    yield from _replicated_gradients(config, shape, part, layers)
+    if config.attention == "latent":
+        yield from (each.times(len(layers)) for each in _latent_gradients(config, shape))
+    if config.qk_norm == "full":
+        # A norm over all heads needs full rows of queries and keys, and returns them sharded by heads.
+        width = (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+        moved = share * shape.most_tokens * width * shape.itemsize / shape.tp
+        yield Traffic("tp", "all_to_all", 2 * moved, 4).times(sum(2 + each for each in repeats.values()))
+    if has_sharded_head:
+        # The loss over a sharded vocabulary reduces maximum, sum and target logit of each token, in float32.
+        yield Traffic("tp", "all_reduce", 3 * 2 * share * shape.most_tokens * 4, 3)
+    elif part.head:
+        yield from _tied_head(config, shape)
+
+
+def _num_sharded_modules(config: DecoderOptions, shape: MicroBatchShape, layer: int) -> int:
+    """Return how many modules of a block take full rows: attention, dense network, sharded experts, shared experts."""
+    if config.is_dense(layer):
+        return 2
+    return 1 + (_expert_tp(shape) > 1) + (config.num_shared_experts > 0)
+
+
+def _ends_with_reduce_scatter(config: DecoderOptions, shape: MicroBatchShape, layer: int) -> bool:
+    if config.post_norms:
+        return False
+    if config.is_dense(layer) or not _ends_with_routed(config, shape):
+        return True
+    return _expert_tp(shape) > 1
+
+
+def _ends_with_routed(config: DecoderOptions, shape: MicroBatchShape) -> bool:
+    """Return whether the combination of the experts' results is the last operation of a block.
+
+    Shared experts come last unless routed rows are sent in chunks. A norm of the result comes after both.
+    """
+    shared = config.num_shared_experts > 0 and not (shape.ep > 1 and shape.ep_chunks > 1)
+    return not (shared or config.post_norms)
+
+
+def _gathers_tied_head(config: DecoderOptions, shape: MicroBatchShape) -> bool:
+    """Return whether ranks gather an embedding that is also the head: it is smaller than the rows then."""
+    return config.tie_word_embeddings and config.vocab_size < shape.most_tokens
+
+
+def _tied_head(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[Traffic]:
+    """Yield the exchanges of a gathered head: its weight, the logits sharded along the batch, the loss."""
+    share, vocab = _share(shape.tp), config.vocab_size
+    weight = share * vocab * config.hidden_size * shape.itemsize
+    yield Traffic("tp", "all_gather", weight, 1)
+    yield Traffic("tp", "reduce_scatter", weight, 1)
+    yield Traffic("tp", "all_to_all", 2 * share * shape.most_tokens * vocab * 4 / shape.tp, 2)
+    yield Traffic("tp", "all_reduce", 2 * share * 4, 1)
+
+
+def _replicated_gradients(
+    config: DecoderOptions, shape: MicroBatchShape, part: ModelPart, layers: Sequence[int]
+) -> Iterator[Traffic]:
+    """Yield the all-reduces of gradients of norms, whose weights are replicated and whose rows are sharded."""
+    sizes = [config.hidden_size] * (4 if config.post_norms else 2)
+    if config.qk_norm == "head" and config.attention == "grouped":
+        sizes += [config.head_dim] * 2
+    if config.qk_norm == "full":
+        sizes += [config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim]
+    every = sizes * len(layers) + [config.hidden_size] * part.head
+    yield _all_reduced("tp", shape.tp, sum(every) * shape.itemsize, len(every))
+
+
+def _latent_gradients(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[Traffic]:
+    """Yield the gradients of latent attention's narrow vectors, and of the keys that all heads share."""
+    for width in (config.kv_lora_rank, config.q_lora_rank or 0):
+        yield _all_reduced("tp", shape.tp, shape.most_tokens * width * shape.itemsize)
+    heads = config.num_attention_heads * config.qk_rope_head_dim
+    yield Traffic("tp", "all_gather", _share(shape.tp) * shape.most_tokens * heads * shape.itemsize, 1)
+
+
+# Experts -------------------------------------------------------------------------------------------------
+
+
+def _experts(config: DecoderOptions, shape: MicroBatchShape, repeats: int) -> Iterator[Traffic]:
+    """Yield the exchanges of one block's experts."""
+    assert config.num_experts is not None
+    is_peer, etp = shape.splits_tokens, _expert_tp(shape)
+    # Without tensor parallel experts each `tp` rank routes its own rows.
+    tokens = shape.most_tokens / (shape.tp if etp == 1 else 1)
+    if shape.ep > 1:
+        yield from _dispatched(config, shape, tokens, repeats)
+    yield from _router_gradients(config, shape)
+    if is_peer and shape.tp > 1 and etp == 1:
+        elements = -(-config.num_experts // shape.ep) * 3 * config.hidden_size * config.moe_intermediate_size
+        yield _all_reduced("tp", shape.tp, elements * shape.itemsize, 3)
+
+
+def _dispatched(config: DecoderOptions, shape: MicroBatchShape, tokens: float, repeats: int) -> Iterator[Traffic]:
+    """Yield the rows that are sent to the experts of other ranks and back."""
+    assert config.num_experts is not None
+    routed = tokens / (shape.ep if shape.splits_tokens else 1)
+    top_k, row_bytes = config.num_experts_per_tok, config.hidden_size * shape.itemsize
+    costs, choices = (
+        {cost.name: cost.sent_bytes for cost in dispatch_costs(1, size, config.num_experts, top_k, shape.ep)}
+        for size in (row_bytes, 0)
+    )
+    # A dispatcher without a cost model counts as the all-to-all that it is built from.
+    name = shape.ep_dispatcher
+    name = next(iter(costs)) if name == "auto" else name if name in costs else "all_to_all"
+    there_and_back, results = costs[name] * routed, (costs[name] - choices[name]) / 2 * routed
+    sizes = (shape.ep - 1) * (1 + -(-config.num_experts // shape.ep)) * 8
+    # Recomputation stops before results are sent back, if that is the end of the block.
+    skipped = int(repeats and _ends_with_routed(config, shape))
+    sent = (2 + repeats) * there_and_back - skipped * results
+    yield Traffic("ep", "all_to_all", sent + sizes, 7 + 3 * repeats - skipped)
+    if shape.splits_tokens:
+        gathered = _share(shape.ep) * tokens * row_bytes
+        yield Traffic("ep", "all_gather", (2 + repeats - skipped) * gathered, 2 + repeats - skipped)
+
+
+def _router_gradients(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[Traffic]:
+    """Yield the all-reduces of gradients of gates, which are replicated over ranks that route different rows."""
+    assert config.num_experts is not None
+    over_ep = shape.splits_tokens and shape.ep > 1
+    axes = [*(["tp"] if shape.tp > 1 else []), *(["ep"] if over_ep else [])]
+    ranks = shape.tp * (shape.ep if over_ep else 1)
+    gate = config.num_experts * (config.hidden_size + config.router_bias)
+    yield _all_reduced("+".join(axes) or "tp", ranks, gate * shape.itemsize, 1 + config.router_bias)
+    if config.shared_expert_gate:
+        yield _all_reduced("tp", shape.tp, config.hidden_size * shape.itemsize)
+
+
+def _all_reduced(axis: str, ranks: int, num_bytes: float, count: int = 1) -> Traffic:
+    return Traffic(axis, "all_reduce", 2 * _share(ranks) * num_bytes, count)
+
+
+def _share(ranks: int) -> float:
+    """Return the share of a buffer that each rank of a ring sends in an all-gather or a reduce-scatter."""
+    return (ranks - 1) / ranks
+
+
+def _expert_tp(shape: MicroBatchShape) -> int:
+    return shape.expert_tp if shape.tp > 1 else 1
