@@ -1,13 +1,15 @@
-"""Nothing of MindSpore takes a cut DTensor for a plain tensor: all functions of mint and methods are called."""
+"""Nothing of MindSpore takes a sharded DTensor for a plain tensor: all functions of mint and methods are called."""
 
 from __future__ import annotations
 
 import itertools
+import sys
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, mint, ops
+from mindspore.common._register_for_tensor import tensor_operator_registry
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import SilentWorld
@@ -15,6 +17,7 @@ from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.spec.placements import Shard
 from hp_dtensor.tensor.conversions import from_local
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_platform_mindspore.patches.functions import FUNCTIONS
 
 OPERATORS = """
     add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv rfloordiv ifloordiv mod rmod imod pow
@@ -159,3 +162,12 @@ def test_functions_of_plain_tensors_are_mindspores_own(platform):
     x = Tensor(np.zeros((5, 4), np.float32))
     assert type(ops.full_like(x, 3)) is Tensor
     assert [piece.shape for piece in ops.tensor_split(x, (2,))] == [(2, 4), (3, 4)]
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
+def test_a_function_is_replaced_under_all_names_by_which_mindspore_calls_it(platform, name):
+    replaced = getattr(ms.ops, name)
+    own = replaced.__wrapped__
+    modules = [module for path, module in list(sys.modules.items()) if path.split(".")[0] == "mindspore"]
+    assert not [module for module in (*modules, tensor_operator_registry) if vars(module).get(name) is own]
+    assert getattr(ms.ops.functional, name) is replaced

@@ -1,9 +1,7 @@
-"""The arithmetic of AdamW (arXiv 1711.05101), as `torch.optim.AdamW` has it.
+"""Optimizers with torch's interface: `param_groups`, `state` by parameter, `step()`.
 
-Optimizers of torch's kind: `param_groups`, `state` by parameter, `step()`.
-
-On CPU `mindspore.mint.optim`'s AdamW has no kernel, and its SGD changes nothing; those of
-`mindspore.experimental.optim` take DTensors (`local_step.py`), but have neither `state` nor `step()`.
+On CPU `mindspore.mint.optim`'s AdamW has no kernel, and its SGD changes nothing. Those of
+`mindspore.experimental.optim` accept DTensors (`patches/optimizers.py`), but have neither `state` nor `step()`.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from hp_platform_mindspore.tensor.memory import HOST_DTYPES, numbers, store
 
 @dataclass(frozen=True, slots=True)
 class AdamWStep:
-    """Coefficients of one step, the same for all parameters of a group."""
+    """Coefficients of one step of AdamW (arXiv 1711.05101, as `torch.optim.AdamW`), shared by a group's parameters."""
 
     decay: float
     beta1: float
@@ -36,7 +34,7 @@ class AdamWStep:
 
     @classmethod
     def number(cls, count: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> AdamWStep:
-        """Compute the coefficients of step `count`, which counts from 1."""
+        """Return the coefficients of step `count`, which counts from 1."""
         beta1, beta2 = betas
         return cls(
             decay=1 - lr * weight_decay,
@@ -69,14 +67,14 @@ def _adamw_on_host(
     denominator = np.sqrt(second) / scalar(c.root_correction) + scalar(c.eps)
     weights -= scalar(c.step_size) * first / denominator
     if weights.dtype != HOST_DTYPES[parameter.dtype]:
-        # Of 16 bits: these were float32 copies.
+        # 16-bit tensors were updated as float32 copies, which are rounded back here.
         for x, values in zip((parameter, exp_avg, exp_avg_sq), (weights, first, second), strict=True):
             store(x, values)
     platform.count_write(parameter)
 
 
 def _computable(values: np.ndarray) -> np.ndarray:
-    """Return the same memory, or of float16 a copy in float32."""
+    """Return the same memory, or for float16 a float32 copy."""
     return values.astype(np.float32) if values.dtype == np.float16 else values
 
 
@@ -100,14 +98,14 @@ class Optimizer(ABC):
 
     Args:
         params: parameters, or groups of them: mappings with `params` and options of their own.
-        defaults: the options of groups that do not say otherwise.
+        defaults: options of groups that do not set them.
 
     Attributes:
         param_groups: mappings with `params` and all options, which may be changed between steps.
-        state: by parameter, once it has been updated: slots laid out as the parameter, and AdamW's `step`.
+        state: by parameter, once it has been updated: tensors placed as the parameter, and AdamW's `step`.
 
     Raises:
-        ValueError: no parameters, one that is given twice, or an unknown option.
+        ValueError: no parameters, a parameter given twice, or an unknown option.
     """
 
     def __init__(self, params: Iterable[Any], **defaults: Any) -> None:
@@ -120,7 +118,7 @@ class Optimizer(ABC):
         self._check()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient, and return the result of `closure`, which is called before."""
+        """Update every parameter that has a gradient, and return the result of `closure`, which is called first."""
         loss = None
         if closure is not None:
             with self.platform.enable_grad():
@@ -133,7 +131,7 @@ class Optimizer(ABC):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, or fill them with zeros unless `set_to_none`."""
+        """Clear all gradients, or fill them with zeros unless `set_to_none`."""
         for parameter in self._parameters():
             gradient = None if set_to_none else self.platform.get_grad(parameter)
             if gradient is not None:
@@ -142,7 +140,7 @@ class Optimizer(ABC):
                 self.platform.set_grad(parameter, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `state` and `param_groups`, with positions in place of the parameters."""
+        """Return `state` and `param_groups`, with indices in place of the parameters."""
         positions = {id(parameter): index for index, parameter in enumerate(self._parameters())}
         return {
             "state": {positions[id(parameter)]: dict(slots) for parameter, slots in self.state.items()},
@@ -153,10 +151,10 @@ class Optimizer(ABC):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over the `state_dict` of an optimizer of the same groups.
+        """Load the `state_dict` of an optimizer with the same groups.
 
         Raises:
-            ValueError: its groups are others.
+            ValueError: its groups differ.
         """
         saved = state_dict["param_groups"]
         expected, got = ([len(group["params"]) for group in groups] for groups in (self.param_groups, saved))
@@ -185,7 +183,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def _update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: Group) -> None:
-        """Write one parameter and its slots in `state`, which is empty at first; `group` has the options."""
+        """Update one parameter and its tensors in `state`, which is empty at first; `group` has the options."""
 
 
 class AdamW(Optimizer):
@@ -230,7 +228,7 @@ class SGD(Optimizer):
             platform.copy_(local, ops.sub(local, self._times(change, group["lr"])))
 
     def _times(self, x: Tensor, factor: float) -> Tensor:
-        """Multiply by a number of the tensor's dtype: MindSpore itself takes a number as float32, for float64 too."""
+        """Multiply by a number in the tensor's dtype; MindSpore itself rounds numbers to float32."""
         ops = self.platform.ops
         return ops.mul(x, ops.full((), factor, x.dtype))
 

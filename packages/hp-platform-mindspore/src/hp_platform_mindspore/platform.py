@@ -56,17 +56,17 @@ from hp_platform_mindspore.tensor.modules import META, META_EXISTS, Parameter, i
 from hp_platform_mindspore.world import MindSporeWorld
 
 Removable.register(HookHandle)
-# MindSpore 2.9 has no hooks for a forward that raises.
+# MindSpore 2.9 does not call hooks if forward raises.
 _CALLS_ALWAYS = "always_call" in inspect.signature(nn.Cell.register_forward_hook).parameters
 
 
 class MindSporePlatform(MindSporeBase):
     """MindSpore in PyNative mode, on CPU or Ascend.
 
-    `HP_DEVICE` (`cpu`, `npu`) limits it to one kind of device where it could use several.
+    `HP_DEVICE` (`cpu`, `npu`) selects the kind of device if there are several.
 
     Attributes:
-        capabilities: what MindSpore can do on this process's device.
+        capabilities: what MindSpore supports on this process's device.
     """
 
     name = "mindspore"
@@ -110,7 +110,7 @@ class MindSporePlatform(MindSporeBase):
         return mint.empty(tuple(shape), dtype=dtype)
 
     def zeros(self, shape: Sequence[int], dtype: Any, device: Any = None) -> Tensor:
-        if device == META:  # in `init_empty_weights` too, buffers are zeros
+        if device == META:  # buffers are zeros in `init_empty_weights` too
             return meta_tensor(shape, dtype)
         return mint.zeros(tuple(shape), dtype=dtype)
 
@@ -199,13 +199,13 @@ class MindSporePlatform(MindSporeBase):
         check_reached("grad", inputs)
         seeds = output_grads if output_grads is not None else [None] * len(outputs)
         roots = [differentiated(y, g) for y, g in zip(outputs, seeds, strict=True)]
-        past = [shortcut_views(x) if isinstance(x, dtensor.MindSporeDTensor) else [] for x in inputs]
-        views = [view for several in past for _, view in several]
+        bypassing = [shortcut_views(x) if isinstance(x, dtensor.MindSporeDTensor) else [] for x in inputs]
+        views = [view for several in bypassing for _, view in several]
         grads = autograd.grad([y for y, _ in roots], [*inputs, *views], [g for _, g in roots])
         rest = iter(grads[len(inputs) :])
         found = [
             with_shortcuts(x, g, [(axes, next(rest)) for axes, _ in several]) if several else g
-            for x, several, g in zip(inputs, past, grads, strict=False)
+            for x, several, g in zip(inputs, bypassing, grads, strict=False)
         ]
         return [
             g if g is None or not isinstance(x, dtensor.MindSporeDTensor) else dtensor.wrap_gradient(x, g)
@@ -301,7 +301,7 @@ class MindSporePlatform(MindSporeBase):
         return LocalOperations()
 
     def accurate_tanh(self, x: Tensor) -> Tensor:
-        # MindSpore's own is off by up to 1e-4 on the CPU, its exponential by 6e-6 of the value.
+        # MindSpore's own has errors of up to 1e-4 on the CPU, its exponential only relative ones of 6e-6.
         ops = self.ops
         return ops.sub(1.0, ops.div(2.0, ops.add(ops.exp(ops.mul(x, 2.0)), 1.0)))
 
@@ -369,7 +369,7 @@ class MindSporePlatform(MindSporeBase):
         self._generator = np.random.Generator(np.random.Philox(seed % 2**64))
 
     def generator(self) -> np.random.Generator:
-        """Return the generator that random operations on the host draw from."""
+        """Return the generator from which random operations on the host draw."""
         return self._generator
 
     def random(self, distribution: str, shape: Sequence[int], dtype: Any) -> Tensor:
@@ -382,14 +382,14 @@ class MindSporePlatform(MindSporeBase):
     # Processes -------------------------------------------------------------------------------------------
 
     def connect(self, rank: int, size: int, address: str, timeout_seconds: float = 300.0, local_rank: int = 0) -> World:
-        """Join a job as `Platform.connect` says.
+        """Join a job as `Platform.connect` describes.
 
-        On CPU a collective fails on the other ranks within `timeout_seconds` when one has died, or
+        On CPU, if a rank dies, a collective fails on the other ranks after `timeout_seconds`, or after
         `MS_CPU_COMM_OP_TIMEOUT` if that is set.
 
         Raises:
-            PlatformError: this process has joined a job before (MindSpore can do that once), or the job cannot
-                be joined.
+            PlatformError: this process has joined a job before (MindSpore can do that once), or the job cannot be
+                joined.
         """
         if self._world is not None:
             raise PlatformError(
@@ -409,9 +409,9 @@ class MindSporePlatform(MindSporeBase):
         forget_plans()
 
     def environment(self, local_rank: int, local_size: int) -> dict[str, str]:
-        """Return the variables for a new rank: a log of errors only, and its share of this machine's cores.
+        """Return environment variables for a new rank: logs of errors only, and its share of the CPU cores.
 
-        What the user has set stays.
+        Variables that the user has set are left unchanged.
         """
         threads = max(1, len(os.sched_getaffinity(0)) // max(1, local_size))
         wanted = {"GLOG_v": "3", "OMP_NUM_THREADS": str(threads)}
@@ -434,7 +434,7 @@ class MindSporePlatform(MindSporeBase):
         return not ms.__version__.startswith("2.9")
 
     def rank_state(self) -> tuple[bool, bool, Any]:
-        """Return the two grad flags and the state of the generator, which a simulated rank takes along."""
+        """Return the two grad flags and the state of the generator, which belong to a simulated rank."""
         return executor.grad_flag(), executor.enable_grad(), self._generator.bit_generator.state
 
     def set_rank_state(self, state: tuple[bool, bool, Any]) -> None:
@@ -446,9 +446,9 @@ class MindSporePlatform(MindSporeBase):
 
 @contextlib.contextmanager
 def _profiled(folder: Path, rank: int, *, on_npu: bool) -> Iterator[None]:
-    """Profile the block; see `Platform.profile`. The tables of the profiler lie in `rank0-profiler`."""
+    """Profile the block; see `Platform.profile`. The profiler's tables are written to `rank<N>-profiler`."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.NPU] if on_npu else [])]
-    # The profiler names a folder of its own within the one given, by host, process and time.
+    # The profiler creates a folder named by host, process and time, so it gets a temporary one, which is moved after.
     with tempfile.TemporaryDirectory(dir=folder, prefix=f"rank{rank}-") as scratch:
         profiler = ms.profiler.profile(
             activities=activities,

@@ -1,8 +1,7 @@
-"""Tables of MindSpore's abilities on each kind of device, by which native or composed forms are chosen.
+"""The device of this process, its capabilities, and the base class of the platform.
 
-The device that this process runs on.
-
-The platform as its parts see it: they get one, and must not import the module that puts them together.
+The rest of this package gets a platform as a `MindSporeBase`; it must not import `platform.py`, which imports all of
+it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from hp_dtensor.platform.interface import DTYPE_NAMES, Platform
 
 WITHOUT_BOOL = tuple(name for name in DTYPE_NAMES if name != "bool")
 
-# The operations whose CPU kernels, forward and backward, take bfloat16. The others go through float32.
+# Operations whose CPU kernels support bfloat16, forward and backward. The others compute in float32.
 BFLOAT16_ON_CPU = frozenset(
     """
     zeros ones full arange zeros_like neg clone cast cat split chunk transpose permute reshape unsqueeze squeeze
@@ -31,18 +30,17 @@ BFLOAT16_ON_CPU = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Abilities of one kind of device.
+    """What MindSpore supports on one kind of device; native or composed implementations are chosen by it.
 
     Attributes:
         target: MindSpore's name of the device.
         device_type: the name that meshes use.
-        host_memory: tensors live in host memory, so NumPy arrays can share their storage.
-        native_collectives: the collectives exist as kernels; otherwise they are composed from point-to-point
-            transfers.
-        native_operations: operations use MindSpore's own where the CPU has no kernel (embedding, topk, ...).
-        bfloat16_operations: names in `hp_dtensor.platform.interface` whose kernels take bfloat16; None: all.
-        moved_dtypes: dtypes that collectives move.
-        reduced_dtypes: dtypes that collectives reduce.
+        host_memory: tensors are in host memory, so NumPy arrays can share their storage.
+        native_collectives: collectives exist as kernels; otherwise they are composed of point-to-point transfers.
+        native_operations: use MindSpore's own operations where the CPU has no kernel (embedding, topk, ...).
+        bfloat16_operations: operations of `platform.ops` whose kernels support bfloat16; None: all.
+        moved_dtypes: dtypes that collectives can send.
+        reduced_dtypes: dtypes that collectives can reduce.
     """
 
     target: str
@@ -77,7 +75,7 @@ ASCEND = Capabilities(
 
 
 def choose_device() -> Capabilities:
-    """Set MindSpore's device to an Ascend where there is one, else to the CPU, within what `HP_DEVICE` allows.
+    """Set MindSpore's device to an Ascend if there is one, else to the CPU, within what `HP_DEVICE` allows.
 
     Raises:
         PlatformError: `HP_DEVICE` names a device that MindSpore cannot use here, or operations have run on another one.
@@ -91,29 +89,30 @@ def choose_device() -> Capabilities:
     capabilities = usable[wanted]
     _set_device(capabilities.target)
     if capabilities is CPU:
-        # On CPU asynchronous launches are slower, and a failing kernel corrupts the interpreter.
+        # On CPU asynchronous launches are slower, and a failing kernel corrupts the interpreter: its C++ exception
+        # passes through Python frames.
         ms.runtime.launch_blocking()
     return capabilities
 
 
 def _set_device(target: str) -> None:
-    used = ms.get_context("device_target")  # the call below changes it, also where it then fails
+    used = ms.get_context("device_target")  # set_device changes it even if it fails
     try:
         ms.set_device(target)
     except RuntimeError as error:
-        # MindSpore lets nobody choose once an operation has run or a device number was set; the same device is right.
+        # MindSpore refuses any choice once an operation has run or a device id was set. The same device is fine.
         if used != target:
             raise PlatformError(
-                f"MindSpore runs on {used} already, and {target} is wanted; call hp_dtensor.get_platform('mindspore') "
+                f"MindSpore already runs on {used}, not on {target}; call hp_dtensor.get_platform('mindspore') "
                 f"before the first operation, or set HP_DEVICE={used.lower().replace('ascend', 'npu')}"
             ) from error
 
 
 class MindSporeBase(Platform):
-    """A platform of MindSpore tensors, and what it has beyond `Platform`.
+    """A platform of MindSpore tensors, with what it has beyond `Platform`.
 
     Attributes:
-        capabilities: what MindSpore can do on this process's device.
+        capabilities: what MindSpore supports on this process's device.
         functions: kernels of this package beyond `ops`, by canonical name; each takes plain tensors or DTensors.
         operations: all operations as attributes, by canonical name.
     """
@@ -124,11 +123,11 @@ class MindSporeBase(Platform):
 
     @abstractmethod
     def own_operation(self, name: str) -> Callable[..., Any] | None:
-        """Return the operation with a kernel of this package; None where MindSpore's own is called."""
+        """Return the operation with a kernel of this package; None if MindSpore's own is called."""
 
     @abstractmethod
     def count_write(self, target: Tensor) -> None:
-        """Raise the version of a tensor that was written where autograd did not see it."""
+        """Increment the version of a tensor written without autograd's knowledge."""
 
     @abstractmethod
     def call_primitive(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

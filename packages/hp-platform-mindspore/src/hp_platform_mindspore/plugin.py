@@ -1,6 +1,6 @@
 """The plugin for hp-dtensor, loaded through the entry-point group `hp_dtensor`.
 
-Importing this module imports no framework: MindSpore comes in when the platform is asked for.
+Importing this module imports no framework: MindSpore is imported when the platform is requested.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def hp_platform() -> Platform:
 
 @functools.cache
 def _platform() -> Platform:
-    # Otherwise MindSpore logs every kernel that it compiles or cannot find.
+    # At a lower level MindSpore logs every kernel that it compiles or cannot find.
     os.environ.setdefault("GLOG_v", "3")
     try:
         import mindspore  # noqa: F401

@@ -1,13 +1,11 @@
-"""Reductions of host arrays, one per rank, in rank order: the same bits on every rank and in every run.
+"""Process groups: collectives composed on the host for CPU, and HCCL's own on Ascend.
 
-Collectives on MindSpore's CPU communication (MCCL).
+MindSpore's CPU communication (MCCL) has few collectives, few dtypes in each, and silently does nothing on views. A
+transfer of bytes between two ranks works for every dtype and any ranks. So on CPU every collective is composed of those
+and of sums on the host, in rank order: results are the same on all ranks and in every run. This is as fast as the
+native collectives where these exist, and creating a group costs nothing.
 
-MCCL has few collectives, few dtypes in each, and does nothing at all on views. What works for every dtype and
-any ranks is a transfer of bytes between two ranks, so on CPU every collective is composed of those and of
-sums on the host: in rank order, so results repeat and are the same on all ranks. It is as fast as the native
-ones where those exist. Groups then need no start-up of their own.
-
-Process groups on Ascend: HCCL's own collectives.
+To add a collective: its abstract form is in `hp_dtensor.comm.process_group.ProcessGroup`; implement it in both groups.
 """
 
 from __future__ import annotations
@@ -37,9 +35,9 @@ PAIRWISE: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def reduction_of(x: Tensor, op: str) -> Reduction:
-    """Return the function that reduces arrays of the dtype of `x`, one per rank, to one.
+    """Return the function that reduces one array per rank, of the dtype of `x`, to one array.
 
-    Sums and products of bool mean any and all.
+    For bool, sum and product mean any and all.
 
     Raises:
         CapabilityError: the average of a dtype that is not floating-point.
@@ -49,13 +47,13 @@ def reduction_of(x: Tensor, op: str) -> Reduction:
 
 
 def check_average(x: Tensor, op: str) -> None:
-    """Refuse averages of integers, which are no numbers of their dtype."""
+    """Refuse averages of integers, which need not be integers."""
     if op == "avg" and x.dtype not in FLOATING:
         raise no_average_of(x.dtype)
 
 
 def _reduce_in_rank_order(op: str) -> Reduction:
-    """Reduce pair by pair; every intermediate result has the dtype of the parts."""
+    """Reduce pairwise in rank order; every intermediate result has the dtype of the arrays."""
 
     def reduction(parts: Sequence[Array]) -> Array:
         total = reduce(PAIRWISE[op], parts)
@@ -65,7 +63,7 @@ def _reduce_in_rank_order(op: str) -> Reduction:
 
 
 def _reduce_bfloat16(op: str) -> Reduction:
-    """Reduce bit patterns pair by pair, with every intermediate result rounded to bfloat16."""
+    """Reduce bit patterns pairwise in rank order, rounding every intermediate result to bfloat16."""
 
     def pair(x: Array, y: Array) -> Array:
         return encode(PAIRWISE[op](decode(x), decode(y)))
@@ -98,26 +96,26 @@ class HostGroup(ProcessGroup):
         reduction = reduction_of(x, op)
         values = host_view(x)
         flat = np.ascontiguousarray(values).reshape(-1)
-        # Every rank sums everything up itself, in rank order: one round, and the same bits everywhere.
+        # Every rank sums all arrays itself, in rank order: one round, and bitwise equal results everywhere.
         if flat.nbytes <= SMALL_BYTES:
             total = reduction(self._gather_arrays(flat))
         else:
-            total = self._all_reduce_in_parts(flat, reduction)
+            total = self._all_reduce_in_chunks(flat, reduction)
         np.copyto(values, total.reshape(values.shape))
         return DONE
 
-    def _all_reduce_in_parts(self, flat: Array, reduction: Reduction) -> Array:
+    def _all_reduce_in_chunks(self, flat: Array, reduction: Reduction) -> Array:
         """All-reduce a flat array by a reduce-scatter and an all-gather."""
-        # The ranks divide the sum, in parts that need not be equal: 2 (n - 1) / n of the data per rank, where each for
-        # itself would receive n - 1 times.
-        parts = np.array_split(flat, self.size)
-        mine = reduction(self._swap(parts, [parts[self.rank].size] * self.size))
-        return np.concatenate(self._swap([mine] * self.size, [part.size for part in parts]))
+        # Each rank reduces one chunk; chunks may be uneven. A rank receives 2 (n - 1) / n of the data, instead of n - 1
+        # times the data if each reduced everything.
+        chunks = np.array_split(flat, self.size)
+        mine = reduction(self._swap(chunks, [chunks[self.rank].size] * self.size))
+        return np.concatenate(self._swap([mine] * self.size, [chunk.size for chunk in chunks]))
 
     def _all_gather_into(self, output: Tensor, x: Tensor, async_op: bool) -> Work:
         flat = np.ascontiguousarray(host_view(x)).reshape(-1)
-        with _Contiguous(output) as whole:
-            parts = np.split(whole, self.size)
+        with _Contiguous(output) as full:
+            parts = np.split(full, self.size)
             self._transfer([flat] * self.size, parts)
         return DONE
 
@@ -132,8 +130,8 @@ class HostGroup(ProcessGroup):
     def _all_to_all_into(self, output: Tensor, x: Tensor, output_rows: Rows, input_rows: Rows, async_op: bool) -> Work:
         rows = np.ascontiguousarray(host_view(x))
         sends = np.split(rows, np.cumsum(input_rows)[:-1])
-        with _Contiguous(output) as whole:
-            received = np.split(whole.reshape(output._shape), np.cumsum(output_rows)[:-1])
+        with _Contiguous(output) as full:
+            received = np.split(full.reshape(output._shape), np.cumsum(output_rows)[:-1])
             self._transfer(sends, received)
         return DONE
 
@@ -142,7 +140,7 @@ class HostGroup(ProcessGroup):
 
     def _start_exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Work:
         targets = [None if x is None or j == self.rank else _Contiguous(x) for j, x in enumerate(receives)]
-        works = self._begin_transfer(
+        works = self._start_transfer(
             [None if x is None or j == self.rank else np.ascontiguousarray(host_view(x)) for j, x in enumerate(sends)],
             [None if target is None else target.array for target in targets],
         )
@@ -172,7 +170,7 @@ class HostGroup(ProcessGroup):
         return [part.tobytes() for part in self._swap([mine] * self.size, [int(n[0]) for n in lengths])]
 
     def _start_all_gather_bytes(self, data: bytes) -> PendingBytes:
-        """Gather bytes of a length that all ranks know, in one round; it is over when this returns."""
+        """Gather bytes of equal length in one round; it is complete on return."""
         return GatheredBytes([part.tobytes() for part in self._gather_arrays(np.frombuffer(data, np.int8))])
 
     # Host arrays -----------------------------------------------------------------------------------------
@@ -181,7 +179,7 @@ class HostGroup(ProcessGroup):
         return self._swap([flat] * self.size, [flat.size] * self.size)
 
     def _swap(self, sends: Sequence[Array], lengths: Sequence[int]) -> list[Array]:
-        """Send one flat array to each rank; `lengths[j]` elements come from rank j."""
+        """Send one flat array to each rank, and receive `lengths[j]` elements from rank j."""
         received = [
             sends[j] if j == self.rank else np.empty(length, sends[0].dtype) for j, length in enumerate(lengths)
         ]
@@ -189,20 +187,20 @@ class HostGroup(ProcessGroup):
         return received
 
     def _transfer(self, sends: Sequence[Array | None], receives: Sequence[Array | None]) -> None:
-        """Move contiguous arrays between ranks; None and empty ones are skipped on both sides.
+        """Exchange contiguous arrays between ranks; None and empty arrays are skipped on both sides.
 
-        The own entry is copied where there is one to receive.
+        The own entry is copied if there is one to receive.
         """
-        works = self._begin_transfer(sends, receives)
+        works = self._start_transfer(sends, receives)
         mine, into = sends[self.rank], receives[self.rank]
         if mine is not None and into is not None:
             np.copyto(into.reshape(-1), mine.reshape(-1))
         for work in works:
             work.wait()
 
-    def _begin_transfer(self, sends: Sequence[Array | None], receives: Sequence[Array | None]) -> list[_SentBytes]:
+    def _start_transfer(self, sends: Sequence[Array | None], receives: Sequence[Array | None]) -> list[_SentBytes]:
         works = []
-        # Each round pairs every rank with another one; in rank order all would send to rank 0 first, and wait for it.
+        # In each step every rank has another partner. In rank order all would send to rank 0 first, and wait for it.
         for step in range(1, self.size):
             j = (self.rank + step) % self.size
             if (data := sends[j]) is not None and data.size:
@@ -217,7 +215,7 @@ class HostGroup(ProcessGroup):
 
 
 class _SentBytes:
-    """A transfer under way, which keeps the memory that it reads or writes."""
+    """A running transfer, which keeps the memory that it reads or writes alive."""
 
     def __init__(self, handle: Any, given: Tensor) -> None:
         self._handle, self._given = handle, given
@@ -227,7 +225,7 @@ class _SentBytes:
 
 
 class _Transfer:
-    """The works of one exchange, and the tensors with gaps that get what arrives."""
+    """A running exchange, with the non-contiguous tensors that get what arrives."""
 
     def __init__(self, works: Sequence[Work], targets: Sequence[_Contiguous]) -> None:
         self._works, self._targets = works, targets
@@ -242,7 +240,7 @@ class _Transfer:
 
 
 class Sending:
-    """A message under way, and the array that it is read from."""
+    """A message being sent, with the array that it is read from."""
 
     def __init__(self, work: Any, values: Array) -> None:
         self._work = work
@@ -255,12 +253,12 @@ class Sending:
 
 
 class Receiving:
-    """A message that is awaited: MCCL's receive blocks, so it begins in `wait`, after those asked for before it.
+    """A message to receive. MCCL's receive blocks, so it starts in `wait`, after receives posted before it.
 
     Args:
         target: the tensor to fill.
         source: global rank of the sender.
-        unfinished: of the group, in the order in which they were asked for.
+        unfinished: the group's receives, in the order in which they were posted.
     """
 
     def __init__(self, target: Tensor, source: int, unfinished: list[Receiving]) -> None:
@@ -270,8 +268,8 @@ class Receiving:
 
     def wait(self) -> None:
         while self in self._unfinished:
-            # Messages of one sender arrive in the order of sending, so what was asked for first is filled first,
-            # whoever waits first.
+            # Messages of one sender arrive in the order of sending, so receives are completed in the order of posting,
+            # whichever is waited for first.
             earliest = next(each for each in self._unfinished if each._source == self._source)
             self._unfinished.remove(earliest)
             earliest._receive()
@@ -287,13 +285,12 @@ def _waited_for(work: Work) -> Work:
 
 
 class _Contiguous:
-    """Flat contiguous array to receive into, in place of a tensor's memory; stored back where the tensor has gaps."""
+    """A flat contiguous array to receive into, copied back if the tensor itself is not contiguous."""
 
     def __init__(self, x: Tensor) -> None:
         self._values = host_view(x)
         self._direct = self._values.flags.c_contiguous
-        # The bytes of a view with gaps would be those of a copy: what arrives there would be lost, so `store` brings it
-        # back.
+        # A byte view of a non-contiguous array is a copy, so `store` copies what has arrived back.
         self.array = (self._values if self._direct else np.ascontiguousarray(self._values)).reshape(-1)
 
     def store(self) -> None:
@@ -309,7 +306,7 @@ class _Contiguous:
 
 
 def _as_bytes(array: Array) -> Tensor:
-    """View contiguous memory as an int8 tensor, the one dtype that every transfer takes."""
+    """View contiguous memory as an int8 tensor, the dtype that every transfer supports."""
     flat = array.reshape(-1).view(np.int8)
     return Tensor.from_numpy(flat if flat.flags.writeable else flat.copy())
 
@@ -318,7 +315,7 @@ REDUCE_OPS = {"sum": "sum", "avg": "sum", "max": "max", "min": "min", "product":
 
 
 class Pending:
-    """A native collective under way, and what to do with its result."""
+    """A running native collective, and what to do with its result."""
 
     def __init__(self, handle: Any, finish: Callable[[], None] | None = None) -> None:
         self._handle = handle
@@ -331,10 +328,10 @@ class Pending:
             self._finish()
 
 
-class _PendingFacts:
-    """Bytes that each rank's part of `gathered` holds once the collective that reads `sent` is over.
+class _PendingGatheredBytes:
+    """Bytes that each rank's part of `gathered` holds once the collective that reads `sent` has ended.
 
-    To ask whether they are there would wait for the device.
+    Asking whether it has ended would block on the device.
     """
 
     def __init__(self, work: Work, gathered: Tensor, sent: Tensor) -> None:
@@ -350,7 +347,7 @@ class _PendingFacts:
 
 
 class NativeGroup(ProcessGroup):
-    """Group with HCCL's collectives, asynchronous ones included."""
+    """A group with HCCL's collectives, including asynchronous ones."""
 
     backend = "hccl"
 
@@ -385,7 +382,7 @@ class NativeGroup(ProcessGroup):
             dist.P2POp(kind, x, self.ranks[j], group=self._name)
             for kind, tensors in (("isend", sends), ("irecv", receives))
             for j, x in enumerate(tensors)
-            # Both sides know the shapes, and leave out what is empty.
+            # Both sides know the shapes, and skip empty tensors.
             if j != self.rank and x is not None and x.size
         ]
         if transfers:
@@ -414,7 +411,7 @@ class NativeGroup(ProcessGroup):
     def _start_all_gather_bytes(self, data: bytes) -> PendingBytes:
         mine = Tensor(np.frombuffer(data, np.int8))
         output = mint.empty((self.size * len(data),), dtype=mine.dtype)
-        return _PendingFacts(self._all_gather_into(output, mine, True), output, mine)
+        return _PendingGatheredBytes(self._all_gather_into(output, mine, True), output, mine)
 
     def _gathered(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         mine = Tensor(values)

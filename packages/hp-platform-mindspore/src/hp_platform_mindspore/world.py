@@ -1,4 +1,4 @@
-"""The ranks of a job, and how they meet: over MCCL on CPU, over HCCL on Ascend."""
+"""The ranks of a job, and how they connect: over MCCL on CPU, over HCCL on Ascend."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class MindSporeWorld(World):
         timeout_seconds: float,
         local_rank: int,
     ) -> MindSporeWorld:
-        """Meet the other ranks at `address`.
+        """Connect to the other ranks at `address`.
 
         Raises:
-            PlatformError: this process has joined before, or the others did not come in time.
+            PlatformError: this process has joined before, or the others did not join in time.
         """
         if size > 1:
             if cls._joined:
@@ -78,7 +78,7 @@ def _join(platform: MindSporeBase, rank: int, size: int, address: str, timeout_s
     os.environ.setdefault(TIMEOUT_VARIABLE, str(max(1, round(timeout_seconds))))
     store = dist.TCPStore(host, int(port), world_size=size, is_master=rank == 0, timeout=timeout)
     _init_with_store(backend="mccl", timeout=timeout, world_size=size, rank=rank, store=store)
-    # Their default group is HCCL's whatever the backend; isend and irecv look ranks up with it.
+    # The default argument of these is HCCL's group for every backend, and isend and irecv look up ranks with it.
     for function in (_distributed.get_cache_group_rank, _distributed.get_cache_group_size):
         function.__defaults__ = (MCCL_WORLD,)
     _wait_for_all(store, size, timeout_seconds)
@@ -87,7 +87,7 @@ def _join(platform: MindSporeBase, rank: int, size: int, address: str, timeout_s
 def _wait_for_all(store: Any, size: int, timeout_seconds: float) -> None:
     """Wait until every rank can receive, and connect all by a first collective.
 
-    Rank 0 comes out of MindSpore's start seconds before its peers can receive: a transfer right away would fail.
+    MindSpore's initialization returns on rank 0 seconds before its peers can receive: an immediate transfer would fail.
     """
     deadline = time.monotonic() + timeout_seconds
     store.add(READY_KEY, 1)

@@ -1,6 +1,7 @@
-"""Adapters: each turns the arguments of a primitive of MindSpore's into those of torch's operation.
+"""Adapters from the arguments of MindSpore's primitives to those of torch's operations.
 
-An adapter gets (args, kwargs) of the primitive's call, without the primitive, and returns those of the operation.
+An adapter is called with (args, kwargs) of the primitive's call, without the primitive, and returns those of the
+operation.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Adapter = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 
 
 def scaled_second(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Turn `add(x, y, alpha=a)` into `add(x, a * y)`."""
+    """Convert `add(x, y, alpha=a)` to `add(x, a * y)`."""
     x, y, *rest = args
     alpha = rest[0] if rest else kwargs.get("alpha", 1)
     return (x, y if alpha == 1 else y * alpha), {}
@@ -70,10 +71,10 @@ def gather(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return (x, dim, index), {}
 
 
-def even_pieces(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, piece, dim = args if len(args) == 3 else (*args, kwargs.get("dim", 0))
+def even_chunks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    x, chunk, dim = args if len(args) == 3 else (*args, kwargs.get("dim", 0))
     size = x.shape[dim]
-    return (x, [min(piece, size - start) for start in range(0, size, piece)], dim), {}
+    return (x, [min(chunk, size - start) for start in range(0, size, chunk)], dim), {}
 
 
 def topk(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -81,14 +82,14 @@ def topk(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def variadic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Turn `x.reshape(2, 3)` into `reshape(x, (2, 3))`."""
+    """Convert `x.reshape(2, 3)` to `reshape(x, (2, 3))`."""
     if len(args) == 2 and isinstance(args[1], (list, tuple)):
         return (args[0], tuple(args[1])), {}
     return (args[0], tuple(args[1:])), {}
 
 
 def permutation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Permute as given, or reverse all dimensions where none is given."""
+    """Permute as given, or reverse all dimensions if none are given."""
     (x, dims), _ = variadic(args, kwargs)
     return (x, dims or tuple(reversed(range(x.ndim)))), {}
 
@@ -105,7 +106,7 @@ def all_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def scan_by_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Adapt as `scan` does, for a primitive that has its axis in a tensor."""
+    """Adapt as `scan` does, for a primitive whose axis is a tensor."""
     x, dim, *exclusive_or_reverse = args
     return scan((x, int(dim.asnumpy()), *exclusive_or_reverse), kwargs)
 
@@ -144,7 +145,7 @@ def strided_slice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return (x, tuple(slice(*item) for item in zip(begin, end, strides, strict=True))), {}
 
 
-def equal_pieces(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def equal_chunks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     x, dim, count = args
     return (x, [x.shape[dim] // count] * count, dim), {}
 
@@ -153,7 +154,7 @@ _REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
 
 
 def loss(*names: str) -> Adapter:
-    """Adapt `loss(input, target, *names, reduction)`, with the reduction as a number."""
+    """Adapt `loss(input, target, *names, reduction)`, where the reduction is a number."""
 
     def adapt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         x, target, *values, reduction = args
@@ -171,24 +172,24 @@ def likelihood(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def unless_default(x: Any, value: float) -> Any:
-    """Return None for the constant tensor that MindSpore makes where a call gives none."""
+    """Return None for the constant tensor that MindSpore makes for an omitted argument."""
     made = type(x) is Tensor and not x._requires_grad and bool((x.asnumpy() == value).all())
     return None if made else x
 
 
 def first(count: int) -> Adapter:
-    """Keep only the first arguments; behind them are seeds, or what is the same for all."""
+    """Return an adapter that passes only the first arguments; those after it are seeds, or have fixed values."""
     return lambda args, kwargs: (args[:count], {})
 
 
 def random_like(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Drop the seed and offset, which are of MindSpore's own generator."""
+    """Drop seed and offset, which belong to MindSpore's own generator."""
     x, _, _, wanted, *_ = args
     return (x,), {} if wanted is None else {"dtype": dtype_of(wanted)}
 
 
 def typed(*names: str) -> Adapter:
-    """Name the arguments after the tensor; the last is a dtype, and is left out where it is None."""
+    """Name the arguments after the tensor; the last one is a dtype, omitted if None."""
 
     def adapt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         given = dict(zip(names, args[1:], strict=False)) | kwargs
@@ -212,7 +213,7 @@ def sorting(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def along_one(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Take the one dimension out of a list."""
+    """Unpack a list of one dimension."""
     x, dim = args
     if isinstance(dim, (list, tuple)):
         (dim, *others) = dim
@@ -241,7 +242,7 @@ def constant_pad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def scaled_sum(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Adapt `addmm` and its like: name `beta` and `alpha` where they are not 1."""
+    """Adapt `addmm` and the like: pass `beta` and `alpha` by name if they are not 1."""
     given = dict(zip(("beta", "alpha"), args[3:], strict=False)) | kwargs
     return args[:3], {name: value for name, value in given.items() if value != 1}
 

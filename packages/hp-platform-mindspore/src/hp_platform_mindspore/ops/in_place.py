@@ -1,8 +1,9 @@
-"""In-place operations, made of those that give a new tensor.
+"""In-place operations, composed of operations that return a new tensor.
 
 MindSpore's own have no effect on CPU, or no kernel. Here the result is computed from a copy, so that nothing that
-backward needs is overwritten, and then stored. Where operations are recorded MindSpore's `copy_` takes the gradient
-along, but not through views: its gradients of what shares memory with the written tensor are wrong, so that is refused.
+backward needs is overwritten, and then stored. When operations are recorded, MindSpore's `copy_` passes on the
+gradient, but not through views: gradients of tensors that share memory with the written one would be wrong, so that is
+refused.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ WRITTEN: dict[str, Callable[..., Tensor]] = {
     "fill_": lambda x, value: shapes.expand(_as_tensor(value, x), x.shape),
     "copy_": lambda x, source, non_blocking=False: shapes.expand(source, x.shape),
 }
-"""In-place operations with no form of the same name without the underscore: what they store."""
+"""What in-place operations store that have no out-of-place form of the same name."""
 
 PRUNED_AT = 64
 
@@ -45,12 +46,12 @@ def _as_tensor(value: Any, x: Tensor) -> Tensor:
 
 
 def writing(platform: MindSporeBase, name: str, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make the form of `kernel` that stores its result in its first argument and returns that."""
+    """Return the form of `kernel` that stores its result in its first argument and returns that."""
 
     @functools.wraps(kernel)
     def write(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         source = platform.unwrap(x)
-        # Where it is recorded the kernel reads a copy: its backward may need the values that are overwritten now.
+        # If recorded, the kernel reads a copy: its backward may need the values that are overwritten below.
         assign(platform, name, x, kernel(pointwise.clone(source) if is_recording(x) else source, *args, **kwargs))
         return x
 
@@ -58,7 +59,7 @@ def writing(platform: MindSporeBase, name: str, kernel: Callable[..., Tensor]) -
 
 
 def set_item(platform: MindSporeBase, x: Tensor, index: Any, value: Any) -> Tensor:
-    """Do `x[index] = value` on a plain tensor, or on a DTensor inside `LocalOperations`, and return `x`."""
+    """Execute `x[index] = value` on a plain tensor, or on a DTensor inside `LocalOperations`, and return `x`."""
     source = platform.unwrap(x)
     written = scattering.put(pointwise.clone(source) if is_recording(x) else source, index, value)
     assign(platform, "setitem", x, written)
@@ -88,19 +89,21 @@ def assign(platform: MindSporeBase, name: str, x: Tensor, result: Tensor) -> Non
 
 
 def remember_sharing(source: Any, results: Any) -> None:
-    """Note that DTensors among `results` may be views of `source`.
+    """Record that DTensors among `results` may be views of `source`.
 
-    They get one list of weak references in common, the original first.
+    A tensor and its views share one list of weak references, the original first.
     """
     if not isinstance(source, DTensor):
         return
-    # Weak references: views come and go with each forward, and must not live as long as what they are views of.
+    # Weak references: views are made in each forward, and must not live as long as their original.
     family = source.__dict__.get("_sharing")
     if family is None:
         family = [weakref.ref(source)]
-        if not (source._is_leaf and source._requires_grad):  # which is not written where operations are recorded
+        if not (
+            source._is_leaf and source._requires_grad
+        ):  # a leaf that requires grad cannot be written while recording
             source._sharing = family
-    # Now and then, not each time: a tensor may get a view in every step of a loop.
+    # Pruned only when long: a tensor may get a view in every step of a loop, and pruning is linear.
     if len(family) >= PRUNED_AT:
         family[1:] = [member for member in family[1:] if member() is not None]
     for view in results if isinstance(results, (tuple, list)) else (results,):
@@ -117,5 +120,5 @@ def _check_unshared(name: str, x: Any) -> None:
         raise CapabilityError(
             f"{name} where gradients are recorded, on a tensor that shares memory with "
             f"{'one that it is a view of' if family[0]() is not x else 'a view of it'}: MindSpore's gradients would be "
-            "wrong. Use the operation that gives a new tensor, write a clone, or write inside no_grad."
+            "wrong. Use an operation that returns a new tensor, write a clone, or write inside no_grad."
         )

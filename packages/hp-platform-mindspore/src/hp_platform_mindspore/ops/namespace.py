@@ -1,15 +1,12 @@
-"""MindSpore's own kernels on Ascend, where they exist and where a value must not go through the host.
+"""The operations of the platform: `platform.ops` and what is beyond it, on plain tensors and DTensors.
 
-MindSpore's own functions by canonical name, where they work on its CPU as they are.
+A function of `platform.ops` or `platform.operations` called with DTensors goes to hp_dtensor's dispatch under its
+canonical (torch) name, before MindSpore decomposes it into primitives that hide its arguments. Everything else that a
+program calls on a DTensor (`x + y`, `mint.matmul`, `nn.Dense`) arrives as a primitive (`primitives.py`).
 
-They consist of primitives, so they take DTensors by the primitives' rules.
-
-Operations on the local data of DTensors, and their way to hp_dtensor's dispatch.
-
-The `ops` namespace: kernels under the names of `hp_dtensor.platform.interface`, on plain tensors and on DTensors.
-
-An operation on a DTensor goes to hp_dtensor's dispatch under its own name, before MindSpore takes it apart
-into primitives that hide its arguments.
+Kernels on plain tensors are chosen by the device: `NATIVE_KERNELS` on Ascend, and on CPU those composed in
+`cpu_kernels/`. `FOUND` are functions of MindSpore that work as they are; they consist of primitives, so they take
+DTensors by the rules of these.
 """
 
 from __future__ import annotations
@@ -92,7 +89,7 @@ NATIVE_KERNELS: dict[str, Callable[..., Any]] = {
     "bincount": lambda x, minlength: mint.bincount(x, minlength=minlength),
     "one_hot": F.one_hot,
 }
-"""By canonical name, as `hp_platform_mindspore.ops.cpu_kernels.table.KERNELS`."""
+"""Kernels for Ascend by canonical name; `ops.cpu_kernels.table.KERNELS` are those for CPU."""
 
 
 _OF_MINT = """
@@ -127,10 +124,10 @@ POINTWISE = frozenset(f"{NONLINEAR} {LINEAR_UNARY} alias".split())
 
 
 def unwrapping(kernel: Callable[..., Any], written: bool = False) -> Callable[..., Any]:
-    """Have `kernel` get the local data of DTensors among its arguments, in lists too.
+    """Return `kernel` called with the local data of DTensors among its arguments, also in lists.
 
     Args:
-        written: `kernel` writes its first argument, and gets that as it is.
+        written: `kernel` writes its first argument, which is passed unchanged.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -149,8 +146,8 @@ def _unwrapped(value: Any) -> Any:
 def dispatched(
     platform: MindSporeBase, name: str, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call `hp_dtensor.dispatch.operation`, and note which results share memory with the first argument."""
-    # MindSpore's own value_and_grad leaves the flag off: what comes next would be missing in gradients, without a word.
+    """Call `hp_dtensor.dispatch.dispatch`, and record which results share memory with the first argument."""
+    # MindSpore's own value_and_grad leaves the grad flag off; what follows would silently be missing in gradients.
     arm()
     result = dispatch(platform, name, kernel, args, kwargs)
     if name in SHARING and args:
@@ -162,14 +159,14 @@ _getitem = unwrapping(shapes.getitem)
 
 
 def getitem(x: Tensor, index: Any) -> Any:
-    """Return `x[index]` of a DTensor by its sharding rule, of a plain tensor by MindSpore's own indexing."""
+    """Return `x[index]`: of a DTensor by its sharding rule, of a plain tensor by MindSpore's own indexing."""
     if not isinstance(x, MindSporeDTensor):
         return x[index]
     return dispatched(x._spec.mesh.platform, "getitem", _getitem, (x, index), {})
 
 
 def setitem(x: MindSporeDTensor, index: Any, value: Any) -> None:
-    """Do `x[index] = value` on a DTensor."""
+    """Execute `x[index] = value` on a DTensor."""
     platform = x._spec.mesh.platform
 
     def store(_: Tensor, index: Any, value: Any) -> Tensor:
@@ -200,16 +197,16 @@ class Operations:
 
 
 def build_ops(platform: MindSporeBase) -> SimpleNamespace:
-    """Build the namespace of a platform, from the kernels that its device has."""
+    """Return the namespace `platform.ops`, made of the kernels for the platform's device."""
     kernels = kernels_of(platform.capabilities)
     return SimpleNamespace(**{name: _intercepting(platform, name, kernels[name]) for name in OP_NAMES})
 
 
 def build_functions(platform: MindSporeBase, generator: Generator) -> dict[str, Function]:
-    """Build the kernels beyond `ops`, by name: composed ones, random ones, and those that write their first argument.
+    """Return the kernels beyond `ops` by name: composed, random, and in-place ones.
 
     Args:
-        generator: gives what random operations draw from.
+        generator: returns the generator from which random operations draw.
     """
     known = kernels_of(platform.capabilities)
     made = {name: kernel for name, kernel in known.items() if name not in OP_NAMES}
@@ -229,7 +226,7 @@ def build_functions(platform: MindSporeBase, generator: Generator) -> dict[str, 
 
 
 def kernels_of(capabilities: Capabilities) -> dict[str, Function]:
-    """Return every kernel on plain tensors by name; those without a bfloat16 form compute bfloat16 in float32."""
+    """Return all kernels on plain tensors by name; those without bfloat16 support compute bfloat16 in float32."""
     kernels = NATIVE_KERNELS if capabilities.native_operations else table.KERNELS
     direct = capabilities.bfloat16_operations
     if direct is None:
@@ -238,7 +235,7 @@ def kernels_of(capabilities: Capabilities) -> dict[str, Function]:
 
 
 def _through_float32(kernel: Function) -> Function:
-    """Have `kernel` compute in float32 and round to bfloat16 where an argument is bfloat16.
+    """Return `kernel` computing in float32 and rounding to bfloat16, if an argument is bfloat16.
 
     MindSpore's CPU does the same where it has bfloat16 kernels.
     """
@@ -282,7 +279,7 @@ def _is_distributed(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(isinstance(item, DTensor) for item in value)
 
 
-# Where the sharding rule has torch's full argument list and `ops` a shorter one.
+# Operations whose sharding rule has torch's full argument list, where that of `ops` is shorter.
 
 Adapted = tuple[Function, tuple[Any, ...], dict[str, Any]]
 

@@ -1,7 +1,4 @@
-"""Tables from MindSpore's primitives to torch's operations: names, and what adapts the arguments.
-
-Canonical names and arguments of calls of MindSpore's primitives.
-"""
+"""Tables from MindSpore's primitives to torch's operations: canonical names, and adapters of arguments."""
 
 from __future__ import annotations
 
@@ -148,8 +145,8 @@ ADAPTED: dict[str, tuple[str, Adapter]] = {
     "CumSum": ("cumsum", adapters.scan),
     "Gather": ("index_select", adapters.gather),
     "Embedding": ("embedding", adapters.embedding),
-    "SplitTensor": ("split", adapters.even_pieces),
-    "SplitTensorView": ("split", adapters.even_pieces),
+    "SplitTensor": ("split", adapters.even_chunks),
+    "SplitTensorView": ("split", adapters.even_chunks),
     "TopK": ("topk", adapters.topk),
     "Reshape": ("reshape", adapters.variadic),
     "View": ("reshape", adapters.variadic),
@@ -167,7 +164,7 @@ ADAPTED: dict[str, tuple[str, Adapter]] = {
     "SearchSorted": ("searchsorted", adapters.searched),
     "Slice": ("getitem", adapters.sliced),
     "StridedSlice": ("getitem", adapters.strided_slice),
-    "Split": ("split", adapters.equal_pieces),
+    "Split": ("split", adapters.equal_chunks),
     "SmoothL1Loss": ("smooth_l1_loss", adapters.loss("beta")),
     "BinaryCrossEntropy": ("binary_cross_entropy", adapters.loss("weight")),
     "BCEWithLogitsLoss": ("binary_cross_entropy_with_logits", adapters.loss("weight", "pos_weight")),
@@ -249,7 +246,7 @@ WRITING: dict[str, tuple[str, Adapter]] = {
     "InplaceBernoulliTensor": ("bernoulli_", adapters.first(2)),
     "InplaceRandom": ("random_", adapters.first(3)),
 }
-"""In-place primitives; others are called as the operation that they are the in-place form of."""
+"""In-place primitives whose name is not `Inplace` plus that of the out-of-place primitive."""
 
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "Unstack": ("axis",),
@@ -260,11 +257,11 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "CumulativeLogsumexp": ("exclusive", "reverse"),
     "PadV3": ("mode", "paddings_contiguous"),
 }
-"""Attributes of primitives of the older kind that are arguments here, behind the tensors."""
+"""Attributes of primitives of the older kind that become arguments, after the tensors."""
 
 
 SECOND_OPERAND = frozenset({"other", "exponent", "mat2", "tensor2"})
-"""The name of the second operand in MindSpore's methods of two."""
+"""Names of the second operand in MindSpore's binary methods."""
 
 WITHOUT_KERNEL = frozenset(
     """
@@ -272,11 +269,11 @@ WITHOUT_KERNEL = frozenset(
     BitwiseAndScalar BitwiseOrTensor BitwiseOrScalar BitwiseXorTensor BitwiseXorScalar RemainderScalarTensor Atan2Ext
     """.split()
 )
-"""Primitives that the CPU lacks, of operations for which another one does."""
+"""Primitives without a CPU kernel, of operations that another primitive can compute."""
 
 
 def primitives_of(name: str) -> list[str]:
-    """Return the primitives that are taken for an operation, as MindSpore's messages and profiles name them."""
+    """Return the primitives that an operation stands for, as MindSpore's messages and profiles name them."""
     same = [primitive for primitive, known in SAME_ARGUMENTS.items() if known == name]
     adapted = [primitive for primitive, (known, _) in (ADAPTED | WRITING).items() if known == name]
     return sorted({*same, *adapted})
@@ -303,9 +300,10 @@ def canonical(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
 
 @functools.cache
 def older_method(name: str) -> Callable[..., Any] | None:
-    """Return MindSpore's function for the older signature of a method (`x.mean(axis=1)`), written in terms of others.
+    """Return MindSpore's function for the older signature of a method (`x.mean(axis=1)`), which calls other primitives.
 
-    None: `name` is no such method, or one that `ADAPTED` knows.
+    Returns:
+        None if `name` is not such a method, or one that `ADAPTED` has.
     """
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
     if name in ADAPTED or not words.startswith("deprecated_"):
@@ -314,7 +312,7 @@ def older_method(name: str) -> Callable[..., Any] | None:
 
 
 def caller(func: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
-    """Make `func` callable with the arguments that `canonical` gives, for an operation with the same arguments."""
+    """Return `func` callable with the arguments that `canonical` returns, for an operation with the same arguments."""
     if not is_older_kind(args):
         return func
     primitive, name, _ = args
@@ -332,11 +330,11 @@ NOT_ON_DTENSORS = frozenset(
     ops.diag_embed ops.unique ops.max_pool3d ops.adaptive_max_pool3d
     """.split()
 )
-"""Functions that have an operation's name and refuse DTensors, mean something else, or make plain tensors."""
+"""Functions with an operation's name that refuse DTensors, mean something else, or return plain tensors."""
 
 
 def names_of(name: str, function: Callable[..., Any]) -> list[str]:
-    """Return the paths by which users find an operation: of its function, else of all that have its name."""
+    """Return the paths under which users find an operation: those of its function, else all that have its name."""
     places = (("mint", mint), ("mint.nn.functional", mint.nn.functional), ("ops", ops), ("Tensor", Tensor))
     having = [
         (f"mindspore.{path}.{name}", getattr(owner, name))

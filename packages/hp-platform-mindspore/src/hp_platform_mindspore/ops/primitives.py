@@ -1,11 +1,13 @@
-"""MindSpore's primitives on DTensors: the one way of everything that `__fallback__` intercepts.
+"""MindSpore's primitives on DTensors: what runs when `__fallback__` intercepts one.
 
-A primitive gets its canonical name and torch's arguments, and runs by the sharding rule of that name.
+A primitive is translated to its canonical name and torch's arguments (`primitive_names.py`), and runs by the sharding
+rule of that name. Primitives that are several operations, or whose results differ from the operation's, are in
+`COMPOSED`: functions of (run, args, primitive), where `run` has the operations by canonical name, and `args` are the
+call's arguments. For a primitive of the older kind, `args` lack the primitive and its name; its attributes are those of
+`primitive`.
 
-Primitives that are several operations, or whose results differ from the operation's.
-
-Each is `function(run, args, primitive)`: `run` has the operations by canonical name, `args` are the call's, without the
-primitive and its name for one of the older kind, whose attributes are on `primitive`.
+To support a new primitive: add a line to `primitive_names.py` with the name of an operation that has a rule, an adapter
+if its arguments differ, and a call in `tests/test_mindspore_operation_names.py`.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ def call_primitive(platform: MindSporeBase, func: Any, args: tuple[Any, ...], kw
     """Run a primitive on DTensors.
 
     Args:
-        func: what MindSpore gives to `__fallback__`; `func.name` is the primitive's name.
-        args: its arguments; of a primitive of the older kind, (primitive, name, arguments).
+        func: what MindSpore passes to `__fallback__`; `func.name` is the primitive's name.
+        args: its arguments; for a primitive of the older kind, (primitive, name, arguments).
 
     Raises:
-        CapabilityError: MindSpore has no kernel for it on this device, and there is none here.
+        CapabilityError: neither MindSpore nor this package has a kernel for it on this device.
     """
-    if func.name == "typeof":  # MindSpore asks for it in some of its functions
+    if func.name == "typeof":  # called by some of MindSpore's own functions
         with LocalOperations():
             return func(*args, **kwargs)
     older = older_method(func.name)
@@ -51,16 +53,17 @@ def call_primitive(platform: MindSporeBase, func: Any, args: tuple[Any, ...], kw
         return copy_values(*given[:2])
     if name == "getitem":
         return given[0][given[1]]
-    # On the CPU only; Ascend has kernels for what is not composed here.
+    # Only on CPU: Ascend has kernels for what is not composed here.
     if not platform.capabilities.native_operations:
         check_composed(name)
     operation = platform.own_operation(name)
     if operation is not None:
         return operation(*given, **named)
-    # Refused rather than run: in-place kernels of the CPU compute, and store nowhere, without an error.
+    # Refused: in-place kernels of the CPU compute, but silently store nothing.
     if func.name.startswith("Inplace"):
         raise CapabilityError(
-            f"{func.name} on a DTensor: MindSpore's own does not write on CPU; use one that gives a new tensor"
+            f"{func.name} on a DTensor: MindSpore's own does not write on CPU; use an operation that returns a new "
+            "tensor"
         )
     kernel = FOUND[name] if func.name in WITHOUT_KERNEL else caller(func, args)
     if name in POINTWISE:
@@ -84,7 +87,7 @@ def _convolution(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
 def _explicitly_padded(
     run: Any, x: Tensor, primitive: Any, kernel: Any, stride: Any, dilation: Any, value: float = 0.0
 ) -> tuple[Any, Any]:
-    """Pad the input where its two sides differ, and return it with the padding that is left."""
+    """Pad the input if its padding is asymmetric, and return it with the padding that remains to be applied."""
     mode = str(primitive.pad_mode).lower()
     if mode in ("valid", "2"):
         return x, (0,) * len(kernel)
@@ -101,14 +104,14 @@ def _explicitly_padded(
     return run.pad(x, flat, value=value), (0,) * len(kernel)
 
 
-def _max_pool_as_said(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
-    """Run `MaxPool`, of `mindspore.nn.MaxPool2d`: without padding, or with as much as keeps the size."""
+def _padded_max_pool(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+    """Run `MaxPool` of `mindspore.nn.MaxPool2d`: without padding, or padded to keep the size."""
     kernel, stride = tuple(primitive.kernel_size)[-2:], tuple(primitive.strides)[-2:]
     x, padding = _explicitly_padded(run, args[0], primitive, kernel, stride, (1, 1), -math.inf)
     return run.max_pool2d(x, kernel, stride, padding)
 
 
-def _avg_pool_as_said(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+def _unpadded_avg_pool(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
     """Run `AvgPool`, of `mindspore.nn.AvgPool2d`, without padding."""
     if str(primitive.pad_mode).lower() not in ("valid", "2"):
         raise TypeError(f"avg pooling of DTensors with pad_mode {primitive.pad_mode!r}: use mint.nn.functional")
@@ -117,7 +120,7 @@ def _avg_pool_as_said(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor
 
 
 def _batch_norm(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Any, ...]:
-    """Return the result and four times None: MindSpore's callers take nothing but the first."""
+    """Return the result and four times None: MindSpore's callers use only the first result."""
     x, weight, bias, mean, variance, training, *rest = args
     if primitive is None:
         momentum, eps = rest
@@ -140,7 +143,7 @@ def _diagonal_matrix(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
     return run.diag_embed(x, offset) if x.ndim == 1 else run.diagonal(x, offset, 0, 1)
 
 
-def _extreme_with_position(name: str) -> Function:
+def _extreme_with_index(name: str) -> Function:
     def found(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Tensor, Tensor]:
         values, positions = getattr(run, name)(*args)
         return positions, values
@@ -153,20 +156,20 @@ def _all_equal(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
 
 
 def _meshgrid(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Tensor, ...]:
-    """Expand vectors to grids; with `xy` (1) indexing the first two dimensions are the other way round."""
+    """Expand vectors to grids; with `xy` (1) indexing the first two dimensions are swapped."""
     tensors, indexing = args
     swapped = indexing in (1, "xy") and len(tensors) > 1
     order = [1, 0, *range(2, len(tensors))] if swapped else range(len(tensors))
     shape = tuple(tensors[i].shape[0] for i in order)
-    places = list(order)
+    positions = list(order)
     return tuple(
-        run.expand(run.reshape(x, tuple(-1 if place == i else 1 for place in places)), shape)
+        run.expand(run.reshape(x, tuple(-1 if place == i else 1 for place in positions)), shape)
         for i, x in enumerate(tensors)
     )
 
 
 def _with_channel_bias(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
-    """Run `BiasAdd` along dimension 1, or along the last one where channels come last."""
+    """Run `BiasAdd` along dimension 1, or along the last one if channels are last."""
     x, bias = args[:2]
     last = str(args[2] if len(args) > 2 else primitive.data_format) in ("NHWC", "1") or x.ndim == 2
     return run.add(x, bias if last else run.reshape(bias, (-1, *[1] * (x.ndim - 2))))
@@ -179,7 +182,7 @@ def _adaptive_avg_pool(run: Any, args: tuple[Any, ...], primitive: Any) -> Tenso
 
 
 def _first_of(name: str, results: int, count: int | None = None) -> Function:
-    """Make a primitive of several results, of which MindSpore's callers take the first."""
+    """Return a function for a primitive with several results, of which MindSpore's callers use the first."""
     return lambda run, args, primitive: (getattr(run, name)(*args[:count]), *[None] * (results - 1))
 
 
@@ -194,7 +197,7 @@ def _norm(name: str) -> Function:
 
 
 def _layer_norm(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Any, ...]:
-    """Run `LayerNorm`, which normalizes from an axis on."""
+    """Run `LayerNorm`, which normalizes the dimensions from an axis on."""
     x, weight, bias = args[:3]
     axis = primitive.begin_norm_axis % x.ndim
     if axis != primitive.begin_params_axis % x.ndim:
@@ -213,7 +216,7 @@ def _likelihood(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Any, .
     return run.nll_loss(x, target, **options), None
 
 
-def _looked_up(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+def _embedding_lookup(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
     """Run `EmbeddingLookup`, of `mindspore.nn.EmbeddingLookup`."""
     table, ids, offset = args
     if offset:
@@ -222,19 +225,19 @@ def _looked_up(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
 
 
 def _max_pool(run: Any, args: tuple[Any, ...], primitive: Any) -> Any:
-    """Run `FuncMaxPool2D`, which gives values and positions whatever its last argument says."""
+    """Run `FuncMaxPool2D`, which returns values and indices whatever its last argument is."""
     *given, _ = args
     return run.max_pool2d(*given, True)
 
 
-def _max_pool_with_places(run: Any, args: tuple[Any, ...], primitive: Any) -> Any:
+def _max_pool_with_indices(run: Any, args: tuple[Any, ...], primitive: Any) -> Any:
     """Run `MaxPoolWithArgmaxV2`, of `mindspore.ops.max_pool2d`."""
     options = [tuple(getattr(primitive, name))[-2:] for name in ("kernel_size", "strides", "pads", "dilation")]
     return run.max_pool2d(args[0], *options, primitive.ceil_mode, True)
 
 
 def _avg_pool_3d(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
-    """Run `AvgPool3D`, of `mindspore.ops.avg_pool1d` and `2d` too, which give it dimensions of one element."""
+    """Run `AvgPool3D`, also of `mindspore.ops.avg_pool1d` and `2d`, which add dimensions of one element."""
     pads = tuple(primitive.pad_list)
     if primitive.pad_mode == "SAME" or pads[::2] != pads[1::2]:
         raise TypeError("avg_pool of DTensors takes the same padding before and behind")
@@ -247,7 +250,7 @@ def _avg_pool_3d(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
 
 
 def _hot(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
-    """Run `OneHot`, of any two numbers, in a last dimension."""
+    """Run `OneHot` with any two values, in a last dimension."""
     ids, classes, on, off = args[:4]
     axis = primitive.axis
     if axis not in (-1, ids.ndim):
@@ -274,7 +277,7 @@ def _index_fill(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
 
 
 def _resized(mode: str) -> Function:
-    """Make `ResizeBilinearV2` or `ResizeNearestNeighborV2`, of `mindspore.ops.interpolate`."""
+    """Return a function for `ResizeBilinearV2` or `ResizeNearestNeighborV2` of `mindspore.ops.interpolate`."""
 
     def resize(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
         x, size, align_corners, half_pixel = args
@@ -288,12 +291,12 @@ def _resized(mode: str) -> Function:
 
 
 def _gated(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
-    """Run `Swiglu`: one half, through SiLU, times the other."""
+    """Run `Swiglu`: SiLU of one half, times the other half."""
     gate, value = run.chunk(args[0], 2, args[1])
     return run.mul(run.silu(gate), value)
 
 
-def _length(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+def _norm_over_axes(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
     axes = primitive.axis
     return run.norm(args[0], float(primitive.p), axes if isinstance(axes, int) else tuple(axes), primitive.keep_dims)
 
@@ -306,7 +309,7 @@ COMPOSED: dict[str, Function] = {
     "ResizeBilinearV2": _resized("bilinear"),
     "ResizeNearestNeighborV2": _resized("nearest"),
     "Swiglu": _gated,
-    "LpNorm": _length,
+    "LpNorm": _norm_over_axes,
     "Unique2": lambda run, args, primitive: run.unique(args[0], True, True, True),
     "AdaptiveAvgPool3D": _adaptive_avg_pool,
     "BiasAdd": _with_channel_bias,
@@ -317,15 +320,15 @@ COMPOSED: dict[str, Function] = {
     "RmsNorm": _rms_norm,
     "NLLLoss": _likelihood,
     "FuncMaxPool2D": _max_pool,
-    "MaxPoolWithArgmaxV2": _max_pool_with_places,
+    "MaxPoolWithArgmaxV2": _max_pool_with_indices,
     "AvgPool3D": _avg_pool_3d,
     "OneHot": _hot,
     "AdaptiveAvgPool2D": _adaptive_avg_pool,
     "IndexAdd": lambda run, args, primitive: run.index_add(args[0], primitive.axis, *args[1:3]),
     "Conv2D": _convolution,
     "Conv3D": _convolution,
-    "MaxPool": _max_pool_as_said,
-    "AvgPool": _avg_pool_as_said,
+    "MaxPool": _padded_max_pool,
+    "AvgPool": _unpadded_avg_pool,
     "BatchNorm": _batch_norm,
     "BatchNormExt": _batch_norm,
     "Dropout": _dropout("dropout"),
@@ -337,10 +340,10 @@ COMPOSED: dict[str, Function] = {
     "DiagExt": _diagonal_matrix,
     "TraceExt": lambda run, args, primitive: run.sum(run.diagonal(args[0], 0, 0, 1)),
     "Trace": lambda run, args, primitive: run.sum(run.diagonal(args[0], 0, 0, 1)),
-    "ArgMaxWithValue": _extreme_with_position("max"),
-    "ArgMinWithValue": _extreme_with_position("min"),
+    "ArgMaxWithValue": _extreme_with_index("max"),
+    "ArgMinWithValue": _extreme_with_index("min"),
     "EqualExt": _all_equal,
-    "EmbeddingLookup": _looked_up,
+    "EmbeddingLookup": _embedding_lookup,
     "ExpandAs": lambda run, args, primitive: run.expand(args[0], tuple(args[1].shape)),
     "ViewAs": lambda run, args, primitive: run.reshape(args[0], tuple(args[1].shape)),
     "GeLU": lambda run, args, primitive: run.gelu(args[0], approximate="tanh"),

@@ -1,13 +1,8 @@
-"""Search for DTensors in what a function of MindSpore gets: containers, Cells, and functions with what they hold.
+"""Replacements of functions of MindSpore in which `__fallback__` does not see DTensors, and the search for DTensors.
 
-Functions of MindSpore in which `__fallback__` does not see DTensors.
-
-MindSpore looks for tensor subclasses among the arguments of primitives. It does not look into lists that primitives of
-the older kind get, and some of its functions make their result from a tensor's shape alone.
-
-Replacements for MindSpore's saving: files hold whole tensors, which any layout and any platform can load.
-
-Replacements for the lists of a Cell's parameters.
+MindSpore looks for tensor subclasses among the arguments of primitives. It does not look into lists passed to
+primitives of the older kind, and some of its functions make their result from a tensor's shape alone. `save_checkpoint`
+and the lists of a Cell's parameters are replaced here too.
 """
 
 from __future__ import annotations
@@ -27,19 +22,19 @@ from hp_platform_mindspore.tensor.dtensor import MindSporeDTensor, is_local
 
 
 def first_dtensor(*values: Any) -> MindSporeDTensor | None:
-    """Return a DTensor that the values are or hold; None if there is none."""
+    """Return the first DTensor that the values are or hold; None if there is none."""
     return next((x for x in held_tensors(*values) if isinstance(x, MindSporeDTensor)), None)
 
 
 def held_tensors(*values: Any) -> Iterator[Tensor]:
-    """Yield the tensors in containers, Cells (their parameters) and the variables that functions have from outside."""
+    """Yield the tensors in containers, in Cells (their parameters), and in variables captured by functions."""
     return _held(values, {})
 
 
 def _held(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
     if id(value) in seen:
         return
-    # Kept alive: a list made here would else leave its id to the next one, which would then be passed over.
+    # Keeps the value alive: the id of a temporary list could be reused by the next one, which would then be skipped.
     seen[id(value)] = value
     if isinstance(value, Tensor):
         yield value
@@ -53,17 +48,17 @@ def _held(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
     elif inspect.ismethod(value):
         yield from _held([value.__self__, value.__func__], seen)
     elif inspect.isfunction(value):
-        yield from _held(_outside(inspect.unwrap(value)), seen)
+        yield from _held(_captured(inspect.unwrap(value)), seen)
 
 
 def _cells(cell: nn.Cell) -> list[nn.Cell]:
     return [each for _, each in cell.cells_and_names()]
 
 
-def _outside(function: Any) -> list[Any]:
-    """Return the values of a function's variables that are not its own: of its closure, and globals that it names.
+def _captured(function: Any) -> list[Any]:
+    """Return the values of a function's closure and of the globals that it names.
 
-    Globals of MindSpore's own functions (those that `value_and_grad` makes) hold nothing of the user's.
+    Globals of MindSpore's own functions, such as those that `value_and_grad` makes, hold nothing of the user's.
     """
     closure = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     if function.__module__.startswith("mindspore"):
@@ -82,8 +77,8 @@ def _is_filled(cell: Any) -> bool:
 Function = Callable[..., Any]
 
 
-def giving_dtensors_away(function: Function, own: Function) -> Function:
-    """Replace `own` by `function(operations of the platform, *arguments)` where a DTensor is among the arguments."""
+def for_dtensors(function: Function, own: Function) -> Function:
+    """Replace `own` by `function(operations of the platform, *arguments)` if a DTensor is among the arguments."""
 
     @functools.wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -105,9 +100,9 @@ def _first_dtensor(values: Sequence[Any]) -> Any:
 
 
 def looking_into_lists(own: Function, name: str) -> Function:
-    """Have a primitive of the older kind look for DTensors in its list of tensors.
+    """Make a primitive of the older kind look for DTensors in its list of tensors.
 
-    MindSpore asks `check_elim` before it runs such a primitive, and takes a result from it.
+    MindSpore calls `check_elim` before it runs such a primitive, and uses a result that it returns.
     """
 
     @functools.wraps(own)
@@ -158,11 +153,11 @@ def _nanmean(run: Any, input: Any, axis: Any = None, keepdims: bool = False, *, 
 
 
 def _diff(run: Any, x: Any, n: int = 1, axis: int = -1, prepend: Any = None, append: Any = None) -> Any:
-    """Subtract neighbours; MindSpore's own picks them by plain positions."""
+    """Subtract neighbouring elements; MindSpore's own selects them by plain index tensors."""
     if n != 1:
         raise ValueError(f"For 'diff', 'n' must be 1, but got {n}")
-    parts = [part for part in (prepend, x, append) if part is not None]
-    return ms.mint.diff(run.cat(parts, axis) if len(parts) > 1 else x, dim=axis)
+    joined = [tensor for tensor in (prepend, x, append) if tensor is not None]
+    return ms.mint.diff(run.cat(joined, axis) if len(joined) > 1 else x, dim=axis)
 
 
 FUNCTIONS: dict[str, Function] = {
@@ -176,39 +171,39 @@ FUNCTIONS: dict[str, Function] = {
     "isreal": lambda run, input: run.eq(run.zeros_like(input), 0),
     "tensor_split": lambda run, input, indices_or_sections, axis=0: run.tensor_split(input, indices_or_sections, axis),
 }
-"""By name in `mindspore.ops`: the same function of (operations of a platform, *arguments)."""
+"""By name in `mindspore.ops`: the same function, called as `function(operations of the platform, *arguments)`."""
 
 
-def saving_whole_tensors(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Have `save_checkpoint` gather DTensors; every rank must call it, with a file of its own or the same contents."""
+def saving_global_tensors(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `save_checkpoint` gather DTensors; every rank must call it, with its own file or the same contents."""
 
     @functools.wraps(own)
     def convert(save_obj: Any, *args: Any) -> Any:
         if first_dtensor(save_obj) is None:
             return own(save_obj, *args)
         if isinstance(save_obj, dict):
-            return own({name: _whole_parameter(name, value) for name, value in save_obj.items()}, *args)
+            return own({name: _full_parameter(name, value) for name, value in save_obj.items()}, *args)
         if isinstance(save_obj, nn.Cell):
             save_obj = [parameter for _, parameter in save_obj.parameters_and_names()]
         named = [x if isinstance(x, dict) else {"name": x.name, "data": x} for x in save_obj]
-        return own([{**x, "data": _whole(x["data"])} for x in named], *args)
+        return own([{**x, "data": _full(x["data"])} for x in named], *args)
 
     return convert
 
 
-def _whole(x: Any) -> Any:
+def _full(x: Any) -> Any:
     return x._spec.mesh.platform.detach(x.full_tensor()) if isinstance(x, MindSporeDTensor) else x
 
 
-def _whole_parameter(name: str, x: Any) -> Any:
-    return Parameter(_whole(x), name=name) if isinstance(x, MindSporeDTensor) else x
+def _full_parameter(name: str, x: Any) -> Any:
+    return Parameter(_full(x), name=name) if isinstance(x, MindSporeDTensor) else x
 
 
 def accumulating_safely(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Have the parameters that a Cell lists accumulate gradients safely (`autograd.accumulate_safely`).
+    """Make the parameters that a Cell lists accumulate gradients safely (`autograd.accumulate_safely`).
 
-    A Cell goes through its parameters at its first call. Who trains lists them too: parameters that a Cell has made,
-    or that are copies, come by here before a backward.
+    A Cell lists its parameters at its first call, and training code lists them too: so parameters made by a Cell, or
+    copied, pass here before a backward.
     """
 
     @functools.wraps(plain)

@@ -1,9 +1,9 @@
-"""Replacements for MindSpore's own ways to gradients, which say what they cannot do with DTensors.
+"""Replacements of MindSpore's own differentiation and graph compilation.
 
-Refusals where MindSpore compiles a graph: it would take this rank's shard of a DTensor for the tensor.
-
-`mindspore.jit` has three ways to a graph, and GRAPH_MODE compiles every Cell. Each is asked where it starts: what is
-given, and what the compiled function or Cell holds, must be free of DTensors.
+`value_and_grad`, `grad` and `GradOperation` of functions of DTensors run the platform's backward. `vjp`, cells with a
+`bprop`, `mindspore.jit` and GRAPH_MODE refuse DTensors: they work in C++ on this rank's shards and would miss
+collectives. `mindspore.jit` has three ways to a graph, and GRAPH_MODE compiles every Cell; each is checked where it
+starts, its arguments and what the compiled function or Cell holds.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from hp_platform_mindspore.tensor.dtensor import is_local
 
 
 def differentiating_dtensors(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Have `value_and_grad`, `grad` and `GradOperation` differentiate functions of DTensors by the platform's backward.
+    """Make `value_and_grad`, `grad` and `GradOperation` differentiate functions of DTensors by the platform's backward.
 
-    MindSpore's own records the function in C++, where the nodes of collectives and of sharded modules are missing. The
-    arguments and the results are MindSpore's: zeros for weights that the function does not use, no `.grad` is written.
-    Weights that `fully_shard` has cut get their gradients in a whole backward; the `.grad` of all parameters that the
-    function holds is put back after it.
+    MindSpore's own records the function in C++, without the nodes of collectives and of sharded modules. Arguments and
+    results are MindSpore's: zeros for weights that the function does not use, and no `.grad` is written. Weights
+    sharded by `fully_shard` get their gradients in a complete backward, after which the `.grad` of all parameters that
+    the function holds is restored.
     """
 
     @functools.wraps(own)
     def differentiate(self: Any, fn: Any, weights: Any = None, *position: Any) -> Any:
         plain = own(self, fn, weights, *position)
-        if self.pynative_:  # the inner one of the two that MindSpore makes for a call
+        if self.pynative_:  # MindSpore makes two of these per call; this is the inner one
             return plain
 
         @functools.wraps(plain)
         def after_grad(*args: Any, **kwargs: Any) -> Any:
             found = first_dtensor(fn, weights, args, kwargs)
             if found is None or is_local():
-                # MindSpore turns its grad flag on itself, and finds nothing of the first call where it is on already.
+                # MindSpore turns its grad flag on itself. If it is on already, the first call records nothing.
                 executor.set_grad_flag(False)
                 return plain(*args, **kwargs)
             return _Derivative(self, fn, weights, *position).call(found._spec.mesh.platform, args, kwargs)
@@ -55,11 +55,11 @@ def differentiating_dtensors(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Derivative:
-    """A function with what MindSpore was told of its gradients.
+    """A function with the settings of its derivative.
 
     Args:
-        settings: the `GradOperation` or `_Grad`, whose attributes say what is wanted and returned.
-        position: places of the inputs that are asked for; of `GradOperation` it is not given.
+        settings: the `GradOperation` or `_Grad`, whose attributes say what is differentiated and returned.
+        position: indices of the inputs to differentiate; not given for `GradOperation`.
     """
 
     def __init__(self, settings: Any, fn: Any, weights: Any, position: Any = (0,)) -> None:
@@ -89,19 +89,19 @@ class _Derivative:
         if self._has_aux and not (isinstance(value, tuple) and len(value) > 1):
             raise ValueError("When has_aux is True, origin fn requires more than one outputs.")
         outputs = value[:1] if self._has_aux else value if isinstance(value, (tuple, list)) else (value,)
-        inputs = [given[i] for i in self._places(args)]
+        inputs = [given[i] for i in self._input_indices(args)]
         found = self._gradients(platform, list(outputs), [*inputs, *self._weights], seeds)
         result = self._result(args, found)
         if self._get_value:
             return value, result
         return (result, value[1:]) if self._has_aux else result
 
-    def _places(self, args: tuple[Any, ...]) -> list[int]:
+    def _input_indices(self, args: tuple[Any, ...]) -> list[int]:
         return [i for i, x in enumerate(args) if isinstance(x, Tensor)] if self._all_inputs else list(self._positions)
 
-    def _leaf(self, platform: Any, place: int, x: Any) -> Any:
-        """Return an input that is asked for as a leaf of its own, as the user's tensor must not change."""
-        if not isinstance(x, Tensor) or not (self._all_inputs or place in self._positions):
+    def _leaf(self, platform: Any, index: int, x: Any) -> Any:
+        """Return an input to differentiate as a new leaf, because the user's tensor must not change."""
+        if not isinstance(x, Tensor) or not (self._all_inputs or index in self._positions):
             return x
         leaf = platform.detach(x)
         platform.set_requires_grad(leaf, True)
@@ -114,22 +114,22 @@ class _Derivative:
         try:
             check_reached("mindspore.value_and_grad", targets)
         except GradientPathError:
-            found = self._in_a_whole_backward(platform, outputs, targets, given)
+            found = self._in_a_complete_backward(platform, outputs, targets, given)
         else:
             found = platform.grad(outputs, targets, given)
         return [zeros_laid_out_as(platform, x) if g is None else g for x, g in zip(targets, found, strict=True)]
 
-    def _in_a_whole_backward(
+    def _in_a_complete_backward(
         self, platform: Any, outputs: list[Any], targets: list[Any], seeds: list[Any]
     ) -> list[Any]:
         if len(outputs) != 1:
             raise CapabilityError(
-                f"mindspore.value_and_grad of parameters that fully_shard has cut: expected one output, got "
+                f"mindspore.value_and_grad of parameters sharded by fully_shard: expected one output, got "
                 f"{len(outputs)}; add them up, or return the others with has_aux=True"
             )
         leaves = {id(x): x for x in (*targets, *held_tensors(self._fn)) if platform.requires_grad(x) and x._is_leaf}
         before = {key: platform.get_grad(x) for key, x in leaves.items()}
-        # A copy: the backward may write where the old gradient is.
+        # Cloned, because the backward may write into the memory of the old gradient.
         before = {key: grad if grad is None else platform.ops.clone(grad) for key, grad in before.items()}
         for x in leaves.values():
             platform.set_grad(x, None)
@@ -141,16 +141,16 @@ class _Derivative:
                 platform.set_grad(x, before[key])
 
     def _result(self, args: tuple[Any, ...], found: list[Any]) -> Any:
-        places = self._places(args)
-        ids = [*places, *(weight.name for weight in self._weights)]
+        indices = self._input_indices(args)
+        ids = [*indices, *(weight.name for weight in self._weights)]
         shown = list(zip(ids, found, strict=True)) if self._return_ids else found
-        of_inputs, of_weights = tuple(shown[: len(places)]), tuple(shown[len(places) :])
-        parts = []
+        of_inputs, of_weights = tuple(shown[: len(indices)]), tuple(shown[len(indices) :])
+        selected = []
         if self._all_inputs or self._positions:
-            parts.append(of_inputs if self._all_inputs or len(of_inputs) > 1 else of_inputs[0])
+            selected.append(of_inputs if self._all_inputs or len(of_inputs) > 1 else of_inputs[0])
         if self._with_weights:
-            parts.append(of_weights[0] if self._is_one_weight else of_weights)
-        return parts[0] if len(parts) == 1 else tuple(parts)
+            selected.append(of_weights[0] if self._is_one_weight else of_weights)
+        return selected[0] if len(selected) == 1 else tuple(selected)
 
 
 def _ones_like(platform: Any, x: Any) -> Any:
@@ -159,12 +159,12 @@ def _ones_like(platform: Any, x: Any) -> Any:
 
 
 def refusing_dtensors(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Have what records in C++ (`mindspore.vjp`, `jvp` and the like) refuse DTensors."""
+    """Make functions that record in C++ (`mindspore.vjp`, `jvp` and the like) refuse DTensors."""
 
     @functools.wraps(own)
     def grad(self: Any, obj: Any, grad: Any, weights: Any, *args: Any) -> Any:
         if not is_local() and first_dtensor(obj, weights, args) is not None:
-            self.clear_res()  # what the forward has recorded
+            self.clear_res()  # drops what the forward has recorded
             raise CapabilityError(
                 "mindspore.vjp of DTensors would miss the gradients of collectives and sharded modules: use "
                 "mindspore.value_and_grad or mindspore.grad (sens_param=True takes the gradient of the output)"
@@ -175,7 +175,7 @@ def refusing_dtensors(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def explaining_custom_bprop(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a Cell with its own `bprop` refuse DTensors, and say what else it cannot be used with."""
+    """Make a Cell with its own `bprop` refuse DTensors, and explain where else it cannot be used."""
 
     @functools.wraps(plain)
     def call_custom_bprop(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -203,7 +203,7 @@ Function = Callable[..., Any]
 
 
 def refusing_source(own: Function) -> Function:
-    """Have the compiler of source code (`jit`'s default) refuse DTensors in arguments, the Cell or the closure."""
+    """Make the compiler of source code (`jit`'s default) refuse DTensors in arguments, the Cell or the closure."""
 
     @functools.wraps(own)
     def compile(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -214,7 +214,7 @@ def refusing_source(own: Function) -> Function:
 
 
 def refusing_cell(own: Function) -> Function:
-    """Have the compiler of Cells (GRAPH_MODE, `Cell.compile`) refuse DTensors in arguments or the Cell."""
+    """Make the compiler of Cells (GRAPH_MODE, `Cell.compile`) refuse DTensors in arguments or the Cell."""
 
     @functools.wraps(own)
     def compile(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -225,7 +225,7 @@ def refusing_cell(own: Function) -> Function:
 
 
 def refusing_bytecode_arguments(own: Function) -> Function:
-    """Have `jit(capture_mode="bytecode")` refuse DTensors in arguments, the Cell of a method included."""
+    """Make `jit(capture_mode="bytecode")` refuse DTensors in arguments, the Cell of a method included."""
 
     @functools.wraps(own)
     def pre_jit(args: Any, kwargs: Any) -> Any:
@@ -236,7 +236,7 @@ def refusing_bytecode_arguments(own: Function) -> Function:
 
 
 def refusing_bytecode_closure(own: Function) -> Function:
-    """Have `jit(capture_mode="bytecode")` refuse DTensors that the function holds."""
+    """Make `jit(capture_mode="bytecode")` refuse DTensors that the function captures."""
 
     @functools.wraps(own)
     def enter(self: Any) -> Any:
@@ -247,11 +247,11 @@ def refusing_bytecode_closure(own: Function) -> Function:
 
 
 def refusing_trace(own: Function) -> Function:
-    """Have `jit(capture_mode="trace")` refuse DTensors in arguments, the Cell or the closure."""
+    """Make `jit(capture_mode="trace")` refuse DTensors in arguments, the Cell or the closure."""
 
     @functools.wraps(own)
     def begin(fn_name: str, *args: Any, **kwargs: Any) -> Any:
-        # The wrapper that calls this has the function and the Cell; it does not hand them on.
+        # Function and Cell are locals of the calling wrapper, which does not pass them on.
         caller = sys._getframe(1).f_locals
         check_no_dtensors("mindspore.jit", args, caller.get("args"), caller.get("fn"))
         return own(fn_name, *args, **kwargs)
@@ -260,10 +260,10 @@ def refusing_trace(own: Function) -> Function:
 
 
 def check_no_dtensors(compiler: str, *values: Any) -> None:
-    """Check that values, and what is in them, hold no DTensor. Inside `LocalOperations` nothing is checked.
+    """Check that values, and what they hold, contain no DTensor. Inside `LocalOperations` nothing is checked.
 
     Raises:
-        CapabilityError: one does.
+        CapabilityError: there is one.
     """
     if is_local():
         return
@@ -271,7 +271,7 @@ def check_no_dtensors(compiler: str, *values: Any) -> None:
     if found is not None:
         raise CapabilityError(
             f"{compiler} of something with a DTensor {found._spec!r}: the graph would compute on this rank's shard as "
-            "if it were the whole. Run it in PyNative mode without mindspore.jit "
+            "if it were the global tensor. Run it in PyNative mode without mindspore.jit "
             "(mindspore.set_context(mode=mindspore.PYNATIVE_MODE)), or compile a function of local tensors and call "
             "that inside local_map"
         )

@@ -1,7 +1,8 @@
-"""Steps of MindSpore's elementwise optimizers on the local data of DTensor parameters.
+"""Replacements that let MindSpore's elementwise optimizers step on the local data of DTensor parameters.
 
 Such a step computes every element from its own gradient and state, which are placed as the parameter is. Optimizers
-that look at a parameter as a whole, or that are fused into kernels of unknown content, are refused.
+that use statistics of an entire parameter, or fused kernels of unknown content, are refused. To support another one,
+add it to `ELEMENTWISE` and to the cases of `tests/test_mindspore_optimizer_step.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mindspore.graph.api import _pynative_executor as executor
 from hp_dtensor.exceptions import CapabilityError, PlacementError
 from hp_platform_mindspore.tensor.dtensor import LocalOperations, MindSporeDTensor, local_gradient
 
-# Exactly these: what a subclass adds need not be elementwise.
+# Compared by exact type: what a subclass adds need not be elementwise.
 ELEMENTWISE = frozenset(
     {
         optim.ASGD,
@@ -46,14 +47,14 @@ ELEMENTWISE = frozenset(
     }
 )
 
-# Its CPU kernel reads and writes elsewhere where data begins inside a buffer.
+# Their CPU kernels access the wrong memory where data starts at an offset in a buffer.
 WITHOUT_VIEWS = frozenset({nn.AdamWeightDecay})
 
 PACKAGES = ("mindspore.experimental.optim", "mindspore.nn")
 
 
 def checking(own: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Have an optimizer check DTensor parameters where it makes a list of a group's parameters."""
+    """Make an optimizer of `mindspore.experimental` check DTensor parameters when it collects a group's parameters."""
 
     @functools.wraps(own)
     def _preprocess_param_group(self: optim.Optimizer, param_group: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def checking(own: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]
 
 
 def checking_at_start(own: Callable[..., None]) -> Callable[..., None]:
-    """Have an optimizer of `mindspore.nn` check DTensor parameters when it is made."""
+    """Make an optimizer of `mindspore.nn` check DTensor parameters when it is constructed."""
 
     @functools.wraps(own)
     def __init__(self: nn.Optimizer, learning_rate: Any, parameters: Any, *args: Any, **kwargs: Any) -> None:
@@ -73,7 +74,7 @@ def checking_at_start(own: Callable[..., None]) -> Callable[..., None]:
         _check(self, _flat(given))
         if _distributed(_flat(given)) and any(isinstance(g, dict) and g.get("grad_centralization") for g in given):
             raise CapabilityError(
-                "grad_centralization subtracts means over whole gradients; with DTensor parameters leave it out"
+                "grad_centralization subtracts means over full gradients; leave it out with DTensor parameters"
             )
         own(self, learning_rate, given, *args, **kwargs)
 
@@ -87,13 +88,13 @@ def _check(optimizer: Any, parameters: Iterable[Any]) -> None:
     for parameter in added:
         if parameter.spec.is_partial:
             raise PlacementError(
-                f"parameter {parameter.name!r}: an optimizer cannot update parts that are summed, "
+                f"parameter {parameter.name!r}: an optimizer cannot update partial sums, "
                 f"{parameter.spec!r}; redistribute it first"
             )
 
 
 def _flat(parameters: Any) -> list[Any]:
-    """List parameters, those of groups included."""
+    """Return a flat list of parameters, including those of groups."""
     if isinstance(parameters, dict):
         return _flat(parameters.get("params"))
     if isinstance(parameters, (list, tuple)):
@@ -116,10 +117,11 @@ def _refusal(optimizer: Any) -> CapabilityError:
 
 
 def stepping_on_shards(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Have `optimizer(gradients)` take DTensors placed as the gradients of their parameters, or local shards of those.
+    """Make `optimizer(gradients)` accept DTensors placed as the gradients of their parameters, or local shards of
+    those.
 
-    The step then raises ValueError if there are more or fewer gradients than parameters or one is None, and
-    PlacementError if one is placed otherwise.
+    The step then raises ValueError for a missing gradient or a wrong number of gradients, and PlacementError for a
+    gradient with other placements.
     """
 
     @functools.wraps(own)
@@ -143,7 +145,7 @@ def stepping_on_shards(own: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _unrecorded() -> Iterator[None]:
-    """Turn MindSpore's grad flag off: graphs of steps that are recorded lose writes (`nn.AdamWeightDecay`'s all)."""
+    """Turn MindSpore's grad flag off: a recorded step loses writes (all of those of `nn.AdamWeightDecay`)."""
     before = executor.grad_flag()
     executor.set_grad_flag(False)
     try:
@@ -154,13 +156,14 @@ def _unrecorded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _contiguous(parameters: Iterable[Any], takes_views: bool) -> Iterator[None]:
-    """Give parameters that are cut along a later dimension contiguous data for a while, and keep what is written.
+    """Substitute contiguous data for the data of parameters sharded along a later dimension, and write it back after.
 
-    Unless `takes_views`, all of them get data of their own.
+    Args:
+        takes_views: the optimizer works on views; if not, all parameters are given data of their own.
 
-    Under `fully_shard` they are views of a flat buffer with permuted dimensions, which MindSpore's in-place kernels
-    refuse. The copy of a parameter stays the same for all steps, as graphs that a step compiles keep its address; the
-    view comes back afterwards, also when the step fails: groups gather from the flat buffer.
+    Under `fully_shard` such parameters are views of a flat buffer with permuted dimensions, which MindSpore's in-place
+    kernels refuse. The copy of a parameter is reused in all steps, because graphs compiled for a step keep its address.
+    The view is restored afterwards, also when the step fails, because groups are gathered from the flat buffer.
     """
     staged = [parameter for parameter in parameters if not (takes_views and parameter.is_contiguous())]
     views = [(parameter, Tensor.data.__get__(parameter)) for parameter in staged]
@@ -183,7 +186,7 @@ def _local_gradients(parameters: Sequence[Any], gradients: Sequence[Any]) -> tup
         raise ValueError(f"expected a gradient for each of {len(parameters)} parameters, got {len(gradients)}")
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is None:
-            raise ValueError(f"parameter {parameter.name!r} has no gradient; give the optimizer zeros, or leave it out")
+            raise ValueError(f"parameter {parameter.name!r} has no gradient; pass zeros, or leave the parameter out")
     return tuple(
         local_gradient(parameter, gradient).contiguous() if isinstance(parameter, MindSporeDTensor) else gradient
         for parameter, gradient in zip(parameters, gradients, strict=True)

@@ -1,17 +1,24 @@
-"""The table of everything in MindSpore that this platform replaces, and why; installed when the platform is made.
+"""The table of everything that this platform replaces in MindSpore, and why; installed when the platform is created.
 
-A replacement asks whether a DTensor is among its arguments. Where none is, it calls MindSpore's own function with what
-it was given: to plain tensors nothing happens.
+MindSpore intercepts primitives (`__fallback__`). Some of its functions never reach one, pass a list to C++, or look at
+a shape only. There a DTensor would count as this rank's shard, and the result would be wrong without an error. Each
+replacement looks for DTensors among its arguments; without any it calls MindSpore's own function with the same
+arguments, so that plain tensors are not affected.
+
+To add one: write the replacement (`functools.wraps`, plain tensors first), and add a line to `PATCHES` that says what
+MindSpore would do and what happens to DTensors instead.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor
+from mindspore.common._register_for_tensor import tensor_operator_registry
 
 from hp_dtensor.platform.patch import Patch
 from hp_platform_mindspore.patches import functions, gradients, optimizers
@@ -27,36 +34,53 @@ def _of_list(primitive: str, name: str) -> Patch:
     )
 
 
-def _of_shape(path: str, name: str) -> Patch:
-    return Patch(
-        f"{path}.{name}",
-        "makes its result from the shape alone, as a plain tensor of the whole",
+@dataclass(frozen=True, slots=True)
+class _AliasedPatch(Patch):
+    """Replacement of a function of `mindspore.ops` under all names by which MindSpore itself refers to it.
+
+    MindSpore's modules import such a function from each other by name, and methods of tensors find it in a registry.
+    Every one of these has a reference of its own, so replacing one would leave the others as they were. `install`
+    therefore replaces the attribute in each loaded module of MindSpore, and in the registry, whose value is the
+    function. References that users imported before are not replaced.
+    """
+
+    def install(self) -> Any:
+        """Replace the function wherever MindSpore refers to it, and return MindSpore's own."""
+        owner, name = self.place()
+        own = getattr(owner, name)
+        replaced = self.replacement(own)
+        modules = [module for path, module in list(sys.modules.items()) if path.split(".")[0] == "mindspore"]
+        for holder in (*modules, tensor_operator_registry):
+            # `vars`: some of MindSpore's modules import others when an attribute is looked up.
+            if vars(holder).get(name) is own:
+                setattr(holder, name, replaced)
+        return own
+
+
+def _of_shape(name: str) -> Patch:
+    return _AliasedPatch(
+        f"mindspore.ops.{name}",
+        "makes its result from the shape alone, as a plain tensor of the global shape",
         "the result is a DTensor, or the function is refused",
-        functools.partial(functions.giving_dtensors_away, functions.FUNCTIONS[name]),
+        functools.partial(functions.for_dtensors, functions.FUNCTIONS[name]),
     )
 
 
 def _of_graph(name: str, replacement: Callable[[Any], Any]) -> Patch:
-    return Patch(name, "compiles a graph of this rank's shard, as if it were the whole", "refused", replacement)
+    return Patch(name, "compiles a graph of this rank's shard, as if it were the global tensor", "refused", replacement)
 
 
 def _of_cat(name: str) -> Patch:
     def replacement(own: Any) -> Any:
-        return functions.giving_dtensors_away(lambda run, tensors, dim=0: run.cat(list(tensors), dim), own)
+        return functions.for_dtensors(lambda run, tensors, dim=0: run.cat(list(tensors), dim), own)
 
-    return Patch(f"mindspore.mint.{name}", "asks in no list (MindSpore 2.9)", "the operation `cat`", replacement)
+    return Patch(
+        f"mindspore.mint.{name}",
+        "does not look for DTensors in a list (MindSpore 2.9)",
+        "the operation `cat`",
+        replacement,
+    )
 
-
-# The same function is reached by several names, each bound when MindSpore was imported.
-_OWNERS = (
-    "mindspore.ops",
-    "mindspore.ops.function",
-    "mindspore.ops.functional",
-    "mindspore.ops.function.array_func",
-    "mindspore.ops.function.math_func",
-    "mindspore.ops.function.random_func",
-    "mindspore.common._register_for_tensor.tensor_operator_registry",
-)
 
 PATCHES = (
     *(
@@ -71,13 +95,13 @@ PATCHES = (
     Patch(
         "mindspore.graph.api._PyNativeExecutor.grad",
         "records in C++, without the nodes of collectives and of sharded modules",
-        "refused (`mindspore.vjp` and its like)",
+        "refused (`mindspore.vjp` and the like)",
         gradients.refusing_dtensors,
     ),
     Patch(
         "mindspore.graph.api._PyNativeExecutor.call_custom_bprop",
-        "a `bprop` would get shards without their placements",
-        "refused, but for `recompute()` inside `value_and_grad`",
+        "a `bprop` would get shards without placements",
+        "refused, except `recompute()` inside `value_and_grad`",
         gradients.explaining_custom_bprop,
     ),
     _of_graph("mindspore.graph.api._JitExecutor.compile", gradients.refusing_source),
@@ -89,13 +113,13 @@ PATCHES = (
     _of_graph("mindspore.graph.jit_trace._jit_trace_begin", gradients.refusing_trace),
     Patch(
         "mindspore.Parameter._get_parameter_new_args",
-        "not concerned",
-        "not concerned; inside `init_empty_weights` parameters are made without data",
+        "allocates the data of every parameter",
+        "unchanged; inside `init_empty_weights` parameters get no data",
         modules.making_parameters,
     ),
     Patch(
         "mindspore.nn.Cell.parameters_and_names",
-        "parameters that cells make add up transposed gradients wrongly (plain ones too)",
+        "parameters made by cells accumulate transposed gradients wrongly (plain ones too)",
         "every listed parameter accumulates safely",
         functions.accumulating_safely,
     ),
@@ -113,7 +137,7 @@ PATCHES = (
     ),
     Patch(
         "mindspore.nn.Optimizer.__init__",
-        "would step on shards of partial sums; some of its optimizers look at a parameter as a whole",
+        "would step on shards of partial sums; some optimizers use statistics of an entire parameter",
         "placements are checked; optimizers that are not elementwise are refused",
         optimizers.checking_at_start,
     ),
@@ -126,22 +150,20 @@ PATCHES = (
     Patch(
         "mindspore.train.serialization._convert_save_obj_to_param_list",
         "would save this rank's shard",
-        "whole tensors are saved; every rank must call `save_checkpoint`",
-        functions.saving_whole_tensors,
+        "global tensors are saved; every rank must call `save_checkpoint`",
+        functions.saving_global_tensors,
     ),
     _of_list("Stack", "stack"),
     _of_list("AddN", "addn"),
     _of_list("Einsum", "einsum"),
-    *(_of_shape(owner, name) for name in functions.FUNCTIONS for owner in _OWNERS),
+    *(_of_shape(name) for name in functions.FUNCTIONS),
     *((_of_cat("cat"), _of_cat("concat")) if ms.__version__.startswith("2.9") else ()),
 )
 
 
 @functools.cache
 def install() -> None:
-    """Put every replacement in its place, once in a process."""
+    """Install every replacement, once per process."""
     for patch in PATCHES:
         if patch.is_there():
             patch.install()
-    # Cell's lists ask this of what stands in for a parameter during a forward.
-    Tensor.inited_param = None

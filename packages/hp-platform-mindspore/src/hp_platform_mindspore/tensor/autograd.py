@@ -1,8 +1,7 @@
-"""Autograd on MindSpore: nodes with a backward of their own, running backward, and two process-wide flags.
+"""Autograd on MindSpore: nodes with their own backward, running backward, and two process-wide flags.
 
-MindSpore records when both flags are on: the grad flag, which only `value_and_grad` and errors turn off and
-which is turned on again here wherever a forward or a backward starts, and the enable flag, which is the one
-that `no_grad` means.
+MindSpore records operations when two flags are on. The grad flag is turned off by `value_and_grad` and by some errors;
+it is turned on again here wherever a forward or a backward starts. The enable flag is the one that `no_grad` changes.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ Map = Callable[[Tensor], Tensor]
 
 
 class _Running(threading.local):
-    """The kind of the innermost backward that runs in this thread: for named inputs, or for all leaves.
+    """The kind of the innermost backward running in this thread.
 
     Attributes:
+        is_for_inputs: it is for given inputs, not for all leaves.
         keeps_graph: another backward through the same graph may follow.
     """
 
@@ -37,7 +37,7 @@ _running = _Running()
 
 
 class GradMode:
-    """Context that turns the recording of operations on or off."""
+    """Context that turns recording on or off."""
 
     __slots__ = ("_before", "_enabled")
 
@@ -46,8 +46,8 @@ class GradMode:
 
     def __enter__(self) -> None:
         self._before = executor.enable_grad()
-        # Only ever turned on: `value_and_grad` turns it off behind whoever recorded before, and then nothing would be
-        # recorded, without a word.
+        # Turned on, never off: `value_and_grad` turns it off for code that recorded before it, and then nothing would
+        # be recorded, without an error.
         if self._enabled:
             executor.set_grad_flag(True)
         executor.set_enable_grad(self._enabled)
@@ -59,7 +59,7 @@ class GradMode:
 
 
 def arm() -> None:
-    """Turn on the grad flag, without which MindSpore records nothing whatever the enable flag says."""
+    """Turn on the grad flag, without which MindSpore records nothing, whatever the enable flag says."""
     executor.set_grad_flag(True)
 
 
@@ -69,7 +69,7 @@ def is_recording(*tensors: Any) -> bool:
 
 
 def linear_map(x: Tensor, forward: Map, backward: Map) -> Tensor:
-    """Apply a linear map whose gradient is another one; `Platform.linear_map` says more."""
+    """Apply a linear map whose gradient is another one; see `Platform.linear_map`."""
     if is_recording(x):
         arm()
         return _LinearMap.apply(x, forward, backward)
@@ -86,19 +86,20 @@ class _LinearMap(_Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         forward, backward = ctx.maps
-        # The dual of the dual is the map itself, which makes second derivatives right; without recording, no node.
+        # The dual of the dual is the map itself, which makes second derivatives right. Without recording no node is
+        # made.
         result = linear_map(grad, backward, forward) if executor.enable_grad() else backward(grad)
         return result, None, None
 
 
 def accumulate_safely(leaf: Tensor) -> None:
-    """Have `leaf` accumulate gradients that are contiguous and its own.
+    """Make `leaf` accumulate copies of gradients, contiguous and not shared.
 
-    MindSpore adds a gradient to an accumulated one as if both were contiguous, which that of a transposed
-    weight is not; and one that others use too it copies with a kernel that the CPU lacks.
+    MindSpore adds a gradient to an accumulated one as if both were contiguous, which the gradient of a transposed
+    weight is not; and it clones a shared gradient with a kernel that the CPU lacks.
     """
     if leaf._requires_grad and leaf._is_leaf and "_accumulates_safely" not in leaf.__dict__:
-        # Times 1 is the copy that every dtype has on the CPU: contiguous, and nobody else's.
+        # Multiplying by 1 is the copy that works for every dtype on the CPU; the result is contiguous and not shared.
         leaf._grad_node.register_prehook(_own_gradient)
         leaf._accumulates_safely = True
 
@@ -108,7 +109,7 @@ def _own_gradient(grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def custom_function(forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Any) -> Any:
-    """Apply a function with a backward of its own; `Platform.custom_function` says more."""
+    """Apply a function with its own backward; see `Platform.custom_function`."""
     if is_recording(*inputs):
         arm()
         return _CustomFunction.apply(forward, backward, *inputs)
@@ -119,7 +120,7 @@ def custom_function(forward: Callable[..., Any], backward: Callable[..., Any], *
 class _CustomFunction(_Function):
     @staticmethod
     def forward(ctx: Any, forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Any) -> Any:
-        # Outputs that the loss did not use give None: their zeros would have to be made, and communicated.
+        # Unused outputs give None instead of zeros, which would be allocated, and communicated.
         ctx.set_materialize_grads(False)
         ctx.map = backward
         return _as_tuple(forward(*inputs))
@@ -128,7 +129,7 @@ class _CustomFunction(_Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         result = ctx.map(*grads)
         if not _running.keeps_graph:
-            # Whoever holds the loss holds this node; MindSpore lets no second backward come to it.
+            # A reference to the loss keeps this node alive, but no second backward can run through it.
             ctx.map = None
         return (None, None, *([result] if isinstance(result, Tensor) else result))
 
@@ -142,7 +143,7 @@ def backward(loss: Tensor, gradient: Tensor | None, retain_graph: bool) -> None:
 
     Raises:
         RuntimeError: `loss` was not recorded.
-        ValueError: `gradient` is missing and `loss` is no scalar.
+        ValueError: `gradient` is missing and `loss` is not a scalar.
     """
     _check_recorded("backward", [loss])
     arm()
@@ -160,7 +161,7 @@ def backward(loss: Tensor, gradient: Tensor | None, retain_graph: bool) -> None:
 
 @contextlib.contextmanager
 def running_for(inputs: bool, keeps_graph: bool) -> Iterator[None]:
-    """Note whether the backward inside is for inputs that it was told, and whether another one may follow it."""
+    """Record whether the backward in the block is for given inputs, and whether another one may follow it."""
     before = _running.is_for_inputs, _running.keeps_graph
     _running.is_for_inputs, _running.keeps_graph = inputs, keeps_graph
     try:
@@ -170,17 +171,17 @@ def running_for(inputs: bool, keeps_graph: bool) -> Iterator[None]:
 
 
 def is_for_parameters() -> bool:
-    """Return True if the running backward is for all leaves, not for inputs that it was told."""
+    """Return True if the running backward is for all leaves, not for given inputs."""
     return not _running.is_for_inputs
 
 
 def grad(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], output_grads: Sequence[Tensor | None] | None
 ) -> list[Tensor | None]:
-    """Return the gradients of `inputs`; None where one is unused.
+    """Return the gradients of `inputs`; None for unused ones.
 
-    MindSpore finds no gradient of a leaf, or of anything further up, in a run that is also asked for the result
-    of an operation; so each of those gets a run of its own.
+    MindSpore finds no gradient of a leaf, or of anything upstream, in a run that also asks for the result of an
+    operation, so each of the latter gets its own run.
 
     Raises:
         RuntimeError: none of the outputs was recorded.
@@ -193,7 +194,7 @@ def grad(
     found: list[Tensor | None] = [None] * len(inputs)
     arm()
     for wanted in runs:
-        # The last run frees what the forward has saved; the ones before it must not.
+        # Only the last run may free what the forward has saved.
         keep_graph = wanted is not runs[-1]
         chosen = tuple(inputs[i] for i in wanted)
         with running_for(inputs=True, keeps_graph=keep_graph):

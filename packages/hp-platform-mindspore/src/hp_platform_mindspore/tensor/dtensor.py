@@ -1,10 +1,12 @@
-"""The context in which operations see the local data of DTensors.
+"""`MindSporeDTensor`: a tensor subclass of MindSpore whose data is the local shard.
 
-`MindSporeDTensor`: MindSpore's tensor subclass that is its own local shard.
+MindSpore calls `__fallback__` for each primitive, above autograd; autograd, hooks and memory below are MindSpore's own.
+That covers what a program calls on a DTensor directly (`x + y`, `mint.matmul`, `x.sum()`). Functions of `platform.ops`
+go to hp_dtensor's dispatch by themselves, with their own arguments. This folder imports nothing of `ops/`; it asks the
+platform of the mesh.
 
-Interception is MindSpore's `__fallback__`, which sees primitives. Operations of `platform.ops` do not get that
-far: they go to hp_dtensor's dispatch by themselves, with their own arguments. What comes here is what a
-program calls on a DTensor directly (`x + y`, `mint.matmul`, `x.sum()`).
+`wrap` and `unwrap` convert between local tensors and DTensors. `LocalOperations` is the context in which operations see
+local data.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _depth = _Depth()
 
 
 class LocalOperations:
-    """Context in which operations on DTensors run on their local data and give plain tensors; per thread."""
+    """Context in which operations on DTensors run on their local data and return plain tensors; per thread."""
 
     __slots__ = ("_guard",)
 
@@ -58,12 +60,12 @@ class LocalOperations:
 
 
 def is_local() -> bool:
-    """Return True inside `LocalOperations` of this thread."""
+    """Return True inside `LocalOperations` in this thread."""
     return _depth.value > 0
 
 
 def _reflected(name: str) -> Callable[[Any, Any], Any]:
-    """Make the operator of a DTensor that stands on the right of something else."""
+    """Return the operator of a DTensor that is the right operand."""
     of_tensor = getattr(Tensor, name, None)
 
     def operate(self: Any, other: Any) -> Any:
@@ -88,7 +90,7 @@ class MindSporeDTensor(DTensor, Tensor):
     """The local shard as a tensor, with a spec. Made by `wrap`; users call `distribute_tensor` or `from_local`."""
 
     def __new__(cls, local: Tensor, *args: Any, **kwargs: Any) -> MindSporeDTensor:
-        # mindspore.Parameter comes here to make the class that is both.
+        # Called by mindspore.Parameter, which creates a class that is both.
         if not isinstance(local, MindSporeDTensor):
             raise TypeError("a DTensor is made by distribute_tensor or DTensor.from_local, not by its class")
         made = Tensor._make_subclass(cls, local)
@@ -96,12 +98,12 @@ class MindSporeDTensor(DTensor, Tensor):
         return made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: `__new__` has the data."""
+        """Do nothing: `__new__` has set the data."""
 
     def __fallback__(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         return self._spec.mesh.platform.call_primitive(func, args, kwargs or {})
 
-    # MindSpore looks for the interception on the left operand; Python asks the right one's class first.
+    # MindSpore looks for `__fallback__` on the left operand only. Python tries the subclass's reflected operator first.
     __radd__ = _reflected("__radd__")
     __rsub__ = _reflected("__rsub__")
     __rmul__ = _reflected("__rmul__")
@@ -116,7 +118,7 @@ class MindSporeDTensor(DTensor, Tensor):
 
     @property
     def layout(self) -> Layout:
-        """The mesh with the placements, by axis and by dimension, as HyperParallel's DTensors have it."""
+        """The mesh and placements, by axis and by dimension, as HyperParallel's DTensors have it."""
         return Layout.from_spec(self._spec)
 
     @property
@@ -128,20 +130,20 @@ class MindSporeDTensor(DTensor, Tensor):
 
     @property
     def size(self) -> int:
-        """The number of elements, as MindSpore's tensors have it."""
+        """The global number of elements; a property, as in MindSpore."""
         return math.prod(self._spec.shape)
 
     def numel(self) -> int:
         return math.prod(self._spec.shape)
 
     def stride(self, dim: int | None = None) -> Any:
-        """Return the elements to step in each dimension of the whole tensor, or in one dimension."""
+        """Return the strides of the global tensor in elements, or the stride of one dimension."""
         strides = self._spec.strides(tuple(unwrap(self).stride()))
         return strides if dim is None else strides[dim]
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Return the bytes to step in each dimension of the whole tensor, as MindSpore's tensors have it."""
+        """The strides of the global tensor in bytes, as in MindSpore."""
         return tuple(step * self.itemsize for step in self.stride())
 
     @property
@@ -160,39 +162,39 @@ class MindSporeDTensor(DTensor, Tensor):
         return id(self)
 
     def __getitem__(self, index: Any) -> Any:
-        # MindSpore does not intercept basic indexing, which would give plain tensors of the shard.
+        # MindSpore does not intercept basic indexing, which would return plain tensors of the shard.
         return self._spec.mesh.platform.operations.getitem(self, index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self._spec.mesh.platform.operations.setitem(self, index, value)
 
-    # Methods that no primitive stands for, and that would work on the local part or make a plain tensor
+    # Methods without a primitive, which would act on the local shard or return a plain tensor
     cauchy = _refused("cauchy", "local_map")
     fill = _refused("fill", "fill_ or mint.full_like")
-    # On CPU MindSpore's are of another kind than on Ascend, and than those of `ops`.
-    std = _refused("std", "mint.std, which says what it divides by")
+    # On CPU these mean something else than on Ascend, and than those of `ops`.
+    std = _refused("std", "mint.std, which has an explicit correction")
     median = _refused("median", "mint.median")
     isreal = _refused("isreal", "mint.ones_like")
     set_ = _refused("set_", "copy_")
 
     def assign_value(self, value: Tensor) -> Any:
-        """Take over values: a DTensor, placed in any way, or a whole plain tensor that all ranks have.
+        """Overwrite with the values of a DTensor with any placements, or of a full plain tensor that all ranks have.
 
-        It is how MindSpore loads and assigns parameters, so plain values are whole ones here.
+        MindSpore loads and assigns parameters by this method, so plain values are full ones here, not shards.
 
         Raises:
-            ValueError: they have another shape.
+            ValueError: the values have another shape.
         """
         spec = self._spec
         if tuple(value.shape) != spec.shape:
-            raise ValueError(f"new values of a DTensor {spec!r} must have its whole shape, got {list(value.shape)}")
+            raise ValueError(f"new values of a DTensor {spec!r} must have its global shape, got {list(value.shape)}")
         with GradMode(False):
             if not isinstance(value, MindSporeDTensor):
                 value = distribute_tensor(value, spec.mesh, spec.placements, src_data_rank=None)
             return copy_values(self, value)
 
     def set_data(self, data: Any, slice_shape: bool = False) -> Any:
-        """Take over values as `assign_value` does, or one number for all elements."""
+        """Overwrite with values as `assign_value` does, or with one number for all elements."""
         if isinstance(data, (int, float)):
             with GradMode(False):
                 return self._spec.mesh.platform.operation("fill_")(self, data)
@@ -204,10 +206,10 @@ class MindSporeDTensor(DTensor, Tensor):
 
     @property
     def grad(self) -> Any:
-        """The accumulated gradient: a DTensor placed as this one, replicated where this one is a partial sum.
+        """The accumulated gradient: a DTensor placed as this one, or replicated if this one is a partial sum.
 
         Raises:
-            GradientPathError: this one is partial by something else.
+            GradientPathError: this one is partial by another reduction.
         """
         local = self._grad
         if local is None and self._awaited_gradient is not None:
@@ -216,7 +218,7 @@ class MindSporeDTensor(DTensor, Tensor):
         if local is None:
             self.__dict__.pop("_grad_wrapper", None)
             return None
-        # MindSpore gives another object for the same gradient at each access.
+        # MindSpore returns a new object for the same gradient at each access, so memory and dtype identify it.
         known = self.__dict__.get("_grad_wrapper")
         if known is None or known.data_ptr() != local.data_ptr() or known.dtype != local.dtype:
             known = self.__dict__["_grad_wrapper"] = wrap_gradient(self, local)
@@ -231,14 +233,14 @@ class MindSporeDTensor(DTensor, Tensor):
         self._grad = local
 
     def backward(self, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
-        """Accumulate gradients; a partial result needs no reduction first, each rank drives its own part."""
+        """Accumulate gradients. A partial result needs no reduction: each rank starts from its own contribution."""
         self._spec.mesh.platform.backward(self, gradient, retain_graph)
 
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:
         """Call `hook` with the gradient, a DTensor, during backward; it may return another one.
 
         Raises:
-            GradientPathError: the gradient goes past this tensor already, or autograd has none of it.
+            GradientPathError: the gradient already bypasses this tensor, or autograd has none of it.
         """
         check_hook(self)
 
@@ -255,20 +257,20 @@ class MindSporeDTensor(DTensor, Tensor):
     # Values on the host ----------------------------------------------------------------------------------
 
     def asnumpy(self) -> np.ndarray[Any, Any]:
-        """The whole tensor on the host. Communicates unless replicated: every rank must call it."""
-        return _whole("asnumpy", self).asnumpy()
+        """Return the global tensor on the host. Communicates unless replicated, so every rank must call it."""
+        return _full("asnumpy", self).asnumpy()
 
     def item(self, *args: Any) -> Any:
-        """The value of a one-element tensor; communicates as `asnumpy` does."""
-        return _whole("item", self).item(*args)
+        """Return the value of a one-element tensor; communicates as `asnumpy` does."""
+        return _full("item", self).item(*args)
 
     def tolist(self) -> Any:
-        """Nested lists of all values; communicates as `asnumpy` does."""
-        return _whole("tolist", self).asnumpy().tolist()
+        """Return nested lists of all values; communicates as `asnumpy` does."""
+        return _full("tolist", self).asnumpy().tolist()
 
     def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
-        whole = self.asnumpy()
-        return whole if dtype is None else whole.astype(dtype)
+        values = self.asnumpy()
+        return values if dtype is None else values.astype(dtype)
 
     def __bool__(self) -> bool:
         return bool(self.item())
@@ -305,10 +307,10 @@ class MindSporeDTensor(DTensor, Tensor):
         return twin
 
     def clone(self, init: Any = "same") -> Any:
-        """Copy a tensor, or make a parameter like this one as optimizers make their state.
+        """Copy a tensor, or make a parameter like this one, as optimizers do for their state.
 
         Args:
-            init: of a parameter, "same", "zeros", "ones" or a number for all elements.
+            init: for a parameter: "same", "zeros", "ones" or a number for all elements.
         """
         if not isinstance(self, ms.Parameter):
             return Tensor.clone(self)
@@ -324,10 +326,10 @@ class MindSporeDTensor(DTensor, Tensor):
 
 
 class PendingMindSporeDTensor(PendingDTensor, MindSporeDTensor):
-    """A `MindSporeDTensor` whose data is on its way."""
+    """A `MindSporeDTensor` whose data is still being communicated."""
 
     def __fallback__(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        # MindSpore asks the class, not the object, and other arguments may be under way too: the dispatch looks at all.
+        # MindSpore looks this up on the class. Other arguments may be pending too: dispatch waits for all of them.
         return self._spec.mesh.platform.call_primitive(func, args, kwargs or {})
 
 
@@ -340,28 +342,28 @@ def adopt_later(result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) 
 
 
 def wrap(local: Tensor, spec: TensorSpec) -> MindSporeDTensor:
-    """Make a DTensor of a plain local shard, sharing its storage and its place in the autograd graph."""
+    """Return a DTensor of a plain local shard, sharing its storage and its autograd graph."""
     made = Tensor._make_subclass(MindSporeDTensor, _graph_alias(local))
     made._spec = spec
     return made
 
 
 def unwrap(x: Tensor) -> Tensor:
-    """Return the local data of a DTensor as a plain tensor in the autograd graph; a plain tensor as it is."""
+    """Return the local data of a DTensor as a plain tensor in the autograd graph; a plain tensor unchanged."""
     if not isinstance(x, MindSporeDTensor):
         return x
-    if x._requires_grad and executor.enable_grad():  # the first look waits for what is under way
+    if x._requires_grad and executor.enable_grad():  # the first access waits for a pending tensor
         return Tensor._make_subclass(Tensor, _graph_alias(x))
     return Tensor.data.__get__(x)
 
 
 def detached(x: Tensor) -> Tensor:
-    """Return the same storage with an autograd identity of its own, a DTensor if `x` is one."""
+    """Return a tensor with the same storage outside the autograd graph; a DTensor if `x` is one."""
     return wrap(x.data, x._spec) if isinstance(x, MindSporeDTensor) else x.data
 
 
 def _graph_alias(x: Tensor) -> Tensor:
-    """Return `x`, or a recorded view of a parameter: another object for the parameter would get no gradient."""
+    """Return `x`, or for a parameter a recorded view: another object made of a parameter would get no gradient."""
     if not isinstance(x, ms.Parameter):
         return x
     if not (executor.enable_grad() and x._requires_grad):
@@ -371,13 +373,13 @@ def _graph_alias(x: Tensor) -> Tensor:
 
 
 def _copied(x: Tensor) -> Tensor:
-    """Copy the local data of a DTensor."""
+    """Return a copy of the local data of a DTensor."""
     with GradMode(False):
         return x._spec.mesh.platform.ops.clone(Tensor.data.__get__(x))
 
 
 def copy_values(target: MindSporeDTensor, source: Any) -> MindSporeDTensor:
-    """Overwrite a DTensor with another of its shape, which is redistributed first.
+    """Overwrite a DTensor with the values of another one of its shape, which is redistributed first.
 
     Raises:
         MixedOperandsError: `source` is a plain tensor.
@@ -391,7 +393,7 @@ def copy_values(target: MindSporeDTensor, source: Any) -> MindSporeDTensor:
     return target
 
 
-def _whole(operation: str, x: MindSporeDTensor) -> Tensor:
+def _full(operation: str, x: MindSporeDTensor) -> Tensor:
     return x._spec.mesh.platform.detach(gathered(operation, x))
 
 
@@ -402,5 +404,5 @@ def local_gradient(x: MindSporeDTensor, value: Tensor) -> Tensor:
 
 
 def wrap_gradient(x: MindSporeDTensor, local: Tensor) -> MindSporeDTensor:
-    """Make a DTensor of the local gradient of `x`."""
+    """Return the local gradient of `x` as a DTensor."""
     return wrap(local, shown_grad_spec(x._spec).with_dtype(local.dtype))

@@ -1,12 +1,7 @@
-"""Dtypes, and NumPy arrays that share the host memory of tensors.
+"""Dtypes, NumPy arrays that share the host memory of tensors, and host copies of what autograd saves.
 
-NumPy has no bfloat16, and the one that MindSpore registers crashes when it is copied: on the host a bfloat16
-is its bit pattern, a uint16.
-
-Copies in host memory of what MindSpore's autograd saves, by its saved-tensor hooks.
-
-Each tensor is copied by itself, for MindSpore makes none over a memory that is there. On Ascend the host waits for each
-copy.
+On CPU everything that must be written in place is written through NumPy. NumPy has no bfloat16, and the type that
+MindSpore registers for it crashes when copied; so on the host a bfloat16 is its bit pattern, a uint16.
 """
 
 from __future__ import annotations
@@ -38,7 +33,7 @@ FLOATING = frozenset(DTYPES[name] for name in ("float64", "float32", "float16", 
 
 
 class _Memory:
-    """Exposes a tensor's memory to NumPy and keeps the tensor alive for as long as the array is."""
+    """Exposes a tensor's memory to NumPy, and keeps the tensor alive as long as the array."""
 
     __slots__ = ("__array_interface__", "tensor")
 
@@ -47,7 +42,7 @@ class _Memory:
         self.__array_interface__ = {
             "data": (x.data_ptr(), False),
             "shape": x._shape,
-            # `strides` is that of the shape, whatever the view; `stride()` counts elements, a DTensor's globally.
+            # Not `strides`, which ignores views. `Tensor.stride` explicitly: that of a DTensor is global.
             "strides": tuple(step * HOST_DTYPES[x.dtype].itemsize for step in Tensor.stride(x)),
             "typestr": HOST_DTYPES[x.dtype].str,
             "version": 3,
@@ -55,9 +50,9 @@ class _Memory:
 
 
 def host_view(x: Tensor) -> Array:
-    """Return the memory of a CPU tensor (also a DTensor's shard, or a view) as a writable array of its shape.
+    """Return the memory of a CPU tensor, a DTensor's shard or a view as a writable array of its shape.
 
-    `asnumpy` gives a read-only copy for a view, and MindSpore's own writes to a view are lost.
+    `asnumpy` returns a read-only copy for a view, and MindSpore's own writes to a view are lost.
     """
     # An empty tensor has no address.
     if math.prod(x._shape) == 0:
@@ -66,10 +61,10 @@ def host_view(x: Tensor) -> Array:
 
 
 def share(array: Array, dtype: Any = None) -> Tensor:
-    """Make a CPU tensor that shares the array's memory where that is writable and contiguous.
+    """Return a CPU tensor that shares the array's memory, if that is writable and contiguous; else of a copy.
 
     Args:
-        dtype: bfloat16, for an array of its bit patterns; None: the array's own.
+        dtype: bfloat16 for an array of its bit patterns; None: the array's own.
     """
     ready = np.require(array, requirements=("C", "W"))
     return Tensor.from_numpy(ready.view(bfloat16) if dtype == ms.bfloat16 else ready)
@@ -103,8 +98,8 @@ def decode(bits: Array) -> Array:
 def encode(values: Array) -> Array:
     """Convert values to bfloat16 bit patterns, rounded to nearest, ties to even."""
     wide = np.asarray(values, np.float32).view(np.uint32)
-    # Add half of the last place that is kept, less one bit, and one more where that place is odd: ties go to even, by
-    # integer arithmetic alone.
+    # Add half a unit in the last place minus one bit, plus one if the last bit is odd: rounds ties to even in integer
+    # arithmetic.
     odd = np.bitwise_and(np.right_shift(wide, np.uint32(16), dtype=np.uint32), np.uint32(1), dtype=np.uint32)
     rounded = np.right_shift(wide + np.uint32(0x7FFF) + odd, np.uint32(16), dtype=np.uint32)
     quiet_nan = np.right_shift(wide, np.uint32(16), dtype=np.uint32) | np.uint32(0x40)
@@ -115,23 +110,26 @@ _staying: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 
 def stay_on_device(buffer: Tensor) -> None:
-    """Note memory as no activation's: whoever frees and refills it himself would have it freed by nobody else."""
+    """Exclude a buffer from activation offload, because its owner frees and refills the memory itself."""
     _staying[buffer.data_ptr()] = buffer
 
 
 def may_leave_device(buffer: Tensor) -> None:
-    """Forget memory that is about to be freed, whose address something else may have next."""
+    """Undo `stay_on_device` for memory about to be freed, whose address may be reused."""
     _staying.pop(buffer.data_ptr(), None)
 
 
 class MindSporeHostCopies(HostCopies):
-    """See `HostCopies`.
+    """Host copies of what MindSpore's autograd saves, by its saved-tensor hooks; see `HostCopies`.
+
+    Each tensor is copied by itself, because MindSpore cannot make a tensor over existing device memory. On Ascend the
+    host waits for each copy.
 
     Args:
         is_on_host: the device is the host.
 
     Raises:
-        CapabilityError: MindSpore is older than its `saved_tensors_hooks`.
+        CapabilityError: MindSpore has no `saved_tensors_hooks` (before 2.10).
     """
 
     copies_whole_memory = False
@@ -148,7 +146,7 @@ class MindSporeHostCopies(HostCopies):
         """See `HostCopies`."""
         if type(x) is not Tensor and not isinstance(x, (ms.Parameter, DTensor)):
             return None
-        if self._is_on_host and x.dtype not in HOST_DTYPES:  # complex numbers, say, which are copied by way of NumPy
+        if self._is_on_host and x.dtype not in HOST_DTYPES:  # e.g. complex numbers, which NumPy views do not cover
             return None
         storage = x.untyped_storage()
         nbytes = storage.nbytes()
@@ -185,4 +183,4 @@ class MindSporeHostCopies(HostCopies):
 
 
 def _nothing() -> None:
-    """Wait for nothing: a copy is over when it returns."""
+    """Wait for nothing: a copy has ended when `to_host` or `to_device` returns."""

@@ -1,9 +1,4 @@
-"""Modules: a Cell with `forward`, and walks over cells, parameters and buffers.
-
-Parameters that share the storage of the tensor that they are made from.
-
-Tensors without data, on MindSpore's meta device, and parameters that are made so.
-"""
+"""Modules, parameters and buffers: a Cell with `forward`, parameters that share storage or have no data."""
 
 from __future__ import annotations
 
@@ -29,17 +24,18 @@ class _ModuleMeta(type):
 
 
 class Module(nn.Cell, metaclass=_ModuleMeta):
-    """Cell whose entry point is `forward`, and whose parameters go by their place, not by MindSpore's global names.
+    """A Cell whose entry point is `forward`, and whose parameters are named by their path, not by MindSpore's global
+    names.
 
     Every Cell is an instance.
     """
 
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)
-        # Otherwise the first call renames every parameter and refuses equal names.
+        # Otherwise the first call would rename every parameter, and refuse equal names.
         self._init_flag = True
         self._is_check_and_refresh = True
-        # A new module trains, as on other platforms; a Cell does not until `set_train`.
+        # A new module is in training mode, as on other platforms; a Cell is not until `set_train`.
         self.training = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,11 +50,11 @@ class Module(nn.Cell, metaclass=_ModuleMeta):
 
 
 def named_modules(module: nn.Cell, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Cell]]:
-    """Yield all cells with dotted names, `module` first as "", each once or under each of its names."""
+    """Yield all cells with dotted names, `module` first as ""; each once, or under each of its names."""
     seen: set[int] = set()
-    waiting = [("", module)]
-    while waiting:
-        name, cell = waiting.pop()
+    stack = [("", module)]
+    while stack:
+        name, cell = stack.pop()
         if remove_duplicate and id(cell) in seen:
             continue
         seen.add(id(cell))
@@ -66,11 +62,11 @@ def named_modules(module: nn.Cell, remove_duplicate: bool = True) -> Iterator[tu
         children = [
             (f"{name}.{key}" if name else key, child) for key, child in cell._cells.items() if child is not None
         ]
-        waiting += reversed(children)
+        stack += reversed(children)
 
 
 def named_parameters(module: nn.Cell, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters with dotted names, without the tensors that stand in for some during a forward."""
+    """Yield parameters with dotted names, skipping tensors that substitute for parameters during a forward."""
     seen: set[int] = set()
     for prefix, cell in named_modules(module, remove_duplicate) if recurse else [("", module)]:
         for name, parameter in cell._params.items():
@@ -102,7 +98,7 @@ _AUTOMATIC_NAME = re.compile(r"Parameter#?\d*$")
 def set_parameter(module: nn.Cell, name: str, value: Tensor) -> None:
     """Replace an own parameter by any tensor; Cell's assignment would write into the parameter instead.
 
-    A parameter without a name of its own gets that of the one it replaces: checkpoints of MindSpore go by it.
+    A parameter without a name gets that of the one it replaces: MindSpore's checkpoints go by names.
     """
     if name not in module._params:
         owned = ", ".join(module._params) or "none"
@@ -111,8 +107,9 @@ def set_parameter(module: nn.Cell, name: str, value: Tensor) -> None:
     if isinstance(value, ms.Parameter) and isinstance(replaced, ms.Parameter) and _AUTOMATIC_NAME.match(value.name):
         value.name = replaced.name
     elif not isinstance(value, ms.Parameter):
-        # What Cell, and who goes through its lists, ask of a parameter.
+        # Attributes of a parameter that Cell, and code that lists its parameters, read of the substitute too.
         value.name, value.requires_grad = getattr(replaced, "name", name), value._requires_grad
+        value.inited_param = None
     module._params[name] = value
 
 
@@ -122,8 +119,7 @@ class _ParameterMeta(type):
 
     def __call__(cls, tensor: Tensor, requires_grad: bool = True, name: str | None = None) -> ms.Parameter:
         data = without_data(detached(tensor))
-        # A DTensor's parameter is both classes, which `mindspore.Parameter` makes itself (`MindSporeDTensor.__new__`)
-        # without a copy.
+        # For a DTensor `mindspore.Parameter` creates a class that is both (`MindSporeDTensor.__new__`), without a copy.
         make = _sharing_parameter if type(data) is Tensor else ms.Parameter
         parameter = make(data, name, requires_grad)
         accumulate_safely(parameter)
@@ -131,9 +127,9 @@ class _ParameterMeta(type):
 
 
 def _sharing_parameter(data: Tensor, name: str | None, requires_grad: bool) -> ms.Parameter:
-    """Make a parameter of the storage of a plain tensor.
+    """Return a parameter over the storage of a plain tensor.
 
-    `mindspore.Parameter` itself copies a tensor that somebody else refers to.
+    `mindspore.Parameter` itself copies a tensor that has other references.
     """
     parameter = Tensor.__new__(ms.Parameter._get_base_class(Tensor))
     Tensor.__init__(parameter, data)
@@ -158,7 +154,7 @@ _making = ThreadRegion()
 
 
 def making_meta() -> AbstractContextManager[None]:
-    """Make the parameters of this thread, and `Platform.empty`, without data inside the block."""
+    """Make parameters, and tensors of `Platform.empty`, of this thread without data inside the block."""
     return _making.of_all()
 
 
@@ -173,14 +169,14 @@ def meta_tensor(shape: Sequence[int], dtype: Any) -> Tensor:
 
 
 def without_data(x: Tensor) -> Tensor:
-    """Return `x`, inside `making_meta` one without data like it."""
+    """Return `x`; inside `making_meta` a tensor like it without data."""
     return meta_tensor(x.shape, x.dtype) if is_making_meta() and type(x) is Tensor and not x.is_meta else x
 
 
 def making_parameters(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that gives `Parameter` its data so that inside `making_meta` it gives none.
+    """Replace the function that gives `Parameter` its data by one that gives none inside `making_meta`.
 
-    An initializer is not run then.
+    Initializers do not run there.
     """
 
     @functools.wraps(own)

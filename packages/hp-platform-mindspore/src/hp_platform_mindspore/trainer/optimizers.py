@@ -1,7 +1,4 @@
-"""AdamW for hp-trainer.
-
-Search for 8-bit codes of optimizer states.
-"""
+"""Optimizers for hp-trainer: AdamW, and the search for 8-bit codes of optimizer states."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Slots:
-    """Parameter and its moments, which are laid out as it is."""
+    """A parameter and its moments, which are placed as it is."""
 
     parameter: Tensor
     exp_avg: Tensor
@@ -47,7 +44,7 @@ class AdamW:
         }
 
     def step(self, learning_rate: float) -> None:
-        """Update every parameter that has a gradient, and count the update."""
+        """Update every parameter that has a gradient, and count the step."""
         self.num_steps += 1
         options = self._options
         coefficients = AdamWStep.number(self.num_steps, learning_rate, options.betas, options.eps, options.weight_decay)
@@ -57,7 +54,7 @@ class AdamW:
                 adamw_(self._platform, slots.parameter, gradient, slots.exp_avg, slots.exp_avg_sq, coefficients)
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         for slots in self._slots.values():
             self._platform.set_grad(slots.parameter, None)
 
@@ -67,7 +64,7 @@ class AdamW:
 
 
 def find_codes(platform: MindSporeBase, x: Tensor, search: CodeSearch) -> Tensor:
-    """Return in which stretch between the bounds of a search each element lies, as uint8; see `FindCodes`."""
+    """Return, as uint8, the index of the interval of a search that contains each element; see `FindCodes`."""
     if platform.capabilities.host_memory:
         return platform.from_numpy(search.find(platform.to_numpy(x)))
     return mint.searchsorted(platform.from_numpy(search.bounds, platform.device_of(x)), x).astype(ms.uint8)

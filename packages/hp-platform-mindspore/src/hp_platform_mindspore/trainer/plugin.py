@@ -1,6 +1,6 @@
 """The plugin for hp-trainer, loaded through the entry-point group `hp_trainer`.
 
-Importing this module imports no framework: MindSpore comes in when an optimizer is built.
+Importing this module imports no framework: MindSpore is imported when an optimizer is built.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def hp_optimizers(registry: Registry) -> None:
-    """Register AdamW as `adamw`, and with 8-bit moments as `adamw_8bit`."""
+    """Register AdamW as `adamw`, and AdamW with 8-bit moments as `adamw_8bit`."""
     from hp_trainer.config import AdamWConfig
     from hp_trainer.optimizers import AdamW8bitConfig
 

@@ -1,9 +1,7 @@
-"""New tensors: filled with a value, counted, or one-hot.
+"""New tensors: constant, counted, one-hot, and random.
 
-Random operations on plain tensors, drawn from the platform's generator on the host.
-
-MindSpore's own differ between kernels in what seeds them, and some have no kernel on CPU. These follow
-`Platform.manual_seed` alone; all numbers are drawn in float32.
+Random operations draw from the platform's generator on the host. MindSpore's own have several generators, and some have
+no kernel on CPU; these follow `Platform.manual_seed` alone. All numbers are drawn in float32.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ Generator = Callable[[], np.random.Generator]
 def random_operations(generator: Generator) -> dict[str, Callable[..., Any]]:
     """Return the random operations by canonical name, all drawing from `generator()`.
 
-    Those that end in an underscore give the numbers that the first argument is to be filled with.
+    Those ending in an underscore return the values with which the first argument is to be overwritten.
     """
     filled = {
         "uniform_": lambda size, low=0.0, high=1.0: low + (high - low) * _uniform(generator(), size),
@@ -111,7 +109,7 @@ def _filling(draw: Callable[..., Array]) -> Callable[..., Tensor]:
 
 
 def _filling_integers(generator: Generator) -> Callable[..., Tensor]:
-    """Make `random_(to)` and `random_(from, to)`; without an end it draws all integers that the dtype holds exactly."""
+    """Return `random_(to)` and `random_(from, to)`; without bounds it draws integers that the dtype holds exactly."""
 
     def drawn(x: Tensor, low: int = 0, high: int | None = None) -> Tensor:
         begin, end = (0, low) if high is None and low else (low, high)
@@ -126,7 +124,7 @@ def _largest(dtype: Any) -> int:
 
 
 def _dropout(generator: Generator, dims: int | None) -> Callable[..., Tensor]:
-    """Make dropout of elements, or of whole channels: what the first `dims` dimensions tell apart."""
+    """Return dropout of elements, or of entire channels: one number per index of the first `dims` dimensions."""
 
     def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
         if not 0 <= p <= 1:
@@ -134,16 +132,16 @@ def _dropout(generator: Generator, dims: int | None) -> Callable[..., Tensor]:
         if not training or p == 0:
             return pointwise.clone(x)
         shape = tuple(x.shape) if dims is None else (*x.shape[:dims], *[1] * (x.ndim - dims))
-        kept = _uniform(generator(), shape) >= p
-        return pointwise.mul(x, _made(kept / (1 - p) if p < 1 else kept * 0.0, x.dtype))
+        mask = _uniform(generator(), shape) >= p
+        return pointwise.mul(x, _made(mask / (1 - p) if p < 1 else mask * 0.0, x.dtype))
 
     return dropout
 
 
 def _multinomial(generator: Generator) -> Callable[..., Tensor]:
-    """Make `multinomial` over rows of weights, which need not sum to one.
+    """Return `multinomial` over rows of weights, which need not sum to one.
 
-    Without replacement it takes the largest of weight / exponential, as Efraimidis and Spirakis (2006) do.
+    Without replacement it takes the largest values of weight / exponential (Efraimidis and Spirakis, 2006).
     """
 
     def drawn(x: Tensor, num_samples: int, replacement: bool = False) -> Tensor:

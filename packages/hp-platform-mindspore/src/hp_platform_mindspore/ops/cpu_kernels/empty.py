@@ -1,6 +1,6 @@
-"""Operations on tensors without elements: MindSpore's CPU kernels give wrong shapes, garbage or errors there.
+"""Operations on tensors without elements, for which MindSpore's CPU kernels return wrong shapes or garbage, or fail.
 
-Ranks that hold nothing of a tensor are normal, so every operation here must be right on nothing.
+A rank may hold no elements of a tensor, so every operation here must be right on empty tensors.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hp_platform_mindspore.tensor.autograd import custom_function, is_recording
 from hp_platform_mindspore.tensor.memory import FLOATING
 
 FLAT = frozenset("ceil round sign sgn floor_divide heaviside".split())
-"""Step functions, constant almost everywhere: MindSpore gives them no gradient at all, torch (and we) zeros."""
+"""Step functions: MindSpore gives them no gradient, torch (and this package) zeros."""
 
 
 def constant(forward: Callable[..., Any], *inputs: Any) -> Any:
-    """Call `forward(*inputs)` and record its result with zero gradients for all inputs."""
+    """Call `forward(*inputs)`, and record its result with zero gradients for all inputs."""
     return custom_function(forward, lambda *grads: [_zero_gradient(x) for x in inputs], *inputs)
 
 
@@ -32,7 +32,7 @@ def _zero_gradient(x: Any) -> Tensor | None:
 
 
 def filled(value: float, shape: Sequence[int], x: Tensor, *others: Tensor, dtype: Any = None) -> Tensor:
-    """Make a tensor of one value and record it with zero gradients for the given tensors.
+    """Return a tensor of one value, recorded with zero gradients for the given tensors.
 
     Its dtype is that of `x` unless given.
     """
@@ -45,16 +45,20 @@ def filled(value: float, shape: Sequence[int], x: Tensor, *others: Tensor, dtype
 
 
 def as_saved(result: Tensor) -> Tensor:
-    """Return the result for nothing of an operation that saves something for its backward.
+    """Return the empty result of an operation that would save tensors for its backward.
 
-    A part that is computed again must end between the same collectives as on ranks that hold something.
+    During `checkpoint` it marks a point that recomputation reaches on every rank: it must end between the same
+    collectives as on ranks whose tensors have elements.
     """
     record = current_record.get()
     return result if record is None else reached(record.platform, result)
 
 
 def as_saved_by(kernel: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor) -> Tensor:
-    """Return `as_saved(result)` if the kernel saves something for such arguments, tried on single elements; else it."""
+    """Return `result`, marked as `as_saved` does if the kernel saves tensors for such arguments.
+
+    That is found by calling it on single elements.
+    """
     record = current_record.get()
     if record is None or not record.platform.repeats_for_saved or not is_recording(*args):
         return result
@@ -69,15 +73,15 @@ def as_saved_by(kernel: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
 
 
 def result_dtype(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the dtype that a kernel gives for arguments like these, tried on single elements.
+    """Return the result dtype of a kernel for arguments like these, found by calling it on single elements.
 
-    A rank that holds nothing must get the dtype that the others get.
+    A rank without elements must get the same dtype as the others.
     """
     return kernel(*_single_elements(args), **kwargs).dtype
 
 
 def _single_elements(args: Sequence[Any]) -> list[Any]:
-    # Ones, for which every kernel is defined: zeros would divide by zero in some.
+    # Ones, for which every kernel is defined; with zeros some would divide by zero.
     return [mint.ones((1,) * x.ndim, dtype=x.dtype) if isinstance(x, Tensor) else x for x in args]
 
 
@@ -87,7 +91,7 @@ def is_empty(*values: Any) -> bool:
 
 
 def with_zero_gradient_if_empty(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace a kernel's backward, where an argument is empty, by zero gradients; its forward is right there."""
+    """Replace a kernel's backward by zero gradients if an argument is empty; its forward is right there."""
 
     @functools.wraps(kernel)
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -99,9 +103,10 @@ def with_zero_gradient_if_empty(kernel: Callable[..., Any]) -> Callable[..., Any
 
 
 def unless_empty(kernel: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Keep the kernel of a pointwise operation from running on an empty tensor, which may stop the process.
+    """Return the kernel of a pointwise operation, not called on empty tensors, which may crash the process.
 
-    Whether there is a gradient must not depend on what a rank holds: collectives further up would wait for each other.
+    Whether the result requires a gradient must not depend on a rank's number of elements: ranks would disagree on the
+    collectives of backward.
     """
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -109,7 +114,7 @@ def unless_empty(kernel: Callable[..., Any], name: str) -> Callable[..., Any]:
             return constant(functools.partial(kernel, **kwargs), *args) if name in FLAT else kernel(*args, **kwargs)
         tensors = [x for x in args if isinstance(x, Tensor)]
         shape = np.broadcast_shapes(*(x.shape for x in tensors))
-        # Recorded like any result: the others' backward comes past collectives here, and this rank must, too.
+        # Recorded like any result: backward on other ranks passes collectives upstream, and must on this rank too.
         result = filled(0, shape, *tensors, dtype=result_dtype(kernel, *args, **kwargs))
         return ops.stop_gradient(result) if name == "detach" else as_saved_by(kernel, args, kwargs, result)
 
@@ -117,7 +122,7 @@ def unless_empty(kernel: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def nothing(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the empty result of picking from `x`, which may be empty itself.
+    """Return the empty result of selecting from `x`, which may be empty itself.
 
     Raises:
         IndexError: the result has elements, and `x` has none.

@@ -1,12 +1,9 @@
-"""Convolutions of `[batch, channels, positions...]` in one and two spatial dimensions.
+"""Convolutions, pooling and resizing of `[batch, channels, positions...]` in one and two spatial dimensions.
 
-A convolution picks windows, which is a gather, and multiplies matrices, so its gradients are those of gathers and
-products. MindSpore's own `Conv2D` on CPU fails on ranks that hold no sample and in grouped 1-d convolutions with bias,
-and was three times slower when measured (16 x 16 x 32 x 32 with 32 filters of 3 x 3: 450 ms, 140 ms here).
-
-Max, average and adaptive average pooling of `[batch, channels, positions...]` in one and two dimensions.
-
-Resizing of images, nearest and (bi)linear: one matrix product for each spatial dimension.
+A convolution gathers windows and multiplies matrices, so its gradients are those of gathers and products. MindSpore's
+own `Conv2D` on CPU fails on ranks without samples and in grouped 1-d convolutions with bias, and was three times slower
+when measured (16 x 16 x 32 x 32 with 32 filters of 3 x 3: 450 ms, 140 ms here). Resizing is one matrix product per
+spatial dimension.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ def per_dimension(value: Any, count: int) -> Sizes:
 
 
 def windows(x: Tensor, counts: Sizes, kernel: Sizes, steps: Sizes, gaps: Sizes) -> Tensor:
-    """Pick the windows of an image that is padded already: `[batch, channels, windows..., positions inside...]`."""
+    """Gather the windows of a padded image: `[batch, channels, windows..., positions inside...]`."""
     for i, (count, size, step, gap) in enumerate(zip(counts, kernel, steps, gaps, strict=True)):
         index = np.arange(count)[:, None] * step + np.arange(size) * gap
         x = shapes.index_select(x, 2 + 2 * i, share(index))
@@ -58,7 +55,7 @@ def padded(x: Tensor, pads: Pads, value: float) -> Tensor:
 
 
 def with_batch(operation: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """Have `operation` take one image without a batch dimension, too."""
+    """Return `operation` accepting one image without a batch dimension too."""
 
     def of_any(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if x.ndim == count + 2:
@@ -70,7 +67,7 @@ def with_batch(operation: Callable[..., Any], count: int) -> Callable[..., Any]:
 
 
 def convolution(count: int) -> Callable[..., Tensor]:
-    """Make `conv1d` or `conv2d`, with torch's arguments."""
+    """Return `conv1d` or `conv2d`, with torch's arguments."""
 
     def conv(
         x: Tensor,
@@ -118,7 +115,7 @@ Array = np.ndarray[Any, Any]
 
 
 def max_pooling(count: int) -> Callable[..., Any]:
-    """Make `max_pool1d` or `max_pool2d`. Of equal values in a window the first one gets the gradient, as on torch."""
+    """Return `max_pool1d` or `max_pool2d`. The first of equal values in a window gets the gradient, as in torch."""
 
     def pool(
         x: Tensor,
@@ -148,9 +145,9 @@ def _steps(stride: Any, kernel: Sizes) -> Sizes:
 def _covered(
     sizes: Sizes, kernel: Sizes, steps: Sizes, pads: Sizes, gaps: Sizes, ceil_mode: bool
 ) -> tuple[Sizes, list[tuple[int, int]]]:
-    """Count the windows of each dimension, and the padding that they need.
+    """Return the number of windows in each dimension, and the padding that they need.
 
-    With `ceil_mode` a last window may reach beyond the padded end, unless it would begin there.
+    With `ceil_mode` a last window may extend beyond the padded end, unless it would start there.
     """
     counts, around = [], []
     for size, width, step, pad, gap in zip(sizes, kernel, steps, pads, gaps, strict=True):
@@ -164,11 +161,11 @@ def _covered(
 
 
 def _largest(picked: Tensor, coordinates: Sequence[Array], sizes: Sizes, with_places: bool) -> Any:
-    """Return the first largest value of each window, and with `with_places` its place in the flattened image.
+    """Return the first largest value of each window, and with `with_places` its index in the flattened image.
 
     Args:
         picked: `[batch, channels, windows..., positions inside...]`.
-        coordinates: per dimension `[windows, positions inside]`, where in the image they are.
+        coordinates: per dimension `[windows, positions inside]`, their indices in the image.
     """
     count = len(sizes)
     flat = mint.reshape(picked, (*picked.shape[: 2 + count], math.prod(picked.shape[2 + count :])))
@@ -186,7 +183,7 @@ def _largest(picked: Tensor, coordinates: Sequence[Array], sizes: Sizes, with_pl
 
 
 def average_pooling(count: int) -> Callable[..., Tensor]:
-    """Make `avg_pool1d` or `avg_pool2d`."""
+    """Return `avg_pool1d` or `avg_pool2d`."""
 
     def pool(
         x: Tensor,
@@ -223,12 +220,12 @@ def _outer(vectors: Sequence[Array]) -> Array:
 
 
 def _part(index: int, size: int, parts: int) -> tuple[int, int]:
-    """Return the begin and the end of a part of an adaptive pool, which may share positions with its neighbours."""
+    """Return the start and end of a region of an adaptive pool; neighbouring regions may overlap."""
     return index * size // parts, -(-(index + 1) * size // parts)
 
 
 def adaptive_average_pooling(count: int) -> Callable[..., Tensor]:
-    """Make `adaptive_avg_pool1d` or `2d`: means over parts, one dimension after the other."""
+    """Return `adaptive_avg_pool1d` or `2d`: means over regions, one dimension after the other."""
 
     def pool(x: Tensor, output_size: Any) -> Tensor:
         for dim, parts in enumerate(_wanted(x, output_size, count), 2):
@@ -273,7 +270,8 @@ def interpolate(
     scales = [None] * count if scale_factor is None else per_dimension(scale_factor, count)
     sizes = tuple(x.shape[2:])
     wanted = per_dimension(size, count) if size is not None else _scaled(sizes, scales)
-    # torch computes positions with the given scale, not with the quotient of the rounded sizes, unless told otherwise.
+    # torch computes positions with the given scale, not with the quotient of the rounded sizes, unless
+    # recompute_scale_factor is set.
     known = [None] * count if recompute_scale_factor else scales
     for dim, (before, after, scale) in enumerate(zip(sizes, wanted, known, strict=True), 2):
         ratio = 1 / scale if scale else before / after
@@ -302,7 +300,7 @@ def _linear(places: Array, size: int) -> Array:
 
 
 def _weights(terms: Sequence[tuple[Array, Array]], size: int) -> Array:
-    """Build the matrix `[positions after, positions before]` from pairs of positions before and their weights.
+    """Return the matrix `[new positions, old positions]` for pairs of old positions and their weights.
 
     Positions outside the image are moved to its edge.
     """

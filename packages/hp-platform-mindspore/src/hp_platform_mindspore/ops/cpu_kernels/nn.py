@@ -1,7 +1,4 @@
-"""Softmax, and normalization by mean and variance.
-
-Losses, with torch's arguments and reductions.
-"""
+"""Softmax, normalizations and losses, with torch's arguments and reductions."""
 
 from __future__ import annotations
 
@@ -47,9 +44,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def group_norm(x: Tensor, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
     if x.ndim < 2 or x.shape[1] % groups:
         raise ValueError(f"group_norm: expected [batch, channels, ...] with channels in {groups} groups, got {x.shape}")
-    parts = mint.reshape(x, (x.shape[0], groups, math.prod(x.shape[1:]) // groups))
+    grouped = mint.reshape(x, (x.shape[0], groups, math.prod(x.shape[1:]) // groups))
     channel = (1, -1, *[1] * (x.ndim - 2))
-    return _affine(mint.reshape(_normalized(parts, (2,), eps), tuple(x.shape)), weight, bias, channel)
+    return _affine(mint.reshape(_normalized(grouped, (2,), eps), tuple(x.shape)), weight, bias, channel)
 
 
 def layer_norm(x: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
@@ -86,7 +83,7 @@ def batch_norm(
 ) -> Tensor:
     """Normalize channels (dimension 1), as `torch.nn.functional.batch_norm`.
 
-    In training it uses the statistics of the batch, and moves the running ones towards them in place.
+    In training it uses the statistics of the batch, and updates the running ones in place.
     """
     if x.ndim < 2:
         raise ValueError(f"batch_norm: expected [batch, channels, ...], got {x.shape}")
@@ -97,9 +94,9 @@ def batch_norm(
         centered = x - mean
         variance = reductions.mean(pointwise.mul(centered, centered), others, True)
         count = math.prod(x.shape[dim] for dim in others)
-        for kept, value in ((running_mean, mean), (running_var, variance * (count / max(1, count - 1)))):
-            if kept is not None:
-                store(kept, numbers(kept) * (1 - momentum) + numbers(value).reshape(kept.shape) * momentum)
+        for running, value in ((running_mean, mean), (running_var, variance * (count / max(1, count - 1)))):
+            if running is not None:
+                store(running, numbers(running) * (1 - momentum) + numbers(value).reshape(running.shape) * momentum)
     else:
         centered, variance = x - mint.reshape(running_mean, channel), mint.reshape(running_var, channel)
     result = pointwise.mul(centered, mint.rsqrt(variance + eps))
@@ -111,9 +108,9 @@ _IGNORED = -100
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Compare logits `[batch, classes, ...]` with class numbers, or with probabilities of the shape of the logits.
+    """Cross entropy of logits `[batch, classes, ...]` and class indices, or probabilities of the shape of the logits.
 
-    Class number -100 takes no part: its loss is 0, and a mean is over the others.
+    Targets of -100 are ignored: their loss is 0, and a mean is over the others.
     """
     likelihood = log_softmax(logits, 1)
     if targets.ndim == logits.ndim:
@@ -146,11 +143,11 @@ def nll_loss(
 
 
 def _reducing(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Give a loss of MindSpore's torch's arguments, and a reduction whose gradient is right."""
+    """Return a loss of MindSpore with torch's arguments, and a reduction whose gradient is right."""
 
     def loss(x: Tensor, target: Tensor, weight: Any = None, *, reduction: str = "mean", **more: Any) -> Tensor:
         given = more if weight is None else {"weight": weight, **more}
-        losses = own(x, target, reduction="none", **given)  # whose mean has a wrong gradient on parts
+        losses = own(x, target, reduction="none", **given)  # not `mean`, whose gradient is wrong on shards
         return losses if reduction == "none" else (reductions.total if reduction == "sum" else reductions.mean)(losses)
 
     return loss

@@ -1,4 +1,4 @@
-"""Operations that compute every element from the elements at its place."""
+"""Operations that compute every element from the elements at the same index."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def minimum(x: Any, y: Any) -> Tensor:
 
 
 def _of_nothing(kernel: Callable[..., Any], x: Any, y: Any) -> Tensor:
-    """Make the empty result of two operands, of their common shape and dtype."""
+    """Return the empty result of two operands, with their common shape and dtype."""
     operands = [t for t in (x, y) if isinstance(t, Tensor)]
     shape = np.broadcast_shapes(*(t.shape for t in operands))
     return as_saved_by(kernel, (x, y), {}, filled(0, shape, *operands, dtype=result_dtype(kernel, x, y)))
@@ -104,7 +104,7 @@ def copysign(x: Tensor, y: Any) -> Tensor:
 
 
 def fmin(x: Tensor, y: Tensor) -> Tensor:
-    """Take the smaller of two elements, or the one that is a number."""
+    """Return the smaller of two elements, or the one that is a number."""
     a, b = numbers(x), numbers(y)
     return where(share((a <= b) | np.isnan(b)), x, y)
 

@@ -1,7 +1,4 @@
-"""Matrix products, and what is one product of matrices: linear layers, attention, distances.
-
-Einstein sums, for which the CPU has no kernel, as products of matrices.
-"""
+"""Matrix products, and what is computed as one: linear layers, attention, distances, Einstein sums."""
 
 from __future__ import annotations
 
@@ -22,8 +19,8 @@ F = mint.nn.functional
 def matmul(x: Tensor, y: Tensor) -> Tensor:
     """Multiply vectors, matrices or broadcast batches of matrices, as `torch.matmul`.
 
-    MindSpore's gradient of other products than those of two matrices, or of two equal batches of them, fails where
-    sizes are 1, and has the wrong shape where an operand is a vector; so every product is made one of these two.
+    MindSpore's gradient of products other than those of two matrices, or of two equal batches of them, fails if sizes
+    are 1, and has the wrong shape if an operand is a vector; so every product is converted to one of these two.
     """
     if is_empty(x, y):
         return as_saved(filled(0, _product_shape(x.shape, y.shape), x, y))
@@ -72,8 +69,8 @@ def added_product(addend: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alph
 
 
 def cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
-    """Compute the distances of all rows of `x` from all rows of `y`; `compute_mode` has no effect on the result."""
-    if is_empty(x, y):  # the kernel's backward leaves the other one's gradient unwritten
+    """Compute the distances of all rows of `x` from all rows of `y`; `compute_mode` is ignored."""
+    if is_empty(x, y):  # the kernel's backward leaves the gradient of the non-empty operand unwritten
         batch = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
         return as_saved(filled(0, (*batch, x.shape[-2], y.shape[-2]), x, y))
     return mint.cdist(x, y, p)
@@ -94,12 +91,12 @@ def scaled_dot_product_attention(
 
 
 def _future(queries: int, keys: int) -> Tensor:
-    """Build the mask `[queries, keys]` that is True where a key comes after the query's position."""
+    """Return the mask `[queries, keys]` that is True for keys after the query's position."""
     return share(np.triu(np.ones((queries, keys), np.bool_), 1))
 
 
 def times_matrix(x: Tensor, dim: int, matrix: np.ndarray[Any, Any]) -> Tensor:
-    """Multiply dimension `dim` of `x` by a constant host matrix `[size after, size before]`."""
+    """Multiply dimension `dim` of `x` by a constant host matrix `[new size, old size]`."""
     weight = share(matrix.astype(HOST_DTYPES[x.dtype]))
     return mint.transpose(matmul(mint.transpose(x, dim, -1), mint.transpose(weight, 0, 1)), dim, -1)
 
@@ -121,7 +118,7 @@ def einsum(equation: str, *operands: Any) -> Tensor:
 def _letters(equation: str, ndims: Sequence[int]) -> tuple[list[list[str]], list[str]]:
     """Return the names of every operand's dimensions and of the result's.
 
-    Dimensions that `...` stands for are named `.1`, `.2`, ... from the last, as broadcasting lines them up.
+    Dimensions covered by `...` are named `.1`, `.2`, ... from the last, because broadcasting aligns them at the end.
     """
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
@@ -146,19 +143,19 @@ def _names(term: str, ndim: int) -> list[str]:
 
 def _diagonals(x: Tensor, names: list[str]) -> tuple[Tensor, list[str]]:
     """Take diagonals until every name occurs once."""
-    kept = list(dict.fromkeys(names))
-    if len(kept) == len(names):
-        return x, kept
-    shape = [x.shape[names.index(name)] for name in kept]
+    distinct = list(dict.fromkeys(names))
+    if len(distinct) == len(names):
+        return x, distinct
+    shape = [x.shape[names.index(name)] for name in distinct]
     grids = np.indices(shape)
-    places = np.ravel_multi_index([grids[kept.index(name)] for name in names], x.shape)
-    return shapes.index_select(mint.reshape(x, (-1,)), 0, share(places)), kept
+    indices = np.ravel_multi_index([grids[distinct.index(name)] for name in names], x.shape)
+    return shapes.index_select(mint.reshape(x, (-1,)), 0, share(indices)), distinct
 
 
 def _summed(x: Tensor, names: list[str], needed: set[str]) -> tuple[Tensor, list[str]]:
     """Sum over the dimensions that neither the result nor another operand has."""
-    gone = tuple(i for i, name in enumerate(names) if name not in needed)
-    return (reductions.total(x, gone) if gone else x), [name for name in names if name in needed]
+    summed = tuple(i for i, name in enumerate(names) if name not in needed)
+    return (reductions.total(x, summed) if summed else x), [name for name in names if name in needed]
 
 
 def _product(x: Tensor, first: list[str], y: Tensor, second: list[str], later: set[str]) -> tuple[Tensor, list[str]]:
@@ -180,7 +177,7 @@ def _product(x: Tensor, first: list[str], y: Tensor, second: list[str], later: s
 
 
 def _without_broadcast(x: Tensor, names: list[str], y: Tensor, others: list[str]) -> tuple[Tensor, list[str]]:
-    """Drop the dimensions of one element of which `y` has more: the product broadcasts them."""
+    """Drop dimensions of one element that are larger in `y`: the product broadcasts them."""
     single = tuple(
         i for i, name in enumerate(names) if x.shape[i] == 1 and name in others and y.shape[others.index(name)] != 1
     )

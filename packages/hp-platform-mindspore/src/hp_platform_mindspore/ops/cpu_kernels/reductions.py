@@ -1,11 +1,7 @@
-"""Sums, means, norms and other reductions over dimensions.
+"""Reductions over dimensions, cumulative operations, and order statistics: sums, norms, sorting, medians, quantiles.
 
-Cumulative operations along one dimension.
-
-Sorting, extremes, medians and quantiles.
-
-NumPy finds the positions on the host, where the order of equal elements is defined; a differentiable gather then picks
-the values, so positions need no gradient.
+For order statistics NumPy finds the indices on the host, where the order of equal elements is defined. A differentiable
+gather then selects the values, so indices need no gradient.
 """
 
 from __future__ import annotations
@@ -39,8 +35,8 @@ def mean(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
 
 def reduced_shape(x: Tensor, dim: Dims, keepdim: bool) -> tuple[int, ...]:
     dims = _all_dims(x, dim)
-    gone = {d % x.ndim for d in ((dims,) if isinstance(dims, int) else dims)}
-    return tuple(1 if i in gone else size for i, size in enumerate(x.shape) if keepdim or i not in gone)
+    removed = {d % x.ndim for d in ((dims,) if isinstance(dims, int) else dims)}
+    return tuple(1 if i in removed else size for i, size in enumerate(x.shape) if keepdim or i not in removed)
 
 
 def _all_dims(x: Tensor, dim: Dims) -> int | tuple[int, ...]:
@@ -93,7 +89,7 @@ def count_nonzero(x: Tensor, dim: Dims = None) -> Tensor:
 
 
 def norm(x: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
-    """Compute the vector norm of order `p`; its gradient at 0 is 0, as torch's."""
+    """Compute the vector norm of order `p`; its gradient at 0 is 0, as in torch."""
     x = x if dtype is None else x.astype(dtype)
     p = 2.0 if p == "fro" else float(p)
     dims = tuple(range(x.ndim)) if dim is None else dim
@@ -104,15 +100,15 @@ def norm(x: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, dty
     if p == 1:
         return total(mint.abs(x), dims, keepdim)
     powers = total(x * x if p == 2 else mint.abs(x) ** p, dims, keepdim)
-    # The derivative of a root at 0 is infinite, and torch gives 0: the root is taken of 1 there, and the result set to
-    # 0, so that no gradient passes.
+    # The derivative of a root at 0 is infinite, but torch's gradient is 0. So the root is taken of 1 there and the
+    # result masked to 0, which stops the gradient.
     nothing = powers == 0
     safe = pointwise.masked_fill(powers, nothing, 1.0)
     return pointwise.masked_fill(mint.sqrt(safe) if p == 2 else safe ** (1.0 / p), nothing, 0.0)
 
 
 def spread(name: str) -> Callable[..., Any]:
-    """Make `std`, `var`, `std_mean` or `var_mean`."""
+    """Return `std`, `var`, `std_mean` or `var_mean`."""
 
     def found(
         x: Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool = False, correction: float | None = 1
@@ -155,7 +151,7 @@ def cumsum(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
 
 
 def cumprod(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
-    """Multiply cumulatively; the gradient is right at zeros too, by which MindSpore's own divides."""
+    """Multiply cumulatively; MindSpore's own gradient divides by the factors, and is wrong at zeros."""
     x = x if dtype is None else x.astype(dtype)
     if is_empty(x):
         return pointwise.clone(x)
@@ -163,8 +159,8 @@ def cumprod(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
         return mint.cumprod(x, dim)
     factors = np.moveaxis(numbers(x).copy(), dim, 0)
 
-    # From the end: d x[i] = (product of what is before i) * (sum of later gradients, each times the factors between).
-    # No division, so zeros among the factors do no harm.
+    # From the end: d x[i] = (product of factors before i) * (sum of later gradients, each times the factors between).
+    # There is no division, so zeros among the factors are handled.
     def gradient(grad: Tensor) -> Tensor:
         before = np.ones_like(factors)
         np.cumprod(factors[:-1], 0, out=before[1:])
@@ -181,14 +177,14 @@ def logcumsumexp(x: Tensor, dim: int) -> Tensor:
 
 
 def cumulative_extreme(better: Callable[[Array, Array], Array]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Make `cummax` or `cummin`, which give the last position of several equal values, as torch."""
+    """Return `cummax` or `cummin`, which give the last index of several equal values, as torch."""
 
     def found(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         values = np.moveaxis(numbers(x), dim, 0)
         position = np.zeros(values.shape, np.int64)
         for i in range(1, len(values)):
             best = np.take_along_axis(values, position[i - 1 : i], 0)[0]
-            # `>=`: of equal values the later position; a NaN stays the best once it has come.
+            # `>=` selects the later of equal indices; a NaN stays selected once it occurs.
             position[i] = np.where(better(values[i], best) | np.isnan(values[i]), i, position[i - 1])
         where = share(np.ascontiguousarray(np.moveaxis(position, 0, dim)))
         return shapes.gather(x, dim, where), where
@@ -202,7 +198,7 @@ Position = Callable[[Array, int], Array]
 def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
     """Return the `k` largest (or smallest) values in order and their indices; of equal values the lower index."""
     order = np.take(order_of(x, dim, largest), np.arange(k), axis=dim)
-    # Positions are found on the host and have no gradient; the gather that picks the values has the right one.
+    # Indices are found on the host and have no gradient; the gather that selects the values has the right one.
     indices = share(order)
     return shapes.gather(x, dim, indices), indices
 
@@ -216,7 +212,7 @@ def order_of(x: Tensor, dim: int, descending: bool) -> np.ndarray[Any, Any]:
     values = numbers(x)
     if not descending:
         return np.argsort(values, axis=dim, kind="stable")
-    # Flipped before and after, so that equal elements keep their order although the sort is downwards.
+    # Flipped before and after, so that equal elements keep their order in a descending sort.
     backward = np.flip(np.argsort(np.flip(values, dim), axis=dim, kind="stable"), dim)
     return values.shape[dim] - 1 - backward if values.ndim else backward
 
@@ -235,7 +231,7 @@ def sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = Fals
 
 
 def extreme(name: str) -> Callable[..., Any]:
-    """Make `max` or `min`: of everything, along a dimension with positions, or of two tensors."""
+    """Return `max` or `min`: of all elements, along a dimension with indices, or of two tensors."""
     own = getattr(mint, name)
     position = np.argmax if name == "max" else np.argmin
 
@@ -256,16 +252,16 @@ def flattened(x: Tensor) -> Tensor:
 
 
 def _picked(x: Tensor, dim: int, position: Array, keepdim: bool) -> tuple[Tensor, Tensor]:
-    """Pick the values at positions `[..., 1, ...]` along `dim`, and return both."""
+    """Return the values at indices `[..., 1, ...]` along `dim`, and the indices."""
     where = share(position.astype(np.int64))
     values = shapes.gather(x, dim, where)
     return (values, where) if keepdim else (mint.squeeze(values, dim), mint.squeeze(where, dim))
 
 
 def by_position(find: Position, alone: bool = True) -> Callable[..., Any]:
-    """Make an operation that finds one element along a dimension.
+    """Return an operation that selects one element along a dimension.
 
-    With `alone`, a call without a dimension gives the value among all elements, without its position.
+    With `alone`, a call without a dimension returns the value among all elements, without its index.
     """
 
     def found(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
@@ -278,10 +274,10 @@ def by_position(find: Position, alone: bool = True) -> Callable[..., Any]:
 
 
 def _median(values: Array, dim: int) -> Array:
-    """Find the median, the lower one of two; a NaN where there is one, as torch."""
+    """Return the index of the median, the lower of two; of a NaN if there is one, as torch."""
     order = np.argsort(values, axis=dim, kind="stable")
     nans = np.isnan(values).sum(axis=dim, keepdims=True)
-    # Sorted, NaNs are last: the first of them where there is one.
+    # NaNs are sorted last, so this is the rank of the first of them if there is one.
     rank = np.where(nans > 0, values.shape[dim] - nans, (values.shape[dim] - 1) // 2)
     return np.take_along_axis(order, rank, dim)
 
@@ -293,7 +289,7 @@ def _nanmedian(values: Array, dim: int) -> Array:
 
 
 def _mode(values: Array, dim: int) -> Array:
-    """Find the most frequent value (the smallest of several), at its last place, as torch."""
+    """Return the last index of the most frequent value (the smallest of several), as torch."""
     moved = np.moveaxis(values, dim, -1)
     rows = moved.reshape(-1, moved.shape[-1])
     found = np.empty(len(rows), np.int64)
@@ -314,7 +310,7 @@ def aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tupl
 
 
 def quantile(skip_nan: bool) -> Callable[..., Tensor]:
-    """Make `quantile` or `nanquantile` for one number `q`."""
+    """Return `quantile` or `nanquantile` for one number `q`."""
 
     def found(
         x: Tensor, q: float, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
@@ -335,12 +331,12 @@ def quantile(skip_nan: bool) -> Callable[..., Tensor]:
 
 
 def _ranks(low: Array, weight: Array) -> tuple[Array, Array]:
-    # At a whole place there is no rank above, of which the last place has none at all.
+    # An integer rank needs no rank above it; the last one has none.
     return low, low + (weight > 0)
 
 
 def _interpolated(place: Array, how: str) -> tuple[Array, Array]:
-    """Return the rank below a fractional place, and the weight of the rank above."""
+    """Return the rank below a fractional rank, and the weight of the rank above."""
     low = np.floor(place).astype(np.int64)
     part = place - low
     rounded = {

@@ -1,8 +1,7 @@
-"""Writing by index: what the CPU has no kernel for, or none that takes int64 indices.
+"""Writing by index, and operations whose result shape depends on values: masks, nonzero, unique.
 
-NumPy works out the places that an index names, as positions in the flattened tensor: indices have no gradient.
-
-Operations whose result has a shape that depends on values: mask selection, nonzero, unique.
+The CPU has no kernel for these, or none with int64 indices. NumPy computes which elements an index selects, as indices
+into the flattened tensor, which have no gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def flattened(x: Tensor) -> Tensor:
 
 
 def _along(shape: tuple[int, ...], dim: int, index: Array) -> Array:
-    """Return the places of `x[..., index[i], ...]` for an index of the shape of what is written."""
+    """Return the flat indices of `x[..., index[i], ...]` for an index of the shape of what is written."""
     grids = np.indices(index.shape)
     grids[dim] = np.where(index < 0, index + shape[dim], index)
     _check_inside(grids[dim], shape[dim])
@@ -34,7 +33,7 @@ def _along(shape: tuple[int, ...], dim: int, index: Array) -> Array:
 
 
 def _rows(shape: tuple[int, ...], dim: int, index: Array) -> Array:
-    """Return the places of `x.index_select(dim, index)`."""
+    """Return the flat indices of `x.index_select(dim, index)`."""
     index = np.where(index < 0, index + shape[dim], index)
     _check_inside(index, shape[dim])
     return np.take(np.arange(math.prod(shape)).reshape(shape), index, axis=dim)
@@ -46,11 +45,11 @@ def _check_inside(index: Array, size: int) -> None:
 
 
 def _replaced(x: Tensor, places: Array, values: Tensor) -> Tensor:
-    """Write `values` (of the shape of `places`) into a copy of `x`; of several at one place the last one counts."""
+    """Write `values` into a copy of `x` at flat indices; of several values for one element the last wins."""
     if is_empty(values, x):
         return pointwise.add(x, filled(0, x.shape, values)) if x.dtype == values.dtype else pointwise.clone(x)
-    # Inverted: for each place of `x` the value that goes there, so that one gather does it, whose gradient is right; of
-    # several values the last one counts, as in a loop.
+    # Inverted to the value for each element of `x`, so that one gather does it, whose gradient is right. Of several
+    # values the last assignment wins, as in a loop.
     last = np.zeros(x.size, np.int64) - 1
     last[places.reshape(-1)] = np.arange(places.size)
     source = share(np.maximum(last, 0))
@@ -59,10 +58,10 @@ def _replaced(x: Tensor, places: Array, values: Tensor) -> Tensor:
 
 
 def _added(x: Tensor, places: Array, values: Tensor) -> Tensor:
-    """Add all `values` at their places to a copy of `x`."""
+    """Add all `values` at their flat indices to a copy of `x`."""
     if is_empty(values, x):
         return pointwise.add(x, filled(0, x.shape, values))
-    # Segments add up what falls on one place, and their gradient is a gather.
+    # A segment sum adds the values for one element, and its gradient is a gather.
     sums = ops.unsorted_segment_sum(flattened(values), share(places.reshape(-1).astype(np.int32)), x.size)
     return pointwise.add(x, mint.reshape(sums, x.shape))
 
@@ -79,7 +78,7 @@ def scatter(x: Tensor, dim: int, index: Tensor, src: Any = None, *, value: Any =
 
 
 def _leading(src: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Cut off the part of a source that an index of `shape` does not cover."""
+    """Crop a source to the part that an index of `shape` covers."""
     for dim, size in enumerate(shape):
         src = src if src.shape[dim] == size else mint.narrow(src, dim, 0, size)
     return src
@@ -104,20 +103,20 @@ def index_reduce(
 
 
 def _reduced(x: Tensor, places: Array, values: Tensor, reduce: str, include_self: bool) -> Tensor:
-    """Reduce the values at each place by sum, prod, mean, amax or amin; with `include_self` also what `x` has there.
+    """Reduce the values for each element by sum, prod, mean, amax or amin; with `include_self` also the element of `x`.
 
-    Values are laid out in one row per element of `x`, padded with what changes nothing.
+    Values are arranged in one row per element of `x`, padded with the neutral element.
     """
     if is_empty(values, x):
         return pointwise.add(x, filled(0, x.shape, values))
     neutral = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "amax": -math.inf, "amin": math.inf}
     if reduce not in neutral:
         raise ValueError(f"reduce must be one of {', '.join(neutral)}, got {reduce!r}")
-    table, counts = _by_place(places.reshape(-1), x.size, places.size)
+    table, counts = _by_element(places.reshape(-1), x.size, places.size)
     padded = shapes.cat([flattened(values), creation.full((1,), neutral[reduce], values.dtype)], 0)
     rows = ops.gather(padded, share(table), 0)
     written = share(counts > 0)
-    # What counts nothing must change nothing: the neutral element takes the place of `x` where values are.
+    # Without `include_self`, elements that are written start from the neutral element.
     own = flattened(x) if include_self else pointwise.masked_fill(flattened(x), written, neutral[reduce])
     rows = shapes.cat([mint.unsqueeze(own, 1), rows], 1)
     if reduce in ("sum", "mean"):
@@ -132,14 +131,14 @@ def _reduced(x: Tensor, places: Array, values: Tensor, reduce: str, include_self
     return mint.reshape(pointwise.where(written, result, flattened(x)), x.shape)
 
 
-def _by_place(places: Array, size: int, absent: int) -> tuple[Array, Array]:
-    """Tabulate which values go to each place, and count them.
+def _by_element(places: Array, size: int, absent: int) -> tuple[Array, Array]:
+    """Tabulate which values go to each element, and count them.
 
-    Returns the table `[size, most at one place]`, filled up with the number `absent`, and the counts `[size]`.
+    Returns the table `[size, maximum count]`, padded with the number `absent`, and the counts `[size]`.
     """
     counts = np.bincount(places, minlength=size)
     order = np.argsort(places, kind="stable")
-    # Number of a value among those of its place, in the order of the values.
+    # Rank of a value among those for its element, in the order of the values.
     rank = np.arange(places.size) - np.repeat(np.cumsum(counts) - counts, counts)
     table = np.full((size, counts.max()), absent)
     table[places[order], rank] = order
@@ -168,13 +167,13 @@ def index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False)
 
 
 def put(x: Tensor, index: Any, value: Any, accumulate: bool = False) -> Tensor:
-    """Return `x` as it is after `x[index] = value` (or `+=`), for any index that NumPy takes."""
-    # NumPy indexes the numbers of elements: its rules for mixed indices are torch's, and need not be written again.
+    """Return `x` as it is after `x[index] = value` (or `+=`), for any index that NumPy supports."""
+    # NumPy indexes an array of element numbers: its rules for mixed indices are torch's, so they need no code here.
     places = np.arange(x.size).reshape(x.shape)[_host_index(index)]
     if not isinstance(value, Tensor):
         value = creation.full((), value, x.dtype)
     value = pointwise.cast(value, x.dtype)
-    # NumPy and torch drop leading dimensions of one element of what is assigned.
+    # As NumPy and torch do, drop leading dimensions of one element of the assigned value.
     while value.ndim > places.ndim and value.shape[0] == 1:
         value = mint.squeeze(value, 0)
     values = shapes.expand(value, places.shape)
@@ -205,7 +204,7 @@ def nonzero(x: Tensor, as_tuple: bool = False) -> Any:
 
 
 def unique(x: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Any:
-    """Return the sorted distinct values; on request where each element went, and how often each value occurs."""
+    """Return the sorted distinct values; on request the index of each element's value, and the counts."""
     values, inverse, counts = np.unique(numbers(x), return_inverse=True, return_counts=True)
     return _chosen(values, inverse.reshape(x.shape), counts, return_inverse, return_counts)
 

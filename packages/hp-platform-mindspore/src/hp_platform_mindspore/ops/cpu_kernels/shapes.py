@@ -1,7 +1,4 @@
-"""Picking elements by slices and by tensors of indices.
-
-Operations that move elements and compute nothing: reshaping, joining, cutting, repeating, padding.
-"""
+"""Operations that move elements: indexing, reshaping, joining, splitting, repeating, padding."""
 
 from __future__ import annotations
 
@@ -49,9 +46,9 @@ def getitem(x: Tensor, index: Any) -> Tensor:
 
 
 def _without_steps(x: Tensor, index: Any) -> tuple[Tensor, tuple[Any, ...]]:
-    """Pick what slices with a step name, and return that and the rest of the index.
+    """Apply the slices with a step, and return the result and the remaining index.
 
-    The CPU's gradient fails for `x[:, ::2]`.
+    The CPU's gradient of `x[:, ::2]` fails.
     """
     items = index if isinstance(index, tuple) else (index,)
     dim, rest = 0, []
@@ -94,7 +91,7 @@ def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     if all(map(is_empty, tensors)):
-        # mint.cat leaves out empty tensors, and here their lengths with them.
+        # mint.cat skips empty tensors, and with them their lengths along `dim`.
         shape = list(tensors[0].shape)
         shape[dim] = sum(x.shape[dim] for x in tensors)
         return filled(0, shape, *tensors)
@@ -107,19 +104,19 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 def split(x: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
-    # The gradient of mint.split is wrong where that of a piece is a view, as that of cat's operands is.
+    # The gradient of mint.split is wrong if the gradient of a chunk is a view, as those of cat's operands are.
     starts = itertools.accumulate(sizes, initial=0)
     return tuple(mint.narrow(x, dim, start, size) for start, size in zip(starts, sizes, strict=False))
 
 
 def chunk(x: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
-    """Cut into pieces of `ceil(size / chunks)` as torch does: the last one may be smaller, and there may be fewer.
+    """Split into chunks of `ceil(size / chunks)` as torch does: the last may be smaller, and there may be fewer.
 
-    Of an empty dimension there are `chunks` empty pieces.
+    An empty dimension gives `chunks` empty chunks.
     """
     size = x.shape[dim]
-    piece = max(1, -(-size // chunks))
-    sizes = [min(piece, size - start) for start in range(0, size, piece)] or [0] * chunks
+    length = max(1, -(-size // chunks))
+    sizes = [min(length, size - start) for start in range(0, size, length)] or [0] * chunks
     return split(x, sizes, dim)
 
 
@@ -145,7 +142,7 @@ def tile(x: Tensor, *repeats: Any) -> Tensor:
 
 
 def diag_embed(x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
-    """Write the last dimension on the diagonals of matrices in the last two dimensions."""
+    """Write the last dimension on the diagonals of matrices in two new last dimensions."""
     length = x.shape[-1]
     size = length + abs(offset)
     places = np.full((size, size), length)
@@ -180,8 +177,8 @@ def roll(x: Tensor, shifts: Any, dims: Any = None) -> Tensor:
     pairs = [(shifts, dims)] if isinstance(dims, int) else list(zip(shifts, dims, strict=True))
     for shift, dim in pairs:
         size = x.shape[dim]
-        cut = -shift % size if size else 0
-        x = mint.cat([mint.narrow(x, dim, cut, size - cut), mint.narrow(x, dim, 0, cut)], dim) if cut else x
+        start = -shift % size if size else 0
+        x = mint.cat([mint.narrow(x, dim, start, size - start), mint.narrow(x, dim, 0, start)], dim) if start else x
     return x
 
 
@@ -191,26 +188,26 @@ def flip(x: Tensor, *dims: Any) -> Tensor:
 
 
 def triangle(name: str) -> Callable[..., Tensor]:
-    cut = getattr(np, name)
+    triangle_of = getattr(np, name)
 
-    def kept(x: Tensor, diagonal: int = 0) -> Tensor:
-        mask = cut(np.ones(tuple(x.shape[-2:]), np.bool_), diagonal)
+    def masked(x: Tensor, diagonal: int = 0) -> Tensor:
+        mask = triangle_of(np.ones(tuple(x.shape[-2:]), np.bool_), diagonal)
         return pointwise.masked_fill(x, share(~mask), 0.0)
 
-    return kept
+    return masked
 
 
 def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
-    """Pad as torch does: a negative amount cuts off, which MindSpore's own does not do for integers."""
+    """Pad as torch does: a negative amount crops, which MindSpore's own does not support for integers."""
     if mode == "constant" and any(n < 0 for n in pad):
         for i, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
-            start, cut = max(0, -before), max(0, -before) + max(0, -after)
-            x = mint.narrow(x, x.ndim - 1 - i, start, x.shape[x.ndim - 1 - i] - cut)
+            start, cropped = max(0, -before), max(0, -before) + max(0, -after)
+            x = mint.narrow(x, x.ndim - 1 - i, start, x.shape[x.ndim - 1 - i] - cropped)
         pad = [max(0, n) for n in pad]
     added = [before + after for before, after in zip(pad[::2], pad[1::2], strict=True)]
-    whole = [n + more for n, more in zip(x.shape, [0] * (x.ndim - len(added)) + added[::-1], strict=True)]
-    if is_empty(x) and (mode == "constant" or not math.prod(whole)):
-        return filled(value or 0, whole, x)
+    padded = [n + more for n, more in zip(x.shape, [0] * (x.ndim - len(added)) + added[::-1], strict=True)]
+    if is_empty(x) and (mode == "constant" or not math.prod(padded)):
+        return filled(value or 0, padded, x)
     return ops.pad(x, tuple(pad), mode, value)
 
 
@@ -219,7 +216,7 @@ def unbind(x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
 
 
 def tensor_split(x: Tensor, indices_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
-    """Cut into a number of pieces whose sizes differ by one at most, or at places that are read as a slice's bounds."""
+    """Split into a number of chunks whose sizes differ by at most one, or at indices read as slice bounds."""
     size = x.shape[dim]
     if isinstance(indices_or_sections, int):
         if indices_or_sections < 1:

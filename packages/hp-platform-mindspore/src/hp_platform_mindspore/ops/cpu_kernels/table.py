@@ -1,4 +1,4 @@
-"""All kernels of this folder by canonical (torch) name, and the operations that have none on purpose."""
+"""All kernels of this folder by canonical (torch) name, and the operations that are deliberately not composed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NOT_COMPOSED: dict[str, str] = {
     **{f"adaptive_max_pool{n}d": f"use max_pool{n}d with the kernel size that gives the wanted size" for n in (1, 2)},
     **dict.fromkeys(("im2col", "col2im"), "index the windows and use matmul"),
 }
-"""Operations with a sharding rule that MindSpore's CPU lacks and nobody needs there, and what to use instead."""
+"""Operations with a sharding rule that MindSpore's CPU lacks and that are not composed; what to use instead."""
 
 
 def check_composed(name: str) -> None:
