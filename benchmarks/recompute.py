@@ -71,8 +71,8 @@ def main():
         "none": lambda: plainly,
         "ours, full": lambda: partial(checkpoint, platform=platform),
         "torch, full": lambda: partial(torch_checkpoint, use_reentrant=False),
-        "ours, products kept": lambda: partial(checkpoint, platform=platform, keep=("products",)),
-        "torch, products kept": lambda: partial(torch_checkpoint, use_reentrant=False, context_fn=contexts),
+        "ours, products saved": lambda: partial(checkpoint, platform=platform, save=("products",)),
+        "torch, products saved": lambda: partial(torch_checkpoint, use_reentrant=False, context_fn=contexts),
         "ours, offloaded": lambda: ActivationOffload(platform),
         "torch, offloaded": lambda: on_cpu,
     }

@@ -38,8 +38,8 @@ def _tensor(dtype_name, values):
 
 
 def _list(x):
-    whole = PLATFORM.ops.cast(x, PLATFORM.dtype("float64"))
-    return PLATFORM.to_numpy(whole).reshape(-1).tolist()
+    full = PLATFORM.ops.cast(x, PLATFORM.dtype("float64"))
+    return PLATFORM.to_numpy(full).reshape(-1).tolist()
 
 
 def reduce_and_scatter(dtype_name, op, ranks):
@@ -59,9 +59,9 @@ def expected_reduction(dtype_name, op, size):
     """What `reduce_and_scatter` must give, from all ranks' values at once; integers are exact in any dtype."""
     rows = np.stack([_values(dtype_name, 6 * size, rank) for rank in range(size)])
     of_bool = {"sum": rows.any, "max": rows.any, "min": rows.all, "product": rows.all}
-    whole = of_bool[op](0) if dtype_name == "bool" else REDUCTIONS[op](rows)
-    whole = whole.astype(np.float64)
-    return [(whole.tolist(), whole.reshape(size, 6)[rank].tolist()) for rank in range(size)]
+    full = of_bool[op](0) if dtype_name == "bool" else REDUCTIONS[op](rows)
+    full = full.astype(np.float64)
+    return [(full.tolist(), full.reshape(size, 6)[rank].tolist()) for rank in range(size)]
 
 
 def average_of_integers():
@@ -138,13 +138,13 @@ def expected_moves(dtype_name, size):
 def collectives_on_views():
     """Views and transposed tensors as buffers: MindSpore's own collectives would do nothing."""
     group, ops = current_world(PLATFORM).all, PLATFORM.ops
-    whole = _tensor("float32", np.zeros((4, 3)))
-    part = ops.narrow(whole, 0, 1, 2)
+    full = _tensor("float32", np.zeros((4, 3)))
+    part = ops.narrow(full, 0, 1, 2)
     PLATFORM.copy_(part, _tensor("float32", np.full((2, 3), group.rank + 1.0)))
     group.all_reduce(part)
     column = ops.transpose(_tensor("float32", np.zeros((2, 2 * group.size))), 0, 1)
     group.all_gather_into(column, _tensor("float32", np.full((2, 2), float(group.rank))))
-    return PLATFORM.to_numpy(whole).tolist(), PLATFORM.to_numpy(column).tolist()
+    return PLATFORM.to_numpy(full).tolist(), PLATFORM.to_numpy(column).tolist()
 
 
 def empties():

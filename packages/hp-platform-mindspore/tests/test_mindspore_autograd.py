@@ -338,15 +338,15 @@ def _train(platform, rank, switch, steps=3):
         return t * 1
 
     def checkpointed(t):
-        kept = []
+        saved = []
 
         def forward(u):
-            kept.append(u.asnumpy().copy())
+            saved.append(u.asnumpy().copy())
             return mint.tanh(u)
 
         def backward(g):
             switch()
-            again = platform.from_numpy(kept[0])
+            again = platform.from_numpy(saved[0])
             platform.set_requires_grad(again, True)
             with platform.enable_grad():
                 y = platform.linear_map(mint.tanh(again), through, through)

@@ -55,9 +55,9 @@ def test_an_ordinary_cell_is_sharded(platform):
 WAYS = {
     "a state_dict of DTensors": lambda platform, cell: cell.load_state_dict(sharded(platform).state_dict()),
     "one placed otherwise": lambda platform, cell: cell.load_state_dict(sharded(platform, ("None", "tp")).state_dict()),
-    "one of whole tensors": lambda platform, cell: cell.load_state_dict(Layer().state_dict()),
+    "one of full tensors": lambda platform, cell: cell.load_state_dict(Layer().state_dict()),
     "load_param_into_net": lambda platform, cell: ms.load_param_into_net(cell, Layer().parameters_dict()),
-    "assigned whole": lambda platform, cell: setattr(cell.dense, "weight", Tensor(WEIGHT.copy())),
+    "assigned in full": lambda platform, cell: setattr(cell.dense, "weight", Tensor(WEIGHT.copy())),
     "assigned DTensor": lambda platform, cell: setattr(
         cell.dense, "weight", distribute_tensor(Tensor(WEIGHT.copy()), mesh_of(platform), [Shard(1)])
     ),
@@ -85,7 +85,7 @@ def test_parameters_are_loaded_in_their_placement(platform, way):
 def test_values_of_another_shape_are_refused(platform):
     def program():
         parameter = sharded(platform).dense.weight
-        with pytest.raises(ValueError, match=r"whole shape, got \[3, 4\]"):
+        with pytest.raises(ValueError, match=r"global shape, got \[3, 4\]"):
             parameter.set_data(Tensor(WEIGHT[:3].copy()))
         return values(parameter)
 
@@ -128,10 +128,10 @@ EMBEDDINGS = {
 }
 
 
-@pytest.mark.parametrize("cut", EMBEDDINGS)
-def test_an_embedding_of_mindspore_takes_the_styles(platform, cut):
-    """Its table has a name of its own; the classes are cut unevenly."""
-    embed, head, tied = EMBEDDINGS[cut]
+@pytest.mark.parametrize("kind", EMBEDDINGS)
+def test_an_embedding_of_mindspore_takes_the_styles(platform, kind):
+    """Its table has a name of its own; the classes are sharded unevenly."""
+    embed, head, tied = EMBEDDINGS[kind]
     ids = Tensor(np.array([[0, 6, 3], [3, 4, 1]], np.int32))
 
     def train(model):

@@ -38,7 +38,7 @@ class Net(nn.Cell):
         return self.second(self.first(mint.tanh(x)))
 
 
-def told(comm):
+def counts_of(comm):
     return {
         module: tuple(sum(r.in_backward is flag for r in records) for flag in (False, True))
         for module, records in comm.by_module().items()
@@ -56,4 +56,4 @@ def test_value_and_grad_and_recomputation(platform, recomputes, again):
         _, grads = ms.value_and_grad(lambda x: mint.sum(model(x)), None, weights)(x)
         current_world(platform).group((0,)).all_reduce(mint.zeros(2))
     assert len(grads) == 2
-    assert told(comm) == {"first.1": (2, 1 + again), "second": (3, 1), "": (1, 0)}
+    assert counts_of(comm) == {"first.1": (2, 1 + again), "second": (3, 1), "": (1, 0)}

@@ -21,7 +21,7 @@ from hp_dtensor.testing import run_ranks
 from hp_platform_mindspore.tensor.dtensor import MindSporeDTensor
 
 F = mint.nn.functional
-WHOLE = np.arange(15, dtype=np.float32).reshape(5, 3) - 4
+FULL = np.arange(15, dtype=np.float32).reshape(5, 3) - 4
 
 
 def on_ranks(platform, fn, size=2):
@@ -39,8 +39,8 @@ def mesh(platform):
     return init_device_mesh("cpu", (1,), mesh_dim_names=("dp",), platform=platform)
 
 
-def sharded(mesh, whole=WHOLE, placement=None):
-    return distribute_tensor(Tensor(whole), mesh, [placement or Shard(0)], src_data_rank=None)
+def sharded(mesh, full=FULL, placement=None):
+    return distribute_tensor(Tensor(full), mesh, [placement or Shard(0)], src_data_rank=None)
 
 
 # What it is ----------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def test_it_is_made_by_functions_only():
 
 
 def test_its_text_shows_placements_and_local_data(platform, mesh):
-    x = sharded(mesh, WHOLE[:1])
+    x = sharded(mesh, FULL[:1])
     assert repr(x) == "DTensor([1, 3], Float32, (dp:S(0)) on mesh (dp=1), local=[[-4., -3., -2.]])"
     assert str(platform.Parameter(x)).startswith("Parameter of DTensor([1, 3]")
 
@@ -78,7 +78,7 @@ def test_wrap_and_unwrap_share_storage_and_leave_their_input_alone(platform, mes
     assert local.asnumpy()[0, 0] == 7
 
 
-def test_values_are_those_of_the_whole(platform):
+def test_values_are_global(platform):
     def values(mesh):
         x = sharded(mesh)
         one = sharded(mesh, np.array([2.5], np.float32), Replicate())
@@ -86,7 +86,7 @@ def test_values_are_those_of_the_whole(platform):
         return x.asnumpy().tolist(), np.asarray(x).tolist(), x.tolist(), one.item(), float(partial), bool(one)
 
     for found in on_ranks(platform, values):
-        assert found == (WHOLE.tolist(), WHOLE.tolist(), WHOLE.tolist(), 2.5, 2.0, True)
+        assert found == (FULL.tolist(), FULL.tolist(), FULL.tolist(), 2.5, 2.0, True)
 
 
 # Operations called directly ------------------------------------------------------------------------------
@@ -154,12 +154,12 @@ PRIMITIVES = {
 @pytest.mark.parametrize("name", PRIMITIVES)
 def test_primitives_are_intercepted(platform, name):
     function = PRIMITIVES[name]
-    expected = function(Tensor(WHOLE))
+    expected = function(Tensor(FULL))
 
     def program(mesh):
         results = []
         for placement in (Shard(0), Shard(1), Replicate()):
-            result = function(sharded(mesh, WHOLE, placement))
+            result = function(sharded(mesh, FULL, placement))
             assert isinstance(result, MindSporeDTensor)
             assert result.shape == expected.shape
             results.append((str(result.dtype), result.asnumpy()))
@@ -173,7 +173,7 @@ def test_primitives_are_intercepted(platform, name):
 
 def test_cells_of_mindspore_run_on_dtensors(platform):
     layer = nn.Dense(3, 2)
-    expected = layer(Tensor(WHOLE)).asnumpy()
+    expected = layer(Tensor(FULL)).asnumpy()
 
     def program(mesh):
         twin = copy.deepcopy(layer)
@@ -193,9 +193,9 @@ def test_indexing_by_a_plain_tensor_is_refused(mesh):
 
 def test_mixed_operands_are_refused(platform, mesh):
     with pytest.raises(MixedOperandsError, match="a plain tensor of shape"):
-        sharded(mesh) + Tensor(WHOLE)
+        sharded(mesh) + Tensor(FULL)
     with pytest.raises(MixedOperandsError, match="linear: a plain tensor"):
-        platform.ops.linear(Tensor(WHOLE), sharded(mesh))
+        platform.ops.linear(Tensor(FULL), sharded(mesh))
 
 
 def test_an_operation_without_a_rule_is_named(mesh):
@@ -217,14 +217,14 @@ def test_local_operations(platform, mesh):
 
 def test_copies_into_dtensors(platform):
     def program(mesh):
-        x, y = sharded(mesh), sharded(mesh, WHOLE * 2, Replicate())
+        x, y = sharded(mesh), sharded(mesh, FULL * 2, Replicate())
         x.copy_(y)
         with pytest.raises(MixedOperandsError, match="copy_ into a DTensor"):
-            x.copy_(Tensor(WHOLE))
+            x.copy_(Tensor(FULL))
         return x.asnumpy()
 
     for found in on_ranks(platform, program):
-        np.testing.assert_array_equal(found, WHOLE * 2)
+        np.testing.assert_array_equal(found, FULL * 2)
 
 
 # Gradients and parameters --------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def test_parameters_are_leaves_with_dtensor_gradients(platform):
         assert w.grad is None
         return grad
 
-    expected = 2 * 2 * 2 * np.repeat(WHOLE.sum(1, keepdims=True), 3, 1)
+    expected = 2 * 2 * 2 * np.repeat(FULL.sum(1, keepdims=True), 3, 1)
     for grad in on_ranks(platform, program):
         np.testing.assert_allclose(grad, expected, rtol=1e-6)
 
@@ -263,7 +263,7 @@ def test_a_replicated_parameter_gets_the_whole_gradient(platform):
         return w.grad.placements, platform.to_numpy(w.grad)
 
     plain = platform.Parameter(Tensor(np.ones((2, 3), np.float32)))
-    platform.backward((F.linear(Tensor(WHOLE), plain) ** 2).sum())
+    platform.backward((F.linear(Tensor(FULL), plain) ** 2).sum())
     for placements, grad in on_ranks(platform, program):
         assert placements == (Replicate(),)
         np.testing.assert_allclose(grad, plain._grad.asnumpy(), rtol=1e-6)
@@ -274,7 +274,7 @@ def test_gradients_that_do_not_fit_are_refused(mesh):
     with pytest.raises(PlacementError, match=r"must be \[5, 3\], got \[2\]"):
         x.grad = Tensor(np.zeros(2, np.float32))
     with pytest.raises(PlacementError, match="redistribute it first"):
-        x.grad = sharded(mesh, WHOLE, Shard(1))
+        x.grad = sharded(mesh, FULL, Shard(1))
 
 
 def test_gradients_of_inputs(platform):
@@ -289,7 +289,7 @@ def test_gradients_of_inputs(platform):
 
     for dy, dx in on_ranks(platform, program):
         np.testing.assert_array_equal(dy, np.ones((5, 3)))
-        np.testing.assert_array_equal(dx, 2 * WHOLE)
+        np.testing.assert_array_equal(dx, 2 * FULL)
 
 
 PRODUCTS = {
@@ -304,13 +304,13 @@ PRODUCTS = {
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_of_which_a_rank_has_nothing(platform, name):
     """MindSpore's kernels leave what was in the memory."""
-    function, shapes, reference, cut = PRODUCTS[name]
+    function, shapes, reference, dims = PRODUCTS[name]
     arrays = [np.arange(math.prod(shape), dtype=np.float32).reshape(shape) for shape in shapes]
 
     def program(mesh):
         leaves = [
             platform.Parameter(sharded(mesh, array, Replicate() if dim is None else Shard(dim)))
-            for array, dim in zip(arrays, cut, strict=True)
+            for array, dim in zip(arrays, dims, strict=True)
         ]
         for _ in range(5):
             remains = [Tensor(np.full(size, 7.5, np.float32)) * 1 for size in (3, 4, 5, 16, 20, 40) for _ in range(6)]
@@ -327,22 +327,22 @@ def test_products_of_which_a_rank_has_nothing(platform, name):
 
 def test_gradients_of_slices_with_a_step(platform):
     """The kernel for it in MindSpore fails where another dimension than the first is stepped through."""
-    whole = np.arange(30, dtype=np.float32).reshape(2, 5, 3)
+    full = np.arange(30, dtype=np.float32).reshape(2, 5, 3)
     index = (Ellipsis, None, slice(1, None, 2), slice(None, None, 2))
-    expected = np.zeros_like(whole)
+    expected = np.zeros_like(full)
     expected[index] = 1
 
     def program(mesh):
         found = []
         for placement in (Shard(0), Shard(1), Replicate()):
-            x = platform.Parameter(sharded(mesh, whole, placement))
+            x = platform.Parameter(sharded(mesh, full, placement))
             y = x[index]
             platform.backward(y.sum())
             found.append((y.asnumpy(), x.grad.asnumpy()))
         return found
 
     for y, grad in (pair for found in on_ranks(platform, program) for pair in found):
-        np.testing.assert_array_equal(y, whole[index])
+        np.testing.assert_array_equal(y, full[index])
         np.testing.assert_array_equal(grad, expected)
 
 
@@ -356,17 +356,17 @@ def test_a_parameter_of_a_shard_shares_its_storage(platform):
         return flat[2:].tolist()
 
     for rank, flat in enumerate(on_ranks(platform, program)):
-        values = WHOLE[:3] if rank == 0 else WHOLE[3:]
+        values = FULL[:3] if rank == 0 else FULL[3:]
         assert flat == values.reshape(-1).tolist() + [0.0] * (18 - values.size)
 
 
 def test_copies_are_independent_and_pickling_is_refused(platform, mesh):
     w = platform.Parameter(sharded(mesh))
     twin = copy.deepcopy(w)
-    platform.copy_(w, sharded(mesh, WHOLE * 0))
+    platform.copy_(w, sharded(mesh, FULL * 0))
     assert isinstance(twin, (ms.Parameter, DTensor))
     assert twin.placements == w.placements
-    np.testing.assert_array_equal(twin.asnumpy(), WHOLE)
+    np.testing.assert_array_equal(twin.asnumpy(), FULL)
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(w)
     with pytest.raises(RuntimeError, match="only leaf tensors"):

@@ -76,7 +76,7 @@ def _values(platform, model):
 
 
 def _sharded(platform, name):
-    """The model, cut in two groups, and this rank."""
+    """The model, sharded in two groups, and this rank."""
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",), platform=platform)
     model = _build(name)
     fsdp.fully_shard(model[0], mesh=mesh)
@@ -118,19 +118,19 @@ class Penalized(nn.Cell):
 
 
 def test_parameters_are_in_their_cells_lists_during_a_forward(platform):
-    def gradients(cut):
+    def gradients(is_sharded):
         model = Penalized()
         rng = np.random.default_rng(0)
         for parameter in model.get_parameters():
             parameter.set_data(Tensor(rng.integers(-2, 3, parameter.shape).astype(np.float32)))
-        if cut:
+        if is_sharded:
             mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",), platform=platform)
             fsdp.fully_shard(model, mesh)
         with platform.enable_grad():
             y = model(Tensor(np.arange(6, dtype=np.float32).reshape(2, 3)))
         platform.backward(mint.sum(y))
         grads = {name: platform.get_grad(p) for name, p in platform.named_parameters(model)}
-        return {name: (g.full_tensor() if cut else g).asnumpy().copy() for name, g in grads.items()}
+        return {name: (g.full_tensor() if is_sharded else g).asnumpy().copy() for name, g in grads.items()}
 
     expected = gradients(False)
     for found in run_ranks(gradients, RANKS, platform, True):

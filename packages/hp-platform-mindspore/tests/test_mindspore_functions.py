@@ -242,12 +242,12 @@ def slopes(function, arrays, weight):
     for array in arrays:
         slope = np.zeros_like(array)
         for place in np.ndindex(array.shape):
-            kept = array[place]
+            value = array[place]
             sides = []
             for step in (1e-6, -1e-6):
-                array[place] = kept + step
+                array[place] = value + step
                 sides.append((function(*arrays) * weight).sum())
-            array[place] = kept
+            array[place] = value
             slope[place] = (sides[0] - sides[1]) / 2e-6
         yield slope
 

@@ -1,4 +1,4 @@
-"""Graphs of MindSpore (`jit`, GRAPH_MODE) refuse DTensors, whose shard they would take for the whole."""
+"""Graphs of MindSpore (`jit`, GRAPH_MODE) refuse DTensors, whose shard they would take for the global tensor."""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ def test_moves_in_subgroups(three_ranks, ranks):
 
 def test_views_are_read_and_written(two_ranks):
     row, zeros = [3.0] * 3, [0.0] * 3
-    for whole, column in two_ranks.run(on_rank.collectives_on_views):
-        assert whole == [zeros, row, row, zeros]
+    for full, column in two_ranks.run(on_rank.collectives_on_views):
+        assert full == [zeros, row, row, zeros]
         assert column == [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
 
 

@@ -12,7 +12,7 @@ from hp_dtensor.spec.placements import Replicate, Shard
 from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.testing import run_ranks
 
-WHOLE = np.arange(1, 16, dtype=np.float32).reshape(5, 3)
+FULL = np.arange(1, 16, dtype=np.float32).reshape(5, 3)
 LAYOUTS = (Shard(0), Shard(1), Replicate())
 
 
@@ -36,20 +36,20 @@ def _added_twice(x):
 
 
 WRITES = {
-    "add_": (lambda x: x.add_(x), WHOLE * 2),
-    "add_ with alpha": (lambda x: x.add_(x, alpha=2), WHOLE * 3),
-    "sub_": (lambda x: x.sub_(1.0), WHOLE - 1),
-    "mul_": (lambda x: x.mul_(3), WHOLE * 3),
-    "div_": (lambda x: x.div_(2.0), WHOLE / 2),
-    "+=": (_added_twice, WHOLE * 2 + 1),
+    "add_": (lambda x: x.add_(x), FULL * 2),
+    "add_ with alpha": (lambda x: x.add_(x, alpha=2), FULL * 3),
+    "sub_": (lambda x: x.sub_(1.0), FULL - 1),
+    "mul_": (lambda x: x.mul_(3), FULL * 3),
+    "div_": (lambda x: x.div_(2.0), FULL / 2),
+    "+=": (_added_twice, FULL * 2 + 1),
     # MindSpore's own exponentials are off by 9e-7 of NumPy's.
-    "exp_": (lambda x: x.mul_(0.1).exp_(), lambda: mint.exp(mint.mul(Tensor(WHOLE), 0.1)).asnumpy()),
-    "clamp_": (lambda x: x.clamp_(2, 5), WHOLE.clip(2, 5)),
-    "fill_": (lambda x: x.fill_(3.0), np.full_like(WHOLE, 3)),
-    "zero_": (lambda x: x.zero_(), WHOLE * 0),
-    "masked_fill_": (lambda x: x.masked_fill_(x > 4, 0.0), np.where(WHOLE > 4, 0, WHOLE)),
-    "relu_": (lambda x: mint.nn.functional.relu(x.sub_(5), inplace=True), np.maximum(WHOLE - 5, 0)),
-    "floor_": (lambda x: x.div_(2).floor_(), np.floor(WHOLE / 2)),
+    "exp_": (lambda x: x.mul_(0.1).exp_(), lambda: mint.exp(mint.mul(Tensor(FULL), 0.1)).asnumpy()),
+    "clamp_": (lambda x: x.clamp_(2, 5), FULL.clip(2, 5)),
+    "fill_": (lambda x: x.fill_(3.0), np.full_like(FULL, 3)),
+    "zero_": (lambda x: x.zero_(), FULL * 0),
+    "masked_fill_": (lambda x: x.masked_fill_(x > 4, 0.0), np.where(FULL > 4, 0, FULL)),
+    "relu_": (lambda x: mint.nn.functional.relu(x.sub_(5), inplace=True), np.maximum(FULL - 5, 0)),
+    "floor_": (lambda x: x.div_(2).floor_(), np.floor(FULL / 2)),
 }
 
 
@@ -58,7 +58,7 @@ def test_writing_reaches_the_tensor_itself(platform, name):
     write, expected = WRITES[name]
 
     def program(place):
-        x = place(WHOLE.copy())
+        x = place(FULL.copy())
         before = platform.version(x)
         assert write(x) is x
         assert platform.version(x) > before
@@ -82,11 +82,11 @@ PARTS = {
 @pytest.mark.parametrize("name", PARTS)
 def test_assignment_to_a_part(platform, name):
     index, value = PARTS[name]
-    expected = WHOLE.copy()
+    expected = FULL.copy()
     expected[index] = value
 
     def program(place):
-        x = place(WHOLE.copy())
+        x = place(FULL.copy())
         x[index] = value
         return x.asnumpy()
 
@@ -95,13 +95,13 @@ def test_assignment_to_a_part(platform, name):
 
 
 def test_assignment_of_a_dtensor_and_by_a_mask(platform):
-    expected = WHOLE.copy()
-    expected[1:3] = WHOLE[3:]
+    expected = FULL.copy()
+    expected[1:3] = FULL[3:]
     expected[expected > 11] = 0
 
     def program(place):
-        x = place(WHOLE.copy())
-        x[1:3] = place(WHOLE[3:].copy())
+        x = place(FULL.copy())
+        x[1:3] = place(FULL[3:].copy())
         x[x > 11] = 0.0
         return x.asnumpy()
 
@@ -113,7 +113,7 @@ def test_gradients_go_through_what_was_written(platform):
     """`x * x`, then tripled in place, then one row replaced."""
 
     def program(place):
-        leaf, row = place(WHOLE.copy()), place(np.ones((1, 3), np.float32))
+        leaf, row = place(FULL.copy()), place(np.ones((1, 3), np.float32))
         for x in (leaf, row):
             platform.set_requires_grad(x, True)
         x = leaf * leaf
@@ -122,7 +122,7 @@ def test_gradients_go_through_what_was_written(platform):
         loss = (x * x).sum().full_tensor()
         return [g.asnumpy() for g in platform.grad([loss], [leaf, row])]
 
-    expected = 2 * (3 * WHOLE**2) * 6 * WHOLE
+    expected = 2 * (3 * FULL**2) * 6 * FULL
     expected[2] = 0
     for of_leaf, of_row in on_ranks(platform, program):
         np.testing.assert_allclose(of_leaf, expected, rtol=1e-6)
@@ -131,7 +131,7 @@ def test_gradients_go_through_what_was_written(platform):
 
 def test_a_needed_value_that_was_overwritten_is_noticed(platform):
     def program(place):
-        leaf = place(WHOLE.copy())
+        leaf = place(FULL.copy())
         platform.set_requires_grad(leaf, True)
         x = leaf * 1
         loss = (x * x).sum().full_tensor()
@@ -144,7 +144,7 @@ def test_a_needed_value_that_was_overwritten_is_noticed(platform):
 
 def test_a_recorded_write_that_views_would_not_follow_is_refused(platform):
     def program(place):
-        leaf = place(WHOLE.copy())
+        leaf = place(FULL.copy())
         platform.set_requires_grad(leaf, True)
         x = leaf * 1
         view = x.unsqueeze(0)
@@ -160,16 +160,16 @@ def test_a_recorded_write_that_views_would_not_follow_is_refused(platform):
         return seen, x.asnumpy()
 
     for once, twice in on_ranks(platform, program):
-        np.testing.assert_array_equal(once, WHOLE + 1)
-        np.testing.assert_array_equal(twice, WHOLE + 2)
+        np.testing.assert_array_equal(once, FULL + 1)
+        np.testing.assert_array_equal(twice, FULL + 2)
 
 
 def test_what_does_not_fit_is_refused(platform):
     def program(place):
-        whole, ints = place(WHOLE.copy()), place(WHOLE.astype(np.int64))
+        full, ints = place(FULL.copy()), place(FULL.astype(np.int64))
         with pytest.raises(TypeError, match="cannot be stored in Int64"):
             ints.mul_(1.5)
         with pytest.raises((ValueError, ShardingRuleError), match=r"does not fit into|in place it would"):
-            whole.add_(place(np.ones((2, 5, 3), np.float32)))
+            full.add_(place(np.ones((2, 5, 3), np.float32)))
 
     on_ranks(platform, program)

@@ -30,11 +30,11 @@ PLACES = (("mint", mint), ("mint.nn.functional", mint.nn.functional), ("mint.spe
           ("mint.linalg", mint.linalg))  # fmt: skip
 
 
-def cut(platform, whole):
-    """The first rank's part of an array whose rows are cut, on a mesh of two ranks that do not communicate."""
+def first_shard(platform, full):
+    """The first rank's shard of an array whose rows are sharded, on a mesh of two ranks that do not communicate."""
     mesh = DeviceMesh("cpu", (2,), world=SilentWorld(0, 2, platform))
-    rows = -(-whole.shape[0] // 2)
-    return from_local(Tensor(whole[:rows].copy()), mesh, [Shard(0)], shape=whole.shape)
+    rows = -(-full.shape[0] // 2)
+    return from_local(Tensor(full[:rows].copy()), mesh, [Shard(0)], shape=full.shape)
 
 
 def functions():
@@ -56,10 +56,10 @@ CALLS = dict(functions())
 
 def arguments(platform):
     def numbers(*shape):
-        return cut(platform, np.linspace(0.5, 2.0, int(np.prod(shape)), dtype=np.float32).reshape(shape))
+        return first_shard(platform, np.linspace(0.5, 2.0, int(np.prod(shape)), dtype=np.float32).reshape(shape))
 
-    ids = cut(platform, np.array([0, 2, 1, 0, 2]))
-    rows = cut(platform, np.array([[0, 2, 1, 0]] * 5))
+    ids = first_shard(platform, np.array([0, 2, 1, 0, 2]))
+    rows = first_shard(platform, np.array([[0, 2, 1, 0]] * 5))
     image = numbers(5, 2, 3, 4)
     x = numbers(5, 4)
     yield from itertools.product([x], [(), (1,), (0,), (2.0,), (x,), ((1,),), (0, 1), (1, 0, 2), (x > 1, 0.5), (x, x)])
@@ -113,32 +113,32 @@ LIKE = {
 @pytest.mark.parametrize("dtype", [None, ms.float16], ids=str)
 @pytest.mark.parametrize("name", LIKE)
 def test_what_is_made_like_a_dtensor_is_placed_like_it(platform, name, dtype):
-    x = cut(platform, np.linspace(0.5, 2.0, 20, dtype=np.float32).reshape(5, 4))
+    x = first_shard(platform, np.linspace(0.5, 2.0, 20, dtype=np.float32).reshape(5, 4))
     made = LIKE[name](x, dtype)
     assert (made.placements, made.shape, made.dtype) == (x.placements, (5, 4), dtype or ms.float32)
 
 
 def test_random_numbers_of_a_function_of_mindspores_follow_the_platforms_seed(platform):
-    x = cut(platform, np.zeros((5, 4), np.float32))
+    x = first_shard(platform, np.zeros((5, 4), np.float32))
     drawn = []
     for random_like in (ops.rand_like, mint.rand_like, platform.operation("rand_like")):
         platform.manual_seed(3)
         drawn.append(platform.to_numpy(random_like(x).to_local()).tolist())
     platform.manual_seed(3)
-    whole = platform.operation("rand_like")(Tensor(np.zeros((5, 4), np.float32)))
-    assert drawn == [platform.to_numpy(whole)[:3].tolist()] * 3
+    full = platform.operation("rand_like")(Tensor(np.zeros((5, 4), np.float32)))
+    assert drawn == [platform.to_numpy(full)[:3].tolist()] * 3
 
 
 def test_a_seed_of_one_call_is_refused(platform):
-    x = cut(platform, np.zeros((5, 4), np.float32))
+    x = first_shard(platform, np.zeros((5, 4), np.float32))
     with pytest.raises(CapabilityError, match="manual_seed"):
         ops.rand_like(x, 3)
     with pytest.raises(CapabilityError, match="random_"):
-        ops.randint_like(cut(platform, np.zeros((5, 4), np.int32)), 0, 5)
+        ops.randint_like(first_shard(platform, np.zeros((5, 4), np.int32)), 0, 5)
 
 
 def test_methods_that_are_of_another_kind_on_each_device_are_refused(platform):
-    x = cut(platform, np.zeros((5, 4), np.float32))
+    x = first_shard(platform, np.zeros((5, 4), np.float32))
     for call, instead in ((lambda: x.std(0), "mint.std"), (lambda: x.median(), "mint.median")):
         with pytest.raises(CapabilityError, match=instead):
             call()
@@ -146,14 +146,14 @@ def test_methods_that_are_of_another_kind_on_each_device_are_refused(platform):
 
 
 def test_real_numbers_are_real_wherever_they_are(platform):
-    found = ops.isreal(cut(platform, np.full((5, 4), np.nan, np.float32)))
+    found = ops.isreal(first_shard(platform, np.full((5, 4), np.nan, np.float32)))
     assert (found.placements, found.shape, found.dtype) == ((Shard(0),), (5, 4), ms.bool_)
     assert found.to_local().asnumpy().all()
 
 
 @pytest.mark.parametrize("form", ["function", "method"])
 def test_every_piece_is_a_dtensor(platform, form):
-    x = cut(platform, np.zeros((5, 4), np.float32))
+    x = first_shard(platform, np.zeros((5, 4), np.float32))
     pieces = ops.tensor_split(x, 7) if form == "function" else x.tensor_split(7)
     assert [(type(piece), piece.shape[0]) for piece in pieces] == [(platform.DTensor, n) for n in (1, 1, 1, 1, 1, 0, 0)]
 

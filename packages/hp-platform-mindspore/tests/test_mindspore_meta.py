@@ -49,10 +49,10 @@ def test_all_parameters_are_without_data(platform):
     }
     materialize(net, platform=platform)
     init_parameters(net, lambda name, shape: Normal(0.5), seed=3, platform=platform)
-    whole = Net()
-    init_parameters(whole, lambda name, shape: Normal(0.5), seed=3, platform=platform)
+    filled = Net()
+    init_parameters(filled, lambda name, shape: Normal(0.5), seed=3, platform=platform)
     x = ms.Tensor(np.ones((2, 4), np.float32))
-    np.testing.assert_array_equal(net(x).asnumpy(), whole(x).asnumpy())
+    np.testing.assert_array_equal(net(x).asnumpy(), filled(x).asnumpy())
 
 
 def test_other_threads_make_parameters_with_data(platform):

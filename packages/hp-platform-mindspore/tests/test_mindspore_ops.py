@@ -93,7 +93,7 @@ EMPTY = {
     "clone": (lambda o, x: o.clone(x), [(2, 0)], (2, 0)),
     "sum of all": (lambda o, x: o.sum(x), [(0, 3)], ()),
     "sum over nothing": (lambda o, x: o.sum(x, 0), [(0, 3)], (3,)),
-    "sum, kept": (lambda o, x: o.sum(x, (0, 1), True), [(0, 3)], (1, 1)),
+    "sum, keepdim": (lambda o, x: o.sum(x, (0, 1), True), [(0, 3)], (1, 1)),
     "sum of nothing": (lambda o, x: o.sum(x, 1), [(0, 3)], (0,)),
     "mean of nothing": (lambda o, x: o.mean(x, 1), [(0, 3)], (0,)),
     "cumsum": (lambda o, x: o.cumsum(x, 0), [(0, 3)], (0, 3)),

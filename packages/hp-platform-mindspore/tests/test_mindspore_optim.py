@@ -83,7 +83,7 @@ def test_sgd(platform, momentum, weight_decay):
     assert [parameter.data_ptr() for parameter in parameters.values()] == addresses
 
 
-def test_shards_are_updated_as_the_whole(platform):
+def test_shards_are_updated_as_the_global_tensor(platform):
     def program(make):
         mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("dp",), platform=platform)
 

@@ -48,7 +48,7 @@ def trained(platform, parameters, optimizer):
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
-def test_elementwise_optimizers_update_shards_as_the_whole(platform, kind):
+def test_elementwise_optimizers_update_shards_as_the_global_tensor(platform, kind):
     def program():
         parameters = distributed(platform)
         version = platform.version(parameters[0])
@@ -86,7 +86,7 @@ CUTS = [(optim.AdamW, 0), (optim.SGD, 0), *((kind, 1) for kind in OPTIMIZERS)]
 
 
 @pytest.mark.parametrize(("kind", "dim"), CUTS, ids=lambda value: getattr(value, "__name__", value))
-def test_parameters_that_fully_shard_has_cut(platform, kind, dim):
+def test_parameters_of_fully_shard(platform, kind, dim):
     hp_fsdp = pytest.importorskip("hp_fsdp")
 
     class Model(platform.Module):
@@ -149,15 +149,15 @@ def test_wrong_gradients_are_errors_and_change_nothing(platform):
         parameters = distributed(platform)
         optimizer = optim.SGD(parameters, lr=0.1)
         mesh = parameters[0].device_mesh
-        whole = [distribute_tensor(tensor(array), mesh, [Replicate()]) for array in (WEIGHT, BIAS)]
+        full = [distribute_tensor(tensor(array), mesh, [Replicate()]) for array in (WEIGHT, BIAS)]
         with pytest.raises(PlacementError, match="redistribute"):
-            optimizer(whole)
+            optimizer(full)
         with pytest.raises(PlacementError, match="the local gradient must be"):
-            optimizer([tensor(WEIGHT), whole[1]])
+            optimizer([tensor(WEIGHT), full[1]])
         with pytest.raises(ValueError, match="each of 2 parameters, got 1"):
-            optimizer(whole[:1])
+            optimizer(full[:1])
         with pytest.raises(ValueError, match="has no gradient"):
-            optimizer([None, whole[1]])
+            optimizer([None, full[1]])
         return platform.to_numpy(parameters[0].full_tensor())
 
     for found in run_ranks(program, 2, platform):
@@ -188,8 +188,8 @@ def test_a_refused_group_is_not_added(platform):
 def test_a_copy_of_a_parameter_keeps_placement_and_dtype(platform):
     def program():
         mesh = init_device_mesh("cpu", (2,), platform=platform)
-        whole = distribute_tensor(tensor(WEIGHT).astype(ms.bfloat16), mesh, [Shard(0)])
-        parameter = platform.Parameter(whole)
+        full = distribute_tensor(tensor(WEIGHT).astype(ms.bfloat16), mesh, [Shard(0)])
+        parameter = platform.Parameter(full)
         same, ones = parameter.clone(), parameter.clone(init="ones")
         assert same.data_ptr() != parameter.data_ptr()
         with pytest.raises(CapabilityError, match="same, zeros, ones or a number"):

@@ -66,14 +66,14 @@ def test_five_steps(platform):
         np.testing.assert_allclose(optimizer.state()[name]["exp_avg_sq"].asnumpy(), second[name], rtol=1e-5)
 
 
-def test_shards_are_updated_as_the_whole(platform):
+def test_shards_are_updated_as_the_global_tensor(platform):
     def program():
         mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("dp",), platform=platform)
 
         def place(name, array):
             placement = Shard(0) if array.ndim else Replicate()
-            whole = platform.from_numpy(array.astype(np.float32))
-            return distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+            full = platform.from_numpy(array.astype(np.float32))
+            return distribute_tensor(full, mesh, [placement], src_data_rank=None)
 
         parameters = {name: platform.Parameter(place(name, array)) for name, array in values(0).items()}
         optimizer = train(platform, parameters, place)

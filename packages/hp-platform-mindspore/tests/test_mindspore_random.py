@@ -11,7 +11,7 @@ from hp_dtensor.spec.placements import RaggedShard, Replicate, Shard, StridedSha
 from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.testing import run_ranks
 
-WHOLE = np.ones((5, 4), np.float32)
+FULL = np.ones((5, 4), np.float32)
 LAYOUTS = {
     "replicated": (Replicate(), Replicate()),
     "rows": (Shard(0), Replicate()),
@@ -45,7 +45,7 @@ def test_numbers_are_those_of_one_device(platform, name):
         found = []
         for placements in layouts(shape):
             platform.manual_seed(3)
-            x = distribute_tensor(Tensor(WHOLE), mesh, placements, src_data_rank=None)
+            x = distribute_tensor(Tensor(FULL), mesh, placements, src_data_rank=None)
             found.append([DRAWS[name](x).asnumpy().copy() for _ in range(2)])
         return found
 
@@ -60,10 +60,10 @@ def test_numbers_are_those_of_one_device(platform, name):
 def test_dropout_of_a_plain_tensor_has_these_numbers_too(platform):
     mesh = init_device_mesh("cpu", (1,), platform=platform)
     platform.manual_seed(3)
-    plain = platform.operation("dropout")(Tensor(WHOLE), 0.4).asnumpy()
+    plain = platform.operation("dropout")(Tensor(FULL), 0.4).asnumpy()
     platform.manual_seed(3)
-    x = distribute_tensor(Tensor(WHOLE), mesh, [Shard(0)], src_data_rank=None)
+    x = distribute_tensor(Tensor(FULL), mesh, [Shard(0)], src_data_rank=None)
     np.testing.assert_array_equal(mint.nn.functional.dropout(x, 0.4).asnumpy(), plain)
-    kept = plain != 0
-    np.testing.assert_allclose(plain[kept], 1 / 0.6, rtol=1e-6)
-    assert 0 < kept.sum() < kept.size
+    retained = plain != 0
+    np.testing.assert_allclose(plain[retained], 1 / 0.6, rtol=1e-6)
+    assert 0 < retained.sum() < retained.size

@@ -45,8 +45,8 @@ def fully_sharded(platform, dim=0):
 def of_dtensors(platform):
     net, mesh = Net(), mesh_of(platform)
     for cell, name in ((net.dense, "weight"), (net.dense, "bias"), (net, "unused")):
-        whole = distribute_tensor(cell._params[name].data, mesh, [Shard(0)])
-        platform.set_parameter(cell, name, platform.Parameter(whole))
+        sharded = distribute_tensor(cell._params[name].data, mesh, [Shard(0)])
+        platform.set_parameter(cell, name, platform.Parameter(sharded))
     return net, distribute_tensor(Tensor(BATCH), mesh, [Replicate()])
 
 

@@ -42,16 +42,16 @@ def one_step(platform, call):
         blocks = [Block(index) for index in range(BLOCKS)]
     x = platform.from_numpy(VALUES)
     platform.set_requires_grad(x, True)
-    # MindSpore does not tell when a tensor is freed.
+    # MindSpore does not report when a tensor is freed.
     counted = platform.live_bytes() if platform.name == "torch" else nullcontext(SimpleNamespace(now=0, peak=0))
     with counted as live:
         y = x
         for block in blocks:
             y = call(block, y)
-        kept = live.now
+        saved = live.now
         platform.backward(platform.ops.sum(y))
     parameters = [weight for block in blocks for _, weight in platform.named_parameters(block)]
-    return [platform.to_numpy(platform.get_grad(each)) for each in (x, *parameters)], kept, live.peak
+    return [platform.to_numpy(platform.get_grad(each)) for each in (x, *parameters)], saved, live.peak
 
 
 def plainly(block, x):
@@ -74,14 +74,14 @@ def test_a_platform_that_cannot_says_so(hp_platform):
 
 def test_all_blocks_but_the_last_leave_the_device(hp_platform, fetched):
     offloaded = ActivationOffload(hp_platform)
-    expected, kept, peak = one_step(hp_platform, plainly)
-    grads, kept_here, peak_here = one_step(hp_platform, offloaded)
+    expected, saved, peak = one_step(hp_platform, plainly)
+    grads, saved_here, peak_here = one_step(hp_platform, offloaded)
     for one, other in zip(grads, expected, strict=True):
         np.testing.assert_array_equal(one, other)
     assert len(fetched) >= 2 * (BLOCKS - 1)
     # The result and what the loss needs aside, one block of four.
-    if kept:
-        assert kept_here < 0.35 * kept
+    if saved:
+        assert saved_here < 0.35 * saved
         assert peak_here < peak
 
 
@@ -89,9 +89,9 @@ def test_the_device_holds_no_two_blocks(hp_platform):
     """Of two that come one after the other, one leaves or comes back as the other needs room or gives it."""
     if hp_platform.name != "torch":
         pytest.skip("bytes are counted on torch")
-    _, kept, peak = one_step(hp_platform, plainly)
+    _, saved, peak = one_step(hp_platform, plainly)
     _, _, peak_here = one_step(hp_platform, ActivationOffload(hp_platform))
-    assert peak_here < 1.5 * kept / BLOCKS + (peak - kept)
+    assert peak_here < 1.5 * saved / BLOCKS + (peak - saved)
 
 
 @pytest.mark.parametrize("staying", [(1,), (0, 2), (0, 1)])
@@ -101,16 +101,16 @@ def test_blocks_that_stay_among_others_that_leave(hp_platform, fetched, staying)
     def call(block, x):
         return (offloaded.staying if next(order) in staying else offloaded)(block, x)
 
-    expected, kept, _ = one_step(hp_platform, plainly)
-    grads, kept_here, _ = one_step(hp_platform, call)
+    expected, saved, _ = one_step(hp_platform, plainly)
+    grads, saved_here, _ = one_step(hp_platform, call)
     for one, other in zip(grads, expected, strict=True):
         np.testing.assert_array_equal(one, other)
     # A block that leaves is brought back when backward comes to the one behind it, which may stay.
     behind = {index + 1 for index in range(BLOCKS - 1) if index not in staying}
     assert len({entry._block for entry in fetched if not entry._sources}) == len(behind)
-    if kept:
+    if saved:
         stay = len(staying) + (BLOCKS - 1 not in staying)
-        assert kept_here == pytest.approx(kept * stay / BLOCKS, rel=0.3)
+        assert saved_here == pytest.approx(saved * stay / BLOCKS, rel=0.3)
 
 
 def test_the_block_in_front_is_fetched_while_backward_is_in_one_that_stays(hp_platform, fetched):
@@ -135,14 +135,14 @@ def test_of_a_recomputed_block_its_input_leaves(hp_platform, fetched):
     def again(block, x):
         return checkpoint(block, x, platform=hp_platform)
 
-    expected, kept, _ = one_step(hp_platform, again)
-    grads, kept_here, _ = one_step(hp_platform, lambda block, x: offloaded(lambda x: again(block, x), x))
+    expected, saved, _ = one_step(hp_platform, again)
+    grads, saved_here, _ = one_step(hp_platform, lambda block, x: offloaded(lambda x: again(block, x), x))
     for one, other in zip(grads, expected, strict=True):
         np.testing.assert_array_equal(one, other)
     assert len(fetched) >= BLOCKS - 2
-    # Inputs of blocks 1 to 3 were kept beside the result; that of the last stays.
-    if kept:
-        assert (kept, kept_here) == (BLOCKS * VALUES.nbytes, 2 * VALUES.nbytes)
+    # Inputs of blocks 1 to 3 were saved besides the result; that of the last stays.
+    if saved:
+        assert (saved, saved_here) == (BLOCKS * VALUES.nbytes, 2 * VALUES.nbytes)
 
 
 def test_a_backward_that_keeps_its_graph_can_be_repeated(hp_platform):
@@ -297,7 +297,7 @@ def test_copies_and_waits_come_in_an_order_in_which_they_are_hidden(hp_platform,
 
 
 def test_memories_leave_one_by_one_and_come_back_in_the_second_half_of_the_block_behind(hp_platform, monkeypatch):
-    """Four of a block: each makes room for one of the next block, and that for it in backward."""
+    """Four of a block: each is freed for one of the next block, and vice versa in backward."""
     events, ops, finish, fetch = [], hp_platform.ops, offload._Entry.finish, offload._Entry.fetch
     order = {}
 

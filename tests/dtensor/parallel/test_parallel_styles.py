@@ -153,10 +153,10 @@ def test_loss_parallel_takes_plain_targets(hp_platform: Platform, reduction: str
         assert log.count("all_gather") == log.count("all_to_all") == 0
         return _full(hp_platform, value), _full(hp_platform, hp_platform.get_grad(x))
 
-    whole = hp_platform.from_numpy(logits)
-    hp_platform.set_requires_grad(whole, True)
-    expected = loss(whole)
+    full = hp_platform.from_numpy(logits)
+    hp_platform.set_requires_grad(full, True)
+    expected = loss(full)
     hp_platform.backward(expected)
     for value, grad in run_ranks(program, 2, hp_platform):
         np.testing.assert_allclose(value, hp_platform.to_numpy(expected), **CLOSE)
-        np.testing.assert_allclose(grad, hp_platform.to_numpy(hp_platform.get_grad(whole)), **CLOSE)
+        np.testing.assert_allclose(grad, hp_platform.to_numpy(hp_platform.get_grad(full)), **CLOSE)

@@ -1,4 +1,4 @@
-"""Computing a part again in backward gives the same gradients, keeps nothing, and decides nothing anew."""
+"""Recomputation in backward gives the same gradients, saves nothing, and decides nothing again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WEIGHT = np.random.default_rng(1).standard_normal((4, 3)).astype(np.float32)
 
 @pytest.fixture(params=["for what is saved", "as a node"])
 def way(request, hp_platform, monkeypatch):
-    """Repetition as the platform has it, and as one node, which every platform can."""
+    """Recomputation as the platform does it, and as one node, which works on every platform."""
     if request.param == "as a node":
         monkeypatch.setattr(hp_platform, "repeats_for_saved", False)
 
@@ -41,7 +41,7 @@ def leaf(platform, array):
 
 
 class Layer:
-    """A linear map times a number that is decided anew whenever it is asked for."""
+    """A linear map times a number that is decided again at each call."""
 
     def __init__(self, platform, weight):
         self.platform, self.weight = platform, weight
@@ -83,7 +83,7 @@ def test_gradients_are_the_same_and_nothing_is_held(hp_platform):
 
     expected, _, calls, decided = measure(plainly)
     assert (calls, decided) == (1, 3)
-    # Once, and one within another; broken off in front of the inner one, a repetition of the outer one calls nothing.
+    # Once, and one within another; stopped before the inner one, a recomputation of the outer one calls nothing.
     inner = 2 if hp_platform.repeats_for_saved else 3
     for run, times in ((again(hp_platform), 2), (again(hp_platform, again(hp_platform)), inner)):
         found, held, calls, decided = measure(run)
@@ -378,24 +378,24 @@ class Counted:
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("kept_kinds", [(), ("collectives",), ("collectives", "attention")])
-def test_kept_results_are_not_computed_again(hp_platform, kept_kinds):
-    def rank(keep):
+@pytest.mark.parametrize("saved_kinds", [(), ("collectives",), ("collectives", "attention")])
+def test_saved_results_are_not_computed_again(hp_platform, saved_kinds):
+    def rank(save):
         mesh = DeviceMesh("cpu", (2,), mesh_dim_names=("x",), platform=hp_platform)
         x, weight = leaf(hp_platform, VALUES), leaf(hp_platform, np.float32([[1, 2, 3]]))
         layer = Counted(hp_platform, weight, mesh)
-        run = layer if keep is None else lambda x: checkpoint(layer, x, platform=hp_platform, save=keep)
+        run = layer if save is None else lambda x: checkpoint(layer, x, platform=hp_platform, save=save)
         with CommDebugMode() as debug:
             hp_platform.backward(hp_platform.ops.sum(run(x)))
         grads = [hp_platform.to_numpy(hp_platform.get_grad(t)).copy() for t in (x, weight)]
         return grads, layer.calls, debug.get_comm_counts().get("all_gather", 0)
 
     expected, _, gathers = run_ranks(rank, 2, hp_platform, None)[0]
-    found, calls, again = run_ranks(rank, 2, hp_platform, kept_kinds)[0]
+    found, calls, again = run_ranks(rank, 2, hp_platform, saved_kinds)[0]
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_array_equal(a, b)
     assert calls == ["products"] * 2
-    assert again == gathers + ("collectives" not in kept_kinds)
+    assert again == gathers + ("collectives" not in saved_kinds)
 
 
 def test_kinds_that_there_are_not_are_refused(hp_platform):

@@ -1,4 +1,4 @@
-"""A repetition makes what backward needs and no more, on a platform that lets what autograd saves be replaced."""
+"""Recomputation makes what backward needs and no more, on a platform with hooks on saved tensors."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def test_nothing_is_held_after_backward_without_the_garbage_collector(x, weight)
     assert memory() is None
 
 
-@pytest.mark.parametrize("keep", [(), ("products",), ("attention",)])
-def test_a_graph_that_is_never_gone_through_is_freed(x, weight, keep):
+@pytest.mark.parametrize("save", [(), ("products",), ("attention",)])
+def test_a_graph_that_is_never_gone_through_is_freed(x, weight, save):
     memories = []
 
     def part(x):
@@ -111,10 +111,10 @@ def test_a_graph_that_is_never_gone_through_is_freed(x, weight, keep):
         return torch.exp(hidden) @ weight
 
     # What the first call of a process makes once, the garbage collector frees when it comes.
-    again(part, x, save=keep).sum()
+    again(part, x, save=save).sum()
     memories.clear()
-    loss = again(part, x, save=keep).sum()
-    assert [memory() is not None for memory in memories] == ["products" in keep, "attention" in keep]
+    loss = again(part, x, save=save).sum()
+    assert [memory() is not None for memory in memories] == ["products" in save, "attention" in save]
     del loss
     assert [memory() for memory in memories] == [None, None]
 
@@ -163,7 +163,7 @@ def test_second_derivatives(x, weight):
 
 
 def test_a_derivative_within_the_part(x, weight):
-    """A repetition while forward still runs; what it draws and decides is what forward has drawn so far."""
+    """Recomputation while forward still runs: it draws and decides what forward has so far."""
 
     def part(x):
         factor = saved_value(lambda: 2.0)
