@@ -82,14 +82,14 @@ def test_a_program_that_has_computed_already_may_go_on_with_the_platform():
     assert run.stdout.strip().splitlines()[-1:] == ["[4.0, 4.0, 4.0]"], run.stderr
 
 
-def test_a_program_that_has_computed_on_another_device_is_told(monkeypatch):
+def test_a_program_that_has_computed_on_another_device_is_refused(monkeypatch):
     def refuse(target):
         raise RuntimeError("The runtime has been initialized")
 
     monkeypatch.setattr(ms, "set_device", refuse)
     monkeypatch.setattr(ms, "get_context", lambda name: "Ascend")
     monkeypatch.setenv("HP_DEVICE", "cpu")
-    with pytest.raises(PlatformError, match=r"MindSpore runs on Ascend already, and CPU is wanted.*set HP_DEVICE=npu"):
+    with pytest.raises(PlatformError, match=r"MindSpore already runs on Ascend, not on CPU.*set HP_DEVICE=npu"):
         choose_device()
 
 
