@@ -146,7 +146,7 @@ def _unwrapped(value: Any) -> Any:
 def dispatched(
     platform: MindSporeBase, name: str, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call `hp_dtensor.dispatch.dispatch`, and record which results share memory with the first argument."""
+    """Call `hp_dtensor.dispatch.operation`, and record which results share memory with the first argument."""
     # MindSpore's own value_and_grad leaves the grad flag off; what follows would silently be missing in gradients.
     arm()
     result = dispatch(platform, name, kernel, args, kwargs)
