@@ -78,7 +78,7 @@ class Case:
 
 @dataclass
 class Result:
-    """Whole tensors by name; gradients of the first and of the last step."""
+    """Full tensors by name; gradients of the first and of the last step."""
 
     grads: list[dict[str, numpy.ndarray]] = field(default_factory=list)
     weights: dict[str, numpy.ndarray] = field(default_factory=dict)
@@ -98,9 +98,9 @@ def _reference(kind: str, exact: bool, accumulate: int, num_ranks: int, steps: i
         everybody = [(rank, step, micro) for micro in range(accumulate) for rank in range(num_ranks)]
         platform.backward(_loss(platform, model, kind, exact, everybody))
         if step in (0, steps - 1):
-            result.grads.append(_whole_grads(platform, model))
+            result.grads.append(_full_grads(platform, model))
         _update(optimizer)
-    result.weights = {name: _whole(platform, p) for name, p in platform.named_parameters(model)}
+    result.weights = {name: _full_value(platform, p) for name, p in platform.named_parameters(model)}
     return result
 
 
@@ -117,9 +117,9 @@ def train(case: Case) -> Result:
             loss = _loss(platform, model, case.model, case.exact, [(me, step, micro)])
             platform.backward(loss if case.exact else platform.ops.div(loss, case.accumulate))
         if step in (0, case.steps - 1):
-            result.grads.append(_whole_grads(platform, model))
+            result.grads.append(_full_grads(platform, model))
         _update(optimizer)
-    result.weights = {name: _whole(platform, p) for name, p in platform.named_parameters(model)}
+    result.weights = {name: _full_value(platform, p) for name, p in platform.named_parameters(model)}
     return result
 
 
@@ -233,16 +233,16 @@ def _update(optimizer):
     optimizer.zero_grad()
 
 
-def _whole_grads(platform, model):
+def _full_grads(platform, model):
     grads = {name: platform.get_grad(p) for name, p in platform.named_parameters(model)}
-    return {name: _whole(platform, grad) for name, grad in grads.items() if grad is not None}
+    return {name: _full_value(platform, grad) for name, grad in grads.items() if grad is not None}
 
 
 def _local(platform, x):
     return platform.to_numpy(platform.unwrap(x) if isinstance(x, DTensor) else x).copy()
 
 
-def _whole(platform, x):
+def _full_value(platform, x):
     with platform.no_grad():
         return platform.to_numpy(x.full_tensor() if isinstance(x, DTensor) else x).copy()
 
@@ -252,7 +252,7 @@ def _whole(platform, x):
 # Worst case: a gradient is a mean of terms of size 1 or less, each after k < 100 roundings, and at most n = 144 of
 # them (8 ranks, 3 micro-batches, 2 samples, 3 positions) are added in another order: (k + n) * 2**-24 = 1.5e-5.
 # A step of AdamW moves a weight by at most 2 * LEARNING_RATE / EPSILON times that. Asserted is a third of the first,
-# and a hundredth of the second after 5 steps; the largest differences in the whole grid are smaller by 2 and by 8.
+# and a hundredth of the second after 5 steps; the largest differences in the complete grid are smaller by 2 and by 8.
 LEARNING_RATE, EPSILON = 1e-2, 1e-2
 GRADS_CLOSE, WEIGHTS_CLOSE = {"rtol": 0, "atol": 5e-6}, {"rtol": 0, "atol": 1e-6}
 

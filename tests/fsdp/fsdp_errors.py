@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy
-from fsdp_training import Block, Case, build, held_bytes, micro_loss, step, whole_grads
+from fsdp_training import Block, Case, build, full_grads, held_bytes, micro_loss, step
 
 from hp_dtensor.parallel import nn
 from hp_fsdp import memory_use
@@ -16,7 +16,7 @@ def expected_grads(platform):
     model = build(platform, CASE)
     losses = [micro_loss(platform, model, CASE, rank, 0, 0) for rank in range(2)]
     platform.backward(platform.ops.div(platform.ops.add(*losses), 2))
-    return whole_grads(platform, model)
+    return full_grads(platform, model)
 
 
 def check_next_step(platform, model, parameters, expected):
@@ -24,7 +24,7 @@ def check_next_step(platform, model, parameters, expected):
     for parameter in parameters:
         platform.set_grad(parameter, None)
     step(platform, model, CASE)
-    for name, grad in whole_grads(platform, model).items():
+    for name, grad in full_grads(platform, model).items():
         if expected[name] is not None:
             numpy.testing.assert_allclose(grad, expected[name], rtol=2e-5, atol=2e-6, err_msg=name)
     assert held_bytes(model) == [0] * len(held_bytes(model))

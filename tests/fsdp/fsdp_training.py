@@ -60,7 +60,7 @@ class Net(nn.Module):
     Args:
         tied: the head uses the embedding's table.
         twice: the first block runs a second time at the end.
-        branch: what ranks that are told so leave out: "beside", a further block whose output goes into the loss
+        branch: what the ranks `branch_ranks` leave out: "beside", a further block whose output goes into the loss
             or does not; "bypass", a module at the end that uses its parameters or does not.
     """
 
@@ -94,7 +94,7 @@ class Case:
 
     Attributes:
         mesh: sizes of (shard,) or (replicate, shard).
-        tp: ranks over which the matrices of blocks are cut before; they see the same samples.
+        tp: ranks over which the matrices of blocks are sharded before; they see the same samples.
         frozen: name parts of parameters that require no gradient.
         branch: see `Net`.
         branch_ranks: ranks whose loss uses the branch.
@@ -137,7 +137,7 @@ class Case:
 
 @dataclass
 class Result:
-    """The results of one rank; gradients (of the last step) and weights are whole tensors by name."""
+    """The results of one rank; gradients (of the last step) and weights are full tensors by name."""
 
     losses: list[float] = field(default_factory=list)
     grads: dict[str, numpy.ndarray | None] = field(default_factory=dict)
@@ -196,7 +196,7 @@ def step(platform, model, case, index=0):
     return loss
 
 
-def cut_last_dim(parameter):
+def shard_last_dim(parameter):
     """A `shard_placement_fn`."""
     return Shard(len(parameter.shape) - 1)
 
@@ -230,12 +230,12 @@ def train_sharded(case: Case) -> Result:
     world = init_device_mesh("cpu", (*case.mesh, case.tp), mesh_dim_names=(*names, "tp"), platform=platform)
     model = build(platform, case)
     if case.tp > 1:
-        cut = {
+        plan = {
             "blocks.*.up": ColwiseParallel(),
             "blocks.*.down": RowwiseParallel(use_local_output=True),
             "head": ColwiseParallel(output_layouts=Replicate(), use_local_output=True),
         }
-        parallelize_module(model, world["tp"], cut)
+        parallelize_module(model, world["tp"], plan)
     model = shard(model, world[names], case)
     before = dict(platform.named_parameters(model))
     step, result = AdamW(platform), Result()
@@ -250,11 +250,11 @@ def train_sharded(case: Case) -> Result:
                 platform.backward(loss)
         result.collectives = [record.name for record in log.records]
         result.held = held_bytes(model)
-        result.grads = whole_grads(platform, model)
+        result.grads = full_grads(platform, model)
         step(model)
     after = dict(platform.named_parameters(model))
     result.same_parameters = before.keys() == after.keys() and all(before[k] is after[k] for k in before)
-    result.weights = {name: whole(platform, p) for name, p in after.items()}
+    result.weights = {name: full_value(platform, p) for name, p in after.items()}
     return result
 
 
@@ -272,18 +272,18 @@ def train_reference(case: Case) -> Result:
                     result.losses.append(float(platform.to_numpy(loss)))
                 total = loss if total is None else platform.ops.add(total, loss)
         platform.backward(total if case.gradient_sum else platform.ops.div(total, case.num_data_ranks))
-        result.grads = whole_grads(platform, model)
+        result.grads = full_grads(platform, model)
         step(model)
-    result.weights = {name: whole(platform, p) for name, p in platform.named_parameters(model)}
+    result.weights = {name: full_value(platform, p) for name, p in platform.named_parameters(model)}
     return result
 
 
-def whole_grads(platform, model):
+def full_grads(platform, model):
     named = platform.named_parameters(model)
-    return {name: whole(platform, platform.get_grad(parameter)) for name, parameter in named}
+    return {name: full_value(platform, platform.get_grad(parameter)) for name, parameter in named}
 
 
-def whole(platform, x):
+def full_value(platform, x):
     if x is None:
         return None
     with platform.no_grad():

@@ -1,6 +1,6 @@
 """A device whose memory is not the host's, in place of a storage's functions: both are CPU memory here.
 
-What is copied is not there before somebody has waited for it, and everything is logged.
+A copy has no values before `wait`, and everything is logged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FakeDevice:
         "is_host",
         "check_offload",
         "host_buffer",
-        "beside_computation",
+        "copy_stream",
         "to_device",
         "to_host",
         "finish_reading",
@@ -74,13 +74,13 @@ class FakeDevice:
         buffer = platform.zeros((numel,), dtype)
         platform.copy_(buffer, platform.ops.cast(platform.from_numpy(numpy.full(numel, 77, numpy.float32)), dtype))
         with platform.local_op():
-            # Kept, so that its address is nobody else's.
+            # Held, so that no other tensor gets its address.
             self.host[self.storage.address(buffer)] = numel * platform.itemsize(dtype), buffer
         self.pinned.append(pin_memory)
         return buffer
 
     @contextlib.contextmanager
-    def beside_computation(self):
+    def copy_stream(self):
         self.local.depth = getattr(self.local, "depth", 0) + 1
         try:
             yield

@@ -1,4 +1,4 @@
-"""The whole grid of equality: 1 to 8 simulated ranks, 1 to 4 real ones. Run by the session `proof`.
+"""The complete grid of equality: 1 to 8 simulated ranks, 1 to 4 real ones. Run by the session `proof`.
 
 Five models; every layout of dp_replicate x dp_shard x tp x ep; AdamW close, integers and SGD bit by bit; one
 micro-batch per step, or three, reduced every time or at last.

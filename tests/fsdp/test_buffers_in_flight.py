@@ -36,7 +36,7 @@ def ordered(platform, num_blocks):
 
 
 def count_held(platform, model, seen):
-    """Note how many inner groups are whole whenever a block computes."""
+    """Note how many inner groups are unsharded whenever a block computes."""
     for block in model.blocks:
         platform.add_forward_hook(block.out, lambda *_: seen.append(sum(size > 0 for size in held_bytes(model)[1:])))
 
@@ -84,7 +84,7 @@ def test_forwards_that_take_turns_gather_ahead_each_in_its_own_order(hp_platform
             hp_platform.backward(loss)
         return gathers
 
-    # The first forward of a name knows no order, so that one group at a time is whole; later ones gather one ahead.
+    # The first forward of a name knows no order, so that one group at a time is unsharded; later ones gather one ahead.
     assert run_ranks(rank, 2, hp_platform, True) == [[(0, 1), (0, 1), (0, 2), (0, 2), (0, 2), (0, 2)]] * 2
     assert all((0, 2) not in gathers for gathers in run_ranks(rank, 2, hp_platform, False))
 
@@ -201,7 +201,7 @@ def test_a_few_neighbours_keep_the_parameters_for_backward(hp_platform, low):
             assert sorted(record.wire_bytes for record in gathers) == sorted(size // 2 for size in full)
             assert held_bytes(model) == [0] * 3
         loss_of(hp_platform, model, case)
-        # What a forward without a backward has kept is not used by the next.
+        # What a forward without a backward has left unsharded is not used by the next.
         with record_collectives() as log:
             loss_of(hp_platform, model, case)
         assert {record.group for record in log.records} == {(0, 1, 2, 3)}

@@ -9,7 +9,7 @@ import weakref
 
 import numpy
 import pytest
-from fsdp_training import mesh_of, whole_grads
+from fsdp_training import full_grads, mesh_of
 
 from hp_dtensor.comm.process_group import GatheredBytes, record_collectives
 from hp_dtensor.comm.world import current_world
@@ -67,7 +67,7 @@ def expected_grads(platform, num_ranks):
     model = build(platform)
     for rank in range(num_ranks):
         platform.backward(platform.ops.div(loss_of(platform, model, SAME, rank), num_ranks))
-    return whole_grads(platform, model)
+    return full_grads(platform, model)
 
 
 def drop_grads(platform, model):
@@ -80,7 +80,7 @@ def check_step(platform, model, num_ranks):
     drop_grads(platform, model)
     step(platform, model)
     for name, expected in expected_grads(platform, num_ranks).items():
-        found = whole_grads(platform, model)[name]
+        found = full_grads(platform, model)[name]
         numpy.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6, err_msg=name)
 
 
@@ -105,10 +105,10 @@ def swap_forward(sizes, odd_ranks, options):
         # Then what is gathered does not depend on this step's calls only.
         step(platform, model)
     for _ in range(2):
-        before = whole_grads(platform, model)
+        before = full_grads(platform, model)
         with order_error("layers.0 (Linear)", "layers.1 (Linear)", f"rank {rank} ", "state '", "parameters weight"):
             step(platform, model, (1, 0, 2) if rank in odd_ranks else SAME)
-        for name, grad in whole_grads(platform, model).items():
+        for name, grad in full_grads(platform, model).items():
             numpy.testing.assert_array_equal(grad, before[name], err_msg=name)
         assert memory_use(model).full_gradients == 0
     check_step(platform, model, num_ranks)
@@ -122,7 +122,7 @@ def test_another_order_in_one_step_reaches_no_gradient(hp_platform, stage):
 
 @pytest.mark.parametrize("options", [{"threshold": 1}, {"bucket_size": 0}, {"reshard_after_forward": 2}])
 def test_another_order_is_found_whatever_is_gathered(hp_platform, options):
-    """Replicated parameters, a collective for each parameter, gathers of parts kept by a few ranks."""
+    """Replicated parameters, a collective for each parameter, gathers of parts retained by a few ranks."""
     run_ranks(swap_forward, 4, hp_platform, (4,), (3,), options)
 
 
@@ -149,7 +149,7 @@ def swap_backward():
     with order_error("in backward", "rank 1 gathers"):
         platform.backward(losses[rank])
     for model in models:
-        assert all(grad is None for grad in whole_grads(platform, model).values())
+        assert all(grad is None for grad in full_grads(platform, model).values())
     with order_error():
         platform.backward(losses[1 - rank])
     for model in models:
@@ -268,7 +268,7 @@ def test_reductions_that_nobody_has_waited_for_yet_are_found(hp_platform):
         step(hp_platform, model, (1, 0, 2) if current_world(hp_platform).rank else SAME)
         with order_error("reduces the gradients of layers.0 (Linear)"):
             hsdp_sync_stream()
-        assert all(grad is None for grad in whole_grads(hp_platform, model).values())
+        assert all(grad is None for grad in full_grads(hp_platform, model).values())
 
     run_ranks(rank, 2, hp_platform)
 
@@ -315,9 +315,9 @@ def test_an_error_that_was_caught_keeps_nothing_alive(hp_platform):
         return weakref.ref(model), weakref.ref(activations)
 
     def rank():
-        kept = fail()
+        held = fail()
         gc.collect()
-        return [reference() is not None for reference in kept]
+        return [reference() is not None for reference in held]
 
     assert run_ranks(rank, 2, hp_platform) == [[False, False]] * 2
 
@@ -327,19 +327,19 @@ def test_models_made_and_freed_one_after_another_leave_no_descriptions(hp_platfo
 
     def rank():
         number = current_world(hp_platform).rank
-        kept, counts = [], []
+        held, counts = [], []
         for _ in range(4):
             model = sharded(hp_platform, (2,))
             step(hp_platform, model)
             order = order_of(model._fsdp.group.buffers[0].shard_group)
             counts.append(len(order._described))
-            kept += [model] if number == 0 and not kept else []
+            held += [model] if number == 0 and not held else []
             del model
             gc.collect()
         last = sharded(hp_platform, (2,))
         check_step(hp_platform, last, 2)
         with order_error("rank 1 gathers" if number == 0 else "rank 0 gathers a group that has been freed"):
-            step(hp_platform, last if number else kept[0])
+            step(hp_platform, last if number else held[0])
         return counts
 
     # Four groups a model.
@@ -374,10 +374,10 @@ def test_a_model_that_one_rank_alone_has_sharded_is_found(hp_platform):
 def test_a_reduction_that_meets_nobody_names_its_group(hp_platform, monkeypatch):
     """The first collective of the process group is a reduction."""
 
-    def gone(group):
-        raise RuntimeError("the other rank is gone")
+    def raise_error(group):
+        raise RuntimeError("the other rank has ended")
 
-    monkeypatch.setattr(SimulatedGroup, "barrier", gone)
+    monkeypatch.setattr(SimulatedGroup, "barrier", raise_error)
 
     def rank():
         step(hp_platform, sharded(hp_platform, (2,), zero_stage=0))
@@ -387,14 +387,14 @@ def test_a_reduction_that_meets_nobody_names_its_group(hp_platform, monkeypatch)
 
 
 class Counted:
-    """Counts the comparisons that each rank has begun."""
+    """Counts the comparisons that each rank has started."""
 
     def __init__(self, monkeypatch):
-        self.begun = collections.Counter()
+        self.started = collections.Counter()
         start = SimulatedGroup.start_all_gather_bytes
 
         def counted(group, data):
-            self.begun[group.ranks[group.rank]] += 1
+            self.started[group.ranks[group.rank]] += 1
             return start(group, data)
 
         monkeypatch.setattr(SimulatedGroup, "start_all_gather_bytes", counted)
@@ -415,14 +415,14 @@ def test_a_comparison_for_each_forward_and_backward_and_no_further_collective(
         model = sharded(hp_platform, sizes, zero_stage=stage)
         number = current_world(hp_platform).rank
         step(hp_platform, model)
-        before = counted.begun[number]
+        before = counted.started[number]
         with record_collectives() as log:
             loss = loss_of(hp_platform, model, SAME, number)
-            after_forward = counted.begun[number]
+            after_forward = counted.started[number]
             hp_platform.backward(loss)
         gathers = {3: 7, 2: 0, 0: 0}[stage] * (sizes[-1] > 1)
         assert log.count("all_gather") == gathers
         assert len(log.records) == gathers + 4 * (stage != 0 and sizes[-1] > 1) + 4 * (len(sizes) == 2 or stage == 0)
-        return after_forward - before, counted.begun[number] - after_forward
+        return after_forward - before, counted.started[number] - after_forward
 
     assert run_ranks(rank, num_ranks, hp_platform) == [(forward, backward)] * num_ranks

@@ -6,7 +6,7 @@ import math
 
 import numpy
 import pytest
-from fsdp_training import Case, build, micro_loss, shard, whole
+from fsdp_training import Case, build, full_value, micro_loss, shard
 
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.process_group import record_collectives
@@ -37,17 +37,17 @@ def _norm(values, norm_type):
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_fsdp_tensor_and_expert_parallel_replicated_frozen_and_unused_parameters(hp_platform, norm_type):
-    """Each rank clips by the norm of the whole gradients, each element counted once."""
+    """Each rank clips by the norm of the full gradients, each element counted once."""
     case = Case((2,), tp=2, num_blocks=1, frozen=("norm",), branch="beside")
 
     def rank():
         me = current_world(hp_platform).rank
         world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"), platform=hp_platform)
         model = build(hp_platform, case)
-        cut = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel(use_local_output=True)}
-        parallelize_module(model, world["tp"], cut)
-        kept = [model.blocks[0].out.weight, model.blocks[0].scale]
-        fully_shard(model.blocks[0], world["shard"], replicate_params=kept)
+        plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel(use_local_output=True)}
+        parallelize_module(model, world["tp"], plan)
+        held = [model.blocks[0].out.weight, model.blocks[0].scale]
+        fully_shard(model.blocks[0], world["shard"], replicate_params=held)
         fully_shard(model, world["shard"], ignored_params=[model.head.weight])
         with nn.building(hp_platform):
             experts = Experts()
@@ -58,13 +58,13 @@ def test_fsdp_tensor_and_expert_parallel_replicated_frozen_and_unused_parameters
         hp_platform.backward(hp_platform.ops.add(loss, hp_platform.ops.sum(experts(x))))
         parameters = [p for module in (model, experts) for _, p in hp_platform.named_parameters(module)]
         grads = [hp_platform.get_grad(p) for p in parameters]
-        before = [whole(hp_platform, grad) for grad in grads if grad is not None]
+        before = [full_value(hp_platform, grad) for grad in grads if grad is not None]
         assert len(before) < len(grads)  # unused, or frozen
         with record_collectives() as log:
             norm = float(hp_platform.to_numpy(clip_grad_norm_(parameters, 0.25, norm_type)))
         assert [record.name for record in log.records] == ["all_reduce"]
         assert norm == pytest.approx(_norm(before, norm_type), rel=1e-5)
-        after = [whole(hp_platform, grad) for p in parameters if (grad := hp_platform.get_grad(p)) is not None]
+        after = [full_value(hp_platform, grad) for p in parameters if (grad := hp_platform.get_grad(p)) is not None]
         for old, new in zip(before, after, strict=True):
             numpy.testing.assert_allclose(new, old * min(1, 0.25 / norm), rtol=1e-4, atol=1e-7)
 
@@ -82,11 +82,11 @@ def test_gradients_of_several_dtypes_have_one_norm(hp_platform):
         parameters = [p for _, p in hp_platform.named_parameters(model)]
         for parameter in parameters:
             hp_platform.set_grad(parameter, hp_platform.detach(parameter))
-        before = [whole(hp_platform, hp_platform.get_grad(p)) for p in parameters]
+        before = [full_value(hp_platform, hp_platform.get_grad(p)) for p in parameters]
         norm = float(hp_platform.to_numpy(clip_grad_norm_(parameters, 1.0)))
         assert norm == pytest.approx(_norm(before, 2.0), rel=1e-6)
         for old, parameter in zip(before, parameters, strict=True):
-            clipped = whole(hp_platform, hp_platform.get_grad(parameter))
+            clipped = full_value(hp_platform, hp_platform.get_grad(parameter))
             assert clipped.dtype == old.dtype
             numpy.testing.assert_allclose(clipped, old / norm, rtol=1e-3)
 
@@ -148,7 +148,7 @@ def test_copies_on_meshes_beside_count_once(hp_platform):
         hp_platform.backward(micro_loss(hp_platform, model, case, 0, 0, 0))
         parameters = [p for _, p in hp_platform.named_parameters(model)]
         grads = [hp_platform.get_grad(p) for p in parameters]
-        expected = _norm([whole(hp_platform, grad) for grad in grads if grad is not None], 2)
+        expected = _norm([full_value(hp_platform, grad) for grad in grads if grad is not None], 2)
         assert float(hp_platform.to_numpy(clip_grad_norm_(parameters, 1.0))) == pytest.approx(expected, rel=1e-5)
 
     run_ranks(rank, 4, hp_platform)

@@ -19,7 +19,7 @@ COPIES = ("clone", "cat", "stack", "split", "chunk", "cast", "where", "zeros_lik
 
 
 class Silent(Communication):
-    """Collectives that return at once; what is gathered must be a shard itself, into where its parameters lie."""
+    """Collectives that return at once; gathers must read a shard and write where its parameters are."""
 
     def __init__(self, platform, buffers):
         super().__init__(platform)
@@ -43,7 +43,7 @@ class Silent(Communication):
 
 
 class Counter:
-    """Records the engine's operations on whole tensors on each rank: names in order, and targets of the copies."""
+    """Records the engine's operations on full tensors on each rank: names in order, and targets of the copies."""
 
     def __init__(self, platform, monkeypatch):
         self._platform, self._running, self._targets = platform, {}, {}

@@ -9,13 +9,13 @@ from fsdp_training import (
     Block,
     Case,
     build,
+    full_value,
     held_bytes,
     mesh_of,
     micro_loss,
     sharded,
     sharded_modules,
     step,
-    whole,
 )
 
 from hp_dtensor.comm.mesh import init_device_mesh
@@ -129,7 +129,7 @@ def test_gradients_are_views_of_one_reduced_shard(hp_platform):
     run_ranks(rank, 2, hp_platform)
 
 
-def test_full_parameters_are_freed_and_at_most_two_inner_groups_are_whole(hp_platform):
+def test_full_parameters_are_freed_and_at_most_two_inner_groups_are_unsharded(hp_platform):
     case = Case((2,), num_blocks=5)
 
     def rank():
@@ -209,17 +209,17 @@ def test_loading_values_before_and_after_the_first_forward(hp_platform):
 
     def load(model, seed):
         for name, parameter in hp_platform.named_parameters(model):
-            whole_value = numpy.random.default_rng([seed, len(name)]).normal(size=tuple(parameter.shape))
+            full_value = numpy.random.default_rng([seed, len(name)]).normal(size=tuple(parameter.shape))
             offset, shape = parameter.spec.box()
             box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-            value = hp_platform.from_numpy(whole_value[box].astype(numpy.float32))
+            value = hp_platform.from_numpy(full_value[box].astype(numpy.float32))
             hp_platform.copy_(hp_platform.unwrap(parameter), value)
 
     def rank():
         model, plain = sharded(hp_platform, case), build(hp_platform, case)
         for seed in (1, 2):
             load(model, seed)
-            values = {name: whole(hp_platform, p) for name, p in hp_platform.named_parameters(model)}
+            values = {name: full_value(hp_platform, p) for name, p in hp_platform.named_parameters(model)}
             for name, parameter in hp_platform.named_parameters(plain):
                 hp_platform.copy_(parameter, hp_platform.from_numpy(values[name]))
             expected = micro_loss(hp_platform, plain, case, 0, 0, 0)
@@ -295,7 +295,7 @@ def test_two_identical_runs_are_bitwise_identical(hp_platform):
         for index in range(3):
             step(hp_platform, model, case, index)
             optimizer(model)
-        return {name: whole(hp_platform, p) for name, p in hp_platform.named_parameters(model)}
+        return {name: full_value(hp_platform, p) for name, p in hp_platform.named_parameters(model)}
 
     first, second = (run_ranks(rank, 2, hp_platform)[0] for _ in range(2))
     for name, value in first.items():
@@ -303,7 +303,7 @@ def test_two_identical_runs_are_bitwise_identical(hp_platform):
 
 
 def test_experts_on_a_mesh_of_their_own(hp_platform):
-    """Expert weights cut over ep are sharded over efsdp, everything else over all ranks."""
+    """Expert weights sharded over ep are sharded over efsdp, everything else over all ranks."""
 
     class Experts(nn.Module):
         def __init__(self):
@@ -336,16 +336,16 @@ def test_experts_on_a_mesh_of_their_own(hp_platform):
         fully_shard(model, dense)
         weight = model.experts.weight
         assert weight.device_mesh.mesh_dim_names == ("ep", "efsdp")
-        numpy.testing.assert_array_equal(whole(hp_platform, weight), values)
+        numpy.testing.assert_array_equal(full_value(hp_platform, weight), values)
         x = hp_platform.from_numpy(numpy.full((1, 3), me + 1.0, numpy.float32))
         of_dense, of_experts = model(x, hp_platform.from_numpy(numpy.full((1,), me + 1.0, numpy.float32)))
         with record_collectives() as log:
             hp_platform.backward(hp_platform.ops.add(of_dense, of_experts))
         assert {record.group for record in log.records} == {dense.ranks(), sparse.ranks_along("efsdp")}
-        numpy.testing.assert_array_equal(whole(hp_platform, hp_platform.get_grad(model.dense.weight)), 2.5)
+        numpy.testing.assert_array_equal(full_value(hp_platform, hp_platform.get_grad(model.dense.weight)), 2.5)
         # Ranks 0 and 2 hold the first three rows, 1 and 3 the others; each mean is over its two ranks.
         expected = numpy.repeat([[2.0], [3.0]], (3, 2), axis=0) * numpy.ones((1, 3))
-        numpy.testing.assert_array_equal(whole(hp_platform, hp_platform.get_grad(weight)), expected)
+        numpy.testing.assert_array_equal(full_value(hp_platform, hp_platform.get_grad(weight)), expected)
 
     run_ranks(rank, 4, hp_platform)
 
@@ -354,8 +354,10 @@ def test_experts_on_a_mesh_of_their_own(hp_platform):
     ("shape", "tp", "dim"),
     [((3, 2), 2, 0), ((2, 6), 4, 1), ((4, 3, 2), 4, 1), ((1, 5), 1, 1), ((3, 0), 1, 0), ((0, 3), 1, 1), ((1,), 2, 0)],
 )
-def test_parameters_are_cut_along_the_first_dimension_of_which_ranks_hold_more_than_one(hp_platform, shape, tp, dim):
-    """Every rank cuts the same one, also a rank that holds nothing of the parameter before."""
+def test_parameters_are_sharded_along_the_first_dimension_of_which_ranks_hold_more_than_one(
+    hp_platform, shape, tp, dim
+):
+    """Every rank shards the same one, also a rank that holds nothing of the parameter before."""
 
     class One(nn.Module):
         def __init__(self):
@@ -376,6 +378,6 @@ def test_parameters_are_cut_along_the_first_dimension_of_which_ranks_hold_more_t
         assert ragged.dim == dim
         # Ranks that hold other rows from before have other layouts, to which `check_mode` does not object.
         with check_mode():
-            numpy.testing.assert_array_equal(whole(hp_platform, model.weight), values)
+            numpy.testing.assert_array_equal(full_value(hp_platform, model.weight), values)
 
     run_ranks(rank, 2 * tp, hp_platform)

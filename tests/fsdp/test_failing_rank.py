@@ -1,4 +1,4 @@
-"""A rank that `fully_shard` refuses alone tells the others, which would wait for it otherwise."""
+"""A rank that `fully_shard` refuses alone reports it to the others, which would wait for it otherwise."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy
-from fsdp_training import Block, Case, build, held_bytes, mesh_of, micro_loss, whole_grads
+from fsdp_training import Block, Case, build, full_grads, held_bytes, mesh_of, micro_loss
 
 from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.comm.world import current_world
@@ -17,7 +17,7 @@ CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 
 
 def assert_grads(platform, model, expected):
-    for name, grad in whole_grads(platform, model).items():
+    for name, grad in full_grads(platform, model).items():
         if expected[name] is not None:
             numpy.testing.assert_allclose(grad, expected[name], **CLOSE, err_msg=name)
 
@@ -56,7 +56,7 @@ def test_several_forwards_before_their_backwards_with_recomputation(hp_platform)
     for other in range(2):
         for micro in range(3):
             hp_platform.backward(hp_platform.ops.div(loss(plain, other, micro), 2))
-    expected = whole_grads(hp_platform, plain)
+    expected = full_grads(hp_platform, plain)
 
     def rank():
         model = make(True)
@@ -117,7 +117,7 @@ def test_other_entry_points_below_the_root(hp_platform):
             y = hp_platform.ops.sum(model(hp_platform.from_numpy(numpy.full((1, 3), each + 1.0, numpy.float32))))
             total = y if total is None else hp_platform.ops.add(total, y)
         hp_platform.backward(hp_platform.ops.div(total, len(ranks)))
-        return whole_grads(hp_platform, model)
+        return full_grads(hp_platform, model)
 
     def make():
         with nn.building(hp_platform):

@@ -1,4 +1,4 @@
-"""Arguments of `fully_shard`: wrong ones are told all at once, and nothing is changed; ignored ones stay."""
+"""Arguments of `fully_shard`: all wrong ones are reported at once, and nothing is changed; ignored ones stay."""
 
 from __future__ import annotations
 

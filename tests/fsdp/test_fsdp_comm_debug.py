@@ -1,4 +1,4 @@
-"""`CommDebugMode` tells gathers and reductions by the module whose parameters they are of, forward and backward."""
+"""`CommDebugMode` lists gathers and reductions by the module whose parameters they are of, forward and backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Recomputing(Net):
         return self.head(x)
 
 
-def told(comm):
+def reported(comm):
     """Module -> (forward, backward), each collective -> (count, bytes)."""
     return {
         module: tuple(
@@ -44,7 +44,7 @@ def followed(platform, case, model):
     step(platform, model, case)
     with CommDebugMode(model, platform) as comm:
         step(platform, model, case)
-    return told(comm), once(model)
+    return reported(comm), once(model)
 
 
 @pytest.mark.parametrize("kind", [Net, Recomputing])
@@ -85,7 +85,7 @@ def test_reductions_that_are_waited_for_later_belong_to_backward(hp_platform):
         with CommDebugMode(model, hp_platform) as comm:
             step(hp_platform, model, case)
             hsdp_sync_stream()
-        return told(comm), type(model).__name__
+        return reported(comm), type(model).__name__
 
     for modules, root in run_ranks(rank, 4, hp_platform):
         assert set(modules) == {root, *BLOCKS}
@@ -101,7 +101,7 @@ def test_modules_of_one_group_are_told_by_the_first(hp_platform):
         model = shard(build(hp_platform, case), mesh_of(hp_platform, 2), case)
         with CommDebugMode(model, hp_platform) as comm:
             step(hp_platform, model, case)
-        return told(comm), type(model).__name__
+        return reported(comm), type(model).__name__
 
     for modules, root in run_ranks(rank, 2, hp_platform):
         assert set(modules) == {root, "blocks.0"}

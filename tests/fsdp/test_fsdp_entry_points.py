@@ -6,12 +6,12 @@ import numpy
 import pytest
 from fsdp_training import (
     Case,
+    full_grads,
+    full_value,
     held_bytes,
     mesh_of,
     sharded,
     step,
-    whole,
-    whole_grads,
 )
 
 from hp_dtensor.parallel import nn
@@ -28,7 +28,7 @@ def test_unshard_and_reshard_by_hand(hp_platform):
 
     def rank():
         model = sharded(hp_platform, case)
-        expected = whole(hp_platform, model.blocks[0].up.weight)
+        expected = full_value(hp_platform, model.blocks[0].up.weight)
         handle = model.blocks[0].unshard(async_op=True)
         handle.wait()
         found = hp_platform.to_numpy(hp_platform.ops.clone(hp_platform.detach(model.blocks[0].up.weight)))
@@ -67,7 +67,7 @@ def test_other_entry_points(hp_platform):
         register_fsdp_forward_method(model, "encode")
         x = hp_platform.from_numpy(numpy.ones((2, 5), numpy.float32))
         hp_platform.backward(hp_platform.ops.sum(model.encode(x)))
-        numpy.testing.assert_array_equal(whole(hp_platform, hp_platform.get_grad(model.linear.weight)), 4.0)
+        numpy.testing.assert_array_equal(full_value(hp_platform, hp_platform.get_grad(model.linear.weight)), 4.0)
         assert held_bytes(model) == [0]
 
     run_ranks(rank, 2, hp_platform)
@@ -135,7 +135,7 @@ def test_a_forward_may_go_on_where_a_hook_fails_in_a_call_of_itself(hp_platform,
             y = model(x)
             numpy.testing.assert_array_equal(hp_platform.to_numpy(hp_platform.detach(y)), 1)
             hp_platform.backward(hp_platform.ops.sum(y))
-            numpy.testing.assert_array_equal(whole_grads(hp_platform, model)["map.weight"], 2 * count)
+            numpy.testing.assert_array_equal(full_grads(hp_platform, model)["map.weight"], 2 * count)
 
     run_ranks(rank, 2, hp_platform)
 
@@ -165,7 +165,7 @@ def test_a_forward_may_call_entry_points_and_itself(hp_platform, within, stage):
         x = hp_platform.from_numpy(numpy.ones((2, 5), numpy.float32))
         for _ in range(2):
             hp_platform.backward(hp_platform.ops.sum(model(x)))
-        return whole_grads(hp_platform, model)
+        return full_grads(hp_platform, model)
 
     expected = grads(build())
 

@@ -14,14 +14,14 @@ from fsdp_training import (
     Block,
     Case,
     build,
+    full_grads,
+    full_value,
     held_bytes,
     mesh_of,
     micro_loss,
     sharded,
     sharded_modules,
     step,
-    whole,
-    whole_grads,
 )
 
 from hp_dtensor.comm.world import current_world
@@ -43,10 +43,10 @@ from hp_fsdp import (
 
 def test_a_forward_that_failed_keeps_nothing_of_its_graph(hp_platform):
     def rank():
-        model, kept = sharded(hp_platform, CASE), []
+        model, records = sharded(hp_platform, CASE), []
 
         def fail(module, args, kwargs, output):
-            kept.append(weakref.ref(model.blocks[0]._fsdp.group.use))
+            records.append(weakref.ref(model.blocks[0]._fsdp.group.use))
             raise ArithmeticError("on purpose")
 
         hp_platform.add_forward_hook(model.blocks[1].down, fail)
@@ -54,7 +54,7 @@ def test_a_forward_that_failed_keeps_nothing_of_its_graph(hp_platform):
             with pytest.raises(ArithmeticError, match="on purpose"):
                 step(hp_platform, model, CASE)
         gc.collect()
-        return [record() is None for record in kept]
+        return [record() is None for record in records]
 
     assert run_ranks(rank, 2, hp_platform) == [[True, True]] * 2
 
@@ -89,7 +89,7 @@ class Trap:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_step_after_an_exception_works(hp_platform, where, stage):
-    """Without `reset`, twice in a row, in the midst of groups that are whole, prefetched or reduced."""
+    """Without `reset`, twice in a row, in the midst of groups that are unsharded, prefetched or reduced."""
     expected = expected_grads(hp_platform)
 
     def rank():
@@ -132,16 +132,16 @@ def test_a_backward_after_one_that_failed_has_gradients(hp_platform):
             fully_shard(block, mesh_of(hp_platform, 2))
         object.__setattr__(model, "forward", lambda x: model.second(model.first(x)))
         hp_platform.backward(loss(model))
-        expected = whole_grads(hp_platform, model)
+        expected = full_grads(hp_platform, model)
         for _, parameter in hp_platform.named_parameters(model):
             hp_platform.set_grad(parameter, None)
-        kept, trap = loss(model), Trap("backward")
+        records, trap = loss(model), Trap("backward")
         hp_platform.add_forward_hook(model.first.down, trap)
         failing = loss(model)
         with pytest.raises(ArithmeticError, match="on purpose"):
             hp_platform.backward(failing)
-        hp_platform.backward(kept)
-        found = whole_grads(hp_platform, model)
+        hp_platform.backward(records)
+        found = full_grads(hp_platform, model)
         assert [name for name in found if found[name] is None] == [name for name in found if "unused" in name]
         for name, grad in found.items():
             if grad is not None:
@@ -253,7 +253,7 @@ def test_a_forward_that_writes_frozen_parameters_is_refused(hp_platform, stage, 
             model.writes = True
             if size == 1:
                 model(x)
-                assert whole(hp_platform, model.count).tolist() == [1.0] * 4
+                assert full_value(hp_platform, model.count).tolist() == [1.0] * 4
                 return
             with pytest.raises(FSDPStateError, match=r"Counting on rank .*count: written in place while gathered"):
                 model(x)
@@ -323,12 +323,12 @@ def test_parameters_added_after_sharding_are_told(hp_platform):
 
     def rank():
         block = Block()
-        block.kept, block.frozen, block.added = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), None
+        block.local, block.frozen, block.added = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), None
         for _, parameter in hp_platform.named_parameters(block.frozen):
             hp_platform.set_requires_grad(parameter, False)
         late = block.frozen
         block.frozen = None
-        fully_shard(block, mesh_of(hp_platform, 2), ignored_params=[block.kept.weight])
+        fully_shard(block, mesh_of(hp_platform, 2), ignored_params=[block.local.weight])
         block.frozen, block.added = late, nn.Linear(DIM, 3)
         x = hp_platform.from_numpy(numpy.ones((2, DIM), numpy.float32))
         for _ in range(2):

@@ -7,14 +7,14 @@ import pytest
 from fsdp_training import (
     Case,
     build,
+    full_grads,
+    full_value,
     held_bytes,
     loss_of,
     mesh_of,
     micro_loss,
     sharded,
     step,
-    whole,
-    whole_grads,
 )
 
 from hp_dtensor.comm.mesh import DeviceMesh, init_device_mesh
@@ -67,7 +67,7 @@ def test_mixed_precision(hp_platform, monkeypatch):
         numpy.testing.assert_allclose(hp_platform.to_numpy(loss), hp_platform.to_numpy(expected), rtol=2e-2)
         both = [micro_loss(hp_platform, plain, case, other, 0, 0) for other in range(2)]
         hp_platform.backward(hp_platform.ops.div(hp_platform.ops.add(*both), 2))
-        wanted, found = whole_grads(hp_platform, plain), whole_grads(hp_platform, model)
+        wanted, found = full_grads(hp_platform, plain), full_grads(hp_platform, model)
         for name in ("blocks.0.up.weight", "head.weight"):
             scale = numpy.abs(wanted[name]).max()
             assert numpy.abs(found[name] - wanted[name]).max() < 0.1 * scale, name
@@ -85,7 +85,7 @@ def test_the_unscaled_sum_of_low_precision_gradients_does_not_overflow(hp_platfo
         fully_shard(model, mesh_of(hp_platform, 2), mp_policy=MixedPrecisionPolicy(reduce_dtype="float16"))
         x = hp_platform.from_numpy(numpy.full((1, 1), 60000.0, numpy.float32))
         hp_platform.backward(hp_platform.ops.sum(model(x)))
-        numpy.testing.assert_array_equal(whole(hp_platform, hp_platform.get_grad(model.weight)), 60000.0)
+        numpy.testing.assert_array_equal(full_value(hp_platform, hp_platform.get_grad(model.weight)), 60000.0)
 
     run_ranks(rank, 2, hp_platform)
 
@@ -114,7 +114,7 @@ def test_divide_factor_and_sum(hp_platform):
         def grad():
             hp_platform.set_grad(model.weight, None)
             hp_platform.backward(hp_platform.ops.sum(model(x)))
-            return whole(hp_platform, hp_platform.get_grad(model.weight)).tolist()
+            return full_value(hp_platform, hp_platform.get_grad(model.weight)).tolist()
 
         assert grad() == [[2.5] * 3]
         model.set_gradient_divide_factor(5.0)
@@ -134,7 +134,7 @@ def test_divide_factor_and_sum(hp_platform):
 
 
 def test_freezing_and_thawing_between_steps(hp_platform):
-    """A parameter that is frozen for a step has no gradient in it, also where a whole group is; the rest are right."""
+    """A parameter that is frozen for a step has no gradient in it, also if a complete group is; the rest are right."""
     case = Case((2,), num_blocks=2)
 
     def rank():
@@ -147,7 +147,7 @@ def test_freezing_and_thawing_between_steps(hp_platform):
             step(hp_platform, model, case)
             losses = [micro_loss(hp_platform, plain, case, other, 0, 0) for other in range(2)]
             hp_platform.backward(hp_platform.ops.div(hp_platform.ops.add(*losses), 2))
-            expected, found = whole_grads(hp_platform, plain), whole_grads(hp_platform, model)
+            expected, found = full_grads(hp_platform, plain), full_grads(hp_platform, model)
             for name in ("embed.weight", "blocks.0.up.weight", "blocks.1.out.bias", "head.weight"):
                 if name.startswith(frozen):
                     assert found[name] is None
@@ -161,7 +161,7 @@ def test_freezing_and_thawing_between_steps(hp_platform):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("frozen", [("blocks.0.up", "head"), ("blocks.0",), ("embed", "blocks")])
 def test_what_is_frozen_between_micro_batches_keeps_its_gradient(hp_platform, stage, frozen):
-    """Also where a whole group is frozen in the micro-batch that reduces, or all but one parameter is."""
+    """Also if a complete group is frozen in the micro-batch that reduces, or all but one parameter is."""
     case = Case((2,), num_blocks=2, options={"zero_stage": stage})
 
     def freeze(model):
@@ -177,8 +177,8 @@ def test_what_is_frozen_between_micro_batches_keeps_its_gradient(hp_platform, st
             hp_platform.backward(hp_platform.ops.div(hp_platform.ops.add(*losses), 2))
             freeze(model)
             freeze(plain)
-        found = whole_grads(hp_platform, model)
-        for name, expected in whole_grads(hp_platform, plain).items():
+        found = full_grads(hp_platform, model)
+        for name, expected in full_grads(hp_platform, plain).items():
             if expected is not None:
                 numpy.testing.assert_allclose(found[name], expected, rtol=2e-5, atol=2e-6, err_msg=name)
 
@@ -219,8 +219,8 @@ def test_what_is_frozen_keeps_what_waits_for_the_replicas(hp_platform, frozen):
         for other in range(4):
             loss = micro_loss(hp_platform, plain, case, other, 0, 0)
             hp_platform.backward(hp_platform.ops.div(loss, 4))
-        once = whole_grads(hp_platform, plain)["blocks.0.up.weight"]
-        found = whole_grads(hp_platform, model)["blocks.0.up.weight"]
+        once = full_grads(hp_platform, plain)["blocks.0.up.weight"]
+        found = full_grads(hp_platform, model)["blocks.0.up.weight"]
         numpy.testing.assert_allclose(found, once * (1 if frozen else 2), rtol=2e-5, atol=2e-6)
 
     run_ranks(rank, 4, hp_platform)
@@ -256,7 +256,7 @@ def test_gradients_wider_than_their_parameters(hp_platform):
             hp_platform.backward(hp_platform.ops.sum(model(x)))
             grad = hp_platform.get_grad(model.weight)
             assert grad.dtype == hp_platform.dtype("float32")
-            numpy.testing.assert_array_equal(whole(hp_platform, grad), 257.0 * count)
+            numpy.testing.assert_array_equal(full_value(hp_platform, grad), 257.0 * count)
         assert model.weight.dtype == hp_platform.dtype(low)
 
     run_ranks(rank, 2, hp_platform)
@@ -276,7 +276,7 @@ def test_accumulating_without_reduction_communicates_only_to_gather(hp_platform)
         step(hp_platform, model, case, 1)
         with record_collectives() as log:
             step(hp_platform, model, case, 2)
-        # All groups were left whole, and the inner ones are freed in forward only.
+        # All groups were left unsharded, and the inner ones are freed in forward only.
         assert log.count("all_gather") == 2
 
     run_ranks(rank, 2, hp_platform)
@@ -298,8 +298,8 @@ def test_several_forwards_before_their_backwards(hp_platform):
                 loss = hp_platform.ops.div(micro_loss(hp_platform, plain, case, other, 0, micro), 2)
                 total = loss if total is None else hp_platform.ops.add(total, loss)
         hp_platform.backward(total)
-        expected = whole_grads(hp_platform, plain)
-        for name, grad in whole_grads(hp_platform, model).items():
+        expected = full_grads(hp_platform, plain)
+        for name, grad in full_grads(hp_platform, model).items():
             if expected[name] is not None:
                 numpy.testing.assert_allclose(grad, expected[name], rtol=2e-5, atol=2e-6)
 
@@ -344,18 +344,18 @@ def test_gradients_of_inputs_leave_those_of_parameters(hp_platform, frozen):
             model.set_requires_gradient_sync(sync)
             x = platform.from_numpy(numpy.full((2, 3), 1.0 + index, numpy.float32))
             platform.set_requires_grad(x, True)
-            before = whole_grads(platform, model)
+            before = full_grads(platform, model)
             with record_collectives() as log:
                 (found,) = platform.grad([loss(model, x)], [x])
             assert log.count("reduce_scatter") == 0
             (expected,) = platform.grad([loss(plain, x)], [x])
             numpy.testing.assert_allclose(platform.to_numpy(found), platform.to_numpy(expected), rtol=1e-5)
-            for name, grad in whole_grads(platform, model).items():
+            for name, grad in full_grads(platform, model).items():
                 numpy.testing.assert_equal(grad, before[name])
             for each in (plain, model):
                 platform.backward(loss(each, x))
-        found = whole_grads(platform, model)
-        for name, grad in whole_grads(platform, plain).items():
+        found = full_grads(platform, model)
+        for name, grad in full_grads(platform, plain).items():
             assert (grad is None) == (found[name] is None) == name.startswith(frozen)
             if grad is not None:
                 numpy.testing.assert_allclose(found[name], grad, rtol=1e-5, err_msg=name)

@@ -222,23 +222,23 @@ def test_in_check_mode_replicas_that_have_parted_are_named(hp_platform, options)
 
 
 @pytest.mark.parametrize(
-    ("different", "told"),
+    ("different", "reported"),
     [
         ("shape", r"fully_shard\(Linear\): ranks differ: rank 0: weight \[4, 5\].*; rank 1: weight \[3, 5\]"),
         ("more", r"ranks differ: rank 0: MixedPrecisionPolicy.*rank 1: .*bias"),
         ("frozen", r"ranks differ: rank 0: weight \[4, 5\][^;]*, frozen; rank 1"),
-        ("cut", r"ranks differ: rank 0: .*sharded along 0; rank 1: .*sharded along 1"),
-        ("cut of a row", r"ranks differ: rank 0: .*sharded along 0; rank 1: .*sharded along 1"),
+        ("shard dim", r"ranks differ: rank 0: .*sharded along 0; rank 1: .*sharded along 1"),
+        ("shard dim of one row", r"ranks differ: rank 0: .*sharded along 0; rank 1: .*sharded along 1"),
         ("buckets", r"ranks differ: rank 0: .*bucket_size=None; rank 1: .*bucket_size=0"),
         ("dtype", r"ranks differ: rank 0: MixedPrecisionPolicy.*rank 1: MixedPrecisionPolicy"),
     ],
 )
-def test_ranks_that_shard_different_models_are_named(hp_platform, different, told):
+def test_ranks_that_shard_different_models_are_named(hp_platform, different, reported):
     def rank():
         mesh = mesh_of(hp_platform, 2)
         number = current_world(hp_platform).rank
         is_other = number == 1
-        rows = 1 if different == "cut of a row" else 3 if different == "shape" and is_other else 4
+        rows = 1 if different == "shard dim of one row" else 3 if different == "shape" and is_other else 4
         model = nn.Linear(5, rows, bias=different == "more" and is_other)
         if different == "frozen" and not is_other:
             hp_platform.set_requires_grad(model.weight, False)
@@ -246,12 +246,12 @@ def test_ranks_that_shard_different_models_are_named(hp_platform, different, tol
         fully_shard(
             model,
             mesh,
-            shard_placement_fn=(lambda parameter: Shard(number)) if "cut" in different else None,
+            shard_placement_fn=(lambda parameter: Shard(number)) if "shard dim" in different else None,
             bucket_size=0 if different == "buckets" and is_other else None,
             mp_policy=MixedPrecisionPolicy(output_dtype=dtype),
         )
 
-    with pytest.raises(LaunchError, match=f"RankMismatchError: .*{told}"):
+    with pytest.raises(LaunchError, match=f"RankMismatchError: .*{reported}"):
         run_ranks(rank, 2, hp_platform)
 
 

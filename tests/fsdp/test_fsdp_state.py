@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy
 import pytest
-from fsdp_training import VOCABULARY, Case, Net, build, cut_last_dim, shard, whole
+from fsdp_training import VOCABULARY, Case, Net, build, full_value, shard, shard_last_dim
 
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.world import current_world
@@ -55,15 +55,15 @@ def make_optimizer(platform, model, kind):
 
 def laid_out(platform, layout):
     """A model in one of the layouts of the chain, and which shares of the data this rank has."""
-    options = {"fsdp, cut last": {"shard_placement_fn": cut_last_dim, "zero_stage": 2}, "hsdp": {"zero_stage": 1}}
+    options = {"fsdp, last dim": {"shard_placement_fn": shard_last_dim, "zero_stage": 2}, "hsdp": {"zero_stage": 1}}
     case = Case((1,), tied=layout != "tp", num_blocks=1, options=options.get(layout, {}))
     model, rank = build(platform, case), current_world(platform).rank
     if layout == "plain":
         return model, range(SHARES)
     if layout == "tp":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"), platform=platform)
-        cut = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel(use_local_output=True)}
-        parallelize_module(model, mesh["tp"], cut)
+        plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel(use_local_output=True)}
+        parallelize_module(model, mesh["tp"], plan)
         return shard(model, mesh["shard"], case), range(rank // 2, SHARES, 2)
     sizes = (2, 2) if layout == "hsdp" else (2,)
     names = ("replicate", "shard")[-len(sizes) :]
@@ -103,11 +103,11 @@ def run_part(platform, layout, kind, state, first, last):
 
 @pytest.mark.parametrize("kind", ["foreach", "fused", "sgd"])
 def test_training_goes_on_in_another_layout_and_number_of_ranks(hp_platform, kind):
-    """FSDP on 2 ranks, HSDP in ZeRO stage 1 on 2 x 2, no sharding on one, and last dimensions cut in stage 2."""
+    """FSDP on 2 ranks, HSDP in ZeRO stage 1 on 2 x 2, no sharding on one, and last dimensions sharded in stage 2."""
     if hp_platform.name != "torch" and kind != "foreach":
         pytest.skip("one optimizer")
     state = None
-    for number, (layout, size) in enumerate([("fsdp", 2), ("hsdp", 4), ("plain", 1), ("fsdp, cut last", 2)]):
+    for number, (layout, size) in enumerate([("fsdp", 2), ("hsdp", 4), ("plain", 1), ("fsdp, last dim", 2)]):
         results = run_ranks(run_part, size, hp_platform, hp_platform, layout, kind, state, 2 * number, 2 * number + 2)
         state = results[0]
         assert all(not any(rest) for rest in results[1:])
@@ -161,7 +161,7 @@ def _model(platform, tied=True):
 
 
 def _values(platform, model):
-    """New whole values of everything, as plain tensors."""
+    """New full values of everything, as plain tensors."""
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     rng = numpy.random.default_rng(5)
     new = {name: rng.standard_normal(tuple(x.shape)).astype(numpy.float32) for name, x in sorted(state.items())}
@@ -258,7 +258,7 @@ def test_every_problem_is_reported_on_every_rank_and_nothing_is_changed(hp_platf
             state["seen"] = hp_platform.from_numpy(numpy.zeros(2, numpy.float32))
         with pytest.raises(StateDictError) as caught:
             model.load_state_dict(state)
-        told = str(caught.value)
+        reported = str(caught.value)
         for expected in (
             "missing keys: blocks.0.down.weight",
             "unexpected keys: surplus",
@@ -268,7 +268,7 @@ def test_every_problem_is_reported_on_every_rank_and_nothing_is_changed(hp_platf
             "seen: expected the full shape [3], got [2] (on rank 1)",
             "nothing has been changed",
         ):
-            assert expected in told
+            assert expected in reported
         for name, value in _full(model).items():
             numpy.testing.assert_array_equal(hp_platform.to_numpy(value), before[name])
 
@@ -322,10 +322,10 @@ def test_load_hooks_are_run(hp_platform):
 
 
 def test_keys_that_load_hooks_miss_are_an_error_only_where_that_is_strict(hp_platform):
-    told = []
+    reported = []
 
     def object_(state_dict, prefix, metadata, strict, missing, unexpected, errors):
-        told.append(strict)
+        reported.append(strict)
         missing.append(prefix + "beside")
         unexpected.append(prefix + "above")
 
@@ -341,7 +341,7 @@ def test_keys_that_load_hooks_miss_are_an_error_only_where_that_is_strict(hp_pla
         _check_loaded(hp_platform, model, new)
 
     run_ranks(rank, 3, hp_platform)
-    assert sorted(told) == [False] * 3 + [True] * 3
+    assert sorted(reported) == [False] * 3 + [True] * 3
 
 
 def test_a_module_that_loads_by_itself_is_refused(hp_platform):
@@ -377,7 +377,7 @@ def test_a_full_state_dict_is_a_copy_and_a_sharded_one_is_not(hp_platform):
         )
         if size == 1:
             assert numpy.abs(hp_platform.to_numpy(full["weight"])).sum() > 0
-        assert not numpy.abs(whole(hp_platform, sharded["weight"])).sum()
+        assert not numpy.abs(full_value(hp_platform, sharded["weight"])).sum()
 
     for size in (1, 2):
         run_ranks(rank, size, hp_platform, size)
@@ -387,10 +387,10 @@ def test_slots_of_an_optimizer_that_has_stepped_are_all_there_and_no_others(hp_p
     def rank():
         model = _model(hp_platform, tied=False)
         optimizer, step, _ = make_optimizer(hp_platform, model, "foreach")
-        whole_state = StateDictOptions(full_state_dict=True)
-        begin = get_optimizer_state_dict(model, optimizer, options=whole_state)
+        full_options = StateDictOptions(full_state_dict=True)
+        begin = get_optimizer_state_dict(model, optimizer, options=full_options)
         train_step(hp_platform, model, [current_world(hp_platform).rank], step, 0)
-        state = get_optimizer_state_dict(model, optimizer, options=whole_state)
+        state = get_optimizer_state_dict(model, optimizer, options=full_options)
         wrong = {**state, "state": {n: dict(slots) for n, slots in state["state"].items()}}
         lost, first = "head.weight", "blocks.0.up.weight"
         del wrong["state"][lost], wrong["state"][first]["exp_avg"]
@@ -455,7 +455,7 @@ def test_full_tensors_go_into_a_module_of_shard_module(hp_platform):
         for name, value in values.items():
             parameter = getattr(model, name)
             assert parameter.placements == (Shard(0),)
-            numpy.testing.assert_array_equal(whole(hp_platform, parameter), value.astype(numpy.float32))
+            numpy.testing.assert_array_equal(full_value(hp_platform, parameter), value.astype(numpy.float32))
 
     run_ranks(run, 2, hp_platform)
 

@@ -1,4 +1,4 @@
-"""Whole parameters shown for a while, and one after the other."""
+"""Temporary full parameters, and one after the other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import numpy
 import pytest
-from fsdp_training import VOCABULARY, Case, build, cut_last_dim, micro_loss, shard, whole
+from fsdp_training import VOCABULARY, Case, build, full_value, micro_loss, shard, shard_last_dim
 
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.world import current_world
@@ -37,10 +37,10 @@ def _host(platform, x):
 
 
 def _everything(platform, model):
-    return {name: whole(platform, x) for name, x in platform.named_parameters(model)}
+    return {name: full_value(platform, x) for name, x in platform.named_parameters(model)}
 
 
-@pytest.mark.parametrize("options", [{}, {"zero_stage": 1, "threshold": 0.1}, {"shard_placement_fn": cut_last_dim}])
+@pytest.mark.parametrize("options", [{}, {"zero_stage": 1, "threshold": 0.1}, {"shard_placement_fn": shard_last_dim}])
 @pytest.mark.parametrize("size", [1, 3])
 def test_whole_parameters_are_shown_and_what_is_written_counts(hp_platform, size, options):
     def rank():
@@ -62,7 +62,7 @@ def test_whole_parameters_are_shown_and_what_is_written_counts(hp_platform, size
             numpy.testing.assert_array_equal(_host(hp_platform, value), before[name] + numpy.float32(1))
         with summon_full_params(model.blocks[0], writeback=False):
             hp_platform.copy_(model.blocks[0].scale, hp_platform.zeros((1,), hp_platform.dtype("float32")))
-        numpy.testing.assert_array_equal(whole(hp_platform, model.blocks[0].scale), before["blocks.0.scale"] + 1)
+        numpy.testing.assert_array_equal(full_value(hp_platform, model.blocks[0].scale), before["blocks.0.scale"] + 1)
         assert numpy.isfinite(float(hp_platform.to_numpy(micro_loss(hp_platform, model, Case((size,)), 0, 0, 0))))
 
     run_ranks(rank, size, hp_platform)
@@ -91,7 +91,7 @@ def test_blocks_nest_and_an_exception_leaves_the_shards_as_they_were(hp_platform
                 hp_platform.copy_(model.blocks[0].scale, hp_platform.ops.full((1,), 3.0, hp_platform.dtype("float32")))
             assert isinstance(model.blocks[0].scale, DTensor)
             assert not isinstance(model.embed.weight, DTensor)
-        numpy.testing.assert_array_equal(whole(hp_platform, model.blocks[0].scale), 3.0)
+        numpy.testing.assert_array_equal(full_value(hp_platform, model.blocks[0].scale), 3.0)
 
     run_ranks(rank, 2, hp_platform)
 
@@ -126,7 +126,7 @@ def test_use_inside_and_use_of_groups_in_use_are_refused(hp_platform):
             pass
         model.blocks[0].reshard()
         mine = model if current_world(hp_platform).rank else model.blocks[0]
-        with pytest.raises(FSDPStateError, match="ranks summon different parameters"), summon_full_params(mine):
+        with pytest.raises(FSDPStateError, match="ranks pass different arguments"), summon_full_params(mine):
             pass
 
     run_ranks(rank, 2, hp_platform)
@@ -150,11 +150,11 @@ def test_a_tensor_parallel_parameter_is_whole_on_its_data_parallel_axes(hp_platf
         model = build(hp_platform, case)
         parallelize_module(model, mesh["tp"], {"blocks.*.up": ColwiseParallel()})
         model = shard(model, mesh["shard"], case)
-        expected = whole(hp_platform, model.blocks[0].up.weight)
+        expected = full_value(hp_platform, model.blocks[0].up.weight)
         with summon_full_params(model):
             weight = model.blocks[0].up.weight
             assert weight.device_mesh.mesh_dim_names == ("tp",)
-            numpy.testing.assert_array_equal(whole(hp_platform, weight), expected)
+            numpy.testing.assert_array_equal(full_value(hp_platform, weight), expected)
         found = {name: _host(hp_platform, x) for name, x in full_parameters(model)}
         numpy.testing.assert_array_equal(found["blocks.0.up.weight"], expected)
 
@@ -162,7 +162,7 @@ def test_a_tensor_parallel_parameter_is_whole_on_its_data_parallel_axes(hp_platf
 
 
 def test_one_whole_parameter_at_a_time(hp_platform, monkeypatch):
-    """A gather allocates the whole once and nothing else, and frees the one before that the caller still has."""
+    """A gather allocates the full tensor once and nothing else, and frees the one before that the caller still has."""
     allocated = {}
     empty = hp_platform.empty
 
@@ -176,17 +176,17 @@ def test_one_whole_parameter_at_a_time(hp_platform, monkeypatch):
         storage = get_storage(hp_platform)
         expected = _everything(hp_platform, model)
         mine = allocated.setdefault(current_world(hp_platform).rank, [])
-        kept = []
+        held = []
         mine.clear()
         for name, full in full_parameters(model):
             one = 4 * math.prod(full.shape)
             assert mine == [one]
             numpy.testing.assert_array_equal(_host(hp_platform, full), expected.pop(name))
-            kept.append(full)
-            assert sum(storage.held_bytes(x) for x in kept) == one
+            held.append(full)
+            assert sum(storage.held_bytes(x) for x in held) == one
             mine.clear()
         assert not expected
-        assert sum(storage.held_bytes(x) for x in kept) == 0
+        assert sum(storage.held_bytes(x) for x in held) == 0
 
     monkeypatch.setattr(hp_platform, "empty", counted)
     run_ranks(rank, 2, hp_platform)

@@ -259,7 +259,7 @@ class FailingWeight(TrackedWeight):
 
 
 class QuantizedWeight(Int8Weight):
-    """One that is kept in int8."""
+    """One that is stored in int8."""
 
     def __init__(self, values):
         self.rows, self.scale = quantized(values)
@@ -294,7 +294,7 @@ def test_a_weight_that_is_kept_quantized_is_refused():
 
     def rank():
         with pytest.raises(
-            FullyShardError, match=r"weight: QuantizedWeight holds its values in no one tensor.*got none"
+            FullyShardError, match=r"weight: QuantizedWeight does not hold its values in one tensor.*got none"
         ):
             fully_shard(model, init_device_mesh("cpu", (1,)))
 

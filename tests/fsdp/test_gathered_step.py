@@ -62,13 +62,13 @@ def test_the_gradients_are_those_of_accumulation(hp_platform, case):
                 numpy.testing.assert_array_equal(grads[name], grad, err_msg=name)
         if not case.options:
             num_groups = 2 if case.group_list else 3
-            assert gathers == num_groups * (2 if case.frozen else 1)  # frozen parameters lie apart
+            assert gathers == num_groups * (2 if case.frozen else 1)  # frozen parameters have their own buffer
             assert reductions == num_groups
             assert held == 0
 
 
 def test_gradients_accumulate_in_the_dtype_of_the_reduction(hp_platform):
-    """Sums of float16 micro-batches are kept in float32: adding 1 to 2048 would be lost."""
+    """Sums of float16 micro-batches are accumulated in float32: adding 1 to 2048 would be lost."""
     policy = {"param_dtype": "float16", "reduce_dtype": "float32"}
     case = Case(mesh=(2,), policy=policy)
     expected = run_ranks(accumulated, 2, hp_platform, hp_platform, case)

@@ -6,7 +6,7 @@ import json
 
 import numpy
 import pytest
-from fsdp_training import AdamW, Case, build, micro_loss, shard, whole, whole_grads
+from fsdp_training import AdamW, Case, build, full_grads, full_value, micro_loss, shard
 
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.process_group import record_collectives
@@ -35,8 +35,8 @@ def _sharded(platform, case):
     mesh = init_device_mesh("cpu", (*case.mesh, case.tp), mesh_dim_names=(*names, "tp"), platform=platform)
     model = build(platform, case)
     if case.tp > 1:
-        cut = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel(use_local_output=True)}
-        parallelize_module(model, mesh["tp"], cut)
+        plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel(use_local_output=True)}
+        parallelize_module(model, mesh["tp"], plan)
     return shard(model, mesh[names], case)
 
 
@@ -58,10 +58,10 @@ def test_a_power_of_two_changes_no_gradient(hp_platform, gradient_sum):
         _backward(hp_platform, model, case, scaler)
         scaler.unscale_(optimizer)
         norm = float(hp_platform.to_numpy(clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)))
-        grads = whole_grads(hp_platform, model)
+        grads = full_grads(hp_platform, model)
         scaler.step(optimizer)
         scaler.update()
-        return norm, grads, {name: whole(hp_platform, p) for name, p in hp_platform.named_parameters(model)}
+        return norm, grads, {name: full_value(hp_platform, p) for name, p in hp_platform.named_parameters(model)}
 
     plain, scaled = run_ranks(rank, 4, hp_platform, 1.0)[0], run_ranks(rank, 4, hp_platform, 1024.0)[0]
     assert scaled[0] == plain[0] > 0.1
@@ -78,7 +78,7 @@ def test_what_one_rank_finds_stops_all_with_one_reduction(hp_platform, case, bad
         model = _sharded(hp_platform, case)
         scaler = GradScaler(8.0, growth_interval=2, platform=hp_platform)
         optimizer = Stepper(hp_platform, model)
-        before = {name: whole(hp_platform, p) for name, p in hp_platform.named_parameters(model)}
+        before = {name: full_value(hp_platform, p) for name, p in hp_platform.named_parameters(model)}
         _backward(hp_platform, model, case, scaler)
         # `scale` has one element: only one rank of the shard axis holds it, the others have empty shards of it.
         grad = hp_platform.unwrap(hp_platform.get_grad(model.blocks[0].scale))
@@ -92,7 +92,7 @@ def test_what_one_rank_finds_stops_all_with_one_reduction(hp_platform, case, bad
         scaler.update()
         assert scaler.get_scale() == 4.0
         for name, p in hp_platform.named_parameters(model):
-            numpy.testing.assert_array_equal(whole(hp_platform, p), before[name])
+            numpy.testing.assert_array_equal(full_value(hp_platform, p), before[name])
             hp_platform.set_grad(p, None)
         for index in range(2):
             _backward(hp_platform, model, case, scaler, index)
@@ -104,7 +104,7 @@ def test_what_one_rank_finds_stops_all_with_one_reduction(hp_platform, case, bad
     run_ranks(rank, case.size, hp_platform)
 
 
-def test_float16_gradients_that_would_vanish_are_kept(hp_platform):
+def test_float16_gradients_that_would_underflow_are_preserved(hp_platform):
     """A loss a hundred thousand times smaller: its float16 gradients are subnormal or zero, unless it is scaled."""
     policy = {"param_dtype": "float16", "reduce_dtype": "float16"}
     case = Case((2,), num_blocks=1, policy=policy)
@@ -117,7 +117,7 @@ def test_float16_gradients_that_would_vanish_are_kept(hp_platform):
         hp_platform.backward(scaler.scale(hp_platform.ops.mul(loss, 1e-5)))
         scaler.unscale_(p for _, p in hp_platform.named_parameters(model))
         assert not scaler.found_inf
-        return whole_grads(hp_platform, model)["blocks.0.up.weight"]
+        return full_grads(hp_platform, model)["blocks.0.up.weight"]
 
     exact = run_ranks(rank, 2, hp_platform, 1.0, {})[0]
     scaled = run_ranks(rank, 2, hp_platform, 2.0**17, case.policy)[0]
@@ -221,15 +221,15 @@ def test_a_state_dict_is_json_and_goes_on_exactly(hp_platform):
         return scales
 
     outcomes = [False, False, False, True, False, False, False, False]
-    whole_run = GradScaler(4.0, growth_interval=3, platform=hp_platform)
-    expected = steps(whole_run, outcomes)
+    uninterrupted = GradScaler(4.0, growth_interval=3, platform=hp_platform)
+    expected = steps(uninterrupted, outcomes)
     assert expected == [4.0, 4.0, 8.0, 4.0, 4.0, 4.0, 8.0, 8.0]
     first = GradScaler(4.0, growth_interval=3, platform=hp_platform)
     scales = steps(first, outcomes[:5])
     second = GradScaler(platform=hp_platform)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert scales + steps(second, outcomes[5:]) == expected
-    assert second.state_dict() == whole_run.state_dict()
+    assert second.state_dict() == uninterrupted.state_dict()
 
 
 def test_misuse_is_told(hp_platform):
@@ -250,7 +250,7 @@ def test_misuse_is_told(hp_platform):
     parameter = hp_platform.Parameter(hp_platform.zeros((1,), hp_platform.dtype("float32")))
     hp_platform.set_grad(parameter, hp_platform.from_numpy(numpy.array([numpy.nan], numpy.float32)))
     scaler.unscale_([parameter])
-    with pytest.raises(LossScalingError, match="whatever the scale"):
+    with pytest.raises(LossScalingError, match="check the model and its input"):
         scaler.update()
     off = GradScaler(enabled=False, platform=hp_platform)
     assert off.scale(3.0) == 3.0

@@ -6,7 +6,7 @@ import functools
 
 import numpy
 import pytest
-from fsdp_training import AdamW, Case, build, micro_loss, train_reference, whole, whole_grads
+from fsdp_training import AdamW, Case, build, full_grads, full_value, micro_loss, train_reference
 
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.process_group import record_collectives
@@ -106,7 +106,7 @@ def test_either_kind_of_hook_gives_the_same_gradients(hp_platform):
     for use_eager_hook in (True, False):
         cell = hsdp(linear(hp_platform), use_eager_hook=use_eager_hook)
         hp_platform.backward(hp_platform.ops.sum(cell(ones(hp_platform, 3, 4))))
-        grads.append(whole(hp_platform, hp_platform.get_grad(cell.weight)).tolist())
+        grads.append(full_value(hp_platform, hp_platform.get_grad(cell.weight)).tolist())
     assert grads[0] == grads[1] == [[3.0] * 4] * 4
 
 
@@ -192,12 +192,12 @@ def test_fusion_and_buckets_decide_how_many_collectives_there_are(hp_platform, o
             hp_platform.backward(hp_platform.ops.sum(cell(ones(hp_platform, 256))))
         assert log.count("all_gather") == collectives
         assert log.count("reduce_scatter") == collectives
-        assert whole(hp_platform, hp_platform.get_grad(cell.c)).tolist() == [1.0] * 256
+        assert full_value(hp_platform, hp_platform.get_grad(cell.c)).tolist() == [1.0] * 256
 
     run_ranks(rank, 2, hp_platform)
 
 
-def test_levels_decide_what_stays_whole(hp_platform):
+def test_levels_decide_what_stays_unsharded(hp_platform):
     def rank():
         for level, keeps_weights in (("level1", True), ("level2", True), ("level3", False)):
             model = shard_all(build(hp_platform, Case((2,))), threshold=0, optimizer_level=level)
@@ -218,7 +218,7 @@ def test_gradients_are_scaled_and_reduced_in_the_given_dtype(hp_platform):
             cell = hsdp(linear(hp_platform), threshold=0, grad_scale=0.5, reduce_dtype=dtype)
             with record_collectives() as log:
                 hp_platform.backward(hp_platform.ops.sum(cell(x)))
-            assert whole(hp_platform, hp_platform.get_grad(cell.weight)).tolist() == [[0.75] * 4] * 4
+            assert full_value(hp_platform, hp_platform.get_grad(cell.weight)).tolist() == [[0.75] * 4] * 4
             assert log.wire_bytes("reduce_scatter") == 8 * (4 if dtype is None else 2)
 
     run_ranks(rank, 2, hp_platform)
@@ -288,14 +288,14 @@ def test_accumulated_gradients_are_reduced_when_told_so(hp_platform):
         assert hp_platform.get_grad(cell.weight) is None
         cell.set_requires_grad_sync(True)
         backward()
-        assert whole(hp_platform, hp_platform.get_grad(cell.weight)).tolist() == [[2.0] * 4] * 4
+        assert full_value(hp_platform, hp_platform.get_grad(cell.weight)).tolist() == [[2.0] * 4] * 4
         cell.set_requires_grad_sync(False)
         backward()
         cell.zero_grads()
         assert hp_platform.get_grad(cell.weight) is None
         cell.set_requires_grad_sync(True)
         backward()
-        assert whole(hp_platform, hp_platform.get_grad(cell.weight)).tolist() == [[1.0] * 4] * 4
+        assert full_value(hp_platform, hp_platform.get_grad(cell.weight)).tolist() == [[1.0] * 4] * 4
 
     run_ranks(rank, 2, hp_platform)
 
@@ -344,10 +344,10 @@ def train(platform, case, **options):
             model.set_requires_grad_sync(micro == case.accumulate - 1)
             platform.backward(micro_loss(platform, model, case, rank, index, micro))
         hsdp_sync_stream()
-        grads = whole_grads(platform, model)
+        grads = full_grads(platform, model)
         step(model)
         model.zero_grads()
-    return grads, {name: whole(platform, p) for name, p in platform.named_parameters(model)}
+    return grads, {name: full_value(platform, p) for name, p in platform.named_parameters(model)}
 
 
 @functools.cache
@@ -355,8 +355,8 @@ def reference(num_ranks, **options):
     return train_reference(Case((num_ranks,), **options))
 
 
-@pytest.mark.parametrize("comm_async", [False, True])
-@pytest.mark.parametrize("level", ["level1", "level2", "level3"])
+# The stages themselves are tested in `test_fully_shard.py`: each level once, and both values of `comm_async`.
+@pytest.mark.parametrize(("level", "comm_async"), [("level1", True), ("level2", False), ("level3", True)])
 def test_training_equals_the_single_process(hp_platform, level, comm_async):
     case = Case((4,), steps=3, accumulate=2)
     expected = reference(4, steps=3, accumulate=2)

@@ -37,7 +37,7 @@ def build(platform):
 
 
 def trained(platform, model, x):
-    """Return the whole parameters after three steps of gradient descent."""
+    """Return the full parameters after three steps of gradient descent."""
     parameters = dict(platform.named_parameters(model))
     for _ in range(3):
         platform.backward(platform.ops.mean(platform.ops.square(model(x))))
@@ -46,8 +46,8 @@ def trained(platform, model, x):
                 local, grad = platform.unwrap(parameter), platform.unwrap(platform.get_grad(parameter))
                 platform.copy_(parameter, platform.ops.sub(local, platform.ops.mul(grad, 0.1)))
             platform.set_grad(parameter, None)
-    whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in parameters.items()}
-    return {name: platform.to_numpy(platform.detach(each)) for name, each in whole.items()}
+    full = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in parameters.items()}
+    return {name: platform.to_numpy(platform.detach(each)) for name, each in full.items()}
 
 
 def rank(platform, shape, names, plan, shard):
@@ -121,7 +121,7 @@ def test_meshes_that_do_not_go_together_are_named(hp_platform):
         model = build(hp_platform)
         place_parameter(model.up, "weight", mesh["tp"], [Shard(0)])
         place_parameter(model.down, "weight", mesh.flatten("all"), [Shard(0)])
-        with pytest.raises(HSDPError, match=r"axes 'tp' and 'all' share ranks.*; give mesh="):
+        with pytest.raises(HSDPError, match=r"axes 'tp' and 'all' share ranks.*; pass mesh="):
             hsdp(model)
 
     run_ranks(program, 4, hp_platform)

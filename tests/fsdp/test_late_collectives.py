@@ -6,7 +6,7 @@ import functools
 
 import numpy
 import pytest
-from fsdp_training import Case, build, mesh_of, micro_loss, train_reference, whole_grads
+from fsdp_training import Case, build, full_grads, mesh_of, micro_loss, train_reference
 
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.spec.placements import Shard
@@ -18,7 +18,7 @@ CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 
 
 def assert_grads(platform, model, expected):
-    for name, grad in whole_grads(platform, model).items():
+    for name, grad in full_grads(platform, model).items():
         if expected[name] is not None:
             numpy.testing.assert_allclose(grad, expected[name], **CLOSE, err_msg=name)
 

@@ -8,7 +8,7 @@ import functools
 import numpy
 import offload_device
 import pytest
-from fsdp_training import AdamW, Case, build, micro_loss, shard, sharded_modules, whole
+from fsdp_training import AdamW, Case, build, full_value, micro_loss, shard, sharded_modules
 
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.world import current_world
@@ -58,7 +58,7 @@ def _model(platform, case, **options):
 
 
 def _train(platform, case, policy, device=None):
-    """(weights, log of this rank's last step, elements of the shards, what lay where between backward and step)."""
+    """(weights, log of this rank's last step, elements of the shards, where tensors were between backward and step)."""
     options = {"communication": Logged(platform, device)} if device is not None else {}
     model = _model(platform, case, offload_policy=policy, **options)
     buffers = [b for module in sharded_modules(model) for b in module._fsdp.group.buffers]
@@ -77,7 +77,7 @@ def _train(platform, case, policy, device=None):
             for b in (buffers if device is not None else ())
         }
         step(model)
-    weights = {name: whole(platform, p) for name, p in platform.named_parameters(model)}
+    weights = {name: full_value(platform, p) for name, p in platform.named_parameters(model)}
     return weights, log, [b.layout.shard_numel for b in buffers], places
 
 
@@ -117,12 +117,12 @@ def test_numbers_are_the_same_and_each_gather_and_reduction_copies_once(hp_platf
 
 
 @pytest.mark.parametrize("name", ["fsdp", "hsdp, accumulated"])
-@pytest.mark.parametrize("policy", [WHOLE, GRADIENTS], ids=["whole", "gradients"])
+@pytest.mark.parametrize("policy", [WHOLE, GRADIENTS], ids=["everything", "gradients"])
 def test_gradients_are_copied_while_the_backward_of_others_runs(hp_platform, device, name, policy):
     log, sizes, _ = _compare(hp_platform, device, name, policy)
     kinds = [kind for kind, _ in log if kind in ("reduce", "all-reduce", "to host", "on host")]
     count, last = len(sizes), len(kinds) - 1 - kinds[::-1].index("reduce")
-    # All but those of the last group, whose reduction has just begun, are on the way.
+    # All but those of the last group, whose reduction has just started, are on the way.
     assert kinds[:last].count("to host") == count - 1
     assert "on host" not in kinds[:last]
     assert kinds[-count:] == ["on host"] * count
@@ -187,7 +187,7 @@ def test_gradients_apart_can_be_looked_at_replaced_and_dropped(hp_platform, devi
         hp_platform.backward(micro_loss(hp_platform, model, case, current_world(hp_platform).rank, 1, 0))
         second.grad = second.grad * 2  # looked at and replaced: what comes is added to it
         hp_platform.backward(micro_loss(hp_platform, model, case, current_world(hp_platform).rank, 2, 0))
-        found = {name: whole(hp_platform, p.grad) for name, p in parameters.items()}
+        found = {name: full_value(hp_platform, p.grad) for name, p in parameters.items()}
         for p in parameters.values():
             p.grad = None
         assert all(p.grad is None for p in parameters.values())
@@ -196,7 +196,7 @@ def test_gradients_apart_can_be_looked_at_replaced_and_dropped(hp_platform, devi
     _assert_offload_changes_nothing(hp_platform, rank)
 
 
-def test_gradients_apart_of_a_parameter_frozen_since_are_kept(hp_platform, device):
+def test_separate_gradients_of_a_parameter_frozen_since_are_retained(hp_platform, device):
     case = CASES["fsdp"]
 
     def rank(policy):
@@ -206,7 +206,7 @@ def test_gradients_apart_of_a_parameter_frozen_since_are_kept(hp_platform, devic
             for name, parameter in parameters.items():
                 hp_platform.set_requires_grad(parameter, not frozen or frozen not in name)
             hp_platform.backward(micro_loss(hp_platform, model, case, current_world(hp_platform).rank, index, 0))
-        return {name: whole(hp_platform, p.grad) for name, p in parameters.items()}
+        return {name: full_value(hp_platform, p.grad) for name, p in parameters.items()}
 
     _assert_offload_changes_nothing(hp_platform, rank)
 
@@ -238,7 +238,7 @@ def test_whole_parameters_are_gathered_from_the_host(hp_platform, device):
     def rank():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform)
         model = fully_shard(build(hp_platform, CASES["fsdp"]), mesh, offload_policy=CPUOffloadPolicy())
-        expected = whole(hp_platform, model.embed.weight)
+        expected = full_value(hp_platform, model.embed.weight)
         with summon_full_params(model):
             shown = hp_platform.to_numpy(hp_platform.ops.clone(hp_platform.detach(model.embed.weight)))
             numpy.testing.assert_array_equal(shown, expected)
@@ -283,6 +283,8 @@ def test_a_platform_that_cannot_await_gradients_refuses_them_apart(hp_platform, 
         storage, "check_separate_gradients", functools.partial(ParameterStorage.check_separate_gradients, storage)
     )
     for policy in (PARAMETERS, GRADIENTS):
-        with pytest.raises(CapabilityError, match="gradients lie where their parameters do; offload both or none"):
+        with pytest.raises(
+            CapabilityError, match="gradients are on the device of their parameters; offload both or none"
+        ):
             fully_shard(build(hp_platform, CASES["fsdp"]), mesh, offload_policy=policy)
     fully_shard(build(hp_platform, CASES["fsdp"]), mesh, offload_policy=WHOLE)

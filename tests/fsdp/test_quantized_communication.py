@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy
 import pytest
-from fsdp_training import AdamW, Case, build, micro_loss, shard, whole_grads
+from fsdp_training import AdamW, Case, build, full_grads, micro_loss, shard
 
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.process_group import record_collectives
@@ -122,7 +122,7 @@ def test_a_reduction_is_off_by_one_quantization_per_rank(hp_platform, name, what
 
 
 def test_sums_are_in_float32(hp_platform):
-    """Whole numbers of steps of 256, so exact; the sums are beyond what int8 and float16 hold."""
+    """Integer multiples of 256, so exact; the sums are beyond what int8 and float16 hold."""
     size = 4
 
     def rank():
@@ -191,7 +191,7 @@ def test_parts_can_be_chosen_and_gradients_are_within_their_bound(hp_platform, r
         model = build(hp_platform, case)
         fully_shard(model, mesh, communication=communication(hp_platform))
         hp_platform.backward(micro_loss(hp_platform, model, case, current_world(hp_platform).rank, 0, 0))
-        return {name: grad for name, grad in whole_grads(hp_platform, model).items() if grad is not None}
+        return {name: grad for name, grad in full_grads(hp_platform, model).items() if grad is not None}
 
     exact = run_ranks(rank, 2, hp_platform, Communication)[0]
     found = run_ranks(rank, 2, hp_platform, lambda p: QuantizedCommunication(p, Int8(), gather=False))[0]

@@ -7,7 +7,7 @@ import operator
 
 import numpy
 import pytest
-from fsdp_training import held_bytes, mesh_of, whole_grads
+from fsdp_training import full_grads, held_bytes, mesh_of
 
 from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.comm.world import current_world
@@ -123,7 +123,7 @@ def gradients(platform, forward, rank_losses):
     model = build(platform, forward)
     for each in rank_losses(model):
         platform.backward(each)
-    return whole_grads(platform, model)
+    return full_grads(platform, model)
 
 
 @pytest.mark.parametrize("forward", CASES, ids=lambda forward: forward.__name__)
@@ -150,7 +150,7 @@ def test_gradients_are_those_of_one_rank(hp_platform, forward, bucket_size):
         rank = current_world(hp_platform).rank
         for step in range(steps):
             hp_platform.backward(loss(hp_platform, model, rank, step))
-            found = whole_grads(hp_platform, model)
+            found = full_grads(hp_platform, model)
             for name, grad in expected[step].items():
                 if grad is not None:
                     numpy.testing.assert_allclose(found[name], grad, rtol=1e-4, atol=1e-5, err_msg=name)
@@ -183,7 +183,7 @@ def test_parts_called_on_their_own_cost_the_same_in_each_step(hp_platform):
     for step in range(steps):
         for rank in range(2):
             hp_platform.backward(hp_platform.ops.div(part_loss(plain, rank, step), 2))
-    expected = whole_grads(hp_platform, plain)
+    expected = full_grads(hp_platform, plain)
 
     def program():
         model, rank = build(hp_platform, in_turn), current_world(hp_platform).rank
@@ -197,7 +197,7 @@ def test_parts_called_on_their_own_cost_the_same_in_each_step(hp_platform):
             with record_collectives() as log:
                 hp_platform.backward(part_loss(model, rank, step))
             logs.append([log.count(name) for name in ("all_gather", "reduce_scatter")])
-        for name, grad in whole_grads(hp_platform, model).items():
+        for name, grad in full_grads(hp_platform, model).items():
             assert (grad is None) == (expected[name] is None), name
             if grad is not None:
                 numpy.testing.assert_allclose(grad, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
@@ -221,7 +221,7 @@ def test_a_backward_may_follow_one_through_later_calls_of_parts(hp_platform):
     plain = build(hp_platform, in_turn)
     for rank in range(2):
         step(plain, rank)
-    expected = whole_grads(hp_platform, plain)
+    expected = full_grads(hp_platform, plain)
 
     def program():
         model, rank = build(hp_platform, in_turn), current_world(hp_platform).rank
@@ -230,7 +230,7 @@ def test_a_backward_may_follow_one_through_later_calls_of_parts(hp_platform):
         with hp_platform.no_grad():
             loss(hp_platform, model, rank, 0)
         step(model, rank)
-        for name, grad in whole_grads(hp_platform, model).items():
+        for name, grad in full_grads(hp_platform, model).items():
             if grad is not None:
                 numpy.testing.assert_allclose(2 * grad, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
         assert not any(held_bytes(model))
@@ -289,7 +289,7 @@ def test_a_use_of_another_forward_takes_no_gradients(hp_platform, step):
     plain = build(hp_platform, recomputed_in_part)
     for rank in range(2):
         step(hp_platform, plain, rank)
-    expected = whole_grads(hp_platform, plain)
+    expected = full_grads(hp_platform, plain)
 
     def program():
         model, mesh = build(hp_platform, recomputed_in_part), mesh_of(hp_platform, 2)
@@ -308,7 +308,7 @@ def test_a_use_of_another_forward_takes_no_gradients(hp_platform, step):
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_a_step_between_a_forward_and_its_backward(hp_platform, zero_stage):
-    """Whole parameters that are kept are still those of the forward; others would be those of the next step."""
+    """Full parameters that stay in memory are still those of the forward; others would be those of the next step."""
 
     def rank():
         mesh = mesh_of(hp_platform, 2)
@@ -325,7 +325,7 @@ def test_a_step_between_a_forward_and_its_backward(hp_platform, zero_stage):
         object.__setattr__(model, "forward", loss)
         alone, first, second = model(2.0), model(1.0), model(2.0)
         hp_platform.backward(alone)
-        expected = whole_grads(hp_platform, model.first)
+        expected = full_grads(hp_platform, model.first)
         _forget_grads(hp_platform, model)
         hp_platform.backward(first)
         with hp_platform.no_grad():
@@ -334,7 +334,7 @@ def test_a_step_between_a_forward_and_its_backward(hp_platform, zero_stage):
         _forget_grads(hp_platform, model)
         if zero_stage in (1, 2):
             hp_platform.backward(second)
-            return [expected, whole_grads(hp_platform, model.first)]
+            return [expected, full_grads(hp_platform, model.first)]
         with pytest.raises(FSDPStateError, match=r"weight, .*bias: changed between a forward and its backward"):
             hp_platform.backward(second)
         model.reset()
@@ -368,7 +368,7 @@ class Momentum(nn.Module):
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_what_a_forward_writes_before_a_group_computes_counts(hp_platform, zero_stage):
-    """Also where the group has been gathered ahead, or is kept whole."""
+    """Also where the group has been gathered ahead, or stays unsharded."""
 
     def outputs(model):
         for _, parameter in hp_platform.named_parameters(model.copy):
@@ -415,7 +415,7 @@ def test_parameters_that_a_backward_does_not_use_may_have_changed(hp_platform):
         hp_platform.backward(hp_platform.ops.sum(model.judge(hp_platform.detach(made))))
         _add_one(hp_platform, model.critic)
         hp_platform.backward(hp_platform.ops.sum(model.judge(made)))
-        return whole_grads(hp_platform, model)
+        return full_grads(hp_platform, model)
 
     with nn.building(hp_platform):
         expected = grads(_initialised(Adversaries()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy
 import pytest
-from fsdp_training import mesh_of, whole
+from fsdp_training import full_value, mesh_of
 
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.optim import clip_grad_norm_
@@ -35,8 +35,8 @@ def test_replicated_parameters_have_the_mean_gradient_and_count_once_in_the_norm
         x = hp_platform.from_numpy(numpy.full((3,), 2.0 * me + 1, numpy.float32))
         hp_platform.backward(hp_platform.ops.sum(model(x)))
         # The mean of 1, 3, 5 and 7 is 4; `small` is used in each of seven rows.
-        assert whole(hp_platform, hp_platform.get_grad(model.large)).tolist() == [[4.0] * 3] * 7
-        assert whole(hp_platform, hp_platform.get_grad(model.small)).tolist() == [28.0] * 3
+        assert full_value(hp_platform, hp_platform.get_grad(model.large)).tolist() == [[4.0] * 3] * 7
+        assert full_value(hp_platform, hp_platform.get_grad(model.small)).tolist() == [28.0] * 3
         norm = clip_grad_norm_([model.large, model.small], 1e9, platform=hp_platform)
         assert float(hp_platform.to_numpy(norm)) == pytest.approx((21 * 16 + 3 * 784) ** 0.5, rel=1e-6)
 

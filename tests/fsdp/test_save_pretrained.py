@@ -1,4 +1,4 @@
-"""`save_pretrained` of transformers' models that are sharded: one rank writes the whole parameters."""
+"""`save_pretrained` of transformers' models that are sharded: one rank writes the full parameters."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def build(tied):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_sharded_model_trains_and_is_saved_whole(tied, tmp_path):
+def test_a_sharded_model_trains_and_is_saved_in_full(tied, tmp_path):
     ids = torch.arange(12).reshape(2, 6) % 16
-    whole = build(tied)
-    loss = whole(input_ids=ids, labels=ids).loss
+    reference = build(tied)
+    loss = reference(input_ids=ids, labels=ids).loss
     loss.backward()
-    torch.optim.SGD(whole.parameters(), lr=0.1).step()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
 
     def rank():
         mesh = init_device_mesh("cpu", (2,))
@@ -50,7 +50,7 @@ def test_a_sharded_model_trains_and_is_saved_whole(tied, tmp_path):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         model.save_pretrained(tmp_path / "model", is_main_process=mesh.get_local_rank() == 0)
         read = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
-        for name, parameter in whole.named_parameters():
+        for name, parameter in reference.named_parameters():
             # Gradients of two ranks with the same rows, averaged.
             torch.testing.assert_close(read.get_parameter(name), parameter, rtol=1e-5, atol=1e-6, msg=name)
 
@@ -58,11 +58,11 @@ def test_a_sharded_model_trains_and_is_saved_whole(tied, tmp_path):
 
 
 def test_a_tensor_parallel_model_is_saved_from_its_whole_state_dict(tmp_path):
-    whole = build(False)
+    reference = build(False)
 
     def rank():
         mesh = init_device_mesh("cpu", (2,))
-        model = parallelize_module(copy.deepcopy(whole), mesh, {"model.layers.*.mlp.*_proj": ColwiseParallel()})
+        model = parallelize_module(copy.deepcopy(reference), mesh, {"model.layers.*.mlp.*_proj": ColwiseParallel()})
         with pytest.raises(ShardingRuleError, match=r"hp_fsdp\.get_model_state_dict"):
             model.save_pretrained(tmp_path / str(mesh.get_local_rank()))
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
@@ -71,7 +71,7 @@ def test_a_tensor_parallel_model_is_saved_from_its_whole_state_dict(tmp_path):
 
     run_ranks(rank, 2, "torch")
     read = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
-    for name, parameter in whole.named_parameters():
+    for name, parameter in reference.named_parameters():
         assert torch.equal(read.get_parameter(name), parameter), name
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy
 import pytest
-from fsdp_training import Case, build, mesh_of, micro_loss, train_reference, whole, whole_grads
+from fsdp_training import Case, build, full_grads, full_value, mesh_of, micro_loss, train_reference
 
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.process_group import ProcessGroup
@@ -44,12 +44,12 @@ def test_values_and_gradients_of_any_dimension(hp_platform, dim, num_ranks):
         assert isinstance(ragged, RaggedShard)
         assert ragged.dim == dim % 3
         assert sum(ragged.units) == SHAPE[dim]
-        numpy.testing.assert_array_equal(whole(hp_platform, model.weight), values)
+        numpy.testing.assert_array_equal(full_value(hp_platform, model.weight), values)
         x = hp_platform.from_numpy(values * (me + 1))
         for count in (1, 2):
             hp_platform.backward(hp_platform.ops.sum(model(x)))
             expected = values * numpy.mean(range(1, num_ranks + 1)) * count
-            numpy.testing.assert_array_equal(whole(hp_platform, hp_platform.get_grad(model.weight)), expected)
+            numpy.testing.assert_array_equal(full_value(hp_platform, hp_platform.get_grad(model.weight)), expected)
         with summon_full_params(model):
             numpy.testing.assert_array_equal(hp_platform.to_numpy(hp_platform.detach(model.weight)), values)
         local = hp_platform.unwrap(model.weight)
@@ -59,7 +59,7 @@ def test_values_and_gradients_of_any_dimension(hp_platform, dim, num_ranks):
     run_ranks(rank, num_ranks, hp_platform)
 
 
-def test_a_dimension_that_tensor_parallelism_has_cut_already(hp_platform):
+def test_a_dimension_that_tensor_parallelism_has_sharded_already(hp_platform):
     values = numpy.arange(7 * 5, dtype=numpy.float32).reshape(5, 7)
 
     def rank():
@@ -70,13 +70,13 @@ def test_a_dimension_that_tensor_parallelism_has_cut_already(hp_platform):
         place_parameter(model, "weight", mesh["tp"], [Shard(1)])
         fully_shard(model, mesh["dp"], shard_placement_fn=lambda p: Shard(1))
         assert [p.dim for p in model.weight.placements] == [1, 1]
-        numpy.testing.assert_array_equal(whole(hp_platform, model.weight), values)
+        numpy.testing.assert_array_equal(full_value(hp_platform, model.weight), values)
 
     run_ranks(rank, 4, hp_platform)
 
 
 def test_shards_of_a_later_dimension_are_gathered_without_a_copy(hp_platform, monkeypatch):
-    """The parameter in computation lies in the gathered buffer itself, the shard in the buffer that is sent."""
+    """The parameter in computation is a view of the gathered buffer itself, the shard in the buffer that is sent."""
     seen = {}
     gather = ProcessGroup.all_gather_into
 
@@ -121,7 +121,7 @@ def test_a_mesh_for_one_parameter(hp_platform):
         assert model.head.weight.device_mesh is everybody
         loss = micro_loss(hp_platform, model, case, current_world(hp_platform).rank, 0, 0)
         hp_platform.backward(loss)
-        for name, grad in whole_grads(hp_platform, model).items():
+        for name, grad in full_grads(hp_platform, model).items():
             if expected[name] is not None:
                 numpy.testing.assert_allclose(grad, expected[name], rtol=2e-5, atol=2e-6, err_msg=name)
 
@@ -159,7 +159,7 @@ def test_ranks_beyond_the_mesh_of_a_parameter_may_have_others(hp_platform):
         )
         x = hp_platform.ops.ones((4,), hp_platform.dtype("float32"))
         hp_platform.backward(hp_platform.ops.sum(model(x)))
-        grads = whole_grads(hp_platform, model)
+        grads = full_grads(hp_platform, model)
         for number in model.numbers:
             numpy.testing.assert_array_equal(grads[f"expert{number}"], numpy.ones(4))
         numpy.testing.assert_array_equal(grads["shared"], numpy.full(4, (2 + 2 + 3 + 3) / 4))

@@ -8,7 +8,7 @@ import functools
 import numpy
 import offload_device
 import pytest
-from fsdp_training import Case, build, cut_last_dim, micro_loss, shard, sharded_modules, whole
+from fsdp_training import Case, build, full_value, micro_loss, shard, shard_last_dim, sharded_modules
 
 from hp_dtensor import clip_grad_norm_
 from hp_dtensor.comm.mesh import init_device_mesh
@@ -31,7 +31,7 @@ CASES = {
     "accumulated": Case((2,), num_blocks=2, accumulate=3, frozen=("blocks.0.up",)),
     "hsdp, accumulated without communication": Case((2, 2), num_blocks=1, accumulate=3, sync="last"),
     "mixed precision": Case((2,), num_blocks=1, policy={"param_dtype": "float16", "reduce_dtype": "float32"}),
-    "another dimension": Case((3,), num_blocks=1, options={"shard_placement_fn": cut_last_dim}),
+    "another dimension": Case((3,), num_blocks=1, options={"shard_placement_fn": shard_last_dim}),
     "one rank": Case((1,), num_blocks=1),
 }
 OPTIMIZERS = {
@@ -52,7 +52,7 @@ STEPS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
-    """Choice of the tensors that lie on the host; None in its place: not offloaded and not streamed."""
+    """Choice of the tensors that are stored on the host; None in its place: not offloaded and not streamed."""
 
     parameters: bool = False
     gradients: bool = False
@@ -87,7 +87,7 @@ def _parameters(platform, model):
 
 
 def _weights(platform, model):
-    return ({name: whole(platform, p) for name, p in platform.named_parameters(model)},)
+    return ({name: full_value(platform, p) for name, p in platform.named_parameters(model)},)
 
 
 def _halving(platform, optimizer):
@@ -134,12 +134,12 @@ def _train(platform, case, make, offload=None, clips=False):
         if clips:
             clip_grad_norm_(_parameters(platform, model), 0.5)
         optimizer.step()
-        grads = {n: whole(platform, p.grad) for n, p in platform.named_parameters(model)}
+        grads = {n: full_value(platform, p.grad) for n, p in platform.named_parameters(model)}
         optimizer.zero_grad()
     state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))["state"]
     (weights,) = _weights(platform, model)
     slots = {f"{name}.{slot}": value for name, entry in state.items() for slot, value in entry.items()}
-    tensors = {key: whole(platform, x) for key, x in slots.items() if isinstance(x, platform.Tensor)}
+    tensors = {key: full_value(platform, x) for key, x in slots.items() if isinstance(x, platform.Tensor)}
     return weights, grads, tensors | {key: x for key, x in slots.items() if key not in tensors}
 
 
@@ -171,14 +171,14 @@ def test_numbers_are_those_of_the_optimizer(hp_platform, device, name, offload):
 @pytest.mark.parametrize(
     "offload", [Offload(), Offload(True, False), Offload(False, True), Offload(True, True)], ids=str
 )
-@pytest.mark.parametrize("cut", ["fsdp", "another dimension"])
+@pytest.mark.parametrize("placement", ["fsdp", "another dimension"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_and_clipping(hp_platform, device, name, cut, offload):
+def test_every_optimizer_and_clipping(hp_platform, device, name, placement, offload):
     if hp_platform.name != "torch" and (name in ON_TORCH or offload not in ON_SLOW_PLATFORMS):
         pytest.skip("on torch")
-    case = CASES[cut]
+    case = CASES[placement]
     results = run_ranks(_train, case.size, hp_platform, hp_platform, case, name, offload, True)
-    _assert_equal(results, _expected(hp_platform, cut, name, clips=True))
+    _assert_equal(results, _expected(hp_platform, placement, name, clips=True))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -286,7 +286,7 @@ def test_two_optimizers_of_one_buffer(hp_platform, device):
         _assert_equal(run_ranks(rank, 2, hp_platform, offload), expected)
 
 
-def test_a_state_dict_is_loaded_to_where_state_is_kept(hp_platform, device):
+def test_a_state_dict_is_loaded_to_where_state_is_stored(hp_platform, device):
     case = CASES["fsdp"]
 
     def rank(offload):
@@ -307,8 +307,8 @@ def test_a_state_dict_is_loaded_to_where_state_is_kept(hp_platform, device):
                     stream_optimizer(optimizer, model)
                 set_optimizer_state_dict(model, optimizer, saved)
         if offload:
-            kept = [x for p in _parameters(hp_platform, model) for x in _slots(hp_platform, optimizer, p)]
-            assert all(device.lies_on_host(x) for x in kept if min(x.spec.local_shape))
+            held = [x for p in _parameters(hp_platform, model) for x in _slots(hp_platform, optimizer, p)]
+            assert all(device.lies_on_host(x) for x in held if min(x.spec.local_shape))
         return _weights(hp_platform, model)
 
     _assert_equal(run_ranks(rank, 2, hp_platform, True), run_ranks(rank, 2, hp_platform, False))
@@ -319,7 +319,7 @@ def test_a_state_dict_is_loaded_to_where_state_is_kept(hp_platform, device):
 def test_loaded_state_is_on_the_device_when_the_update_wants_it_there(
     hp_platform, device, monkeypatch, name, offload_state
 ):
-    """torch loads state to where the parameters lie, which is the host; fused updates want `step` on the device too."""
+    """torch loads state to where the parameters are, which is the host; fused updates want `step` on the device too."""
     if hp_platform.name != "torch":
         pytest.skip("on torch")
     torch = pytest.importorskip("torch")
@@ -346,7 +346,7 @@ def test_loaded_state_is_on_the_device_when_the_update_wants_it_there(
         for parameter, entry in optimizer.state.items():
             assert (id(entry["step"]) in on_host) == (name != "fused"), name
             assert id(entry["exp_avg"]) not in on_host or 0 in hp_platform.local_shape(parameter)
-        return ({n: whole(hp_platform, p) for n, p in model.named_parameters()},)
+        return ({n: full_value(hp_platform, p) for n, p in model.named_parameters()},)
 
     def plain():
         model = _model(hp_platform, case, None)
@@ -356,7 +356,7 @@ def test_loaded_state_is_on_the_device_when_the_update_wants_it_there(
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        return ({n: whole(hp_platform, p) for n, p in model.named_parameters()},)
+        return ({n: full_value(hp_platform, p) for n, p in model.named_parameters()},)
 
     expected = run_ranks(plain, 2, hp_platform)
     _assert_equal(run_ranks(rank, 2, hp_platform), expected)
@@ -456,7 +456,7 @@ def test_what_cannot_be_streamed_is_refused(hp_platform, device):
             stream_optimizer(optim.LBFGS(_parameters(hp_platform, model)), model)
     optimizer = _make(hp_platform, "sgd", _parameters(hp_platform, model))
     optimizer.step = optimizer.step
-    with pytest.raises(FullyShardError, match="make them after stream_optimizer"):
+    with pytest.raises(FullyShardError, match="create them after stream_optimizer"):
         stream_optimizer(optimizer, model)
     optimizer = stream_optimizer(_make(hp_platform, "sgd", _parameters(hp_platform, model)), model)
     with pytest.raises(FullyShardError, match="StreamedSGD is streamed already"):

@@ -151,7 +151,7 @@ def test_a_forward_may_have_a_backward_to_its_input_inside(hp_platform, grad_ena
 
 @pytest.mark.parametrize("order", ["wpw", "wppw"])
 def test_a_part_called_on_its_own_may_have_a_backward_to_its_input_inside(hp_platform, order):
-    """Calls of the whole and of its parts."""
+    """Calls of the model and of its modules."""
 
     class Around(torch.nn.Module):
         def __init__(self):

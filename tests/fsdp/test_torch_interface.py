@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy
 import pytest
-from fsdp_training import Case, build, loss_of, mesh_of, sharded, step, whole_grads
+from fsdp_training import Case, build, full_grads, loss_of, mesh_of, sharded, step
 
 from hp_dtensor import init_device_mesh
 from hp_dtensor.comm.process_group import record_collectives
@@ -33,7 +33,7 @@ def test_without_a_mesh_all_ranks_shard(hp_platform):
         step(hp_platform, model, CASE)
         expected = sharded(hp_platform, CASE)
         step(hp_platform, expected, CASE)
-        equal_grads(whole_grads(hp_platform, model), whole_grads(hp_platform, expected))
+        equal_grads(full_grads(hp_platform, model), full_grads(hp_platform, expected))
 
     run_ranks(rank, 2, hp_platform)
 
@@ -117,7 +117,7 @@ def test_an_embedding_need_not_be_gathered_for_backward(hp_platform):
                 with record_collectives() as log:
                     hp_platform.backward(loss)
                 gathers.append(log.count("all_gather"))
-            found.append(whole_grads(hp_platform, model))
+            found.append(full_grads(hp_platform, model))
         equal_grads(*found)
         # MindSpore reads freed memory without a word, so it is not left without any.
         assert gathers == ([2, 2, 1, 1] if hp_platform.name == "torch" else [2, 2, 2, 2])
@@ -140,7 +140,7 @@ def test_weights_that_backward_needs_after_all_are_told_or_gathered(hp_platform)
         hp_platform.backward(loss)
         expected = sharded(hp_platform, CASE)
         hp_platform.backward(loss_of(hp_platform, expected, CASE))
-        equal_grads(whole_grads(hp_platform, model), whole_grads(hp_platform, expected))
+        equal_grads(full_grads(hp_platform, model), full_grads(hp_platform, expected))
 
     run_ranks(rank, 2, hp_platform)
 
@@ -160,9 +160,9 @@ def test_an_all_reduce_hook_sees_and_may_change_what_has_been_reduced(hp_platfor
         step(hp_platform, model, case)
         expected = {
             name: grad * 2 if name.startswith("blocks.0") and grad is not None else grad
-            for name, grad in whole_grads(hp_platform, plain).items()
+            for name, grad in full_grads(hp_platform, plain).items()
         }
-        equal_grads(whole_grads(hp_platform, model), expected)
+        equal_grads(full_grads(hp_platform, model), expected)
         with pytest.raises(FullyShardError, match="stream=None"):
             model.set_all_reduce_hook(double, stream=object())
         with pytest.raises(FullyShardError, match="expected a function"):

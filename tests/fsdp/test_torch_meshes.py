@@ -57,14 +57,14 @@ def test_functions_and_methods_take_a_mesh_of_torch():
     both = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
     mesh = both["tp"]
     x, doubled = torch.ones(2, 4), {"out_placements": [Shard(0)], "in_placements": ([Shard(0)],)}
-    cut = distribute_tensor(x, mesh, [Shard(0)])
+    sharded = distribute_tensor(x, mesh, [Shard(0)])
     results = [
-        cut,
-        cut.redistribute(mesh, [Replicate()]),
+        sharded,
+        sharded.redistribute(mesh, [Replicate()]),
         DTensor.from_local(x, device_mesh=mesh, placements=[Shard(0)]),
-        zeros(2, 4, device_mesh=mesh, placements=[Shard(0)]) + cut,
-        local_map(lambda local: local * 2, device_mesh=mesh, **doubled)(cut) / 2,
-        distribute_module(torch.nn.Identity(), mesh)(cut),
+        zeros(2, 4, device_mesh=mesh, placements=[Shard(0)]) + sharded,
+        local_map(lambda local: local * 2, device_mesh=mesh, **doubled)(sharded) / 2,
+        distribute_module(torch.nn.Identity(), mesh)(sharded),
     ]
     for result in results:
         assert result.device_mesh == interop.from_torch_mesh(mesh)

@@ -39,7 +39,7 @@ def test_parameters_from_meta_must_be_given_values(hp_platform):
     run_ranks(rank, 2, hp_platform)
 
 
-def test_parameters_from_meta_may_be_given_values_while_they_are_whole(hp_platform):
+def test_parameters_from_meta_may_be_given_values_while_they_are_unsharded(hp_platform):
     def rank():
         with torch.device("meta"):
             net = Net()

@@ -6,7 +6,7 @@ import functools
 
 import numpy
 import pytest
-from fsdp_training import held_bytes, mesh_of, whole_grads
+from fsdp_training import full_grads, held_bytes, mesh_of
 
 from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.comm.world import current_world
@@ -108,7 +108,7 @@ def test_gradients_and_collectives_are_those_of_all_ranks(hp_platform, name, ahe
     model = build(hp_platform, *CASES[name])
     for rank in range(NUM_RANKS):
         hp_platform.backward(hp_platform.ops.div(loss(hp_platform, model, rank), NUM_RANKS))
-    expected = whole_grads(hp_platform, model)
+    expected = full_grads(hp_platform, model)
 
     def program():
         model, mesh = build(hp_platform, *CASES[name]), mesh_of(hp_platform, NUM_RANKS)
@@ -120,7 +120,7 @@ def test_gradients_and_collectives_are_those_of_all_ranks(hp_platform, name, ahe
         with record_collectives() as log:
             hp_platform.backward(loss(hp_platform, model, current_world(hp_platform).rank))
         for parameter, grad in expected.items():
-            found = whole_grads(hp_platform, model)[parameter]
+            found = full_grads(hp_platform, model)[parameter]
             assert (found is None) == (grad is None), parameter
             if grad is not None:
                 numpy.testing.assert_allclose(found, grad, rtol=1e-5, atol=1e-6, err_msg=parameter)
@@ -162,7 +162,7 @@ def test_a_list_of_a_module_and_one_inside_of_it_may_be_the_root(hp_platform):
     model = build(hp_platform, *settings)
     for rank in range(NUM_RANKS):
         hp_platform.backward(hp_platform.ops.div(loss(hp_platform, model, rank), NUM_RANKS))
-    expected = whole_grads(hp_platform, model)
+    expected = full_grads(hp_platform, model)
 
     def program():
         model, mesh = build(hp_platform, *settings), mesh_of(hp_platform, NUM_RANKS)
@@ -170,7 +170,7 @@ def test_a_list_of_a_module_and_one_inside_of_it_may_be_the_root(hp_platform):
         fully_shard([model, model.level], mesh)
         for _ in range(2):
             hp_platform.backward(loss(hp_platform, model, current_world(hp_platform).rank))
-            for name, grad in whole_grads(hp_platform, model).items():
+            for name, grad in full_grads(hp_platform, model).items():
                 numpy.testing.assert_allclose(grad, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
             for _, parameter in hp_platform.named_parameters(model):
                 hp_platform.set_grad(parameter, None)

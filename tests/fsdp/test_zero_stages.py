@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy
 import pytest
-from fsdp_training import Case, build, held_bytes, loss_of, mesh_of, sharded, sharded_modules, step, whole
+from fsdp_training import Case, build, full_value, held_bytes, loss_of, mesh_of, sharded, sharded_modules, step
 
 from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.comm.world import current_world
@@ -37,7 +37,7 @@ COLLECTIVES = {
 
 @pytest.mark.parametrize("stage", COLLECTIVES)
 def test_collectives_and_memory_of_each_stage(hp_platform, stage):
-    """Parameters that stay whole are gathered once per change; gradients that accumulate whole reduced once."""
+    """Full parameters are gathered once per change; full gradients that accumulate are reduced once."""
     case = Case((2,), options={"zero_stage": stage})
 
     def rank():
@@ -60,16 +60,16 @@ def test_collectives_and_memory_of_each_stage(hp_platform, stage):
     run_ranks(rank, 2, hp_platform)
 
 
-def test_gradients_that_accumulate_in_stage_2_are_never_whole(hp_platform):
+def test_gradients_that_accumulate_in_stage_2_are_never_unsharded(hp_platform):
     def held_gradients(stage):
         case = Case((2,), options={"zero_stage": stage})
         model = sharded(hp_platform, case)
         model.set_requires_gradient_sync(False)
         step(hp_platform, model, case)
         buffers = [buffer for module in sharded_modules(model) for buffer in module._fsdp.group.buffers]
-        whole_ones = sum(buffer.layout.numel for buffer in buffers if buffer.gradients.unreduced is not None)
+        full_numel = sum(buffer.layout.numel for buffer in buffers if buffer.gradients.unreduced is not None)
         assert all(hp_platform.get_grad(p) is None for _, p in hp_platform.named_parameters(model))
-        return whole_ones / sum(buffer.layout.numel for buffer in buffers)
+        return full_numel / sum(buffer.layout.numel for buffer in buffers)
 
     assert run_ranks(held_gradients, 2, hp_platform, 1) == [1.0, 1.0]
     assert run_ranks(held_gradients, 2, hp_platform, 2) == [0.0, 0.0]
@@ -89,7 +89,7 @@ def test_parameters_changed_behind_the_back_are_never_stale(hp_platform, stage, 
         model, plain = sharded(hp_platform, case), build(hp_platform, case)
         loss_of(hp_platform, model, case)
         with record_collectives() as log:
-            kept = loss_of(hp_platform, model, case)
+            held = loss_of(hp_platform, model, case)
         assert log.count("all_gather") == 0
         for _, parameter in hp_platform.named_parameters(model.blocks[1]):
             change(hp_platform, parameter, only_rank)
@@ -97,13 +97,13 @@ def test_parameters_changed_behind_the_back_are_never_stale(hp_platform, stage, 
             changed = loss_of(hp_platform, model, case)
         assert log.count("all_gather") == (1 if stage > 0 else 0)
         for name, parameter in hp_platform.named_parameters(model):
-            value = hp_platform.from_numpy(whole(hp_platform, parameter))
+            value = hp_platform.from_numpy(full_value(hp_platform, parameter))
             hp_platform.copy_(dict(hp_platform.named_parameters(plain))[name], value)
         expected = loss_of(hp_platform, plain, case)
         numpy.testing.assert_allclose(
             hp_platform.to_numpy(changed), hp_platform.to_numpy(expected), rtol=2e-3 if low else 1e-6
         )
-        assert abs(float(hp_platform.to_numpy(changed)) - float(hp_platform.to_numpy(kept))) > 1e-2
+        assert abs(float(hp_platform.to_numpy(changed)) - float(hp_platform.to_numpy(held))) > 1e-2
 
     run_ranks(rank, 2, hp_platform)
 
@@ -151,8 +151,8 @@ def test_replicated_parameters_take_one_reduction_per_group(hp_platform):
 
     def rank():
         model = build(hp_platform, case)
-        kept = [model.blocks[0].norm.weight, model.blocks[0].scale]
-        fully_shard(model.blocks[0], mesh_of(hp_platform, 2, 2), replicate_params=kept)
+        held = [model.blocks[0].norm.weight, model.blocks[0].scale]
+        fully_shard(model.blocks[0], mesh_of(hp_platform, 2, 2), replicate_params=held)
         fully_shard(model, mesh_of(hp_platform, 2, 2))
         for parameter in (model.blocks[0].norm.weight, model.blocks[0].scale):
             assert parameter.placements == (Replicate(), Replicate())

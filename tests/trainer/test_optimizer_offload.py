@@ -38,7 +38,7 @@ def copies(hp_platform, monkeypatch):
         "is_host": lambda kind: False,
         "check_offload": lambda kind: None,
         "host_buffer": lambda numel, dtype, pin_memory: hp_platform.zeros((numel,), dtype),
-        "beside_computation": contextlib.nullcontext,
+        "copy_stream": contextlib.nullcontext,
         "finish_reading": lambda copying: None,
         "to_device": lambda target, host: copy("to device", target, host),
         "to_host": lambda host, source: copy("to host", host, source),

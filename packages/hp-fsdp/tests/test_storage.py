@@ -20,7 +20,7 @@ class Unserved:
 
 
 def test_a_platform_without_implementation_is_named() -> None:
-    with pytest.raises(PlatformError, match=r"sharded parameters for platform 'unserved'.*hp_fsdp_parameter"):
+    with pytest.raises(PlatformError, match=r"sharded parameters on platform 'unserved'.*hp_fsdp_parameter"):
         get_storage(cast(Any, Unserved()))
 
 

@@ -1,4 +1,4 @@
-"""Float32 blocks as one byte per value and one scale per block."""
+"""Quantization of float32 blocks to one byte per value and one scale per block."""
 
 from __future__ import annotations
 
@@ -12,53 +12,54 @@ Tensor = Any
 
 
 class Codec(ABC):
-    """A conversion of scaled values to bytes, and back.
+    """A conversion of scaled float32 values to bytes, and back.
 
     Attributes:
-        largest: the largest value that a byte can stand for; blocks are scaled so that theirs becomes this one.
-        dtype_name: of the bytes.
+        largest: the largest value that a byte can represent. Each block is scaled such that its largest value becomes
+            this one.
+        dtype_name: dtype of the bytes.
     """
 
     largest: float
     dtype_name: str
 
     def check(self, platform: Platform) -> None:
-        """Raise `CapabilityError` where the platform cannot do it."""
+        """Raise `CapabilityError` if the platform does not support the conversion."""
 
     @abstractmethod
     def to_bytes(self, platform: Platform, scaled: Tensor) -> Tensor:
-        """Float32 values of at most `largest` rounded to the nearest byte."""
+        """Round float32 values of at most `largest` to the nearest byte."""
 
     @abstractmethod
     def from_bytes(self, platform: Platform, data: Tensor) -> Tensor:
-        """The bytes' values in float32."""
+        """Return the values of bytes in float32."""
 
     def encode(self, platform: Platform, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """(bytes `[blocks, size]`, float32 scales `[blocks, 1]`) of float32 blocks.
+        """Quantize float32 blocks; return (bytes `[blocks, size]`, float32 scales `[blocks, 1]`).
 
         The scale of a block with a value that is not finite is not finite either.
         """
         ops = platform.ops
         peaks = ops.amax(ops.abs(blocks), 1, True)
-        # A sum is not finite where a term is not; a maximum may pass over a NaN.
+        # A maximum may ignore a NaN, but a sum does not.
         peaks = ops.add(peaks, ops.mul(ops.sum(blocks, 1, True), 0.0))
         scales = ops.div(ops.where(ops.eq(peaks, 0.0), ops.ones_like(peaks), peaks), self.largest)
         return self.to_bytes(platform, ops.div(blocks, scales)), scales
 
     def decode(self, platform: Platform, data: Tensor, scales: Tensor) -> Tensor:
-        """Float32 blocks."""
+        """Return the float32 blocks of a result of `encode`."""
         return platform.ops.mul(self.from_bytes(platform, data), scales)
 
 
 class Int8(Codec):
-    """255 even steps per block: off by at most half a step, the block's largest absolute value / 254."""
+    """255 equal steps per block. The error is at most half a step: the block's largest absolute value / 254."""
 
     largest = 127.0
     dtype_name = "int8"
 
     def to_bytes(self, platform: Platform, scaled: Tensor) -> Tensor:
         ops = platform.ops
-        # A cast cuts off towards zero.
+        # A cast truncates towards zero. Adding half a step before rounds to the nearest.
         half = ops.where(ops.ge(scaled, 0.0), ops.full((1, 1), 0.5, scaled.dtype), ops.full((1, 1), -0.5, scaled.dtype))
         return ops.cast(ops.add(scaled, half), platform.dtype("int8"))
 
@@ -67,7 +68,7 @@ class Int8(Codec):
 
 
 class Float8(Codec):
-    """e4m3: four bits of precision over 15 binary orders, which suits blocks of very different values better."""
+    """float8 e4m3: four bits of precision over 15 powers of two. Better for blocks of values of very different size."""
 
     largest = 448.0
     dtype_name = "uint8"
@@ -81,7 +82,7 @@ class Float8(Codec):
     def to_bytes(self, platform: Platform, scaled: Tensor) -> Tensor:
         import torch
 
-        # What division rounds up beyond the largest value would become NaN.
+        # The division may round up beyond the largest value, which would become NaN.
         return scaled.clamp(-self.largest, self.largest).to(torch.float8_e4m3fn).view(torch.uint8)
 
     def from_bytes(self, platform: Platform, data: Tensor) -> Tensor:

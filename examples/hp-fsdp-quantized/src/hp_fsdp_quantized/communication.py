@@ -1,4 +1,4 @@
-"""The three collectives of a group with quantized values on the wire (the idea is ZeRO++'s, arXiv 2306.10209)."""
+"""The three collectives of a group with quantized values, as in ZeRO++ (arXiv 2306.10209)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Tensor = Any
 
 
 class QuantizedCommunication(Communication):
-    """See `hp_fsdp.Communication`.
+    """A `hp_fsdp.Communication` that sends quantized values.
 
     Args:
-        codec: how values become bytes.
-        gather: also parameters; False: they are gathered as they are.
-        reduce: also gradients; False: they are reduced as they are.
-        block: values that share a scale. Shards need be no multiple of it.
+        codec: the quantization.
+        gather: quantize parameters in all-gathers.
+        reduce: quantize gradients in reductions.
+        block: number of values that share a scale. Shards need not be a multiple of it.
 
     Raises:
-        FullyShardError: `codec` is none, or `block` no positive int.
-        CapabilityError: the platform cannot do what the codec needs.
+        FullyShardError: `codec` is not a `Codec`, or `block` is not a positive int.
+        CapabilityError: the platform does not support the codec.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class QuantizedCommunication(Communication):
         if not self._reduces:
             return super().all_reduce(shard, group)
         with self.platform.no_grad():
-            # Each rank sums up one of `size` parts; the last ones may reach beyond the shard.
+            # Each rank sums one of `size` chunks. The last ones may extend beyond the shard.
             numel = -(-shard.shape[0] // group.size)
             padded = self._padded(self._float32(shard), numel * group.size - shard.shape[0], 0)
             sent = self._encode(self._rows(padded, group.size))
-            return _ThereAndBack(self, self._start_exchange(sent, group), group, shard, numel)
+            return _AllReduce(self, self._start_exchange(sent, group), group, shard, numel)
 
     # Blocks ----------------------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class QuantizedCommunication(Communication):
         return self.platform.ops.cat([x, zeros], dim)
 
     def _rows(self, flat: Tensor, rows: int) -> Tensor:
-        """Float32 `[rows * blocks per row, block]`, the end of each row padded with zeros."""
+        """Return a flat tensor as float32 `[rows * blocks per row, block]`, each row padded with zeros."""
         x = self.platform.ops.reshape(self._float32(flat), (rows, -1))
         return self.platform.ops.reshape(self._padded(x, -x.shape[1] % self.block, 1), (-1, self.block))
 
@@ -86,11 +86,11 @@ class QuantizedCommunication(Communication):
         return self.platform.contiguous(data), self.platform.contiguous(scales)
 
     def decode(self, received: tuple[Tensor, Tensor], rows: int, numel: int) -> Tensor:
-        """Float32 `[rows, numel]` without the padding."""
+        """Return received blocks as float32 `[rows, numel]`, without the padding."""
         values = self.platform.ops.reshape(self.codec.decode(self.platform, *received), (rows, -1))
         return self.platform.ops.narrow(values, 1, 0, numel)
 
-    # On the wire -----------------------------------------------------------------------------------------
+    # Collectives -----------------------------------------------------------------------------------------
 
     def _start_gather(self, sent: tuple[Tensor, Tensor], group: ProcessGroup) -> _Messages:
         received = tuple(self._like(x, group.size * x.shape[0]) for x in sent)
@@ -109,7 +109,7 @@ class QuantizedCommunication(Communication):
         return self.platform.empty((rows, x.shape[1]), x.dtype, self.platform.device_of(x))
 
     def sum_of(self, received: tuple[Tensor, Tensor], group: ProcessGroup, numel: int) -> Tensor:
-        """The float32 sum of what the ranks sent, in rank order."""
+        """Return the float32 sum of the values of all ranks, added in rank order."""
         rows = self.decode(received, group.size, numel)
         ops = self.platform.ops
         total = ops.narrow(rows, 0, 0, 1)
@@ -118,13 +118,13 @@ class QuantizedCommunication(Communication):
         return ops.reshape(total, (-1,))
 
     def gather_sum(self, total: Tensor, group: ProcessGroup, numel: int) -> Tensor:
-        """Every rank's part of a sum, quantized once more for the way back."""
+        """Gather the chunks of a sum from all ranks, quantized once more."""
         messages = self._start_gather(self._encode(self._rows(total, 1)), group)
         return self.platform.ops.reshape(self.decode(messages.wait(), group.size, numel), (-1,))
 
 
 class _Messages:
-    """Bytes and scales under way."""
+    """Bytes and scales that are being sent."""
 
     def __init__(self, works: list[Work], sent: Any, received: Any) -> None:
         self._works = works
@@ -139,7 +139,7 @@ class _Messages:
 
 
 class _Received:
-    """A work whose end is to decode, and to sum up where ranks sent parts of a sum."""
+    """A work whose `wait` decodes the received values, and sums them for a reduction."""
 
     def __init__(
         self, parent: QuantizedCommunication, messages: _Messages, group: ProcessGroup, output: Tensor, sums: bool
@@ -158,8 +158,8 @@ class _Received:
             platform.copy_(self._output, platform.contiguous(values))
 
 
-class _ThereAndBack:
-    """A work that sums up this rank's part when the parts have come, and gathers the sums."""
+class _AllReduce:
+    """A work whose `wait` sums this rank's chunk of all ranks, and gathers the sums."""
 
     def __init__(
         self, parent: QuantizedCommunication, messages: _Messages, group: ProcessGroup, shard: Tensor, numel: int
@@ -170,6 +170,6 @@ class _ThereAndBack:
         platform = self._parent.platform
         with platform.no_grad():
             total = self._parent.sum_of(self._messages.wait(), self._group, self._numel)
-            whole = self._parent.gather_sum(total, self._group, self._numel)
-            whole = platform.ops.narrow(whole, 0, 0, self._shard.shape[0])
-            platform.copy_(self._shard, platform.contiguous(whole))
+            full = self._parent.gather_sum(total, self._group, self._numel)
+            full = platform.ops.narrow(full, 0, 0, self._shard.shape[0])
+            platform.copy_(self._shard, platform.contiguous(full))

@@ -1,4 +1,4 @@
-"""The hooks of this package, which hp-fsdp finds through the entry-point group `hp_fsdp`."""
+"""The plugin of this package, which hp-fsdp finds through the entry-point group `hp_fsdp`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hp_fsdp_quantized.communication import QuantizedCommunication
 
 @hookimpl
 def hp_fsdp_communication(registry: Registry) -> None:
-    """Register `int8` and `fp8`."""
+    """Register the communications `int8` and `fp8`."""
     registry.add("int8", _int8)
     registry.add("fp8", _fp8)
 

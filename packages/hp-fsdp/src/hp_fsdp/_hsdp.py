@@ -1,4 +1,4 @@
-"""`hsdp`: the older interface, a front to `fully_shard`."""
+"""`hsdp`: the interface of HyperParallel, implemented by `fully_shard`."""
 
 from __future__ import annotations
 
@@ -45,31 +45,32 @@ def hsdp(
     """Shard the parameters of `cell` over groups of data-parallel ranks, in place; see `fully_shard`.
 
     Args:
-        cell: a module of the platform. Parameters that an inner `hsdp` or `fully_shard` has taken stay as they are.
-        shard_size: ranks that share one parameter, consecutive ones; the others hold replicas. -1: all ranks.
-        threshold: in KB; smaller parameters are replicated.
-        optimizer_level: what is sharded: "level1" optimizer state and weights (which stay gathered beside their
-            shards), "level2" gradients too; "level3" also frees gathered weights after forward and gathers them
-            again for backward. These are the `zero_stage` 1, 2 and 3 of `fully_shard`.
+        cell: a module of the platform. Parameters that an inner `hsdp` or `fully_shard` has sharded are not changed.
+        shard_size: number of consecutive ranks that share one parameter. The other ranks hold replicas. -1: all ranks.
+        threshold: in KB. Smaller parameters are replicated.
+        optimizer_level: what is sharded. "level1": optimizer state and weights (the full weights are retained besides
+            their shards). "level2": gradients too. "level3": also frees the full weights after forward and gathers
+            them again for backward. These are the `zero_stage` 1, 2 and 3 of `fully_shard`.
         enable_grad_accumulation: reduce gradients only after `set_requires_grad_sync(True)`.
-        use_eager_hook: either value gives the same training: the hooks are the framework's in eager (PyNative) mode,
-            and graphs over sharded parameters are refused where they are made.
-        grad_scale: what every reduced gradient, the mean over all ranks, is multiplied by; positive.
-        reduce_dtype: in which gradients are reduced; a dtype of the platform or its name; None: the parameters'.
-        comm_async: reductions may still run when backward returns; call `hsdp_sync_stream` before gradients are used.
-            Without it they may be None or an older backward's, and the optimizer's step does nothing or takes those,
-            without an error.
-        comm_fusion: gather and reduce several parameters in one collective; else each in one of its own.
-        bucket_size: with `comm_fusion`, KB of parameters in one collective; -1: no limit, 0: one parameter. Without
+        use_eager_hook: has no effect: the hooks are the framework's in eager (PyNative) mode, and graphs over sharded
+            parameters are refused when they are made.
+        grad_scale: every reduced gradient, the mean over all ranks, is multiplied by this positive number.
+        reduce_dtype: dtype of the reduction: the platform's, or a name. None: the parameters'.
+        comm_async: reductions may still run when backward returns. Call `hsdp_sync_stream` before gradients are used.
+            Otherwise they may be None or those of an older backward, and the optimizer's step does nothing or uses
+            those, without an error.
+        comm_fusion: gather and reduce several parameters in one collective. False: each in its own.
+        bucket_size: with `comm_fusion`, KB of parameters in one collective. -1: no limit, 0: one parameter. Without
             `comm_fusion` it has no effect.
-        mesh: the data-parallel ranks, one axis; None: the ranks that hold the same parts of all parameters as this one.
-            After `shard_module` and `parallelize_module` they differ on the other axes; of plain parameters, all ranks.
+        mesh: the data-parallel ranks, one axis. None: the ranks that hold the same shards of all parameters as this
+            one. After `shard_module` and `parallelize_module` these are the ranks of the axes that shard nothing. For
+            plain parameters they are all ranks.
 
     Returns:
         `cell`, whose class gains `HSDPCell`.
 
     Raises:
-        HSDPError: a `ValueError` that lists every argument that does not fit; nothing has been changed.
+        HSDPError: a `ValueError` that lists every invalid argument. Nothing has been changed.
         FullyShardError: the same, for the parameters of `cell`.
 
     Example:
@@ -82,7 +83,7 @@ def hsdp(
         True
     """
     if mesh is None:
-        mesh = _found_mesh(cell)
+        mesh = _mesh_of_parameters(cell)
     platform = mesh.platform if isinstance(mesh, DeviceMesh) else get_platform()
     num_ranks = mesh.size() if isinstance(mesh, DeviceMesh) else current_world(platform).size
     _check(
@@ -113,7 +114,7 @@ def hsdp(
 
 
 def hsdp_sync_stream() -> None:
-    """Wait for the reductions that this rank's cells of `comm_async=True` have under way; gradients are then there.
+    """Wait for the running reductions of this rank's cells with `comm_async=True`, after which their gradients are set.
 
     Example:
         >>> def program():
@@ -121,7 +122,7 @@ def hsdp_sync_stream() -> None:
         ...         model = nn.Linear(4, 6)
         ...     hsdp(model, optimizer_level="level3", comm_async=True)
         ...     platform.backward(platform.ops.sum(model(platform.ops.ones((3, 4), platform.dtype("float32")))))
-        ...     hsdp_sync_stream()  # now the gradients are there
+        ...     hsdp_sync_stream()  # now the gradients are set
         ...     return platform.get_grad(model.weight) is not None
         >>> run_ranks(program, 2)[0]
         True
@@ -132,7 +133,7 @@ def hsdp_sync_stream() -> None:
 
 
 class HSDPCell(FSDPModule):
-    """Mixin of the class of every cell that has been through `hsdp`; it has the methods of `FSDPModule` too.
+    """Mixin of the class of every cell that has been through `hsdp`. It has the methods of `FSDPModule` too.
 
     Example:
         >>> def program():
@@ -152,7 +153,7 @@ class HSDPCell(FSDPModule):
         return state
 
     def set_requires_grad_sync(self, requires_grad_sync: bool) -> None:
-        """True: backward reduces the gradients of this cell and those below it; False: it accumulates them.
+        """True: backward reduces the gradients of this cell and those below it. False: it accumulates them.
 
         Raises:
             HSDPError: not a bool, or before `hsdp`.
@@ -162,7 +163,7 @@ class HSDPCell(FSDPModule):
         self.set_requires_gradient_sync(requires_grad_sync)
 
     def zero_grads(self) -> None:
-        """Forget all gradients of this cell and those below it, accumulated ones and those under reduction included.
+        """Set all gradients of this cell and those below it to None. Discards accumulated gradients and reductions too.
 
         Raises:
             HSDPError: before `hsdp`.
@@ -176,7 +177,7 @@ class HSDPCell(FSDPModule):
                     state.platform.set_grad(parameter.sharded, None)
 
     def set_forward_prefetch_cells(self, hsdp_cell_list: Sequence[Module]) -> None:
-        """Gather these cells' parameters before this one's forward, instead of the next one's in recorded order.
+        """Prefetch the parameters of these cells in this one's forward, instead of the next ones in recorded order.
 
         Raises:
             HSDPError: not a list of cells that have been through `hsdp`, or before `hsdp`.
@@ -184,7 +185,7 @@ class HSDPCell(FSDPModule):
         self._fsdp.group.forward_prefetch = _groups_of("set_forward_prefetch_cells", hsdp_cell_list)
 
     def set_backward_prefetch_cells(self, hsdp_cell_list: Sequence[Module]) -> None:
-        """As `set_forward_prefetch_cells`, before this one's backward."""
+        """Do the same as `set_forward_prefetch_cells` for this cell's backward."""
         self._fsdp.group.backward_prefetch = _groups_of("set_backward_prefetch_cells", hsdp_cell_list)
 
 
@@ -198,33 +199,34 @@ def _groups_of(method: str, cells: Any) -> list[Any]:
     return [state.group for state in states if state is not None]
 
 
-def _found_mesh(cell: Module) -> DeviceMesh | None:
-    """Return the mesh of the ranks that hold the same parts of parameters that are DTensors; None: there is none.
+def _mesh_of_parameters(cell: Module) -> DeviceMesh | None:
+    """Return the mesh of the ranks with the same shards of the DTensor parameters. None: there are no DTensors.
 
     Raises:
-        HSDPError: their meshes do not go together.
+        HSDPError: the meshes of the parameters cannot be combined.
     """
     platform = get_platform()
     if not isinstance(cell, platform.Module):
         return None
-    left = [each for _, each in platform.named_parameters(cell) if getattr(each, "_gradient_from", None) is None]
-    specs = list(dict.fromkeys(each.spec for each in left if isinstance(each, DTensor)))
-    cuts: dict[Any, DeviceMesh] = {}
+    own = [each for _, each in platform.named_parameters(cell) if getattr(each, "_gradient_from", None) is None]
+    specs = list(dict.fromkeys(each.spec for each in own if isinstance(each, DTensor)))
+    sharded_axes: dict[Any, DeviceMesh] = {}
     for spec in specs:
         for axis, placement in zip(spec.mesh.axes, spec.placements, strict=True):
             if not placement.is_replicate():
-                cuts[axis] = spec.mesh[axis.name]
+                sharded_axes[axis] = spec.mesh[axis.name]
     if not specs:
         return None
-    first, *others = cuts.values() if cuts else (specs[0].mesh,)
+    first, *others = sharded_axes.values() if sharded_axes else (specs[0].mesh,)
     try:
         for other in others:
             first = first.concatenate(other)
     except MeshError as error:
         raise HSDPError(
-            f"hsdp: mesh=None, and the parameters' own meshes do not tell it: {error}; give mesh="
+            f"hsdp: mesh=None, and it does not follow from the parameters' own meshes: {error}; pass mesh="
         ) from None
-    return first.along([first.remaining_axis("hsdp", first.mesh_dim_names if cuts else ())])
+    # The data-parallel ranks are those that differ on the axis over which nothing is sharded.
+    return first.along([first.remaining_axis("hsdp", first.mesh_dim_names if sharded_axes else ())])
 
 
 def _data_mesh(platform: Platform, mesh: DeviceMesh | None, shard_size: int, num_ranks: int) -> DeviceMesh:
@@ -240,7 +242,7 @@ def _data_mesh(platform: Platform, mesh: DeviceMesh | None, shard_size: int, num
 
 
 def _kilobytes_of_bucket(comm_fusion: bool, bucket_size: int) -> int | None:
-    """Return `fully_shard`'s bucket size: None has no limit, and with 0 every parameter has a bucket of its own."""
+    """Return the `bucket_size` of `fully_shard`: None for no limit, 0 for one parameter per bucket."""
     if not comm_fusion:
         return 0
     return None if bucket_size == -1 else bucket_size

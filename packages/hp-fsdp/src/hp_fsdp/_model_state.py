@@ -1,8 +1,6 @@
-"""Contents of a model's state dict by name, and the way of values of any layout into this model's tensors.
+"""The state of a model by parameter name: its contents, conversion between layouts, and load hooks.
 
-The load hooks of modules, which PyTorch and MindSpore keep in the same way.
-
-Plain tensors of DTensors: whole, copied, on the host.
+A state dict is checked on every rank before anything is changed. If one rank finds a problem, all raise (`agree`).
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ EXTRA_STATE = "_extra_state"
 
 @contextlib.contextmanager
 def sharded_parameters(platform: Platform, module: Module) -> Iterator[None]:
-    """Have every module at or below `module` hold its sharded parameters inside the block, whatever state it is in."""
+    """Set the sharded parameters on every module at or below `module` inside of the block, whatever its state is."""
     owners = [
         (owner, attribute, getattr(owner, attribute), parameter.sharded)
         for group in groups_below(platform, module)
@@ -60,23 +58,24 @@ def sharded_parameters(platform: Platform, module: Module) -> Iterator[None]:
 
 
 def named_parameters(platform: Platform, module: Module) -> dict[str, Tensor]:
-    """Return the sharded (or ignored, plain) parameters under all their names."""
+    """Return the sharded parameters, and the plain ignored ones, under all their names."""
     with sharded_parameters(platform, module):
         return dict(platform.named_parameters(module, remove_duplicate=False))
 
 
 def persistent_buffers(platform: Platform, module: Module) -> dict[str, Tensor]:
-    """Return the buffers that belong into a state dict; PyTorch and MindSpore mark the others in the same way."""
-    left_out = {
+    """Return the buffers that belong into a state dict."""
+    # PyTorch and MindSpore mark the others by the same attribute.
+    excluded = {
         f"{prefix}.{name}" if prefix else name
         for prefix, each in platform.named_modules(module)
         for name in getattr(each, "_non_persistent_buffers_set", ())
     }
-    return {name: buffer for name, buffer in platform.named_buffers(module) if name not in left_out}
+    return {name: buffer for name, buffer in platform.named_buffers(module) if name not in excluded}
 
 
 def extra_states(platform: Platform, module: Module) -> dict[str, Module]:
-    """Return the modules with a state of their own beside tensors (`get_extra_state`), by its key."""
+    """Return the modules that override `get_extra_state`, by the key of that state."""
     return {
         f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE: each
         for prefix, each in platform.named_modules(module)
@@ -92,7 +91,7 @@ def _overrides(module: Module, base: type, method: str) -> bool:
 
 
 def ranks_of(platform: Platform, tensors: Collection[Tensor]) -> ProcessGroup:
-    """Return the ranks that hold these tensors: those of the largest mesh if it contains the others, else all."""
+    """Return the ranks that hold these tensors: those of the largest mesh if it contains all others, else all ranks."""
     world = current_world(platform)
     meshes = {x.spec.mesh for x in tensors if isinstance(x, DTensor)}
     members = sorted((frozenset(mesh.ranks()) for mesh in meshes), key=len)
@@ -103,7 +102,7 @@ def ranks_of(platform: Platform, tensors: Collection[Tensor]) -> ProcessGroup:
 
 @dataclass
 class Problems:
-    """Everything found wrong with a state dict.
+    """The problems of a state dict.
 
     Attributes:
         missing, unexpected: keys.
@@ -115,7 +114,7 @@ class Problems:
     others: list[str] = field(default_factory=list)
 
     def sentences(self, strict: bool) -> list[str]:
-        """Return all problems as sentences; missing and unexpected keys are problems only if `strict`."""
+        """Return all problems as sentences. Missing and unexpected keys are problems only if `strict`."""
         found = list(self.others)
         if strict and self.unexpected:
             found.insert(0, f"unexpected keys: {', '.join(self.unexpected)}")
@@ -124,17 +123,17 @@ class Problems:
         return found
 
 
-def agree(group: ProcessGroup, what: str, sentences: list[str], moved: Collection[str] = ()) -> None:
+def agree(group: ProcessGroup, what: str, sentences: list[str], communicated: Collection[str] = ()) -> None:
     """Raise on every rank if any rank has found a problem.
 
     Args:
         sentences: the problems that this rank has found.
-        moved: keys for whose values the ranks communicate; they must be alike.
+        communicated: keys whose values need communication. They must be the same on all ranks.
 
     Raises:
-        StateDictError: naming the ranks and everything that they found.
+        StateDictError: naming the ranks and the problems.
     """
-    digest = hashlib.sha256(json.dumps(list(moved)).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(list(communicated)).encode()).hexdigest()
     answers = [json.loads(x) for x in group.all_gather_bytes(json.dumps([sentences, digest]).encode())]
     if len({each[1] for each in answers}) > 1 and not any(each[0] for each in answers):
         answers[group.rank][0].append("the state dict has other DTensors, or plain tensors instead, on other ranks")
@@ -143,18 +142,18 @@ def agree(group: ProcessGroup, what: str, sentences: list[str], moved: Collectio
         for sentence in found:
             by_sentence.setdefault(sentence, []).append(rank)
     if by_sentence:
-        told = [
+        reports = [
             sentence if len(ranks) == group.size else f"{sentence} (on {name_ranks(ranks)})"
             for sentence, ranks in by_sentence.items()
         ]
-        raise StateDictError(f"{what}: " + "; ".join(told))
+        raise StateDictError(f"{what}: " + "; ".join(reports))
 
 
 # Values of any layout ------------------------------------------------------------------------------------
 
 
 def value_problem(platform: Platform, name: str, target: Tensor, value: Any) -> str | None:
-    """Return why `value` cannot be loaded into `target`; None if it can."""
+    """Return why `value` cannot be loaded into `target`. None if it can."""
     if not isinstance(value, platform.Tensor):
         return f"{name}: expected a tensor, got {type(value).__name__}"
     if platform.is_meta(value) or platform.is_meta(local_of(platform, target)):
@@ -174,9 +173,9 @@ def _local_shape(target: Tensor) -> tuple[int, ...]:
 
 
 def as_local(platform: Platform, value: Tensor, spec: TensorSpec | None) -> Tensor:
-    """Convert `value` (a DTensor, full or local) to the plain local tensor of `spec`; spec None: to the whole.
+    """Convert `value` (a DTensor, full or local) to the plain local tensor of `spec`. None: to the full tensor.
 
-    Communicates for a DTensor of another layout only.
+    Only a DTensor of another layout needs communication.
     """
     value = platform.detach(value)
     if isinstance(value, DTensor):
@@ -186,8 +185,8 @@ def as_local(platform: Platform, value: Tensor, spec: TensorSpec | None) -> Tens
     if spec is None or tuple(value.shape) != spec.shape:
         return value
     target = spec.with_dtype(value.dtype)
-    whole = target.with_placements((Replicate(),) * spec.mesh.ndim)
-    return plan_between(whole, target, platform.itemsize(value.dtype)).run(value)
+    replicated = target.with_placements((Replicate(),) * spec.mesh.ndim)
+    return plan_between(replicated, target, platform.itemsize(value.dtype)).run(value)
 
 
 def spec_of(x: Tensor) -> TensorSpec | None:
@@ -195,14 +194,14 @@ def spec_of(x: Tensor) -> TensorSpec | None:
 
 
 def copy_into(platform: Platform, target: Tensor, value: Tensor) -> None:
-    """Overwrite `target` with a value in which `value_problem` has found none."""
+    """Overwrite `target` with a value for which `value_problem` has returned None."""
     with platform.no_grad():
-        # An empty shard too: every rank knows that it has been written.
+        # Also an empty shard, so that its version counter shows the write on every rank.
         platform.copy_(local_of(platform, target), as_local(platform, value, spec_of(target)))
 
 
-def gather_again(groups: Collection[ParameterGroup]) -> None:
-    """Fill the full parameters of groups that are unsharded now again, after their shards have changed."""
+def regather(groups: Collection[ParameterGroup]) -> None:
+    """Fill the full parameters of groups that are unsharded now again, because their shards have changed."""
     for group in groups:
         if group.state is GroupState.SHARDED_AFTER_FORWARD:
             group.reshard()
@@ -215,13 +214,14 @@ def gather_again(groups: Collection[ParameterGroup]) -> None:
             group.state = GroupState.UNSHARDED
 
 
-def run_before(
+def run_load_pre_hooks(
     platform: Platform, model: Module, state_dict: Mapping[str, Any], strict: bool, problems: Problems
 ) -> dict[str, Any]:
     """Run the modules' `register_load_state_dict_pre_hook` functions on a copy of `state_dict`, and return the copy.
 
-    Outer modules' come first. The functions may add to `problems`.
+    Hooks of outer modules run first. They may add to `problems`.
     """
+    # PyTorch and MindSpore store load hooks in the same attributes.
     changed: Any = OrderedDict(state_dict)
     metadata = getattr(state_dict, "_metadata", None) or {}
     found = problems.missing, problems.unexpected, problems.others
@@ -232,24 +232,24 @@ def run_before(
     return dict(changed)
 
 
-def has_after(platform: Platform, model: Module) -> bool:
-    """Return True if a module has a hook that `run_after` calls."""
+def has_load_post_hooks(platform: Platform, model: Module) -> bool:
+    """Return True if a module has a hook that `run_load_post_hooks` calls."""
     return any(getattr(module, "_load_state_dict_post_hooks", {}) for _, module in platform.named_modules(model))
 
 
-def run_after(platform: Platform, model: Module, keys: Any) -> None:
-    """Call the modules' `register_load_state_dict_post_hook` functions, inner modules' first, with the missing and
-    unexpected keys, of which they may take some out."""
+def run_load_post_hooks(platform: Platform, model: Module, keys: Any) -> None:
+    """Call the modules' `register_load_state_dict_post_hook` functions with the missing and unexpected keys.
+
+    Hooks of inner modules run first. They may remove keys.
+    """
     for _, module in reversed(list(platform.named_modules(model))):
         for hook in list(getattr(module, "_load_state_dict_post_hooks", {}).values()):
             hook(module, keys)
 
 
-def own_loading(platform: Platform, model: Module) -> list[str]:
-    """Return why modules of users that override `_load_from_state_dict` cannot be loaded.
-
-    The framework's own overrides may be passed over: they only fill in what older versions of it did not save.
-    """
+def custom_loading_problems(platform: Platform, model: Module) -> list[str]:
+    """Return why user modules that override `_load_from_state_dict` cannot be loaded."""
+    # The framework's own overrides can be skipped: they only fill in what older versions did not save.
     frameworks = {_package(_definer(platform.Module)), _package(object)}
     found = []
     for name, module in platform.named_modules(model):
@@ -271,40 +271,38 @@ def _package(cls: type) -> str:
 
 
 def gather_full(storage: ParameterStorage, x: Tensor) -> Tensor:
-    """Gather the whole of a DTensor into a plain tensor in memory of its own, on every rank of its mesh; no autograd.
-
-    Rows that only the last mesh axis cuts are received where they belong, so nothing beside the result is held.
-    """
+    """Gather a DTensor into a full plain tensor with its own memory, on every rank of its mesh, without autograd."""
     platform = storage.platform
     with platform.no_grad():
-        if _is_cut_by_rows(x.spec):
+        if _is_sharded_by_rows(x.spec):
             return _gather_rows(storage, x)
         full = platform.detach(x).full_tensor()
         return platform.ops.clone(full) if _shares_memory(x.spec) else full
 
 
 def to_host(platform: Platform, x: Tensor) -> Tensor:
-    """Copy a plain tensor to the CPU; it is returned itself if it is there already."""
+    """Return a plain tensor on the CPU: a copy, or itself if it is there already."""
     if str(platform.device_of(x)).startswith("cpu"):
         return x
     return platform.from_bits(platform.to_numpy(x), x.dtype, "cpu")
 
 
 def copy_of(platform: Platform, x: Tensor) -> Tensor:
-    """Copy a plain tensor into memory of its own."""
+    """Return a copy of a plain tensor."""
     with platform.no_grad():
         return platform.ops.clone(platform.detach(x))
 
 
-def _is_cut_by_rows(spec: TensorSpec) -> bool:
+def _is_sharded_by_rows(spec: TensorSpec) -> bool:
     *outer, last = spec.placements
     if not isinstance(last, RaggedShard) or not all(p.is_replicate() for p in outer) or spec.mesh.shape[-1] == 1:
         return False
-    # Rows are contiguous in the whole where every dimension before the cut has one element.
+    # A shard is contiguous in the full tensor if every dimension before the sharded one has size 1.
     return math.prod(spec.shape[: last.dim]) == 1
 
 
 def _gather_rows(storage: ParameterStorage, x: Tensor) -> Tensor:
+    """Gather a tensor sharded by rows, receiving each shard at its place: nothing besides the result is allocated."""
     platform, spec = storage.platform, x.spec
     ragged = spec.placements[-1]
     assert isinstance(ragged, RaggedShard)
@@ -321,5 +319,5 @@ def _gather_rows(storage: ParameterStorage, x: Tensor) -> Tensor:
 
 
 def _shares_memory(spec: TensorSpec) -> bool:
-    """Return True if redistributing to the whole moves nothing, so that the result would share memory."""
+    """Return True if `full_tensor` communicates nothing, so that its result shares memory with the DTensor."""
     return all(n == 1 or p.is_replicate() for n, p in zip(spec.mesh.shape, spec.placements, strict=True))

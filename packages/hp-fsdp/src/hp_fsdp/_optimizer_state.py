@@ -1,4 +1,7 @@
-"""State of an optimizer by parameter name, for the two kinds of optimizers there are."""
+"""The state of an optimizer by parameter name, for the two kinds of optimizers that are supported.
+
+A further kind is one more class with the methods of `OptimizerView`, selected in `view_of`.
+"""
 
 from __future__ import annotations
 
@@ -24,30 +27,30 @@ class OptimizerView(Protocol):
     """Access to an optimizer's state by parameter name."""
 
     def slots(self) -> dict[str, Named]:
-        """Return for each parameter that has state its slots: name to value."""
+        """Return the slots (name to value) of each parameter that has state, by the parameter's name."""
 
     def hyperparameters(self) -> Named:
-        """Return what belongs to the state beside slots: `param_groups` or `num_steps`."""
+        """Return the part of the state besides slots: `param_groups` or `num_steps`."""
 
     def match(self, state_dict: Mapping[str, Any]) -> Match:
         """Compare a state dict with the optimizer.
 
         Returns:
-            Problems; then, by `<parameter>.<slot>`, tensors of the shape that each value must have, and the values.
+            The problems; by `<parameter>.<slot>`, tensors with the shapes that the values must have; and the values.
         """
 
     def load(self, state_dict: Mapping[str, Any], values: Named) -> None:
-        """Take over a state that fits."""
+        """Load a state dict for which `match` has found no problems."""
 
     def make(self) -> None:
-        """Give a new optimizer state, see `init_optimizer_state`."""
+        """Create the state of a new optimizer, see `init_optimizer_state`."""
 
 
 def view_of(platform: Platform, optimizer: Any, parameters: Mapping[str, Tensor]) -> OptimizerView:
     """Return the view of an optimizer over a model's parameters.
 
     Raises:
-        StateDictError: it is of neither kind, or has parameters that the model has not.
+        StateDictError: it is of neither kind, or has parameters that the model does not have.
     """
     if callable(getattr(optimizer, "state", None)) and hasattr(optimizer, "num_steps"):
         return NamedOptimizerView(platform, optimizer)
@@ -58,7 +61,7 @@ def view_of(platform: Platform, optimizer: Any, parameters: Mapping[str, Tensor]
 
 
 def flattened(state_dict: Mapping[str, Any]) -> Named:
-    """Return an optimizer's state dict as one level, with torch's keys."""
+    """Return an optimizer's state dict with one level, with torch's keys."""
     flat = {f"state.{key}": value for key, value in _flat(state_dict["state"]).items()}
     for group in state_dict.get("param_groups", ()):
         for name in group["params"]:
@@ -67,10 +70,10 @@ def flattened(state_dict: Mapping[str, Any]) -> Named:
 
 
 def unflattened(flat: Mapping[str, Any], own: Mapping[str, Any]) -> Named:
-    """Return the state dict that `flattened` made one level of.
+    """Return the nested state dict of a result of `flattened`.
 
     Args:
-        own: the `hyperparameters` of the optimizer that is to have it, which has the same groups.
+        own: the `hyperparameters` of the optimizer that will load it. It must have the same groups.
     """
     state: dict[str, Named] = {}
     for key, value in flat.items():
@@ -88,7 +91,7 @@ def unflattened(flat: Mapping[str, Any], own: Mapping[str, Any]) -> Named:
 
 
 class NamedOptimizerView:
-    """View of an optimizer that names its parameters itself (`hp_trainer.training.Optimizer`)."""
+    """View of an optimizer that has state by parameter name itself (`hp_trainer.training.Optimizer`)."""
 
     def __init__(self, platform: Platform, optimizer: Any) -> None:
         self._platform = platform
@@ -98,7 +101,7 @@ class NamedOptimizerView:
         return {name: dict(slots) for name, slots in self._optimizer.state().items()}
 
     def make(self) -> None:
-        """Do nothing: the optimizer has had state from the start."""
+        """Do nothing: the optimizer has state from the start."""
 
     def hyperparameters(self) -> Named:
         return {"num_steps": self._optimizer.num_steps}
@@ -176,14 +179,13 @@ class GroupedOptimizerView:
     def _add_slot_problems(
         self, problems: _state.Problems, state_dict: Mapping[str, Any], state: Mapping[str, Named]
     ) -> None:
-        """Add slots to the problems that differ from those of parameters that the optimizer has stepped.
-
-        Which slots there are depends on choices such as `amsgrad`, which are loaded too.
-        """
+        """Add missing and unexpected slots of parameters that the optimizer has stepped to the problems."""
+        # Options such as `amsgrad` decide which slots there are. They are loaded too, so that only groups with the same
+        # options are compared.
         present = self.slots() if state else {}
         for group in self._optimizer.param_groups:
             names = [name for name in (self._named[id(p)] for p in group["params"]) if name in present]
-            if not names or not self._has_same_choices(state_dict, group):
+            if not names or not self._has_same_options(state_dict, group):
                 continue
             expected = _flat({name: present[name] for name in names})
             found = _flat({name: state[name] for name in names if name in state})
@@ -191,7 +193,7 @@ class GroupedOptimizerView:
             problems.unexpected += [key for key in found if key not in expected]
 
     def _keeps_state(self) -> bool:
-        """Return True if it has state after a step: a copy of it tries, with a parameter of zeros for each group."""
+        """Return True if the optimizer has state after a step, tried on a copy with a parameter of zeros per group."""
         trial = copy.copy(self._optimizer)
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(trial, hooks, {})
@@ -201,7 +203,7 @@ class GroupedOptimizerView:
         ]
         try:
             type(trial).step(trial)
-        except Exception:  # of a step that takes a closure, say: by far most optimizers have state
+        except Exception:  # for example a step that needs a closure. Most optimizers have state.
             return True
         return any(trial.state.values())
 
@@ -212,7 +214,7 @@ class GroupedOptimizerView:
         return zeros
 
     def make(self) -> None:
-        """Give a new optimizer state, by a step that leaves the parameters as they are."""
+        """Create the state of a new optimizer by a step that does not change the parameters."""
         if self.slots():
             return
         ops = self._platform.ops
@@ -231,7 +233,7 @@ class GroupedOptimizerView:
             for x, grad in zip(parameters, grads, strict=True):
                 self._platform.set_grad(x, grad)
 
-    def _has_same_choices(self, state_dict: Mapping[str, Any], group: Named) -> bool:
+    def _has_same_options(self, state_dict: Mapping[str, Any], group: Named) -> bool:
         names = [self._named[id(p)] for p in group["params"]]
         saved = [state_dict["param_groups"][number] for number in self._saved_groups(state_dict, names)]
         pairs = [(group[key], value) for each in saved for key, value in each.items() if key in group]
@@ -270,7 +272,7 @@ class GroupedOptimizerView:
         return {**group, **(saved[0] if saved else {}), "params": [indices[name] for name in names]}
 
     def _placed(self, value: Any, parameter: Tensor) -> Any:
-        """Return a slot as the optimizer keeps it: laid out as the parameter where it is as large."""
+        """Return a slot as the optimizer stores it: sharded like its parameter if it has the same shape."""
         platform = self._platform
         if not isinstance(value, platform.Tensor):
             return value
@@ -279,7 +281,7 @@ class GroupedOptimizerView:
         if spec is None or not len(value.shape) or tuple(value.shape) not in shapes:
             return value if isinstance(value, DTensor) else copy_of(platform, value)
         with platform.no_grad():
-            # As the optimizer makes it: with the strides that the parameter has in its buffer.
+            # With the strides of the parameter in its buffer, as the optimizer itself would create it.
             local = platform.ops.cast(platform.ops.zeros_like(platform.unwrap(parameter)), value.dtype)
             platform.copy_(local, _state.as_local(platform, value, spec))
             return platform.wrap(local, spec.with_dtype(local.dtype))
@@ -292,14 +294,14 @@ def _flat(state: Mapping[str, Mapping[str, Any]]) -> Named:
 # From one rank -------------------------------------------------------------------------------------------
 
 
-def taken_apart(platform: Platform, ranks: ProcessGroup, state_dict: Mapping[str, Any]) -> tuple[Named, Named]:
-    """Take the first rank's state dict apart into tensors and the rest, which every rank gets.
+def split_for_broadcast(platform: Platform, ranks: ProcessGroup, state_dict: Mapping[str, Any]) -> tuple[Named, Named]:
+    """Split the first rank's state dict into tensors and the rest, and send the rest to every rank.
 
     Returns:
-        (tensors by `<parameter>.<slot>`, on the first rank only; all else, on every rank).
+        (tensors by `<parameter>.<slot>`, on the first rank only; the rest, on every rank).
 
     Raises:
-        StateDictError: on every rank: what is no tensor cannot be sent as JSON.
+        StateDictError: on every rank: a value that is not a tensor cannot be sent as JSON.
     """
     tensors: Named = {}
     answer: Named = {}
@@ -322,8 +324,8 @@ def taken_apart(platform: Platform, ranks: ProcessGroup, state_dict: Mapping[str
     return tensors, received
 
 
-def put_together(values: Named, rest: Mapping[str, Any]) -> Named:
-    """Put a state dict together again from tensors and the rest, see `taken_apart`."""
+def join_after_broadcast(values: Named, rest: Mapping[str, Any]) -> Named:
+    """Join tensors and the rest to a state dict, see `split_for_broadcast`."""
     state: dict[str, Named] = {}
     for key, name in rest["names"]:
         state.setdefault(name, {})[key[len(name) + 1 :]] = values[key] if key in values else rest["numbers"][key]

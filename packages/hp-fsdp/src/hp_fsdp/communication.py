@@ -1,4 +1,4 @@
-"""The collectives of a group, behind an interface: quantized, compressed, counted or faked ones take their place."""
+"""The collectives of a group. Subclasses of `Communication` replace them by quantized or compressed ones."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Tensor = Any
 
 
 class Communication:
-    """Gathers and reduces flat buffers, here by the process group's own collectives; subclass it for others.
+    """Gathers and reduces flat buffers by the process group's own collectives. Subclass it for others.
 
-    All tensors are plain, 1-D and contiguous; a group has at least two ranks. What a method starts may run
-    until the returned work's `wait`; inputs stay untouched by others until then, and the method's own
-    temporaries are kept by the work. Every rank of a group calls the same methods in the same order.
+    All tensors are plain, 1-D and contiguous, and a group has at least two ranks. A method may return before its
+    collective has ended: until `wait` of the returned work, the caller does not change the inputs, and the work
+    holds the method's temporaries. Every rank of a group calls the same methods in the same order.
 
     Example:
         >>> def program():
@@ -35,8 +35,8 @@ class Communication:
         """Fill `output` with every rank's `shard` in rank order.
 
         Args:
-            output: `group.size * shard.shape[0]` elements in the dtype of computation; written in place.
-            shard: the sharded parameters in their own dtype; only read.
+            output: `group.size * shard.shape[0]` elements in the dtype of the computation. Written in place.
+            shard: the sharded parameters in their own dtype. Only read.
         """
         if shard.dtype != output.dtype:
             with self.platform.no_grad():
@@ -44,21 +44,21 @@ class Communication:
         return Holding(group.all_gather_into(output, shard, async_op=True), shard)
 
     def reduce_scatter(self, output: Tensor, gradients: Tensor, group: ProcessGroup) -> Work:
-        """Put this rank's part of the sum of all ranks' `gradients` into `output`.
+        """Write this rank's shard of the sum of all ranks' `gradients` into `output`.
 
         Args:
-            output: elements of one shard, in the dtype of reduction; written in place.
-            gradients: `group.size` times as many, of the same dtype; may be overwritten.
+            output: elements of one shard, in the dtype of the reduction. Written in place.
+            gradients: `group.size` times as many, of the same dtype. May be overwritten.
         """
         return group.reduce_scatter_into(output, gradients, "sum", async_op=True)
 
     def all_reduce(self, shard: Tensor, group: ProcessGroup) -> Work:
-        """Replace `shard` by the sum of all ranks', in place; for the replicate axis of a 2-D mesh."""
+        """Replace `shard` by the sum over all ranks, in place. Used for the replicate axis of a 2-D mesh."""
         return group.all_reduce(shard, "sum", async_op=True)
 
 
 class Holding:
-    """A started collective that keeps temporaries alive until it is over."""
+    """A started collective that holds its temporaries until it has ended."""
 
     def __init__(self, work: Work, *held: Any) -> None:
         self._work = work
@@ -70,7 +70,7 @@ class Holding:
 
 
 class Then:
-    """A started collective with a step to take after it, such as decoding what has arrived."""
+    """A started collective, and a function to call after it, such as one that decodes the received values."""
 
     def __init__(self, work: Work, finish: Callable[[], None]) -> None:
         self._work = work

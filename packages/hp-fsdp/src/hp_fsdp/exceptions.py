@@ -1,4 +1,4 @@
-"""All exceptions that hp_fsdp raises for a user's mistake; each has the builtin parent that one would expect."""
+"""Exceptions that hp_fsdp raises for user errors. Each also derives from the builtin exception of its kind."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from hp_dtensor.exceptions import HPError
 
 
 class FullyShardError(HPError, ValueError):
-    """`fully_shard` called with modules, a mesh or options that do not fit; the message lists all problems."""
+    """Invalid modules, mesh or options of `fully_shard`. The message lists all problems."""
 
 
 class HSDPError(FullyShardError):
-    """`hsdp` or a method of `HSDPCell` called with what does not fit, or before `hsdp`; lists all problems."""
+    """Invalid arguments of `hsdp` or a method of `HSDPCell`, or a method called before `hsdp`. Lists all problems."""
 
 
 class FSDPStateError(HPError, RuntimeError):
-    """An operation on a group in a state that does not allow it; names the group and both states."""
+    """An operation that the state of a group does not allow. Names the group and the states."""
 
 
 class CallOrderError(HPError, RuntimeError):
-    """Ranks gather or reduce different groups at the same time; names ranks, groups, parameters and states."""
+    """Ranks gather or reduce different groups at the same time. Names ranks, groups, parameters and states."""
 
 
 class CommunicationError(HPError, RuntimeError):
-    """A gather or reduction that failed or timed out; names the group, the rank and the state, and carries why."""
+    """A gather or reduction that failed or timed out. Names the group, the rank, the state and the cause."""
 
 
 class StateDictError(HPError, RuntimeError, ValueError):
-    """A state dict that does not fit the model or optimizer; lists all keys and problems, and nothing has changed."""
+    """A state dict that does not match the model or optimizer. Lists all keys and problems. Nothing has changed."""
 
 
 class LossScalingError(HPError, RuntimeError, ValueError):
-    """A `GradScaler` with factors that make no sense, used out of order, or with no scale that helps."""
+    """A `GradScaler` with invalid factors, wrong order of calls, or no usable scale."""

@@ -1,4 +1,4 @@
-"""Whole parameters for a while: all of a module's in a context, or one after the other."""
+"""Temporary access to full parameters: to all of a module in a context, or to one after the other."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ Module = Any
 
 @contextlib.contextmanager
 def summon_full_params(module: Module, *, recurse: bool = True, writeback: bool = True) -> Iterator[None]:
-    """Have the modules hold whole parameters inside the block, in their own dtype, outside of autograd's sight.
+    """Set full parameters on the modules inside of the block, in their own dtype, without gradients.
 
-    Every rank calls it. What is written into the parameters in place counts after the block: of each
-    parameter, every rank keeps its own rows of what it has written, so all ranks must write the same. An
-    exception in the block leaves the shards as they were. Blocks may be nested. A tensor-parallel parameter is
-    whole on its data-parallel axes, as the module computes with it. Forward and backward are refused inside.
+    Every rank calls it. In-place writes to the parameters are copied into the shards at the end of the block. Each
+    rank copies its own rows, so that all ranks must write the same values. An exception in the block leaves the
+    shards unchanged. Blocks may be nested. A tensor-parallel parameter stays sharded over its tensor-parallel axes, as
+    the module computes with it. Forward and backward are refused inside.
 
     Args:
-        recurse: also the groups of modules below.
-        writeback: False: what is written is lost.
+        recurse: include the groups of modules below.
+        writeback: False: writes are discarded.
 
     Raises:
-        FSDPStateError: on every rank: a group is in use by a forward or backward, or ranks disagree.
+        FSDPStateError: on every rank: a group is used by a forward or backward, or ranks pass different arguments.
 
     Example:
         >>> def program():
@@ -64,19 +64,19 @@ def summon_full_params(module: Module, *, recurse: bool = True, writeback: bool 
             for each in summoned:
                 each.write_back()
     finally:
-        # Shown ones only, in reverse, also when gathering failed half-way: the modules are never left with freed
-        # parameters.
+        # In reverse, and only those that have been shown: a gather may have raised half-way, and no module may be left
+        # with freed parameters.
         for each in reversed(summoned):
             each.hide()
     if writeback:
-        _state.gather_again(groups)
+        _state.regather(groups)
 
 
 def full_parameters(module: Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and whole value of each parameter, one after the other; every rank iterates.
+    """Yield name and full value of each parameter, one after the other. Every rank must iterate.
 
-    At most one whole parameter exists at a time: the memory of a tensor given here is freed when the next one
-    is asked for. Copy what is to stay, NumPy arrays of it too. Tied parameters come once.
+    At most one full parameter exists at a time: the memory of a yielded tensor is freed when the iterator advances.
+    Copy values that you need longer, and NumPy arrays over them too. A tied parameter is yielded once.
 
     Example:
         >>> def program():
@@ -91,7 +91,7 @@ def full_parameters(module: Module) -> Iterator[tuple[str, Tensor]]:
     check_state(storage.platform, module)
     seen: set[int] = set()
     for name, parameter in _state.named_parameters(storage.platform, module).items():
-        # Every rank passes over the same ones, since ties are alike on all; gathers would not meet otherwise.
+        # Ties are the same on all ranks, so that every rank skips the same ones and collectives match.
         if id(parameter) in seen:
             continue
         seen.add(id(parameter))
@@ -102,7 +102,7 @@ def full_parameters(module: Module) -> Iterator[tuple[str, Tensor]]:
         try:
             yield name, full
         finally:
-            # Torch refuses where a NumPy array looks into the memory, which then lives as long as that.
+            # Torch refuses if a NumPy array shares the memory, which then lives as long as the array.
             with contextlib.suppress(RuntimeError):
                 storage.release(full)
 
@@ -110,23 +110,23 @@ def full_parameters(module: Module) -> Iterator[tuple[str, Tensor]]:
 def _check(platform: Platform, module: str, groups: list[ParameterGroup], writeback: bool) -> None:
     busy = [group.name for group in groups if group.uses_unsharded and not group.summon_depth]
     tensors = [p.sharded for group in groups for buffer in group.buffers for p in buffer.parameters]
-    fact = [f"{module}, {len(groups)} groups, writeback={writeback}", busy]
+    arguments = f"{module}, {len(groups)} groups, writeback={writeback}"
     ranks = _state.ranks_of(platform, tensors)
-    # Compared before anything is gathered, on ranks that hold any of these parameters.
-    answers = [json.loads(data) for data in ranks.all_gather_bytes(json.dumps(fact).encode())]
+    # Compare before anything is gathered, between all ranks that hold any of these parameters.
+    answers = [json.loads(data) for data in ranks.all_gather_bytes(json.dumps([arguments, busy]).encode())]
     used = sorted({name for _, names in answers for name in names})
     if used:
         raise FSDPStateError(
             f"summon_full_params: groups {', '.join(used)} hold unsharded parameters already, for a forward, a "
             "backward or by unshard(); reshard() them first"
         )
-    if len({told for told, _ in answers}) > 1:
-        told = "; ".join(f"rank {rank}: {each}" for rank, (each, _) in zip(ranks.ranks, answers, strict=True))
-        raise FSDPStateError(f"summon_full_params: ranks summon different parameters ({told}); all must do the same")
+    if len({each for each, _ in answers}) > 1:
+        by_rank = "; ".join(f"rank {rank}: {each}" for rank, (each, _) in zip(ranks.ranks, answers, strict=True))
+        raise FSDPStateError(f"summon_full_params: ranks pass different arguments ({by_rank}); all must pass the same")
 
 
 class _Summoned:
-    """Shows one group's whole parameters in its modules."""
+    """The full parameters of one group, which its modules hold inside of the block."""
 
     def __init__(self, storage: ParameterStorage, group: ParameterGroup) -> None:
         self._storage = storage
@@ -134,7 +134,8 @@ class _Summoned:
         self._is_shown = False
 
     def show(self) -> None:
-        """Gather into buffers of their own, in the parameters' own dtype, and put views of them into the modules."""
+        """Gather into new buffers, and set views of them on the modules."""
+        # The group's full buffers would have the dtype of the computation.
         if not self._group.summon_depth:
             self._group.sync_moved_parameters()
             full = [self._gather(buffer) for buffer in self._group.buffers]
@@ -162,14 +163,14 @@ class _Summoned:
         return self._storage.platform.Parameter(view, requires_grad=False)
 
     def write_back(self) -> None:
-        """Copy this rank's part of each buffer into its shard."""
+        """Copy this rank's elements of each buffer into its shard."""
         for buffer, full in zip(self._group.buffers, self._group.summoned_buffers, strict=True):
             numel = buffer.layout.shard_numel
-            part = self._storage.part(full, buffer.shard_group.rank * numel, (numel,))
-            self._storage.platform.copy_(buffer.shard, part)
+            own = self._storage.part(full, buffer.shard_group.rank * numel, (numel,))
+            self._storage.platform.copy_(buffer.shard, own)
 
     def hide(self) -> None:
-        """Put the sharded parameters back, unless an outer block goes on."""
+        """Set the sharded parameters again, unless an outer block is still open."""
         if not self._is_shown:
             return
         self._group.summon_depth -= 1

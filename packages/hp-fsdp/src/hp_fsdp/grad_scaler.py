@@ -16,14 +16,14 @@ from hp_fsdp.plugins import get_storage
 
 Tensor = Any
 
-# Below this, gradients that still overflow are not finite for another reason.
+# If gradients overflow below this scale, they are not finite for another reason.
 SMALLEST_SCALE = 2.0**-24
 
 
 class _Divided(NamedTuple):
-    """A parameter whose local gradient has been divided, and `not_finite`: some rank found one that is not finite.
+    """A parameter whose local gradient has been divided. `not_finite`: some rank found a value that is not finite.
 
-    The gradient is held until `update`, so that no other one gets its memory.
+    It holds the gradient until `update`, so that no other gradient can get the same address.
     """
 
     parameter: Tensor
@@ -32,11 +32,11 @@ class _Divided(NamedTuple):
 
 
 class GradScaler:
-    """Multiplies the loss so that float16 gradients do not vanish; names and meanings of `torch.amp.GradScaler`.
+    """Scales the loss so that float16 gradients do not underflow. Names and meanings follow `torch.amp.GradScaler`.
 
-    Where a gradient on any rank is not finite, every rank skips the step and the scale shrinks; after
-    `growth_interval` steps without that it grows. Gradients of any layout count, on ranks with empty shards too;
-    one number is reduced per `unscale_`, and per `step` of an optimizer for which it has not been called.
+    If a gradient is not finite on any rank, every rank skips the step and the scale shrinks. After `growth_interval`
+    steps without that, it grows. Gradients may have any layout, and ranks may have empty shards. One number is
+    all-reduced per `unscale_`, and per `step` of an optimizer for which it has not been called.
 
     ```python
     scaler.scale(loss).backward()
@@ -47,12 +47,12 @@ class GradScaler:
     ```
 
     Args:
-        enabled: False: every method does nothing but step.
-        process_group: the ranks that train together; default: all. Each of them calls the same methods.
-        platform: default: the one installed or named by HP_PLATFORM.
+        enabled: False: only `step` does anything.
+        process_group: the ranks that train together (default: all). Each of them calls the same methods.
+        platform: default: the installed one, or the one that HP_PLATFORM names.
 
     Raises:
-        LossScalingError: factors or an interval that make no sense.
+        LossScalingError: invalid factors or interval.
 
     Example:
         >>> def program():
@@ -87,8 +87,8 @@ class GradScaler:
         self._enabled = enabled
         self._platform = platform if platform is not None else get_platform()
         self._process_group = None if process_group is None else as_group(process_group)
-        # Since the last update; what it is about is held, so that nothing else gets its id.
-        # By id, beside the objects themselves: as long as they are held here no other one can get the id.
+        # What has happened since the last `update`, by id. The objects themselves are held too, so that no other object
+        # can get their id.
         self._unscaled: dict[int, _Divided] = {}
         self._optimizers: dict[int, tuple[Any, bool]] = {}
         self._stepped: dict[int, Any] = {}
@@ -98,12 +98,12 @@ class GradScaler:
         return self._enabled
 
     def get_scale(self) -> float:
-        """Return the factor by which losses are multiplied now; 1 when disabled."""
+        """Return the current scale. It is 1 if the scaler is disabled."""
         return self._scale if self._enabled else 1.0
 
     @property
     def found_inf(self) -> bool:
-        """True if some rank has found a gradient that is not finite since the last `update`."""
+        """True if any rank has found a gradient that is not finite since the last `update`."""
         return any(self._found)
 
     def scale(self, outputs: Any) -> Any:
@@ -117,12 +117,12 @@ class GradScaler:
         return self._platform.ops.mul(outputs, self._scale)
 
     def unscale_(self, optimizer: Any) -> None:
-        """Divide gradients by the scale in place, and find out on all ranks together whether they are finite.
+        """Divide gradients by the scale in place, and exchange between all ranks whether they are finite.
 
-        A gradient that has been divided since the last `update`, for a list or another optimizer, is left as it is.
+        Gradients that have been divided since the last `update`, for another optimizer or list, are not divided again.
 
         Args:
-            optimizer: with `param_groups`; or the parameters themselves.
+            optimizer: an optimizer with `param_groups`, or a list of parameters.
 
         Raises:
             LossScalingError: called twice for the same optimizer before `update`.
@@ -138,7 +138,7 @@ class GradScaler:
         self._unscale(list(optimizer))
 
     def _unscale(self, parameters: Sequence[Tensor]) -> bool:
-        """Unscale the gradients that are not yet; return True if one of them is not finite on some rank."""
+        """Divide the gradients that have not been divided. Return True if one of them is not finite on any rank."""
         platform, storage = self._platform, get_storage(self._platform)
         done = [self._unscaled[id(p)] for p in parameters if self._is_divided(p)]
         found_before = any(each.not_finite for each in done)
@@ -147,12 +147,12 @@ class GradScaler:
         with platform.no_grad():
             grads = [local_of(platform, platform.get_grad(parameter)) for parameter in left.values()]
             found = storage.unscale_(grads, 1.0 / self._scale)
-            # What was divided before may be parameters of some ranks only.
+            # Gradients divided earlier count too. Some ranks may have had none of these parameters.
             found = platform.ops.add(found, 1.0) if found_before else found
             group = self._process_group or current_world(platform).all
-            # One rank's overflow is everybody's: a step that some ranks skip would leave replicas apart.
+            # If only some ranks skipped the step, replicas would differ.
             group.all_reduce(found, "max")
-        # The one wait for the device in a step; what follows depends on it.
+        # The only synchronization with the device in a step.
         not_finite = float(platform.to_numpy(found)) > 0
         for parameter, grad in zip(left.values(), grads, strict=True):
             self._unscaled[id(parameter)] = _Divided(parameter, grad, not_finite)
@@ -160,24 +160,24 @@ class GradScaler:
         return not_finite
 
     def _is_divided(self, parameter: Tensor) -> bool:
-        """Return True if a parameter's gradient is the one that has been divided, not one that came after it."""
+        """Return True if a parameter's gradient is the one that has been divided, and not a later one."""
         known, grad = self._unscaled.get(id(parameter)), self._platform.get_grad(parameter)
         if known is None or grad is None:
             return False
         address = get_storage(self._platform).address
         with self._platform.local_op():
-            # By address: on MindSpore each access gives another object for the same gradient.
+            # Compare addresses, because on MindSpore each access returns a new object for the same gradient.
             return address(local_of(self._platform, grad)) == address(known.gradient)
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call `optimizer.step(*args, **kwargs)`, unless a gradient of its parameters is not finite on some rank.
+        """Call `optimizer.step(*args, **kwargs)`, unless a gradient of its parameters is not finite on any rank.
 
-        Unscales first where `unscale_(optimizer)` has not been called, what is left to unscale. The decision is the
-        same on every rank. An optimizer without `param_groups` goes by all that has been unscaled.
+        It calls `unscale_(optimizer)` first if that has not been done. The decision is the same on every rank. For an
+        optimizer without `param_groups` it depends on all gradients that have been divided.
 
         Raises:
-            LossScalingError: the optimizer has no `param_groups` and `unscale_` has not been called, or it has made its
-                step since the last `update`.
+            LossScalingError: the optimizer has no `param_groups` and `unscale_` has not been called, or it has stepped
+                since the last `update`.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -201,7 +201,7 @@ class GradScaler:
         """Shrink or grow the scale after the step, or set it.
 
         Raises:
-            LossScalingError: nothing has been unscaled, or gradients are not finite at any scale.
+            LossScalingError: no gradient has been divided, or gradients are not finite at any scale.
         """
         if not self._enabled:
             return
@@ -225,12 +225,12 @@ class GradScaler:
         self._growth_tracker = 0
         if self._scale < SMALLEST_SCALE:
             raise LossScalingError(
-                f"gradients are not finite at a loss scale of {self._scale:g} either; the model or its input is "
-                "not, whatever the scale"
+                f"gradients are not finite even at a loss scale of {self._scale:g}; check the model and its input "
+                "for values that are not finite"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that `update` depends on, as JSON values; empty when disabled."""
+        """Return everything that `update` depends on, as JSON values. Empty if the scaler is disabled."""
         if not self._enabled:
             return {}
         return {
@@ -242,7 +242,7 @@ class GradScaler:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over the values of a `state_dict()`.
+        """Load a `state_dict()`.
 
         Raises:
             LossScalingError: it is empty or lacks an entry; nothing has been changed.

@@ -13,7 +13,7 @@ hookspec = pluggy.HookspecMarker("hp")
 
 @hookspec(firstresult=True)
 def hp_fsdp_parameter(platform: Platform) -> ParameterStorage | None:
-    """Return a platform's implementation of sharded parameters, or None if `platform` is not this plugin's.
+    """Return the implementation of sharded parameters on `platform`, or None if the plugin does not support it.
 
     Called once per platform, by the first `fully_shard` on a mesh of that platform. Since 0.1.
     """
@@ -21,7 +21,7 @@ def hp_fsdp_parameter(platform: Platform) -> ParameterStorage | None:
 
 @hookspec
 def hp_fsdp_communication(registry: Registry) -> None:
-    """Add named communications with `registry.add(name, factory)`, to be chosen by `fully_shard(communication=name)`.
+    """Add communications with `registry.add(name, factory)`, which `fully_shard(communication=name)` selects.
 
     `factory(platform)` returns a `hp_fsdp.Communication`. Called once, when the first `fully_shard` resolves its
     communication. Since 0.1.

@@ -1,7 +1,4 @@
-"""Memory that the engine's buffers hold, counted by the engine itself, on any device.
-
-Bytes of a group's buffers and collectives, computed by the engine's own layout without ranks or a framework.
-"""
+"""Memory of parameter groups: measured on the engine's buffers, or planned without ranks or a framework."""
 
 from __future__ import annotations
 
@@ -19,15 +16,15 @@ Module = Any
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes that the groups of a module hold on this rank; activations and optimizer state are not theirs.
+    """Bytes that the groups of a module hold on this rank, without activations and optimizer state.
 
-    What `CPUOffloadPolicy` keeps on the host counts alike; its copies on the device, for a gather or a step, do not.
+    Buffers that `CPUOffloadPolicy` stores on the host are included. Their temporary copies on the device are not.
 
     Attributes:
         shards: sharded parameters, padding included.
-        full: full parameters beyond the shards, and parts of them kept after forward.
-        full_gradients: gradients not reduced yet, and reductions under way with their results.
-        sharded_gradients: reduced gradients, those that wait for a further reduction included.
+        full: full parameters beyond the shards, and parts of them retained after forward.
+        full_gradients: gradients that have not been reduced, and running reductions with their results.
+        sharded_gradients: reduced gradients, those pending for a further reduction included.
 
     Example:
         >>> def program():
@@ -51,10 +48,10 @@ class MemoryUse:
 
 
 def memory_use(module: Module) -> MemoryUse:
-    """Return the bytes that the groups of `module`, and of the modules below it, hold now.
+    """Return the bytes that the groups of `module` and of the modules below it hold now.
 
     Raises:
-        FullyShardError: neither has been through `fully_shard`.
+        FullyShardError: none of them has been through `fully_shard`.
 
     Example:
         >>> def program():
@@ -69,13 +66,13 @@ def memory_use(module: Module) -> MemoryUse:
 
 
 class MemoryMeter:
-    """Context manager that measures the largest total of bytes that the groups of a module hold at once.
+    """Context manager that measures the peak memory of the groups of a module.
 
-    Counts at every allocation of the engine, so nothing escapes; costs a walk over the groups each time.
+    It measures at every allocation of a buffer, at the cost of a loop over all groups each time.
 
     Attributes:
-        peak: bytes of the largest total so far.
-        at_peak: what they consisted of.
+        peak: the largest total so far, in bytes.
+        at_peak: the memory use at that moment.
 
     Example:
         >>> def program():
@@ -95,7 +92,7 @@ class MemoryMeter:
 
     @property
     def peak(self) -> int:
-        """Bytes of the largest total so far."""
+        """The largest total so far, in bytes."""
         return self.at_peak.total
 
     def __enter__(self) -> MemoryMeter:
@@ -139,14 +136,14 @@ def _use(states: list[FSDPState]) -> MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class PlannedParameter:
-    """A parameter that a group would have.
+    """A parameter of a planned group.
 
     Attributes:
         name: dotted name.
-        shape: of the part that one rank computes with: of the whole, or of its tensor- or expert-parallel part.
-        shard_dim: the dimension that the ranks of the group cut; None: the first one longer than 1.
+        shape: local shape that one rank computes with: of its tensor- or expert-parallel shard if it has one.
+        shard_dim: the dimension to shard over the ranks of the group. None: the first one longer than 1.
         itemsize: bytes of an element of the sharded parameter.
-        trainable: whether it gets a gradient.
+        trainable: it gets a gradient.
 
     Example:
         >>> from hp_fsdp import PlannedParameter
@@ -163,16 +160,16 @@ class PlannedParameter:
 
 @dataclass(frozen=True, slots=True)
 class PlannedBuffer:
-    """One flat buffer of a group; all numbers are bytes on one rank.
+    """One flat buffer of a planned group. All sizes are bytes on one rank.
 
     Attributes:
         parameters: in the order of the layout's blocks.
-        layout: the place of each.
+        layout: the place of each parameter in the buffer.
         param_itemsize: bytes of an element of the full buffer.
-        reduce_itemsize: bytes of an element of gradients that are reduced.
-        num_replicas: ranks that hold the same shard.
-        trainable: whether its parameters get gradients.
-        is_offloaded: shards lie in host memory, so that even one rank alone needs a full buffer.
+        reduce_itemsize: bytes of an element of the gradients when they are reduced.
+        num_replicas: number of ranks that hold the same shard.
+        trainable: its parameters get gradients.
+        is_offloaded: shards are stored in host memory, so that even a single rank needs a full buffer.
 
     Example:
         >>> from hp_fsdp import PlannedParameter, plan_group
@@ -196,7 +193,7 @@ class PlannedBuffer:
 
     @property
     def full_is_shard(self) -> bool:
-        """The one shard is the full buffer itself: nothing is gathered or freed."""
+        """A single shard is the full buffer itself: nothing is gathered or freed."""
         return self.layout.num_shards == 1 and self.param_itemsize == self.itemsize and not self.is_offloaded
 
     @property
@@ -206,7 +203,7 @@ class PlannedBuffer:
 
     @property
     def full(self) -> int:
-        """The full parameters while they are gathered, beyond the shard."""
+        """The full parameters beyond the shard, while they are gathered."""
         return 0 if self.full_is_shard else self.layout.numel * self.param_itemsize
 
     @property
@@ -216,14 +213,14 @@ class PlannedBuffer:
 
     @property
     def reduced(self) -> int:
-        """This rank's part of the reduced gradients, in the dtype of the reduction; 0 where nothing is cut."""
+        """This rank's shard of the reduced gradients, in the dtype of the reduction. 0 if nothing is sharded."""
         if not self.trainable or self.layout.num_shards == 1:
             return 0
         return self.layout.shard_numel * self.reduce_itemsize
 
     @property
     def reduces_in_place(self) -> bool:
-        """The full gradients are those of the shard after their reduction: nothing is cut, copied or cast."""
+        """The full gradients become those of the shard: nothing is sharded, copied or cast."""
         return self.layout.num_shards == 1 and self.reduce_itemsize == self.itemsize and not self.is_offloaded
 
     @property
@@ -233,37 +230,37 @@ class PlannedBuffer:
 
     @property
     def gather_wire(self) -> int:
-        """Sent by one rank in one gather of the full parameters."""
+        """Bytes that one rank sends in one gather of the full parameters."""
         return (self.layout.num_shards - 1) * self.layout.shard_numel * self.param_itemsize
 
     @property
     def reduce_wire(self) -> float:
-        """Sent by one rank in one reduce-scatter of gradients."""
+        """Bytes that one rank sends in one reduce-scatter of gradients."""
         return (self.layout.num_shards - 1) * float(self.layout.shard_numel * self.reduce_itemsize) * self.trainable
 
     @property
     def replicate_wire(self) -> float:
-        """Sent by one rank to the ranks that hold the same shard, in one all-reduce of reduced gradients."""
+        """Bytes that one rank sends to the ranks with the same shard, in one all-reduce of reduced gradients."""
         share = 2 * (self.num_replicas - 1) / self.num_replicas
         return share * self.layout.shard_numel * self.reduce_itemsize * self.trainable
 
     def largest_local_numels(self) -> dict[str, int]:
-        """Return the elements of each parameter on the rank that holds most of this buffer's, by name.
+        """Return the number of elements of each parameter, by name, on the rank with the least padding.
 
-        Optimizers have state for these, not for padding. The time does not grow with the number of ranks.
+        Optimizers have state for these elements, but not for padding. The time does not depend on the number of ranks.
         """
-        rank = self._fullest_shard()
+        rank = self._shard_with_least_padding()
         return {each.name: self.layout.range_in_shard(i, rank)[1] for i, each in enumerate(self.parameters)}
 
-    def _fullest_shard(self) -> int:
-        """Return a shard with the least padding: the first one without any, else the best of those with a gap's end."""
+    def _shard_with_least_padding(self) -> int:
+        """Return a shard with the least padding. Only shards near the ends of gaps are compared."""
         size = self.layout.shard_numel
         gaps = list(self.layout.gaps())
         candidates = {0, self.layout.num_shards - 1}
         for offset, length in gaps:
-            # The padding of a gap is least in the shards at its ends and beside it.
-            for place in (offset, offset + length):
-                candidates.update((place // size - 1, place // size, place // size + 1))
+            # A shard in the middle of a gap is all padding. Shards at its ends and next to it have the least of it.
+            for end in (offset, offset + length):
+                candidates.update((end // size - 1, end // size, end // size + 1))
         legal = [shard for shard in sorted(candidates) if 0 <= shard < self.layout.num_shards]
         return min(legal, key=lambda shard: _overlap(gaps, shard * size, (shard + 1) * size))
 
@@ -281,11 +278,11 @@ def plan_group(
 
     Args:
         parameters: of one module, in its order.
-        num_shards: ranks of the axis that shards (1 for `zero_stage=0`).
-        param_itemsize: bytes of the dtype of computation; None: that of the parameters.
-        reduce_itemsize: bytes of the dtype of the reduction; None: that of computation.
-        num_replicas: ranks of the axis that replicates.
-        is_offloaded: the shards lie in host memory.
+        num_shards: size of the shard axis (1 for `zero_stage=0`).
+        param_itemsize: bytes of the dtype of the computation. None: the parameters' own.
+        reduce_itemsize: bytes of the dtype of the reduction. None: `param_itemsize`.
+        num_replicas: size of the replicate axis.
+        is_offloaded: the shards are stored in host memory.
 
     Example:
         >>> from hp_fsdp import PlannedParameter, plan_group
@@ -297,12 +294,12 @@ def plan_group(
     for parameter in parameters:
         kinds.setdefault((parameter.itemsize, parameter.trainable), []).append(parameter)
     planned = []
-    for (itemsize, trainable), alike in kinds.items():
+    for (itemsize, trainable), same_kind in kinds.items():
         computed = param_itemsize or itemsize
-        for chosen, layout in plan_buffers([_block(each, min(itemsize, computed)) for each in alike], num_shards):
+        for chosen, layout in plan_buffers([_block(each, min(itemsize, computed)) for each in same_kind], num_shards):
             planned.append(
                 PlannedBuffer(
-                    tuple(alike[index] for index in chosen),
+                    tuple(same_kind[index] for index in chosen),
                     layout,
                     computed,
                     reduce_itemsize or computed,
@@ -319,5 +316,5 @@ def _block(parameter: PlannedParameter, itemsize: int) -> Block:
     return block_of(parameter.shape, shard_dim, itemsize)
 
 
-def _overlap(gaps: Sequence[tuple[int, int]], begin: int, end: int) -> int:
-    return sum(max(0, min(end, offset + length) - max(begin, offset)) for offset, length in gaps)
+def _overlap(gaps: Sequence[tuple[int, int]], start: int, end: int) -> int:
+    return sum(max(0, min(end, offset + length) - max(start, offset)) for offset, length in gaps)

@@ -1,4 +1,4 @@
-"""The plugins of hp_fsdp: which platform implements sharded parameters, and communications by name."""
+"""The plugins of hp_fsdp: implementations of sharded parameters on platforms, and named communications."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def plugin_manager() -> pluggy.PluginManager:
 
 @functools.cache
 def get_storage(platform: Platform) -> ParameterStorage:
-    """Return the implementation of sharded parameters that an installed plugin gives for `platform`.
+    """Return the implementation of sharded parameters on `platform`, from an installed plugin.
 
     Raises:
-        PlatformError: no plugin of the entry-point group `hp_fsdp` serves it.
+        PlatformError: no plugin of the entry-point group `hp_fsdp` has one.
 
     Example:
         >>> isinstance(get_storage(platform), ParameterStorage)
@@ -40,17 +40,17 @@ def get_storage(platform: Platform) -> ParameterStorage:
     found: ParameterStorage | None = plugin_manager().hook.hp_fsdp_parameter(platform=platform)
     if found is None:
         raise PlatformError(
-            f"no plugin gives sharded parameters for platform {platform.name!r} (entry-point group 'hp_fsdp', "
-            "hook 'hp_fsdp_parameter'); is its package installed, and not left out by HP_LOAD_PLUGINS?"
+            f"no plugin implements sharded parameters on platform {platform.name!r} (entry-point group 'hp_fsdp', "
+            "hook 'hp_fsdp_parameter'); is its package installed, and not excluded by HP_LOAD_PLUGINS?"
         )
     return found
 
 
 def get_communication(choice: str | Communication, platform: Platform) -> Communication:
-    """Return the communication with a name, or the one given.
+    """Return the communication registered under a name, or the given `Communication` itself.
 
     Raises:
-        FullyShardError: an unknown name, one whose plugin makes something else, or neither a name nor a
+        FullyShardError: an unknown name, a factory that returns something else, or neither a name nor a
             `Communication`.
     """
     if isinstance(choice, Communication):
@@ -60,8 +60,8 @@ def get_communication(choice: str | Communication, platform: Platform) -> Commun
         built = entry.build(platform)
         if not isinstance(built, Communication):
             raise FullyShardError(
-                f"communication {choice!r} of {entry.origin}: expected a class or function that makes a Communication "
-                f"of the platform, got a {type(built).__name__}"
+                f"communication {choice!r} of {entry.origin}: expected a class or function that returns a "
+                f"Communication of the platform, got a {type(built).__name__}"
             )
         return built
     raise FullyShardError(f"communication: expected a name or a Communication, got {type(choice).__name__}")

@@ -16,11 +16,11 @@ DType = Any
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """Placement of one parameter, as a `shard_placement_fn` may return it.
+    """Placement of one parameter, which a `shard_placement_fn` may return.
 
     Attributes:
-        placement: `Shard(dim)`: the dimension to cut; None: the first one longer than 1.
-        mesh: 1-D (shard) or 2-D (replicate, shard), instead of the group's; None: the group's.
+        placement: `Shard(dim)`: the dimension to shard. None: the first one longer than 1.
+        mesh: 1-D (shard) or 2-D (replicate, shard), instead of the group's. None: the group's.
 
     Example:
         >>> def program():
@@ -39,7 +39,7 @@ class ShardPlacementResult:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Nothing is offloaded: torch's base class and default, the same as None.
+    """A policy that offloads nothing, the same as None. It is torch's base class and default.
 
     Example:
         >>> def program():
@@ -62,7 +62,7 @@ class DataParallelMeshDims:
 
     Raises:
         ValueError: neither is given.
-        FullyShardError: from `of`: several names for one of them, which torch flattens into one axis, or none.
+        FullyShardError: from `of`: several names (which torch flattens into one axis) or no name for one of them.
 
     Example:
         >>> def program():
@@ -90,13 +90,14 @@ class DataParallelMeshDims:
         return _names(self.replicate)
 
     def of(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return the data-parallel part of a mesh: (shard) or (replicate, shard)."""
+        """Return the data-parallel axes of a mesh: (shard) or (replicate, shard)."""
         given = (self.replicate, self.replicate_names), (self.shard, self.shard_names)
         names = [self._axis(dims) for axis, dims in given if axis is not None]
-        part = mesh[tuple(names)]
+        data_parallel = mesh[tuple(names)]
         if self.shard is None:
-            return part.unflatten(names[0], (part.size(), 1), (names[0], f"{names[0]}_shard"))
-        return part
+            # `fully_shard` takes the last axis as the shard axis: add one of size 1.
+            return data_parallel.unflatten(names[0], (data_parallel.size(), 1), (names[0], f"{names[0]}_shard"))
+        return data_parallel
 
     @staticmethod
     def _axis(dims: tuple[str, ...]) -> str:
@@ -118,17 +119,18 @@ def _names(dims: str | tuple[str, ...] | None) -> tuple[str, ...]:
 class CPUOffloadPolicy(OffloadPolicy):
     """Keep sharded parameters, gradients, or both in host memory between uses; both (the default) is torch's policy.
 
-    Parameters that every rank keeps whole stay on the device, and so do their gradients. Where the device is the host
-    nothing is copied. `stream_optimizer` does the same for the optimizer's state, which else lies where the parameters
-    do, as does the optimizer's step.
+    Replicated parameters and their gradients stay on the device. On a CPU mesh nothing is copied. The optimizer's state
+    and step are on the device of the parameters; `stream_optimizer` stores the state on the host and steps on the
+    device.
 
     Attributes:
-        pin_memory: page-locked host memory, which copies need to run beside the computation.
-        parameters: sharded parameters; with `zero_stage=3` only. A shard is copied to the device when it is gathered,
-            one group ahead, on a stream beside that of the computation, and freed there afterwards.
-        gradients: reduced gradients. Those of a group are copied while the backward of the following ones runs. Where
-            parameters and gradients are apart, these are brought to the parameters, group by group, when somebody looks
-            at one (`parameter.grad`: an optimizer, clipping); until then they accumulate where they are.
+        pin_memory: use page-locked host memory, without which copies cannot overlap with the computation.
+        parameters: sharded parameters, with `zero_stage=3` only. A shard is copied to the device when it is gathered,
+            one group ahead, on a separate stream, and freed there afterwards.
+        gradients: reduced gradients. Those of a group are copied during the backward of the following groups. If only
+            one of parameters and gradients is offloaded, gradients are copied to the device of the parameters, group
+            by group, when `parameter.grad` of one is read (by an optimizer, by clipping). Until then they accumulate
+            where they are.
 
     Example:
         >>> def program():
@@ -149,18 +151,18 @@ class CPUOffloadPolicy(OffloadPolicy):
 class MixedPrecisionPolicy:
     """Dtypes of computation and communication; names as torch's `MixedPrecisionPolicy`.
 
-    The sharded parameters and the optimizer's state keep the parameters' own dtype.
+    The sharded parameters and the optimizer's state retain the parameters' own dtype. Dtypes are the platform's, or
+    names such as "bfloat16".
 
     Attributes:
-        param_dtype: of the gathered parameters and so of the computation; None: as they are. The shard is
-            cast before it is gathered.
-        reduce_dtype: in which gradients are accumulated and reduced; None: `param_dtype`.
-        output_dtype: to which floating-point outputs of the module's forward are cast; None: not at all.
+        param_dtype: dtype of the gathered parameters, and so of the computation. None: the parameters' own. The shard
+            is cast before it is gathered.
+        reduce_dtype: dtype in which gradients are accumulated and reduced. None: `param_dtype`.
+        output_dtype: floating-point outputs of the module's forward are cast to this dtype. None: they are not cast.
         cast_forward_inputs: cast floating-point inputs of the module's forward to `param_dtype`.
-        grad_dtype: of the reduced gradients that the optimizer sees; None: the parameters' own. Float32 here and in
-            `reduce_dtype` keeps the sum of bfloat16 parameters' gradients unrounded; the optimizer must take it.
-
-    Dtypes are the platform's, or names such as "bfloat16".
+        grad_dtype: dtype of the reduced gradients that the optimizer gets. None: the parameters' own. With float32 here
+            and in `reduce_dtype` the sum of bfloat16 parameters' gradients is not rounded. The optimizer must support
+            it.
 
     Example:
         >>> def program():
@@ -180,7 +182,7 @@ class MixedPrecisionPolicy:
     grad_dtype: DType | str | None = None
 
     def resolve(self, platform: Platform) -> MixedPrecisionPolicy:
-        """Return the same policy with the platform's dtypes in place of names."""
+        """Return the same policy with names replaced by the platform's dtypes."""
         named = {
             field.name: platform.dtype(getattr(self, field.name))
             for field in fields(self)

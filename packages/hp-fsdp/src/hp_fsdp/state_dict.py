@@ -1,8 +1,7 @@
-"""Options of state dicts, and the keys that loading one has not found or not used.
+"""State dicts of models and optimizers by parameter name, sharded or full, which load into any layout.
 
-State of models and optimizers by parameter names, sharded or full, loadable into any layout.
-
-Names and meanings follow `torch.distributed.checkpoint.state_dict`.
+Names and meanings follow `torch.distributed.checkpoint.state_dict`. A sharded value is the DTensor itself. Full values
+are gathered one parameter at a time.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.distribute_module import check_state
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_fsdp import _model_state as _load_hooks
 from hp_fsdp import _model_state as _state
-from hp_fsdp import _optimizer_state as _optimizer_state
+from hp_fsdp import _optimizer_state
 from hp_fsdp._engine.forward import groups_below, platform_of_model
 from hp_fsdp._model_state import copy_of, gather_full, to_host
 from hp_fsdp.exceptions import FSDPStateError, StateDictError
@@ -31,18 +29,18 @@ class StateDictOptions:
     """Options for making and loading state dicts.
 
     Attributes:
-        full_state_dict: whole plain tensors, gathered one at a time into memory of their own; else what the
-            module holds: DTensors that share the parameters' memory.
-        cpu_offload: bring each to the host before the next is gathered.
-        ignore_frozen_params: leave out parameters that require no gradient; loading does not miss them.
-        keep_submodule_prefixes: True; torch's other value belongs to `submodules`, which is not taken.
-        strict: loading refuses missing and unexpected keys.
-        broadcast_from_rank0: loading takes full tensors of the first rank, one at a time; what the others pass
-            is not looked at.
-        flatten_optimizer_state_dict: an optimizer's state as one level: `"state.<parameter>.<slot>"` and
+        full_state_dict: full plain tensors, gathered one at a time into their own memory. False: the DTensors that
+            the module holds, which share the parameters' memory.
+        cpu_offload: copy each tensor to the host before the next one is gathered.
+        ignore_frozen_params: exclude parameters that require no gradient. Loading does not report them as missing.
+        keep_submodule_prefixes: must be True. torch's False belongs to `submodules`, which is not supported.
+        strict: loading raises on missing and unexpected keys.
+        broadcast_from_rank0: loading broadcasts the full tensors of the first rank, one at a time, and ignores those
+            that the other ranks pass.
+        flatten_optimizer_state_dict: an optimizer's state has one level: `"state.<parameter>.<slot>"` and
             `"param_groups.<parameter>.<option>"`.
-        rank0_only: with `full_state_dict`: only the first rank keeps them, the others return an empty dict. None: as
-            torch has it, with `cpu_offload`.
+        rank0_only: with `full_state_dict`, only the first rank returns the tensors, and the others an empty dict. None:
+            True with `cpu_offload`, as in torch.
 
     Raises:
         ValueError: `keep_submodule_prefixes=False`.
@@ -70,17 +68,17 @@ class StateDictOptions:
     def __post_init__(self) -> None:
         if not self.keep_submodule_prefixes:
             raise ValueError(
-                "keep_submodule_prefixes=False goes with submodules=, which is not taken: name the submodule"
+                "keep_submodule_prefixes=False belongs to submodules=, which is not supported: pass the submodule"
             )
 
     @property
     def drops_elsewhere(self) -> bool:
-        """Return whether only the first rank keeps what is gathered."""
+        """True if only the first rank returns what is gathered."""
         return self.full_state_dict and (self.cpu_offload if self.rank0_only is None else self.rank0_only)
 
 
 class IncompatibleKeys(NamedTuple):
-    """Keys that loading did not find in the state dict, and keys that it did not use."""
+    """Keys that were missing in a loaded state dict, and keys that were not used."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -95,9 +93,9 @@ StateDict = dict[str, Any]
 
 
 def get_model_state_dict(model: Module, *, options: StateDictOptions | None = None) -> StateDict:
-    """Return parameters, persistent buffers and extra states by name; tied parameters under all their names.
+    """Return parameters, persistent buffers and extra states by name, tied parameters under all their names.
 
-    With `full_state_dict` it communicates: every rank of the model calls it.
+    With `full_state_dict` it communicates, and every rank of the model must call it.
 
     Example:
         >>> def program():
@@ -127,16 +125,16 @@ def set_model_state_dict(
 ) -> IncompatibleKeys:
     """Load parameters and buffers, before or after the first forward, sharded or unsharded.
 
-    Every rank of the model calls it. A value may be a DTensor of any layout of this job, the full tensor, or
-    this rank's shard; it is converted to the parameter's dtype. Of a tied parameter one name is enough.
+    Every rank of the model must call it. A value may be a DTensor of any layout of this job, the full tensor, or
+    this rank's shard. It is converted to the parameter's dtype. For a tied parameter one of its names is enough.
 
-    Load hooks that modules have registered are called: those before loading with a copy of the state dict (with
-    `broadcast_from_rank0` on the first rank only), those after it with the incompatible keys. With `strict`, keys that
-    those leave are an error after loading.
+    The load hooks of modules are called: pre-hooks with a copy of the state dict (with `broadcast_from_rank0` on the
+    first rank only), and post-hooks with the incompatible keys. With `strict`, keys that those do not remove are an
+    error after loading.
 
     Raises:
-        StateDictError: on every rank, listing all keys and shapes that do not fit, and modules with a
-            `_load_from_state_dict` of their own; nothing has been changed.
+        StateDictError: on every rank, listing all keys and shapes that do not match, and modules that override
+            `_load_from_state_dict`. Nothing has been changed.
         FSDPStateError: inside `summon_full_params`.
 
     Example:
@@ -154,14 +152,14 @@ def set_model_state_dict(
     check_state(platform, model)
     groups = groups_below(platform, model)
     if any(group.summon_depth for group in groups):
-        raise FSDPStateError("set_model_state_dict inside summon_full_params, whose end would overwrite what is loaded")
+        raise FSDPStateError("set_model_state_dict inside summon_full_params, whose end would overwrite loaded values")
     parameters = _state.named_parameters(platform, model)
     targets = parameters | _state.persistent_buffers(platform, model)
     extra = _state.extra_states(platform, model)
     ranks = _state.ranks_of(platform, targets.values())
-    values, problems = dict(model_state_dict), _state.Problems(others=_load_hooks.own_loading(platform, model))
+    values, problems = dict(model_state_dict), _state.Problems(others=_state.custom_loading_problems(platform, model))
     if not options.broadcast_from_rank0 or ranks.rank == 0:
-        values = _load_hooks.run_before(platform, model, model_state_dict, options.strict, problems)
+        values = _state.run_load_pre_hooks(platform, model, model_state_dict, options.strict, problems)
     if options.broadcast_from_rank0:
         values = _broadcast(platform, ranks, values, targets)
     missing = _missing(targets, values)
@@ -169,15 +167,15 @@ def set_model_state_dict(
         missing = [name for name in missing if name not in parameters or platform.requires_grad(parameters[name])]
     problems.missing += missing + [key for key in extra if key not in values]
     problems.unexpected += [key for key in values if key not in targets and key not in extra]
-    settled_by_hooks = _load_hooks.has_after(platform, model)
+    settled_by_hooks = _state.has_load_post_hooks(platform, model)
     strict = options.strict and not settled_by_hooks
     for name in _check(platform, "load_state_dict", ranks, targets, values, problems, strict):
         _state.copy_into(platform, targets[name], values[name])
     for key in extra.keys() & values.keys():
         extra[key].set_extra_state(values[key])
-    _state.gather_again(groups)
+    _state.regather(groups)
     if settled_by_hooks:
-        _load_hooks.run_after(platform, model, IncompatibleKeys(problems.missing, problems.unexpected))
+        _state.run_load_post_hooks(platform, model, IncompatibleKeys(problems.missing, problems.unexpected))
         left = _state.Problems(problems.missing, problems.unexpected)
         _state.agree(
             ranks, "load_state_dict, after its hooks; the rest has been loaded", left.sentences(options.strict)
@@ -188,12 +186,11 @@ def set_model_state_dict(
 def get_optimizer_state_dict(model: Module, optimizers: Any, *, options: StateDictOptions | None = None) -> StateDict:
     """Return an optimizer's state by parameter name: `{"state": {name: {slot: value}}, "param_groups": [...]}`.
 
-    Nothing is made: before the optimizer's first step there is no state to read a checkpoint into, see
-    `init_optimizer_state`.
+    Before the optimizer's first step the state is empty. `init_optimizer_state` creates it, to read a checkpoint into.
 
     Args:
-        optimizers: one of torch.optim or any other with `param_groups` and `state`, or one of hp-trainer, for which
-            `"num_steps"` stands instead of `"param_groups"`; or a list with one. Each has a state dict of its own.
+        optimizers: an optimizer, or a list with one. It is one of torch.optim, any other with `param_groups` and
+            `state`, or one of hp-trainer, whose state dict has `"num_steps"` instead of `"param_groups"`.
 
     Example:
         >>> import torch
@@ -212,23 +209,23 @@ def get_optimizer_state_dict(model: Module, optimizers: Any, *, options: StateDi
     state = {name: collector.collect(slots) for name, slots in view.slots().items()}
     if collector.drops:
         return {}
-    whole = {"state": state, **view.hyperparameters()}
-    return _optimizer_state.flattened(whole) if options.flatten_optimizer_state_dict else whole
+    nested = {"state": state, **view.hyperparameters()}
+    return _optimizer_state.flattened(nested) if options.flatten_optimizer_state_dict else nested
 
 
 def init_optimizer_state(model: Module, optimizer: Any) -> None:
-    """Give an optimizer that has not stepped yet state for a checkpoint to be read into.
+    """Create the state of an optimizer that has not stepped yet, so that a checkpoint can be read into it.
 
-    It takes one step with gradients of zeros and a learning rate of zero, which leaves parameters, gradients and rates
-    as they are; the state is that after this step, and is meant to be replaced. Every rank of the model calls it. An
-    optimizer that has state stays as it is.
+    It takes one step with gradients of zeros and a learning rate of zero, which changes neither parameters nor
+    gradients nor learning rates. The state is that after this step, and is meant to be overwritten. Every rank of the
+    model must call it. An optimizer that has state is not changed.
 
     Example:
         >>> import torch
         >>> def program():
         ...     model = fully_shard(torch.nn.Linear(4, 6, bias=False), init_device_mesh("cpu", (2,)))
         ...     optimizer = torch.optim.AdamW(model.parameters())
-        ...     init_optimizer_state(model, optimizer)  # as if a step of nothing had been taken
+        ...     init_optimizer_state(model, optimizer)  # as if one step had been taken
         ...     return [*get_optimizer_state_dict(model, optimizer)["state"]]
         >>> run_ranks(program, 2, "torch")[0]
         ['weight']
@@ -240,15 +237,14 @@ def init_optimizer_state(model: Module, optimizer: Any) -> None:
 def set_optimizer_state_dict(
     model: Module, optimizers: Any, optim_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
 ) -> None:
-    """Load what `get_optimizer_state_dict` gave, whatever layout and number of ranks it came from.
+    """Load a result of `get_optimizer_state_dict`, from any layout and number of ranks.
 
-    Training then goes on as if it had not been interrupted. Every rank of the model calls it.
+    Every rank of the model must call it.
 
     Raises:
-        StateDictError: on every rank, listing parameters that the optimizer has not and shapes that do not fit; unless
-            `strict=False` also parameters that are missing, slots that are missing or unexpected where the optimizer
-            has stepped a parameter, and a state dict without any state, of an optimizer that keeps some. Nothing has
-            been changed.
+        StateDictError: on every rank, listing parameters that the optimizer does not have and shapes that do not match.
+            Unless `strict=False` also missing parameters, missing or unexpected slots of parameters that the optimizer
+            has stepped, and a state dict without state for an optimizer that has some. Nothing has been changed.
 
     Example:
         >>> import torch
@@ -270,10 +266,10 @@ def set_optimizer_state_dict(
     if options.flatten_optimizer_state_dict and state_dict:
         state_dict = _optimizer_state.unflattened(state_dict, view.hyperparameters())
     if options.broadcast_from_rank0:
-        tensors, rest = _optimizer_state.taken_apart(platform, ranks, state_dict)
+        tensors, rest = _optimizer_state.split_for_broadcast(platform, ranks, state_dict)
         of_parameter = {key: parameters[name] for key, name in rest["names"] if name in parameters}
         values = _broadcast(platform, ranks, tensors, of_parameter)
-        state_dict = _optimizer_state.put_together(values, rest)
+        state_dict = _optimizer_state.join_after_broadcast(values, rest)
     problems, targets, values = view.match(state_dict)
     _check(platform, "load the optimizer's state", ranks, targets, values, problems, options.strict)
     view.load(state_dict, values)
@@ -307,7 +303,7 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: StateDictOptions | None = None,
 ) -> IncompatibleKeys:
-    """Load what `get_state_dict` gave: the model's first, as `set_model_state_dict`, then the optimizer's.
+    """Load a result of `get_state_dict`, see `set_model_state_dict` and `set_optimizer_state_dict`.
 
     Example:
         >>> import torch
@@ -328,7 +324,7 @@ def set_state_dict(
 
 
 class _Collector:
-    """Brings tensors into the form that `options` asks for."""
+    """Converts tensors to the form that `options` ask for."""
 
     def __init__(self, storage: ParameterStorage, options: StateDictOptions, ranks: ProcessGroup) -> None:
         self._storage = storage
@@ -337,11 +333,11 @@ class _Collector:
         self.drops = options.drops_elsewhere and ranks.rank != 0
 
     def collect(self, found: Mapping[str, Any]) -> StateDict:
-        """Convert values one by one; what occurs under several names is gathered once."""
+        """Convert values one by one. A value with several names is gathered once."""
         known: dict[int, Any] = {}
         result: StateDict = {}
         for name, value in found.items():
-            # A gather is a collective: every rank takes the same names in the same order, and a tied parameter once.
+            # A gather is a collective: every rank must take the same names in the same order.
             if id(value) not in known:
                 known[id(value)] = self._collect_one(value)
             if not self.drops:
@@ -352,14 +348,14 @@ class _Collector:
         if not isinstance(value, self._platform.Tensor):
             return value
         if not self._options.full_state_dict:
-            return self._kept(self._platform.detach(value))
+            return self._sharded(self._platform.detach(value))
         full = gather_full(self._storage, value) if isinstance(value, DTensor) else copy_of(self._platform, value)
-        # Only after the gather, to which every rank has come.
+        # Only after the gather, in which every rank takes part.
         if self.drops:
             return None
         return to_host(self._platform, full) if self._options.cpu_offload else full
 
-    def _kept(self, value: Tensor) -> Tensor:
+    def _sharded(self, value: Tensor) -> Tensor:
         if not self._options.cpu_offload:
             return value
         if isinstance(value, DTensor):
@@ -371,7 +367,7 @@ class _Collector:
 
 
 def _missing(targets: Mapping[str, Tensor], values: Mapping[str, Any]) -> list[str]:
-    """Return names without a value, unless the same parameter has one under another name."""
+    """Return the names without a value, except for those of parameters with a value under another name."""
     given = {id(targets[name]) for name in values if name in targets}
     return [name for name, target in targets.items() if name not in values and id(target) not in given]
 
@@ -385,24 +381,24 @@ def _check(
     problems: _state.Problems,
     strict: bool,
 ) -> list[str]:
-    """Return the names of targets that have a value, if no rank has a problem with any of them."""
+    """Return the names of targets that have a value. Raises `StateDictError` if any rank has a problem."""
     matched = [name for name in targets if name in values]
     for name in matched:
         problem = _state.value_problem(platform, name, targets[name], values[name])
         if problem is not None:
             problems.others.append(problem)
-    moved = [name for name in matched if isinstance(values[name], DTensor)]
-    _state.agree(ranks, f"{what}; nothing has been changed", problems.sentences(strict), moved)
+    communicated = [name for name in matched if isinstance(values[name], DTensor)]
+    _state.agree(ranks, f"{what}; nothing has been changed", problems.sentences(strict), communicated)
     return matched
 
 
 def _broadcast(
     platform: Platform, ranks: ProcessGroup, values: Mapping[str, Any], targets: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Send the first rank's tensors to every rank, one at a time, each cut to this rank's part before the next.
+    """Broadcast the first rank's tensors one at a time, and shard each before the next one.
 
     Raises:
-        StateDictError: on every rank: a value of the first rank is no full plain tensor.
+        StateDictError: on every rank: a value of the first rank is not a full plain tensor.
     """
     facts: list[Any] = []
     wrong: list[str] = []
@@ -443,7 +439,7 @@ def _optimizer_of(model: Module, optimizer: Any) -> tuple[Platform, dict[str, Te
     if isinstance(optimizer, (list, tuple)):
         if len(optimizer) != 1:
             raise StateDictError(
-                f"expected one optimizer, got {len(optimizer)}; each has its own state dict: call it for each"
+                f"expected one optimizer, got {len(optimizer)}; each has its own state dict: call this for each"
             )
         (optimizer,) = optimizer
     platform = platform_of_model(model)

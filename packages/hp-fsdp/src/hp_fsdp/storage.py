@@ -1,4 +1,4 @@
-"""The interface between the engine and a platform: memory that parameters share, and nodes in its autograd."""
+"""The interface between the engine and a platform: buffers with releasable memory, and nodes in its autograd."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ DType = Any
 Gradients = Sequence[Tensor | None]
 
 GATHER_METHODS = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-"""Methods by which a weight's class says how it is gathered; see `GatherExtension`."""
+"""Methods with which the class of a weight defines how it is gathered; see `GatherExtension`."""
 
 
 class GatherExtension(ABC):
-    """The gather that a weight of a tensor subclass brings with it, such as one in float8.
+    """The gather that the class of a weight defines, such as one of float8 values.
 
     The protocol is torch's: the weight's `fsdp_pre_all_gather` turns this rank's shard into the tensors to gather, and
-    `fsdp_post_all_gather` turns what has been gathered into the unsharded weight.
+    `fsdp_post_all_gather` turns the gathered tensors into the unsharded weight.
 
     Attributes:
-        values: the plain tensor of the weight's shape and dtype that holds its values, which are what is sharded.
+        values: the plain tensor with the values of the weight, of its shape and dtype. These are sharded.
         kind: the weight's class, for errors.
 
     Example:
@@ -43,14 +43,14 @@ class GatherExtension(ABC):
 
     @abstractmethod
     def cut(self, num_shards: int, index: int) -> None:
-        """Make the weight that holds shard `index` of `num_shards`; its values are those that `inputs` is given."""
+        """Make the weight of shard `index` of `num_shards`, whose values `inputs` will set."""
 
     @abstractmethod
     def inputs(self, shard: Tensor, mesh: Any, module: Any, policy: Any) -> list[Tensor]:
-        """Return what is to be gathered of a shard of the values: contiguous plain tensors.
+        """Return the tensors to gather for a shard of the values: contiguous plain tensors.
 
         Args:
-            mesh: 1-D, of the ranks that hold the shards.
+            mesh: the 1-D mesh of the ranks that hold the shards.
             module: the module that has the weight.
             policy: the group's `MixedPrecisionPolicy`.
         """
@@ -60,24 +60,24 @@ class GatherExtension(ABC):
         """Return the unsharded weight, the same object each time.
 
         Args:
-            outputs: what `inputs` gave on all ranks, joined along dimension 0; the same tensors each time, refilled.
-            dtype: of computation.
+            outputs: the `inputs` of all ranks, concatenated along dimension 0. The same tensors each time, refilled.
+            dtype: of the computation.
         """
 
     @abstractmethod
     def inner_tensors(self) -> list[Tensor]:
-        """Return the plain tensors that the unsharded weight consists of beside `outputs`; released between uses."""
+        """Return the plain tensors besides `outputs` that hold the unsharded weight. They are released between uses."""
 
 
 class ParameterStorage(ABC):
-    """Makes flat buffers, views of them, and autograd nodes over them, on one platform.
+    """Flat buffers, views of them, and autograd nodes over them, on one platform.
 
-    A *buffer* is a plain 1-D tensor that owns its memory. Nothing here is recorded by autograd except where
-    it says so.
+    A *buffer* is a plain 1-D tensor that owns its memory. Autograd records nothing of these methods, except where
+    a docstring says so.
 
     Attributes:
-        counts_filling: whether `num_writes` counts also what fills the buffer.
-        refuses_released: whether the framework refuses to compute with released memory.
+        counts_filling: `num_writes` also counts the fill of a buffer.
+        refuses_released: the framework refuses to compute with released memory.
 
     Example:
         >>> isinstance(get_storage(platform), ParameterStorage)
@@ -93,44 +93,46 @@ class ParameterStorage(ABC):
     # Memory ----------------------------------------------------------------------------------------------
 
     def new_buffer(self, numel: int, dtype: DType, device_type: str) -> Tensor:
-        """Allocate an uninitialised buffer on a mesh's device, to be freed soon."""
+        """Return an uninitialised buffer on a mesh's device. It should be cheap to allocate and free often."""
         return self.platform.empty((numel,), dtype, device_type)
 
     @abstractmethod
     def view(self, buffer: Tensor, start: int, shape: Sequence[int], outer_dim: int = 0) -> Tensor:
-        """Make a leaf over part of a buffer, to compute with.
+        """Return a leaf over part of a buffer, to compute with.
 
-        It follows `release` and `refill`, and writing to the buffer does not make autograd believe that it has changed.
+        It stays valid when the buffer is released and refilled, and autograd does not count a write to the buffer as a
+        write to it.
 
-        Its elements lie in row-major order but for `outer_dim`, which is outermost in memory.
+        Args:
+            outer_dim: the dimension that is outermost in memory. The others follow in row-major order.
         """
 
     def num_writes(self, view: Tensor) -> int:
-        """Return how often a tensor that comes from `view` has been written; 0 where that is not counted.
+        """Return how often a result of `view` has been written. 0 where the framework does not count it.
 
-        Filling its buffer is not counted, unless `counts_filling`.
+        The fill of its buffer is not counted, unless `counts_filling`.
         """
         return 0
 
     def gather_target(self, buffer: Tensor) -> Tensor:
-        """Return the whole buffer in the form that an all-gather fills; see `view`."""
+        """Return a tensor over the complete buffer that collectives write to fill it; see `view`."""
         return self.view(buffer, 0, (buffer.shape[0],))
 
     @abstractmethod
     def part(self, buffer: Tensor, start: int, shape: Sequence[int], outer_dim: int = 0) -> Tensor:
-        """Make a leaf over part of a buffer that is never released, to read and to write in place; see `view`."""
+        """Return a leaf over part of a buffer that is never released, to read and to write in place; see `view`."""
 
     @abstractmethod
     def release(self, buffer: Tensor) -> None:
-        """Free the buffer's memory; its views keep their shape and must not be read."""
+        """Free the buffer's memory. Its views keep their shape and must not be read."""
 
     @abstractmethod
     def refill(self, buffer: Tensor) -> None:
-        """Give a released buffer memory again, uninitialised; its views look into it."""
+        """Give a released buffer uninitialised memory again, which its views share."""
 
     @abstractmethod
     def held_bytes(self, buffer: Tensor) -> int:
-        """Return the bytes that the buffer holds now."""
+        """Return the bytes of memory that the buffer holds now."""
 
     @abstractmethod
     def add_(self, target: Tensor, x: Tensor) -> None:
@@ -146,13 +148,13 @@ class ParameterStorage(ABC):
 
     @abstractmethod
     def differ(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
-        """Return True for each pair of tensors, of one dtype and size, that differs in a bit; waits for the device."""
+        """Return for each pair of tensors of one dtype and size whether a bit differs. Waits for the device."""
 
     def unscale_(self, tensors: Sequence[Tensor], factor: float) -> Tensor:
-        """Multiply floating-point tensors, empty ones too, in place.
+        """Multiply floating-point tensors in place. Empty ones are allowed.
 
         Returns:
-            A 0-d float32 tensor on the platform's device: 1 if an element is not finite then, else 0.
+            A 0-d float32 tensor on the platform's device: 1 if an element of the products is not finite, else 0.
         """
         ops, float32 = self.platform.ops, self.platform.dtype("float32")
         found = self.platform.zeros((), float32)
@@ -165,13 +167,13 @@ class ParameterStorage(ABC):
 
     @abstractmethod
     def address(self, x: Tensor) -> int:
-        """Return the address of the data of a tensor, or of a DTensor's shard; called within `platform.local_op`."""
+        """Return the address of a tensor's data, or of a DTensor's local tensor. Called within `platform.local_op`."""
 
     def gather_extension(self, parameter: Tensor) -> GatherExtension | None:
         """Return the gather that a parameter's class defines, or None.
 
         Raises:
-            CapabilityError: it cannot be used, and why.
+            CapabilityError: the class defines one that cannot be used.
         """
         methods = [name for name in GATHER_METHODS if hasattr(parameter, name)]
         if methods:
@@ -179,59 +181,60 @@ class ParameterStorage(ABC):
         return None
 
     def as_bytes(self, buffer: Tensor) -> Tensor:
-        """Return a flat contiguous tensor's memory as bytes, where collectives do not take every dtype."""
+        """Return a flat contiguous tensor as bytes, on platforms whose collectives do not support every dtype."""
         return buffer
 
     # Offload ---------------------------------------------------------------------------------------------
 
     def is_host(self, device_type: str) -> bool:
-        """Return True if tensors of a mesh's device lie in host memory anyway."""
+        """Return True if tensors on a mesh's device are in host memory anyway."""
         return device_type == "cpu"
 
     def check_offload(self, device_type: str) -> None:
-        """Raise `CapabilityError` when shards on this kind of device cannot live in host memory."""
+        """Raise `CapabilityError` if shards of this kind of device cannot be stored in host memory."""
         if not self.is_host(device_type):
             raise CapabilityError(
                 f"CPUOffloadPolicy: platform {self.platform.name!r} cannot keep shards of {device_type!r} on the host"
             )
 
     def host_buffer(self, numel: int, dtype: DType, pin_memory: bool) -> Tensor:
-        """Allocate an uninitialised flat tensor in host memory."""
+        """Return an uninitialised flat tensor in host memory."""
         return self.platform.empty((numel,), dtype, "cpu")
 
-    def beside_computation(self) -> AbstractContextManager[None]:
-        """Have the device work on a queue of its own inside the block, after what has been asked of it so far."""
+    def copy_stream(self) -> AbstractContextManager[None]:
+        """Return a context in which the device works on another stream, after the work submitted so far."""
         return contextlib.nullcontext()
 
     def to_device(self, target: Tensor, host: Tensor) -> Work:
-        """Begin to overwrite a device tensor with a host tensor; called within `beside_computation`.
+        """Start to overwrite a device tensor with a host tensor. Called within `copy_stream`.
 
-        Work on that queue may read the device tensor at once; the computation after `wait`, for which the host does
-        not wait. The host may write its tensor after `finish_reading`.
+        Work on that stream may read the device tensor at once. The computation may read it after `wait`, which does not
+        block the host. The host may write its tensor after `finish_reading`.
         """
         self.platform.copy_(target, host)
         return DONE
 
     def finish_reading(self, copying: Work) -> None:
-        """Wait until a copy by `to_device` has read the host tensor; the host may then write it."""
+        """Wait until a copy by `to_device` has read the host tensor, which the host may then write."""
 
     def to_host(self, host: Tensor, source: Tensor) -> Work:
-        """Begin to overwrite a host tensor with a device tensor; the host may read it after `wait`."""
+        """Start to overwrite a host tensor with a device tensor. The host may read it after `wait`."""
         self.platform.copy_(host, source)
         return DONE
 
     def check_separate_gradients(self) -> None:
-        """Raise `CapabilityError` where a DTensor's `grad` does not look for an awaited one (`AwaitedGradient`)."""
+        """Raise `CapabilityError` if a DTensor's `grad` does not support a deferred one (`defer_gradient`)."""
         raise CapabilityError(
-            f"CPUOffloadPolicy: on {self.platform.name} gradients lie where their parameters do; offload both or none"
+            f"CPUOffloadPolicy: on {self.platform.name} gradients are on the device of their parameters; offload both "
+            "or none"
         )
 
     def defer_gradient(self, parameter: Tensor, fetch: Callable[[], None], drop: Callable[[], None]) -> None:
-        """Announce a gradient for a DTensor parameter that has none yet.
+        """Announce a gradient of a DTensor parameter that is stored elsewhere, until `cancel_deferred_gradient`.
 
         Args:
-            fetch: sets the gradient; to be called when somebody looks at it.
-            drop: to be called when somebody else sets it. Neither is called after `cancel_deferred_gradient`.
+            fetch: called when `grad` is read. It sets the gradient.
+            drop: called when `grad` is set otherwise.
         """
         parameter._awaited_gradient = AwaitedGradient(fetch, drop)
 
@@ -243,13 +246,13 @@ class ParameterStorage(ABC):
 
     @abstractmethod
     def parameter(self, local: Tensor, spec: TensorSpec, requires_grad: bool) -> Tensor:
-        """Make a DTensor parameter over the memory of `local`, which comes from `part` and is used for nothing else."""
+        """Make a DTensor parameter over the memory of `local`, a result of `part` that is used for nothing else."""
 
     def put_data(self, parameter: Tensor, local: Tensor) -> None:
-        """Have a DTensor parameter, whose data has been replaced, lie in the memory of `local` again.
+        """Make the memory of `local` the data of a DTensor parameter, whose data a user has replaced.
 
         Raises:
-            CapabilityError: not on this platform.
+            CapabilityError: the platform does not support it.
         """
         raise CapabilityError(
             f"on {self.platform.name} the data of a sharded parameter cannot be replaced; write into it in place"
@@ -257,64 +260,67 @@ class ParameterStorage(ABC):
 
     @abstractmethod
     def local_grad(self, parameter: Tensor) -> Tensor | None:
-        """Return the gradient of a DTensor parameter as a plain local tensor that shares its memory, or None."""
+        """Return the gradient of a DTensor parameter as a plain local tensor sharing its memory, or None."""
 
     @abstractmethod
     def set_local_grad(self, parameter: Tensor, grad: Tensor | None, spec: TensorSpec) -> None:
-        """Make the plain local tensor `grad`, without a copy, the gradient of a DTensor parameter of `spec`."""
+        """Set the plain local tensor `grad`, without a copy, as the gradient of a DTensor parameter of `spec`."""
 
     def run_gradient_hooks(self, parameter: Tensor) -> None:
         """Call the hooks that users have registered on a DTensor parameter for accumulated gradients."""
 
     @abstractmethod
     def take_grad(self, leaf: Tensor) -> Tensor | None:
-        """Return the plain gradient that has accumulated in a leaf, and take it away from the leaf."""
+        """Return the plain gradient that has accumulated in a leaf, and set the leaf's to None."""
 
     def check_dtype(self, dtype: DType) -> None:
-        """Raise `CapabilityError` when the platform cannot compute in `dtype` on its device."""
+        """Raise `CapabilityError` if the platform cannot compute in `dtype` on its device."""
 
     def check_grad_dtype(self, dtype: DType) -> None:
-        """Raise `CapabilityError` when a parameter cannot have gradients of another dtype than its own."""
+        """Raise `CapabilityError` if a parameter cannot have a gradient of another dtype than its own."""
         raise CapabilityError(
             f"grad_dtype: on {self.platform.name} a gradient has its parameter's dtype; keep the parameters in float32 "
             "and compute in a lower one (MixedPrecisionPolicy(param_dtype=...))"
         )
 
     def set_grad_dtype(self, parameter: Tensor, dtype: DType) -> None:
-        """Let `set_local_grad` take gradients of `dtype`; called only where `check_grad_dtype` raises nothing."""
+        """Allow `set_local_grad` to set gradients of `dtype`. Called only if `check_grad_dtype` has not raised."""
 
     # Autograd --------------------------------------------------------------------------------------------
 
     def check_transforms(self) -> None:
-        """Raise `CapabilityError` where a function transform is active that a gather cannot pass through."""
+        """Raise `CapabilityError` if a function transform is active that does not support a gather."""
 
     @abstractmethod
     def anchor(self) -> Tensor:
-        """Make a leaf that requires a gradient and never gets one: the beginning of a chain of gathers."""
+        """Return a leaf that requires a gradient and never gets one: the start of a chain of gather nodes."""
 
     @abstractmethod
     def gather_node(
         self, token: Tensor, views: Sequence[Tensor], backward: Callable[[Gradients], None]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Make one autograd node with `token` as input; its outputs are the next token, and a tensor over each view.
+        """Make an autograd node with `token` as input. Its outputs are the next token, and a tensor over each view.
 
-        When autograd has the gradients of all outputs that take part, it calls `backward` with one gradient
-        or None per view, also when all are None, and before the node that `token` comes from.
+        Autograd calls `backward` once the gradients of all outputs are complete, with one gradient or None per view,
+        even if all are None, and before the node that `token` comes from.
         """
 
     @abstractmethod
     def join(self, token: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the same tensors behind a node; a gradient that reaches one of them also reaches `token`, as 0."""
+        """Return the same tensors as outputs of a node that has `token` as an input too.
+
+        A gradient that reaches one of them has autograd run the node of `token` as well.
+        """
 
     @abstractmethod
     def on_gradient(self, tensor: Tensor, hook: Callable[[], None]) -> None:
-        """Call `hook` whenever the gradient of `tensor` is known, before it goes further back."""
+        """Call `hook` whenever the gradient of `tensor` is known, before it is propagated further."""
 
     def before_backward(self, tensors: Sequence[Tensor], hook: Callable[[], None]) -> list[Tensor]:
         """Return the same tensors, with a hook on their gradients.
 
-        `hook` is called, once or more, before the first gradient goes back from them, and after every `gather_node`
-        made later in forward that autograd could run by then.
+        `hook` is called, once or more, before the first gradient is propagated from them, and after autograd has run
+        every `gather_node` made later in forward that it can run by then.
         """
         for tensor in tensors:
             self.on_gradient(tensor, hook)
@@ -322,10 +328,10 @@ class ParameterStorage(ABC):
 
     @abstractmethod
     def at_end_of_backward(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once the running backward is through; only to be called during one."""
+        """Call `callback` once the running backward has ended. Only called during one."""
 
     def explain_released(self, explain: Callable[[], Exception | None]) -> None:
-        """Raise what `explain` returns where the running backward fails because it reads released memory.
+        """If the running backward raises because it reads released memory, raise what `explain` returns instead.
 
         For platforms with `refuses_released`.
         """

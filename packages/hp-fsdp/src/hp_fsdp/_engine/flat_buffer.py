@@ -418,7 +418,7 @@ class Gathering:
                 self._platform.copy_(self._copy_of_shard, buffer.shard)
             self._work = buffer.communication.all_gather(buffer.gather_target, buffer.shard, buffer.shard_group)
             return
-        with self._storage.beside_computation():
+        with self._storage.copy_stream():
             shard, self._host_read = buffer.offload.to_device(buffer.shard)
             work = buffer.communication.all_gather(buffer.gather_target, shard, buffer.shard_group)
             # The collective reads the copy on another stream, and nothing else refers to it.
@@ -430,7 +430,7 @@ class Gathering:
         if not buffer.offload.parameters:
             self._platform.copy_(buffer.gather_target, buffer.shard)
             return
-        with self._storage.beside_computation():
+        with self._storage.copy_stream():
             self._work = self._host_read = self._storage.to_device(buffer.gather_target, buffer.shard)
 
     def wait(self) -> None:

@@ -51,7 +51,7 @@ class ShardOffload:
 
     def to_device(self, flat: Tensor) -> tuple[Tensor, Work]:
         """Start to copy a flat host tensor. The computation may read the copy after `wait` of the returned work."""
-        with self.storage.beside_computation():
+        with self.storage.copy_stream():
             target = self.storage.platform.empty((flat.shape[0],), flat.dtype, self.device)
             return target, self.storage.to_device(target, flat)
 

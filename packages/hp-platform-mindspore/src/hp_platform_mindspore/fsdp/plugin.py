@@ -1,6 +1,6 @@
-"""The plugin for hp-fsdp, loaded through the entry-point group `hp_fsdp`.
+"""Plugin for hp-fsdp, loaded through the entry-point group `hp_fsdp`.
 
-Importing this module imports no framework: MindSpore comes in when a MindSpore mesh is first sharded over.
+Importing this module does not import MindSpore. The first `fully_shard` on a MindSpore mesh does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def hp_fsdp_parameter(platform: Platform) -> ParameterStorage | None:
-    """Return the parameter storage for MindSpore; None for another platform."""
+    """Return the storage of sharded parameters on MindSpore. None for other platforms."""
     if platform.name != "mindspore":
         return None
     from hp_platform_mindspore.fsdp.storage import MindSporeParameterStorage

@@ -22,12 +22,11 @@ from hp_platform_mindspore.tensor.memory import HOST_DTYPES, host_view, may_leav
 
 
 class MindSporeParameterStorage(ParameterStorage):
-    """Storage of sharded parameters on MindSpore; `ParameterStorage` describes the methods.
+    """`ParameterStorage` on MindSpore."""
 
-    Views of a buffer are MindSpore's own, which follow its storage when that is freed and made again; they are
-    only read. What is written in place is written through NumPy on CPU, where MindSpore's in-place arithmetic
-    writes elsewhere and its copies into views are lost.
-    """
+    # Views of a buffer are MindSpore's own, and only read. They stay valid when their storage is freed and allocated
+    # again. In-place writes go through NumPy on CPU, because MindSpore's in-place arithmetic on a view writes to other
+    # memory there, and copies into views are lost.
 
     counts_filling = True
 
@@ -46,7 +45,7 @@ class MindSporeParameterStorage(ParameterStorage):
         return self.platform.version(view)
 
     def gather_target(self, buffer: Tensor) -> Tensor:
-        # Collectives on views do nothing, and there is no version to protect: groups write through `data`.
+        # Collectives write nothing into views. Process groups write through `data`, which changes no version counter.
         return buffer
 
     def part(self, buffer: Tensor, start: int, shape: Sequence[int], outer_dim: int = 0) -> Tensor:
@@ -119,14 +118,14 @@ class MindSporeParameterStorage(ParameterStorage):
         return self.platform.Parameter(wrap(local, spec), requires_grad=requires_grad)
 
     def put_data(self, parameter: Tensor, local: Tensor) -> None:
-        # A DTensor's own `data` cannot be set.
+        # By the framework's descriptor, because DTensors override `data` without a setter.
         Tensor.data.__set__(parameter, local)
 
     def local_grad(self, parameter: Tensor) -> Tensor | None:
         return parameter._grad
 
     def set_local_grad(self, parameter: Tensor, grad: Tensor | None, spec: TensorSpec) -> None:
-        # A DTensor's `grad` makes a DTensor of it when somebody looks.
+        # The `grad` property of DTensors wraps it as a DTensor when it is read, and caches the wrapper.
         parameter.__dict__.pop("_grad_wrapper", None)
         parameter._grad = grad
 
@@ -139,7 +138,7 @@ class MindSporeParameterStorage(ParameterStorage):
     def check_dtype(self, dtype: Any) -> None:
         if dtype == ms.bfloat16 and self._on_host:
             raise CapabilityError(
-                "MindSpore has next to no bfloat16 kernels on CPU; use float16 there (MixedPrecisionPolicy("
+                "MindSpore has almost no bfloat16 kernels on CPU; use float16 there (MixedPrecisionPolicy("
                 'param_dtype="float16")), or bfloat16 on Ascend'
             )
 
@@ -161,7 +160,8 @@ class MindSporeParameterStorage(ParameterStorage):
         return _identity(tensors, _Join, token)
 
     def before_backward(self, tensors: Sequence[Tensor], hook: Callable[[], None]) -> list[Tensor]:
-        # A hook on the tensor would be called as soon as its gradient is there, before nodes that wait for their turn.
+        # Not a hook on the tensor: MindSpore calls it as soon as the gradient is known, before it runs nodes that are
+        # ready and that `gather_node` has made later in forward.
         return _identity(tensors, _Watch, hook)
 
     def on_gradient(self, tensor: Tensor, hook: Callable[[], None]) -> None:
@@ -172,7 +172,7 @@ class MindSporeParameterStorage(ParameterStorage):
 
 
 def _first_moved_to(x: Tensor, dim: int) -> Tensor:
-    """Return a view of `x` in which its first dimension comes at `dim`."""
+    """Return a view of `x` with its first dimension moved to `dim`."""
     if dim == 0:
         return x
     if math.prod(x.shape) == 0:
@@ -181,14 +181,15 @@ def _first_moved_to(x: Tensor, dim: int) -> Tensor:
 
 
 def _identity(tensors: Sequence[Tensor], node: type[_Function], argument: Any) -> list[Tensor]:
-    """Put tensors behind one autograd node, without a change of values."""
+    """Return the same tensors as outputs of one autograd node."""
     arm()
     behind = node.apply(argument, *(unwrap(x) for x in tensors))
     return [wrap(y, x._spec) if isinstance(x, MindSporeDTensor) else y for x, y in zip(tensors, behind, strict=True)]
 
 
 def _token_grad(token: Tensor) -> Tensor | None:
-    """Make a gradient for a token, as MindSpore does not run nodes to which none comes; the anchor needs none."""
+    """Return a gradient of zeros for a token. None for the anchor, which needs none."""
+    # MindSpore does not run a node for whose outputs there is no gradient. torch runs it with None.
     if token._is_leaf:
         return None
     with GradMode(False):
@@ -196,7 +197,7 @@ def _token_grad(token: Tensor) -> Tensor | None:
 
 
 class _Gather(_Function):
-    """Node from a token to the next token and the unsharded parameters of a group."""
+    """Autograd node of the all-gather of a flat buffer: from a token to the next token and the unsharded parameters."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, views: list[Tensor], backward: Callable[[Gradients], None]) -> Any:
@@ -213,6 +214,8 @@ class _Gather(_Function):
 
 
 class _Join(_Function):
+    """Autograd node that returns its tensors, and has their backward run before that of the token's node."""
+
     @staticmethod
     def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
@@ -225,6 +228,8 @@ class _Join(_Function):
 
 
 class _Watch(_Function):
+    """Autograd node that returns its tensors, and calls a hook in backward."""
+
     @staticmethod
     def forward(ctx: Any, hook: Callable[[], None], *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)

@@ -1,7 +1,7 @@
 """Weights of tensor subclasses that define `fsdp_pre_all_gather` and `fsdp_post_all_gather`, torch's protocol.
 
-The protocol is described in `torch.distributed.fsdp._fully_shard._fsdp_param`; float8 training of torchao uses it. What
-is asked of a subclass here is what torch's `fully_shard` asks of it, and that one plain tensor in it holds the values.
+The protocol is described in `torch.distributed.fsdp._fully_shard._fsdp_param`; float8 training of torchao uses it. A
+subclass must do what torch's `fully_shard` requires, and hold its values in one plain tensor.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ _PLAIN = torch.Tensor, torch.nn.Parameter
 
 
 def find_extension(parameter: Tensor) -> TorchGatherExtension | None:
-    """Return the gather that a parameter's class defines; None for one without.
+    """Return the gather that a parameter's class defines, or None.
 
     Raises:
-        CapabilityError: half of the protocol, a method with other parameters, or values that lie in no one tensor.
+        CapabilityError: the class defines one of the two methods only, or one with other arguments; or its values are
+            not in one tensor.
     """
     missing = [name for name in GATHER_METHODS if not hasattr(parameter, name)]
     if len(missing) == len(GATHER_METHODS):
@@ -35,8 +36,8 @@ def find_extension(parameter: Tensor) -> TorchGatherExtension | None:
         raise CapabilityError(f"{kind.__name__} has one of {' and '.join(GATHER_METHODS)}, and lacks {missing[0]}")
     if any(not hasattr(kind, name) for name in GATHER_METHODS):
         raise CapabilityError(
-            f"{' / '.join(GATHER_METHODS)} have been set on the weight itself; the shards would lack them. Define them "
-            "in a tensor subclass"
+            f"{' / '.join(GATHER_METHODS)} have been set on the weight itself, and its shards would lack them. Define "
+            "them in a tensor subclass"
         )
     count = len(inspect.signature(getattr(parameter, GATHER_METHODS[0])).parameters)
     if count not in (1, 5):
@@ -48,32 +49,32 @@ def find_extension(parameter: Tensor) -> TorchGatherExtension | None:
 
 
 class TorchGatherExtension(GatherExtension):
-    """The gather of one weight; see `GatherExtension`."""
+    """`GatherExtension` of one weight."""
 
     def __init__(self, parameter: Tensor, takes_mesh_only: bool) -> None:
         self.kind = type(parameter).__name__
-        self._whole = parameter.detach()
+        self._full = parameter.detach()
         self._takes_mesh_only = takes_mesh_only
-        # Of a weight with memory of its own: torch's operations make instances without them.
+        # For a weight that has its own memory: torch's operations return instances without these attributes.
         self._attributes = {name: value for name, value in vars(parameter).items() if name != "_is_param"}
-        self._size, self._strides = self._whole.size(), _contiguous(self._whole.size())
-        self._holder = _attribute_of_values(self._whole)
-        self.values = self._whole.as_subclass(torch.Tensor) if self._holder is None else self._held()
+        self._size, self._strides = self._full.size(), _contiguous(self._full.size())
+        self._holder = _attribute_of_values(self._full)
+        self.values = self._full.as_subclass(torch.Tensor) if self._holder is None else self._inner_values()
         self._shard: Any = None
         self._metadata: Any = None
         self._unsharded: Tensor | None = None
         self._inner: list[Tensor] = []
 
-    def _held(self) -> Tensor:
-        values: Tensor = getattr(self._whole, str(self._holder))
+    def _inner_values(self) -> Tensor:
+        values: Tensor = getattr(self._full, str(self._holder))
         return values.detach()
 
     def cut(self, num_shards: int, index: int) -> None:
-        # The class's own operations, which keep what else an instance has; torch's fully_shard asks them likewise.
+        # The class's own operations copy the other attributes of an instance. torch's fully_shard uses them too.
         with NoGrad():
-            chunks = torch.chunk(self._whole, num_shards, dim=0)
+            chunks = torch.chunk(self._full, num_shards, dim=0)
             self._shard = chunks[index] if index < len(chunks) else chunks[0].narrow(0, 0, 0)
-        del self._whole, self.values
+        del self._full, self.values
 
     def inputs(self, shard: Tensor, mesh: Any, module: Any, policy: Any) -> list[Tensor]:
         shard = shard.detach()
@@ -96,7 +97,7 @@ class TorchGatherExtension(GatherExtension):
                 self._inner = [each for each in inner if _storage(each) not in set(map(_storage, outputs))]
                 self._unsharded = made if made.size() == self._size else made.as_strided(self._size, self._strides)
                 return self._unsharded
-            # What autograd has saved of the weight is still what it was: the class writes the same values again.
+            # Tensors of the weight that autograd has saved are valid: the class writes the same values again.
             with torch.autograd._unsafe_preserve_version_counter(tuple(self._inner)):
                 self._shard.fsdp_post_all_gather(tuple(outputs), metadata, dtype, out=self._unsharded)
             return self._unsharded
@@ -106,11 +107,11 @@ class TorchGatherExtension(GatherExtension):
 
 
 def _attribute_of_values(weight: Tensor) -> str | None:
-    """Return the attribute of a wrapper that holds its values; None where the weight itself holds them.
+    """Return the attribute of a wrapper subclass that holds its values. None if the weight itself holds them.
 
     Raises:
-        CapabilityError: they do not lie in one plain tensor of the weight's shape and dtype, as those of a weight that
-            is kept quantized.
+        CapabilityError: they are not in one plain tensor of the weight's shape and dtype, as in a weight that is stored
+            quantized.
     """
     kind = type(weight)
     if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
@@ -118,10 +119,10 @@ def _attribute_of_values(weight: Tensor) -> str | None:
     found = [name for name, value in _attributes(weight) if _holds(value, weight)]
     if len(found) == 1:
         return found[0]
-    told = f"{len(found)} ({', '.join(found)})" if found else "none"
+    got = f"{len(found)} ({', '.join(found)})" if found else "none"
     raise CapabilityError(
-        f"{kind.__name__} holds its values in no one tensor: expected one attribute with a plain tensor of "
-        f"{list(weight.shape)}, {weight.dtype}, which the optimizer updates, got {told}"
+        f"{kind.__name__} does not hold its values in one tensor: expected one attribute with a plain tensor of "
+        f"{list(weight.shape)}, {weight.dtype}, which the optimizer updates, got {got}"
     )
 
 

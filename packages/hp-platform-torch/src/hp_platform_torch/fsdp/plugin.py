@@ -1,6 +1,6 @@
 """Plugin for hp-fsdp, loaded through the entry-point group `hp_fsdp`.
 
-Importing this module imports no framework: torch comes in when a torch mesh is first sharded over.
+Importing this module does not import torch. The first `fully_shard` on a torch mesh does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def hp_fsdp_parameter(platform: Platform) -> ParameterStorage | None:
-    """Return the storage of sharded parameters for the torch platform; None for other platforms."""
+    """Return the storage of sharded parameters on torch. None for other platforms."""
     if platform.name != "torch":
         return None
     from hp_platform_torch.fsdp.storage import TorchParameterStorage

@@ -1,11 +1,8 @@
-"""Large buffers in host memory whose memory goes back to the system when they are freed.
+"""Flat buffers of hp-fsdp on torch, and the autograd nodes through which parameters are gathered.
 
-An allocator keeps what is freed for the next request that fits. Where buffers of many sizes come and go with every
-group of parameters, what it keeps adds up to more than what is in use. The C library maps memory of its own, and unmaps
-it at once, only for requests above `MAPPED_BYTES` (glibc's largest threshold), so a smaller buffer asks for as much:
-pages that nothing touches take no memory. Huge pages make the others cheap to touch anew.
-
-Flat buffers of hp-fsdp on torch, and the autograd nodes through which parameters are gathered.
+`resize_` of the untyped storage frees and refills a buffer, so that views which autograd has saved stay valid. The
+fill goes through an alias with its own version counter: otherwise every backward would report that its saved views had
+been modified in place.
 """
 
 from __future__ import annotations
@@ -35,56 +32,20 @@ from hp_platform_torch.tensor.dtensor import TorchDTensor, adopt
 from hp_platform_torch.tensor.operations import LocalOperations, NoGrad
 from hp_platform_torch.tensor.saved_tensors import stay_on_device
 
-SMALLEST = 2**20  # bytes; below, the allocator's way costs less
-MAPPED_BYTES = 2**25 + 2**16
-
-_PAGE = 4096
-_MADV_HUGEPAGE = 14
-
-
-def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return an uninitialised flat tensor in host memory, the only one over its storage."""
-    if numel * dtype.itemsize < SMALLEST:
-        return torch.empty(numel, dtype=dtype)
-    tensor = torch.empty(0, dtype=dtype)
-    storage = tensor.untyped_storage()
-    refill(storage, numel * dtype.itemsize)
-    return tensor.set_(storage, 0, (numel,), (1,))  # type: ignore[call-overload, no-any-return]
-
-
-def refill(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Give an empty storage at least `nbytes` bytes of uninitialised host memory."""
-    if nbytes < SMALLEST:
-        storage.resize_(nbytes)
-        return
-    storage.resize_(max(nbytes, MAPPED_BYTES))
-    advise = _advise()
-    if advise is not None:
-        start = -(-storage.data_ptr() // _PAGE) * _PAGE
-        advise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), _MADV_HUGEPAGE)
-
-
-@functools.cache
-def _advise() -> Any:
-    """Return `madvise` of the C library, whose refusal only costs speed; None on other systems than Linux."""
-    return ctypes.CDLL(None).madvise if sys.platform == "linux" else None
-
-
 Tensor = torch.Tensor
 
-# Torch's own: it is given storages here, no tensors that might be DTensors.
+# torch's own method, without the handling of DTensors. It gets storages here, not tensors.
 _set = torch._C.TensorBase.set_
 _grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
 _set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
 
 
 class TorchParameterStorage(ParameterStorage):
-    """See `ParameterStorage`.
+    """`ParameterStorage` on torch."""
 
-    Every view is a tensor of its own over the buffer's storage, not an autograd view: torch counts versions
-    per tensor and its views, so a view that an operation has saved stays at its version when the buffer is
-    filled again through another one.
-    """
+    # Every view is a separate tensor over the buffer's storage, not an autograd view. torch shares a version counter
+    # between a tensor and its views, so that a separate tensor keeps its version when the buffer is filled through
+    # another one.
 
     refuses_released = True
 
@@ -106,7 +67,7 @@ class TorchParameterStorage(ParameterStorage):
 
     def new_buffer(self, numel: int, dtype: torch.dtype, device_type: str) -> Tensor:
         if device_type == "cpu":
-            return allocate(numel, dtype)
+            return allocate_on_host(numel, dtype)
         return super().new_buffer(numel, dtype, device_type)
 
     def release(self, buffer: Tensor) -> None:
@@ -117,12 +78,12 @@ class TorchParameterStorage(ParameterStorage):
     def refill(self, buffer: Tensor) -> None:
         storage, nbytes = buffer.untyped_storage(), buffer.numel() * buffer.itemsize
         if buffer.device.type == "cpu":
-            refill(storage, nbytes)
+            refill_on_host(storage, nbytes)
         else:
             storage.resize_(nbytes)
 
     def held_bytes(self, buffer: Tensor) -> int:
-        # Its storage may ask for more than what is ever touched.
+        # The storage may be larger than what is ever touched, see `MAPPED_BYTES`.
         return buffer.numel() * buffer.itemsize if buffer.untyped_storage().nbytes() else 0
 
     def add_(self, target: Tensor, x: Tensor) -> None:
@@ -144,7 +105,8 @@ class TorchParameterStorage(ParameterStorage):
             return torch.stack([torch.ne(_bits(a), _bits(b)).any() for a, b in pairs]).tolist()  # type: ignore[no-any-return]
 
     def unscale_(self, tensors: Sequence[Tensor], factor: float) -> Tensor:
-        """Divide by a scale in one fused operation per device for float32; torch has none for float16 on CPU."""
+        """Multiply float32 tensors in one fused operation per device, and others one by one."""
+        # torch has no fused operation for float16 on CPU.
         found = torch.zeros((), device=self.platform.device)  # type: ignore[attr-defined]
         fused: dict[torch.device, list[Tensor]] = {}
         others = []
@@ -160,7 +122,7 @@ class TorchParameterStorage(ParameterStorage):
             return torch.maximum(found, super().unscale_(others, factor)) if others else found
 
     def address(self, x: Tensor) -> int:
-        return x.data_ptr() if x.layout is torch.strided else 0  # a sparse gradient, refused later by name
+        return x.data_ptr() if x.layout is torch.strided else 0  # a sparse gradient, for which an error follows
 
     def gather_extension(self, parameter: Tensor) -> GatherExtension | None:
         return find_extension(parameter)
@@ -171,12 +133,12 @@ class TorchParameterStorage(ParameterStorage):
     # Offload ---------------------------------------------------------------------------------------------
 
     def check_offload(self, device_type: str) -> None:
-        """Any accelerator that torch knows has streams and page-locked host memory."""
+        """Accept every device: all accelerators of torch have streams and page-locked host memory."""
 
     def host_buffer(self, numel: int, dtype: torch.dtype, pin_memory: bool) -> Tensor:
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pin_memory and torch.accelerator.is_available())
 
-    def beside_computation(self) -> AbstractContextManager[None]:
+    def copy_stream(self) -> AbstractContextManager[None]:
         return self._beside("to device")
 
     @contextlib.contextmanager
@@ -192,7 +154,7 @@ class TorchParameterStorage(ParameterStorage):
     def to_device(self, target: Tensor, host: Tensor) -> Work:
         with NoGrad():
             target.copy_(host, non_blocking=True)
-        # Its memory may be used for something else by the computation once nobody refers to it.
+        # Otherwise the allocator could reuse the memory for the computation's stream while this stream still writes it.
         target.record_stream(torch.accelerator.current_stream())
         return _CopiedToDevice(target, torch.accelerator.current_stream().record_event())
 
@@ -207,7 +169,7 @@ class TorchParameterStorage(ParameterStorage):
             return _CopiedToHost(torch.accelerator.current_stream().record_event())
 
     def _stream(self, purpose: str) -> torch.Stream:
-        """Return the stream of a direction of copies: copies to and from a device need not wait for each other."""
+        """Return the stream of a direction of copies. Each direction has its own, so that both run at the same time."""
         if purpose not in self._streams:
             self._streams[purpose] = torch.Stream(torch.accelerator.current_accelerator())
         return self._streams[purpose]
@@ -218,7 +180,7 @@ class TorchParameterStorage(ParameterStorage):
     # Parameters ------------------------------------------------------------------------------------------
 
     def parameter(self, local: Tensor, spec: TensorSpec, requires_grad: bool) -> Tensor:
-        # What nn.Parameter does with a subclass, without an operation on it that a sharding rule would see.
+        # The same as nn.Parameter of a subclass, without an operation that would be dispatched to a sharding rule.
         local.requires_grad_(requires_grad)
         parameter = adopt(local, spec)
         parameter._is_param = True  # type: ignore[attr-defined]
@@ -233,7 +195,7 @@ class TorchParameterStorage(ParameterStorage):
             return _grad(parameter)  # type: ignore[no-any-return]
 
     def set_local_grad(self, parameter: Tensor, grad: Tensor | None, spec: TensorSpec) -> None:
-        # A DTensor's `grad` makes a DTensor of it when somebody looks.
+        # The `grad` property of DTensors wraps it as a DTensor when it is read.
         with LocalOperations():
             _set_grad(parameter, grad)
 
@@ -266,7 +228,7 @@ class TorchParameterStorage(ParameterStorage):
             raise CapabilityError(
                 "torch.func (jvp, vmap, grad and the like) through modules of fully_shard: every tensor inside of a "
                 "transform is torch's wrapper without memory, which no collective can fill. Transform a function of "
-                "the whole parameters: torch.func.functional_call of a module that is not sharded, with "
+                "the full parameters: torch.func.functional_call of a module that is not sharded, with "
                 "hp_fsdp.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
             )
 
@@ -306,7 +268,7 @@ class TorchParameterStorage(ParameterStorage):
 
 @functools.lru_cache(maxsize=4096)
 def _strides(shape: tuple[int, ...], outer_dim: int) -> tuple[int, ...]:
-    """Return the strides of a tensor of `shape` that lies contiguously with `outer_dim` outermost."""
+    """Return the strides of a contiguous tensor of `shape` whose outermost dimension in memory is `outer_dim`."""
     stored = moved_to_front(shape, outer_dim)
     strides = [math.prod(stored[dim + 1 :]) for dim in range(len(shape))]
     strides.insert(outer_dim, strides.pop(0)) if outer_dim else None
@@ -317,12 +279,57 @@ def _bits(x: Tensor) -> Tensor:
     return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
 
 
-# What torch's errors say of a tensor, or of a view of it, whose storage has been released.
+# Texts of torch's errors for a tensor, or a view of it, whose storage has been released.
 _RELEASED = "data is not allocated yet", "out of bounds for storage of size 0"
 
 
+# Host memory ---------------------------------------------------------------------------------------------
+
+# An allocator retains freed memory for later requests that fit. With buffers of many sizes that are allocated and freed
+# for every group, it retains more than is in use. glibc maps memory directly, and unmaps it at once when it is freed,
+# only for requests above its largest threshold. So a smaller buffer asks for that much: pages that are never touched
+# take no memory. Huge pages make the first touch of the others cheap.
+SMALLEST = 2**20  # bytes; below, the allocator is faster
+MAPPED_BYTES = 2**25 + 2**16
+
+_PAGE = 4096
+_MADV_HUGEPAGE = 14
+
+
+def allocate_on_host(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return an uninitialised flat tensor in host memory, the only one over its storage."""
+    if numel * dtype.itemsize < SMALLEST:
+        return torch.empty(numel, dtype=dtype)
+    tensor = torch.empty(0, dtype=dtype)
+    storage = tensor.untyped_storage()
+    refill_on_host(storage, numel * dtype.itemsize)
+    return tensor.set_(storage, 0, (numel,), (1,))  # type: ignore[call-overload, no-any-return]
+
+
+def refill_on_host(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """Give an empty storage at least `nbytes` bytes of uninitialised host memory."""
+    if nbytes < SMALLEST:
+        storage.resize_(nbytes)
+        return
+    storage.resize_(max(nbytes, MAPPED_BYTES))
+    advise = _advise()
+    if advise is not None:
+        start = -(-storage.data_ptr() // _PAGE) * _PAGE
+        # A refusal only costs speed.
+        advise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), _MADV_HUGEPAGE)
+
+
+@functools.cache
+def _advise() -> Any:
+    """Return `madvise` of the C library. None on other systems than Linux."""
+    return ctypes.CDLL(None).madvise if sys.platform == "linux" else None
+
+
+# Copies and autograd nodes --------------------------------------------------------------------------------
+
+
 class _CopiedToHost:
-    """A copy to the host, which the host waits for."""
+    """A copy to the host, for which `wait` blocks the host."""
 
     def __init__(self, event: torch.Event) -> None:
         self._event = event
@@ -332,10 +339,10 @@ class _CopiedToHost:
 
 
 class _CopiedToDevice:
-    """A copy to the device, which the computation waits for."""
+    """A copy to the device, for which `wait` blocks the current stream."""
 
     def __init__(self, target: Tensor, event: torch.Event) -> None:
-        # Of a target that nobody has any more nothing needs to be known.
+        # Weak: a target that has been freed needs no `record_stream`.
         self._target = weakref.ref(target)
         self.event = event
 
@@ -348,9 +355,9 @@ class _CopiedToDevice:
 
 
 class _Gather(torch.autograd.Function):
-    """Autograd node of a group's all-gather: takes a token, returns the next one and the unsharded parameters.
+    """Autograd node of the all-gather of a flat buffer: from a token to the next token and the unsharded parameters.
 
-    The tokens chain the groups in the order of forward, so autograd runs their backwards in the reverse order.
+    Tokens connect the nodes in forward order, so that autograd runs their backwards in the reverse order.
     """
 
     @staticmethod
@@ -368,7 +375,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """Autograd node that hands tensors on and makes their backward run before that of the token's node."""
+    """Autograd node that returns its tensors, and has their backward run before that of the token's node."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> Any:

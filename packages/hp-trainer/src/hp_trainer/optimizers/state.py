@@ -201,7 +201,7 @@ class StateOnHost:
             if slot.arriving is None:
                 # Of the computation's memory, which it is freed to.
                 self._storage.refill(slot.on_device)
-                with self._storage.beside_computation():
+                with self._storage.copy_stream():
                     slot.arriving = self._storage.to_device(slot.on_device, slot.on_host)
 
     def wait(self) -> None:
