@@ -2,7 +2,7 @@
 
 The cases cover every pair of values of any two factors: the model (MLP, transformer, tied embedding, frozen base with
 adapters, mixture of experts), the size of each axis, integers compared bit by bit or AdamW compared closely, and one
-micro-batch or three, reduced every time or at last. Features of `fully_shard` beyond layouts are in `test_fully_shard.py`.
+micro-batch or three, reduced every time or at last. Other features of `fully_shard` are in `test_fully_shard.py`.
 """
 
 from __future__ import annotations

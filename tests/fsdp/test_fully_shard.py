@@ -1,8 +1,8 @@
 """Sharded training equals the single process: losses, gradients, weights; with the same collectives on every rank.
 
-The cases are the features of `fully_shard`: uneven and empty shards, replicas, parameters that some ranks or steps do not
-use, frozen groups, ZeRO stages, placements. The matrix of models and layouts (dp_replicate x dp_shard x tp x ep, with and
-without accumulation, exact and close) is in `test_equality.py`.
+The cases are the features of `fully_shard`: uneven and empty shards, replicas, parameters that some ranks or steps do
+not use, frozen groups, ZeRO stages, placements. The matrix of models and layouts (dp_replicate x dp_shard x tp x ep,
+with and without accumulation, exact and close) is in `test_equality.py`.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def smallest_shard(blocks: tuple[Block, ...], num_shards: int) -> int:
             rest = remaining[:index] + remaining[index + 1 :]
             for offset in range(start, num_shards * shard - block.numel + 1):
                 inside = range(offset + 1, offset + block.numel)
-                cuts = (cut for cut in range(shard, num_shards * shard, shard) if cut in inside)
-                if offset % alignment == 0 and all((cut - offset) % block.unit == 0 for cut in cuts):
+                boundaries = (boundary for boundary in range(shard, num_shards * shard, shard) if boundary in inside)
+                if offset % alignment == 0 and all((boundary - offset) % block.unit == 0 for boundary in boundaries):
                     if fits(rest, offset + block.numel, shard):
                         return True
                     break

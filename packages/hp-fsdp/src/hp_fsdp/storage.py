@@ -42,7 +42,7 @@ class GatherExtension(ABC):
     kind: str
 
     @abstractmethod
-    def cut(self, num_shards: int, index: int) -> None:
+    def split(self, num_shards: int, index: int) -> None:
         """Make the weight of shard `index` of `num_shards`, whose values `inputs` will set."""
 
     @abstractmethod

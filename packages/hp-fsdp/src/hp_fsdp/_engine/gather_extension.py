@@ -40,7 +40,7 @@ class ExtensionGathering(Gathering):
         self._is_filling = False
         # Every tensor that is released between uses. Known after the first gather.
         self._held: list[Tensor] = []
-        extension.cut(buffer.layout.num_shards, buffer.shard_group.rank)
+        extension.split(buffer.layout.num_shards, buffer.shard_group.rank)
 
     def start(self) -> None:
         buffer = self._buffer

@@ -69,7 +69,7 @@ class TorchGatherExtension(GatherExtension):
         values: Tensor = getattr(self._full, str(self._holder))
         return values.detach()
 
-    def cut(self, num_shards: int, index: int) -> None:
+    def split(self, num_shards: int, index: int) -> None:
         # The class's own operations copy the other attributes of an instance. torch's fully_shard uses them too.
         with NoGrad():
             chunks = torch.chunk(self._full, num_shards, dim=0)
