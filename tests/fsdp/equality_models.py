@@ -132,7 +132,7 @@ def _experts(exact: bool) -> Any:
 
 
 def build(platform: Platform, kind: str, exact: bool) -> Any:
-    """The model with its initial values: numbers, or -1, 0 and 1."""
+    """Return the model with its initial values: random numbers, or -1, 0 and 1."""
     with nn.building(platform):
         model = Net(kind, exact)
     for index, (name, parameter) in enumerate(platform.named_parameters(model)):

@@ -1,6 +1,6 @@
 """Training in any layout of dp_replicate x dp_shard x tp x ep, and the same on one rank without any sharding.
 
-Every data-parallel rank has other samples; the reference goes through everybody's.
+Every data-parallel rank has different samples. The reference computes with the samples of all ranks.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Result:
 
 
 def train_reference(case: Case) -> Result:
-    """One rank that has everybody's samples."""
+    """Train on one rank with the samples of all ranks."""
     return _reference(case.model, case.exact, case.accumulate, case.layout.num_data_ranks, case.steps)
 
 
@@ -105,7 +105,7 @@ def _reference(kind: str, exact: bool, accumulate: int, num_ranks: int, steps: i
 
 
 def train(case: Case) -> Result:
-    """On every rank of the current world."""
+    """Train on every rank of the current world."""
     platform = get_platform()
     model = equality_models.build(platform, case.model, case.exact)
     _lay_out(platform, model, case)
@@ -124,7 +124,7 @@ def train(case: Case) -> Result:
 
 
 def _loss(platform, model, kind, exact, indices):
-    """Of the samples with these indices (rank, step, micro-batch), as one batch: the mean, or an integer sum."""
+    """Return the loss of the samples with these indices (rank, step, micro-batch): the mean, or an integer sum."""
     x, targets, factors = map(numpy.concatenate, zip(*(_samples(kind, exact, index) for index in indices), strict=True))
     logits = model(platform.from_numpy(x))
     if exact:

@@ -12,7 +12,7 @@ CASE = Case((2,), num_blocks=3)
 
 
 def expected_grads(platform):
-    """Of two ranks' batches."""
+    """Return the gradients of the batches of two ranks."""
     model = build(platform, CASE)
     losses = [micro_loss(platform, model, CASE, rank, 0, 0) for rank in range(2)]
     platform.backward(platform.ops.div(platform.ops.add(*losses), 2))
@@ -20,7 +20,7 @@ def expected_grads(platform):
 
 
 def check_next_step(platform, model, parameters, expected):
-    """One more step gives the right gradients, once, and leaves nothing behind."""
+    """Check that another step has correct gradients, reduces once, and leaves the groups in the resting state."""
     for parameter in parameters:
         platform.set_grad(parameter, None)
     step(platform, model, CASE)

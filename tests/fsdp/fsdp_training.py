@@ -1,7 +1,7 @@
 """One small model trained under `fully_shard`, on every rank: simulated, or a process of the pool.
 
-Every data-parallel rank has other samples. The reference is the same model, unsharded, on one rank that goes
-through everybody's samples.
+Every data-parallel rank has different samples. The reference is the same model, unsharded, on one rank with the
+samples of all ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class Bypass(nn.Module):
-    """Adds a linear map of its input, or its input itself and leaves its parameters alone."""
+    """Adds a linear map of its input to it, or, without using its parameters, the input itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Result:
 
 
 def build(platform, case):
-    """The model with its initial values, before sharding."""
+    """Return the model with its initial values, before sharding."""
     with nn.building(platform):
         model = Net(case.num_blocks, case.tied, case.twice, case.branch)
     for name, parameter in platform.named_parameters(model):
@@ -159,7 +159,7 @@ def build(platform, case):
 
 
 def shard(model, mesh, case):
-    """Each block a group, or all blocks one, and the rest the root's; only the root casts its output."""
+    """Shard the model: each block is a group, or all blocks are one; the root has the rest, and casts its output."""
     inner = {"mp_policy": MixedPrecisionPolicy(**{**case.policy, "output_dtype": None})}
     inner |= {"reshard_after_forward": case.reshard_after_forward, **case.options}
     if case.group_list:
@@ -185,19 +185,19 @@ def sharded(platform, case):
 
 
 def loss_of(platform, model, case, index=0):
-    """Of this rank's samples in step `index`."""
+    """Return the loss of this rank's samples in step `index`."""
     return micro_loss(platform, model, case, current_world(platform).rank, index, 0)
 
 
 def step(platform, model, case, index=0):
-    """Forward and backward; the loss."""
+    """Run forward and backward; return the loss."""
     loss = loss_of(platform, model, case, index)
     platform.backward(loss)
     return loss
 
 
 def shard_last_dim(parameter):
-    """A `shard_placement_fn`."""
+    """Return the last dimension, as a `shard_placement_fn`."""
     return Shard(len(parameter.shape) - 1)
 
 
@@ -210,7 +210,7 @@ def held_bytes(model):
 
 
 def micro_loss(platform, model, case, rank, step, micro):
-    """Mean cross-entropy of a rank's own samples, divided by what accumulation adds up."""
+    """Mean cross-entropy of a rank's own samples, divided by the number of accumulated terms."""
     rng = numpy.random.default_rng([rank, step, micro])
     ids = rng.integers(0, VOCABULARY, (3, LENGTH + 1))
     inputs, targets = (platform.from_numpy(numpy.ascontiguousarray(part)) for part in (ids[:, :-1], ids[:, 1:]))
@@ -223,7 +223,7 @@ def micro_loss(platform, model, case, rank, step, micro):
 
 
 def train_sharded(case: Case) -> Result:
-    """On every rank of the current world."""
+    """Train on every rank of the current world."""
     platform = get_platform()
     rank = current_world(platform).rank // case.tp
     names = ("shard",) if len(case.mesh) == 1 else ("replicate", "shard")
@@ -259,7 +259,7 @@ def train_sharded(case: Case) -> Result:
 
 
 def train_reference(case: Case) -> Result:
-    """The same steps unsharded; losses are those of rank 0."""
+    """Take the same steps unsharded on one rank. The losses are those of rank 0."""
     platform = get_platform()
     model = build(platform, case)
     step, result = AdamW(platform), Result()
@@ -291,9 +291,9 @@ def full_value(platform, x):
 
 
 class AdamW:
-    """On the host, element by element: every element's gradient counts alike, however small.
+    """AdamW on the host. Its updates are normalized, so that wrong small gradients change weights as large ones do.
 
-    A parameter without a gradient stays as it is; one with a gradient of zeros would decay, and move by its moments.
+    A parameter without a gradient is not changed. One with a gradient of zeros would decay, and move by its moments.
     """
 
     def __init__(self, platform):

@@ -1,4 +1,4 @@
-"""A device whose memory is not the host's, in place of a storage's functions: both are CPU memory here.
+"""A simulated device for offload: functions of a storage that treat CPU memory as host or device memory.
 
 A copy has no values before `wait`, and everything is logged.
 """
@@ -14,7 +14,7 @@ from hp_dtensor.comm.world import current_world
 
 
 class Copy:
-    """A copy that happens when it is waited for, the first time; or has happened, for those that need not wait."""
+    """A copy that happens in the first `wait`; or that has already happened."""
 
     def __init__(self, device, entry, target, source, at_once=False):
         self.device, self.entry, self.target, self.source = device, entry, target, source
@@ -53,7 +53,7 @@ class FakeDevice:
         self.entries.append((current_world(self.storage.platform).rank, kind, numel))
 
     def of_rank(self, rank):
-        """(kind, elements) of one rank, in order."""
+        """Return the log entries (kind, elements) of one rank, in order."""
         return [entry[1:] for entry in list(self.entries) if entry[0] == rank]
 
     def lies_on_host(self, x):
@@ -105,7 +105,7 @@ class FakeDevice:
 
 
 def install(storage, monkeypatch):
-    """A `FakeDevice` in place of what `storage` has."""
+    """Replace functions of `storage` by those of a `FakeDevice`."""
     device = FakeDevice(storage)
     for name in FakeDevice.METHODS:
         monkeypatch.setattr(storage, name, getattr(device, name), raising=True)

@@ -1,4 +1,4 @@
-"""Times of gathers, the most buffers held, and their ranks: prefetching, limits, resharding to fewer ranks."""
+"""Prefetch, limits of buffers in flight, and resharding to fewer ranks: when gathers run, and how much is held."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hp_fsdp import FullyShardError, MemoryMeter, fully_shard, memory_use
 
 
 class Ordered(nn.Module):
-    """Calls its blocks in the order asked for."""
+    """Calls its blocks in a given order."""
 
     def __init__(self, num_blocks):
         super().__init__()
@@ -36,13 +36,13 @@ def ordered(platform, num_blocks):
 
 
 def count_held(platform, model, seen):
-    """Note how many inner groups are unsharded whenever a block computes."""
+    """Record how many inner groups are unsharded whenever a block computes."""
     for block in model.blocks:
         platform.add_forward_hook(block.out, lambda *_: seen.append(sum(size > 0 for size in held_bytes(model)[1:])))
 
 
 def test_gathers_when_the_order_of_calls_changes(hp_platform):
-    """One gather for nothing where the order is another than recorded; the next pass follows the new one."""
+    """There is one unnecessary gather when the order changes. The next pass follows the new order."""
 
     def rank():
         model, x = ordered(hp_platform, 4)
@@ -68,7 +68,7 @@ def test_gathers_when_the_order_of_calls_changes(hp_platform):
 
 
 def test_forwards_that_take_turns_gather_ahead_each_in_its_own_order(hp_platform):
-    """By name: without one each would follow the order of the one before, and gather for nothing."""
+    """Orders have names: without them each forward would follow the order of the previous one."""
 
     def rank(named):
         model, x = ordered(hp_platform, 4)
@@ -155,7 +155,7 @@ def test_limits_that_are_none(hp_platform, options, message):
 
 
 def test_peak_memory_is_the_shards_two_groups_and_one_gradient_buffer(hp_platform):
-    """The bound that the README states, and that less would not do."""
+    """The README states this bound. It is tight."""
     case = Case((4,), num_blocks=6)
 
     def rank():
@@ -182,7 +182,7 @@ def test_peak_memory_is_the_shards_two_groups_and_one_gradient_buffer(hp_platfor
 
 @pytest.mark.parametrize("low", [False, True])
 def test_a_few_neighbours_keep_the_parameters_for_backward(hp_platform, low):
-    """Half of the bytes of a full group stay on each rank, and backward gathers from the neighbour only."""
+    """Each rank retains half of the bytes of a group, and backward gathers from the neighbour only."""
     policy = {"param_dtype": "float16", "output_dtype": "float32"} if low else {}
     case = Case((4,), num_blocks=2, reshard_after_forward=2, policy=policy)
 
@@ -259,7 +259,7 @@ def test_accumulated_gradients_are_freed_as_the_last_backward_goes(hp_platform):
 
 
 def test_gathered_weights_are_not_offloaded_with_activations(hp_platform, monkeypatch):
-    """Their memory is freed and refilled: a copy on the host would be for nothing, and twice as large."""
+    """Their memory is freed and refilled anyway: a copy on the host would be useless."""
     if hp_platform.name != "torch":
         pytest.skip("elsewhere each tensor is copied by itself, without the memory around it")
     kind, copied = type(hp_platform.host_copies()), []

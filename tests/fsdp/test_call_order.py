@@ -1,4 +1,4 @@
-"""A rank that calls modules of equal size in another order is found in the same step, before a gradient is there."""
+"""A rank that calls modules of equal size in another order is found in the same step, before gradients are set."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAME = (0, 1, 2)
 
 
 class Chain(nn.Module):
-    """Linear maps of one size, applied in the order asked for."""
+    """Linear maps of one size, applied in a given order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def drop_grads(platform, model):
 
 
 def check_step(platform, model, num_ranks):
-    """The next step is right, without help."""
+    """Check that the next step is correct, without a reset."""
     drop_grads(platform, model)
     step(platform, model)
     for name, expected in expected_grads(platform, num_ranks).items():
@@ -86,7 +86,7 @@ def check_step(platform, model, num_ranks):
 
 @contextlib.contextmanager
 def order_error(*parts):
-    """Expect the block to raise a `CallOrderError`, or an error that comes from one, that says all of this."""
+    """Expect the block to raise a `CallOrderError`, or an error caused by one, with all of these texts."""
     with pytest.raises(Exception) as caught:
         yield
     error = caught.value
@@ -97,7 +97,7 @@ def order_error(*parts):
 
 
 def swap_forward(sizes, odd_ranks, options):
-    """On every rank: steps in which some ranks swap two modules, between good ones."""
+    """Run steps in which some ranks swap two modules, between correct ones."""
     platform = get_platform()
     model, num_ranks = sharded(platform, sizes, **options), int(numpy.prod(sizes))
     rank = current_world(platform).rank
@@ -138,7 +138,7 @@ def test_another_order_is_found_on_real_ranks(rank_pool, sizes, odd, stage):
 
 
 def swap_backward():
-    """Two models, one backward before the other."""
+    """Run the backwards of two models, in different orders on different ranks."""
     platform = get_platform()
     models = [sharded(platform, (2,)) for _ in range(2)]
     rank = current_world(platform).rank
@@ -179,7 +179,7 @@ def test_a_module_called_twice_instead_of_another_is_found(hp_platform):
 
 
 def swap_prefetched():
-    """In the second step other modules have been gathered ahead: ranks begin different numbers of gathers."""
+    """In the second step ranks have prefetched different modules, and start different numbers of gathers."""
     platform = get_platform()
     model, rank = sharded(platform, (2,)), current_world(platform).rank
     step(platform, model)
@@ -191,7 +191,7 @@ def swap_prefetched():
 
 
 def skip():
-    """One rank leaves a module out."""
+    """One rank skips a module."""
     platform = get_platform()
     model, rank = sharded(platform, (2,)), current_world(platform).rank
     step(platform, model, (0, 2) if rank else SAME)
@@ -211,7 +211,7 @@ def test_more_calls_on_one_rank_than_on_another_are_found(hp_platform, function,
 
 @pytest.mark.real_ranks
 def test_more_calls_on_one_real_rank_than_on_another_are_found(hp_platform):
-    """On torch, whose ranks compare by a connection of their own, whatever the collectives do."""
+    """On torch, ranks compare through a separate connection, independent of the collectives."""
     if hp_platform.name != "torch":
         pytest.skip("one connection for everything")
     pool = RankPool(hp_platform, 2)
@@ -285,7 +285,7 @@ def test_a_difference_after_many_actions_alike_is_found_without_its_names(hp_pla
 
 
 def test_a_comparison_that_meets_another_collective_says_so(hp_platform, monkeypatch):
-    """As between MindSpore's ranks, where everything has one connection."""
+    """This happens between MindSpore's ranks, which have one connection for everything."""
 
     def met(group, data):
         parts = [b"\0" * len(data) for _ in group.ranks]
@@ -304,7 +304,7 @@ def test_a_comparison_that_meets_another_collective_says_so(hp_platform, monkeyp
 
 
 def test_an_error_that_was_caught_keeps_nothing_alive(hp_platform):
-    """Neither the model nor what the frames hold that the error came through: process groups live on."""
+    """Neither the model nor objects in the traceback's frames: process groups outlive them."""
 
     def fail():
         model = sharded(hp_platform, (2,))
@@ -323,7 +323,7 @@ def test_an_error_that_was_caught_keeps_nothing_alive(hp_platform):
 
 
 def test_models_made_and_freed_one_after_another_leave_no_descriptions(hp_platform):
-    """Ranks that free them at different moments still mean the same buffers by the same numbers."""
+    """Ranks that free models at different moments still have the same number for the same buffer."""
 
     def rank():
         number = current_world(hp_platform).rank
@@ -347,7 +347,7 @@ def test_models_made_and_freed_one_after_another_leave_no_descriptions(hp_platfo
 
 
 def test_ranks_outside_the_group_are_said_to_know_nothing(hp_platform):
-    """Replicas meet the ranks that gave up a step in its reductions only: one step too late."""
+    """Replicas share only reductions with the ranks that abandoned a step, and learn of it one step too late."""
 
     def rank():
         model = sharded(hp_platform, (2, 2))
@@ -407,7 +407,7 @@ class Counted:
 def test_a_comparison_for_each_forward_and_backward_and_no_further_collective(
     hp_platform, monkeypatch, stage, sizes, forward, backward
 ):
-    """None where a rank has nothing to begin with others; over each axis of the mesh."""
+    """There is none if no collective was started, and one over each axis of the mesh."""
     counted = Counted(monkeypatch)
     num_ranks = int(numpy.prod(sizes))
 

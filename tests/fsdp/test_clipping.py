@@ -94,7 +94,7 @@ def test_gradients_of_several_dtypes_have_one_norm(hp_platform):
 
 
 def _stage(platform, sizes):
-    """A linear map of this stage's own, sharded over the stage's ranks, with gradients; and its mesh."""
+    """Return a linear map with gradients, sharded over the ranks of this stage, and its mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"), platform=platform)
     stage = mesh.get_local_rank("pp")
     with nn.building(platform):
@@ -139,7 +139,7 @@ def test_without_gradients_the_norm_is_zero(hp_platform):
 
 
 def test_copies_on_meshes_beside_count_once(hp_platform):
-    """Tensor parallel on two of four ranks each; the other two hold the same."""
+    """Tensor parallel on two of four ranks; the other two hold the same parameters."""
     case = Case((1,), num_blocks=1)
 
     def rank():

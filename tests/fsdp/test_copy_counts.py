@@ -1,6 +1,6 @@
 """Nothing is copied on the way from shard to parameter, and each gradient is written once.
 
-Collectives do nothing here, so that what is counted is the engine's own.
+Collectives do nothing here, so that only the engine's own copies are counted.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Counter:
         return self._targets[self._rank]
 
     def run(self, function, *args):
-        """(result, names) of what happens on this rank meanwhile."""
+        """Run a function; return its result and the names of the operations on this rank."""
         names = self._running[self._rank] = []
         self._targets[self._rank] = []
         try:
@@ -132,7 +132,7 @@ def test_accumulated_gradients_are_added_once_where_they_wait(hp_platform, monke
 
 
 def test_mixed_precision_casts_each_shard_once_per_gather_and_each_reduced_shard_once(hp_platform, monkeypatch):
-    """Casts of the engine alone: the input is float16 already."""
+    """Only the engine casts: the input is float16 already."""
     for name in ("all_gather_into", "reduce_scatter_into"):
         monkeypatch.setattr(ProcessGroup, name, lambda self, output, x, *rest, **options: DONE)
 

@@ -357,7 +357,7 @@ def test_experts_on_a_mesh_of_their_own(hp_platform):
 def test_parameters_are_sharded_along_the_first_dimension_of_which_ranks_hold_more_than_one(
     hp_platform, shape, tp, dim
 ):
-    """Every rank shards the same one, also a rank that holds nothing of the parameter before."""
+    """Every rank shards the same dimension, also one that holds nothing of the tensor-parallel parameter."""
 
     class One(nn.Module):
         def __init__(self):

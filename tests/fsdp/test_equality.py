@@ -45,7 +45,7 @@ def pairs(values):
 
 
 def pairwise():
-    """Few cases in which every pair of two factors' values that any legal case has occurs; the smallest ones first."""
+    """Yield few cases that contain every pair of values of two factors that any legal case contains, smallest first."""
     candidates = sorted(filter(legal, itertools.product(*FACTORS.values())), key=lambda v: case_of(*v).layout.size)
     wanted = set().union(*map(pairs, candidates))
     while wanted:

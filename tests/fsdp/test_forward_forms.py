@@ -23,7 +23,7 @@ def assert_grads(platform, model, expected):
 
 
 def test_several_forwards_before_their_backwards_with_recomputation(hp_platform):
-    """#153354, #171779: the second forward of a recomputed block met the state that the first had left."""
+    """pytorch#153354, #171779: the second forward of a recomputed block found the state of the first one."""
 
     class Recomputed(nn.Module):
         def __init__(self, wraps):
@@ -72,7 +72,7 @@ def test_several_forwards_before_their_backwards_with_recomputation(hp_platform)
 
 
 def test_small_parameters_need_no_collective_of_their_own_in_forward(hp_platform):
-    """#173680: tiny modules that were gathered each on its own took a fifth of the step."""
+    """pytorch#173680: tiny modules, each gathered by its own collective, took a fifth of the step."""
     case = Case((2,), num_blocks=1)
 
     def rank():
@@ -90,7 +90,7 @@ def test_small_parameters_need_no_collective_of_their_own_in_forward(hp_platform
 
 
 def test_other_entry_points_below_the_root(hp_platform):
-    """#125394: a method other than forward met sharded parameters."""
+    """pytorch#125394: a method other than forward found sharded parameters."""
 
     class Inner(nn.Module):
         def __init__(self):

@@ -83,7 +83,7 @@ def test_wrong_arguments(hp_platform, make, message):
 
 
 def linear(platform, mesh=None):
-    """A linear map, sharded where there is a mesh."""
+    """Return a linear map, sharded if there is a mesh."""
     with nn.building(platform):
         model = nn.Linear(2, 2)
     return model if mesh is None else fully_shard(model, mesh)
@@ -100,7 +100,7 @@ def test_a_module_is_sharded_once(hp_platform):
 
 
 def test_parameters_may_be_given_by_a_generator(hp_platform):
-    """As `module.parameters()` is one."""
+    """`module.parameters()` is one."""
     with nn.building(hp_platform):
         model = nn.Linear(2, 2, bias=True)
     fully_shard(model, mesh_of(hp_platform, 1), ignored_params=(p for p in [model.weight]))

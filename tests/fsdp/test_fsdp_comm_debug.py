@@ -23,7 +23,7 @@ class Recomputing(Net):
 
 
 def reported(comm):
-    """Module -> (forward, backward), each collective -> (count, bytes)."""
+    """Return (forward, backward) by module, each with (count, bytes) by collective."""
     return {
         module: tuple(
             {name: tuple(of[direction].values()) for name, of in collectives.items() if of[direction]["count"]}
@@ -34,13 +34,13 @@ def reported(comm):
 
 
 def once(model):
-    """Name of each group's module, and one collective of its flat shard; the root's first."""
+    """Return one collective of its flat shard by the name of each group's module, the root's first."""
     sizes = [module._fsdp.group.buffers[0].layout.shard_numel * 4 for module in sharded_modules(model)]
     return [(name, (1, n)) for name, n in zip((type(model).__name__, *BLOCKS), sizes, strict=True)]
 
 
 def followed(platform, case, model):
-    """A step like all but the first one, in which the order of modules is not known yet."""
+    """Record a step after the first one, in which the order of modules is not known yet."""
     step(platform, model, case)
     with CommDebugMode(model, platform) as comm:
         step(platform, model, case)
@@ -49,7 +49,7 @@ def followed(platform, case, model):
 
 @pytest.mark.parametrize("kind", [Net, Recomputing])
 def test_gathers_and_reductions_belong_to_their_modules(hp_platform, kind):
-    """The same holds if blocks are computed again: their parameters are there then, and stay."""
+    """The same holds if blocks are recomputed: their parameters are still unsharded then."""
     case = Case((2,))
 
     def rank():

@@ -1,4 +1,4 @@
-"""Ways into a sharded model beside its forward: by hand, by other methods, from inside, prefetched."""
+"""Entry points of a sharded model besides its forward: unshard by hand, other methods, calls from inside, prefetch."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_other_entry_points(hp_platform):
 
 
 class ManyDoors(nn.Module):
-    """Its forward calls its entry points, one of which may fail before another one is tried, and itself again."""
+    """Its forward calls its entry points, one of which may fail before another is tried, and calls itself."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ class ManyDoors(nn.Module):
 
 
 class Retrying(nn.Module):
-    """Calls itself, and goes on where that fails."""
+    """Calls itself, and continues if that fails."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ class Retrying(nn.Module):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_forward_may_go_on_where_a_hook_fails_in_a_call_of_itself(hp_platform, when):
-    """Hooks of users may run around those that gather, which then know nothing of the call or of its failure."""
+    """Hooks of users may run outside of those that gather, which then see neither the call nor its failure."""
 
     def fail(module, args, kwargs, output=None):
         if args[1:] == (False,):
@@ -143,7 +143,7 @@ def test_a_forward_may_go_on_where_a_hook_fails_in_a_call_of_itself(hp_platform,
 @pytest.mark.parametrize("within", [False, True], ids=["root", "inside"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_forward_may_call_entry_points_and_itself(hp_platform, within, stage):
-    """Of the root, and of a group inside of another."""
+    """For the root, and for a group inside of another."""
 
     class Around(nn.Module):
         def __init__(self):

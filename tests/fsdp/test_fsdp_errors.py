@@ -60,7 +60,7 @@ def test_a_forward_that_failed_keeps_nothing_of_its_graph(hp_platform):
 
 
 def test_hooks_on_gradients_before_sharding_are_refused_by_name(hp_platform):
-    """The sharded parameters would not have them, without a word."""
+    """The sharded parameters would silently lack them."""
     mesh, model = mesh_of(hp_platform, 1), build(hp_platform, CASE)
     handle = model.blocks[0].up.weight.register_hook(lambda grad: grad)
     with pytest.raises(FullyShardError, match=r"^blocks\.0\.up\.weight: hooks have been registered on the gradient"):
@@ -89,7 +89,7 @@ class Trap:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_step_after_an_exception_works(hp_platform, where, stage):
-    """Without `reset`, twice in a row, in the midst of groups that are unsharded, prefetched or reduced."""
+    """Without `reset`, twice in a row, while groups are unsharded, prefetched or reduced."""
     expected = expected_grads(hp_platform)
 
     def rank():
@@ -120,7 +120,7 @@ def test_the_step_after_an_exception_works(hp_platform, where, stage):
 
 
 def test_a_backward_after_one_that_failed_has_gradients(hp_platform):
-    """No forward is between them, which would clear up."""
+    """There is no forward between them, which would reset the groups."""
 
     def loss(model):
         y = model(hp_platform.from_numpy(numpy.ones((2, DIM), numpy.float32)))
@@ -163,7 +163,7 @@ def test_a_part_called_outside_its_groups_forward_is_told_the_way(hp_platform):
 
 
 def test_a_method_that_computes_when_its_call_is_over_is_refused(hp_platform):
-    """It would find the parameters sharded again."""
+    """Its body would run when the parameters are sharded again."""
 
     class Streaming(nn.Linear):
         def stream(self, x):
@@ -191,7 +191,7 @@ def test_modules_of_one_class_called_on_their_own_are_told_apart(hp_platform):
 
 
 def test_reset_before_the_first_forward_frees_what_unshard_has_gathered(hp_platform):
-    """Of the modules below, too: those that have had a forward of their own and those that have not."""
+    """Those of modules below too, whether they have had a forward or not."""
 
     def rank():
         model = sharded(hp_platform, CASE)
@@ -223,7 +223,7 @@ def test_hooks_on_gradients_that_autograd_does_not_have_are_refused(hp_platform)
 
 
 class Counting(nn.Module):
-    """Keeps what its forwards write in a parameter that is not trained."""
+    """Stores what its forwards write in a frozen parameter."""
 
     def __init__(self):
         super().__init__()
@@ -238,7 +238,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_forward_that_writes_frozen_parameters_is_refused(hp_platform, stage, recorded):
-    """Writes to full parameters would be lost; on one rank, which has no others, they are not."""
+    """Writes to full parameters would be lost. On one rank they are not."""
     x = hp_platform.from_numpy(numpy.ones(3, numpy.float32))
 
     def rank():
@@ -286,7 +286,7 @@ def test_a_step_without_the_gradients_that_wait_is_noticed(hp_platform):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_that_are_sharded_already_are_told_the_order(hp_platform, tied):
-    """Of a module above, or tied to another one's since."""
+    """By a module above, or through a tie to another module."""
 
     def rank():
         mesh, block = mesh_of(hp_platform, 2), Block()
@@ -319,7 +319,7 @@ def test_an_ignored_parameter_that_a_module_around_it_has_too_stays_tied(hp_plat
 
 
 def test_parameters_added_after_sharding_are_told(hp_platform):
-    """Frozen ones and ignored ones may be there."""
+    """Frozen and ignored parameters may be added."""
 
     def rank():
         block = Block()
@@ -393,7 +393,7 @@ def test_a_sharded_module_is_not_pickled(hp_platform):
 
 
 def test_a_list_of_modules_is_refused_as_a_module(hp_platform):
-    """Its hooks would never run; as a Python list its modules form a group."""
+    """Its hooks would never run. A Python list of its modules forms a group."""
 
     def rank():
         mesh = mesh_of(hp_platform, 1)

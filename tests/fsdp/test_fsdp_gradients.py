@@ -34,7 +34,7 @@ from hp_fsdp import (
 
 
 def low_precision(platform):
-    """MindSpore computes in bfloat16 on Ascend only."""
+    """Return a 16-bit dtype: MindSpore computes in bfloat16 on Ascend only."""
     return "bfloat16" if platform.name == "torch" else "float16"
 
 
@@ -77,7 +77,7 @@ def test_mixed_precision(hp_platform, monkeypatch):
 
 
 def test_the_unscaled_sum_of_low_precision_gradients_does_not_overflow(hp_platform):
-    """Two gradients of 60000 have a mean that float16 holds and a sum that it does not."""
+    """The mean of two gradients of 60000 is a float16 number; their sum is not."""
 
     def rank():
         with nn.building(hp_platform):
@@ -134,7 +134,7 @@ def test_divide_factor_and_sum(hp_platform):
 
 
 def test_freezing_and_thawing_between_steps(hp_platform):
-    """A parameter that is frozen for a step has no gradient in it, also if a complete group is; the rest are right."""
+    """A parameter that is frozen for a step has no gradient, also if the complete group is; the others are correct."""
     case = Case((2,), num_blocks=2)
 
     def rank():
@@ -186,7 +186,7 @@ def test_what_is_frozen_between_micro_batches_keeps_its_gradient(hp_platform, st
 
 
 def test_what_is_frozen_before_the_backward_gets_no_gradient(hp_platform):
-    """A parameter, or all of a group, that the forward computed with as trainable ones."""
+    """One parameter or a complete group, which were trainable in the forward."""
     case = Case((2,), num_blocks=2)
     frozen = "blocks.0.", "embed"
 
@@ -321,7 +321,7 @@ class Stack(nn.Module):
 
 @pytest.mark.parametrize("frozen", ["none", "maps.1", "maps.2"])
 def test_gradients_of_inputs_leave_those_of_parameters(hp_platform, frozen):
-    """None stays None, what is there stays, and what waits for its reduction waits on; a backward may follow."""
+    """None stays None, existing gradients are not changed, pending ones stay pending; a backward may follow."""
     platform = hp_platform
 
     def build():
@@ -367,7 +367,7 @@ def test_gradients_of_inputs_leave_those_of_parameters(hp_platform, frozen):
 @pytest.mark.parametrize("axes", [("a",), ("b", "a")], ids=["one axis", "the axes in the other order"])
 @pytest.mark.parametrize("user", range(4))
 def test_what_one_rank_uses_is_known_on_all_beside_parameters_of_another_mesh(hp_platform, axes, user):
-    """Replicas of some parameters are the ranks that shard others, as experts over the ranks of a replicate axis."""
+    """The ranks that replicate some parameters shard others, as experts over the ranks of a replicate axis."""
 
     class Model(nn.Module):
         def __init__(self):

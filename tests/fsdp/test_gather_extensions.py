@@ -1,4 +1,4 @@
-"""Weights of tensor subclasses that say how they are gathered: `fsdp_pre_all_gather`, `fsdp_post_all_gather`."""
+"""Weights of tensor subclasses that define how they are gathered: `fsdp_pre_all_gather`, `fsdp_post_all_gather`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEPT = "detach", "split", "slice", "new_zeros"
 
 
 class Int8Weight(torch.Tensor):
-    """A weight that is sent as int8 rows, each with a scale of its own."""
+    """A weight that is sent as int8 rows with a scale per row."""
 
     def __new__(cls, values):
         return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=values.device)
@@ -51,7 +51,7 @@ class Int8Weight(torch.Tensor):
 
 
 class PaddedWeight(Int8Weight):
-    """One that pads its last shards to the rows of the first one."""
+    """A weight that pads its last shards to the number of rows of the first one."""
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         (rows, scale), outer_size = super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
@@ -64,7 +64,7 @@ class PaddedWeight(Int8Weight):
 
 
 class TrackedWeight(torch.Tensor):
-    """A weight with memory of its own, sent as bfloat16 and computed with as such; the old signature of the method."""
+    """A weight with its own memory, sent and used as bfloat16, with the old signature of the method."""
 
     def fsdp_pre_all_gather(self, mesh):
         plain = self.as_subclass(torch.Tensor)
@@ -85,7 +85,7 @@ def quantized(values):
 
 
 class Rounded(nn.Linear):
-    """A linear layer on one device that computes as one whose weight is gathered in fewer bits."""
+    """A linear layer on one device that rounds its weight like a gather in fewer bits."""
 
     kind = None
 
@@ -259,7 +259,7 @@ class FailingWeight(TrackedWeight):
 
 
 class QuantizedWeight(Int8Weight):
-    """One that is stored in int8."""
+    """A weight that is stored in int8."""
 
     def __init__(self, values):
         self.rows, self.scale = quantized(values)

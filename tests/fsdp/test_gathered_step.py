@@ -29,7 +29,7 @@ def local_gradients(platform, model):
 
 
 def accumulated(platform, case):
-    """Gradients of a step whose micro-batches follow each other, reduced with the last."""
+    """Return the gradients of a step with consecutive micro-batches, reduced in the last."""
     model, rank = sharded(platform, case), current_world(platform).rank
     for index in range(NUM_MICROBATCHES):
         model.set_requires_gradient_sync(index == NUM_MICROBATCHES - 1)
@@ -38,7 +38,7 @@ def accumulated(platform, case):
 
 
 def interleaved(platform, case):
-    """Gradients, and the collectives, of a step in which all forwards run before the first backward."""
+    """Return the gradients and collectives of a step in which all forwards run before the first backward."""
     model, rank = sharded(platform, case), current_world(platform).rank
     with record_collectives() as log:
         step = model.gather_for_step()

@@ -1,4 +1,4 @@
-"""Loss scaling: what every rank decides together, and that it changes no number where nothing overflows."""
+"""Loss scaling: all ranks decide together, and without overflow no result changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hp_fsdp import GradScaler, LossScalingError
 
 
 class Stepper:
-    """An optimizer as torch's and MindSpore's experimental ones show their parameters."""
+    """An optimizer with `param_groups`, as torch's and MindSpore's experimental ones."""
 
     def __init__(self, platform, model):
         self.param_groups = [{"params": [p for _, p in platform.named_parameters(model)]}]
@@ -48,7 +48,7 @@ def _backward(platform, model, case, scaler, index=0):
 
 @pytest.mark.parametrize("gradient_sum", [False, True])
 def test_a_power_of_two_changes_no_gradient(hp_platform, gradient_sum):
-    """Through divide factors and a hybrid mesh, bit by bit; clipping sees the true norm."""
+    """Exact with divide factors and a 2-D mesh; clipping uses the unscaled norm."""
     case = Case((2, 2), num_blocks=1, gradient_sum=gradient_sum)
 
     def rank(scale):
@@ -128,7 +128,7 @@ def test_float16_gradients_that_would_underflow_are_preserved(hp_platform):
 
 
 class Halver:
-    """Takes half of each gradient from its parameter."""
+    """Subtracts half of each gradient from its parameter."""
 
     def __init__(self, platform, parameters):
         self.param_groups, self._platform = [{"params": parameters}], platform
@@ -140,7 +140,7 @@ class Halver:
 
 
 def _parameters(platform, *grads):
-    """Zeros with these gradients."""
+    """Return parameters of zeros with these gradients."""
     made = [platform.Parameter(platform.zeros((2,), platform.dtype("float32"))) for _ in grads]
     for parameter, grad in zip(made, grads, strict=True):
         platform.set_grad(parameter, platform.from_numpy(numpy.full((2,), grad, numpy.float32)))
@@ -153,7 +153,7 @@ def _values(platform, parameters):
 
 
 def test_lists_and_optimizers_of_one_step_divide_each_gradient_once(hp_platform):
-    """A list that is part of one optimizer's parameters, with one of them twice, and an optimizer beside it."""
+    """A list with some parameters of one optimizer, one of them twice, and a second optimizer."""
     first, second = _parameters(hp_platform, 8.0, 16.0), _parameters(hp_platform, 32.0, 64.0)
     scaler = GradScaler(8.0, platform=hp_platform)
     scaler.unscale_([first[0], first[0]])
@@ -179,7 +179,7 @@ def test_a_gradient_that_came_after_a_step_is_divided_too(hp_platform):
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_only_optimizers_of_which_a_gradient_overflowed_are_skipped(hp_platform, bad):
-    """In a list unscaled before, or in the rest of the same optimizer, or in another optimizer."""
+    """The overflow is in a list unscaled before, in the rest of the same optimizer, or in another one."""
     grads = [8.0, 8.0, 8.0]
     grads[bad] = numpy.inf
     *first, other = _parameters(hp_platform, *grads)
@@ -194,7 +194,7 @@ def test_only_optimizers_of_which_a_gradient_overflowed_are_skipped(hp_platform,
 
 
 def test_ranks_that_unscaled_other_parts_of_an_optimizer_before_decide_alike(hp_platform):
-    """A rank without parameters in the list gives an empty one, as in a pipeline."""
+    """A rank without such parameters passes an empty list, as in a pipeline."""
 
     def rank():
         first = current_world(hp_platform).rank == 0

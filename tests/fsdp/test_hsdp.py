@@ -1,4 +1,4 @@
-"""`hsdp`: every argument, what each rejects, the methods of `HSDPCell`, and training as on one rank."""
+"""`hsdp`: every argument and its checks, the methods of `HSDPCell`, and training as on one rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ones(platform, *shape):
 
 
 def shard_all(model, **options):
-    """Each block a cell, and the rest the model's own."""
+    """Apply `hsdp` to each block, and to the model for the other parameters."""
     for block in model.blocks:
         hsdp(block, **options)
     return hsdp(model, **options)
@@ -176,7 +176,7 @@ def test_threshold_is_in_kilobytes(hp_platform):
 )
 def test_fusion_and_buckets_decide_how_many_collectives_there_are(hp_platform, options, collectives):
     class Three(nn.Module):
-        """Of 1 KB each."""
+        """Three parameters of 1 KB each."""
 
         def __init__(self):
             super().__init__()
@@ -335,7 +335,7 @@ def test_prefetch_cells_are_gathered_before_they_are_needed(hp_platform):
 
 
 def train(platform, case, **options):
-    """As `train_reference`, under `hsdp`."""
+    """Train like `train_reference`, with `hsdp`."""
     model = shard_all(build(platform, case), threshold=0, **options)
     rank, step = current_world(platform).rank, AdamW(platform)
     grads = {}

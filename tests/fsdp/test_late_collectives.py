@@ -1,4 +1,4 @@
-"""Collectives that happen as late as a communication may let them: in `wait`."""
+"""Collectives that run as late as allowed: in `wait`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def assert_grads(platform, model, expected):
 
 
 class Late(Communication):
-    """Every collective happens as late as allowed: in `wait`."""
+    """Runs every collective in `wait`."""
 
     def all_gather(self, output, shard, group):
         return _AtWait(functools.partial(super().all_gather, output, shard, group))
@@ -48,7 +48,7 @@ class _AtWait:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_no_buffer_is_reused_while_a_collective_runs(hp_platform, stage):
-    """#140044, #180900: the all-reduce of HSDP read a buffer that the next reduce-scatter had been given."""
+    """pytorch#140044, #180900: the all-reduce of HSDP read a buffer that the next reduce-scatter wrote."""
     case = Case((2, 2), num_blocks=4, steps=1)
     expected = train_reference(case).grads
 
@@ -64,7 +64,7 @@ def test_no_buffer_is_reused_while_a_collective_runs(hp_platform, stage):
 
 
 def test_a_mesh_for_one_parameter_goes_with_a_communication_of_ones_own(hp_platform):
-    """FSDP2 refuses custom collectives where shard_placement_fn gives parameters meshes of their own."""
+    """torch refuses custom collectives if shard_placement_fn returns meshes."""
     case = Case((4,), num_blocks=1, steps=1)
     expected = train_reference(case).grads
 

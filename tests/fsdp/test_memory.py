@@ -1,4 +1,4 @@
-"""Training under fully_shard keeps nothing from one step to the next."""
+"""Training with `fully_shard` holds no memory from one step to the next."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _live_tensors(platform: Platform) -> int:
 
 
 def _counts(platform: Platform, with_backward: bool) -> list[int]:
-    """Tensors alive after each of six steps."""
+    """Return the number of live tensors after each of six steps."""
     mesh = DeviceMesh("cpu", (2,), mesh_dim_names=("fsdp",), platform=platform)
     with nn.building(platform):
         model = Layers(3)

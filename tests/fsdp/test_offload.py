@@ -1,4 +1,4 @@
-"""Shards and gradients on the host: what is copied when, and that numbers are those of no offload."""
+"""Shards and gradients on the host: what is copied when, and the same results as without offload."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def device(hp_platform, monkeypatch):
 
 
 class Logged(Communication):
-    """Puts reductions between the copies of the log."""
+    """Logs reductions between the copies."""
 
     def __init__(self, platform, device):
         super().__init__(platform)
@@ -58,7 +58,7 @@ def _model(platform, case, **options):
 
 
 def _train(platform, case, policy, device=None):
-    """(weights, log of this rank's last step, elements of the shards, where tensors were between backward and step)."""
+    """Return weights, the log of the last step, elements of the shards, and where tensors were before the step."""
     options = {"communication": Logged(platform, device)} if device is not None else {}
     model = _model(platform, case, offload_policy=policy, **options)
     buffers = [b for module in sharded_modules(model) for b in module._fsdp.group.buffers]
@@ -248,7 +248,7 @@ def test_whole_parameters_are_gathered_from_the_host(hp_platform, device):
 
 @pytest.mark.parametrize("mesh", [(2,), (1,)])
 def test_nothing_still_reads_parameters_on_the_host_after_a_pass(hp_platform, device, mesh):
-    """Somebody may write them there at once: an optimizer, an average of weights, a loaded state dict."""
+    """They may be written at once: by an optimizer, an average of weights, a loaded state dict."""
     case = Case(mesh, num_blocks=3)
 
     def rank():

@@ -26,7 +26,7 @@ NUMEL = 1000  # of a shard: three blocks of 256 and one of 232
 
 @pytest.fixture
 def registered():
-    """The plugin without its entry point."""
+    """Register the plugin without its entry point."""
     manager = plugin_manager()
     manager.register(plugin, name="quantized")
     communications.cache_clear()
@@ -42,7 +42,7 @@ def _codec(platform, name):
 
 
 def _bound(name, values):
-    """The largest error of one quantization, element by element; a little more for the rounding of float32."""
+    """Return the largest error of one quantization per element, plus a little for float32 rounding."""
     padded = numpy.zeros(-(-values.size // 256) * 256)
     padded[: values.size] = abs(values)
     peaks = numpy.repeat(padded.reshape(-1, 256).max(1), 256)[: values.size]
@@ -52,7 +52,7 @@ def _bound(name, values):
 
 
 def _data(rank, size):
-    """Values over ten binary orders, different on every rank."""
+    """Return values over ten powers of two, different on every rank."""
     rng = numpy.random.default_rng(rank)
     return (rng.standard_normal(size) * 2.0 ** rng.integers(-10, 1, size)).astype(numpy.float32)
 
@@ -85,7 +85,7 @@ def test_a_gather_is_off_by_one_quantization_and_sends_a_byte_per_value(hp_platf
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 @pytest.mark.parametrize("what", ["reduce_scatter", "all_reduce"])
 def test_a_reduction_is_off_by_one_quantization_per_rank(hp_platform, name, what):
-    """And by one more of the sum where that goes back to everybody."""
+    """And by one more of the sum in an all-reduce."""
     codec = _codec(hp_platform, name)
     exact = [_data(r, 3 * NUMEL).astype(numpy.float64) for r in range(3)]
 

@@ -8,7 +8,7 @@ from fsdp_training import Case
 
 
 def train_twice(case):
-    """Weights of two runs on this rank."""
+    """Return the weights of two runs on this rank."""
     from fsdp_training import train_sharded
 
     return [train_sharded(case).weights for _ in range(2)]
@@ -16,7 +16,7 @@ def train_twice(case):
 
 @pytest.mark.real_ranks
 def test_two_identical_runs_are_bitwise_identical_on_real_ranks(rank_pool):
-    """Simulated ranks: `test_engine.py`."""
+    """The same on simulated ranks is in `test_engine.py`."""
     first, second = rank_pool(2).run("test_repeatable_runs:train_twice", Case((2,), tied=True, accumulate=2))
     for weights in (*first, *second):
         for name, value in first[0].items():

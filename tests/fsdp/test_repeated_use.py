@@ -1,4 +1,4 @@
-"""Groups used more than once, by modules of which some are not differentiated, and by several backwards."""
+"""Groups used several times, partly without gradients, and by several backwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DIM = 5
 
 
 class Net(nn.Module):
-    """Maps between a first and a last one; `beside` leaves some of its parameters unused."""
+    """Linear maps between a first and a last one. `beside` skips some parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def parts_in_turn(model, x, rank):
 
 
 def test_parts_called_on_their_own_cost_the_same_in_each_step(hp_platform):
-    """No backward goes through the calls of the steps before: each would reduce zeros for them."""
+    """No backward visits the calls of earlier steps, for which it would reduce zeros."""
 
     def part_loss(model, rank, step):
         values = numpy.random.default_rng([rank, step]).normal(size=(2, DIM)).astype(numpy.float32)
@@ -208,7 +208,7 @@ def test_parts_called_on_their_own_cost_the_same_in_each_step(hp_platform):
 
 
 def test_a_backward_may_follow_one_through_later_calls_of_parts(hp_platform):
-    """Each of two losses has had its forward before either backward; a part is called between these."""
+    """Both forwards run before both backwards, and a module is called between the backwards."""
 
     def step(model, rank):
         values = numpy.random.default_rng(rank).normal(size=(2, DIM)).astype(numpy.float32)
@@ -239,7 +239,7 @@ def test_a_backward_may_follow_one_through_later_calls_of_parts(hp_platform):
 
 
 def test_what_is_gathered_ahead_of_a_part_and_written_before_its_use_is_gathered_again(hp_platform):
-    """A part called on its own has the next one gathered, which only the model calls, after a step."""
+    """A module called outside of the model prefetches the next one, which only the model calls, after a step."""
 
     def program():
         model, rank = build(hp_platform, in_turn), current_world(hp_platform).rank
@@ -285,7 +285,7 @@ STEPS = backward_after_a_later_forward, one_part_without_gradient
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_a_use_of_another_forward_takes_no_gradients(hp_platform, step):
-    """Of a group whose parameters that forward has recorded, and this one not yet."""
+    """The group is recorded in that forward, and not yet in this one."""
     plain = build(hp_platform, recomputed_in_part)
     for rank in range(2):
         step(hp_platform, plain, rank)
@@ -308,7 +308,7 @@ def test_a_use_of_another_forward_takes_no_gradients(hp_platform, step):
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_a_step_between_a_forward_and_its_backward(hp_platform, zero_stage):
-    """Full parameters that stay in memory are still those of the forward; others would be those of the next step."""
+    """Full parameters in memory still have the values of the forward. A new gather would have those of the step."""
 
     def rank():
         mesh = mesh_of(hp_platform, 2)
@@ -347,7 +347,7 @@ def test_a_step_between_a_forward_and_its_backward(hp_platform, zero_stage):
 
 
 class Momentum(nn.Module):
-    """A copy that follows the trained map, which a forward moves on before it computes with it."""
+    """A copy that follows the trained map: the forward updates it before it computes with it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,7 +368,7 @@ class Momentum(nn.Module):
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_what_a_forward_writes_before_a_group_computes_counts(hp_platform, zero_stage):
-    """Also where the group has been gathered ahead, or stays unsharded."""
+    """Also if the group has been prefetched, or stays unsharded."""
 
     def outputs(model):
         for _, parameter in hp_platform.named_parameters(model.copy):

@@ -1,4 +1,4 @@
-"""Parameters that a group leaves replicated, beside those that it shards."""
+"""Replicated parameters in a group with sharded ones."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class One(nn.Module):
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
 def test_values_and_gradients_of_any_dimension(hp_platform, dim, num_ranks):
-    """Sizes that the ranks do not divide, and ranks without a part."""
+    """Sizes that are not divisible by the number of ranks, and ranks with empty shards."""
     values = numpy.arange(numpy.prod(SHAPE), dtype=numpy.float32).reshape(SHAPE)
 
     def rank():
@@ -129,7 +129,7 @@ def test_a_mesh_for_one_parameter(hp_platform):
 
 
 class Experts(nn.Module):
-    """Those experts of a layer that this rank has, beside a weight that all ranks share."""
+    """The experts of a layer on this rank, and a weight that all ranks share."""
 
     def __init__(self, numbers):
         super().__init__()

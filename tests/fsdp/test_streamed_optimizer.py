@@ -1,4 +1,4 @@
-"""An optimizer's state on the host, alone or with parameters and gradients: numbers, places, order of copies."""
+"""An optimizer's state on the host, alone or with parameters and gradients: results, devices, order of copies."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ STEPS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
-    """Choice of the tensors that are stored on the host; None in its place: not offloaded and not streamed."""
+    """The tensors that are stored on the host. None instead: not offloaded and not streamed."""
 
     parameters: bool = False
     gradients: bool = False
@@ -104,7 +104,7 @@ def _halving(platform, optimizer):
 
 
 def _slots(platform, optimizer, parameter):
-    """State that is as large as the parameter."""
+    """Return the state tensors that are as large as the parameter."""
     state = optimizer.state.get(parameter, {}).values()
     return [x for x in state if isinstance(x, platform.Tensor) and x.shape == parameter.shape]
 

@@ -1,4 +1,4 @@
-"""Backwards of torch's kinds through sharded modules: twice, inside a forward, to inputs, interrupted."""
+"""Kinds of backwards of torch through sharded modules: twice, inside of a forward, to inputs, interrupted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _on_torch(hp_platform):
 
 @pytest.mark.parametrize("bucket_size", [None, 0], ids=["one buffer", "a buffer each"])
 def test_two_backwards_through_one_forward(hp_platform, bucket_size):
-    """The loss of rank 0 leaves the last block out; all ranks reduce its gradients in both backwards all the same."""
+    """The loss of rank 0 does not use the last block; all ranks reduce its gradients in both backwards."""
 
     def loss(net, rank):
         x = net.blocks[0](net.first(batch(rank)))
@@ -85,7 +85,7 @@ def test_a_backward_that_is_to_be_differentiated_is_refused(hp_platform):
 
 
 def test_a_backward_after_one_that_failed_in_a_recomputed_module_has_gradients(hp_platform):
-    """The recomputation is the first to come to the module again: without a root nothing outside of it does."""
+    """The recomputation is the first to reach the module again, because there is no root around it."""
     expected = reference_grads()
 
     def rank():
@@ -112,7 +112,7 @@ def _fail(*args):
 
 
 class Forces(torch.nn.Module):
-    """Minus the gradient of an energy in its input, and the energy: interatomic potentials give both."""
+    """Returns the forces, minus the gradient of an energy with respect to its input, and the energy."""
 
     def __init__(self):
         super().__init__()
@@ -210,7 +210,7 @@ def _backward_to_input(loss, x):
 @pytest.mark.parametrize("to_input", [_grad_of_input, _backward_to_input])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_backward_to_named_inputs_leaves_the_gradients_of_parameters(hp_platform, to_input, frozen):
-    """None stays None, what is there stays, what waits for its reduction waits on; a backward may follow."""
+    """None stays None, existing gradients are not changed, pending ones stay pending; a backward may follow."""
 
     def rank():
         plain, net = Net(), shard_net(hp_platform, Net())

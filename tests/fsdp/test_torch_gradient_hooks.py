@@ -26,7 +26,7 @@ def _on_torch(hp_platform):
 
 @pytest.mark.parametrize("sync", ["every", "last", "deferred"])
 def test_hooks_of_parameters_run_once_their_gradient_is_reduced(hp_platform, sync):
-    """Once for each backward that writes it, also of a module that ran twice."""
+    """Once for each backward that sets it, also for a module that ran twice."""
 
     def rank():
         net = shard_net(hp_platform, Net())
@@ -56,7 +56,7 @@ def test_hooks_of_parameters_run_once_their_gradient_is_reduced(hp_platform, syn
 
 
 def test_optimizers_may_take_their_step_in_hooks(hp_platform):
-    """The same weights as after a step when the backward is over, and no gradient is left."""
+    """The weights equal those of a step after the backward, and no gradient remains."""
 
     def rank(in_hooks):
         net = shard_net(hp_platform, Net())
@@ -106,7 +106,7 @@ def test_hooks_run_once_where_all_is_recomputed_below_a_root_without_parameters(
 
 
 def test_hooks_run_once_where_the_loss_has_a_term_in_the_sharded_parameters_themselves(hp_platform):
-    """Autograd has the gradient of that term before the others are reduced; none comes from a backward to it alone."""
+    """Autograd has the gradient of that term before the others are reduced. A backward to it alone runs no hook."""
 
     def rank():
         net, plain, seen = shard_net(hp_platform, Net()), Net(), []

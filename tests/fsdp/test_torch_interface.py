@@ -1,4 +1,4 @@
-"""Names of torch's `fully_shard` and `FSDPModule`: what they do here, and errors of those that cannot be had."""
+"""Names of torch's `fully_shard` and `FSDPModule`: what they do here, and the errors of unsupported ones."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_data_parallel_axes_that_do_not_fit_are_told(hp_platform):
 
 
 def test_micro_batches_that_keep_parameters_gather_once(hp_platform):
-    """Also the last one, which reduces: nothing has been written since."""
+    """The last one, which reduces, too: nothing has been written since."""
 
     def rank():
         model = sharded(hp_platform, CASE)

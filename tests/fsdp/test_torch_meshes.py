@@ -1,4 +1,4 @@
-"""Meshes that `torch.distributed.device_mesh` made, in torch's own job, wherever a mesh is taken."""
+"""Meshes that `torch.distributed.device_mesh` made, in torch's own job, wherever a mesh is an argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules of torch from the meta device: given values before, while or after they are sharded."""
+"""Modules of torch from the meta device: initialised before, during or after sharding."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_parameters_from_meta_may_be_given_values_while_they_are_unsharded(hp_pl
 
 @pytest.mark.parametrize("options", [{"threshold": 0.25}, {"bucket_size": 0}, {}])
 def test_zeros_written_through_data_are_values(hp_platform, options):
-    """Torch does not count them; a rank may have nothing else of a group."""
+    """torch does not count such writes, and a rank may hold nothing else of a group."""
 
     def rank():
         with torch.device("meta"):
@@ -76,7 +76,7 @@ def test_zeros_written_through_data_are_values(hp_platform, options):
 
 
 def test_ignored_parameters_that_torch_replaces_stay_ignored(hp_platform):
-    """`to_empty` makes other objects of those that come from the meta device."""
+    """`to_empty` replaces the parameter objects from the meta device."""
 
     def rank():
         with torch.device("meta"):

@@ -149,7 +149,7 @@ class Normalized(torch.nn.Module):
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("writes", ["embed", "map"])
 def test_a_forward_that_writes_its_parameters_is_refused_by_name(hp_platform, stage, writes):
-    """A rank computes with a copy of sharded parameters, where a write would be lost; the next step works."""
+    """A write to an unsharded parameter would be lost. The next step works."""
 
     def rank():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform)
@@ -174,7 +174,7 @@ def test_sparse_gradients_are_refused_by_name(hp_platform):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_parameters_that_torch_gives_new_memory_are_taken_in(hp_platform, stage):
-    """The usual way from meta: `to_empty` and initialisation after `fully_shard`."""
+    """The usual initialisation from meta: `to_empty` and `reset_parameters` after `fully_shard`."""
     expected = Net()
 
     def rank():
@@ -227,7 +227,7 @@ class CopyCounter(TorchDispatchMode):
 
 
 def test_nothing_is_copied_but_each_gradient_once(hp_platform, monkeypatch):
-    """Between shard and collective, and between collective and parameters; collectives themselves are left out."""
+    """Between shard and collective, and between collective and parameters. Collectives are not counted."""
     for name in ("all_gather_into", "reduce_scatter_into"):
         monkeypatch.setattr(ProcessGroup, name, lambda self, output, x, *rest, **options: DONE)
 
@@ -303,7 +303,7 @@ def test_a_gradient_may_lie_in_the_memory_of_a_parameter(hp_platform):
 
 
 def _trained(mesh, steps, **options):
-    """A model and an optimizer after some steps, and what goes on with them."""
+    """Return a model and an optimizer after some steps, and a function that takes further steps."""
     net = Net()
     for block in net.blocks:
         fully_shard(block, mesh, **options)

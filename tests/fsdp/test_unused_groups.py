@@ -1,4 +1,4 @@
-"""Ranks whose losses use different parts of the same model, down to groups inside of groups and frozen ones."""
+"""Ranks whose losses use different modules of the same model, including nested and frozen groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_RANKS = 2
 
 
 class Level(nn.Module):
-    """A map, and behind it the next level; also gives what that level makes of it."""
+    """A linear map followed by the next level, whose output it returns too."""
 
     def __init__(self, depth) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Level(nn.Module):
 
 
 class Net(nn.Module):
-    """A first map, then nested levels, and others side by side."""
+    """A first map, then nested levels, and parallel ones."""
 
     def __init__(self, depth, number) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def levels_only_on_rank_0(model, x, rank):
 
 
 def an_inner_level_only_on_rank_1(model, x, rank):
-    """Its output reaches the loss of rank 1 past the levels around it."""
+    """Its output reaches the loss of rank 1 without the levels around it."""
     x = model.first(x)
     outer, inside = model.level(x)
     return model.ops.add(x, outer if rank == 0 else inside)
@@ -65,7 +65,7 @@ def others_only_on_rank_0(model, x, rank):
 
 
 def the_last_call_only_on_rank_0(model, x, rank):
-    """Two modules in turns: the call that rank 1 leaves out is not the first one of that module."""
+    """Two modules alternate: the call that rank 1 skips is not the first one of that module."""
     first, second = model.others
     x, _ = first(second(first(model.first(x))[0])[0])
     y, _ = second(x)

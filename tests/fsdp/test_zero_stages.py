@@ -14,7 +14,7 @@ from hp_fsdp import FullyShardError, HSDPModule, fully_shard, get_storage
 
 
 def change(platform, parameter, only_rank=None):
-    """Add 1 to what this rank holds, in memory, unseen by any framework."""
+    """Add 1 to this rank's shard in memory, which no framework counts."""
     local = platform.unwrap(parameter)
     if only_rank not in (None, current_world(platform).rank) or 0 in tuple(local.shape):
         return
@@ -79,7 +79,7 @@ def test_gradients_that_accumulate_in_stage_2_are_never_unsharded(hp_platform):
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("only_rank", [None, 1])
 def test_parameters_changed_behind_the_back_are_never_stale(hp_platform, stage, only_rank, low):
-    """Between two forwards without an optimizer, on all ranks or on one; only their group is gathered again."""
+    """They are changed between two forwards, on all ranks or on one. Only their group is gathered again."""
     policy = {"param_dtype": "float16", "output_dtype": "float32"} if low else {}
     case = Case((2,), options={"zero_stage": stage}, policy=policy)
 
@@ -109,7 +109,7 @@ def test_parameters_changed_behind_the_back_are_never_stale(hp_platform, stage, 
 
 
 def test_what_operations_have_written_is_not_compared(hp_platform, monkeypatch):
-    """No wait for the device after an optimizer's step; one where nothing is known to have been written."""
+    """There is no wait for the device after an optimizer's step, and one if no write is known."""
     storage, compared = get_storage(hp_platform), []
     monkeypatch.setattr(storage, "differ", lambda pairs: compared.append(len(pairs)) or [False] * len(pairs))
     case = Case((1,), options={"zero_stage": 1}, policy={"param_dtype": "float16", "output_dtype": "float32"})

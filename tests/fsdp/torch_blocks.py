@@ -1,4 +1,4 @@
-"""Small modules of torch's own, and their batches, that tests share."""
+"""Small torch modules and batches that tests share."""
 
 from __future__ import annotations
 

@@ -592,7 +592,7 @@ class BufferGradients:
     def copy_if_aliased(self, released: Sequence[Tensor], grads: Gradients) -> Gradients:
         """Return the gradients, with copies of those whose memory is inside of buffers about to be released.
 
-        Autograd may return a gradient that shares memory with a parameter.
+        An autograd function may return a saved parameter itself as a gradient.
         """
         if not released:
             return grads
