@@ -213,7 +213,10 @@ def test_a_process_that_joined_no_job_is_told_so():
         (lambda: DeviceMesh("cpu", (2,), ranks=(0, 1, 2)), "the shape holds 2 ranks, 3 were given"),
         (lambda: DeviceMesh("cpu", (2,), ranks=(1, 1)), "ranks repeat: [1, 1]"),
         (lambda: DeviceMesh("cpu", (2,), ranks=(1, 9)), "ranks [9] are outside the world of 8"),
-        (lambda: init_device_mesh("cpu", (2, 2)), "has 4 ranks, the world has 8; for a mesh of some of them use"),
+        (
+            lambda: init_device_mesh("cpu", (2, 2)),
+            "has 4 ranks, the world has 8; for a mesh over some of the",
+        ),
         (lambda: init_device_mesh("cpu", 8), "mesh_shape must be a tuple of ints, got 8"),
         (lambda: DeviceMesh("cpu", (8,), mesh_dim_names="dp"), "mesh_dim_names must be a tuple of names, got 'dp'"),
         (lambda: DeviceMesh("cpu", (4, 2), ("dp", 1)), "mesh_dim_names must be a tuple of names, got ('dp', 1)"),
@@ -221,9 +224,9 @@ def test_a_process_that_joined_no_job_is_told_so():
         (lambda: DeviceMesh("cpu", [0.5]), "or ranks (nested lists of ints, an array), got [0.5]"),
         (lambda: DeviceMesh("cpu", [1, 1]), "ranks repeat: [1, 1]"),
         (lambda: DeviceMesh("cpu", [1, 9]), "ranks [9] are outside the world of 8"),
-        (lambda: DeviceMesh("cpu", [0, 1], ranks=(0, 1)), "mesh=[0, 1] gives the ranks already"),
-        (lambda: DeviceMesh("cpu"), "its ranks (mesh=, as in torch) or its shape (mesh_shape=): give one of them"),
-        (lambda: DeviceMesh("cpu", [0], mesh_shape=(1,)), "give one of them"),
+        (lambda: DeviceMesh("cpu", [0, 1], ranks=(0, 1)), "mesh=[0, 1] already lists the ranks"),
+        (lambda: DeviceMesh("cpu"), "its ranks (mesh=, as in torch) or its shape (mesh_shape=): pass exactly one"),
+        (lambda: DeviceMesh("cpu", [0], mesh_shape=(1,)), "pass exactly one"),
     ],
 )
 def test_meshes_that_cannot_be(make, message):
@@ -246,7 +249,7 @@ def test_all_problems_of_a_mesh_come_at_once():
     [
         (lambda m: m["x"], "mesh (a=2, b=4) has no axis 'x'; axes: a, b, aliases: all"),
         (lambda m: m["a", "a"], "an axis is named twice"),
-        (lambda m: m[0], "sliced by names of axes, got 0; axes: a, b"),
+        (lambda m: m[0], "sliced by axis names, got 0; axes: a, b"),
         (lambda m: m["a", "all"], "axes 'all' and 'a' share ranks"),
         (lambda m: m.size("x"), "has no axis 'x'"),
         (lambda m: m.size(2), "has no axis 2"),

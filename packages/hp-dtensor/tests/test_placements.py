@@ -155,12 +155,12 @@ def test_placements_compare_by_value():
     ("placements", "shape", "message"),
     [
         ((Shard(0),), (4,), "expected 2 placements for mesh (a=2, b=3), got 1"),
-        ((Shard(2), Replicate()), (4, 4), "placement 0: Shard(2) cuts dimension 2 of a 2-dimensional tensor"),
-        ((Replicate(), Shard(-3)), (4, 4), "placement 1: Shard(-3) cuts dimension -3 of a 2-dimensional tensor"),
-        ((Shard(0), Replicate()), (), "placement 0: Shard(0) cuts dimension 0 of a 0-dimensional tensor"),
+        ((Shard(2), Replicate()), (4, 4), "placement 0: Shard(2) shards dimension 2 of a 2-dimensional tensor"),
+        ((Replicate(), Shard(-3)), (4, 4), "placement 1: Shard(-3) shards dimension -3 of a 2-dimensional tensor"),
+        ((Shard(0), Replicate()), (), "placement 0: Shard(0) shards dimension 0 of a 0-dimensional tensor"),
         (("dp", Replicate()), (4,), "placement 0 is a str, expected Shard, Replicate, Partial, ... of hp_dtensor"),
-        ((RaggedShard(0, (1, 2)), Replicate()), (4,), "it has 2 parts that sum to 3"),
-        ((RaggedShard(0, (1, 2, 1)), Replicate()), (4,), "cannot cut a dimension of 4 over 2 ranks"),
+        ((RaggedShard(0, (1, 2)), Replicate()), (4,), "it has 2 units that sum to 3"),
+        ((RaggedShard(0, (1, 2, 1)), Replicate()), (4,), "cannot shard a dimension of 4 over 2 ranks"),
         (
             (5, Shard(7)),
             (4,),
@@ -213,7 +213,7 @@ def test_a_strided_shard_and_a_later_one_are_cut_right_to_left():
 
 def test_a_strided_shard_with_gaps_has_no_box():
     spec = TensorSpec(mesh_of((2,)), (StridedShard(0, 2),), (8,), "float32")
-    with pytest.raises(PlacementError, match=r"not contiguous; TensorSpec.ranges gives its parts"):
+    with pytest.raises(PlacementError, match=r"not contiguous; TensorSpec.ranges returns its ranges"):
         spec.box()
     assert spec.ranges() == (((0, 2), (4, 6)),)
     assert spec.describe_placements() == "(a:Strided(0; 2))"

@@ -78,7 +78,7 @@ def test_groups_are_made_once_and_for_members_only():
         assert world.group([1, 3]) is world.group((1, 3))
         assert world.group((1, 3)).rank == 1
         assert world.group((3, 1)).rank == 0
-        with pytest.raises(CollectiveError, match=r"rank 3 asked for the group \(0, 1\), of which it is no member"):
+        with pytest.raises(CollectiveError, match=r"rank 3 asked for the group \(0, 1\), but is not a member of it"):
             world.group((0, 1))
 
 

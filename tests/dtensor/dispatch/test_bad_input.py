@@ -67,23 +67,27 @@ def _operands(platform: Platform) -> Iterator[Case]:
     yield lambda: x.to_local(grad_placements=(S0,)), "PlacementError", "expected 2 placements"
     yield lambda: x.to_local(grad_placements=S0), "PlacementError", "to_local: placements must be a tuple"
     for grads in ((R, R), (Partial(), R), (Shard(1), R), (S0, S0)):
-        yield lambda grads=grads: x.to_local(grad_placements=grads), "PlacementError", "to_local: grad_placements .*cut"
+        yield (
+            lambda grads=grads: x.to_local(grad_placements=grads),
+            "PlacementError",
+            "to_local: grad_placements .*sharded",
+        )
         yield (
             lambda grads=grads: DTensor.from_local(platform.unwrap(x), mesh, (S0, R), grad_placements=grads),
             "PlacementError",
-            "from_local: grad_placements .* a gradient is cut where its shard is",
+            "from_local: grad_placements .* a gradient is sharded like its value",
         )
     yield lambda: x.redistribute("dp"), "MeshError", "redistribute: device_mesh must be a DeviceMesh, got 'dp'"
     yield lambda: local_map(abs, [S0, R], device_mesh="dp"), "MeshError", "local_map: device_mesh must be"
-    yield lambda: local_map(abs, [S0, R])(x=x), "PlacementError", "DTensors are given by position, got x by keyword"
+    yield lambda: local_map(abs, [S0, R])(x=x), "PlacementError", "DTensors are passed by position, got x by keyword"
     yield lambda: local_map(abs, [S0, R], [None])(x), "PlacementError", "argument 0 is a DTensor .* is None"
-    yield lambda: local_map(abs, [Shard(3), R])(x), "PlacementError", "Shard.3. cuts dimension 3 of a 2-dimensional"
+    yield lambda: local_map(abs, [Shard(3), R])(x), "PlacementError", "Shard.3. shards dimension 3 of a 2-dimensional"
     yield lambda: shard_module(abs, "dp", ShardingPlan()), "MeshError", "shard_module: device_mesh must be a DeviceMesh"
     yield lambda: local_map(abs, [[S0, R]], [[S0, R], [S0, R]])(x), "PlacementError", "2 in_placements for 1 positional"
     yield (
         lambda: custom_shard(lambda a, b: a, mesh, [S0, R], [[S0, R], [S0, R]])(x, plain),
         "PlacementError",
-        "argument 1 has placements .* but is no DTensor",
+        "argument 1 has placements .* but is not a DTensor",
     )
 
 
@@ -100,7 +104,7 @@ def _creation(platform: Platform) -> Iterator[Case]:
         yield lambda make=make: make([1.0], mesh, (S0, R)), "MixedOperandsError", f"'{platform.name}', got list"
     yield lambda: DTensor.from_local(x, mesh, (S0, R)), "MixedOperandsError", "takes a plain"
     yield lambda: distribute_tensor(x, mesh, (R, R)), "PlacementError", "is a DTensor placed"
-    yield lambda: distribute_tensor(plain, mesh, (RaggedShard(0, (1, 2)), R)), "PlacementError", "parts that sum to 3"
+    yield lambda: distribute_tensor(plain, mesh, (RaggedShard(0, (1, 2)), R)), "PlacementError", "units that sum to 3"
     yield lambda: zeros(4, device_mesh=mesh, placements=(Partial(), R)), "PlacementError", "cannot make partial"
     yield lambda: zeros(4, device_mesh="dp"), "MeshError", "a factory: device_mesh must be a DeviceMesh, got 'dp'"
     yield lambda: zeros(-4, device_mesh=mesh), "ShardShapeError", "sizes of at least 0, got .-4."

@@ -74,8 +74,8 @@ def test_implicit_redistribution_can_be_forbidden(hp_platform: Platform) -> None
     assert message == (
         "add at test_explicit_redistribution.py:LINE "
         "would redistribute its argument [1] [4, 6] from (tp:S(1)) to (tp:S(0)), sending 24 "
-        "bytes per rank. Do it yourself before: x.redistribute(placements=[Shard(0)]), or place the other arguments to "
-        "fit."
+        "bytes per rank. Redistribute it explicitly before: x.redistribute(placements=[Shard(0)]), or "
+        "place the other arguments to fit."
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from hp_dtensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.tensor.base import PendingDTensor, begin_wait
+from hp_dtensor.tensor.base import PendingDTensor, set_pending
 from hp_dtensor.testing import run_ranks
 
 
@@ -99,7 +99,7 @@ def _failing(platform: Platform) -> None:
     def fail(x: Any) -> NoReturn:
         raise RuntimeError("lost rank 1")
 
-    begin_wait(y, fail)
+    set_pending(y, fail)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="lost rank 1"):
             y.to_local()

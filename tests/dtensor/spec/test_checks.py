@@ -76,7 +76,7 @@ def test_shards_that_do_not_fit_name_their_ranks(hp_platform: Platform) -> None:
         assert message == (
             "the shards of a tensor [7, 2] placed (dp:S(0)) do not fit: rank 0 has [1, 2], expected [3, 2]; "
             "rank 1 has [4, 2], expected [3, 2]; rank 2 has [2, 2], expected [1, 2]. "
-            "Shards in chunk order are equal but for the last; RaggedShard takes any rows."
+            "Shards are equal except the last ones, as by torch.chunk; RaggedShard allows any sizes."
         )
 
 

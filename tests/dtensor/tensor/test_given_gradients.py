@@ -16,6 +16,7 @@ from hp_dtensor import (
     distribute_tensor,
     explicit_redistribution,
     from_local,
+    record_collectives,
 )
 from hp_dtensor.exceptions import ImplicitRedistributionError, PlacementError
 from hp_dtensor.platform.interface import Platform
@@ -93,3 +94,21 @@ def _wrong_shape(platform: Platform) -> None:
 
 def test_a_gradient_of_another_shape_is_refused(hp_platform: Platform) -> None:
     run_ranks(_wrong_shape, 2, hp_platform, hp_platform)
+
+
+def _own_gradients(platform: Platform) -> tuple[Any, int]:
+    mesh = DeviceMesh("cpu", (2,), platform=platform)
+    local = platform.from_numpy(np.ones((2,), np.float32))
+    platform.set_requires_grad(local, True)
+    x = from_local(platform.ops.mul(local, 1.0), mesh, [Replicate()], grad_placements=[Partial()])
+    loss = platform.ops.sum(platform.ops.mul(x, 3.0))
+    with record_collectives() as log:
+        platform.backward(loss)
+    return platform.to_numpy(platform.get_grad(local)), log.count()
+
+
+def test_from_local_leaves_a_replicated_gradient_that_may_be_partial(hp_platform: Platform) -> None:
+    """As torch: each rank gets its own gradient, and nothing is sent or replaced by zeros."""
+    for grad, count in run_ranks(_own_gradients, 2, hp_platform, hp_platform):
+        np.testing.assert_array_equal(grad, np.full((2,), 3.0, np.float32))
+        assert count == 0

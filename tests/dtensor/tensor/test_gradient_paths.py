@@ -78,7 +78,7 @@ def _late_hook(platform: Platform) -> list[Any]:
     platform.backward(ops.sum(ops.matmul(whole, w)))
     _, w, late = _gathered(platform)
     ops.matmul(late, w)
-    with pytest.raises(GradientPathError, match="Register it before the first use"):
+    with pytest.raises(GradientPathError, match="Register the hook before the first use"):
         late.register_hook(print)
     return seen
 

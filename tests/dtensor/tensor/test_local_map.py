@@ -60,7 +60,7 @@ def test_a_size_that_cannot_be_known_is_refused(hp_platform: Platform) -> None:
     """Twice as many rows: 6 of 10 on one rank, but the region sees only its own."""
 
     def rank(mesh: DeviceMesh, x: Any) -> None:
-        with pytest.raises(PlacementError, match=r"output 0 \[[64], 4\] is cut along dimension 0 .*from_local"):
+        with pytest.raises(PlacementError, match=r"output 0 \[[64], 4\] is sharded along dimension 0 .*from_local"):
             local_map(lambda t: hp_platform.ops.cat([t, t], 0), [S0])(x)
 
     on_ranks(hp_platform, rank)
@@ -103,10 +103,10 @@ def test_aliases_for_one_output_and_none_for_the_other(hp_platform: Platform, co
 
 
 WRONG: dict[str, tuple[Callable[..., Any], str]] = {
-    "one output more": (lambda f, x: local_map(f, [[S0], [S0]])(x), "gave 1 outputs, out_placements has 2"),
+    "one output more": (lambda f, x: local_map(f, [[S0], [S0]])(x), "returned 1 outputs, out_placements has 2"),
     "bare placements": (lambda f, x: local_map(f, [S0], [S0])(x), r"in_placements\[0\] must be placements"),
-    "no tensor": (lambda f, x: local_map(lambda t: 3, [S0])(x), "output 0 has placements but is no tensor: int"),
-    "a number": (lambda f, x: local_map(f, [S0], [[S0], [R]])(x, 3), "argument 1 has placements .* is no DTensor"),
+    "no tensor": (lambda f, x: local_map(lambda t: 3, [S0])(x), "output 0 has placements but is not a tensor: int"),
+    "a number": (lambda f, x: local_map(f, [S0], [[S0], [R]])(x, 3), "argument 1 has placements .* is not a DTensor"),
     "placed otherwise": (
         lambda f, x: local_map(f, [S1], [[S1]])(x),
         r"argument 0 must be placed \[Shard\(1\)\], got \(dp:S\(0\)\)",
@@ -231,7 +231,7 @@ def test_gradients_that_do_not_follow_are_stated(hp_platform: Platform) -> None:
 
         with pytest.raises(PlacementError, match=r"argument 1, replicated over axis 'dp', .*: not all outputs are"):
             local_map(several, [[S0], [R]])(x, w)
-        with pytest.raises(PlacementError, match="outputs are replicated and come of arguments that are not"):
+        with pytest.raises(PlacementError, match="outputs are replicated but computed from arguments that are not"):
             local_map(lambda x, w: ops.mul(w, 2), [R])(x, w)
         stated = local_map(lambda x, w: ops.mul(w, 2), [R], in_grad_placements=[None, [R]])(x, w)
         hp_platform.backward(ops.sum(stated).full_tensor())

@@ -156,7 +156,7 @@ def _factories(platform: Platform) -> None:
         "float32",
         "bool",
     ]
-    with pytest.raises(ValueError, match=r"makes dense tensors, layout torch\.strided; got layout='sparse'"):
+    with pytest.raises(ValueError, match=r"creates dense tensors, layout torch\.strided; got layout='sparse'"):
         zeros(4, device_mesh=mesh, layout="sparse")
     mean = DTensor.from_local(_numbers(platform, 2), mesh, [Partial(reduce_op="avg")])
     assert mean.placements[0].is_partial(reduce_op="avg")
@@ -193,7 +193,7 @@ def _strides_given(platform: Platform) -> None:
     with pytest.raises(ShardShapeError, match=r"stride \[3, 1\] goes with the global shape; pass shape= too"):
         from_local(part, mesh, [Shard(0)], stride=(3, 1))
     for wrong in ((1, 4), (3, 1, 1)):
-        with pytest.raises(ShardShapeError, match=r"lies in memory with global strides \[3, 1\], got stride"):
+        with pytest.raises(ShardShapeError, match=r"is stored with global strides \[3, 1\], got stride"):
             from_local(part, mesh, [Shard(0)], shape=(4, 3), stride=wrong)
 
 

@@ -30,7 +30,7 @@ from hp_dtensor.exceptions import MeshError, PlacementError, RankMismatchError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.spec.tensor_spec import TensorSpec
-from hp_dtensor.tensor.conversions import local_of, zeros_laid_out_as
+from hp_dtensor.tensor.conversions import local_of, zeros_placed_like
 from hp_dtensor.tensor.dtensor import DTensor
 
 Tensor = Any
@@ -453,7 +453,7 @@ class Muon:
         _check(self._parameters)
         self.platform = platform if platform is not None else _platform_of_weights(self._parameters.values())
         with self.platform.no_grad():
-            self._momenta = {name: zeros_laid_out_as(self.platform, x) for name, x in self._parameters.items()}
+            self._momenta = {name: zeros_placed_like(self.platform, x) for name, x in self._parameters.items()}
 
     def step(self, learning_rate: float) -> None:
         """Update every parameter that has a gradient."""

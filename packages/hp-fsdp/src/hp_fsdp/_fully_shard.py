@@ -15,7 +15,7 @@ from hp_dtensor.exceptions import MeshError
 from hp_dtensor.parallel import nn
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
-from hp_dtensor.spec.rank_checks import check_alike, telling_failure_to_alike
+from hp_dtensor.spec.rank_checks import check_alike, reporting_failure_to_check_alike
 from hp_fsdp._engine.flat_buffer import FlatBuffer
 from hp_fsdp._engine.forward import FSDPState, state_of
 from hp_fsdp._engine.gather_extension import ExtensionGathering, chunked_layout
@@ -116,7 +116,7 @@ def fully_shard(
     mesh = _data_parallel_mesh(modules, mesh, dp_mesh_dims)
     name = ", ".join(type(module).__name__ for module in modules)
     # If one rank finds a problem, this reports it to the others, which would wait for it in `_check_ranks`.
-    with telling_failure_to_alike(mesh, f"fully_shard({name})"):
+    with reporting_failure_to_check_alike(mesh, f"fully_shard({name})"):
         reshard_after_forward = check_settings(mesh, zero_stage, reshard_after_forward, threshold, bucket_size)
         _check_modules(mesh.platform, modules)
         storage = get_storage(mesh.platform)

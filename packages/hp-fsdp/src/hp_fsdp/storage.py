@@ -13,7 +13,7 @@ from hp_dtensor.comm.process_group import DONE, Work
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.tensor_spec import TensorSpec
-from hp_dtensor.tensor.base import AwaitedGradient
+from hp_dtensor.tensor.base import DeferredGradient
 
 Tensor = Any
 DType = Any
@@ -236,11 +236,11 @@ class ParameterStorage(ABC):
             fetch: called when `grad` is read. It sets the gradient.
             drop: called when `grad` is set otherwise.
         """
-        parameter._awaited_gradient = AwaitedGradient(fetch, drop)
+        parameter._deferred_gradient = DeferredGradient(fetch, drop)
 
     def cancel_deferred_gradient(self, parameter: Tensor) -> None:
         """Undo `defer_gradient`."""
-        parameter._awaited_gradient = None
+        parameter._deferred_gradient = None
 
     # Parameters ------------------------------------------------------------------------------------------
 

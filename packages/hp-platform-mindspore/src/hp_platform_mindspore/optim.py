@@ -16,7 +16,7 @@ import numpy as np
 from mindspore import Tensor
 
 from hp_dtensor.platform.selection import get_platform
-from hp_dtensor.tensor.conversions import zeros_laid_out_as
+from hp_dtensor.tensor.conversions import zeros_placed_like
 from hp_platform_mindspore.platform_base import MindSporeBase
 from hp_platform_mindspore.tensor.memory import HOST_DTYPES, numbers, store
 
@@ -135,7 +135,7 @@ class Optimizer(ABC):
         for parameter in self._parameters():
             gradient = None if set_to_none else self.platform.get_grad(parameter)
             if gradient is not None:
-                self.platform.copy_(gradient, zeros_laid_out_as(self.platform, gradient))
+                self.platform.copy_(gradient, zeros_placed_like(self.platform, gradient))
             else:
                 self.platform.set_grad(parameter, None)
 
@@ -204,7 +204,7 @@ class AdamW(Optimizer):
         coefficients = AdamWStep.number(step, group["lr"], group["betas"], group["eps"], group["weight_decay"])
         for slot in ("exp_avg", "exp_avg_sq"):
             if slot not in state:
-                state[slot] = zeros_laid_out_as(self.platform, parameter)
+                state[slot] = zeros_placed_like(self.platform, parameter)
         state["step"] = step
         adamw_(self.platform, parameter, gradient, state["exp_avg"], state["exp_avg_sq"], coefficients)
 
@@ -235,7 +235,7 @@ class SGD(Optimizer):
     def _with_momentum(self, parameter: Tensor, change: Tensor, state: dict[str, Any], momentum: float) -> Tensor:
         platform, ops = self.platform, self.platform.ops
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = zeros_laid_out_as(platform, parameter)
+            state["momentum_buffer"] = zeros_placed_like(platform, parameter)
         buffer = platform.unwrap(state["momentum_buffer"])
         platform.copy_(buffer, ops.add(self._times(buffer, momentum), change))
         return buffer

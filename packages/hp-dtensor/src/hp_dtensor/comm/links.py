@@ -99,7 +99,7 @@ def measure_links(mesh: DeviceMesh, num_bytes: int = 2**24, repeats: int = 5) ->
     measured: dict[str, tuple[float, float]] = {}
     for axis, name in enumerate(mesh.mesh_dim_names):
         if mesh.shape[axis] > 1:
-            group = mesh.get_group(axis)
+            group = mesh.group_along(axis)
             small, large = (_all_gather_seconds(group, size, repeats) for size in (1, num_bytes))
             # The small all-gather is latency only. On a noisy machine the large one may appear no slower.
             measured[name] = small, num_bytes * (group.size - 1) / max(large - small, 1e-9)

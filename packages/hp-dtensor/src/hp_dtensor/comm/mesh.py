@@ -1,9 +1,4 @@
-"""The arguments of a new device mesh: how they are read, and what is refused.
-
-DeviceMesh: named axes over the ranks of a world, and the process groups along them.
-
-The mesh of a `with mesh:` block: what factories and `distribute_tensor` use where none is given.
-"""
+"""DeviceMesh: named axes over the ranks of a world, the process groups along them, and the current mesh."""
 
 from __future__ import annotations
 
@@ -33,7 +28,7 @@ from hp_dtensor.platform.selection import get_platform
 def read_shape_and_ranks(
     mesh: Any, mesh_shape: Sequence[int] | None, ranks: Sequence[int] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Return the sizes of the axes and the ranks in row-major order (None: 0, 1, 2, ...) that the arguments mean.
+    """Return the axis sizes and the ranks in row-major order (None: 0, 1, 2, ...) that the arguments specify.
 
     A tuple of ints is a shape. Anything else that holds ints (a list, nested lists, an array, a tensor) is the ranks
     themselves, as torch's `DeviceMesh` takes them.
@@ -42,13 +37,13 @@ def read_shape_and_ranks(
         MeshError: both a mesh and a shape, neither, or something that is neither.
     """
     if (mesh is None) == (mesh_shape is None):
-        raise MeshError("a mesh takes its ranks (mesh=, as in torch) or its shape (mesh_shape=): give one of them")
+        raise MeshError("a mesh takes its ranks (mesh=, as in torch) or its shape (mesh_shape=): pass exactly one")
     if mesh_shape is not None:
         return listed("mesh_shape", "ints", mesh_shape), None if ranks is None else tuple(ranks)
     if _is_shape(mesh):
         return tuple(map(int, mesh)), None if ranks is None else tuple(ranks)
     if ranks is not None:
-        raise MeshError(f"mesh={mesh!r} gives the ranks already; ranks= goes with a shape, a tuple of ints")
+        raise MeshError(f"mesh={mesh!r} already lists the ranks; ranks= goes with a shape, a tuple of ints")
     return _read_ranks(mesh)
 
 
@@ -72,7 +67,7 @@ def _read_ranks(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def listed(what: str, kind: str, value: Any) -> tuple[Any, ...]:
-    """Return `value` as a tuple; a text or a single thing is refused in the name of `what`."""
+    """Return `value` as a tuple. A string or a value that is not iterable raises a `MeshError` about `what`."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise MeshError(f"{what} must be a tuple of {kind}, got {value!r}")
     return tuple(value)
@@ -81,17 +76,17 @@ def listed(what: str, kind: str, value: Any) -> tuple[Any, ...]:
 def check_new_mesh(
     device_type: str, shape: tuple[int, ...], names: tuple[str, ...], ranks: Sequence[int] | None, world: World
 ) -> None:
-    """Refuse a mesh that cannot exist in `world`.
+    """Check that a mesh can exist in `world`.
 
     Raises:
-        MeshError: listing every problem.
+        MeshError: it cannot. The message lists every problem.
     """
     if not all(isinstance(size, int) for size in shape):
-        raise MeshError(f"mesh_shape must be a tuple of ints, got {shape!r}; which ranks they are, ranks= says")
+        raise MeshError(f"mesh_shape must be a tuple of ints, got {shape!r}; pass the ranks themselves as ranks=")
     if not all(isinstance(name, str) for name in names):
         raise MeshError(f"mesh_dim_names must be a tuple of names, got {names!r}")
     problems = []
-    known = getattr(world.platform, "device_types", None)  # platforms that only plan may leave it out
+    known = getattr(world.platform, "device_types", None)  # missing on platforms that only plan
     if known and device_type not in known:
         problems.append(f"the platform has no device {device_type!r} here, only {', '.join(known)}")
     if not shape or any(size < 1 for size in shape):
@@ -127,7 +122,7 @@ def _size_of(world: World) -> str:
 
 
 class EnteredMeshes(threading.local):
-    """The meshes of the `with mesh:` blocks that this thread is in, outermost first."""
+    """The meshes of the `with mesh:` blocks that this thread is in, the outermost first."""
 
     def __init__(self) -> None:
         self.meshes: list[DeviceMesh] = []
@@ -137,15 +132,15 @@ entered = EnteredMeshes()
 
 
 class DeviceMesh(MeshCoordinates):
-    """A mesh of ranks, seen from one rank; immutable. Follows torch's `DeviceMesh`.
+    """An immutable mesh of ranks, seen from one of them. Follows torch's `DeviceMesh`.
 
     Args:
         device_type: `cpu`, `cuda`, `npu`.
-        mesh: the global ranks, as a list, nested lists, an array or a tensor; or a tuple of ints: the sizes of the
-            axes, with ranks 0, 1, 2, ... in row-major order. (In torch, a tuple is ranks too.)
+        mesh: the global ranks, as a list, nested lists, an array or a tensor; or the axis sizes as a tuple of ints,
+            for ranks 0, 1, 2, ... in row-major order. (In torch, a tuple lists ranks too.)
         mesh_dim_names: one name per axis; default `axis0`, `axis1`, ...
-        mesh_shape: the sizes of the axes, instead of `mesh`.
-        ranks: explicit ranks of a shape, in row-major order, where they are not 0, 1, 2, ...
+        mesh_shape: the axis sizes, instead of `mesh`.
+        ranks: the ranks of a shape in row-major order, if they are not 0, 1, 2, ...
         world: default: the current world.
         platform: the platform or its name; default: that of the world.
 
@@ -216,7 +211,7 @@ class DeviceMesh(MeshCoordinates):
 
     @property
     def mesh(self) -> Any:
-        """Return the global ranks as an int32 tensor of the mesh's shape on the host; in a fake world as an array."""
+        """Return the global ranks as an int32 host tensor of the mesh's shape (in a fake world: a NumPy array)."""
         import numpy as np
 
         ranks = np.array(self.ranks(), np.int32).reshape(self.shape)
@@ -226,10 +221,10 @@ class DeviceMesh(MeshCoordinates):
     # Process groups -----------------------------------------------------------------------------------------
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        """Return the process group along an axis as the framework's own: on torch a `torch.distributed.ProcessGroup`.
+        """Return the framework's process group along an axis: on torch a `torch.distributed.ProcessGroup`.
 
-        Functions of `torch.distributed`, `DistributedDataParallel` and libraries take it. Simulated ranks and platforms
-        whose framework has no such class get the group of `group_along`.
+        For functions of `torch.distributed`, `DistributedDataParallel` and libraries. For simulated ranks, and if the
+        framework has no such class, it is the group of `group_along`.
 
         Raises:
             MeshError: this rank is outside the mesh, or the mesh has several axes and none was named.
@@ -247,17 +242,17 @@ class DeviceMesh(MeshCoordinates):
         return self.group_over((self._own_axis(mesh_dim, "group"),))
 
     def group_over(self, axes: tuple[int, ...]) -> ProcessGroup:
-        """Return the group of the ranks that differ from this one on `axes` (numbers) only, in mesh order."""
-        # A group that was let go of (`destroy_process_group`) is made anew, by every rank, at its next use.
+        """Return the group of the ranks that differ from this one only on `axes` (indices), in mesh order."""
+        # A group that was destroyed (`destroy_process_group`) is created again, by every rank, at its next use.
         found = self._groups.get(axes)
         if found is None or found.is_closed:
             found = self._groups[axes] = self.world.group([self.rank_at(member) for member in self.members_over(axes)])
         return found
 
     def _get_root_mesh(self) -> DeviceMesh:
-        """Return this mesh: torch's `DistributedDataParallel(device_mesh=...)` asks whether it is a slice of another.
+        """Return this mesh. torch's `DistributedDataParallel(device_mesh=...)` calls this to find out if it is a slice.
 
-        For a slice it would convert parameters that are DTensors of torch's own, which ours are not.
+        For a slice it would convert parameters that are torch's DTensors, which ours are not.
         """
         return self
 
@@ -265,7 +260,7 @@ class DeviceMesh(MeshCoordinates):
         """Return the framework's process groups of this rank, one per axis; see `get_group`."""
         return [self.get_group(axis) for axis in range(self.ndim)]
 
-    # Other meshes of the same ranks -------------------------------------------------------------------------
+    # Meshes derived from this one ---------------------------------------------------------------------------
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """Return the sub-mesh of this rank along the named axes or aliases, in the order given.
@@ -275,13 +270,13 @@ class DeviceMesh(MeshCoordinates):
         """
         wanted = (names,) if isinstance(names, str) else names
         if not isinstance(wanted, (tuple, list)) or not all(isinstance(name, str) for name in wanted):
-            raise MeshError(f"a mesh is sliced by names of axes, got {names!r}; axes: {', '.join(self.mesh_dim_names)}")
+            raise MeshError(f"a mesh is sliced by axis names, got {names!r}; axes: {', '.join(self.mesh_dim_names)}")
         axes = tuple(self._axis_named(name) for name in wanted)
         check_disjoint(axes)
         return self._derive(axes, self._base_of(axes))
 
     def along(self, axes: Sequence[MeshAxis]) -> DeviceMesh:
-        """Return the sub-mesh of this rank along axes of another mesh of the same ranks, such as a peer's.
+        """Return the sub-mesh of this rank along axes of another mesh over the same ranks.
 
         Raises:
             MeshError: axes that share ranks.
@@ -290,9 +285,9 @@ class DeviceMesh(MeshCoordinates):
         return self._derive(tuple(axes), self._base_of(axes))
 
     def flatten(self, name: str, axes: Sequence[str] | None = None) -> DeviceMesh:
-        """Return the 1-D mesh of several axes (default: all) as one, outermost first.
+        """Return the 1-D mesh of several axes (default: all) merged into one, the outermost first.
 
-        From now on `mesh[name]` finds it, also in meshes sliced from this one.
+        From then on `mesh[name]` returns it, also in meshes sliced from this one.
 
         Raises:
             MeshError: the name is taken, an unknown axis, or axes that share ranks.
@@ -304,14 +299,14 @@ class DeviceMesh(MeshCoordinates):
         return self._derive((axis,), self._base_of((axis,)))
 
     def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
-        """Return `flatten` of all axes under torch's name for it; default name: the axes' names joined by `_`."""
+        """Flatten all axes: `flatten` under the name that it has in torch. Default name: axis names joined by `_`."""
         return self.flatten("_".join(self.mesh_dim_names) if mesh_dim_name is None else mesh_dim_name)
 
     def unflatten(self, axis: str, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
         """Return this mesh with one axis split into several, the first outermost.
 
         Raises:
-            MeshError: sizes that do not multiply to the axis's, or names that repeat.
+            MeshError: sizes whose product is not the axis size, or repeated names.
         """
         where = self.axis_index(axis)
         parts = split_axis(self.axes[where], tuple(sizes), tuple(names))
@@ -320,10 +315,10 @@ class DeviceMesh(MeshCoordinates):
         return self._derive(axes, self._base)
 
     def concatenate(self, other: DeviceMesh) -> DeviceMesh:
-        """Return the mesh with this mesh's axes followed by `other`'s; both must be views of the same ranks.
+        """Return the mesh with the axes of this mesh followed by those of `other`.
 
         Raises:
-            MeshError: they are not, or share axes.
+            MeshError: the meshes were not derived from the same one, or share axes.
         """
         if other.world is not self.world or other._ranks != self._ranks:
             raise MeshError(f"meshes {self.describe()} and {other.describe()} do not come from the same ranks")
@@ -350,12 +345,12 @@ class DeviceMesh(MeshCoordinates):
         """Return a mesh that communicates through existing groups. Follows torch's `DeviceMesh.from_group`.
 
         Args:
-            group: a `ProcessGroup` or a group of the framework's own (`torch.distributed`): that of the only axis, or a
-                list with one per axis, each with this rank in it.
-            mesh: for several groups all ranks, as nested lists of the mesh's shape.
+            group: a `ProcessGroup` or a group of the framework (`torch.distributed`), or a list with one per axis. Each
+                group contains this rank.
+            mesh: required with several groups: all ranks, as nested lists of the mesh's shape.
 
         Raises:
-            MeshError: something else than groups, or groups that are not those of this rank in `mesh`.
+            MeshError: an argument is not a group, or the groups are not those of this rank in `mesh`.
         """
         import numpy as np
 
@@ -372,7 +367,7 @@ class DeviceMesh(MeshCoordinates):
         return made
 
     def _use_groups(self, groups: Sequence[ProcessGroup]) -> None:
-        """Communicate through an existing group along each axis from now on."""
+        """Use an existing group for each axis, instead of creating one."""
         inside = self._coordinate is not None
         lines = [tuple(map(self.rank_at, self.members_over((axis,)))) if inside else () for axis in range(self.ndim)]
         if lines != [tuple(group.ranks) for group in groups]:
@@ -384,7 +379,7 @@ class DeviceMesh(MeshCoordinates):
             self.world._groups.setdefault(group.ranks, group)
             self._groups[(axis,)] = group
 
-    # As a value and as a block ------------------------------------------------------------------------------
+    # Blocks, copies, comparison -----------------------------------------------------------------------------
 
     def __enter__(self) -> DeviceMesh:
         """Make this the current mesh of the thread; see `hp_dtensor.get_current_mesh`."""
@@ -430,14 +425,14 @@ def init_device_mesh(
 ) -> DeviceMesh:
     """Return a mesh over all ranks of the current world; see `DeviceMesh`.
 
-    A process that a launcher (torchrun, msrun, srun) has started, and that has joined no job yet, joins it here.
+    A process that was started by a launcher (torchrun, msrun, srun) and has not joined the job yet joins it here.
 
     Args:
-        mesh_shape: the sizes of the axes.
+        mesh_shape: the axis sizes.
         platform: the platform or its name; default: that of the world, else the selected one.
 
     Raises:
-        MeshError: also when the mesh does not hold exactly as many ranks as the world.
+        MeshError: as `DeviceMesh`, and if the mesh and the world differ in their numbers of ranks.
 
     Example:
         >>> def program():
@@ -453,7 +448,7 @@ def init_device_mesh(
     if mesh.size() != mesh.world.size:
         raise MeshError(
             f"mesh {mesh.describe()} has {mesh.size()} ranks, the world has {mesh.world.size}; "
-            "for a mesh of some of them use DeviceMesh(device_type, mesh_shape, ranks=...)"
+            "for a mesh over some of the ranks use DeviceMesh(device_type, mesh_shape, ranks=...)"
         )
     return mesh
 
@@ -467,12 +462,12 @@ def _restore(
     ranks: tuple[int, ...] | None,
     aliases: dict[str, MeshAxis],
 ) -> DeviceMesh:
-    """Return a pickled mesh, of the same ranks, in the world of the process that reads it.
+    """Unpickle a mesh in the current world.
 
     Raises:
-        MeshError: that world has another size.
+        MeshError: the world has another size than the one in which the mesh was pickled.
     """
-    # Without joining: a worker process of a data loader has the launcher's variables too, but is no rank.
+    # Without joining: a worker process of a data loader has the launcher's environment too, but is not a rank.
     world = existing_world(None if platform is None else get_platform(platform))
     if world.size != world_size:
         raise MeshError(f"a mesh of a world of {world_size} ranks was read in a world of {world.size}")
@@ -482,10 +477,10 @@ def _restore(
 
 
 def require_mesh(what: str, mesh: Any) -> DeviceMesh:
-    """Return `mesh`; one of the framework's own (`torch.distributed.device_mesh`) as ours, over the same groups.
+    """Return `mesh`, converting a mesh of the framework (`torch.distributed.device_mesh`) over the same groups.
 
     Raises:
-        MeshError: in the name of `what`, something else.
+        MeshError: `mesh` is neither. The message starts with `what`.
     """
     if isinstance(mesh, DeviceMesh):
         return mesh
@@ -500,7 +495,7 @@ def as_group(group: Any) -> ProcessGroup:
     """Return a process group of hp_dtensor or of a framework as one of hp_dtensor, over the same connections.
 
     Raises:
-        MeshError: it is no process group, or this rank is not in it.
+        MeshError: not a process group, or this rank is not in it.
     """
     found = _own_group(group)
     if found is None:
@@ -517,7 +512,7 @@ def _own_group(group: Any) -> ProcessGroup | None:
 
 
 def _platform_of_object(value: Any) -> Platform | None:
-    """Return the platform of the framework that defines the type of `value`, if there is one."""
+    """Return the platform of the framework that defines the type of `value`, or None."""
     framework = type(value).__module__.partition(".")[0]
     if framework in sys.builtin_module_names:
         return None

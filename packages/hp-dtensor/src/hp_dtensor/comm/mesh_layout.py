@@ -1,8 +1,8 @@
 """Mesh axes as strides: slicing, splitting and merging are arithmetic, the same cost for any number of ranks.
 
 An axis is one or more (size, stride) pieces, outermost first, as in CuTe layouts, so that flattening axes that are
-not adjacent in rank order is still arithmetic. An index is a position in row-major order; which global rank sits
-there, the mesh says.
+not adjacent in rank order is still arithmetic. An index is a position in row-major order. The mesh maps it to a global
+rank.
 
 Coordinates of ranks on named axes: which global rank sits where, by arithmetic alone.
 """
@@ -20,7 +20,7 @@ from hp_dtensor.exceptions import MeshError
 
 @dataclass(frozen=True, slots=True)
 class MeshAxis:
-    """A named axis: `sizes` and `strides` (in ranks) of its pieces, outermost first."""
+    """A named axis, made of one or more pieces with `sizes` and `strides` (in ranks), the outermost first."""
 
     name: str
     sizes: tuple[int, ...]
@@ -40,7 +40,7 @@ class MeshAxis:
         return total
 
     def coordinate(self, index: int) -> int:
-        """Return the coordinate of rank index `index`, whatever its position on other axes."""
+        """Return the coordinate on this axis of the rank at `index`."""
         result = 0
         for size, stride in zip(self.sizes, self.strides, strict=True):
             result = result * size + (index // stride) % size
@@ -48,16 +48,16 @@ class MeshAxis:
 
 
 def row_major_axes(names: Sequence[str], shape: Sequence[int]) -> tuple[MeshAxis, ...]:
-    """Return the axes of a mesh of `shape` whose indices run through it in row-major order."""
+    """Return the axes of a mesh of `shape` in row-major order."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     return tuple(MeshAxis(name, (size,), (stride,)) for name, size, stride in zip(names, shape, strides, strict=True))
 
 
 def check_disjoint(axes: Sequence[MeshAxis]) -> None:
-    """Refuse axes that share ranks, such as `dp` and a flattened axis that contains it.
+    """Check that no two axes share ranks, as `dp` and a flattened axis that contains it do.
 
     Raises:
-        MeshError: naming two such axes, or an axis that is named twice.
+        MeshError: two axes do, or an axis is named twice.
     """
     names = [axis.name for axis in axes]
     if len(set(names)) != len(names):
@@ -68,14 +68,14 @@ def check_disjoint(axes: Sequence[MeshAxis]) -> None:
         for size, stride in zip(axis.sizes, axis.strides, strict=True)
         if size > 1
     )
-    # Pieces are disjoint when each one's ranks fit between two steps of the next longer stride.
+    # Pieces are disjoint if each one, in order of strides, ends before the stride of the next one.
     for (stride, size, name), (next_stride, _, next_name) in itertools.pairwise(pieces):
         if stride * size > next_stride:
             raise MeshError(f"axes {name!r} and {next_name!r} share ranks and cannot be in one mesh")
 
 
 def merge_axes(name: str, parts: Sequence[MeshAxis]) -> MeshAxis:
-    """Return one axis of several; adjacent pieces are merged, so that equal axes have equal pieces."""
+    """Merge axes into one. Adjacent pieces are joined, so that equal axes have equal pieces."""
     merged: list[tuple[int, int]] = []
     for part in parts:
         for size, stride in zip(part.sizes, part.strides, strict=True):
@@ -90,7 +90,7 @@ def merge_axes(name: str, parts: Sequence[MeshAxis]) -> MeshAxis:
 
 
 def remaining_axis(name: str, axes: Sequence[MeshAxis], num_ranks: int) -> MeshAxis:
-    """Return the axis that, with `axes`, which share no ranks, covers `num_ranks` ranks."""
+    """Return the axis that completes `axes`, which share no ranks, to `num_ranks` ranks."""
     rest, outer = [], num_ranks
     pieces = [(stride, size) for axis in axes for size, stride in zip(axis.sizes, axis.strides, strict=True)]
     for stride, size in sorted((piece for piece in pieces if piece[1] > 1), reverse=True):
@@ -100,10 +100,10 @@ def remaining_axis(name: str, axes: Sequence[MeshAxis], num_ranks: int) -> MeshA
 
 
 def split_axis(axis: MeshAxis, sizes: tuple[int, ...], names: tuple[str, ...]) -> tuple[MeshAxis, ...]:
-    """Return several axes, the first outermost, that make up `axis`.
+    """Split an axis into several, the first one outermost.
 
     Raises:
-        MeshError: sizes that do not multiply to the axis's, or an axis flattened from others that are not adjacent.
+        MeshError: sizes whose product is not the axis size, or an axis flattened from axes that are not adjacent.
     """
     if math.prod(sizes) != axis.size or len(sizes) != len(names):
         raise MeshError(
@@ -118,12 +118,12 @@ def split_axis(axis: MeshAxis, sizes: tuple[int, ...], names: tuple[str, ...]) -
 
 
 class MeshCoordinates:
-    """Named axes over the ranks of a world, seen from one rank; the part of a mesh that knows nothing of groups.
+    """Named axes over the ranks of a world, seen from one rank: a mesh without its process groups.
 
     Attributes:
-        axes: the axes, outermost first.
-        shape: their sizes.
-        world: the world whose ranks they are.
+        axes: the axes, the outermost first.
+        shape: the axis sizes.
+        world: the world to which the ranks belong.
     """
 
     __slots__ = ("_aliases", "_base", "_coordinate", "_ranks", "axes", "shape", "world")
@@ -136,7 +136,7 @@ class MeshCoordinates:
         world: World,
         aliases: dict[str, MeshAxis],
     ) -> None:
-        """Set the axes and ranks from which coordinates follow.
+        """Set axes and ranks, and compute the coordinate of this rank.
 
         Args:
             base: the index of coordinate (0, ..., 0).
@@ -162,11 +162,11 @@ class MeshCoordinates:
         return len(self.axes)
 
     def size(self, mesh_dim: int | str | None = None) -> int:
-        """Return the number of ranks, of the mesh or along one axis."""
+        """Return the number of ranks in the mesh or along one axis."""
         return math.prod(self.shape) if mesh_dim is None else self.shape[self.axis_index(mesh_dim)]
 
     def axis_index(self, axis: int | str) -> int:
-        """Return the position of an axis given by name or (negative) number.
+        """Return the index of an axis given by name or (possibly negative) index.
 
         Raises:
             MeshError: the mesh has no such axis.
@@ -184,15 +184,15 @@ class MeshCoordinates:
         return "(" + ", ".join(f"{axis.name}={axis.size}" for axis in self.axes) + ")"
 
     def get_coordinate(self) -> tuple[int, ...] | None:
-        """Return this rank's coordinate, or None when it is outside the mesh."""
+        """Return this rank's coordinate, or None if it is outside the mesh."""
         return self._coordinate
 
     def get_rank(self) -> int:
-        """Return this process's global rank, in the mesh or outside."""
+        """Return this process's global rank, even if it is outside the mesh."""
         return self.world.rank
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """Return this rank's coordinate along one axis (of a 1-D mesh: its only one).
+        """Return this rank's coordinate along an axis. The axis of a 1-D mesh need not be named.
 
         Raises:
             MeshError: this rank is outside the mesh, or the mesh has several axes and none was named.
@@ -207,7 +207,7 @@ class MeshCoordinates:
         return index if self._ranks is None else self._ranks[index]
 
     def ranks_along(self, axis: int | str) -> tuple[int, ...]:
-        """Return the global ranks of this rank's line along an axis."""
+        """Return the global ranks that differ from this one only along an axis, in its order."""
         where = self.axis_index(axis)
         mine = list(self._coordinate if self._coordinate is not None else (0,) * self.ndim)
         mine[where] = 0
@@ -216,7 +216,7 @@ class MeshCoordinates:
         return tuple(line) if self._ranks is None else tuple(self._ranks[index] for index in line)
 
     def ranks(self) -> tuple[int, ...]:
-        """Return all global ranks in row-major order; takes time and memory in proportion to their number."""
+        """Return all global ranks in row-major order, in time and memory linear in their number."""
         line = [0]
         for axis in self.axes:
             line = [index + axis.offset(c) for index in line for c in range(axis.size)]
@@ -224,15 +224,15 @@ class MeshCoordinates:
         return tuple(line) if self._ranks is None else tuple(self._ranks[index] for index in line)
 
     def members_over(self, axes: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the coordinates of the ranks that differ from this one on `axes` only, in mesh order."""
+        """Return the coordinates of the ranks that differ from this one only on `axes`, in mesh order."""
         here = self._coordinate
         assert here is not None
         return list(itertools.product(*(range(n) if a in axes else (here[a],) for a, n in enumerate(self.shape))))
 
     def remaining_axis(self, name: str, axes: Sequence[str]) -> MeshAxis:
-        """Return the axis of all ranks that share this rank's coordinates on the axes named.
+        """Return the axis over all ranks that share this rank's coordinates on the named axes.
 
-        Ranks beyond this mesh are along it too, where it is a slice of another or of the world.
+        It includes ranks outside this mesh, if the mesh is a slice of another one or of the world.
         """
         num_ranks = self.world.size if self._ranks is None else len(self._ranks)
         return remaining_axis(name, [self._axis_named(axis) for axis in axes], num_ranks)
@@ -257,7 +257,7 @@ class MeshCoordinates:
         return index - sum(axis.offset(axis.coordinate(index)) for axis in axes)
 
     def _own_axis(self, axis: int | str | None, wanted: str) -> int:
-        """Return the position of the axis on which something of this rank is wanted; None: of a mesh's only one."""
+        """Return the index of an axis (None: the only one), for `wanted`, which this rank has inside the mesh only."""
         if self._coordinate is None:
             raise MeshError(f"rank {self.world.rank} is outside mesh {self.describe()} and has no {wanted} in it")
         if axis is None and self.ndim != 1:

@@ -1,4 +1,4 @@
-"""Process groups: an ordered set of ranks and its collectives, as platforms, simulator and fake world provide them."""
+"""Process groups: an ordered set of ranks with its collectives. Platforms, simulator and fake world implement them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 
 def no_average_of(dtype: Any) -> CapabilityError:
-    """Return the error of a mean of integers over ranks, which would be no number of their dtype."""
+    """Return the error for averaging integers over ranks: the result is not an integer."""
     return CapabilityError(
         f"the reduction 'avg' needs a floating-point tensor, got {dtype}; reduce with 'sum' and divide"
     )
 
 
 class Work(Protocol):
-    """A collective under way; its buffers must not be touched before `wait` returns."""
+    """A running collective. Its buffers must not be used before `wait` returns."""
 
     def wait(self) -> None: ...
 
@@ -44,7 +44,7 @@ DONE = Done()
 
 
 class PendingBytes(Protocol):
-    """An all-gather of bytes under way."""
+    """A running all-gather of bytes."""
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes] | None:
         """Return the bytes of all ranks in rank order, or None if some rank did not answer in `timeout_seconds`."""
@@ -52,19 +52,19 @@ class PendingBytes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GatheredBytes:
-    """An all-gather of bytes that is over."""
+    """A finished all-gather of bytes."""
 
-    parts: list[bytes]
+    data: list[bytes]
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes] | None:
-        return self.parts
+        return self.data
 
 
 def record_collectives() -> contextlib.AbstractContextManager[CollectiveLog]:
     """Record the collectives that this rank (thread) starts inside the block.
 
-    Those of a backward belong to it where the backward runs in the block and what it differentiates was computed there,
-    in whatever thread the framework runs it.
+    This includes the collectives of a backward that runs in the block for a forward in the block, whichever thread the
+    framework runs it in.
 
     Example:
         >>> def program():
@@ -81,19 +81,19 @@ def record_collectives() -> contextlib.AbstractContextManager[CollectiveLog]:
 class ProcessGroup(ABC):
     """An ordered set of ranks with its collectives.
 
-    Tensors are the platform's plain tensors, contiguous, on one device. Collectives on a group of one rank
-    are copies. Every public method checks its arguments and records the call; platforms implement the
-    underscored ones, which are only called for two ranks or more.
+    Tensors are plain tensors of the platform, contiguous, on one device. On a group of one rank, collectives copy.
+    Every public method checks its arguments and records the call. Platforms implement the private methods, which are
+    called only for groups of several ranks.
 
     Attributes:
-        backend: what it communicates by: `gloo`, `nccl`, ..., or `none`.
-        ranks: global ranks, ascending in group order.
-        rank: this process's index in `ranks`.
-        is_closed: whether it has been released, so that its world makes another one.
-        notes: values that packages keep beside the group, each under a name that begins with the package's.
-        num_calls: collectives that this rank has started in the group; ranks that wait for each other differ in it.
-        last_call: name of the last one; empty before the first.
-        platform: the platform that owns the tensors (None in a fake world).
+        backend: the communication library: `gloo`, `nccl`, ..., or `none`.
+        ranks: the global ranks, in group order.
+        rank: the index of this process in `ranks`.
+        is_closed: True once the group has been released. Its world then creates another one.
+        notes: values that packages attach to the group, under names that start with the package's name.
+        num_calls: number of collectives that this rank has started in the group. In a hang, ranks differ in it.
+        last_call: name of the last collective; empty before the first.
+        platform: the platform of the tensors (None in a fake world).
 
     Example:
         >>> def program():
@@ -116,14 +116,14 @@ class ProcessGroup(ABC):
         self.notes: dict[str, Any] = {}
 
     def close(self) -> None:
-        """Release what the group holds; it is not used afterwards."""
+        """Release the resources of the group. It must not be used afterwards."""
         self.is_closed = True
 
     def all_reduce(self, x: Tensor, op: str = "sum", async_op: bool = False) -> Work:
         """Reduce `x` (any shape) over the group, in place."""
         self._check_op(op)
         n = self.size
-        # Bytes as a ring sends them, whatever the backend does; they serve to compare layouts.
+        # Bytes are those of a ring all-reduce, whatever the backend does, so that layouts can be compared.
         self._record("all_reduce", 2 * (n - 1) / n * _nbytes(self.platform, x))
         return DONE if n == 1 else self._all_reduce(x, op, async_op)
 
@@ -134,7 +134,7 @@ class ProcessGroup(ABC):
         return self._copy(output, x) if self.size == 1 else self._all_gather_into(output, x, async_op)
 
     def reduce_scatter_into(self, output: Tensor, x: Tensor, op: str = "sum", async_op: bool = False) -> Work:
-        """Reduce `x` over the group and keep this rank's 1/`size` along dim 0 in `output`; `x` may be overwritten."""
+        """Reduce `x` over the group and write this rank's chunk of dim 0 to `output`. `x` may be overwritten."""
         self._check_op(op)
         self._check_numel("reduce_scatter_into", x, self.size * _numel(output))
         self._record("reduce_scatter", (self.size - 1) * _nbytes(self.platform, output))
@@ -148,7 +148,7 @@ class ProcessGroup(ABC):
         input_rows: Sequence[int],
         async_op: bool = False,
     ) -> Work:
-        """Send `input_rows[j]` rows (dim 0) of `x` to rank j, receive `output_rows[j]` rows from it, in rank order."""
+        """Send `input_rows[j]` rows (dim 0) of `x` to rank j and receive `output_rows[j]` rows from it."""
         self._check_rows("output", output, output_rows)
         self._check_rows("input", x, input_rows)
         self._record("all_to_all", row_bytes(self.platform, x) * (sum(input_rows) - input_rows[self.rank]))
@@ -157,19 +157,19 @@ class ProcessGroup(ABC):
         return self._all_to_all_into(output, x, tuple(output_rows), tuple(input_rows), async_op)
 
     def exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
-        """Send `sends[j]` to rank j and fill `receives[j]` from rank j, point to point; None or empty: nothing.
+        """Send `sends[j]` to rank j and fill `receives[j]` from rank j, point to point.
 
-        Both sides must agree on what is empty. The entry of this rank itself is copied.
+        Entries that are None or empty are skipped, on both sides alike. This rank's own entry is copied.
         """
         self._begin_exchange(sends, receives)
         if self.size > 1:
             self._exchange(sends, receives)
 
     def start_exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Work:
-        """Begin an `exchange`, whose tensors are not touched before `wait` of the result returns.
+        """Start an `exchange`. Its tensors must not be used before `wait` of the result returns.
 
-        Between two ranks, exchanges match in the order in which they begin. On torch the transfer goes on while this
-        rank computes; where a backend has no such transfers, it is over when this returns.
+        Exchanges between two ranks match in the order in which they are started. On torch the transfer runs while this
+        rank computes. On backends without background transfers it is finished when this returns.
         """
         self._begin_exchange(sends, receives)
         return self._start_exchange(sends, receives) if self.size > 1 else DONE
@@ -182,7 +182,7 @@ class ProcessGroup(ABC):
             )
         others = [x for j, x in enumerate(sends) if j != self.rank and x is not None]
         self._record("exchange", sum(_nbytes(self.platform, x) for x in others))
-        # Before the messages leave: a backend must not see an entry for itself, which some take for a deadlock.
+        # Copied here, because some backends treat a message from a rank to itself as a deadlock.
         mine, into = sends[self.rank], receives[self.rank]
         if mine is not None and into is not None:
             self._copy(into, mine)
@@ -196,13 +196,13 @@ class ProcessGroup(ABC):
         return DONE if self.size == 1 else self._broadcast(x, source, async_op)
 
     def send(self, x: Tensor, target: int, async_op: bool = False) -> Work:
-        """Send `x` to group rank `target`, which calls `receive`; messages to one rank arrive in the order of sending.
+        """Send `x` to group rank `target`, which calls `receive`. Messages to a rank arrive in the order of sending.
 
-        With `async_op` this returns at once, also where the receiver is late; `x` stays unchanged until `wait`.
+        With `async_op` this returns at once, even if the receiver is late. `x` must not be written before `wait`.
         """
         self._check_peer("send to", target)
         self._record("send", _nbytes(self.platform, x))
-        # Both sides know the shape, so both leave an empty message out; backends differ in what they make of one.
+        # Both sides know the shape and skip an empty message, which backends handle differently.
         return self._send(x, target, async_op) if _numel(x) else DONE
 
     def receive(self, x: Tensor, source: int, async_op: bool = False) -> Work:
@@ -212,21 +212,21 @@ class ProcessGroup(ABC):
         return self._receive(x, source, async_op) if _numel(x) else DONE
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Return every rank's `data`, in rank order (any lengths); for small host-side facts such as JSON."""
+        """Return every rank's `data` (of any length) in rank order. For small host data such as JSON."""
         self._count("all_gather_bytes")
         return [data] if self.size == 1 else self._all_gather_bytes(data)
 
     def start_all_gather_bytes(self, data: bytes) -> PendingBytes:
-        """Begin an `all_gather_bytes` to which each rank gives the same number of bytes, at least one.
+        """Start an `all_gather_bytes` in which all ranks pass the same number of bytes, at least one.
 
-        On torch and between simulated ranks it travels apart from the collectives of tensors, so that these may go on
-        meanwhile. On MindSpore's CPU it is over when this returns.
+        On torch and between simulated ranks it does not share a channel with the collectives of tensors, so that both
+        can run at once. On MindSpore's CPU it is finished when this returns.
         """
         self._count("all_gather_bytes")
         return GatheredBytes([data]) if self.size == 1 else self._start_all_gather_bytes(data)
 
     def barrier(self) -> None:
-        """Return when every rank of the group has come here."""
+        """Wait until every rank of the group has called this."""
         self.all_gather_bytes(b"")
 
     @abstractmethod
@@ -311,5 +311,5 @@ def _nbytes(platform: Platform | None, x: Tensor) -> int:
 
 
 def row_bytes(platform: Platform | None, x: Tensor) -> int:
-    """Return the bytes of one row (dim 0) of a tensor; without a platform, its elements."""
+    """Return the bytes of one row (dim 0) of a tensor or, without a platform, its number of elements."""
     return int(math.prod(x.shape[1:])) * (platform.itemsize(x.dtype) if platform is not None else 1)

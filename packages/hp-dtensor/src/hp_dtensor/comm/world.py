@@ -1,4 +1,4 @@
-"""Worlds: all ranks of a job, seen from one of them, and which of them is the current one."""
+"""Worlds: all ranks of a job as seen from one of them, and the current world."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _local = _Local()
 
 
 class World(ABC):
-    """All ranks of a job, seen from one of them; hands out process groups, creating each once and lazily.
+    """All ranks of a job, seen from one of them. Creates each process group once, on first use.
 
     Example:
         >>> run_ranks(lambda: (current_world(platform).rank, current_world(platform).size), 2)
@@ -42,52 +42,52 @@ class World(ABC):
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
 
     def group(self, ranks: Sequence[int]) -> ProcessGroup:
-        """Return the group of `ranks` (global, this rank among them). Only members ask, all naming the same order.
+        """Return the group of `ranks` (global ranks, this one included). All members pass the same order.
 
         Raises:
-            CollectiveError: this rank is no member.
+            CollectiveError: this rank is not a member.
         """
         key = tuple(ranks)
-        # Lazily: a job of many meshes has more groups than its ranks ever use, and each may cost sockets and buffers.
-        # Members make a group at its first use, in which all of them take part.
+        # Lazily: a job with many meshes has more groups than it ever uses, and each may cost sockets and buffers. The
+        # first use is a collective, in which all members take part, so they all create the group then.
         found = self._groups.get(key)
         if found is None:
             if self.rank not in key:
-                raise CollectiveError(f"rank {self.rank} asked for the group {key}, of which it is no member")
+                raise CollectiveError(f"rank {self.rank} asked for the group {key}, but is not a member of it")
             found = self._groups[key] = self._create_group(key)
         return found
 
     def groups(self) -> list[ProcessGroup]:
-        """List the groups that this rank has made so far."""
+        """Return the groups that this rank has created so far."""
         return list(self._groups.values())
 
     @property
     def all(self) -> ProcessGroup:
-        """Return the group of every rank."""
+        """Return the group of all ranks."""
         return self.group(range(self.size))
 
     def framework_group(self, group: ProcessGroup, device_type: str) -> Any:
-        """Return `group` as the framework's own process group; the group itself where the framework has none."""
+        """Return `group` as the framework's own process group, or `group` itself if the framework has none."""
         return group
 
     @abstractmethod
     def _create_group(self, ranks: tuple[int, ...]) -> ProcessGroup: ...
 
     def release(self, group: ProcessGroup) -> None:
-        """Close a group; it is made anew when it is asked for again."""
+        """Close a group. It is created again if it is asked for again."""
         if self._groups.get(group.ranks) is group:
             del self._groups[group.ranks]
         group.close()
 
     def close(self) -> None:
-        """Leave the job; collectives are refused afterwards."""
+        """Leave the job. Collectives raise afterwards."""
         for group in self._groups.values():
             group.close()
         self._groups.clear()
 
 
 class NoCommunicationGroup(ProcessGroup):
-    """A group of one rank or of a fake world: its ranks are known, and every collective is refused."""
+    """A group of a world without communication: its ranks are known, and every collective raises."""
 
     def _refuse(self) -> CollectiveError:
         return CollectiveError(
@@ -118,7 +118,7 @@ class NoCommunicationGroup(ProcessGroup):
 
 
 class SilentWorld(World):
-    """A world without communication: one real rank, or any rank of a fake world for planning."""
+    """A world without communication: a single process, or any rank of a fake world for planning."""
 
     def _create_group(self, ranks: tuple[int, ...]) -> ProcessGroup:
         return NoCommunicationGroup(ranks, ranks.index(self.rank), self.platform)
@@ -127,11 +127,11 @@ class SilentWorld(World):
 def current_world(platform: Platform | None = None) -> World:
     """Return the world of this thread: that of the innermost `use_world`, else that of the platform's job.
 
-    Without a job it is a world of one rank. Worlds of another platform than `platform` are passed over.
+    Without a job it is a world of one rank. Worlds of other platforms than `platform` are skipped.
 
     Args:
-        platform: default: the selected one. A process that a launcher (torchrun, msrun, srun) has started, and that has
-            not joined its job, then joins it here, so that its rank is never taken for the only one.
+        platform: default: the selected one. A process that was started by a launcher (torchrun, msrun, srun) and has
+            not joined its job then joins it here, so that it is not taken for a single rank.
 
     Example:
         >>> run_ranks(lambda: current_world(platform).rank, 3)
@@ -144,7 +144,7 @@ def current_world(platform: Platform | None = None) -> World:
 
 
 def existing_world(platform: Platform | None) -> World:
-    """Return the world of the innermost `use_world` or of the job that `platform` has joined, else one rank alone."""
+    """Return the world of the innermost `use_world`, or of the job that `platform` joined, or a single rank."""
     for used in reversed(_local.worlds):
         if platform is None or used.platform is None or used.platform is platform:
             return used
@@ -153,7 +153,7 @@ def existing_world(platform: Platform | None) -> World:
 
 
 def joined_world(platform: Platform) -> World:
-    """Return the current world; first join the launcher's job, if this process was started in one and joined none."""
+    """Return the current world. A process that a launcher started and that has not joined its job joins it first."""
     world = existing_world(platform)
     if world is alone(platform):
         platform.join_launched()
@@ -163,18 +163,18 @@ def joined_world(platform: Platform) -> World:
 
 @functools.cache
 def alone(platform: Platform | None) -> World:
-    """Return the world of one rank, the same one whenever it is asked for, so that its meshes are equal."""
+    """Return the world of a single rank. It is always the same object, so that its meshes are equal."""
     return SilentWorld(0, 1, platform)
 
 
 @contextlib.contextmanager
 def use_world(world: World) -> Iterator[World]:
-    """Make `world` this thread's current world inside the block."""
+    """Make `world` the current world of this thread inside the block."""
     _local.worlds.append(world)
     try:
         yield world
     finally:
-        # Not `pop`: a generator that holds a block open may end after an inner block has.
+        # Not `pop`: a generator that holds a block open may finish after a block that was entered later.
         _local.worlds.remove(world)
 
 
@@ -182,10 +182,10 @@ def use_world(world: World) -> Iterator[World]:
 def fake_world(world_size: int, rank: int = 0) -> Iterator[World]:
     """Make a world of any size, seen from `rank`, the current one inside the block.
 
-    It serves planning: there are no processes, no sockets and no framework, and collectives are refused.
+    For planning: there are no processes, no sockets and no framework, and collectives raise.
 
     Raises:
-        CollectiveError: there is no such rank.
+        CollectiveError: `rank` is outside the world.
 
     Example:
         >>> with fake_world(1_000_000, rank=7) as world:

@@ -1,7 +1,7 @@
-"""Redistribution from one mesh to another of the same world, by one direct exchange between their ranks.
+"""Redistribution from one mesh to another of the same world, by one direct exchange between the ranks of both.
 
-Each mesh first does within itself what only it can: reduce partial results and undo ragged shards before, the
-reverse after. A rank of either mesh takes part, also one that is in only one of them.
+Before the exchange the source's mesh reduces partial results and replaces ragged shards; after it the target's mesh
+does the reverse. All ranks of both meshes take part.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class AcrossPlan:
 
     Attributes:
         before, after: the plans within the source's and within the target's mesh.
-        ranks: the global ranks of both meshes, ascending.
+        ranks: the global ranks of both meshes, in ascending order.
     """
 
     source: TensorSpec
@@ -59,13 +59,13 @@ class AcrossPlan:
     def run(self, local: Tensor) -> Tensor:
         """Return this rank's `local` (plain; empty outside the source's mesh) redistributed; differentiable.
 
-        The backward communicates too: the gradient must flow on every rank of both meshes.
+        Backward communicates too, so every rank of both meshes must run it.
         """
         if self.source.mesh.world.rank not in self.ranks:
             return local
         platform = self.source.mesh.platform
-        # Between meshes the same values change places, each element once from one owner: a permutation, whose dual is
-        # the exchange the other way. What reduces and copies is in the plans around it, which have duals of their own.
+        # The exchange sends each element from one owner and sums nothing, so its dual is the exchange in the other
+        # direction. Reductions and copies are in the plans before and after, which have duals of their own.
         exchanged = platform.linear_map(self.before.run(local), self._exchange, lambda grad: self._backward(grad))
         return self.after.run(exchanged)
 
@@ -93,25 +93,25 @@ class AcrossPlan:
 
     @functools.cached_property
     def _recipe(self) -> Recipe:
-        """Recipe that puts the received parts together. All parts are cut at the same places along each dimension, so
-        they form a grid.
+        """How the result is assembled. The messages fill the cells of a grid, because owners shard each dimension alike
+        for all others.
         """
         shape = self.after.source.local_shape
-        # No message comes, and the grid of pieces would have no cell.
+        # No message is received, and the grid would have no cell.
         if 0 in shape:
             return Zeros(shape)
         owners = {region.runs: rank for rank, region in self._receives.items()}
-        pieces = [
+        runs_by_dim = [
             sorted((run, runs) for runs in {regions[dim] for regions in owners} for run in runs)
             for dim in range(len(shape))
         ]
-        return grid_recipe(pieces, functools.partial(_message_region, owners))
+        return grid_recipe(runs_by_dim, functools.partial(_message_region, owners))
 
-    # Who sends what --------------------------------------------------------------------------------------
+    # Senders and receivers ----------------------------------------------------------------------------------
 
     @functools.cached_property
     def _sends(self) -> list[Region | None]:
-        """Regions of this rank's local tensor for each rank of the group, None for ranks that get nothing."""
+        """The region of this rank's local tensor for each rank of the group, or None."""
         source, me = self.before.target, self.source.mesh.world.rank
         result: list[Region | None] = [None] * len(self.ranks)
         if source.mesh.get_coordinate() is None:
@@ -120,13 +120,13 @@ class AcrossPlan:
         for receiver, wanted in self._wanting.items():
             common = tuple(_common(a, b) for a, b in zip(wanted, held, strict=True))
             if all(common) and me == self._sender(receiver, source.mesh.get_coordinate()):
-                runs = tuple(runs_in(part, whole) for part, whole in zip(common, held, strict=True))
-                result[self.ranks.index(receiver)] = Region(runs, [size_of(whole) for whole in held])
+                runs = tuple(runs_in(a, b) for a, b in zip(common, held, strict=True))
+                result[self.ranks.index(receiver)] = Region(runs, [size_of(each) for each in held])
         return result
 
     @functools.cached_property
     def _receives(self) -> dict[int, Region]:
-        """Regions of this rank's result by the index in the group of the rank that sends them."""
+        """The regions of this rank's result, by the group rank of their sender."""
         me = self.source.mesh.world.rank
         wanted = self._wanting.get(me)
         result: dict[int, Region] = {}
@@ -134,8 +134,8 @@ class AcrossPlan:
             assert wanted is not None
             common = tuple(_common(a, b) for a, b in zip(wanted, held, strict=True))
             if all(common):
-                runs = tuple(runs_in(part, whole) for part, whole in zip(common, wanted, strict=True))
-                sizes = [size_of(whole) for whole in wanted]
+                runs = tuple(runs_in(a, b) for a, b in zip(common, wanted, strict=True))
+                sizes = [size_of(each) for each in wanted]
                 result[self.ranks.index(self._sender(me, coordinate))] = Region(runs, sizes)
         return result
 
@@ -151,14 +151,14 @@ class AcrossPlan:
 
     @functools.cached_property
     def _wanting(self) -> dict[int, tuple[Ranges, ...]]:
-        """Index ranges that each rank of the target's mesh will hold; ranks with nothing are left out."""
+        """The index ranges that each rank of the target's mesh will hold, without empty ranks."""
         spec = self.after.source
         held = {spec.mesh.rank_at(where): spec.ranges(where) for where in _coordinates(spec.mesh.shape)}
         return {rank: ranges for rank, ranges in held.items() if all(ranges)}
 
     @functools.cached_property
     def _owners(self) -> list[tuple[tuple[int, ...], tuple[Ranges, ...]]]:
-        """Coordinates in the source's mesh, one for each different part, and the parts' index ranges."""
+        """One mesh coordinate for each distinct shard of the source, with the index ranges of the shard."""
         spec = self.before.target
         choices = [
             range(n) if p.is_shard() else range(1) for n, p in zip(spec.mesh.shape, spec.placements, strict=True)
@@ -166,8 +166,9 @@ class AcrossPlan:
         return [(where, spec.ranges(where)) for where in itertools.product(*choices)]
 
     def _sender(self, receiver: int, owner: Sequence[int] | None) -> int:
-        """Return the global rank that sends to `receiver` what `owner` holds: the receiver itself if it holds that too,
-        else one of the replicas, which take turns.
+        """Return the global rank that sends the shard at coordinate `owner` to `receiver`.
+
+        It is the receiver itself if that holds the shard too, otherwise one of the replicas, in turns.
         """
         assert owner is not None
         spec = self.before.target
@@ -176,7 +177,7 @@ class AcrossPlan:
             for a, (n, p) in enumerate(zip(spec.mesh.shape, spec.placements, strict=True))
         ]
         ranks = [spec.mesh.rank_at(where) for where in itertools.product(*replicas)]
-        # By arithmetic on both sides: nobody is asked, and no rank of the replicas serves all receivers.
+        # Sender and receiver compute the same rank, and the receivers are spread over the replicas.
         return receiver if receiver in ranks else ranks[self.ranks.index(receiver) % len(ranks)]
 
     def __str__(self) -> str:
@@ -190,7 +191,7 @@ class AcrossPlan:
 
 @functools.lru_cache(maxsize=256)
 def plan_across(source: TensorSpec, target: TensorSpec, itemsize: int = 4) -> AcrossPlan:
-    """Return the plan from one mesh to another; it takes time in proportion to the ranks of both.
+    """Return the plan from one mesh to another, in time linear in the number of ranks of both.
 
     Raises:
         PlacementError: different shapes, or meshes of different worlds.
@@ -201,28 +202,29 @@ def plan_across(source: TensorSpec, target: TensorSpec, itemsize: int = 4) -> Ac
         raise PlacementError(
             f"cannot redistribute between worlds: {source.mesh.describe()} -> {target.mesh.describe()}"
         )
-    before = plan_between(source, _movable(source, divide=True), itemsize)
-    after = plan_between(_movable(target, divide=False), target, itemsize)
+    before = plan_between(source, _exchangeable(source, divide=True), itemsize)
+    after = plan_between(_exchangeable(target, divide=False), target, itemsize)
     ranks = tuple(sorted({*source.mesh.ranks(), *target.mesh.ranks()}))
     return AcrossPlan(source, target, itemsize, before, after, ranks)
 
 
-def _movable(spec: TensorSpec, divide: bool) -> TensorSpec:
-    """Return `spec` without partial results and ragged shards, which only its own mesh can undo. Partial results become
-    shards where those are even and `divide` is true, and replicas elsewhere.
+def _exchangeable(spec: TensorSpec, divide: bool) -> TensorSpec:
+    """Return `spec` without partial results and ragged shards, which only its own mesh can handle.
+
+    With `divide`, partial results become even shards where possible (a reduce-scatter), otherwise replicas.
     """
     result: list[Placement] = []
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, RaggedShard):
             result.append(Shard(placement.dim))
         elif isinstance(placement, Partial):
-            result.append(_divided(spec, axis) if divide else Replicate())
+            result.append(_even_shard(spec, axis) if divide else Replicate())
         else:
             result.append(placement)
     return spec.with_placements(result)
 
 
-def _divided(spec: TensorSpec, axis: int) -> Placement:
+def _even_shard(spec: TensorSpec, axis: int) -> Placement:
     for dim, size in enumerate(spec.shape):
         if size % spec.mesh.shape[axis] == 0 and not any(p.is_shard(dim) for p in spec.placements):
             return Shard(dim)
@@ -240,7 +242,7 @@ def _common(first: Ranges, second: Ranges) -> Ranges:
 
 
 def _message_region(owners: dict[tuple[Runs, ...], int], chosen: tuple[tuple[tuple[int, int], Runs], ...]) -> Recipe:
-    """Return the part of a message that fills one run per dimension of the result."""
+    """Return the recipe for one run per dimension of the result."""
     within = [((sum(n for start, n in runs if start < offset), length),) for (offset, length), runs in chosen]
     sizes = [sum(length for _, length in runs) for _, runs in chosen]
     return FromMessage(owners[tuple(runs for _, runs in chosen)], Region(within, sizes))

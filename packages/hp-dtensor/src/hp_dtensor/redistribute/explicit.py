@@ -1,4 +1,4 @@
-"""Regions in which nothing is redistributed that the user has not asked for."""
+"""Explicit redistribution: blocks in which operations raise instead of redistributing their inputs."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _explicit = ThreadRegion()
 
 
 def explicit_redistribution() -> AbstractContextManager[None]:
-    """Inside the block, an operation that would redistribute an input by itself raises instead.
+    """Inside the block, an operation that would redistribute an input implicitly raises instead.
 
-    So do `item`, `float`, `numpy` and the like of what is not replicated, and a backward whose gradient is placed in
-    another way than its output. Allowed is what sends nothing (replicated to sharded, or to partial), what is part of
-    an operation's own result (the reductions of its rule, as of `softmax` along a cut dimension or of
-    `bool((x == x).all())`, sums of earlier parts, rows that `roll` moves), and what backward sends for a forward.
+    So do `item`, `float`, `numpy` and similar calls on a tensor that is not replicated, and a backward from a gradient
+    with other placements than its output. Still allowed are: redistributions that send nothing (replicated to sharded
+    or partial), communication that computes the result of an operation (such as the reductions of a `softmax` along a
+    sharded dimension or of `bool((x == x).all())`, or the rows that `roll` moves), and the communication of backward.
 
     Raises:
-        ImplicitRedistributionError: naming operation, module and line, input, placements, and what mends it.
+        ImplicitRedistributionError: names the operation, module and line, input and placements, and the fix.
 
     Example:
         >>> def program():
         ...     x = ones(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
         ...     with explicit_redistribution():
-        ...         return platform.ops.mul(x, x).placements  # needs none; one that does would raise
+        ...         return platform.ops.mul(x, x).placements  # needs no redistribution
         >>> run_ranks(program, 2)[0]
         (Shard(0),)
     """
@@ -41,18 +41,18 @@ def explicit_redistribution() -> AbstractContextManager[None]:
 
 
 def explicit_redistribution_of(operation: str) -> AbstractContextManager[None]:
-    """Do for one operation, by its platform-neutral name, what `explicit_redistribution` does for all."""
+    """Like `explicit_redistribution`, for one operation, given by its platform-neutral name."""
     return _explicit.of(operation)
 
 
 def check_explicit(operation: str, location: tuple[int | str, ...], source: TensorSpec, target: TensorSpec) -> None:
-    """Refuse to redistribute an input of `operation` from `source` to `target` where that must be asked for.
+    """Check that `operation` may redistribute an input from `source` to `target` implicitly.
 
     Args:
-        location: the way to the input in the operation's arguments; empty for a tensor that is read as a whole.
+        location: the path to the input in the arguments of the operation; empty for the tensor that a method reads.
 
     Raises:
-        ImplicitRedistributionError: bytes would be sent in a region of `explicit_redistribution`.
+        ImplicitRedistributionError: bytes would be sent inside a block of `explicit_redistribution`.
     """
     if not _explicit.has(operation):
         return
@@ -62,20 +62,20 @@ def check_explicit(operation: str, location: tuple[int | str, ...], source: Tens
     )
     if not plan.wire_bytes:
         return
-    argument = f"its argument {''.join(f'[{part}]' for part in location)}" if location else "a tensor"
+    argument = f"its argument {''.join(f'[{key}]' for key in location)}" if location else "a tensor"
     raise ImplicitRedistributionError(
         f"{operation}{_called_from(platform)} would redistribute {argument} {list(source.shape)} "
         f"from {source.describe_placements()} to {target.describe_placements()}, sending "
-        f"{plan.wire_bytes:.0f} bytes per rank. Do it yourself before: "
+        f"{plan.wire_bytes:.0f} bytes per rank. Redistribute it explicitly before: "
         f"x.redistribute(placements={list(target.placements)}), or place the other arguments to fit."
     )
 
 
 def gathered(operation: str, x: Any) -> Any:
-    """Return the whole of a DTensor, plain, for an operation that needs it on every rank.
+    """Return the full tensor of a DTensor, plain, for an operation that needs it on every rank.
 
     Raises:
-        ImplicitRedistributionError: only explicit redistribution is allowed.
+        ImplicitRedistributionError: inside a block of `explicit_redistribution`.
     """
     spec: TensorSpec = x.spec
     check_explicit(operation, (), spec, spec.with_placements([Replicate()] * spec.mesh.ndim))
@@ -83,13 +83,13 @@ def gathered(operation: str, x: Any) -> Any:
 
 
 def _called_from(platform: Platform) -> str:
-    """Return the innermost line and module in the stack that are not a framework's, as part of a sentence."""
-    theirs = {each.__module__.partition(".")[0] for each in (type(platform), platform.Tensor, platform.Module)}
-    theirs |= {"hp_dtensor", "contextlib"}
+    """Return the innermost line and module of the caller's own code, as the rest of a sentence."""
+    libraries = {each.__module__.partition(".")[0] for each in (type(platform), platform.Tensor, platform.Module)}
+    libraries |= {"hp_dtensor", "contextlib"}
     line, module, root = "", None, None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not line and frame.f_globals.get("__name__", "").partition(".")[0] not in theirs:
+        if not line and frame.f_globals.get("__name__", "").partition(".")[0] not in libraries:
             line = f" at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         owner = frame.f_locals.get("self")
         if isinstance(owner, platform.Module):

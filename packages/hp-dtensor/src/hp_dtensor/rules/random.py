@@ -129,7 +129,7 @@ def _lengths(spec: TensorSpec, dim: int) -> set[int]:
         return {0, 1}
     found = {spec.shape[dim]}
     for placement, ranks in cuts:
-        found = {sum(stop - start for start, stop in held) for n in found for held in placement.parts(n, ranks)}
+        found = {sum(stop - start for start, stop in held) for n in found for held in placement.shard_ranges(n, ranks)}
     return found
 
 

@@ -1,4 +1,4 @@
-"""Placements by alias: per tensor dimension the name of the mesh axis that cuts it, `"None"` or None for none.
+"""Placements by alias: for each tensor dimension the name of the mesh axis that shards it, or `"None"` or None.
 
 A specification of one tensor is a tuple of placements (one per mesh axis), a tuple of alias names (one per tensor
 dimension; a nested tuple names several axes, outermost first), or an object with `placements_on(mesh)`, as
@@ -21,8 +21,8 @@ AliasMap = tuple[str | tuple[str, ...], ...]
 def is_specification(entry: Any) -> bool:
     """Return whether `entry` specifies one tensor, and is not a sequence of specifications.
 
-    `(("dp", "tp"), None)` is two of them: one for the first tensor, none for the second. One specification of a
-    2-D tensor says `(("dp", "tp"), "None")`.
+    `(("dp", "tp"), None)` is a sequence: a specification of the first tensor and none of the second. One specification
+    of a 2-D tensor is written `(("dp", "tp"), "None")`.
     """
     if hasattr(entry, "placements_on") or is_placements(entry):
         return True
@@ -47,11 +47,11 @@ def is_aliases(items: Any) -> bool:
 
 
 def placements_for(device_mesh: DeviceMesh, specification: Any) -> tuple[Placement, ...]:
-    """Return the placements that a specification means on `device_mesh`.
+    """Return the placements of a specification on `device_mesh`.
 
     Raises:
-        TypeError: it is no specification.
-        ValueError: a layout of another mesh, an unknown alias, or one that cuts two dimensions.
+        TypeError: not a specification.
+        ValueError: a layout of another mesh, an unknown alias, or one that shards two dimensions.
     """
     if hasattr(specification, "placements_on"):
         placements: tuple[Placement, ...] = specification.placements_on(device_mesh)
@@ -73,7 +73,7 @@ def placements_of_aliases(
     """Return one placement per mesh axis for alias names, one entry per tensor dimension.
 
     Raises:
-        ValueError: an unknown alias, or one that cuts two dimensions.
+        ValueError: an unknown alias, or one that shards two dimensions.
     """
     placements: list[Placement] = [Replicate()] * len(mesh_shape)
     used: set[str] = set()
@@ -82,7 +82,7 @@ def placements_of_aliases(
         for name in names:
             check_alias(name, axis_names)
             if name in used:
-                raise ValueError(f"axis {name!r} is used for two tensor dimensions; each axis cuts at most one")
+                raise ValueError(f"axis {name!r} is used for two tensor dimensions; each axis shards at most one")
             used.add(name)
         for axis, placement in _nested(dim, [axis_names.index(name) for name in names], mesh_shape):
             placements[axis] = placement
@@ -90,16 +90,16 @@ def placements_of_aliases(
 
 
 def check_alias(alias: str, axis_names: Sequence[str]) -> None:
-    """Raise a ValueError that lists the known names if `alias` is none of them."""
+    """Raise a ValueError if `alias` is not the name of an axis."""
     if alias not in axis_names:
         raise ValueError(f"unknown alias {alias!r}; known: {', '.join(axis_names)} and 'None'")
 
 
 def _nested(dim: int, axes: Sequence[int], mesh_shape: Sequence[int]) -> list[tuple[int, Placement]]:
-    """Return (axis, placement) for several axes that cut one dimension, the first one outermost.
+    """Return (axis, placement) for several axes that shard one dimension, the first one outermost.
 
-    Shards nest in the order of the mesh's axes. An axis that must cut after later ones has a strided shard, whose
-    split factor is the number of parts that those have made.
+    Plain shards nest in the order of the mesh axes. An axis inside of later ones is a strided shard, whose split factor
+    is the number of shards of those.
     """
     result: list[tuple[int, Placement]] = []
     for position, axis in enumerate(axes):

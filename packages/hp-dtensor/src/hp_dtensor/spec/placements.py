@@ -1,4 +1,4 @@
-"""Placements of a tensor on one mesh axis: replicated, sharded (in chunk order, strided, ragged), or partial."""
+"""Placements of a tensor on one mesh axis: replicated, sharded (plain, strided or ragged) or partial."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hp_dtensor.exceptions import PlacementError
 
 
 class Placement:
-    """Base of all placements; immutable, hashable, compared by value.
+    """Base of all placements. They are immutable, hashable and compared by value.
 
     Example:
         >>> [placement.is_shard() for placement in (Shard(0), Replicate(), Partial())]
@@ -18,7 +18,7 @@ class Placement:
     """
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Return whether it cuts a tensor dimension (that one, if `dim` is given)."""
+        """Return whether it shards a tensor dimension (if `dim` is given: that one)."""
         return False
 
     def is_replicate(self) -> bool:
@@ -26,16 +26,16 @@ class Placement:
         return False
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """Return whether the value is a reduction over ranks (by `reduce_op`, if it is given)."""
+        """Return whether the value is a reduction over ranks (if `reduce_op` is given: by that)."""
         return False
 
-    def parts(self, size: int, ranks: int) -> list[list[tuple[int, int]]]:
-        """Return per rank of the axis the (start, stop) ranges of a dimension of `size` that it holds, ascending.
+    def shard_ranges(self, size: int, ranks: int) -> list[list[tuple[int, int]]]:
+        """Return, for each rank of the axis, the ascending (start, stop) ranges of a dimension of `size` that it holds.
 
         Raises:
-            PlacementError: the placement cuts no dimension, or does not fit the size.
+            PlacementError: the placement shards no dimension, or does not fit the size.
         """
-        raise PlacementError(f"{self!r} cuts no dimension")
+        raise PlacementError(f"{self!r} shards no dimension")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Replicate(Placement):
 
 @dataclass(frozen=True, slots=True)
 class Shard(Placement):
-    """Dimension `dim` is cut in chunk order: rank i holds rows [i*c, (i+1)*c), c = ceil(size / ranks).
+    """Dimension `dim` is sharded as by `torch.chunk`: rank i holds rows [i*c, (i+1)*c), c = ceil(size / ranks).
 
     The last ranks may hold fewer rows or none.
 
@@ -64,7 +64,7 @@ class Shard(Placement):
         >>> def program():
         ...     x = ones(5, device_mesh=init_device_mesh("cpu", (3,)), placements=[Shard(0)])
         ...     return tuple(x.to_local().shape)
-        >>> run_ranks(program, 3)  # chunk order, as torch.chunk
+        >>> run_ranks(program, 3)  # as torch.chunk(5, 3)
         [(2,), (2,), (1,)]
     """
 
@@ -77,12 +77,12 @@ class Shard(Placement):
         return dim is None or dim == self.dim
 
     def interval(self, size: int, ranks: int, rank: int) -> tuple[int, int]:
-        """Return (start, length) of `rank`'s part of a dimension of `size`."""
+        """Return (start, length) of `rank`'s shard of a dimension of `size`."""
         chunk = -(-size // ranks)
         start = min(chunk * rank, size)
         return start, min(chunk, size - start)
 
-    def parts(self, size: int, ranks: int) -> list[list[tuple[int, int]]]:
+    def shard_ranges(self, size: int, ranks: int) -> list[list[tuple[int, int]]]:
         chunk = -(-size // ranks)
         return [[(min(chunk * i, size), min(chunk * (i + 1), size))] for i in range(ranks)]
 
@@ -92,11 +92,11 @@ class Shard(Placement):
 
 @dataclass(frozen=True, slots=True)
 class StridedShard(Placement):
-    """Dimension `dim` is cut as if `split_factor` shards of a later mesh axis had been cut first.
+    """Dimension `dim` is sharded inside of a split into `split_factor` chunks, which a later mesh axis makes.
 
-    The dimension is cut in chunk order into `split_factor` chunks, each of those into one piece per rank;
-    rank i holds the i-th piece of every chunk, in order. With `Shard(dim)` on a later axis of `split_factor`
-    ranks, that later axis cuts the dimension first. (torch's `_StridedShard`.)
+    The dimension is split into `split_factor` chunks and each chunk into one piece per rank. Rank i holds the i-th
+    piece of every chunk. Together with `Shard(dim)` on a later axis of `split_factor` ranks, that axis is the outer
+    sharding. Same as torch's `_StridedShard`.
 
     Example:
         >>> StridedShard(0, split_factor=2).is_shard(0)
@@ -114,10 +114,10 @@ class StridedShard(Placement):
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
 
-    def parts(self, size: int, ranks: int) -> list[list[tuple[int, int]]]:
+    def shard_ranges(self, size: int, ranks: int) -> list[list[tuple[int, int]]]:
         result: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-        for [(begin, end)] in Shard(self.dim).parts(size, self.split_factor):
-            for rank, [(start, stop)] in enumerate(Shard(self.dim).parts(end - begin, ranks)):
+        for [(begin, end)] in Shard(self.dim).shard_ranges(size, self.split_factor):
+            for rank, [(start, stop)] in enumerate(Shard(self.dim).shard_ranges(end - begin, ranks)):
                 result[rank].append((begin + start, begin + stop))
         return result
 
@@ -127,10 +127,10 @@ class StridedShard(Placement):
 
 @dataclass(frozen=True, slots=True)
 class RaggedShard(Placement):
-    """Dimension `dim` is cut in rank order into `units[i]` rows for rank i; zeros are allowed.
+    """Dimension `dim` is sharded unevenly: rank i holds `units[i]` rows, in rank order. Units may be zero.
 
-    What it cuts is the part that placements on earlier mesh axes left to this rank, so `units` may differ
-    between ranks of other axes; they sum to that part's size. (Idea: veScale-FSDP, arXiv 2602.22437.)
+    `units` sum to the rows that placements on earlier mesh axes left to this rank, so they may differ between the ranks
+    of other axes. (Idea: veScale-FSDP, arXiv 2602.22437.)
 
     Example:
         >>> def program():
@@ -155,15 +155,15 @@ class RaggedShard(Placement):
         return dim is None or dim == self.dim
 
     def interval(self, size: int, ranks: int, rank: int) -> tuple[int, int]:
-        """Return (start, length) of `rank`'s part of a dimension of `size`."""
+        """Return (start, length) of `rank`'s shard of a dimension of `size`."""
         if len(self.units) != ranks or sum(self.units) != size:
             raise PlacementError(
-                f"{self} cannot cut a dimension of {size} over {ranks} ranks: "
-                f"it has {len(self.units)} parts that sum to {sum(self.units)}"
+                f"{self} cannot shard a dimension of {size} over {ranks} ranks: "
+                f"it has {len(self.units)} units that sum to {sum(self.units)}"
             )
         return sum(self.units[:rank]), self.units[rank]
 
-    def parts(self, size: int, ranks: int) -> list[list[tuple[int, int]]]:
+    def shard_ranges(self, size: int, ranks: int) -> list[list[tuple[int, int]]]:
         self.interval(size, ranks, 0)
         stops = list(itertools.accumulate(self.units))
         return [[(stop - unit, stop)] for stop, unit in zip(stops, self.units, strict=True)]
@@ -174,13 +174,13 @@ class RaggedShard(Placement):
 
 @dataclass(frozen=True, slots=True)
 class Partial(Placement):
-    """Every rank holds a contribution; the value is their reduction by `reduce_op`.
+    """Every rank holds a contribution. The value is their reduction by `reduce_op`.
 
     Example:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2,))
         ...     x = ones(4, device_mesh=mesh, placements=[Shard(0)])
-        ...     total = platform.ops.sum(x)  # each rank's summand; nothing has been sent
+        ...     total = platform.ops.sum(x)  # each rank's contribution; nothing has been communicated
         ...     return total.placements == (Partial(),), float(platform.to_numpy(total.full_tensor()))
         >>> run_ranks(program, 2)[0]
         (True, 4.0)

@@ -1,6 +1,6 @@
-"""Checks that need other ranks: that all of them make the same tensor, and that replicas are equal.
+"""Checks between ranks: that all of them create the same tensor, and that replicas are equal.
 
-They exchange small facts on the host before any tensor is communicated, and every rank raises the same error.
+They exchange short descriptions on the host before any tensor is communicated, and every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _always = os.environ.get("HP_CHECK", "") not in ("", "0")
 
 @contextlib.contextmanager
 def check_mode() -> Iterator[None]:
-    """Compare, inside the block, the tensors that ranks make; with `HP_CHECK=1` this holds everywhere.
+    """Inside the block, compare between ranks the tensors that they create. With `HP_CHECK=1` this is always done.
 
-    Compared are the global shape, dtype and placements of every tensor that is made from local data, by a factory or
-    by `distribute_tensor`, and of every redistribution; and the values of replicas that are taken to be equal. All
-    ranks of a mesh must be in the mode together.
+    Compared are the global shape, dtype and placements of every tensor that is created from local data, by a factory or
+    by `distribute_tensor`, and of every redistribution; and the values of replicas that should be equal. All ranks of a
+    mesh must enter the mode together.
 
     Raises:
-        RankMismatchError: from the operation where ranks differ; it names them.
+        RankMismatchError: from the operation in which ranks differ. Names the ranks.
 
     Example:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2,))
-        ...     rows = 3 + current_world(platform).rank  # a mistake: all ranks must mean the same tensor
+        ...     rows = 3 + current_world(platform).rank  # a mistake: the global shape differs between ranks
         ...     with check_mode():
         ...         return zeros(rows, device_mesh=mesh, placements=[Shard(0)])
         >>> try:
@@ -72,44 +72,45 @@ def is_checking() -> bool:
 
 
 def check_created(what: str, spec: TensorSpec) -> None:
-    """In `check_mode`, refuse a tensor of which ranks have another global shape, dtype or placements.
+    """In `check_mode`, check that all ranks create a tensor of the same global shape, dtype and placements.
 
     Raises:
-        RankMismatchError: naming the ranks that differ.
+        RankMismatchError: they do not. Names the ranks that differ.
     """
     if is_checking():
         _check_equal(spec.mesh, what, f"{list(spec.shape)} {spec.dtype} {_describe_alike(spec)}")
 
 
-def check_moved(source: TensorSpec, target: TensorSpec) -> None:
-    """In `check_mode`, refuse a redistribution that differs between ranks; raises as `check_created`."""
+def check_redistribution(source: TensorSpec, target: TensorSpec) -> None:
+    """In `check_mode`, check that all ranks call the same redistribution. Raises like `check_created`."""
     if is_checking():
         fact = f"{list(source.shape)} {source.dtype} {_describe_alike(source)} to {_describe_alike(target)}"
         _check_equal(source.mesh, "redistribute", fact)
 
 
 def check_alike(mesh: DeviceMesh, what: str, facts: Sequence[str]) -> None:
-    """Refuse facts that differ between ranks; raises as `check_created`, telling the first of them.
+    """Check that descriptions are equal on all ranks. Raises like `check_created`, with the first one that differs.
 
-    Ranks exchange a digest, and the facts themselves only where digests differ.
+    Ranks exchange a digest, and the descriptions themselves only if digests differ.
     """
     if mesh.get_coordinate() is None or mesh.size() == 1:
         return
     data = json.dumps(list(facts)).encode()
     if len(set(_exchange(mesh, hashlib.sha256(data).digest()).values())) == 1:
         return
-    told = {rank: json.loads(answer) for rank, answer in _exchange(mesh, data).items()}
-    for each in itertools.zip_longest(*told.values(), fillvalue="nothing more"):
-        _raise_unless_equal(what, dict(zip(told, each, strict=True)))
+    by_rank = {rank: json.loads(answer) for rank, answer in _exchange(mesh, data).items()}
+    for each in itertools.zip_longest(*by_rank.values(), fillvalue="nothing more"):
+        _raise_unless_equal(what, dict(zip(by_rank, each, strict=True)))
 
 
 def _describe_alike(spec: TensorSpec) -> str:
-    """Return the placements as text that every rank must share.
+    """Return the placements as a text that must be equal on all ranks.
 
-    The units of a ragged shard are left out where another axis cuts too: they may differ between that axis's ranks.
+    If several axes are sharded, the units of ragged shards are left out: they may differ between the ranks of another
+    axis.
     """
-    cut = [p for p in spec.placements if p.is_shard() or isinstance(p, RaggedShard)]
-    if len(cut) < 2:
+    sharded = [p for p in spec.placements if p.is_shard() or isinstance(p, RaggedShard)]
+    if len(sharded) < 2:
         return spec.describe_placements()
     named = zip(spec.mesh.mesh_dim_names, spec.placements, strict=True)
     short = [f"{name}:{f'Ragged({p.dim})' if isinstance(p, RaggedShard) else describe(p)}" for name, p in named]
@@ -117,16 +118,16 @@ def _describe_alike(spec: TensorSpec) -> str:
 
 
 def check_replicated(what: str, x: Tensor, mesh: DeviceMesh) -> None:
-    """Refuse a plain tensor that is not the same on every rank of the mesh.
+    """Check that a plain tensor is equal on all ranks of the mesh.
 
     Raises:
-        RankMismatchError: naming the ranks whose shape, dtype or values differ.
+        RankMismatchError: shape, dtype or values differ. Names the ranks.
     """
     _check_equal(mesh, what, f"{list(x.shape)} {x.dtype}, values {digest(mesh.platform, x)}")
 
 
 def digest(platform: Platform, x: Tensor) -> str:
-    """Return a short fingerprint of a plain tensor's values, bit by bit."""
+    """Return a short fingerprint of the values of a plain tensor. It differs if any bit differs."""
     return hashlib.sha256(platform.to_numpy(x).tobytes()).hexdigest()[:16]
 
 
@@ -139,18 +140,18 @@ def _check_equal(mesh: DeviceMesh, what: str, fact: str) -> None:
 def _raise_unless_equal(what: str, facts: Mapping[int, str]) -> None:
     by_fact = ranks_by_fact(facts)
     if len(by_fact) > 1:
-        raise RankMismatchError(f"{what}: ranks differ: {_told(by_fact)}. All ranks must do the same.")
+        raise RankMismatchError(f"{what}: ranks differ: {_ranks_and_facts(by_fact)}. All ranks must do the same.")
 
 
 def ranks_by_fact(facts: Mapping[int, str]) -> dict[str, list[int]]:
-    """Return the ranks for which each fact holds, in the order in which facts are first met."""
+    """Return fact -> its ranks, in the order in which facts first occur."""
     groups: dict[str, list[int]] = defaultdict(list)
     for rank, fact in facts.items():
         groups[fact].append(rank)
     return dict(groups)
 
 
-def _told(by_fact: Mapping[str, Sequence[int]]) -> str:
+def _ranks_and_facts(by_fact: Mapping[str, Sequence[int]]) -> str:
     """Return `rank 3: <fact>; ranks 0, 1, 2: <fact>`, the fewest ranks first."""
     ordered = sorted(by_fact.items(), key=lambda item: len(item[1]))
     return "; ".join(f"{name_ranks(ranks)}: {fact}" for fact, ranks in ordered)
@@ -163,7 +164,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _exchange(mesh: DeviceMesh, data: bytes) -> dict[int, bytes]:
-    """Return the data that every rank of the mesh gives, by global rank in the mesh's order."""
+    """Return the data of every rank of the mesh, by global rank, in the order of the mesh."""
     ranks = mesh.ranks()
     return dict(zip(ranks, mesh.world.group(ranks).all_gather_bytes(data), strict=True))
 
@@ -173,7 +174,7 @@ def _exchange(mesh: DeviceMesh, data: bytes) -> dict[int, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _Local:
-    """The shard of one rank, as it describes it to the others."""
+    """Description of the shard of one rank, as exchanged."""
 
     rank: int
     coordinate: Coordinate
@@ -185,23 +186,23 @@ class _Local:
 def global_shape(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Return the global shape that the shards of all ranks make together, after checking each of them against it.
+    """Return the global shape of the tensor made of all ranks' shards, after checking every shard against it.
 
     Args:
-        shape: the global shape that is expected; None: found from the shards, which may be uneven.
+        shape: the expected global shape; None: computed from the shards, which may be uneven.
 
     Raises:
-        ShardShapeError: shards that do not fit, with the rank of each.
-        RankMismatchError: replicas that differ, with their ranks, or dtypes that do.
+        ShardShapeError: shards do not fit. Names their ranks.
+        RankMismatchError: replicas or dtypes differ. Names the ranks.
     """
     if mesh.get_coordinate() is None:
         raise PlacementError(f"rank {mesh.world.rank} is outside mesh {mesh.describe()} and has no shard to check")
     placements = normalize_placements(mesh, placements, len(local.shape))
     shards = _shards(local, mesh)
-    whole = tuple(shape) if shape is not None else _joined(shards[mesh.get_coordinate() or ()], shards, placements)
-    _check_shapes(TensorSpec(mesh, placements, whole, local.dtype), shards)
+    full = tuple(shape) if shape is not None else _summed(shards[mesh.get_coordinate() or ()], shards, placements)
+    _check_shapes(TensorSpec(mesh, placements, full, local.dtype), shards)
     _check_replicas(placements, shards)
-    return whole
+    return full
 
 
 def _shards(local: Tensor, mesh: DeviceMesh) -> dict[Coordinate, _Local]:
@@ -215,8 +216,8 @@ def _shards(local: Tensor, mesh: DeviceMesh) -> dict[Coordinate, _Local]:
     return shards
 
 
-def _joined(mine: _Local, shards: Mapping[Coordinate, _Local], placements: Sequence[Placement]) -> tuple[int, ...]:
-    """Return per dimension the sum of the shards along the axes that cut it."""
+def _summed(mine: _Local, shards: Mapping[Coordinate, _Local], placements: Sequence[Placement]) -> tuple[int, ...]:
+    """Return for each dimension the sum of the shard sizes along the axes that shard it."""
     shape = list(mine.shape)
     if len({len(shard.shape) for shard in shards.values()}) > 1:
         return tuple(shape)
@@ -239,7 +240,8 @@ def _check_shapes(spec: TensorSpec, shards: Mapping[Coordinate, _Local]) -> None
     if problems:
         raise ShardShapeError(
             f"the shards of a tensor {list(spec.shape)} placed {spec.describe_placements()} do not fit: "
-            f"{'; '.join(problems)}. Shards in chunk order are equal but for the last; RaggedShard takes any rows."
+            f"{'; '.join(problems)}. "
+            "Shards are equal except the last ones, as by torch.chunk; RaggedShard allows any sizes."
         )
 
 
@@ -250,7 +252,7 @@ def _shape_at(spec: TensorSpec, coordinate: Coordinate) -> tuple[int, ...]:
 def _check_replicas(placements: Sequence[Placement], shards: Mapping[Coordinate, _Local]) -> None:
     dtypes = ranks_by_fact({shard.rank: shard.dtype for shard in shards.values()})
     if len(dtypes) > 1:
-        raise RankMismatchError(f"shards of one tensor have different dtypes: {_told(dtypes)}")
+        raise RankMismatchError(f"shards of one tensor have different dtypes: {_ranks_and_facts(dtypes)}")
     problems = []
     for axis, placement in enumerate(placements):
         if not placement.is_replicate():
@@ -263,51 +265,51 @@ def _check_replicas(placements: Sequence[Placement], shards: Mapping[Coordinate,
         raise RankMismatchError(f"values that should be replicated are not: {'; '.join(problems)}")
 
 
-# Always ----------------------------------------------------------------------------------------------------
+# Checks outside `check_mode` -----------------------------------------------------------------------------
 
 
 def require_same(what: str, spec: TensorSpec, more: str = "") -> None:
-    """Refuse a tensor of which the ranks of the mesh have another global shape, dtype or placements; always checked.
+    """Check, outside `check_mode` too, that all ranks pass the same global shape, dtype and placements.
 
-    One exchange of a few bytes; only where ranks differ, a second one of the facts that the error tells.
+    One exchange of a few bytes, and a second one of the full descriptions only if ranks differ.
 
     Args:
-        more: a further fact that must be the same, in words.
+        more: a further text that must be equal.
 
     Raises:
-        RankMismatchError: on every rank of the mesh, naming the ranks and what each has.
+        RankMismatchError: they differ. Raised on every rank of the mesh, with the ranks and what each has.
     """
     fact = f"{list(spec.shape)} {spec.mesh.platform.dtype_name(spec.dtype)} {_describe_alike(spec)}{more}"
     _require_same_fact(spec.mesh, what, fact)
 
 
 @contextlib.contextmanager
-def telling_failure(mesh: DeviceMesh, what: str, exchanges: bool = True) -> Iterator[None]:
-    """Let the other ranks learn of an error in the block, where they are in the `require_same` that comes after it.
+def reporting_failure(mesh: DeviceMesh, what: str, exchanges: bool = True) -> Iterator[None]:
+    """Report an error inside the block to the other ranks, which wait in the `require_same` after the block.
 
-    Without that, the rank that raises would leave the others waiting. It raises its own error, they
-    `RankMismatchError` with its text; where all raise alike, each raises its own.
+    Without the report they would wait forever. This rank raises its own error, the others a `RankMismatchError` with
+    its text. If all ranks raise the same error, each raises its own.
 
     Args:
-        exchanges: whether there is a `require_same` after the block.
+        exchanges: whether a `require_same` follows the block.
     """
     try:
         yield
     except Exception as error:
         if exchanges:
-            with contextlib.suppress(Exception):  # this rank's own error counts
+            with contextlib.suppress(Exception):  # this rank raises its own error instead
                 _require_same_fact(mesh, what, _failure(error))
         raise
 
 
 @contextlib.contextmanager
-def telling_failure_to_alike(mesh: DeviceMesh, what: str) -> Iterator[None]:
-    """Do what `telling_failure` does, where the others are in the `check_alike` that comes after the block."""
+def reporting_failure_to_check_alike(mesh: DeviceMesh, what: str) -> Iterator[None]:
+    """Like `reporting_failure`, for a block that is followed by a `check_alike`."""
     try:
         yield
     except Exception as error:
-        if isinstance(mesh, DeviceMesh):  # otherwise there is nobody to tell
-            with contextlib.suppress(Exception):  # this rank's own error counts
+        if isinstance(mesh, DeviceMesh):  # the error may be that it is not a mesh
+            with contextlib.suppress(Exception):  # this rank raises its own error instead
                 check_alike(mesh, what, [_failure(error)])
         raise
 
@@ -319,7 +321,7 @@ def _failure(error: Exception) -> str:
 def _require_same_fact(mesh: DeviceMesh, what: str, fact: str) -> None:
     if mesh.get_coordinate() is None or mesh.size() == 1:
         return
-    # Fixed in length, so that ranks need not agree on a length first.
+    # Of fixed length, so that one all-gather is enough: ranks need not exchange lengths first.
     fingerprint = hashlib.sha256(fact.encode()).digest()[:16]
     of_all = mesh.world.group(mesh.ranks()).start_all_gather_bytes(fingerprint).wait()
     if of_all is not None and any(each != fingerprint for each in of_all):

@@ -23,10 +23,10 @@ class TensorSpec:
 
     Attributes:
         mesh: the device mesh.
-        placements: one per mesh axis. Several shards of one tensor dimension nest in mesh-axis order,
-            the earlier axis cutting first.
+        placements: one per mesh axis. Several shardings of one tensor dimension nest in the order of the mesh axes,
+            the earlier axis outermost.
         shape: the global shape.
-        dtype: the platform's dtype (opaque).
+        dtype: a dtype of the platform.
         local_shape: the shape of this rank's shard.
         is_partial: whether it is partial on some mesh axis.
 
@@ -65,16 +65,16 @@ class TensorSpec:
         return self if self.dtype is dtype else TensorSpec(self.mesh, self.placements, self.shape, dtype)
 
     def is_replicated(self) -> bool:
-        """Return whether every rank of the mesh holds the whole tensor."""
+        """Return whether every rank of the mesh holds the full tensor."""
         return all(placement.is_replicate() for placement in self.placements)
 
     def box(self, coordinate: Sequence[int] | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (offset, shape) in the global tensor of the shard at a mesh coordinate (default: this rank's).
+        """Return (offset, shape), in the global tensor, of the shard at a mesh coordinate (default: this rank's).
 
-        A rank outside the mesh holds an empty box.
+        The box of a rank outside the mesh is empty.
 
         Raises:
-            PlacementError: a strided shard that is not contiguous; `ranges` gives its parts.
+            PlacementError: a strided shard is not contiguous; use `ranges`.
         """
         where = self.mesh.get_coordinate() if coordinate is None else coordinate
         if where is None:
@@ -84,14 +84,14 @@ class TensorSpec:
         offset, shape = [0] * self.ndim, list(self.shape)
         for axis, placement in enumerate(self.placements):
             if isinstance(placement, (Shard, RaggedShard)):
-                # Earlier axes cut first: a later one divides what they have left of the dimension.
+                # Earlier axes are outermost: a later one splits what they left of the dimension.
                 start, length = placement.interval(shape[placement.dim], self.mesh.shape[axis], where[axis])
                 offset[placement.dim] += start
                 shape[placement.dim] = length
         return tuple(offset), tuple(shape)
 
     def ranges(self, coordinate: Sequence[int] | None = None) -> tuple[Ranges, ...]:
-        """Return per dimension the (start, stop) ranges of the global tensor that the shard consists of, ascending.
+        """Return for each dimension the ascending (start, stop) ranges of the global tensor that the shard holds.
 
         A rank outside the mesh holds none.
         """
@@ -109,22 +109,22 @@ class TensorSpec:
         held = self.ranges(coordinate)
         if any(len(ranges) > 1 for ranges in held):
             raise PlacementError(
-                f"the shard at {tuple(coordinate)} of {self!r} is not contiguous; TensorSpec.ranges gives its parts"
+                f"the shard at {tuple(coordinate)} of {self!r} is not contiguous; TensorSpec.ranges returns its ranges"
             )
         boxes = [ranges[0] if ranges else (0, 0) for ranges in held]
         return tuple(start for start, _ in boxes), tuple(stop - start for start, stop in boxes)
 
     def strides(self, local: Sequence[int]) -> tuple[int, ...]:
-        """Return the strides (in elements) of the global tensor that lies in memory in the order of this rank's shard.
+        """Return the global strides (in elements) of a tensor whose memory order is that of this rank's shard.
 
         Args:
             local: the strides of the shard.
         """
         packed = [math.prod(self.shape[dim + 1 :]) for dim in range(self.ndim)]
         result = list(local)
-        grown, shrunk = 1, 1  # by how much the dimensions further in are longer than on this rank
+        grown, shrunk = 1, 1  # global and local number of elements of the dimensions with smaller strides
         for dim in sorted(range(self.ndim), key=lambda dim: (local[dim], -dim)):
-            # An empty shard has no order, and one cut out of a larger tensor may have no whole strides.
+            # An empty shard has no memory order, and for a view of a larger tensor the strides may not be integers.
             if not shrunk or local[dim] * grown % shrunk:
                 return tuple(packed)
             result[dim] = local[dim] * grown // shrunk
@@ -152,14 +152,15 @@ class TensorSpec:
         return TensorSpec, (self.mesh, self.placements, self.shape, self.dtype)
 
 
-# Weak: a spec holds its mesh, and so the world of a job, which must be free to go when the last tensor has gone.
+# Weak: a spec holds its mesh and so the world of a job, which must be freed with the last tensor.
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], TensorSpec] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
 def _intern(key: tuple[Any, ...]) -> Any:
     mesh, placements, shape, dtype = key
-    # Only now: `Shard(-1)` and `Shard(1)` are one spec, which is looked up once more by its normal form.
+    # Normalized only on a miss, to keep the lookup fast. `Shard(-1)` and `Shard(1)` are the same spec, so the normal
+    # form is looked up again.
     placements = normalize_placements(mesh, placements, len(shape))
     if any(size < 0 for size in shape):
         raise ShardShapeError(f"a tensor has sizes of at least 0, got {list(shape)}")
@@ -179,7 +180,7 @@ def _intern(key: tuple[Any, ...]) -> Any:
 def grad_spec(spec: TensorSpec) -> TensorSpec:
     """Return the spec of a value's gradient: R -> R, S -> S, P -> R.
 
-    Every contribution to a sum has the gradient of the whole, so the gradient of a partial value is replicated.
+    Every contribution to a sum has the gradient of the sum, so the gradient of a partial value is replicated.
     """
     if not spec.is_partial:
         return spec
@@ -187,9 +188,9 @@ def grad_spec(spec: TensorSpec) -> TensorSpec:
 
 
 def has_gradient(spec: TensorSpec) -> bool:
-    """Return whether placements describe the gradient of a value.
+    """Return whether placements can describe the gradient of a value.
 
-    They do not where it is partial by something else than a sum: each rank has the gradient of its own contribution.
+    They cannot if the value is partial, but not a sum: each rank then has the gradient of its own contribution.
     """
     return not spec.is_partial or all(
         size == 1 or not placement.is_partial() or placement == Partial()
@@ -197,11 +198,11 @@ def has_gradient(spec: TensorSpec) -> bool:
     )
 
 
-def shown_grad_spec(spec: TensorSpec) -> TensorSpec:
-    """Return `grad_spec` of a value whose gradient users ask for.
+def visible_grad_spec(spec: TensorSpec) -> TensorSpec:
+    """Return `grad_spec` of a value, for a gradient that the user sees.
 
     Raises:
-        GradientPathError: the value is partial by something else than a sum.
+        GradientPathError: the value is partial, but not a sum.
     """
     if not has_gradient(spec):
         raise GradientPathError(
@@ -218,16 +219,16 @@ def _local_shape(spec: TensorSpec) -> tuple[int, ...]:
 
 
 def split_ranges(ranges: Ranges, placement: Placement, ranks: int) -> list[Ranges]:
-    """Return each rank's part of ascending disjoint (start, stop) ranges; adjacent ones are joined."""
+    """Return each rank's shard of ascending disjoint (start, stop) ranges, with adjacent ranges joined."""
     size = sum(stop - start for start, stop in ranges)
     return [
-        join_ranges([piece for part in parts for piece in _take(ranges, *part)])
-        for parts in placement.parts(size, ranks)
+        join_ranges([taken for start, stop in shard for taken in _take(ranges, start, stop)])
+        for shard in placement.shard_ranges(size, ranks)
     ]
 
 
 def join_ranges(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    """Return ascending ranges without the empty ones, and with adjacent ones as one."""
+    """Return ascending ranges without empty ones and with adjacent ones joined."""
     result: list[tuple[int, int]] = []
     for start, stop in ranges:
         if start == stop:
@@ -240,7 +241,7 @@ def join_ranges(ranges: Sequence[tuple[int, int]]) -> Ranges:
 
 
 def _take(ranges: Ranges, begin: int, end: int) -> list[tuple[int, int]]:
-    """Return the ranges of the elements at positions [begin, end) among those that `ranges` list."""
+    """Return the ranges of the elements at positions [begin, end) of the concatenated `ranges`."""
     result, passed = [], 0
     for start, stop in ranges:
         low, high = max(begin - passed, 0), min(end - passed, stop - start)
@@ -251,10 +252,10 @@ def _take(ranges: Ranges, begin: int, end: int) -> list[tuple[int, int]]:
 
 
 def require_placements(what: str, mesh: DeviceMesh, placements: Any) -> tuple[Placement, ...]:
-    """`placements` as a tuple.
+    """Return `placements` as a tuple.
 
     Raises:
-        PlacementError: in the name of `what`: a single placement, or something else that is no sequence.
+        PlacementError: not a sequence, such as a single placement. The message starts with `what`.
     """
     if not isinstance(placements, Sequence) or isinstance(placements, str):
         raise PlacementError(
@@ -268,7 +269,7 @@ def normalize_placements(mesh: DeviceMesh, placements: Sequence[Placement], ndim
     """Return placements with non-negative dimensions, checked against mesh and tensor.
 
     Raises:
-        PlacementError: listing every problem at once.
+        PlacementError: they do not fit. The message lists every problem.
     """
     problems = []
     if (count := wrong_count(mesh, placements)) is not None:
@@ -281,7 +282,7 @@ def normalize_placements(mesh: DeviceMesh, placements: Sequence[Placement], ndim
             problems.append(f"placement {axis} is a {given}, expected Shard, Replicate, Partial, ... of hp_dtensor")
         elif isinstance(placement, (Shard, RaggedShard, StridedShard)) and not -ndim <= placement.dim < ndim:
             problems.append(
-                f"placement {axis}: {placement} cuts dimension {placement.dim} of a {ndim}-dimensional tensor"
+                f"placement {axis}: {placement} shards dimension {placement.dim} of a {ndim}-dimensional tensor"
             )
         else:
             result.append(_non_negative(placement, ndim))
@@ -291,7 +292,7 @@ def normalize_placements(mesh: DeviceMesh, placements: Sequence[Placement], ndim
 
 
 def wrong_count(mesh: DeviceMesh, placements: Sequence[Placement]) -> str | None:
-    """Return why this is not one placement per mesh axis; None: it is."""
+    """Return the problem if there is not one placement per mesh axis, else None."""
     if len(placements) == mesh.ndim:
         return None
     return f"expected {mesh.ndim} placements for mesh {mesh.describe()}, got {len(placements)}"

@@ -1,7 +1,4 @@
-"""The data of a DTensor beyond its local shard, as the functions on DTensors read it.
-
-DTensors whose data is still on its way: they wait for it when it is first used.
-"""
+"""Bases of DTensor: its attributes besides the local shard, and DTensors whose data is pending."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ from hp_dtensor.spec.placements import Placement
 from hp_dtensor.spec.tensor_spec import TensorSpec
 
 
-class AwaitedGradient(NamedTuple):
-    """The way to a gradient that lies elsewhere, as on the host.
+class DeferredGradient(NamedTuple):
+    """Access to a gradient that is stored elsewhere, such as on the host.
 
     Attributes:
-        fetch: sets the gradient; called when somebody looks at it.
-        drop: called when it is replaced.
+        fetch: sets the gradient. Called when `grad` is read.
+        drop: called when the gradient is replaced.
     """
 
     fetch: Callable[[], None]
@@ -26,15 +23,15 @@ class AwaitedGradient(NamedTuple):
 
 
 class DTensorBase:
-    """The attributes of a `DTensor`, without its methods, for the functions that those call."""
+    """The attributes of a `DTensor` without its methods, for the functions that implement those."""
 
     _spec: TensorSpec
     _copied_by: str | None = None
-    """The view operation that gave this tensor as a copy; writing it would not reach what it is a view of."""
-    _awaited_gradient: AwaitedGradient | None = None
-    """A platform's `grad` fetches it when there is none, and drops it when it is set."""
+    """Name of the view operation that returned this tensor as a copy. Writing it would not write the original."""
+    _deferred_gradient: DeferredGradient | None = None
+    """Fetched by the platform's `grad` when there is no gradient, and dropped when `grad` is set."""
     _gradient_from: str | None = None
-    """The name of what sets this parameter's gradient in a backward, where autograd itself does not reach it."""
+    """Name of the feature that sets this parameter's gradient in a backward, if autograd does not."""
 
     @property
     def spec(self) -> TensorSpec:
@@ -64,17 +61,17 @@ FACTS: dict[str, Callable[[TensorSpec], Any]] = {
     "dtype": lambda spec: spec.dtype,
     "local_shape": lambda spec: spec.local_shape,
 }
-"""The attributes of a DTensor that its spec tells."""
+"""The attributes of a DTensor that follow from its spec."""
 
 
 class PendingDTensor:
-    """A DTensor under way; mixed into a platform's DTensor class, before it.
+    """A DTensor whose data is pending. Mixed into a platform's DTensor class, before it.
 
-    Any look at it but at its `facts` waits for its data and makes it an object of the platform's class itself. The
-    framework's own functions look first whether an argument has their interception, so they wait too.
+    Reading any attribute but its `facts` waits for the data and turns the object into one of the platform's class. The
+    functions of a framework first look up whether an argument overrides them, so they wait too.
 
     Attributes:
-        facts: attribute -> how its value follows from the spec.
+        facts: attribute -> function that computes its value from the spec, without waiting.
     """
 
     facts: ClassVar[dict[str, Callable[[TensorSpec], Any]]] = FACTS
@@ -98,11 +95,11 @@ class PendingDTensor:
             super().__setattr__(name, value)
 
 
-def begin_wait(x: Any, arrive: Callable[[Any], None]) -> None:
-    """Have `x`, a `PendingDTensor` just made, call `arrive(x)` before its data is first used.
+def set_pending(x: Any, arrive: Callable[[Any], None]) -> None:
+    """Make `x`, a new `PendingDTensor`, call `arrive(x)` before its data is first used.
 
     Args:
-        arrive: puts the data into `x`, which is an object of the platform's class by then.
+        arrive: stores the data in `x`, which is an object of the platform's class by then.
     """
     object.__getattribute__(x, "__dict__")["_arrive"] = arrive
 
@@ -114,7 +111,7 @@ def _wait_for(x: Any, known: dict[str, Any]) -> None:
     try:
         arrive(x)
     except BaseException as error:
-        # What is there is not the data: whoever looks again gets the same error.
+        # The memory holds no data. Every later access raises the same error again.
         object.__setattr__(x, "__class__", pending)
         known["_arrive"] = _raising(error)
         raise

@@ -1,4 +1,4 @@
-"""Making DTensors from plain tensors, and plain tensors from DTensors."""
+"""Conversions: DTensors from plain tensors, and plain tensors from DTensors."""
 
 from __future__ import annotations
 
@@ -32,46 +32,45 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> Any:
-    """Return a DTensor of a whole tensor. Follows torch's `distribute_tensor`.
+    """Return a DTensor with the values of a full tensor. Follows torch's `distribute_tensor`.
 
-    A leaf that requires a gradient gives a leaf that requires one, with a gradient of its own. With
-    `src_data_rank=None` the result of another tensor passes its gradient on to that tensor.
+    The result for a leaf that requires a gradient is another leaf that requires one. With `src_data_rank=None` a tensor
+    that is not a leaf gets its gradient through the result.
 
     Args:
-        tensor: the whole tensor, plain, on every rank. A DTensor that lies so already is returned as it is.
+        tensor: the full tensor, plain, on every rank. A DTensor that already has the placements is returned unchanged.
         device_mesh: default: the current one (`with mesh:`).
         placements: one per mesh axis, or alias names, one per tensor dimension; default: replicated on every axis.
-        src_data_rank: mesh coordinate (on every axis) of the rank whose data counts; it is broadcast. None: every rank
-            already has the same data, and nothing is communicated.
+        src_data_rank: mesh coordinate (on every axis) of the rank whose data is broadcast. None: every rank already has
+            the same data, and nothing is communicated.
 
     Raises:
-        PlacementError: placements that do not fit, or others than those of a DTensor (use `redistribute`).
+        PlacementError: placements that do not fit, or that differ from those of a DTensor (use `redistribute`).
         MeshError: another mesh than that of a DTensor.
-        GradientPathError: a tensor computed from others, whose gradient a broadcast would cut off.
-        RankMismatchError: ranks give tensors of other shapes, dtypes or placements, some of them leaves that require
-            a gradient, or one of them has raised. Checked unless `src_data_rank` is None; then in `check_mode` only,
-            and without gradients.
+        GradientPathError: a broadcast would detach a tensor that was computed from others.
+        RankMismatchError: ranks pass different shapes, dtypes or placements, or require different gradients, or one of
+            them has raised. Checked unless `src_data_rank` is None; then in `check_mode` only, and without gradients.
 
     Example:
         >>> def program():
-        ...     whole = platform.ops.arange(5, platform.dtype("int64"))
-        ...     x = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)])
+        ...     full = platform.ops.arange(5, platform.dtype("int64"))
+        ...     x = distribute_tensor(full, init_device_mesh("cpu", (2,)), [Shard(0)])
         ...     return platform.to_numpy(x.to_local()).tolist()
         >>> run_ranks(program, 2)
         [[0, 1, 2], [3, 4]]
     """
     if isinstance(tensor, DTensorBase):
-        return _distributed_already(tensor, device_mesh, placements)
+        return _check_distributed(tensor, device_mesh, placements)
     what = "distribute_tensor"
     mesh = require_mesh(what, device_mesh if device_mesh is not None else get_current_mesh())
     platform = mesh.platform
-    is_sent = src_data_rank is not None and not (isinstance(tensor, platform.Tensor) and platform.is_meta(tensor))
-    with rank_checks.telling_failure(mesh, what, exchanges=is_sent):
-        device_mesh, chosen = _where(what, tensor, mesh, placements)
+    is_broadcast = src_data_rank is not None and not (isinstance(tensor, platform.Tensor) and platform.is_meta(tensor))
+    with rank_checks.reporting_failure(mesh, what, exchanges=is_broadcast):
+        device_mesh, chosen = _mesh_and_placements(what, tensor, mesh, placements)
         target = TensorSpec(device_mesh, chosen, tuple(tensor.shape), tensor.dtype)
-    if is_sent:
-        # A broadcast of other sizes would hang, or give some ranks numbers that nobody has. Where gradients differ,
-        # so would later backwards.
+    if is_broadcast:
+        # A broadcast between different sizes would hang, or return values that no rank has. If only some ranks required
+        # a gradient, later backwards would communicate on some ranks only.
         rank_checks.require_same(what, target, f"{_gradient_kind(platform, tensor)}, {src_data_rank=}")
     else:
         rank_checks.check_created(what, target)
@@ -85,7 +84,7 @@ def distribute_tensor(
     if src_data_rank is not None and platform.is_grad_enabled():
         raise GradientPathError(
             f"distribute_tensor broadcasts the data of rank {src_data_rank}, and the gradient of a tensor that was "
-            "computed from others would not come back through that; give x.detach(), or src_data_rank=None if every "
+            "computed from others would not flow back through that; pass x.detach(), or src_data_rank=None if every "
             "rank has computed the same"
         )
     return _distributed(tensor, target, src_data_rank)
@@ -98,19 +97,19 @@ def _gradient_kind(platform: Platform, tensor: Tensor) -> str:
 
 
 def _distributed(tensor: Tensor, target: TensorSpec, src_data_rank: int | None) -> Any:
-    """Return a plain tensor as `target`, with the data of one rank or of each."""
+    """Return a plain full tensor as `target`, after broadcasting the data of `src_data_rank`."""
     mesh = target.mesh
     platform = mesh.platform
     if not platform.is_meta(tensor):
-        tensor = _agreed(tensor, mesh, src_data_rank)
-    whole = target.with_placements(replicated_on(mesh))
+        tensor = _broadcast(tensor, mesh, src_data_rank)
+    replicated = target.with_placements(replicated_on(mesh))
     if mesh.get_coordinate() is None:
         return platform.wrap(platform.empty((0,) * target.ndim, tensor.dtype), target)
-    return platform.wrap(plan_between(whole, target, platform.itemsize(target.dtype)).run(tensor), target)
+    return platform.wrap(plan_between(replicated, target, platform.itemsize(target.dtype)).run(tensor), target)
 
 
-def _distributed_already(x: Any, device_mesh: DeviceMesh | None, placements: Placements | None) -> Any:
-    """Return a DTensor given to `distribute_tensor`, which must lie as it is wanted."""
+def _check_distributed(x: Any, device_mesh: DeviceMesh | None, placements: Placements | None) -> Any:
+    """Return a DTensor passed to `distribute_tensor`, after checking that it has the mesh and the placements."""
     spec: TensorSpec = x.spec
     if device_mesh is not None and require_mesh("distribute_tensor", device_mesh) != spec.mesh:
         raise MeshError(
@@ -137,26 +136,27 @@ def from_local(
     stride: Sequence[int] | None = None,
     grad_placements: Placements | None = None,
 ) -> Any:
-    """Return a DTensor whose shard on this rank is `local`; no tensor is communicated. Follows `DTensor.from_local`.
+    """Return a DTensor whose shard on this rank is `local`, without communication. Follows `DTensor.from_local`.
 
     Args:
-        local: a plain tensor, which the result shares its memory and its graph with.
+        local: a plain tensor. The result shares its memory and its graph.
         device_mesh: default: the current one (`with mesh:`).
         placements: one per mesh axis, or alias names, one per tensor dimension; default: replicated.
-        shape: the global shape; default: every rank's shard is as large as this one. Of uneven shards, ranks then
-            believe in different shapes, and operations go wrong; `run_check` and `check_mode` find the true one.
-        stride: the global strides (in elements), which must be those of `local`'s order in memory.
-        grad_placements: placements to which the gradient is brought before it reaches `local`; default:
-            what follows from `placements` (R -> R, S -> S, P -> R). Where `placements` cut, they cut alike.
-        run_check: exchange shapes and fingerprints of values between all ranks of the mesh: without `shape` the
-            global one is what all shards, also uneven ones, sum to, and replicas must be equal. Every rank
-            must say the same. Always done in `check_mode`.
+        shape: the global shape. Default: computed as if every rank's shard had the shape of this one. With uneven
+            shards ranks then assume different global shapes, and operations go wrong; pass `shape` or `run_check`.
+        stride: the global strides (in elements). They must match the memory order of `local`.
+        grad_placements: placements to which the gradient is redistributed before it reaches `local`. Default:
+            those that follow from `placements` (R -> R, S -> S, P -> R). Sharded axes must be sharded alike. An axis
+            with a replicated gradient and `Partial()` here is left as it is, as in torch: each rank gets its own copy.
+        run_check: exchange shapes and fingerprints of values between all ranks of the mesh. Replicas must be equal and,
+            without `shape`, the global shape is that of all shards, which may be uneven. Every rank must pass the same
+            value. Always done in `check_mode`.
 
     Raises:
         PlacementError: placements that do not fit.
-        ShardShapeError: `local` is not the shard that `placements` give for `shape`; with `run_check`, on every
-            rank, naming those whose shards do not fit. Also `stride` without `shape`, or of another order in memory.
-        RankMismatchError: with `run_check`: replicas or dtypes differ; names the ranks.
+        ShardShapeError: `local` does not have the shape of this rank's shard; with `run_check` raised on every rank,
+            naming those whose shards do not fit. Also `stride` without `shape`, or of another memory order.
+        RankMismatchError: with `run_check`, if replicas or dtypes differ. Names the ranks.
 
     Example:
         >>> def program():
@@ -167,7 +167,7 @@ def from_local(
     """
     if isinstance(local, DTensorBase):
         raise MixedOperandsError("from_local takes a plain local tensor, got a DTensor")
-    device_mesh, given = _where("from_local", local, device_mesh, placements)
+    device_mesh, given = _mesh_and_placements("from_local", local, device_mesh, placements)
     platform = device_mesh.platform
     placements = normalize_placements(device_mesh, given, len(local.shape))
     if run_check or rank_checks.is_checking():
@@ -179,25 +179,31 @@ def from_local(
         raise ShardShapeError(
             f"from_local: the shard on rank {device_mesh.world.rank} of a tensor {list(global_shape)} placed "
             f"{spec.describe_placements()} must be {list(spec.local_shape)}, got {list(local.shape)}"
-            + (f"; this rank is outside mesh {device_mesh.describe()} and holds nothing of it" if outside else "")
+            + (f"; this rank is outside mesh {device_mesh.describe()} and holds no elements of it" if outside else "")
         )
     if stride is not None:
         _check_stride(spec, local, shape is not None, tuple(stride))
     if grad_placements is not None:
-        wanted = gradient_placed("from_local", spec, grad_placements)
-        local = with_grad_plan(platform, local, grad_spec(spec), wanted)
+        arriving, wanted = grad_spec(spec), gradient_placed("from_local", spec, grad_placements)
+        # A replicated gradient is not turned into a partial one: code that asks for a partial gradient sums over the
+        # ranks itself, and gets each rank's own gradient, as in torch.
+        placed = [
+            a if a.is_replicate() and w.is_partial() else w
+            for a, w in zip(arriving.placements, wanted.placements, strict=True)
+        ]
+        local = with_grad_plan(platform, local, arriving, wanted.with_placements(placed))
     return platform.wrap(local, spec)
 
 
 def _check_stride(spec: TensorSpec, local: Tensor, has_shape: bool, stride: tuple[int, ...]) -> None:
-    """Refuse global strides that are not those of the shard's order in memory, or that come without a shape."""
+    """Check that global strides match the memory order of the shard, and that the global shape was passed too."""
     if not has_shape:
         raise ShardShapeError(f"from_local: stride {list(stride)} goes with the global shape; pass shape= too")
     own = spec.strides(spec.mesh.platform.strides(local))
-    counted = [i for i, size in enumerate(spec.shape) if size > 1]  # of one element, any stride will do
+    counted = [i for i, size in enumerate(spec.shape) if size > 1]  # the stride of one element is arbitrary
     if len(stride) != spec.ndim or (0 not in spec.shape and any(stride[i] != own[i] for i in counted)):
         raise ShardShapeError(
-            f"from_local: a shard {list(local.shape)} of a tensor {list(spec.shape)} lies in memory with global "
+            f"from_local: a shard {list(local.shape)} of a tensor {list(spec.shape)} is stored with global "
             f"strides {list(own)}, got stride {list(stride)}; permute the shard, or leave stride out"
         )
 
@@ -209,18 +215,18 @@ def to_local(x: Any, grad_placements: Placements | None = None) -> Tensor:
     local = platform.unwrap(x)
     if grad_placements is None:
         return local
-    comes = gradient_placed("to_local", spec, grad_placements)
-    return with_grad_plan(platform, local, comes, grad_spec(spec))
+    arriving = gradient_placed("to_local", spec, grad_placements)
+    return with_grad_plan(platform, local, arriving, grad_spec(spec))
 
 
 def full_tensor(x: Any, grad_placements: Placements | None = None) -> Tensor:
-    """Return the whole tensor, plain, on every rank; differentiable.
+    """Return the full tensor, plain, on every rank; differentiable.
 
     Args:
-        grad_placements: how the gradient that comes back is placed, as in `to_local`; default: replicated.
+        grad_placements: the placements of the incoming gradient, as in `to_local`; default: replicated.
 
     Raises:
-        MeshError: this rank is outside the mesh and would get nothing.
+        MeshError: this rank is outside the mesh.
 
     Example:
         >>> def program():
@@ -239,7 +245,7 @@ def full_tensor(x: Any, grad_placements: Placements | None = None) -> Tensor:
 
 
 def replicate_like(x: Tensor, reference: Any) -> Any:
-    """Return `x` as a DTensor replicated on the mesh of `reference`, or unchanged where `reference` is plain.
+    """Return `x` as a DTensor replicated on the mesh of `reference`, or unchanged if `reference` is plain.
 
     For constants in model code (masks, rotary tables, targets), which must be equal on all ranks.
 
@@ -257,30 +263,30 @@ def replicate_like(x: Tensor, reference: Any) -> Any:
 
 
 def local_of(platform: Platform, x: Tensor) -> Tensor:
-    """Return the shard of a DTensor, which shares its memory, or a plain tensor as it is."""
+    """Return the local shard of a DTensor (sharing its memory), or a plain tensor unchanged."""
     return platform.unwrap(x) if isinstance(x, DTensorBase) else x
 
 
-def whole_of(x: Tensor) -> Tensor:
-    """Return the whole tensor of a DTensor as `full_tensor` does, or a plain tensor as it is."""
+def to_full(x: Tensor) -> Tensor:
+    """Return the full tensor of a DTensor, or a plain tensor unchanged."""
     return full_tensor(x) if isinstance(x, DTensorBase) else x
 
 
-def zeros_laid_out_as(platform: Platform, x: Tensor, dtype: Any = None) -> Tensor:
-    """Return zeros of the shape and layout of `x`, such as an optimizer's state begins with.
+def zeros_placed_like(platform: Platform, x: Tensor, dtype: Any = None) -> Tensor:
+    """Return zeros with the shape and placements of `x`, such as the initial state of an optimizer.
 
     Args:
-        dtype: the platform's; None: that of `x`.
+        dtype: a dtype of the platform; None: that of `x`.
     """
     dtype = x.dtype if dtype is None else dtype
     zeros = platform.zeros(platform.local_shape(x), dtype)
     return platform.wrap(zeros, x.spec.with_dtype(dtype)) if isinstance(x, DTensorBase) else zeros
 
 
-def _where(
+def _mesh_and_placements(
     what: str, tensor: Any, mesh: DeviceMesh | None, placements: Placements | None
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Return the mesh and placements that are meant, after checking that mesh and tensor are such."""
+    """Return mesh and placements with defaults filled in, after checking mesh, tensor and placements."""
     mesh = require_mesh(what, mesh if mesh is not None else get_current_mesh())
     if not isinstance(tensor, mesh.platform.Tensor):
         raise MixedOperandsError(
@@ -290,8 +296,8 @@ def _where(
     return mesh, placements_on(what, mesh, placements, len(tensor.shape))
 
 
-def _agreed(tensor: Tensor, mesh: DeviceMesh, source: int | None) -> Tensor:
-    """Return the values of `source`, or those that all ranks have already."""
+def _broadcast(tensor: Tensor, mesh: DeviceMesh, source: int | None) -> Tensor:
+    """Return the values of rank `source`, or `tensor` if that is None and all ranks already have the same."""
     if source is None:
         if rank_checks.is_checking():
             rank_checks.check_replicated("distribute_tensor without src_data_rank", tensor, mesh)
@@ -307,7 +313,7 @@ def _agreed(tensor: Tensor, mesh: DeviceMesh, source: int | None) -> Tensor:
 
 
 def even_global_shape(local: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
-    """Return the global shape where every rank's shard is `local`."""
+    """Return the global shape if every rank's shard has shape `local`."""
     shape = list(local)
     for axis, placement in reversed(list(enumerate(placements))):
         if isinstance(placement, RaggedShard):

@@ -1,4 +1,4 @@
-"""DTensor: a platform's tensor that is its own local shard, plus a spec."""
+"""DTensor: the methods of a tensor that is its own local shard, plus a spec."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Placements = Any
 
 
 def check_copied(is_leaf: bool) -> None:
-    """Refuse to deep-copy the result of an operation, as torch does: its place in the graph cannot be copied."""
+    """Check that a tensor to be deep-copied is a leaf. As in torch, a node of the graph cannot be copied."""
     if not is_leaf:
         raise RuntimeError("only leaf tensors can be deep-copied; this one is the result of an operation")
 
 
 class DTensor(DTensorBase):
-    """A tensor cut over a mesh, or held by every rank of it, that is used like one tensor.
+    """A tensor that is sharded, replicated or partial over a mesh and is used like a single tensor.
 
     The class is mixed into each platform's tensor subclass, so `isinstance(x, DTensor)` holds on every platform. The
-    object is the local shard: autograd, hooks and memory are the framework's own. `shape` is the global shape;
-    `spec.local_shape` the shard's.
+    object is the local shard: autograd, hooks and memory are those of the framework. `shape` is the global shape and
+    `spec.local_shape` that of the shard.
 
     Example:
         >>> def program():
@@ -63,19 +63,19 @@ class DTensor(DTensorBase):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             f"a DTensor {self._spec!r} cannot be pickled: it belongs to the ranks of a running job. Save a checkpoint "
-            "(on torch, torch.distributed.checkpoint takes it), or its full_tensor()."
+            "(on torch, torch.distributed.checkpoint accepts it), or its full_tensor()."
         )
 
     def to_local(self, grad_placements: Placements | None = None) -> Tensor:
-        """Return the plain local tensor, in the autograd graph.
+        """Return the plain local tensor; differentiable.
 
         Args:
-            grad_placements: how the gradient that comes back is placed; default: what follows from the
-                placements (R -> R, S -> S, P -> R). A replicated tensor used in a computation that differs
-                between ranks needs `Partial()` there.
+            grad_placements: the placements of the incoming gradient. Default: those that follow from the placements
+                of the value (R -> R, S -> S, P -> R). Pass `Partial()` for a replicated tensor that each rank uses
+                differently.
 
         Raises:
-            PlacementError: a gradient cut in another way than the shard.
+            PlacementError: the gradient would be sharded unlike the value.
         """
         return conversions.to_local(self, grad_placements)
 
@@ -88,7 +88,7 @@ class DTensor(DTensorBase):
         forward_dtype: DType | None = None,
         backward_dtype: DType | None = None,
     ) -> Any:
-        """Return this tensor with other placements, also on another mesh; see `redistribution.redistribute`."""
+        """Return this tensor with other placements, possibly on another mesh; see `redistribution.redistribute`."""
         return redistribution.redistribute(
             self,
             device_mesh,
@@ -99,10 +99,10 @@ class DTensor(DTensorBase):
         )
 
     def reduce_partial(self) -> Any:
-        """Return the tensor with every partial axis reduced to a replicated one, the others as they are."""
+        """Return the tensor with every partial axis reduced to a replicated one."""
         reduced = [Replicate() if p.is_partial() else p for p in self.placements]
         return redistribution.redistribute(self, None, reduced)
 
     def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
-        """Return the whole tensor as a plain one on every rank; differentiable. See `conversions.full_tensor`."""
+        """Return the full tensor as a plain one on every rank; differentiable. See `conversions.full_tensor`."""
         return conversions.full_tensor(self, grad_placements)

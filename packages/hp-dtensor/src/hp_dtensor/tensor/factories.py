@@ -1,4 +1,4 @@
-"""DTensors made from a global shape: every rank makes its own shard, nothing is communicated."""
+"""Factories: DTensors from a global shape. Every rank creates its own shard, without communication."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def zeros(
         placements: one per mesh axis, or alias names, one per tensor dimension; default: replicated.
         dtype: the platform's, or a name such as `"bfloat16"`; default: the platform's for numbers
             (`torch.get_default_dtype()`, float32 on MindSpore).
-        layout: torch's argument; only `torch.strided`, which None means, is taken.
-        requires_grad: whether the result is a leaf that gets a gradient.
+        layout: for compatibility with torch; `torch.strided` or None.
+        requires_grad: whether the result is a leaf that requires a gradient.
 
     Raises:
         PlacementError: placements that do not fit, or partial ones.
@@ -59,7 +59,7 @@ def empty(
     layout: Any = None,
     requires_grad: bool = False,
 ) -> Any:
-    """Return an uninitialised DTensor; arguments and errors as `zeros`.
+    """Return an uninitialised DTensor. Arguments and errors are those of `zeros`.
 
     Example:
         >>> def program():
@@ -81,9 +81,9 @@ def full(
     layout: Any = None,
     requires_grad: bool = False,
 ) -> Any:
-    """Return a DTensor of one value; arguments and errors as `zeros`.
+    """Return a DTensor filled with one value. Arguments and errors are those of `zeros`.
 
-    The default dtype is that of the value: bool, int64, or the platform's for real or complex numbers.
+    The default dtype follows from the value: bool, int64, or the platform's default for real or complex numbers.
 
     Example:
         >>> def program():
@@ -93,7 +93,7 @@ def full(
         [0.5, 0.5]
     """
 
-    # NumPy's numbers are none of Python's: torch would make real ones of complex ones and of truth values.
+    # torch infers the dtype from Python numbers only: a complex or bool scalar of NumPy would become a real one.
     number = fill_value.item() if hasattr(fill_value, "item") else fill_value
 
     def fill(platform: Platform, spec: TensorSpec) -> Tensor:
@@ -110,7 +110,7 @@ def ones(
     layout: Any = None,
     requires_grad: bool = False,
 ) -> Any:
-    """Return a DTensor of ones; arguments and errors as `zeros`.
+    """Return a DTensor of ones. Arguments and errors are those of `zeros`.
 
     Example:
         >>> def program():
@@ -130,10 +130,10 @@ def rand(
     layout: Any = None,
     requires_grad: bool = False,
 ) -> Any:
-    """Return a DTensor of numbers drawn uniformly from [0, 1), the same ones under every layout.
+    """Return a DTensor of numbers drawn uniformly from [0, 1). The values do not depend on the placements.
 
-    Every rank draws them all and keeps its part, so the generators of all ranks must be in the same state
-    (`manual_seed`), and stay so. Arguments and errors as `zeros`.
+    Every rank draws the full tensor and takes its shard, so the generators of all ranks must be in the same state
+    (`manual_seed`). Afterwards they still are. Arguments and errors are those of `zeros`.
 
     Example:
         >>> def program(placement):
@@ -170,7 +170,7 @@ def randn(
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
-    """Bring the generator of every rank of the mesh's platform to the same state; call it on all of them.
+    """Set the generators of all ranks of the mesh to the same state. All ranks make the call.
 
     Example:
         >>> def program(placement):
@@ -194,7 +194,7 @@ def _make(
     of: complex = 0.0,
 ) -> Any:
     if layout is not None and str(layout) != "torch.strided":
-        raise ValueError(f"a factory makes dense tensors, layout torch.strided; got layout={layout!r}")
+        raise ValueError(f"a factory creates dense tensors, layout torch.strided; got layout={layout!r}")
     mesh = require_mesh("a factory", device_mesh if device_mesh is not None else get_current_mesh())
     platform = mesh.platform
     sizes = _flat(size)
@@ -230,11 +230,11 @@ def _flat(shape: Sequence[Shape]) -> tuple[int, ...]:
 
 
 def _drawn(platform: Platform, spec: TensorSpec, distribution: str) -> Tensor:
-    # Drawn whole on every rank: a generator's numbers depend on how many came before, so each rank drawing its own part
-    # would give other numbers under every layout.
-    part = platform.random(distribution, spec.shape, spec.dtype)
+    # The state of a generator depends on how much was drawn before. If each rank drew only its shard, values would
+    # depend on the placements.
+    shard = platform.random(distribution, spec.shape, spec.dtype)
     offset, shape = spec.box()
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
-        part = platform.ops.narrow(part, dim, start, length)
-    # A copy, or the whole tensor would stay in memory behind its part.
-    return platform.ops.clone(part)
+        shard = platform.ops.narrow(shard, dim, start, length)
+    # A view would keep the full tensor in memory.
+    return platform.ops.clone(shard)

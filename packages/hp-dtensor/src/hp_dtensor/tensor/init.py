@@ -1,16 +1,14 @@
-"""Models without data: built on the meta device, sharded, and only then given memory, shard by shard.
+"""Initialization: models on the meta device, memory for their shards, and initial values that ignore the placements.
 
-with init_empty_weights(platform):
-    model = Decoder(...)                     # shapes only
-shard_module(model, mesh, plan)              # shapes of shards only
-materialize(model)                           # this rank's shards, uninitialised
-init_parameters(model, initializer, seed)    # this rank's part of every value
+    with init_empty_weights(platform):
+        model = Decoder(...)                     # shapes only
+    shard_module(model, mesh, plan)              # shapes of shards only
+    materialize(model)                           # this rank's shards, uninitialised
+    init_parameters(model, initializer, seed)    # this rank's shard of every value
 
-Initial values that depend on a seed, a parameter's name and an element's index, and on nothing else.
-
-Every element has its own counter, so a rank generates its shard alone and any layout, on any platform,
-starts from the same numbers: Philox 4x64 (Salmon et al., SC 2011) keyed by seed and name, one 64-bit word per
-element.
+An initial value depends only on the seed, the name of the parameter and the index of the element: it is computed from
+one 64-bit word of Philox 4x64 (Salmon et al., SC 2011), keyed by seed and name, with the index as counter. So a rank
+generates just its own shard, and all placements and platforms start from the same values.
 """
 
 from __future__ import annotations
@@ -33,16 +31,16 @@ from hp_dtensor.tensor.dtensor import DTensor
 Module = Any
 Tensor = Any
 MakeBuffer = Callable[[str, tuple[int, ...], Any], Tensor]
-"""`make(dotted name, shape, dtype)`: the plain tensor of a buffer."""
+"""Function from (dotted name, shape, dtype) to the plain tensor of a buffer."""
 
 
 @contextlib.contextmanager
 def init_on_device(device: Any, platform: Platform | str | None = None) -> Iterator[None]:
-    """Make tensors and modules inside the block on `device`; on `"meta"` they have shapes and no data.
+    """Create tensors and modules inside the block on `device`. On `"meta"` they have shapes and no data.
 
     Raises:
-        CapabilityError: the platform has no such device here; of MindSpore, `"meta"` is there from 2.10 on, and the
-            parameters of modules are made on it, not other tensors.
+        CapabilityError: the platform has no such device. MindSpore has `"meta"` from 2.10 on, for the parameters of
+            modules only.
 
     Example:
         >>> with init_on_device("meta", platform), nn.building(platform):
@@ -55,7 +53,7 @@ def init_on_device(device: Any, platform: Platform | str | None = None) -> Itera
 
 
 def init_empty_weights(platform: Platform | str | None = None) -> contextlib.AbstractContextManager[None]:
-    """Make tensors and modules inside the block without data, for a model that is too large for one rank.
+    """Create tensors and modules inside the block without data, for a model that is too large for one rank.
 
     Example:
         >>> with init_empty_weights(platform), nn.building(platform):
@@ -69,18 +67,17 @@ def init_empty_weights(platform: Platform | str | None = None) -> contextlib.Abs
 def materialize(
     module: Module, device: Any = None, *, buffers: MakeBuffer | None = None, platform: Platform | str | None = None
 ) -> Module:
-    """Give every parameter on the meta device uninitialised memory: a DTensor's shard, a plain one whole.
+    """Allocate uninitialised memory for every parameter on the meta device, and return the module.
 
-    In place, also returned. Parameters with data stay as they are; one that goes by several names stays one.
+    A DTensor gets memory for this rank's shard. Parameters with data are unchanged. Shared parameters stay shared.
 
     Args:
         device: default: this rank's.
-        buffers: makes the buffers that are on the meta device. Initialisation of parameters cannot give them
-            their values.
-        platform: default: the module's own where it is a `hp_dtensor.parallel.nn.Module`, else the selected one.
+        buffers: creates the buffers that are on the meta device, whose values `init_parameters` does not set.
+        platform: default: the module's own if it is a `hp_dtensor.parallel.nn.Module`, else the selected one.
 
     Raises:
-        MetaTensorError: buffers without data and no `buffers`; nothing has been changed then.
+        MetaTensorError: there are buffers without data and no `buffers`. The module is unchanged then.
 
     Example:
         >>> with init_empty_weights(platform), nn.building(platform):
@@ -92,8 +89,8 @@ def materialize(
     missing = [name for name, buffer in chosen.named_buffers(module) if chosen.is_meta(buffer)]
     if missing and buffers is None:
         raise MetaTensorError(
-            f"buffers have no data and materialize cannot know it: {', '.join(missing)}. Pass "
-            "buffers=function(name, shape, dtype), or make them outside of init_empty_weights."
+            f"buffers have no data, and materialize does not know their values: {', '.join(missing)}. Pass "
+            "buffers=function(name, shape, dtype), or create them outside of init_empty_weights."
         )
     made: dict[int, Tensor] = {}
     for path, owner in list(chosen.named_modules(module)):
@@ -108,7 +105,7 @@ def materialize(
 
 
 def _with_memory(platform: Platform, old: Tensor, device: Any) -> Tensor:
-    """Return a parameter like `old`, uninitialised."""
+    """Return an uninitialised parameter with shape, placements and dtype of `old`."""
     with platform.no_grad():
         data = platform.empty(platform.local_shape(old), old.dtype, device)
         if isinstance(old, DTensor):
@@ -128,18 +125,20 @@ def _make_buffers(platform: Platform, owner: Module, path: str, make: MakeBuffer
 
 
 def meta_tensors(module: Module, platform: Platform | str | None = None) -> list[str]:
-    """Return the dotted names of the parameters and buffers that have no data yet."""
+    """Return the dotted names of the parameters and buffers without data."""
     chosen = platform_of(module, platform)
     named = [*chosen.named_parameters(module), *chosen.named_buffers(module)]
     return [name for name, x in named if chosen.is_meta(x)]
 
+
+# Initial values -------------------------------------------------------------------------------------------
 
 Array = numpy.ndarray
 _BLOCK_WORDS = 1 << 20
 
 
 class Distribution(ABC):
-    """A distribution of one parameter's elements, each drawn from one random 64-bit word."""
+    """Distribution of the elements of a parameter. Each element is computed from one random 64-bit word."""
 
     @abstractmethod
     def values(self, words: Array) -> Array:
@@ -148,7 +147,7 @@ class Distribution(ABC):
 
 @dataclass(frozen=True)
 class Constant(Distribution):
-    """The same value everywhere."""
+    """The same value for every element."""
 
     value: float
 
@@ -169,13 +168,13 @@ class Uniform(Distribution):
 
 @dataclass(frozen=True)
 class Normal(Distribution):
-    """Normal with the given mean and standard deviation, by Box-Muller; at most 6.7 deviations off."""
+    """Normal distribution by the Box-Muller method; values are at most 6.7 standard deviations from the mean."""
 
     std: float
     mean: float = 0.0
 
     def values(self, words: Array) -> Array:
-        # The half-open steps keep the logarithm's argument off zero.
+        # Adding 0.5 keeps the argument of the logarithm above zero.
         radius = ((words >> numpy.uint64(32)) + 0.5) * 2.0**-32
         angle = (words & numpy.uint64(0xFFFFFFFF)) * (2.0 * math.pi * 2.0**-32)
         normal: Array = numpy.sqrt(-2.0 * numpy.log(radius)) * numpy.cos(angle)
@@ -193,20 +192,20 @@ def init_parameters(
     *,
     skip: Container[str] = (),
 ) -> None:
-    """Give every parameter of `module` its initial values, in place.
+    """Set the initial values of all parameters of `module`, in place.
 
-    A parameter that is a DTensor gets this rank's shard of the values that the whole tensor would get. One
-    that goes by several names is drawn under the first.
+    A DTensor gets this rank's shard of the values that a plain parameter would get. The values of a shared parameter
+    follow from the first of its names.
 
     Args:
-        module: a module of the platform, its parameters plain or distributed.
-        initializer: (dotted name, global shape) -> how to draw it.
-        seed: any integer; the same seed gives the same values everywhere.
-        platform: default: the module's own where it is a `hp_dtensor.parallel.nn.Module`, else the selected one.
-        skip: names of parameters that keep the values they have.
+        module: a module of the platform. Its parameters are plain or DTensors.
+        initializer: function from (dotted name, global shape) to a `Distribution`.
+        seed: any integer. The same seed gives the same values for all placements and platforms.
+        platform: default: the module's own if it is a `hp_dtensor.parallel.nn.Module`, else the selected one.
+        skip: names of parameters that are left unchanged.
 
     Raises:
-        MetaTensorError: parameters without data, all of them listed.
+        MetaTensorError: parameters without data, listed by name.
 
     Example:
         >>> from hp_dtensor.tensor.init import Constant, Normal
@@ -248,10 +247,10 @@ def draw(
     offset: Sequence[int],
     extent: Sequence[int],
 ) -> Array:
-    """Return the float32 values of the box at `offset` with shape `extent` of a tensor of `shape`.
+    """Return the float32 values of a box (`offset`, `extent`) of a tensor of `shape`.
 
     Args:
-        key: from `stream_key`.
+        key: the result of `stream_key`.
     """
     result = numpy.empty(tuple(extent), numpy.float32)
     for rows, words in _words(key, tuple(shape), tuple(offset), tuple(extent)):
@@ -262,10 +261,10 @@ def draw(
 def _words(
     key: tuple[int, int], shape: tuple[int, ...], offset: tuple[int, ...], extent: tuple[int, ...]
 ) -> Iterator[tuple[Any, Array]]:
-    """Yield indices of the box and the words of its elements there, in blocks of bounded size.
+    """Yield (index into the box, words of its elements) in blocks of bounded size.
 
-    Runs of whole rows are generated at once; where inner dimensions are cut, a row's words are generated up
-    to the end of the box and sliced, at most the row's size.
+    Full rows are generated several at once. If an inner dimension is sharded, rows are generated one by one from the
+    start to the end of the box in the second dimension, and then sliced.
     """
     if not shape:
         yield (), _run(key, 0, 1)[0]
@@ -287,7 +286,7 @@ def _words(
 
 
 def _run(key: tuple[int, int], start: int, count: int) -> Array:
-    """Return words start .. start+count of the key's stream (Philox makes four per counter)."""
+    """Return words start .. start+count of the stream of a key. Philox generates four words per counter."""
     generator = numpy.random.Philox(
         key=numpy.array(key, numpy.uint64), counter=numpy.array([start // 4, 0, 0, 0], numpy.uint64)
     )

@@ -1,4 +1,4 @@
-"""Regions of plain local code inside distributed programs, with stated placements."""
+"""local_map: plain local functions called on DTensors, with declared placements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hp_dtensor.trees import flattened
 Placements = Any
 """One specification: placements, alias names, or a layout."""
 Outputs = tuple[Placement, ...] | None
-"""The placements of one output; None for what is no tensor."""
+"""The placements of one output; None for an output that is not a tensor."""
 
 
 def local_map(
@@ -39,35 +39,35 @@ def local_map(
         @local_map(out_placements=[Partial()])
         def total(x): ...
 
-    The global shape of an output follows from the arguments: along a dimension that is cut as one of theirs, and as
-    long on this rank, it is as long as that one; otherwise every rank's part is as long as this one's. In the first
-    call of a function (and in each in `check_mode`) ranks compare the shapes that they find, by a few bytes.
+    The global shape of an output is inferred. A dimension that is sharded like a dimension of an argument, with a local
+    shard of the same size, has the global size of that one. Otherwise all ranks' shards count as equal in size. On the
+    first call of a function (and on every call in `check_mode`) ranks compare the shapes, in a few bytes.
 
-    Gradients follow from the placements. Along a mesh axis where outputs are cut or partial, every rank computes
-    another part of them, so that of a replicated argument is summed over ranks; where outputs are replicated, every
-    rank computes the same.
+    Gradients follow from the placements. Along a mesh axis on which outputs are sharded or partial, each rank computes
+    something else, so the gradient of a replicated argument is summed over the ranks. Along an axis on which outputs
+    are replicated all ranks compute the same, and nothing is summed.
 
     Args:
         out_placements: placements (or alias names, or a `Layout`) of the only output, or one entry per output; None for
-            what is no tensor. Tensors in nested lists, tuples and mappings count one by one, in inputs too.
-        in_placements: one entry per positional argument; None for what is no tensor. Plain tensors are given to `func`
-            as they are. Default: DTensors as they come.
-        in_grad_placements: how the gradient that `func` produces for an argument is placed: cut as the argument,
-            elsewhere `Replicate()` or `Partial()`. Default (also for an entry that is None): see above.
-        device_mesh: the mesh of the outputs; default: that of the first DTensor argument. Arguments may lie on other
-            meshes; their gradients follow where their axes are axes of the outputs' mesh.
-        redistribute_inputs: bring arguments to `in_placements`; False: refuse others.
+            an output that is not a tensor. Nested lists, tuples and mappings are flattened, in inputs too.
+        in_placements: one entry per positional argument; None for one that is not a tensor. Plain tensors are passed to
+            `func` unchanged. Default: DTensors are accepted with any placements.
+        in_grad_placements: the placements of the gradient that `func` computes for an argument: sharded like the
+            argument, on other axes `Replicate()` or `Partial()`. Default (also for an entry None): inferred as above.
+        device_mesh: the mesh of the outputs; default: that of the first DTensor argument. Arguments may be on other
+            meshes. Their gradients are inferred for axes that the outputs' mesh has too.
+        redistribute_inputs: redistribute arguments to `in_placements`; False: raise if their placements differ.
 
     Returns:
         A function with `func`'s name and signature. Without any DTensor argument it is `func` itself.
 
     Raises:
-        MeshError: `device_mesh` is no mesh.
-        PlacementError: counts that differ, a DTensor by keyword or without an entry, an argument that is not placed as
-            stated; a non-tensor with an entry; an output whose global shape cannot be known because arguments cut over
-            the same axes are uneven there; a replicated argument whose gradient does not follow, because some outputs
-            are replicated and others not, because replicated outputs come of arguments that are not, or because the
-            outputs' mesh has no such axis.
+        MeshError: `device_mesh` is not a mesh.
+        PlacementError: numbers of entries that differ; a DTensor by keyword or without an entry; an argument with other
+            placements; a non-tensor with an entry; an output whose global shape cannot be inferred because arguments
+            sharded over the same axes are uneven; a replicated argument whose gradient cannot be inferred because only
+            some outputs are replicated, because replicated outputs are computed from arguments that are not, or because
+            the outputs' mesh lacks the axis.
 
     Example:
         >>> def program():
@@ -98,7 +98,7 @@ def _mapped(
     redistribute_inputs: bool,
     plain_inputs: bool,
 ) -> Callable[..., Any]:
-    """Return the function that `local_map` does; without `plain_inputs` plain tensors may have no `in_placements`."""
+    """Return the result of `local_map`. Without `plain_inputs` a plain tensor must not have `in_placements`."""
     out_placements, in_placements, in_grad_placements = entries
     if device_mesh is not None:
         device_mesh = require_mesh("local_map", device_mesh)
@@ -118,10 +118,10 @@ def _mapped(
         outs = _Outputs(mesh, _out_entries(out_placements, mesh), checked)
         if in_placements is not None:
             plain = mesh.platform.Tensor if plain_inputs else ()
-            flat = [_placed(x, i, wanted[i], plain, redistribute_inputs) for i, x in enumerate(flat)]
+            flat = [_check_argument(x, i, wanted[i], plain, redistribute_inputs) for i, x in enumerate(flat)]
         specs = [x.spec if isinstance(x, DTensor) else None for x in flat]
-        local_args = rebuilt([_local(x, index, grads[index], specs, outs) for index, x in enumerate(flat)])
-        return outs.placed(func(*local_args, **kwargs), [spec for spec in specs if spec is not None])
+        local_args = rebuilt([_local_argument(x, index, grads[index], specs, outs) for index, x in enumerate(flat)])
+        return outs.wrap(func(*local_args, **kwargs), [spec for spec in specs if spec is not None])
 
     return mapped
 
@@ -133,9 +133,9 @@ def custom_shard(
     in_placements: Any = None,
     redistribute_inputs: bool = True,
 ) -> Callable[..., Any]:
-    """Return `local_map` of `func`, under its older name and argument order.
+    """Same as `local_map`, under its older name and with its older argument order.
 
-    Inputs are redistributed by default, and `in_placements` of anything but a DTensor must be None.
+    Inputs are redistributed by default, and the `in_placements` of anything but a DTensor must be None.
 
     Example:
         >>> def program():
@@ -156,7 +156,7 @@ def _mesh_of(args: Sequence[Any]) -> DeviceMesh | None:
 def _check_keywords(kwargs: Mapping[str, Any]) -> None:
     given = [name for name, x in kwargs.items() if isinstance(x, DTensor)]
     if given:
-        raise PlacementError(f"local_map: DTensors are given by position, got {', '.join(given)} by keyword")
+        raise PlacementError(f"local_map: DTensors are passed by position, got {', '.join(given)} by keyword")
 
 
 def _per_argument(entries: Sequence[Any] | None, args: Sequence[Any], name: str) -> Sequence[Any]:
@@ -167,11 +167,11 @@ def _per_argument(entries: Sequence[Any] | None, args: Sequence[Any], name: str)
     return entries
 
 
-def _placed(x: Any, index: int, wanted: Placements | None, plain: Any, redistribute: bool) -> Any:
-    """Return an argument placed as `wanted`, on its own mesh; those of the type `plain` stay as they are."""
+def _check_argument(x: Any, index: int, wanted: Placements | None, plain: Any, redistribute: bool) -> Any:
+    """Return an argument placed as `wanted`. Tensors of the type `plain` are returned unchanged."""
     if not isinstance(x, DTensor):
         if wanted is not None and not isinstance(x, plain):
-            raise PlacementError(f"local_map: argument {index} has placements {_shown(wanted)} but is no DTensor")
+            raise PlacementError(f"local_map: argument {index} has placements {_shown(wanted)} but is not a DTensor")
         return x
     mesh = x.device_mesh
     placements = _placements(mesh, wanted, f"in_placements[{index}]")
@@ -188,8 +188,10 @@ def _placed(x: Any, index: int, wanted: Placements | None, plain: Any, redistrib
     return x
 
 
-def _local(x: Any, index: int, grads: Placements | None, specs: Sequence[TensorSpec | None], outs: _Outputs) -> Any:
-    """Return an argument as `func` takes it; its gradient comes back as `grads` or as the placements say."""
+def _local_argument(
+    x: Any, index: int, grads: Placements | None, specs: Sequence[TensorSpec | None], outs: _Outputs
+) -> Any:
+    """Return an argument as a local tensor whose gradient is placed as `grads` or, if None, as inferred."""
     spec = specs[index]
     if spec is None:
         return x
@@ -217,19 +219,19 @@ def _grad_along(axis: int, index: int, specs: Sequence[TensorSpec | None], outs:
     if same and all(same) and not others:
         return Replicate()
     name = spec.mesh.mesh_dim_names[axis]
-    why = "the mesh of the outputs has no such axis, and so nothing is known"
+    why = "the mesh of the outputs has no such axis"
     if same:
-        came = "outputs are replicated and come of arguments that are not"
-        why = came if all(same) else "not all outputs are replicated"
+        mixed = "outputs are replicated but computed from arguments that are not"
+        why = mixed if all(same) else "not all outputs are replicated"
     raise PlacementError(
         f"local_map: the gradient of argument {index}, replicated over axis {name!r}, does not follow from the "
-        f"placements: {why} there. Say it by in_grad_placements: Partial() where each rank computes a part of it, "
-        "Replicate() where each computes the whole."
+        f"placements: {why} there. Pass in_grad_placements: Partial() if the gradient is the sum over the ranks, "
+        "Replicate() if each rank computes all of it."
     )
 
 
 def _axis_of(mesh: DeviceMesh, other: DeviceMesh, axis: int) -> int | None:
-    """Return the axis of `mesh` whose line through this rank has the ranks of that along `axis` of another mesh."""
+    """Return the axis of `mesh` along which this rank has the same ranks as along `axis` of another mesh, or None."""
     if mesh == other:
         return axis
     if mesh.get_coordinate() is None or other.get_coordinate() is None:
@@ -239,7 +241,7 @@ def _axis_of(mesh: DeviceMesh, other: DeviceMesh, axis: int) -> int | None:
 
 
 def _varies_along(spec: TensorSpec, mesh: DeviceMesh, axis: int) -> bool:
-    """Return whether ranks along an axis of `mesh` hold other data of a tensor of `spec`, of any mesh."""
+    """Return whether ranks along an axis of `mesh` hold different data of a tensor, which may be on another mesh."""
     own = _axis_of(spec.mesh, mesh, axis)
     return not (spec.is_replicated() if own is None else spec.placements[own].is_replicate())
 
@@ -269,23 +271,23 @@ class _Outputs:
     """Placements of the outputs of one call, on their mesh.
 
     Args:
-        checked: outputs of the function of which ranks have compared the global shape, by number and placements.
+        checked: keys of the outputs whose global shape ranks have already compared. Shared by all calls of a function.
     """
 
     def __init__(self, mesh: DeviceMesh, entries: Sequence[Outputs], checked: set[Any]) -> None:
         self.mesh, self.entries, self.checked = mesh, entries, checked
 
     def replicated_along(self, mesh: DeviceMesh, axis: int) -> list[bool]:
-        """Return, for each tensor, whether it is replicated along an axis of `mesh`; empty without such an axis."""
+        """Return whether each output tensor is replicated along an axis of `mesh`. Empty if there is no such axis."""
         own = _axis_of(self.mesh, mesh, axis)
         return [] if own is None else [entry[own].is_replicate() for entry in self.entries if entry is not None]
 
-    def placed(self, output: Any, inputs: Sequence[TensorSpec]) -> Any:
-        """Return what the function gave with its tensors as DTensors."""
+    def wrap(self, output: Any, inputs: Sequence[TensorSpec]) -> Any:
+        """Return the output of the function with its tensors as DTensors."""
         values, rebuilt = flattened(output)
         count = len(self.entries)
         if len(values) != count:
-            raise PlacementError(f"local_map: the function gave {len(values)} outputs, out_placements has {count}")
+            raise PlacementError(f"local_map: the function returned {len(values)} outputs, out_placements has {count}")
         on_mesh = [spec for spec in inputs if spec.mesh == self.mesh]
         return rebuilt([self._wrapped(values[i], self.entries[i], i, on_mesh) for i in range(count)])
 
@@ -294,14 +296,14 @@ class _Outputs:
             return x
         mesh = self.mesh
         if not isinstance(x, mesh.platform.Tensor):
-            raise PlacementError(f"local_map: output {index} has placements but is no tensor: {type(x).__name__}")
+            raise PlacementError(f"local_map: output {index} has placements but is not a tensor: {type(x).__name__}")
         placements = normalize_placements(mesh, placements, len(x.shape))
         what = f"local_map, output {index}"
-        # Ranks must come to the exchange together: what decides on it is nothing that may differ between them, such as
-        # the shapes of their parts or the units of ragged ones.
+        # All ranks must take part in the exchange or none. So nothing that may differ between them, such as the shapes
+        # of shards or ragged units, may decide about it.
         key = index, mesh, tuple((type(p), getattr(p, "dim", None)) for p in placements)
-        is_first = bool(_cuts(placements)) and key not in self.checked and not mesh.platform.is_meta(x)
-        with rank_checks.telling_failure(mesh, what, exchanges=is_first):
+        is_first = bool(_shardings(placements)) and key not in self.checked and not mesh.platform.is_meta(x)
+        with rank_checks.reporting_failure(mesh, what, exchanges=is_first):
             shape = _global_shape(tuple(x.shape), placements, index, mesh, inputs)
             spec = TensorSpec(mesh, placements, shape, x.dtype)
         if is_first:
@@ -310,13 +312,13 @@ class _Outputs:
         return conversions.from_local(x, mesh, placements, shape=shape)
 
 
-Cut = tuple[tuple[int, Any], ...]
-"""How a dimension is cut: the axes, and how each does it."""
+Sharding = tuple[tuple[int, Any], ...]
+"""How a dimension is sharded: the axes, each with the kind of its placement."""
 
 
-def _cuts(placements: Sequence[Placement]) -> dict[int, Cut]:
-    """Return the cut of each dimension that is cut."""
-    found: dict[int, Cut] = {}
+def _shardings(placements: Sequence[Placement]) -> dict[int, Sharding]:
+    """Return the sharding of each sharded dimension."""
+    found: dict[int, Sharding] = {}
     for axis, placement in enumerate(placements):
         if isinstance(placement, (Shard, StridedShard, RaggedShard)):
             how = (type(placement), getattr(placement, "split_factor", None), getattr(placement, "units", None))
@@ -329,23 +331,23 @@ def _global_shape(
 ) -> tuple[int, ...]:
     """Return the global shape of output `index`; see `local_map`."""
     shape = list(conversions.even_global_shape(local, mesh, placements))
-    for dim, cut in _cuts(placements).items():
+    for dim, sharding in _shardings(placements).items():
         if any(isinstance(p, RaggedShard) and p.dim == dim for p in placements):
-            continue  # the placement says it
+            continue  # the units of the placement sum to the global size
         alike = [
             (spec.shape[d], spec.local_shape[d])
             for spec in inputs
-            for d, c in _cuts(spec.placements).items()
-            if c == cut
+            for d, other in _shardings(spec.placements).items()
+            if other == sharding
         ]
         sizes = {size for size, length in alike if length == local[dim]}
-        ranks = math.prod(mesh.shape[axis] for axis, _ in cut)
+        ranks = math.prod(mesh.shape[axis] for axis, _ in sharding)
         if len(sizes) == 1:
             shape[dim] = sizes.pop()
         elif sizes or any(size % ranks for size, _ in alike):
             raise PlacementError(
-                f"local_map: output {index} {list(local)} is cut along dimension {dim} as arguments with parts of "
-                f"several lengths are (of {sorted({size for size, _ in alike})}); its own global size cannot be known. "
+                f"local_map: output {index} {list(local)} is sharded along dimension {dim} like arguments with uneven "
+                f"shards (global sizes {sorted({size for size, _ in alike})}); its global size cannot be inferred. "
                 "Return it as a plain tensor, and wrap it by from_local with its global shape."
             )
     return tuple(shape)

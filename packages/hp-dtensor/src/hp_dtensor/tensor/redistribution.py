@@ -1,13 +1,9 @@
-"""Varying views: how a DTensor enters a computation that differs per rank, with its gradient summed over those ranks.
+"""Redistribution of DTensors: one, in the background, or many at once; and varying views of the results.
 
-Replicated data that ranks use differently (R -> V in the terms of `comm.collectives`) has a gradient that must be
-summed over them. The view is the point of the graph where that happens, and one view serves all users of a tensor.
-What was gathered just before keeps its source here, so that its view sends the gradient back by one reduce-scatter
-(S -> V), past the gathered tensor, instead of by an all-reduce and a slice.
-
-Redistributing a DTensor, at once or in the background.
-
-Redistribution of many DTensors at once.
+A replicated tensor that each rank uses differently (R -> V in the terms of `comm.collectives`) has a gradient that must
+be summed over the ranks. Its *varying view* is the node of the graph where that happens; all users of a tensor share
+one. The result of a redistribution remembers its source, so that a view of a gathered tensor sends its gradient to the
+source by one reduce-scatter (S -> V), instead of by an all-reduce and a slice through the gathered tensor.
 """
 
 from __future__ import annotations
@@ -37,9 +33,9 @@ class Source:
 
     Attributes:
         local: the local data of the source.
-        plan: the plan that moved it.
-        version: of `local` then; once it has been written, the result is of other values.
-        result_version: of the result then, likewise.
+        plan: the plan that redistributed it.
+        version: version counter of `local` at that time. If it has changed, the result is not that of `local` any more.
+        result_version: version counter of the result at that time.
     """
 
     local: Tensor
@@ -49,82 +45,83 @@ class Source:
 
 
 def vary(x: Any, axes: tuple[int, ...]) -> Tensor:
-    """Return the varying view of `x` on `axes` as a plain local tensor: its gradient is summed over those axes.
+    """Return the varying view of `x` on `axes`: a plain local tensor whose gradient is summed over those axes.
 
-    One view serves all users of `x`, until `x` is written in place; the view of something just gathered reduces
-    straight to its source.
+    All users of `x` share the view, until `x` is written in place.
     """
     platform = x._spec.mesh.platform
     local = platform.unwrap(x)
-    # R -> V is nothing in forward; without a gradient there is nothing at all to do.
+    # R -> V is the identity in forward, so without a gradient there is nothing to do.
     if not (platform.is_grad_enabled() and platform.requires_grad(local)):
         return local
     return recorded_view(x, local, axes)
 
 
 def recorded_view(x: Any, local: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Return `vary` of `x`, whose local data is `local`, where it is known that operations on it are recorded."""
+    """Return `vary` of `x` with local data `local`, if it is known that autograd records operations on it."""
     platform = x._spec.mesh.platform
-    # A leaf outlives the step: a view kept on it would keep the graph of that step alive.
+    # A leaf lives longer than a training step: a view stored on it would keep the graph of that step alive.
     if platform.is_leaf(x):
         return _varying_view(x, local, axes)
-    # One view for all users: their gradients add up in autograd first, and are reduced across ranks once. A view of
-    # an earlier version would have the right numbers and the wrong place in the graph.
+    # One view for all users: autograd adds up their gradients first, and they are reduced across ranks once. A view of
+    # an earlier version would have the right values, but lead to the wrong node of the graph.
     version = platform.version(local)
     views = x.__dict__.setdefault("_varying_views", {})
-    made_at, view = views.get(axes, (None, None))
-    if made_at != version:
+    created_at, view = views.get(axes, (None, None))
+    if created_at != version:
         view = _varying_view(x, local, axes)
         views[axes] = version, view
     return view
 
 
 def forget_source(x: Any) -> None:
-    """Let gradients of `x` come through `x` itself from now on, not past it to what it was gathered from.
+    """From now on let gradients pass through `x` itself instead of going straight to the source it was gathered from.
 
-    Whoever replaces the data of `x` calls it, and whoever looks at its gradient; see `observe_gradient`.
+    Called when the data of `x` is replaced or its gradient is observed; see `observe_gradient`.
     """
     x.__dict__.pop("_redistributed_from", None)
     x.__dict__.pop("_varying_views", None)
 
 
 def observe_gradient(x: Any) -> None:
-    """Let the gradient of `x` be seen and changed where it passes, as hooks and `retain_grad` do.
+    """Make sure that the gradient of `x` passes through `x`, so that hooks and `retain_grad` see it.
 
     Raises:
-        GradientPathError: `x` has been used already in a way whose gradient goes past it.
+        GradientPathError: `x` was already used in a way whose gradient goes straight to its source.
     """
     if shortcut_views(x):
         raise GradientPathError(
             f"a hook on {x.spec!r}, which was redistributed and then used differently per rank: that gradient goes "
-            "straight to what it came from, and the hook would not see it. Register it before the first use."
+            "straight to its source, and the hook would not see it. Register the hook before the first use."
         )
     forget_source(x)
 
 
 def shortcut_views(x: Any) -> list[tuple[tuple[int, ...], Tensor]]:
-    """Return (axes, view) of the varying views of `x` as it is now whose gradients go past it, partial on `axes`."""
+    """Return (axes, view) of the current varying views of `x` whose gradients, partial on `axes`, bypass `x`."""
     source: Source | None = x.__dict__.get("_redistributed_from")
     if source is None:
         return []
     version = x._spec.mesh.platform.version(x)
     views = x.__dict__.get("_varying_views", {})
     return [
-        (axes, view) for axes, (made_at, view) in views.items() if made_at == version and _has_shortcut(x, source, axes)
+        (axes, view)
+        for axes, (created_at, view) in views.items()
+        if created_at == version and _has_shortcut(x, source, axes)
     ]
 
 
 def with_shortcuts(x: Any, grad: Tensor | None, past: Sequence[tuple[tuple[int, ...], Tensor | None]]) -> Tensor | None:
-    """Return the gradient (plain) of `x`: what came through it, plus what went past it by its `shortcut_views`.
+    """Return the full gradient (plain) of `x`, including that of the views in `shortcut_views`.
 
     Args:
-        grad: what came through `x`; None: nothing.
-        past: (axes, gradient) of each shortcut view, to be summed over those axes.
+        grad: the gradient that passed through `x`, or None.
+        past: (axes, gradient) of each shortcut view. It is summed over the axes.
     """
     mesh = x._spec.mesh
-    for axes, part in past:
-        if part is not None:
-            summed = collectives.all_reduce(part, mesh.group_over(axes))
+    for axes, of_view in past:
+        if of_view is not None:
+            summed = collectives.all_reduce(of_view, mesh.group_over(axes))
             grad = summed if grad is None else mesh.platform.ops.add(grad, summed)
     return grad
 
@@ -133,14 +130,14 @@ def _varying_view(x: Any, local: Tensor, axes: tuple[int, ...]) -> Tensor:
     mesh = x._spec.mesh
     source: Source | None = x.__dict__.get("_redistributed_from")
     if source is not None and _has_shortcut(x, source, axes):
-        # The dual of S -> V is one reduce-scatter; through the gathered tensor it would be an all-reduce (the dual of
-        # R -> V) and then a slice (that of S -> R): twice the bytes.
+        # The dual of S -> V is one reduce-scatter. Through the gathered tensor it would be an all-reduce (dual of R ->
+        # V) and a slice (dual of S -> R), with twice the bytes.
         return source.plan.run_varying(source.local, local, axes)
     return collectives.vary(local, [mesh.group_over(axes)])
 
 
 def _has_shortcut(x: Any, source: Source, axes: tuple[int, ...]) -> bool:
-    # A write to either end changes what the shortcut would leave out.
+    # After a write to source or result the gradient of the result is not that of the source any more.
     version = x._spec.mesh.platform.version
     return (
         source.plan.varies_cheaply(axes)
@@ -165,19 +162,19 @@ def redistribute(
 ) -> Any:
     """Return `x` with other placements, on its own or on another mesh of the same world; differentiable.
 
-    To another mesh every rank of both makes the call, and its backward communicates between them too. A rank
-    outside the mesh of `x` passes an empty `x`; one outside the other mesh gets an empty result.
+    For another mesh all ranks of both make the call, and backward communicates between both too. A rank outside the
+    mesh of `x` passes an empty `x`. A rank outside the other mesh gets an empty result.
 
     Args:
         placements: one per mesh axis, or alias names, one per tensor dimension; default: replicated on every axis.
-        async_op: return while the data is still on its way; the result waits for it when it is first used, and `x` must
-            not be written before. Reductions by max, min or product, and results without dimensions, are waited for.
-        forward_dtype: the dtype in which the data travels and which the result has; default: that of `x`.
-        backward_dtype: the dtype in which the gradient travels; default: that of `x`. It arrives in that of `x`.
+        async_op: return while the data is still being communicated. The result waits for it at its first use, and `x`
+            must not be written before. Without effect for max, min, product and results without dimensions.
+        forward_dtype: the dtype in which the data is sent, and the dtype of the result; default: that of `x`.
+        backward_dtype: the dtype in which the gradient is sent, before it is cast to that of `x`; default: that of `x`.
 
     Raises:
         PlacementError: placements that do not fit, a mesh of another world, or dtypes together with another mesh or
-            with a partial max, min or product, whose gradient goes to the winners.
+            with a partial max, min or product.
     """
     source: TensorSpec = x.spec
     mesh = source.mesh if device_mesh is None else require_mesh("redistribute", device_mesh)
@@ -188,7 +185,7 @@ def redistribute(
 
 
 def redistribute_to(x: Any, target: TensorSpec, async_op: bool = False) -> Any:
-    """Return `x` as `target`, which has the same shape; with `async_op` as one that waits for its data if it can."""
+    """Return `x` redistributed to `target`, of the same shape. With `async_op` the result is pending if possible."""
     source: TensorSpec = x.spec
     if source is target:
         return x
@@ -196,78 +193,77 @@ def redistribute_to(x: Any, target: TensorSpec, async_op: bool = False) -> Any:
     local = platform.unwrap(x)
     if source.mesh != target.mesh:
         return platform.wrap(plan_across(source, target, platform.itemsize(source.dtype)).run(local), target)
-    rank_checks.check_moved(source, target)
+    rank_checks.check_redistribution(source, target)
     plan = plan_between(source, target, platform.itemsize(source.dtype))
-    # A result that is waited for has no numbers yet. What selects looks at them (who was the maximum?), and torch reads
-    # a tensor without dimensions as a number unasked.
+    # A pending result has no values yet. Max, min and product compare them with the input to save for backward, and
+    # torch reads a tensor without dimensions as a number by itself.
     if async_op and plan.steps and source.shape and not (plan.selects or plan.is_elsewhere or platform.is_meta(local)):
         return _started(local, plan, target)
     return remembering(local, plan, plan.run(local), target)
 
 
 def _started(local: Tensor, plan: RedistributePlan, target: TensorSpec) -> Any:
-    """Begin the plan, and return its result as a DTensor that waits when it is first used."""
+    """Start the plan and return its result as a pending DTensor."""
     platform = target.mesh.platform
     with platform.no_grad():
         finish = plan.start_data(platform.detach(local))
-    # Autograd records the node now, in the order of the forward, on memory that has no values yet: only so may the
-    # collective still run while the forward goes on. Storage and version counter are the result's own from the start.
+    # Autograd records the node now, in the order of the forward, on memory without values. So the collective may go on
+    # while the forward continues. Storage and version counter are those of the final result from the start.
     promised = platform.promised(target.local_shape, target.dtype, platform.device_of(local))
     moved = plan.record(local, promised)
     memory = _memory_of(local, plan, moved)
     result = platform.adopt_later(moved, target, finish)
-    result.__dict__.update(memory)  # to set an attribute would wait
+    result.__dict__.update(memory)  # setting an attribute would wait for the data
     return result
 
 
 def _redistribute_in(
     x: Any, mesh: DeviceMesh, placements: Sequence[Placement], forward_dtype: DType | None, backward_dtype: DType | None
 ) -> Any:
-    """Return `x` on `mesh` in `forward_dtype`, with its gradient travelling in `backward_dtype`."""
+    """Return `x` redistributed in `forward_dtype`, with a gradient that is redistributed in `backward_dtype`."""
     source: TensorSpec = x.spec
     platform = source.mesh.platform
-    given = forward_dtype if forward_dtype is not None else source.dtype
-    there = source.with_dtype(given)
-    target = TensorSpec(mesh, placements, source.shape, given)
+    sent_dtype = forward_dtype if forward_dtype is not None else source.dtype
+    sent = source.with_dtype(sent_dtype)
+    target = TensorSpec(mesh, placements, source.shape, sent_dtype)
     back_dtype = backward_dtype if backward_dtype is not None else source.dtype
     if source.mesh != mesh:
         raise PlacementError(
             "redistribute: forward_dtype and backward_dtype go with the tensor's own mesh; redistribute it there, then "
             f"to {mesh.describe()}"
         )
-    plan = plan_between(there, target, platform.itemsize(given))
+    plan = plan_between(sent, target, platform.itemsize(sent_dtype))
     if plan.selects:
         raise PlacementError(
             f"redistribute of {source!r}: forward_dtype and backward_dtype go with sums and averages; reduce it first"
         )
-    rank_checks.check_moved(there, target)
+    rank_checks.check_redistribution(sent, target)
     cast, local = platform.ops.cast, platform.unwrap(x)
     if platform.is_meta(local):
-        return platform.wrap(plan.run(cast(local, given)), target)
-    # One node: autograd would bring a gradient that passes between two nodes back to the dtype of the value there.
+        return platform.wrap(plan.run(cast(local, sent_dtype)), target)
+    # One node: between two nodes autograd would cast the gradient to the dtype of the value there.
     moved = platform.linear_map(
         local,
-        saving_result(lambda t: plan.run_data(cast(t, given))),
+        saving_result(lambda t: plan.run_data(cast(t, sent_dtype))),
         lambda g: cast(plan.run_backward(cast(g, back_dtype)), source.dtype),
     )
     return platform.wrap(moved, target)
 
 
 def remembering(local: Tensor, plan: RedistributePlan, moved: Tensor, target: TensorSpec) -> Any:
-    """Return the result as a DTensor that knows its source, for gradients of uses that differ per rank."""
+    """Return the result as a DTensor that remembers its source, for its varying views."""
     result = target.mesh.platform.wrap(moved, target)
     result.__dict__.update(_memory_of(local, plan, moved))
     return result
 
 
 def _memory_of(local: Tensor, plan: RedistributePlan, moved: Tensor) -> dict[str, Source]:
-    """Return the attribute of a result that holds its source; none where no use takes the gradient past the result."""
+    """Return the attribute by which a result remembers its source; none if no varying view would use it."""
     platform = plan.target.mesh.platform
-    # The source's memory stays as long as the result, which autograd may keep until backward: that has to be of use.
+    # Remembering keeps the memory of the source alive as long as the result, which autograd may save until backward.
     if not (plan.may_vary_cheaply and platform.requires_grad(local)):
         return {}
-    # Both counters: a write in place to the source or to the result between here and a use makes the shortcut's
-    # gradient that of other values, and `varying` then goes the long way.
+    # Both counters: after an in-place write to source or result, the gradient has to pass through the result again.
     version = platform.version
     return {"_redistributed_from": Source(local, plan, version(local), version(moved))}
 
@@ -275,14 +271,14 @@ def _memory_of(local: Tensor, plan: RedistributePlan, moved: Tensor) -> dict[str
 def placements_on(
     what: str, mesh: DeviceMesh, placements: Placements | None, ndim: int | None = None
 ) -> tuple[Placement, ...]:
-    """Return the placements given, read from alias names where those are given; by default replicated ones.
+    """Return placements from an argument that may hold placements, alias names or None (replicated).
 
     Args:
-        ndim: the dimensions of the tensor, one alias name for each; None: placements only.
+        ndim: number of tensor dimensions, each with an alias name; None: alias names are not accepted.
 
     Raises:
-        PlacementError: in the name of `what`: a single placement, something else that is no sequence, alias names that
-            the mesh does not have, that cut two dimensions, or whose number is not `ndim`.
+        PlacementError: not a sequence (such as a single placement), unknown alias names, names that shard two
+            dimensions, or not `ndim` names. The message starts with `what`.
     """
     if placements is None:
         return replicated_on(mesh)
@@ -293,7 +289,7 @@ def placements_on(
     if is_aliases(placements) and len(placements) != ndim:
         raise PlacementError(
             f"{what}: expected {ndim} alias names, one per dimension of the tensor ('None' or None where it is not "
-            f"cut), got {placements!r}"
+            f"sharded), got {placements!r}"
         )
     try:
         return placements_for(mesh, placements)
@@ -302,7 +298,7 @@ def placements_on(
 
 
 def replicated_on(mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """Return the placements of a tensor that every rank of the mesh holds whole."""
+    """Return the placements of a tensor that is replicated on every axis of the mesh."""
     return (Replicate(),) * mesh.ndim
 
 
@@ -312,30 +308,30 @@ def batch_redistribute(
     *,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> list[Any]:
-    """Redistribute many DTensors on their own meshes, with one collective where each would take its own.
+    """Redistribute many DTensors on their own meshes in shared collectives.
 
-    What tensors of one dtype on one device send in the same kind of collective over the same ranks goes together. The
-    results, their gradients too, are those of `redistribute`, bit for bit where no sums are formed in another order;
-    backward goes tensor by tensor. For many small tensors, of which each collective costs its latency: parameters of a
-    model to be shown or saved, partial gradients.
+    Tensors of one dtype on one device share a collective if they need the same kind over the same ranks. Results and
+    gradients are those of `redistribute`, bit for bit where no sums are formed in another order. Backward redistributes
+    tensor by tensor. Saves latency for many small tensors, such as the parameters of a model to be saved.
 
     Args:
-        placements: of all, by default replicated on every axis; or a list with those of each tensor (None: replicated).
-        bucket_bytes: what is sent together at most, per rank. So much is copied to lie together, and held twice
-            while it is under way; a tensor above it goes alone.
+        placements: those of all tensors (default: replicated on every axis), or a list with those of each tensor (None:
+            replicated).
+        bucket_bytes: the most bytes that a rank sends in one collective. They are copied into one buffer, and another
+            one of this size receives. A larger tensor is sent alone.
 
     Raises:
-        TypeError: a single DTensor.
-        MixedOperandsError: others than DTensors, by position.
-        PlacementError: placements that do not fit, by position. Nothing has been communicated then.
+        TypeError: `tensors` is a single DTensor.
+        MixedOperandsError: some are not DTensors. Lists their positions.
+        PlacementError: placements that do not fit, by position. Nothing was communicated then.
 
     Example:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2,))
         ...     tensors = [ones(4, device_mesh=mesh, placements=[Shard(0)]) for _ in range(10)]
         ...     with record_collectives() as log:
-        ...         whole = batch_redistribute(tensors, [Replicate()])
-        ...     return log.count(), {x.placements for x in whole}
+        ...         replicated = batch_redistribute(tensors, [Replicate()])
+        ...     return log.count(), {x.placements for x in replicated}
         >>> run_ranks(program, 2)[0]
         (1, {(Replicate(),)})
     """
@@ -350,7 +346,7 @@ def batch_redistribute(
     targets = _targets_of(tensors, placements)
     moving = [(x, target) for x, target in zip(tensors, targets, strict=True) if x.spec is not target]
     for x, target in moving:
-        rank_checks.check_moved(x.spec, target)
+        rank_checks.check_redistribution(x.spec, target)
     moved = iter(_moved_together([x for x, _ in moving], [target for _, target in moving], bucket_bytes))
     return [x if x.spec is target else next(moved) for x, target in zip(tensors, targets, strict=True)]
 
@@ -386,7 +382,7 @@ def _moved_together(tensors: Sequence[Any], targets: Sequence[TensorSpec], bucke
         plan_between(source, target, source.mesh.platform.itemsize(source.dtype))
         for source, target in zip(sources, targets, strict=True)
     ]
-    # A selection (max, min, product) needs its operands in backward, so it records itself; the others are sums and
+    # Max, min and product save their operands for backward, so they run and record themselves. The others are sums and
     # copies, whose backward needs no values.
     together = [
         i
@@ -394,7 +390,7 @@ def _moved_together(tensors: Sequence[Any], targets: Sequence[TensorSpec], bucke
         if plan.steps and not plan.selects and not plan.is_elsewhere and not plan.source.mesh.platform.is_meta(local)
     ]
     data: dict[int, Tensor] = {}
-    # In the order of the tensors, alike on all ranks, so that collectives meet.
+    # In the order of the tensors, which is the same on all ranks, so that they call the same collectives.
     for platform in dict.fromkeys(plans[i].source.mesh.platform for i in together):
         mine = [i for i in together if plans[i].source.mesh.platform is platform]
         with platform.no_grad():

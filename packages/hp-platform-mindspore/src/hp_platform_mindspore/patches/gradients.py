@@ -18,7 +18,7 @@ from mindspore.common.recompute import _RecomputeCell
 from mindspore.graph.api import _pynative_executor as executor
 
 from hp_dtensor.exceptions import CapabilityError, GradientPathError
-from hp_dtensor.tensor.conversions import zeros_laid_out_as
+from hp_dtensor.tensor.conversions import zeros_placed_like
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.gradients import check_reached
 from hp_platform_mindspore.patches.functions import first_dtensor, held_tensors
@@ -117,7 +117,7 @@ class _Derivative:
             found = self._in_a_complete_backward(platform, outputs, targets, given)
         else:
             found = platform.grad(outputs, targets, given)
-        return [zeros_laid_out_as(platform, x) if g is None else g for x, g in zip(targets, found, strict=True)]
+        return [zeros_placed_like(platform, x) if g is None else g for x, g in zip(targets, found, strict=True)]
 
     def _in_a_complete_backward(
         self, platform: Any, outputs: list[Any], targets: list[Any], seeds: list[Any]

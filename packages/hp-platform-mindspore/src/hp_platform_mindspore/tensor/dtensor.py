@@ -26,8 +26,8 @@ from mindspore.graph.api import _pynative_executor as executor
 from hp_dtensor.compat.layout import Layout
 from hp_dtensor.exceptions import CapabilityError, MixedOperandsError
 from hp_dtensor.redistribute.explicit import check_explicit, gathered
-from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
-from hp_dtensor.tensor.base import PendingDTensor, begin_wait
+from hp_dtensor.spec.tensor_spec import TensorSpec, visible_grad_spec
+from hp_dtensor.tensor.base import PendingDTensor, set_pending
 from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.tensor.dtensor import DTensor, check_copied
 from hp_dtensor.tensor.gradients import check_gradient, check_hook
@@ -212,8 +212,8 @@ class MindSporeDTensor(DTensor, Tensor):
             GradientPathError: this one is partial by another reduction.
         """
         local = self._grad
-        if local is None and self._awaited_gradient is not None:
-            self._awaited_gradient.fetch()
+        if local is None and self._deferred_gradient is not None:
+            self._deferred_gradient.fetch()
             local = self._grad
         if local is None:
             self.__dict__.pop("_grad_wrapper", None)
@@ -227,8 +227,8 @@ class MindSporeDTensor(DTensor, Tensor):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         local = None if value is None else local_gradient(self, value)
-        if self._awaited_gradient is not None:
-            self._awaited_gradient.drop()
+        if self._deferred_gradient is not None:
+            self._deferred_gradient.drop()
         self.__dict__.pop("_grad_wrapper", None)
         self._grad = local
 
@@ -337,7 +337,7 @@ def adopt_later(result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) 
     """Make a DTensor of `result` that takes its data from `finish` when it is first used."""
     made = wrap(result, spec)
     made.__class__ = PendingMindSporeDTensor
-    begin_wait(made, lambda x: spec.mesh.platform.copy_(Tensor.data.__get__(x), finish()))
+    set_pending(made, lambda x: spec.mesh.platform.copy_(Tensor.data.__get__(x), finish()))
     return made
 
 
@@ -405,4 +405,4 @@ def local_gradient(x: MindSporeDTensor, value: Tensor) -> Tensor:
 
 def wrap_gradient(x: MindSporeDTensor, local: Tensor) -> MindSporeDTensor:
     """Return the local gradient of `x` as a DTensor."""
-    return wrap(local, shown_grad_spec(x._spec).with_dtype(local.dtype))
+    return wrap(local, visible_grad_spec(x._spec).with_dtype(local.dtype))

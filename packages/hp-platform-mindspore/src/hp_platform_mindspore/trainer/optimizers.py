@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import mindspore as ms
 from mindspore import Tensor, mint
 
-from hp_dtensor.tensor.conversions import zeros_laid_out_as
+from hp_dtensor.tensor.conversions import zeros_placed_like
 from hp_platform_mindspore.optim import AdamWStep, adamw_
 from hp_platform_mindspore.platform_base import MindSporeBase
 from hp_trainer.optimizers.adamw_8bit import CodeSearch
@@ -39,7 +39,7 @@ class AdamW:
         self._options = options
         self._platform = platform
         self._slots = {
-            name: _Slots(parameter, zeros_laid_out_as(platform, parameter), zeros_laid_out_as(platform, parameter))
+            name: _Slots(parameter, zeros_placed_like(platform, parameter), zeros_placed_like(platform, parameter))
             for name, parameter in parameters
         }
 

@@ -22,8 +22,8 @@ import torch
 from hp_dtensor.dispatch.operation import Uncached, run
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.redistribute.explicit import gathered
-from hp_dtensor.spec.tensor_spec import TensorSpec, shown_grad_spec
-from hp_dtensor.tensor.base import FACTS, PendingDTensor, begin_wait
+from hp_dtensor.spec.tensor_spec import TensorSpec, visible_grad_spec
+from hp_dtensor.tensor.base import FACTS, PendingDTensor, set_pending
 from hp_dtensor.tensor.dtensor import DTensor, check_copied
 from hp_dtensor.tensor.gradients import as_contributed, as_replicated, check_gradient
 from hp_dtensor.tensor.redistribution import forget_source
@@ -286,14 +286,14 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
             GradientPathError: this one is partial by something else.
         """
         local = run_locally(_local_grad, (), (self,))
-        if local is None and self._awaited_gradient is not None:
-            self._awaited_gradient.fetch()
+        if local is None and self._deferred_gradient is not None:
+            self._deferred_gradient.fetch()
             local = run_locally(_local_grad, (), (self,))
         if local is None or type(local) is TorchDTensor or not is_intercepting():
             return local
         # Autograd accumulates plain local gradients, for the node of a leaf knows nothing of specs; the first who looks
         # at one dresses it.
-        spec = shown_grad_spec(self._spec)
+        spec = visible_grad_spec(self._spec)
         if local.requires_grad and spec is not self._spec:
             return wrap_gradient(self._spec, local)
         # Autograd made it and nobody else holds it: it becomes the DTensor itself, the same at every access.
@@ -305,8 +305,8 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
             wanted = check_gradient(self._spec, value)
             if not isinstance(value, TorchDTensor):
                 value = wrap(value, wanted.with_dtype(value.dtype))
-        if self._awaited_gradient is not None:
-            self._awaited_gradient.drop()
+        if self._deferred_gradient is not None:
+            self._deferred_gradient.drop()
         with LocalOperations():
             _set_local_grad(self, value)
 
@@ -440,7 +440,7 @@ def adopt_later(result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) 
 
     made = adopt(result, spec)
     made.__class__ = PendingTorchDTensor
-    begin_wait(made, arrive)
+    set_pending(made, arrive)
     return made
 
 
@@ -492,7 +492,7 @@ def unwrap(x: Tensor) -> Tensor:
 
 def wrap_gradient(spec: TensorSpec, local: Tensor) -> TorchDTensor:
     """Return the local gradient of a value of `spec` as a DTensor."""
-    return wrap(as_replicated(spec, local), shown_grad_spec(spec).with_dtype(local.dtype))
+    return wrap(as_replicated(spec, local), visible_grad_spec(spec).with_dtype(local.dtype))
 
 
 def unwrap_gradient(spec: TensorSpec, grad: Tensor) -> Tensor:

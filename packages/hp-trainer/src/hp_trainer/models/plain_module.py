@@ -10,7 +10,7 @@ from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.parallelize_module import ParallelStyle, fits, parallelize_module
 from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel
-from hp_dtensor.tensor.conversions import whole_of
+from hp_dtensor.tensor.conversions import to_full
 from hp_fsdp import fully_shard
 from hp_trainer.exceptions import ParallelDimsError, Problem, TrainingError, raise_if_any
 from hp_trainer.models.base import precision_policy
@@ -61,7 +61,7 @@ class PlainModel(nn.Module):
         with contextlib.nullcontext() if self.platform.is_grad_enabled() else self._evaluating():
             logits = _logits_of(self.module(ids))
         logits = self.ops.cast(logits, self.platform.dtype("float32"))
-        return whole_of(logits if targets is None else self._loss.summed(self.platform, logits, targets))
+        return to_full(logits if targets is None else self._loss.summed(self.platform, logits, targets))
 
     def parallelize(
         self,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.tensor.conversions import replicate_like, whole_of, zeros_laid_out_as
+from hp_dtensor.tensor.conversions import replicate_like, to_full, zeros_placed_like
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_trainer.config import setting
 
@@ -96,8 +96,8 @@ class Adafactor:
             self._mix(state["square"], squares, decay)
             return state["square"]
         row, column = state["row"], state["column"]
-        self._mix(row, whole_of(ops.mean(squares, -1)), decay)
-        self._mix(column, whole_of(ops.mean(squares, -2)), decay)
+        self._mix(row, to_full(ops.mean(squares, -1)), decay)
+        self._mix(column, to_full(ops.mean(squares, -2)), decay)
         share = ops.div(row, ops.mean(row, -1, True))
         rows, columns = self._like(ops.unsqueeze(share, -1), squares), self._like(ops.unsqueeze(column, -2), squares)
         return ops.mul(rows, columns)
@@ -107,7 +107,7 @@ class Adafactor:
         self._copy(moment, ops.add(ops.mul(moment, decay), ops.mul(new, 1 - decay)))
 
     def _mean_square(self, x: Tensor) -> Tensor:
-        return whole_of(self._platform.ops.mean(self._platform.ops.mul(x, x)))
+        return to_full(self._platform.ops.mean(self._platform.ops.mul(x, x)))
 
     def _like(self, x: Tensor, like: Tensor) -> Tensor:
         return replicate_like(x, like)
@@ -128,4 +128,4 @@ class Adafactor:
         if len(shape) >= 2:
             row, column = shape[:-1], (*shape[:-2], shape[-1])
             return {"row": platform.zeros(row, parameter.dtype), "column": platform.zeros(column, parameter.dtype)}
-        return {"square": zeros_laid_out_as(platform, parameter)}
+        return {"square": zeros_placed_like(platform, parameter)}

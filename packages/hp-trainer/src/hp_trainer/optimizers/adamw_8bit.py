@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.tensor.conversions import local_of, zeros_laid_out_as
+from hp_dtensor.tensor.conversions import local_of, zeros_placed_like
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_trainer.config import AdamWConfig, setting
 
@@ -229,7 +229,7 @@ class AdamW8bit:
         self._state: dict[str, dict[str, Any]] = {}
         with platform.no_grad():
             for name, parameter in self._parameters.items():
-                zeros = zeros_laid_out_as(platform, parameter, platform.dtype("float32"))
+                zeros = zeros_placed_like(platform, parameter, platform.dtype("float32"))
                 self._state[name] = dict.fromkeys(self._kinds)
                 for slot in self._kinds:
                     self.set_state(name, slot, zeros)

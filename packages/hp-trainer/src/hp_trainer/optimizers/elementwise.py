@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.tensor.conversions import local_of, zeros_laid_out_as
+from hp_dtensor.tensor.conversions import local_of, zeros_placed_like
 from hp_trainer.config import setting
 from hp_trainer.exceptions import Problem
 
@@ -41,7 +41,7 @@ class ElementwiseOptimizer(ABC):
         self._parameters = dict(parameters)
         with platform.no_grad():
             self._state = {
-                name: {slot: zeros_laid_out_as(platform, x) for slot in self.slots}
+                name: {slot: zeros_placed_like(platform, x) for slot in self.slots}
                 for name, x in self._parameters.items()
             }
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.tensor.conversions import local_of, zeros_laid_out_as
+from hp_dtensor.tensor.conversions import local_of, zeros_placed_like
 from hp_trainer.config import LrScheduleConfig
 
 Tensor = Any
@@ -161,7 +161,7 @@ class WeightAverage:
     def _zeros(self, parameter: Tensor) -> Tensor:
         platform = self._platform
         dtype = platform.dtype("float32") if platform.itemsize(parameter.dtype) < 4 else parameter.dtype
-        return zeros_laid_out_as(platform, parameter, dtype)
+        return zeros_placed_like(platform, parameter, dtype)
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's shard of each average, and of its weight."""

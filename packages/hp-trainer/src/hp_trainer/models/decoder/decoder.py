@@ -14,7 +14,7 @@ from hp_dtensor.parallel.attention import AttentionDropout, AttentionMask
 from hp_dtensor.parallel.offload import ActivationOffload
 from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.tensor.conversions import whole_of
+from hp_dtensor.tensor.conversions import to_full
 from hp_dtensor.tensor.init import Constant, Distribution, Normal, Uniform
 from hp_moe import LoadMetrics, place_copies_of_experts, update_expert_bias
 from hp_trainer.exceptions import TrainingError
@@ -127,7 +127,7 @@ class Decoder(nn.Module):
         if not part.head:
             return x
         logits = self._logits(self.norm(x))
-        return whole_of(logits if targets is None else self._loss.summed(self.platform, logits, targets))
+        return to_full(logits if targets is None else self._loss.summed(self.platform, logits, targets))
 
     def _recomputed(self, layer: Any) -> Callable[..., Tensor]:
         """Return the callable of a block: the block itself, or its checkpointed call."""
