@@ -123,7 +123,7 @@ def pipeline_rank(
     grads = {}
     for stage in stages:
         grads |= gradients(platform, stage.submod)
-        assert stage.num_under_way == 0
+        assert stage.num_in_flight == 0
     return [float(platform.to_numpy(loss)) for loss in found], grads, mesh.get_rank()
 
 

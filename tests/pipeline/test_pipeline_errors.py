@@ -63,7 +63,7 @@ def test_batches_that_make_no_equal_micro_batches(hp_platform):
     def program():
         pipeline = pipeline_of(hp_platform, lambda y, call: y)
         if pipeline.has_first_stage:
-            with pytest.raises(PipelineError, match=r"shape \[3, 2\] cannot be cut along dimension 0 into 2 equal"):
+            with pytest.raises(PipelineError, match=r"shape \[3, 2\] cannot be split along dimension 0 into 2 equal"):
                 pipeline.step(batch(hp_platform, rows=3))
         with pytest.raises(PipelineError, match=r"the schedule has 2 micro-batches, got 1 targets"):
             pipeline.run_microbatches([(batch(hp_platform),)] * 2, targets=[None])
@@ -76,7 +76,7 @@ def test_batches_that_make_no_equal_micro_batches(hp_platform):
     assert run_ranks(program, 2, hp_platform) == [(0, False), (2, True)]
 
 
-def test_fixed_shapes_are_told_once(hp_platform):
+def test_fixed_shapes_are_sent_once(hp_platform):
     """Later steps send micro-batches alone; an evaluation may have other shapes, and another step may not."""
 
     def program():
@@ -87,7 +87,7 @@ def test_fixed_shapes_are_told_once(hp_platform):
             sends.append(log.count("send"))
         if pipeline.has_first_stage:
             with pytest.raises(
-                PipelineError, match=r"and float32\[2, 2\] for those of the steps before.*shapes are fixed"
+                PipelineError, match=r"and float32\[2, 2\] for those of earlier steps.*shapes are fixed"
             ):
                 pipeline.step(batch(hp_platform, rows=8))
         return sends
@@ -116,7 +116,7 @@ def test_a_rank_that_has_ended_is_named(hp_platform, monkeypatch):
 
     def program():
         pipeline = pipeline_of(hp_platform, lambda y, call: y)
-        pipeline._transfers.begin_step()
+        pipeline._transfers.start_step()
         if pipeline.has_last_stage:
             monkeypatch.setattr(SimulatedGroup, "_receive", closed)
             pipeline._transfers.receive_forward(Action(1, Kind.FORWARD, 0))

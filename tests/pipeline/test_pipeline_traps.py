@@ -133,7 +133,7 @@ def test_ranks_keep_as_many_micro_batches_as_the_simulation_says_and_nothing_aft
                 output = called(args, kwargs)
                 made.append(weakref.ref(output))
                 # The one that is being computed is noted only afterwards.
-                peak.append(1 + sum(each.num_under_way for each in pipeline.stages.values()))
+                peak.append(1 + sum(each.num_in_flight for each in pipeline.stages.values()))
                 return output
 
             stage.call = call

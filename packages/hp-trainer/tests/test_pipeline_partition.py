@@ -37,17 +37,17 @@ def test_no_cut_has_a_cheaper_dearest_stage():
 
 
 def test_layers_that_cannot_be_cut():
-    with pytest.raises(PipelineError, match=r"3 layers cannot be cut into 4 stages; expected 1 to 3 stages"):
+    with pytest.raises(PipelineError, match=r"3 layers cannot be split into 4 stages; expected 1 to 3 stages"):
         balanced_stages([1.0] * 3, 4)
     with pytest.raises(PipelineError, match=r"costs of layers: expected finite numbers >= 0, got \[1.0, -1.0"):
         balanced_stages([1.0, -1.0], 2)
     with pytest.raises(PipelineError, match=r"got \[1.0, inf"):
         balanced_stages([1.0, math.inf], 2)
-    with pytest.raises(PipelineError, match=r"3 layers cannot be cut into 2\.0 stages"):
+    with pytest.raises(PipelineError, match=r"3 layers cannot be split into 2\.0 stages"):
         balanced_stages([1.0] * 3, 2.0)
-    with pytest.raises(PipelineError, match=r"expected whole numbers, got \[1.5, 1.5\]"):
+    with pytest.raises(PipelineError, match=r"expected integers, got \[1.5, 1.5\]"):
         listed_stages([1.5, 1.5], num_layers=3, num_stages=2)
-    with pytest.raises(PipelineError, match="0 layers cannot be cut into 1 stages; expected at least one layer"):
+    with pytest.raises(PipelineError, match="0 layers cannot be split into 1 stages; expected at least one layer"):
         balanced_stages([], 1)
     with pytest.raises(PipelineError, match=r"expected 2 numbers >= 0 that add up to 3, such as \[2, 1\], got \[1\]"):
         listed_stages([1], num_layers=3, num_stages=2)

@@ -28,9 +28,9 @@ def test_the_names_and_one_schedule(show):
     assert out == (
         "rank 0: 0F0 0F1  .   .   .  0B0  =  0B1  =\n"
         "rank 1:  .  1F0 1F1 1B0  =  1B1  =   .   .\n"
-        "rank 0: idle 3 of 9, at most 2 activations kept\n"
-        "rank 1: idle 3 of 9, at most 2 activations kept\n"
-        "bubble: 50.0% (largest idle time of a rank, over its work)\n"
+        "rank 0: idle 3 of 9, at most 2 activations held\n"
+        "rank 1: idle 3 of 9, at most 2 activations held\n"
+        "bubble: 50.0% (largest ratio of idle to busy time)\n"
         "rank 0 executes: 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1\n"
         "rank 1 executes: 1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1\n"
     )
@@ -53,7 +53,7 @@ def test_a_schedule_in_a_file(show, tmp_path):
     file.write_text("rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F1 1F0 1B0 1B1")
     code, _, err = show(str(file))
     assert code == 2
-    assert err == ("hp-train: the schedule would hang: rank 0 waits to begin 0B0; rank 1 waits to begin 1F1\n")
+    assert err == ("hp-train: the schedule deadlocks: rank 0 waits to start 0B0; rank 1 waits to start 1F1\n")
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ def test_a_file_that_holds_no_schedule(show, tmp_path, content, message):
     ("arguments", "message"),
     [
         (("1f1b",), "schedule 1f1b needs --ranks and --microbatches"),
-        (("1f1b", "--ranks=2", "--microbatches=0"), "num_microbatches must be a whole number of at least 1, got 0"),
+        (("1f1b", "--ranks=2", "--microbatches=0"), "num_microbatches must be an integer of at least 1, got 0"),
         (("1f2b", "--ranks=2", "--microbatches=2"), "1f2b"),
         (("no_file.txt",), "no pipeline schedule is called 'no_file.txt'; known: 1f1b"),
         (("1f1b", "--ranks=1000000", "--microbatches=8"), "1000000 * 1 * 8 = 8000000 forwards are too many"),
-        (("dualpipe_v", "--ranks=262144", "--microbatches=1"), "262144^2 * 2 = 137438953472 is too much to be listed"),
+        (("dualpipe_v", "--ranks=262144", "--microbatches=1"), "262144^2 * 2 = 137438953472 is too large"),
         (("1f1b", "--ranks=2", "--microbatches=2", "--forward=1e308"), "whose sum over a step is a finite number"),
         (
             ("1f1b", "--ranks=2", "--microbatches=2", "--to=nowhere/a.png"),

@@ -110,7 +110,7 @@ def test_schedules_that_do_not_exist_or_would_hang(problems) -> None:
     hanging = Schedule.parse("rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F1 1F0 1B0 1B1")
     register_schedule("hanging", lambda ranks, stages, microbatches: hanging)
     assert problems(2, parallel__pp=2, pipeline__schedule="hanging", pipeline__microbatches=2) == [
-        "pipeline.schedule: the schedule would hang: rank 0 waits to begin 0B0; rank 1 waits to begin 1F1; ; ; "
+        "pipeline.schedule: the schedule deadlocks: rank 0 waits to start 0B0; rank 1 waits to start 1F1; ; ; "
         "pipeline.schedule=1f1b"
     ]
 

@@ -19,7 +19,7 @@ from hp_trainer.pipeline import (
     validate,
 )
 from hp_trainer.pipeline.actions import loop_placement, v_placement
-from hp_trainer.pipeline.list_scheduling import join_backwards, list_schedule
+from hp_trainer.pipeline.list_scheduling import list_schedule, merge_backwards
 
 STAGES = {"gpipe": (1, 2), "interleaved_1f1b": (1, 2, 3, 4), "interleaved_zero_bubble": (2, 3)}
 V_SCHEDULES = ("zero_bubble_v", "dualpipe_v")
@@ -118,7 +118,7 @@ def test_text_reads_back(name):
         ("rank 0: 0F0 0B0 0B0", r"rank 0 does 0B0 2 times"),
         ("rank 0: 0F0 0W0 0I0", r"expected the order F I W"),
         ("rank 0: 0F0 0I0", r"got F I"),
-        ("rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F1 1B1 1F0 1B0", r"would hang: rank 0 waits to begin 0B0; rank 1"),
+        ("rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F1 1B1 1F0 1B0", r"deadlocks: rank 0 waits to start 0B0; rank 1"),
         ("rank 0: 0F0 0B0\nrank 1: 1B0 1F0", r"stage 1, micro-batch 0: expected the order F B"),
         ("", "expected stages and micro-batches, got 0 and 0"),
         (
@@ -144,8 +144,8 @@ def test_stages_of_ranks_without_actions_are_named():
         ("rank 1: 0F0", "begins with 'rank 0:'"),
         ("rank 0: 0X0", "expected an action such as 2F0"),
         ("rank 0: 0F0\nrank 1: 0B0", "stage 0 is on rank 0 and on rank 1"),
-        ("rank 0: 1F0 1B0", r"no rank works on stages \[0\]"),
-        ("rank 0: 999999999F0", r"no rank works on stages \[0, 1, .* 7\] and more, but one on stage 999999999"),
+        ("rank 0: 1F0 1B0", r"no rank has stages \[0\]"),
+        ("rank 0: 999999999F0", r"no rank has stages \[0, 1, .* 7\] and more, but one has stage 999999999"),
         ("rank 0: 0F99999999999", "expected an action such as 2F0"),
     ],
 )
@@ -161,9 +161,9 @@ def test_texts_that_are_no_schedule(text, message):
         (
             "1f1b",
             {"num_ranks": 0, "num_microbatches": 0},
-            "num_ranks must be a whole number of at least 1, got 0; num_micro",
+            "num_ranks must be an integer of at least 1, got 0; num_micro",
         ),
-        ("gpipe", {"num_ranks": 2, "num_microbatches": 2.5}, "num_microbatches must be a whole .*, got 2.5"),
+        ("gpipe", {"num_ranks": 2, "num_microbatches": 2.5}, "num_microbatches must be an integer .*, got 2.5"),
         ("1f1b", {"stages_per_rank": 2}, "'1f1b' has 1 stages per rank, got 2"),
         ("zero_bubble_v", {"stages_per_rank": 1}, "'zero_bubble_v' has 2 stages per rank, got 1"),
     ],
@@ -175,7 +175,7 @@ def test_numbers_that_cannot_be(name, numbers, message):
 
 def test_a_backward_is_whole_where_nobody_waits_for_its_first_part():
     split = Schedule.parse("rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1I0 1W0 1F1 1I1 1W1")
-    joined = join_backwards(split)
+    joined = merge_backwards(split)
     # Rank 0 could begin 0B0 a unit earlier, and would wait for 1I1 all the same.
     assert str(joined) == "rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1B0 1F1 1I1 1W1"
     assert simulate(joined).end == simulate(split).end == 8
@@ -187,7 +187,7 @@ def test_whole_backwards_make_no_step_longer(ranks, v_shaped):
     placement = (v_placement if v_shaped else loop_placement)(ranks, 2)
     limit, microbatches = 2 * ranks, 3 * ranks
     split = list_schedule(placement, ranks, microbatches, max_activations=limit, deepest_first=v_shaped)
-    joined = join_backwards(split)
+    joined = merge_backwards(split)
     validate(joined)
     before, after = simulate(split), simulate(joined)
     assert after.end == before.end

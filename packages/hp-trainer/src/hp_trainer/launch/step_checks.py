@@ -20,8 +20,8 @@ from hp_trainer.models.recomputation import block_names, recompute_by_settings, 
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.parallel.axes import divisors, nearest_divisors
 from hp_trainer.pipeline import Schedule, build_schedule, schedule_names
-from hp_trainer.pipeline.schedules import most_microbatches
-from hp_trainer.pipeline.simulation import check_whole_backwards
+from hp_trainer.pipeline.schedules import microbatch_limit
+from hp_trainer.pipeline.simulation import check_unsplit_backwards
 from hp_trainer.registries import Registries
 from hp_trainer.sizes import format_size
 from hp_trainer.training.activation_budget import ActivationPlan, BudgetError, fuses_experts, plan_activations
@@ -155,7 +155,7 @@ def schedule_problems(
         max_microbatches: as of `find_pipeline_problems`.
     """
     settings = config.pipeline
-    most = most_microbatches(settings.schedule, dims.pp, settings.stages_per_rank)
+    most = microbatch_limit(settings.schedule, dims.pp, settings.stages_per_rank)
     if max_microbatches is None and (number := num_microbatches(config, dims)) > most:
         yield Problem(
             path="pipeline.microbatches",
@@ -227,7 +227,7 @@ def _split_problems(config: TrainerConfig, schedule: Schedule) -> Iterator[Probl
     if config.parallel.gathers_for_step:
         return
     try:
-        check_whole_backwards(schedule)
+        check_unsplit_backwards(schedule)
     except ScheduleError as error:
         whole = "interleaved_1f1b" if schedule.num_stages > schedule.num_ranks else "1f1b"
         setting = (

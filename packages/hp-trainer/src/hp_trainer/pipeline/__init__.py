@@ -1,4 +1,8 @@
-"""Pipelines: schedules as data, made by pure functions and validated without ranks, and the stages that run them."""
+"""Pipeline parallelism: schedules as data, built and validated without ranks, and the stages that execute them.
+
+Read `actions` (what a rank executes), `stage` (a module and its micro-batches), `transfers` (messages between stages)
+and `pipeline` (the loop that executes a step), in this order.
+"""
 
 from hp_trainer.pipeline.actions import Action, Kind, Schedule, rank_actions
 from hp_trainer.pipeline.partition import balanced_stages, listed_stages, measured_costs

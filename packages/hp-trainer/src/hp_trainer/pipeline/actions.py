@@ -1,12 +1,9 @@
-"""Actions of a pipeline, and a schedule: one list of them for each rank.
+"""Actions of a pipeline, schedules, and their lowering to the list of actions that one rank executes.
+
+A `Schedule` holds only computations, one list of actions for each rank. `rank_actions` adds transfers and the gathers
+of sharded parameters. `dependencies` states the data flow between actions, for all users of schedules.
 
 The text form follows torch.distributed.pipelining: stage, kind, micro-batch, as in `2F0`.
-
-The actions that an action waits for: the one statement of a pipeline's data flow.
-
-The stages of each rank, and the order in which a rank goes through them.
-
-From a schedule to the list of actions that one rank executes: transfers and gathers put in.
 """
 
 from __future__ import annotations
@@ -19,27 +16,29 @@ from dataclasses import dataclass
 
 from hp_trainer.exceptions import ScheduleError
 
-# Longer numbers are no stages: a list of all below them would not end.
+# Nine digits at most: a mistyped stage of more digits would make lists of all stages below it exhaust the memory.
 _TEXT = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
-WHOLE_STAGE = -1
-"""The micro-batch of an action that concerns no micro-batch."""
+NO_MICROBATCH = -1
+"""`Action.microbatch` of actions that belong to a stage, not to one micro-batch."""
 
 
 class Kind(enum.Enum):
-    """Work on one micro-batch of one stage.
+    """Kind of an action of a pipeline stage.
 
     Attributes:
-        FORWARD: the stage's outputs.
-        BACKWARD: both parts of the backward at once.
-        INPUT_GRAD: the gradient of the stage's input, for which the stage before waits.
-        WEIGHT_GRAD: the gradients of the stage's parameters, for which nobody waits before the optimizer.
-        SEND_FORWARD, RECEIVE_FORWARD: the stage's outputs leave for the next stage, its inputs come.
-        SEND_BACKWARD, RECEIVE_BACKWARD: the gradients of its inputs leave, those of its outputs come.
-        UNSHARD: the stage's parameters, sharded by `fully_shard`, are gathered for the step.
-        RESHARD: they are sharded again, after a step without a backward.
-        REDUCE_GRAD: their gradients, accumulated over all micro-batches, are reduced; they are sharded again.
+        FORWARD: compute the stage's outputs.
+        BACKWARD: compute the gradients of inputs and parameters.
+        INPUT_GRAD: compute only the gradients of the inputs, which the previous stage needs.
+        WEIGHT_GRAD: compute only the gradients of the parameters, which are needed by the optimizer.
+        SEND_FORWARD: send the stage's outputs to the next stage.
+        RECEIVE_FORWARD: start to receive the stage's inputs.
+        SEND_BACKWARD: send the gradients of the stage's inputs to the previous stage.
+        RECEIVE_BACKWARD: start to receive the gradients of the stage's outputs.
+        UNSHARD: gather the stage's parameters, sharded by `fully_shard`, for the step.
+        RESHARD: reshard them after a step without a backward.
+        REDUCE_GRAD: reduce their gradients, accumulated over all micro-batches, and reshard them.
 
-    A schedule has the first four; the others follow from it (`hp_trainer.pipeline.actions`).
+    A schedule contains the first four kinds; `rank_actions` adds the others.
     """
 
     FORWARD = "F"
@@ -54,13 +53,14 @@ class Kind(enum.Enum):
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
 
-    # Members are single, and a step looks actions up for each message: an enum's own hash is that of its name.
+    # A step hashes actions for every message. Members are singletons, so their identity is a valid and faster hash than
+    # the enum's default, the hash of the name.
     __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One unit of work; its text is `2F0`: stage 2, forward, micro-batch 0.
+    """One step of a rank's program, such as `2F0`: stage 2, forward, micro-batch 0.
 
     Example:
         >>> from hp_trainer.pipeline import Action
@@ -70,17 +70,17 @@ class Action:
 
     stage: int
     kind: Kind
-    microbatch: int = WHOLE_STAGE
+    microbatch: int = NO_MICROBATCH
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{'' if self.microbatch == WHOLE_STAGE else self.microbatch}"
+        return f"{self.stage}{self.kind.value}{'' if self.microbatch == NO_MICROBATCH else self.microbatch}"
 
     @staticmethod
     def parse(text: str) -> Action:
         """Return the action that `text` names.
 
         Raises:
-            ScheduleError: it is not stage, kind and micro-batch, the kind one of F, B, I and W, the numbers below 10^9.
+            ScheduleError: `text` is not a stage, one of F, B, I and W, and a micro-batch, with numbers below 10^9.
         """
         match = _TEXT.fullmatch(text.strip())
         if match is None:
@@ -90,12 +90,12 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The order in which each rank works.
+    """The computations of each rank, in the order of execution.
 
     Attributes:
-        rank_of_stage: the rank of each stage; as many entries as there are stages.
-        num_microbatches: micro-batches of one step.
-        actions: one list for each rank.
+        rank_of_stage: the rank of each stage.
+        num_microbatches: number of micro-batches in a step.
+        actions: the actions of each rank.
 
     Example:
         >>> from hp_trainer.pipeline import build_schedule
@@ -121,7 +121,7 @@ class Schedule:
 
     @staticmethod
     def parse(text: str) -> Schedule:
-        """Return the schedule that `str` of it gives, or that a user has written in that form.
+        """Parse the text form of a schedule, as returned by `str(schedule)`.
 
         Raises:
             ScheduleError: a line is not `rank N: ACTION ...`, ranks are missing, or a stage has no rank or several.
@@ -140,25 +140,25 @@ class Schedule:
                         f"stage {action.stage} is on rank {rank_of_stage[action.stage]} and on rank {rank}"
                     )
         last = max(rank_of_stage, default=-1)
-        # Of a last stage of many digits the first ones that are missing, not all.
+        # Only the first nine: a mistyped stage number may leave millions missing.
         missing = [*itertools.islice((stage for stage in range(last) if stage not in rank_of_stage), 9)]
         if missing:
             more = " and more" if len(missing) == 9 else ""
-            raise ScheduleError(f"no rank works on stages {missing[:8]}{more}, but one on stage {last}")
+            raise ScheduleError(f"no rank has stages {missing[:8]}{more}, but one has stage {last}")
         num_microbatches = 1 + max((action.microbatch for each in actions for action in each), default=-1)
         return Schedule(
             tuple(rank_of_stage[stage] for stage in sorted(rank_of_stage)), num_microbatches, tuple(actions)
         )
 
 
-GIVES_INPUT_GRAD = (Kind.BACKWARD, Kind.INPUT_GRAD)
+PRODUCES_INPUT_GRAD = (Kind.BACKWARD, Kind.INPUT_GRAD)
 
 
-def alternatives(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
-    """Return what must be over before `action` may begin: one action of each tuple.
+def dependencies(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
+    """Return the dependencies of `action`: one action of each tuple must be finished before it can start.
 
-    The gradient that a stage gives to the one before it comes of a whole backward or of its first part, whichever the
-    schedule has, so such a dependency has two forms.
+    A gradient from the next stage is produced by a `BACKWARD` or an `INPUT_GRAD`, whichever the schedule contains; such
+    a dependency is a tuple of both.
     """
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if kind is Kind.FORWARD:
@@ -167,23 +167,28 @@ def alternatives(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
         return [(Action(stage, Kind.INPUT_GRAD, microbatch),)]
     needed: list[tuple[Action, ...]] = [(Action(stage, Kind.FORWARD, microbatch),)]
     if stage + 1 < num_stages:
-        needed.append(tuple(Action(stage + 1, each, microbatch) for each in GIVES_INPUT_GRAD))
+        needed.append(tuple(Action(stage + 1, each, microbatch) for each in PRODUCES_INPUT_GRAD))
     return needed
 
 
 def loop_placement(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Return the rank of each stage where stages go round: stage s is on rank s % num_ranks."""
+    """Return the rank of each stage for cyclic placement: stage s is on rank s % num_ranks."""
     return tuple(stage % num_ranks for stage in range(num_ranks * stages_per_rank))
 
 
 def v_placement(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Return the rank of each stage where every second round goes back, so that the first and the last stage meet."""
-    there = [*range(num_ranks)]
-    return tuple(rank for turn in range(stages_per_rank) for rank in (there if turn % 2 == 0 else there[::-1]))
+    """Return the rank of each stage for V-shaped placement, in which every second pass over the ranks is reversed.
+
+    With two stages per rank, rank 0 has the first and the last stage.
+    """
+    ranks = [*range(num_ranks)]
+    return tuple(rank for turn in range(stages_per_rank) for rank in (ranks if turn % 2 == 0 else ranks[::-1]))
 
 
-def in_rounds(stages: Sequence[int], kind: Kind, num_microbatches: int, round_size: int) -> list[tuple[int, Kind, int]]:
-    """Return (stage, kind, micro-batch): rounds of micro-batches, each round through all stages in their order."""
+def interleave_rounds(
+    stages: Sequence[int], kind: Kind, num_microbatches: int, round_size: int
+) -> list[tuple[int, Kind, int]]:
+    """Return (stage, kind, micro-batch) in rounds: `round_size` micro-batches pass all stages before the next ones."""
     return [
         (stage, kind, microbatch)
         for first in range(0, num_microbatches, round_size)
@@ -203,19 +208,19 @@ def rank_actions(
     sharded_stages: Mapping[int, object] | None = None,
     gathers_for_step: bool = True,
 ) -> tuple[Action, ...]:
-    """Return everything that a rank does in a step, in order.
+    """Return all actions that a rank executes in a step, in order.
 
-    A receive stands before the computation that precedes the one which needs it, so that the message travels during
-    that computation; it only announces the buffer, and the computation that needs it waits. A send follows the
-    computation at once and waits for nobody. So neighbours that send to each other at the same time do not wait for
-    each other, and a list runs to its end if and only if `simulate` does.
+    A receive is placed one computation before the one that needs the message, so that the transfer overlaps with a
+    computation. The action only posts the receive; the computation that needs the message waits for it. A send directly
+    follows its computation and does not block. Neighbours that send to each other at the same time therefore cannot
+    deadlock, and the actions of all ranks complete if and only if `simulate` does.
 
     Args:
-        forward_only: leave out everything that belongs to the backward.
-        sharded_stages: stages whose parameters are gathered before their first use and reduced after the last, each
-            with a key: stages of one key share their parameters.
-        gathers_for_step: False: forwards and backwards gather by themselves, and the last backward reduces; it must
-            know that it is the last, so the reduction is announced before it.
+        forward_only: leave out all backward actions.
+        sharded_stages: maps stages with sharded parameters, which are gathered before their first use and reduced after
+            the last one, to keys. Stages with the same key share their parameters.
+        gathers_for_step: False if each forward and backward gathers by itself and the last backward reduces. That
+            backward must know that it is the last, so the reduction is then announced before it.
 
     Example:
         >>> from hp_trainer.pipeline import build_schedule, rank_actions
@@ -224,11 +229,11 @@ def rank_actions(
         ['0RECV_B0', '0F0', '0SEND_F0', '0B0']
     """
     compute = [a for a in schedule.actions[rank] if not forward_only or a.kind is Kind.FORWARD]
-    # Without a backward, forwards that gather by themselves need nothing else.
+    # Forwards that gather by themselves also reshard, so without a backward there is nothing to add.
     keys = (sharded_stages if gathers_for_step or not forward_only else None) or {}
     uses = [a for a in compute if a.stage in keys and a.kind in (Kind.FORWARD, *COMPLETES_WEIGHT_GRAD)]
     last_use = {keys[action.stage]: action for action in uses}
-    # Of equal keys the later entry stays: in reverse, that is the first use.
+    # A dict keeps the last of equal keys: the last use, or the first one in reversed order.
     first_use = {keys[action.stage]: action for action in reversed(uses)}
     actions: list[Action] = list(_receive(schedule, rank, compute[0])) if compute else []
     end = Kind.RESHARD if forward_only else Kind.REDUCE_GRAD
@@ -237,27 +242,27 @@ def rank_actions(
             actions.append(Action(action.stage, Kind.UNSHARD))
         for following in compute[position + 1 : position + 2]:
             actions += _receive(schedule, rank, following)
-        done = [action, *_send(schedule, rank, action)]
+        lowered = [action, *_send(schedule, rank, action)]
         if action in last_use.values():
-            done.insert(len(done) if gathers_for_step else 0, Action(action.stage, end))
-        actions += done
+            lowered.insert(len(lowered) if gathers_for_step else 0, Action(action.stage, end))
+        actions += lowered
     return tuple(actions)
 
 
 def _receive(schedule: Schedule, rank: int, action: Action) -> Iterator[Action]:
     if action.kind is Kind.FORWARD and _is_remote(schedule, rank, action.stage - 1):
         yield Action(action.stage, Kind.RECEIVE_FORWARD, action.microbatch)
-    if action.kind in GIVES_INPUT_GRAD and _is_remote(schedule, rank, action.stage + 1):
+    if action.kind in PRODUCES_INPUT_GRAD and _is_remote(schedule, rank, action.stage + 1):
         yield Action(action.stage, Kind.RECEIVE_BACKWARD, action.microbatch)
 
 
 def _send(schedule: Schedule, rank: int, action: Action) -> Iterator[Action]:
     if action.kind is Kind.FORWARD and _is_remote(schedule, rank, action.stage + 1):
         yield Action(action.stage, Kind.SEND_FORWARD, action.microbatch)
-    if action.kind in GIVES_INPUT_GRAD and _is_remote(schedule, rank, action.stage - 1):
+    if action.kind in PRODUCES_INPUT_GRAD and _is_remote(schedule, rank, action.stage - 1):
         yield Action(action.stage, Kind.SEND_BACKWARD, action.microbatch)
 
 
 def _is_remote(schedule: Schedule, rank: int, stage: int) -> bool:
-    """Return True if there is such a stage, and another rank has it."""
+    """Return whether `stage` exists and is on another rank."""
     return 0 <= stage < schedule.num_stages and schedule.rank_of_stage[stage] != rank

@@ -1,14 +1,13 @@
-"""Schedules of a split backward, made by playing the step on paper.
+"""Schedules with split backwards, made by list scheduling, and the merging of backwards that need not be split.
 
-Forward, input gradient and weight gradient take one unit of time each. Whenever a rank is free it takes the first of
-these that it can begin: an input gradient, for which other ranks wait; a forward, if it may keep one more activation;
-the oldest weight gradient, for which nobody waits.
+Forward, input gradient and weight gradient take one unit of time each. A free rank takes the first of these that it can
+start: an input gradient, which other ranks depend on; a forward, if it may hold one more activation; the oldest weight
+gradient, which no other rank depends on.
 
-A result of another rank has to travel, and where it is needed the moment it is made, every message costs its time. So
-the step is played with several preferences, some of which take first what has been there for a unit. Of those that end
-no later, the one is best that ends first where messages take time. The time is O(actions * stages per rank).
-
-Both parts of a backward joined where splitting it helps nobody.
+If a result of another rank is used as soon as it is computed, the transfer delays the step. Therefore several orders of
+preference are simulated, some of which first take actions whose inputs have been available for one unit. Among those
+that do not end later than the plain order, the one that ends first with a small transfer time is chosen. The time is
+O(actions * stages per rank).
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from hp_trainer.exceptions import ScheduleError
-from hp_trainer.pipeline.actions import GIVES_INPUT_GRAD, Action, Kind, Schedule, alternatives, in_rounds
+from hp_trainer.pipeline.actions import PRODUCES_INPUT_GRAD, Action, Kind, Schedule, dependencies, interleave_rounds
 from hp_trainer.pipeline.simulation import ActionSeconds, Timeline, simulate
 
 Preference = tuple[tuple[Kind, int], ...]
-"""Kinds of action, best first, each with the units of time for which results of other ranks must have been there."""
+"""Kinds of action, most preferred first, each with the time for which inputs from other ranks must be available."""
 
 _F, _I, _W = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
 _PREFERENCES: tuple[Preference, ...] = (
@@ -34,39 +33,39 @@ _PREFERENCES: tuple[Preference, ...] = (
     ((_I, 1), (_F, 1), (_W, 0), (_I, 0), (_F, 0)),
 )
 _TRANSFER = 0.1
-"""Time of a message where preferences are compared, in units of an action."""
+"""Transfer time with which preferences are compared, in units of an action."""
 
 
 def list_schedule(
     rank_of_stage: Sequence[int], num_ranks: int, num_microbatches: int, *, max_activations: int, deepest_first: bool
 ) -> Schedule:
-    """Make a schedule by list scheduling.
+    """Build a schedule by list scheduling.
 
     Args:
         rank_of_stage: the rank of each stage.
-        max_activations: (stage, micro-batch) pairs whose activations a rank may keep.
-        deepest_first: of the forwards that can begin, take that of the latest stage; else keep to rounds of as many
-            micro-batches as there are ranks, stage by stage.
+        max_activations: number of (stage, micro-batch) pairs whose activations a rank may hold.
+        deepest_first: prefer the forward of the latest stage. Otherwise forwards follow rounds of as many micro-batches
+            as there are ranks.
 
     Raises:
-        ScheduleError: with so few activations no rank can begin anything any more.
+        ScheduleError: `max_activations` is too small for any rank to make progress.
     """
 
-    def played(preference: Preference) -> Schedule | None:
-        return _play(rank_of_stage, num_ranks, num_microbatches, max_activations, deepest_first, preference)
+    def scheduled(preference: Preference) -> Schedule | None:
+        return _schedule(rank_of_stage, num_ranks, num_microbatches, max_activations, deepest_first, preference)
 
-    plain = played(_PREFERENCES[0])
+    plain = scheduled(_PREFERENCES[0])
     if plain is None:
         raise ScheduleError(
             f"{len(rank_of_stage)} stages on {num_ranks} ranks need more than {max_activations} activations each"
         )
-    others = [schedule for preference in _PREFERENCES[1:] if (schedule := played(preference)) is not None]
+    others = [schedule for preference in _PREFERENCES[1:] if (schedule := scheduled(preference)) is not None]
     latest = simulate(plain).end
-    able = [plain, *(schedule for schedule in others if simulate(schedule).end <= latest)]
-    return min(able, key=lambda schedule: simulate(schedule, ActionSeconds(transfer=_TRANSFER)).end)
+    candidates = [plain, *(schedule for schedule in others if simulate(schedule).end <= latest)]
+    return min(candidates, key=lambda schedule: simulate(schedule, ActionSeconds(transfer=_TRANSFER)).end)
 
 
-def _play(
+def _schedule(
     rank_of_stage: Sequence[int],
     num_ranks: int,
     num_microbatches: int,
@@ -74,27 +73,27 @@ def _play(
     deepest_first: bool,
     preference: Preference,
 ) -> Schedule | None:
-    """Return the schedule that a preference leads to, or None where no rank can begin anything any more."""
+    """Return the schedule made with one order of preference, or None if no rank can make progress."""
     ranks = [
         _Rank(rank, rank_of_stage, num_microbatches, num_ranks, max_activations, deepest_first)
         for rank in range(num_ranks)
     ]
     ends: dict[Action, int] = {}
-    time = waited = 0
+    time = idle_units = 0
     while any(rank.has_work for rank in ranks):
-        begun = [rank.take(time, ends, preference) for rank in ranks]
-        # All ranks have chosen by what had ended before: an action that begins now helps nobody before the next unit.
+        started = [rank.take(time, ends, preference) for rank in ranks]
+        # `ends` is updated only after all ranks have chosen: results of this unit are available in the next one.
         time += 1
-        ends.update((action, time) for action in begun if action is not None)
-        waited = waited + 1 if begun == [None] * num_ranks else 0
-        # After one unit of waiting every result has been there for one.
-        if waited > 1:
+        ends.update((action, time) for action in started if action is not None)
+        idle_units = idle_units + 1 if started == [None] * num_ranks else 0
+        # After one idle unit every result is old enough for every preference, so another one means a deadlock.
+        if idle_units > 1:
             return None
     return Schedule(tuple(rank_of_stage), num_microbatches, tuple(tuple(rank.taken) for rank in ranks))
 
 
 class _Rank:
-    """The work that a rank has left, and what it has taken, in order."""
+    """The remaining actions of a rank, and those it has taken, in order."""
 
     def __init__(
         self,
@@ -109,8 +108,8 @@ class _Rank:
         self._rank_of_stage = rank_of_stage
         self._max_activations, self._deepest_first = max_activations, deepest_first
         stages = [stage for stage, owner in enumerate(rank_of_stage) if owner == rank]
-        self._forwards = _Queues(in_rounds(stages, Kind.FORWARD, num_microbatches, round_size))
-        self._input_grads = _Queues(in_rounds(stages[::-1], Kind.INPUT_GRAD, num_microbatches, round_size))
+        self._forwards = _Queues(interleave_rounds(stages, Kind.FORWARD, num_microbatches, round_size))
+        self._input_grads = _Queues(interleave_rounds(stages[::-1], Kind.INPUT_GRAD, num_microbatches, round_size))
         self._weight_grads: deque[Action] = deque()
         self._activations = 0
 
@@ -119,7 +118,7 @@ class _Rank:
         return bool(self._forwards or self._input_grads or self._weight_grads)
 
     def take(self, time: int, ends: Mapping[Action, int], preference: Preference) -> Action | None:
-        """Take an action that can begin at `time`, or return None."""
+        """Take and return an action that can start at `time`, or return None."""
         take = {_F: self._take_forward, _I: self._take_input_grad, _W: self._take_weight_grad}
         for kind, units in preference:
             action = take[kind](time, ends, units)
@@ -131,19 +130,19 @@ class _Rank:
     def _take_forward(self, time: int, ends: Mapping[Action, int], units: int) -> Action | None:
         if self._activations >= self._max_activations:
             return None
-        waiting = self._forwards.next_actions()
-        # Those of later stages first, or only the one that is next in the rounds.
-        waiting = sorted(waiting, key=lambda each: -each.stage) if self._deepest_first else waiting[:1]
-        action = self._first_that_can_begin(waiting, time, ends, 0)
-        # Another forward in its place would fill the room for activations that the deepest one needs.
-        if action is None or not self._can_begin(action, time, ends, units):
+        pending = self._forwards.next_actions()
+        # Later stages first, or only the next action of the rounds.
+        pending = sorted(pending, key=lambda each: -each.stage) if self._deepest_first else pending[:1]
+        action = self._first_that_can_start(pending, time, ends, 0)
+        # No other forward may take its place: it would use up the activations that the deepest one needs.
+        if action is None or not self._can_start(action, time, ends, units):
             return None
         self._forwards.take(action)
         self._activations += 1
         return action
 
     def _take_input_grad(self, time: int, ends: Mapping[Action, int], units: int) -> Action | None:
-        action = self._first_that_can_begin(self._input_grads.next_actions(), time, ends, units)
+        action = self._first_that_can_start(self._input_grads.next_actions(), time, ends, units)
         if action is not None:
             self._input_grads.take(action)
             self._weight_grads.append(Action(action.stage, Kind.WEIGHT_GRAD, action.microbatch))
@@ -152,127 +151,129 @@ class _Rank:
     def _take_weight_grad(self, time: int, ends: Mapping[Action, int], units: int) -> Action | None:
         if not self._weight_grads:
             return None
-        # Only now: the weight gradient reads the activations that forward kept.
+        # Activations are freed only here: the weight gradient reads what forward saved.
         self._activations -= 1
         return self._weight_grads.popleft()
 
-    def _first_that_can_begin(
+    def _first_that_can_start(
         self, actions: Sequence[Action], time: int, ends: Mapping[Action, int], units: int
     ) -> Action | None:
-        return next((action for action in actions if self._can_begin(action, time, ends, units)), None)
+        return next((action for action in actions if self._can_start(action, time, ends, units)), None)
 
-    def _can_begin(self, action: Action, time: int, ends: Mapping[Action, int], units: int) -> bool:
-        """Return True if all that `action` needs is made, and of other ranks has been for that many units."""
+    def _can_start(self, action: Action, time: int, ends: Mapping[Action, int], units: int) -> bool:
+        """Return whether the dependencies of `action` are finished, those on other ranks for at least `units`."""
         owners = self._rank_of_stage
-        for forms in alternatives(action, len(owners)):
-            travels = owners[forms[0].stage] != owners[action.stage]
-            latest = time - units if travels else time
+        for forms in dependencies(action, len(owners)):
+            is_remote = owners[forms[0].stage] != owners[action.stage]
+            latest = time - units if is_remote else time
             if not any(ends.get(form, latest + 1) <= latest for form in forms):
                 return False
         return True
 
 
 class _Queues:
-    """Actions of one kind in one order; those of a stage become possible in it, so only its first is looked at.
+    """Pending actions of one kind, in a fixed order, with a queue for each stage.
+
+    The actions of a stage become possible in their order, so only the first one of each queue is a candidate.
 
     Args:
-        rounds: stage, kind and micro-batch of each.
+        rounds: (stage, kind, micro-batch) of each action.
     """
 
     def __init__(self, rounds: Iterable[tuple[int, Kind, int]]) -> None:
         self._of_stage: dict[int, deque[tuple[int, Action]]] = {}
-        for place, each in enumerate(rounds):
-            self._of_stage.setdefault(each[0], deque()).append((place, Action(*each)))
+        for position, each in enumerate(rounds):
+            self._of_stage.setdefault(each[0], deque()).append((position, Action(*each)))
 
     def __bool__(self) -> bool:
         return any(self._of_stage.values())
 
     def next_actions(self) -> list[Action]:
-        """Return the first action that each stage has left, in the order of all."""
+        """Return the first pending action of each stage, in the common order."""
         return [action for _, action in sorted(queue[0] for queue in self._of_stage.values() if queue)]
 
     def take(self, action: Action) -> None:
-        """Remove an action that is the first of its stage."""
+        """Remove the first pending action of its stage."""
         self._of_stage[action.stage].popleft()
 
 
-def join_backwards(schedule: Schedule) -> Schedule:
-    """Return a schedule with `B` in place of `I` and its `W` wherever that makes no step longer.
+def merge_backwards(schedule: Schedule) -> Schedule:
+    """Replace `I` and its `W` by `B` wherever that does not make the step longer.
 
-    A whole backward costs less than its two parts, of which the second has autograd begin anew at every weight. Where
-    F, I and W take one unit of time each, the step ends when it did, and no rank keeps more activations.
+    An unsplit backward is cheaper than its two parts, since the second one starts autograd again for every weight. With
+    F, I and W of one unit each, the step does not get longer and no rank holds more activations.
 
     Example:
         >>> from hp_trainer.pipeline import Schedule
-        >>> from hp_trainer.pipeline.list_scheduling import join_backwards
-        >>> print(join_backwards(Schedule.parse("rank 0: 0F0 0I0 0W0")))
+        >>> from hp_trainer.pipeline.list_scheduling import merge_backwards
+        >>> print(merge_backwards(Schedule.parse("rank 0: 0F0 0I0 0W0")))
         rank 0: 0F0 0B0
     """
-    joined = _joined(simulate(schedule))
-    dropped = {Action(each.stage, Kind.WEIGHT_GRAD, each.microbatch) for each in joined}
+    merged = _mergeable(simulate(schedule))
+    removed = {Action(each.stage, Kind.WEIGHT_GRAD, each.microbatch) for each in merged}
     actions = tuple(
-        tuple(_whole(action) if action in joined else action for action in each if action not in dropped)
+        tuple(
+            Action(action.stage, Kind.BACKWARD, action.microbatch) if action in merged else action
+            for action in each
+            if action not in removed
+        )
         for each in schedule.actions
     )
     return replace(schedule, actions=actions)
 
 
-def _whole(action: Action) -> Action:
-    return Action(action.stage, Kind.BACKWARD, action.microbatch)
-
-
-def _joined(timeline: Timeline) -> set[Action]:
-    """Return the `I` whose `W` can be done with them, by playing the step again with those chosen so far."""
+def _mergeable(timeline: Timeline) -> set[Action]:
+    """Return the `I` that can be merged with their `W`, by simulating the step with those chosen so far."""
     schedule, seconds = timeline.schedule, ActionSeconds()
-    latest, following = _latest_begins(timeline), _following(schedule)
-    whole = seconds.of(Kind.BACKWARD)
-    joined: set[Action] = set()
+    latest, following = _latest_starts(timeline), _following(schedule)
+    unsplit = seconds.of(Kind.BACKWARD)
+    merged: set[Action] = set()
     ends: dict[Action, float] = {}
     free = [0.0] * schedule.num_ranks
-    # An action begins after all that it needs, so this order has each after these, also when some take longer.
+    # Sorted by start, every action comes after its dependencies, also when merged backwards take longer.
     for action in sorted(timeline.spans, key=lambda each: timeline.spans[each][0]):
-        if action.kind is Kind.WEIGHT_GRAD and Action(action.stage, Kind.INPUT_GRAD, action.microbatch) in joined:
+        if action.kind is Kind.WEIGHT_GRAD and Action(action.stage, Kind.INPUT_GRAD, action.microbatch) in merged:
             continue
         rank = schedule.rank_of_stage[action.stage]
-        begin = max(free[rank], *(ends[each] for each in _needed(action, timeline)), 0.0)
-        end = begin + seconds.of(action.kind)
-        if action.kind is Kind.INPUT_GRAD and begin + whole <= _needed_at(action, following, latest):
-            joined.add(action)
-            end = begin + whole
+        start = max(free[rank], *(ends[each] for each in _dependencies_in(action, timeline)), 0.0)
+        end = start + seconds.of(action.kind)
+        if action.kind is Kind.INPUT_GRAD and start + unsplit <= _deadline(action, following, latest):
+            merged.add(action)
+            end = start + unsplit
         ends[action] = free[rank] = end
-    return joined
+    return merged
 
 
-def _latest_begins(timeline: Timeline) -> dict[Action, float]:
-    """Return when each action may begin at the latest for the step to end when it does."""
+def _latest_starts(timeline: Timeline) -> dict[Action, float]:
+    """Return the latest start of each action that does not delay the end of the step."""
     ends = dict.fromkeys(timeline.spans, timeline.end)
     latest: dict[Action, float] = {}
     before = {b: a for a, b in _following(timeline.schedule).items()}
     for action in sorted(timeline.spans, key=lambda each: timeline.spans[each][0], reverse=True):
-        begin, end = timeline.spans[action]
-        latest[action] = ends[action] - (end - begin)
-        for each in (*_needed(action, timeline), *([before[action]] if action in before else [])):
+        start, end = timeline.spans[action]
+        latest[action] = ends[action] - (end - start)
+        for each in (*_dependencies_in(action, timeline), *([before[action]] if action in before else [])):
             ends[each] = min(ends[each], latest[action])
     return latest
 
 
 def _following(schedule: Schedule) -> dict[Action, Action]:
-    """Return the action that comes next on the rank of each."""
+    """Return for each action the next one on the same rank."""
     return {a: b for actions in schedule.actions for a, b in itertools.pairwise(actions)}
 
 
-def _needed(action: Action, timeline: Timeline) -> list[Action]:
-    forms = alternatives(action, timeline.schedule.num_stages)
+def _dependencies_in(action: Action, timeline: Timeline) -> list[Action]:
+    forms = dependencies(action, timeline.schedule.num_stages)
     return [each for alternative in forms for each in alternative if each in timeline.spans]
 
 
-def _needed_at(input_grad: Action, following: Mapping[Action, Action], latest: Mapping[Action, float]) -> float:
-    """Return when the stage before, and the rank's next action, must have what comes of a backward."""
+def _deadline(input_grad: Action, following: Mapping[Action, Action], latest: Mapping[Action, float]) -> float:
+    """Return the latest end of a backward that delays neither the previous stage nor the rank's next action."""
     stage, microbatch = input_grad.stage, input_grad.microbatch
     then = following.get(input_grad)
     if then == Action(stage, Kind.WEIGHT_GRAD, microbatch):
         then = following.get(then)
-    waiting = [Action(stage - 1, kind, microbatch) for kind in GIVES_INPUT_GRAD]
+    dependents = [Action(stage - 1, kind, microbatch) for kind in PRODUCES_INPUT_GRAD]
     if then is not None:
-        waiting.append(then)
-    return min((latest[each] for each in waiting if each in latest), default=float("inf"))
+        dependents.append(then)
+    return min((latest[each] for each in dependents if each in latest), default=float("inf"))

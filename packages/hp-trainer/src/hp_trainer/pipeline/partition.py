@@ -1,7 +1,4 @@
-"""Cutting the layers of a model into stages: even in measured or estimated cost, or as a user has listed them.
-
-Seconds that layers take, by which a model can be cut into stages.
-"""
+"""Partition of a model's layers into stages, balanced by cost or as listed by the user, and measurement of costs."""
 
 from __future__ import annotations
 
@@ -25,19 +22,20 @@ from hp_trainer.pipeline.transfers import MessageLayout
 def balanced_stages(
     costs: Sequence[float], num_stages: int, *, first_cost: float = 0.0, last_cost: float = 0.0
 ) -> list[range]:
-    """Cut layers into consecutive stages such that the dearest stage is as cheap as can be.
+    """Split layers into consecutive stages such that the cost of the most expensive stage is minimal.
 
-    Of several such cuts, the one with the least sum of squares; then one whose earlier stages are cheaper, because the
-    first ranks of a pipeline keep the activations of more micro-batches. The time is O(layers² * stages).
+    Among such partitions the one with the least sum of squared costs is returned, and among those one with cheaper
+    early stages, since the first ranks of a pipeline hold the activations of more micro-batches. The time is
+    O(layers² * stages).
 
     Args:
-        costs: of each layer, in any unit, measured (seconds) or estimated (operations).
-        num_stages: each gets at least one layer.
-        first_cost: of what the first stage has besides its layers (the embedding).
-        last_cost: of what the last stage has besides (norm, head and loss).
+        costs: cost of each layer in any unit, measured (seconds) or estimated (operations).
+        num_stages: number of stages; each gets at least one layer.
+        first_cost: cost of the first stage besides its layers (the embedding).
+        last_cost: cost of the last stage besides its layers (norm, head and loss).
 
     Raises:
-        PipelineError: more stages than layers, or a cost below 0.
+        PipelineError: there are more stages than layers, or a cost is negative or not finite.
 
     Example:
         >>> from hp_trainer.pipeline import balanced_stages
@@ -47,30 +45,32 @@ def balanced_stages(
     num_layers = len(costs)
     if not hasattr(num_stages, "__index__") or not 1 <= num_stages <= num_layers:
         legal = f"1 to {num_layers} stages" if num_layers else "at least one layer"
-        raise PipelineError(f"{num_layers} layers cannot be cut into {num_stages} stages; expected {legal}")
+        raise PipelineError(f"{num_layers} layers cannot be split into {num_stages} stages; expected {legal}")
     if any(not 0 <= cost < math.inf for cost in (*costs, first_cost, last_cost)):
         raise PipelineError(f"costs of layers: expected finite numbers >= 0, got {[*costs, first_cost, last_cost]}")
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
 
+    # Dynamic programming in two passes over (stage, first layer): first the minimal peak cost, then, among partitions
+    # that do not exceed it, the least sum of squares.
     def cost_of(stage: int, begin: int, end: int) -> float:
         extra = (first_cost if stage == 0 else 0.0) + (last_cost if stage == num_stages - 1 else 0.0)
         return total[end] - total[begin] + extra
 
-    # dearest[stage][begin]: the dearest of the stages from `stage` on, if they share the layers from `begin` on.
-    dearest = [[float("inf")] * (num_layers + 1) for _ in range(num_stages + 1)]
-    dearest[num_stages][num_layers] = 0.0
+    # peak[stage][begin]: least peak cost of the stages from `stage` on, if they share the layers from `begin` on.
+    peak = [[float("inf")] * (num_layers + 1) for _ in range(num_stages + 1)]
+    peak[num_stages][num_layers] = 0.0
     for stage in range(num_stages - 1, -1, -1):
         for begin in range(num_layers):
             for end in range(begin + 1, num_layers + 1):
                 cost = cost_of(stage, begin, end)
-                # Of more layers it costs no less.
-                if cost >= dearest[stage][begin]:
+                # Costs are not negative: with more layers this stage does not get cheaper.
+                if cost >= peak[stage][begin]:
                     break
-                dearest[stage][begin] = min(dearest[stage][begin], max(cost, dearest[stage + 1][end]))
-    limit = dearest[0][0]
-    # spread[stage][begin]: (sum of squares, end of this stage) of the best cut from there on.
+                peak[stage][begin] = min(peak[stage][begin], max(cost, peak[stage + 1][end]))
+    limit = peak[0][0]
+    # spread[stage][begin]: (sum of squares, end of this stage) of the best partition from there on.
     spread = [[(float("inf"), 0)] * (num_layers + 1) for _ in range(num_stages)]
     spread.append([(float("inf"), 0)] * num_layers + [(0.0, 0)])
     for stage in range(num_stages - 1, -1, -1):
@@ -87,10 +87,10 @@ def balanced_stages(
 
 
 def listed_stages(layers_per_stage: Sequence[int], num_layers: int, num_stages: int) -> list[range]:
-    """Cut layers into consecutive stages of the numbers of layers that a user has listed.
+    """Split layers into consecutive stages with the given numbers of layers.
 
     Raises:
-        PipelineError: not one whole number for each stage, or numbers that do not add up to the layers.
+        PipelineError: there is not one integer of at least 0 for each stage, or they do not add up to `num_layers`.
 
     Example:
         >>> from hp_trainer.pipeline import listed_stages
@@ -99,7 +99,7 @@ def listed_stages(layers_per_stage: Sequence[int], num_layers: int, num_stages: 
     """
     listed = list(layers_per_stage)
     if any(not hasattr(count, "__index__") for count in listed):
-        raise PipelineError(f"layers of {num_stages} stages: expected whole numbers, got {listed}")
+        raise PipelineError(f"layers of {num_stages} stages: expected integers, got {listed}")
     if len(listed) != num_stages or sum(listed) != num_layers or any(count < 0 for count in listed):
         even = [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
         raise PipelineError(
@@ -121,20 +121,20 @@ def measured_costs(
     rounds: int = 3,
     platform: Platform | str | None = None,
 ) -> list[float]:
-    """Return the seconds that forward and backward of each layer take on this device, for `balanced_stages`.
+    """Measure the seconds of forward and backward of each layer on this device, for `balanced_stages`.
 
-    Layers are called one after another, each with what the one before has returned, as stages are. Gradients are left
-    as they were; random numbers are drawn, and buffers that a forward writes are written.
+    Layers are called in sequence, each with the output of the previous one, as stages are. Gradients are restored
+    afterwards. Random numbers are consumed, and buffers that a forward updates are changed.
 
     Args:
-        layers: in order; what they return is plain tensors, in tuples, lists and dicts.
-        args: of the first layer: one micro-batch.
-        group: ranks that measure together, so that all cut alike: each time is that of the slowest. None: this one.
-        rounds: each layer's time is the least of so many, after one that warms up.
+        layers: layers in order; they return plain tensors in tuples, lists and dicts.
+        args: arguments of the first layer: one micro-batch.
+        group: ranks that measure together and get equal results, the times of the slowest rank. None for this rank.
+        rounds: number of measurements after a warm-up; the minimum of each layer is returned.
 
     Raises:
-        PipelineError: no layers or rounds, or an output that could not travel between stages; on every rank of a group
-            where any rank has failed.
+        PipelineError: there are no layers or rounds, or an output cannot be sent between stages. On every rank of the
+            group, if any rank failed.
 
     Example:
         >>> with nn.building(platform):
@@ -148,7 +148,7 @@ def measured_costs(
         if not layers or rounds < 1:
             raise PipelineError(f"expected layers and rounds, got {len(layers)} and {rounds}")
         chosen = platform_of(layers[0], platform)
-        with chosen.enable_grad(), _gradients_as_they_were(chosen, layers):
+        with chosen.enable_grad(), _restored_gradients(chosen, layers):
             runs = [_seconds(chosen, layers, args) for _ in range(rounds + 1)]
         return [min(times) for times in zip(*runs[1:], strict=True)]
 
@@ -162,7 +162,7 @@ def measured_costs(
 
 
 def _seconds(platform: Platform, layers: Sequence[Module], args: tuple[Any, ...]) -> list[float]:
-    """Return the seconds of each layer in one run through all of them."""
+    """Return the seconds of forward and backward of each layer in one pass over all layers."""
     found: list[float] = []
     layout: MessageLayout | None = None
     tensors: list[Tensor] = []
@@ -184,9 +184,9 @@ def _seconds(platform: Platform, layers: Sequence[Module], args: tuple[Any, ...]
 
 
 @contextlib.contextmanager
-def _gradients_as_they_were(platform: Platform, layers: Sequence[Module]) -> Iterator[None]:
-    """Take the gradients of all parameters away for a block, which adds to them, and put them back afterwards."""
-    # Layers may share a parameter, which is taken once: the second time its gradient would be gone.
+def _restored_gradients(platform: Platform, layers: Sequence[Module]) -> Iterator[None]:
+    """Remove the gradients of all parameters within the context, and restore them afterwards."""
+    # By identity: of a parameter that layers share, the second removal would find no gradient to restore.
     parameters = {id(each): each for layer in layers for _, each in platform.named_parameters(layer)}.values()
     before = [(parameter, platform.get_grad(parameter)) for parameter in parameters]
     for parameter in parameters:

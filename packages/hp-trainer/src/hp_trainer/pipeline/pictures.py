@@ -1,4 +1,4 @@
-"""Schedules as text and as pictures: when each rank works on what, how long it idles, how much it keeps."""
+"""Timelines of schedules as text and as pictures."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _LABELS = {
 
 
 def describe_timeline(timeline: Timeline) -> str:
-    """Return a timeline as text: a row for each rank, a column for each unit of time, then what each rank idles.
+    """Return a timeline as text: a row for each rank and a column for each unit of time, then the idle times.
 
-    Each action stands where it begins, as stage, kind and micro-batch; `=` says that it goes on and `.` that the rank
-    idles. Without the rows where the times are no whole numbers, or too many for a line.
+    An action is written at its start, as stage, kind and micro-batch; `=` marks that it continues and `.` that the rank
+    idles. The rows are left out if times are not integers or rows would be too long.
 
     Example:
         >>> from hp_trainer.pipeline import build_schedule, describe_timeline, simulate
         >>> print(describe_timeline(simulate(build_schedule("1f1b", num_ranks=2, num_microbatches=2))))
         rank 0: 0F0 0F1  .   .  0B0  =   .  0B1  =
         rank 1:  .  1F0 1B0  =  1F1 1B1  =   .   .
-        rank 0: idle 3 of 9, at most 2 activations kept
-        rank 1: idle 3 of 9, at most 1 activation kept
-        bubble: 50.0% (largest idle time of a rank, over its work)
+        rank 0: idle 3 of 9, at most 2 activations held
+        rank 1: idle 3 of 9, at most 1 activation held
+        bubble: 50.0% (largest ratio of idle to busy time)
     """
     lines = [*_rows(timeline)]
     for rank, (idle, peak) in enumerate(zip(timeline.idle, timeline.peak_activations, strict=True)):
-        kept = f"{peak} activation{'s' if peak != 1 else ''}"
-        lines.append(f"rank {rank}: idle {idle:g} of {timeline.end:g}, at most {kept} kept")
-    lines.append(f"bubble: {timeline.bubble:.1%} (largest idle time of a rank, over its work)")
+        activations = f"{peak} activation{'s' if peak != 1 else ''}"
+        lines.append(f"rank {rank}: idle {idle:g} of {timeline.end:g}, at most {activations} held")
+    lines.append(f"bubble: {timeline.bubble:.1%} (largest ratio of idle to busy time)")
     return "\n".join(lines)
 
 
@@ -58,12 +58,12 @@ def _rows(timeline: Timeline) -> list[str]:
 
 
 def draw_timeline(timeline: Timeline, picture: Path | str) -> None:
-    """Write a picture of a timeline; its suffix says the format (`.png`, `.svg`, `.pdf`).
+    """Draw a timeline to a file, whose suffix selects the format (`.png`, `.svg`, `.pdf`).
 
-    Actions of later stages of a rank are darker.
+    Actions of later stages of a rank are drawn darker.
 
     Raises:
-        ScheduleError: matplotlib does not know the format.
+        ScheduleError: matplotlib does not support the format.
 
     Example:
         >>> import tempfile
@@ -73,7 +73,7 @@ def draw_timeline(timeline: Timeline, picture: Path | str) -> None:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     draw_timeline(timeline, Path(folder) / "schedule.png")
     """
-    # Figure and canvas by hand: pyplot would choose a backend for the whole process.
+    # Figure and canvas are created directly: pyplot would select a backend for the whole process.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -92,7 +92,7 @@ def draw_timeline(timeline: Timeline, picture: Path | str) -> None:
     axes.set_yticks(range(schedule.num_ranks), [f"rank {rank}" for rank in range(schedule.num_ranks)])
     _add_legend(axes, timeline)
     axes.set_title(
-        f"bubble {timeline.bubble:.1%}, activations kept per rank: {', '.join(map(str, timeline.peak_activations))}",
+        f"bubble {timeline.bubble:.1%}, activations held per rank: {', '.join(map(str, timeline.peak_activations))}",
         fontsize="medium",
         loc="right",
     )

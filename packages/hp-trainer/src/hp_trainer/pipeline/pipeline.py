@@ -1,7 +1,4 @@
-"""Cutting the inputs of a step into micro-batches, and putting the outputs together again.
-
-The interpreter: one small loop that executes a rank's actions on real stages.
-"""
+"""`Pipeline`: splits a batch into micro-batches and executes a rank's actions on its stages, in one loop."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from hp_trainer.exceptions import PipelineError, join_choices
 from hp_trainer.parallel.axes import nearest_divisors
 from hp_trainer.pipeline.actions import Action, Kind, Schedule, rank_actions
 from hp_trainer.pipeline.schedules import build_schedule
-from hp_trainer.pipeline.simulation import check_whole_backwards, validate
-from hp_trainer.pipeline.stage import GatheredForStep, GatheredForUse, PipelineStage, StageParameters, TiedWeights
+from hp_trainer.pipeline.simulation import check_unsplit_backwards, validate
+from hp_trainer.pipeline.stage import PipelineStage, StageParameters, TiedWeights, UnshardedForStep, UnshardedForUse
 from hp_trainer.pipeline.transfers import MessageLayout, Transfers
 
 Tensor = Any
@@ -27,7 +24,7 @@ Tensor = Any
 
 @dataclass(frozen=True, slots=True)
 class TensorChunkSpec:
-    """The dimension along which a tensor is cut into micro-batches; torch's name.
+    """The dimension along which a tensor is split into micro-batches. Name and attribute follow torch.
 
     Example:
         >>> from hp_trainer.pipeline import TensorChunkSpec
@@ -41,15 +38,18 @@ class TensorChunkSpec:
 def split_inputs(
     platform: Platform, tree: Any, num_microbatches: int, specs: Any = None, what: str = "argument"
 ) -> list[Any]:
-    """Return one tree like `tree` for each micro-batch; what is no tensor goes to all of them.
+    """Split the tensors of a tree into micro-batches; other values are passed to every micro-batch.
 
     Args:
         tree: nested tuples, lists and mappings of tensors and other values.
-        specs: a tree of the same structure with a `TensorChunkSpec` for each tensor, or None to give it whole to every
-            micro-batch; None for the whole tree: every tensor is cut along dimension 0.
+        specs: a tree of the same structure with a `TensorChunkSpec` for each tensor, or None for a tensor that every
+            micro-batch gets unsplit. If `specs` itself is None, every tensor is split along dimension 0.
+
+    Returns:
+        One tree for each micro-batch.
 
     Raises:
-        PipelineError: a dimension cannot be cut into equal parts; names the argument, its shape and what would work.
+        PipelineError: a dimension is not divisible; the message names the argument, its shape and valid numbers.
     """
     leaves, rebuild = flattened(tree)
     dims: list[int | None] = [0] * len(leaves)
@@ -59,14 +59,14 @@ def split_inputs(
             raise PipelineError(
                 f"{what}s: expected one TensorChunkSpec (or None) for each of {len(leaves)} values, got {len(dims)}"
             )
-    parts = [
-        _cut(platform, leaf, num_microbatches, dim, f"{what} {index}")
+    chunks = [
+        _split(platform, leaf, num_microbatches, dim, f"{what} {index}")
         for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True))
     ]
-    return [rebuild([part[index] for part in parts]) for index in range(num_microbatches)]
+    return [rebuild([each[index] for each in chunks]) for index in range(num_microbatches)]
 
 
-def _cut(platform: Platform, leaf: Any, num_microbatches: int, dim: int | None, what: str) -> Sequence[Any]:
+def _split(platform: Platform, leaf: Any, num_microbatches: int, dim: int | None, what: str) -> Sequence[Any]:
     if dim is None or not isinstance(leaf, platform.Tensor) or num_microbatches == 1:
         return [leaf] * num_microbatches
     shape = tuple(leaf.shape)
@@ -74,19 +74,19 @@ def _cut(platform: Platform, leaf: Any, num_microbatches: int, dim: int | None, 
     if not size or size % num_microbatches:
         legal = nearest_divisors(size, num_microbatches) if size else []
         raise PipelineError(
-            f"{what} of shape {list(shape)} cannot be cut along dimension {dim} into {num_microbatches} equal "
-            "micro-batches, which the neighbours' buffers need; "
+            f"{what} of shape {list(shape)} cannot be split along dimension {dim} into {num_microbatches} equal "
+            "micro-batches, which transfers between stages require; "
             + (f"use {join_choices(legal)} micro-batches, or other batches" if legal else "it has no such dimension")
         )
-    parts: Sequence[Any] = platform.ops.split(leaf, [size // num_microbatches] * num_microbatches, dim)
-    return parts
+    chunks: Sequence[Any] = platform.ops.split(leaf, [size // num_microbatches] * num_microbatches, dim)
+    return chunks
 
 
 def merge_outputs(platform: Platform, outputs: Sequence[Any], spec: Any = None) -> Any:
-    """Return the outputs of all micro-batches as those of one batch: tensors are concatenated.
+    """Merge the outputs of all micro-batches by concatenating their tensors.
 
     Args:
-        spec: a tree like one output with a `TensorChunkSpec` for each tensor; None: dimension 0.
+        spec: a tree like one output with a `TensorChunkSpec` for each tensor; None for dimension 0.
     """
     rebuild = flattened(outputs[0])[1]
     columns = list(zip(*(flattened(output)[0] for output in outputs), strict=True))
@@ -110,7 +110,7 @@ def split_all(
     args_spec: Any = None,
     kwargs_spec: Any = None,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """Return the positional and the named arguments of each micro-batch; see `split_inputs`."""
+    """Return the positional and the keyword arguments of each micro-batch; see `split_inputs`."""
     positional = split_inputs(platform, tuple(args), num_microbatches, args_spec, "argument")
     if kwargs_spec is not None:
         kwargs_spec = {name: kwargs_spec.get(name, TensorChunkSpec(0)) for name in kwargs}
@@ -121,27 +121,28 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 
 class Pipeline:
-    """A model cut into stages over the ranks of an axis, and the schedule by which they work.
+    """A model split into stages over the ranks of a mesh axis, and the schedule of their execution.
 
     Args:
         stages: this rank's stages, in any order.
         schedule: a `Schedule`, or the name of one for `num_microbatches`.
-        mesh: the ranks of the pipeline: `mesh["pp"]`, a process group, or None for all ranks.
-        loss_fn: `loss_fn(output, target)` of the last stage, a scalar; None: there is no backward.
-        num_microbatches: needed with a schedule's name.
-        tied: weights that several stages have, whose gradients are summed at the end of a step.
-        fixed_shapes: every `step` has the shapes of the first, which then are told only once; `eval` may have others.
-        gathers_for_step: weights that `fully_shard` has cut are gathered once for all micro-batches, and their
-            gradients are whole until the end of the step; False: each forward and each backward gathers what it needs,
-            which takes the memory of one module's weights, and needs a schedule of whole backwards.
-        reduces_once: where weights are not gathered for the step: gradients stay whole until the last backward; False:
-            each backward reduces them, and shards are what stays.
+        mesh: ranks of the pipeline: `mesh["pp"]`, a process group, or None for all ranks.
+        loss_fn: scalar loss `loss_fn(output, target)` of the last stage; None for no backward.
+        num_microbatches: number of micro-batches; required if `schedule` is a name.
+        tied: weights with copies on several stages, whose gradients are summed at the end of a step.
+        fixed_shapes: every `step` has the shapes of the first one, so that they are sent only once. `eval` may have
+            other shapes.
+        gathers_for_step: gather weights sharded by `fully_shard` once for all micro-batches, and hold their gradients
+            unsharded until the end of the step. False: each forward and backward gathers what it needs, which holds
+            the weights of one module at a time and requires a schedule without split backwards.
+        reduces_once: with `gathers_for_step=False`, hold gradients unsharded until the last backward. False: each
+            backward reduces them, and only shards are held.
         args_chunk_spec, kwargs_chunk_spec, output_merge_spec: trees of `TensorChunkSpec`; default: dimension 0.
 
     Raises:
-        PipelineError: the stages are not those that the schedule gives this rank, or the schedule splits backwards
-            whose weights are not gathered for the step.
-        ScheduleError: the schedule leaves work out, or would hang.
+        PipelineError: the stages are not those that the schedule assigns to this rank, or the schedule splits backwards
+            although weights are not gathered for the step.
+        ScheduleError: the schedule is incomplete or deadlocks.
 
     Example:
         >>> def program():
@@ -184,7 +185,7 @@ class Pipeline:
         self.loss_fn = loss_fn
         self.tied = tied
         self._specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
-        world, ranks, device_mesh = _place(mesh, self.platform)
+        world, ranks, device_mesh = _resolve_mesh(mesh, self.platform)
         self.rank = ranks.index(world.rank)
         self.schedule = self._schedule_of(schedule, len(ranks), stages, num_microbatches)
         self.stages = _checked_stages(stages, self.schedule, self.rank)
@@ -192,15 +193,15 @@ class Pipeline:
             self.schedule, self.rank, ranks, world, self.platform, device_mesh, fixed_shapes=fixed_shapes
         )
         if not gathers_for_step:
-            check_whole_backwards(self.schedule)
+            check_unsplit_backwards(self.schedule)
         elif not reduces_once:
             raise PipelineError("reduces_once=False: expected gathers_for_step=False with it, got True")
         self._gathers_for_step = gathers_for_step
 
         def parameters_of(module: Any) -> StageParameters:
             if gathers_for_step:
-                return GatheredForStep(self.platform, module)
-            return GatheredForUse(self.platform, module, reduces_once=reduces_once)
+                return UnshardedForStep(self.platform, module)
+            return UnshardedForUse(self.platform, module, reduces_once=reduces_once)
 
         shared = {id(stage.submod): parameters_of(stage.submod) for stage in stages}
         self._parameters = {index: shared[id(stage.submod)] for index, stage in self.stages.items()}
@@ -212,38 +213,36 @@ class Pipeline:
             Kind.WEIGHT_GRAD: self._weight_grad,
             Kind.SEND_FORWARD: self._send_forward,
             Kind.SEND_BACKWARD: self._send_backward,
-            Kind.RECEIVE_FORWARD: self._transfers.announce,
-            Kind.RECEIVE_BACKWARD: self._transfers.announce,
+            Kind.RECEIVE_FORWARD: self._transfers.start_receive,
+            Kind.RECEIVE_BACKWARD: self._transfers.start_receive,
             Kind.UNSHARD: lambda action: self._parameters[action.stage].unshard(),
             Kind.RESHARD: lambda action: self._parameters[action.stage].reshard(),
             Kind.REDUCE_GRAD: lambda action: self._parameters[action.stage].reduce_grad(),
         }
-        self._keeps_outputs = False
+        self._return_outputs = False
         self._args: Sequence[tuple[Any, ...]] = ()
         self._kwargs: Sequence[dict[str, Any]] = ()
         self._targets: Sequence[Any] = ()
         self._outputs: dict[int, Any] = {}
         self._losses: dict[int, Tensor] = {}
-        # Outputs and gradients of inputs that a neighbour stage has not had, by (stage that made them, micro-batch).
-        self._leaving: dict[tuple[int, int], tuple[MessageLayout, list[Tensor]]] = {}
-        self._gradients: dict[tuple[int, int], list[Tensor]] = {}
+        # Outputs, and gradients of inputs, that the next consumer has not taken yet, by (producing stage, micro-batch).
+        self._pending_outputs: dict[tuple[int, int], tuple[MessageLayout, list[Tensor]]] = {}
+        self._pending_gradients: dict[tuple[int, int], list[Tensor]] = {}
 
     @property
     def num_microbatches(self) -> int:
-        """Return the micro-batches of a step."""
+        """Number of micro-batches of a step."""
         return self.schedule.num_microbatches
 
     @property
     def has_first_stage(self) -> bool:
-        """Return True on the rank that gets the batch."""
+        """Whether this rank gets the batch."""
         return 0 in self.stages
 
     @property
     def has_last_stage(self) -> bool:
-        """Return True on the rank that has the outputs and the losses."""
+        """Whether this rank gets the targets and returns outputs and losses."""
         return self.schedule.num_stages - 1 in self.stages
-
-    # A step ----------------------------------------------------------------------------------------------
 
     def step(
         self,
@@ -253,36 +252,36 @@ class Pipeline:
         return_outputs: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Run forward and backward of one batch; every rank of the pipeline calls it.
+        """Run forward and backward of one batch. Every rank of the pipeline calls this.
 
-        Gradients accumulate in the parameters, summed over the micro-batches.
+        Gradients are accumulated in the parameters, summed over the micro-batches.
 
         Args:
-            args: the inputs of the first stage, on the rank that has it; elsewhere they are not looked at.
+            args: inputs of the first stage; ignored on ranks without it.
             target: second argument of the loss function, on the rank with the last stage.
-            losses: filled with the loss of each micro-batch on the rank with the last stage, detached.
-            return_outputs: keep the last stage's outputs, and return them together there.
-            kwargs: named arguments of this rank's stages, cut into micro-batches like `args`.
+            losses: filled with the detached loss of each micro-batch, on the rank with the last stage.
+            return_outputs: return the outputs of the last stage.
+            kwargs: keyword arguments of this rank's stages, split into micro-batches like `args`.
 
         Returns:
-            The outputs of the whole batch on the rank with the last stage, else None.
+            The outputs of the full batch on the rank with the last stage, else None.
 
         Raises:
-            PipelineError: a batch that cannot be cut equally, a stage's output that cannot travel or has changed its
-                shape, or another rank that has ended.
+            PipelineError: the batch cannot be split evenly, a stage's output cannot be sent or has changed its shape,
+                or another rank has failed.
         """
         if self.loss_fn is not None and not self.platform.is_grad_enabled():
             raise PipelineError("step() runs a backward, and nothing is recorded here (no_grad); use eval()")
         if self.loss_fn is None:
             return self.eval(*args, target=target, losses=losses, **kwargs)
-        parts = self._split(args, kwargs, target)
-        return self._run(*parts, losses=losses, keeps_outputs=return_outputs, forward_only=False)
+        microbatches = self._split(args, kwargs, target)
+        return self._run(*microbatches, losses=losses, return_outputs=return_outputs, forward_only=False)
 
     def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
-        """Run the forward of one batch, recording nothing; arguments and result as of `step`."""
+        """Run the forward of one batch without autograd. Arguments and result are those of `step`."""
         with self.platform.no_grad():
-            parts = self._split(args, kwargs, target)
-            return self._run(*parts, losses=losses, keeps_outputs=True, forward_only=True)
+            microbatches = self._split(args, kwargs, target)
+            return self._run(*microbatches, losses=losses, return_outputs=True, forward_only=True)
 
     def run_microbatches(
         self,
@@ -294,23 +293,23 @@ class Pipeline:
         forward_only: bool = False,
         return_outputs: bool = False,
     ) -> Any:
-        """Run a step whose micro-batches are given one by one.
+        """Run a step on given micro-batches.
 
         Args:
-            args: the first stage's arguments of each micro-batch; elsewhere they are not looked at.
-            kwargs: the named arguments of this rank's stages, for each micro-batch; None: none.
-            targets: of each micro-batch, on the rank with the last stage.
-            forward_only: record nothing and run no backward.
+            args: arguments of the first stage for each micro-batch; ignored on ranks without it.
+            kwargs: keyword arguments of this rank's stages for each micro-batch, or None.
+            targets: target of each micro-batch, on the rank with the last stage.
+            forward_only: run no backward, without autograd.
         """
         number = self.num_microbatches
         named = [{} for _ in range(number)] if kwargs is None else [dict(each) for each in kwargs]
-        goals = [None] * number if targets is None else list(targets)
-        counts = {"targets": len(goals), "kwargs": len(named)} | ({"args": len(args)} if self.has_first_stage else {})
+        targets = [None] * number if targets is None else list(targets)
+        counts = {"targets": len(targets), "kwargs": len(named)} | ({"args": len(args)} if self.has_first_stage else {})
         wrong = [f"{count} {name}" for name, count in counts.items() if count != number]
         if wrong:
             raise PipelineError(f"the schedule has {number} micro-batches, got {', '.join(wrong)}")
         with self.platform.no_grad() if forward_only else self.platform.enable_grad():
-            return self._run(args, named, goals, losses, keeps_outputs=return_outputs, forward_only=forward_only)
+            return self._run(args, named, targets, losses, return_outputs=return_outputs, forward_only=forward_only)
 
     def _split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
@@ -328,27 +327,27 @@ class Pipeline:
         targets: Sequence[Any],
         losses: list[Tensor] | None,
         *,
-        keeps_outputs: bool,
+        return_outputs: bool,
         forward_only: bool,
     ) -> Any:
         self._args = args
         self._kwargs = kwargs
         self._targets = targets
-        self._keeps_outputs = keeps_outputs
-        self._transfers.begin_step(forward_only=forward_only)
+        self._return_outputs = return_outputs
+        self._transfers.start_step(forward_only=forward_only)
         try:
             for action in self._program(forward_only):
                 self._actions[action.kind](action)
             self._transfers.end_step()
             if self.tied is not None and not forward_only:
-                # Once per step: every copy has its gradients of all micro-batches by now.
+                # Once per step, after the gradients of all micro-batches are accumulated.
                 self.tied.sum_gradients()
-        # Ctrl-C too: the next step must find nothing of one that was left halfway.
+        # BaseException, so also on Ctrl-C: the next step must not find state of an interrupted one.
         except BaseException:
-            self._transfers.forget()
+            self._transfers.reset()
             for index, stage in self.stages.items():
-                stage.forget()
-                self._parameters[index].forget()
+                stage.reset()
+                self._parameters[index].reset()
             self._reset()
             raise
         return self._results(losses)
@@ -363,13 +362,14 @@ class Pipeline:
         return merge_outputs(self.platform, [outputs[index] for index in sorted(outputs)], self._specs[2])
 
     def _reset(self) -> None:
-        """Forget the step: its inputs, what the last stage has made, and what waits to be sent."""
+        """Discard the inputs, results and pending messages of the step."""
         self._args, self._kwargs, self._targets = (), (), ()
-        self._outputs, self._losses, self._leaving, self._gradients = {}, {}, {}, {}
+        self._outputs, self._losses, self._pending_outputs, self._pending_gradients = {}, {}, {}, {}
 
     def _program(self, forward_only: bool) -> tuple[Action, ...]:
         found = self._programs.get(forward_only)
         if found is None:
+            # Looked up at the first step: `fully_shard` may be called after the pipeline is created.
             sharded = {index: id(each) for index, each in self._parameters.items() if each.are_sharded}
             found = self._programs[forward_only] = rank_actions(
                 self.schedule,
@@ -380,12 +380,10 @@ class Pipeline:
             )
         return found
 
-    # Actions ---------------------------------------------------------------------------------------------
-
     def _forward(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage], action.microbatch
         kwargs = self._kwargs[microbatch]
-        self._parameters[action.stage].begin_forward(action.stage)
+        self._parameters[action.stage].before_forward(action.stage)
         if stage.is_first:
             output = stage.forward_first(microbatch, self._args[microbatch], kwargs)
         else:
@@ -394,50 +392,50 @@ class Pipeline:
         if stage.is_last:
             self._finish(stage, microbatch, output)
         else:
-            self._leaving[action.stage, microbatch] = stage.outputs(microbatch, output)
+            self._pending_outputs[action.stage, microbatch] = stage.outputs(microbatch, output)
 
     def _inputs_for(self, action: Action) -> tuple[MessageLayout, list[Tensor]]:
-        if not self._is_here(action.stage - 1):
+        if not self._is_local(action.stage - 1):
             return self._transfers.receive_forward(action)
-        return self._leaving.pop((action.stage - 1, action.microbatch))
+        return self._pending_outputs.pop((action.stage - 1, action.microbatch))
 
     def _finish(self, stage: PipelineStage, microbatch: int, output: Any) -> None:
-        """Compute the loss of the last stage's output, and keep what was asked for."""
+        """Compute the loss of the last stage's output, and store the requested results."""
         if self.loss_fn is not None:
             loss = self.loss_fn(output, self._targets[microbatch])
             if self.platform.is_grad_enabled():
-                stage.keep_loss(microbatch, loss)
+                stage.save_loss(microbatch, loss)
             self._losses[microbatch] = self.platform.detach(loss)
-        if self._keeps_outputs:
-            self._outputs[microbatch] = _detached(self.platform, output)
+        if self._return_outputs:
+            self._outputs[microbatch] = map_tensors(output, self.platform.Tensor, self.platform.detach)
 
     def _backward(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage], action.microbatch
         gradients = None if stage.is_last else self._gradients_for(action)
         run = stage.backward if action.kind is Kind.BACKWARD else stage.input_grad
         found = run(microbatch, gradients)
-        # After an input gradient alone, those of the weights are still to come; see `_weight_grad`.
+        # After an INPUT_GRAD the gradients of parameters are still missing; `_weight_grad` collects them.
         if action.kind is Kind.BACKWARD:
             self._parameters[action.stage].collect_gradients()
         if not stage.is_first:
-            self._gradients[action.stage, action.microbatch] = found
+            self._pending_gradients[action.stage, action.microbatch] = found
 
     def _weight_grad(self, action: Action) -> None:
         self.stages[action.stage].weight_grad(action.microbatch)
         self._parameters[action.stage].collect_gradients()
 
     def _gradients_for(self, action: Action) -> list[Tensor]:
-        if not self._is_here(action.stage + 1):
+        if not self._is_local(action.stage + 1):
             return self._transfers.receive_backward(action)
-        return self._gradients.pop((action.stage + 1, action.microbatch))
+        return self._pending_gradients.pop((action.stage + 1, action.microbatch))
 
     def _send_forward(self, action: Action) -> None:
-        self._transfers.send_forward(action, *self._leaving.pop((action.stage, action.microbatch)))
+        self._transfers.send_forward(action, *self._pending_outputs.pop((action.stage, action.microbatch)))
 
     def _send_backward(self, action: Action) -> None:
-        self._transfers.send_backward(action, self._gradients.pop((action.stage, action.microbatch)))
+        self._transfers.send_backward(action, self._pending_gradients.pop((action.stage, action.microbatch)))
 
-    def _is_here(self, stage: int) -> bool:
+    def _is_local(self, stage: int) -> bool:
         return self.schedule.rank_of_stage[stage] == self.rank
 
     def _schedule_of(
@@ -445,7 +443,7 @@ class Pipeline:
     ) -> Schedule:
         if isinstance(schedule, str):
             if num_microbatches is None:
-                raise PipelineError(f"schedule {schedule!r} by its name: expected num_microbatches too, got None")
+                raise PipelineError(f"schedule {schedule!r} by name: expected num_microbatches too, got None")
             schedule = build_schedule(
                 schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=len(stages)
             )
@@ -461,7 +459,7 @@ class Pipeline:
         return schedule
 
 
-def _place(
+def _resolve_mesh(
     mesh: DeviceMesh | ProcessGroup | None, platform: Platform
 ) -> tuple[World, tuple[int, ...], DeviceMesh | None]:
     """Return the world, the pipeline's ranks in order, and the mesh if one was given."""
@@ -476,12 +474,8 @@ def _checked_stages(stages: Sequence[PipelineStage], schedule: Schedule, rank: i
     given = sorted(stage.stage_index for stage in stages)
     if given != expected or any(stage.num_stages != schedule.num_stages for stage in stages):
         raise PipelineError(
-            f"place {rank} of the pipeline: expected stages {expected} of {schedule.num_stages}, got "
-            f"{', '.join(f'{stage.stage_index} of {stage.num_stages}' for stage in stages)}; the schedule puts "
-            f"stages 0 to {schedule.num_stages - 1} on places {list(schedule.rank_of_stage)}"
+            f"rank {rank} of the pipeline: expected stages {expected} of {schedule.num_stages}, got "
+            f"{', '.join(f'{stage.stage_index} of {stage.num_stages}' for stage in stages)}; the schedule places "
+            f"stages 0 to {schedule.num_stages - 1} on ranks {list(schedule.rank_of_stage)}"
         )
     return {stage.stage_index: stage for stage in stages}
-
-
-def _detached(platform: Platform, output: Any) -> Any:
-    return map_tensors(output, platform.Tensor, platform.detach)

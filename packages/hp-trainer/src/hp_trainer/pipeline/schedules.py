@@ -1,8 +1,7 @@
-"""The schedules by name; each is a pure function of ranks, stages per rank and micro-batches.
+"""Schedules by name, each a pure function of ranks, stages per rank and micro-batches.
 
-A schedule that is made for rounds of micro-batches is made for whole rounds, and the actions of micro-batches that do
-not exist are left out. That cannot make ranks wait for each other: an action depends on others of its own micro-batch
-only.
+Schedules that work in rounds of micro-batches are built for complete rounds, and the actions of surplus micro-batches
+are removed afterwards. This cannot cause a deadlock, since an action depends only on others of its own micro-batch.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ from collections.abc import Callable, Sequence
 
 from hp_dtensor.platform.registry import Registry, fill_registry
 from hp_trainer.exceptions import ScheduleError
-from hp_trainer.pipeline.actions import Action, Kind, Schedule, in_rounds, loop_placement, v_placement
-from hp_trainer.pipeline.list_scheduling import join_backwards, list_schedule
+from hp_trainer.pipeline.actions import Action, Kind, Schedule, interleave_rounds, loop_placement, v_placement
+from hp_trainer.pipeline.list_scheduling import list_schedule, merge_backwards
 from hp_trainer.plugins import plugin_manager
 
 BuildSchedule = Callable[[int, int, int], Schedule]
-"""Makes a schedule of (ranks, stages per rank, micro-batches)."""
+"""A function from (ranks, stages per rank, micro-batches) to a schedule."""
 
-# Each action is an object: more of them take minutes, then the machine's memory.
-MOST_FORWARDS = 2**20
-MOST_IN_ROUNDS = 2**22
+# Limits of the number of actions, each of which is an object: larger schedules take minutes or exhaust the memory.
+MAX_FORWARDS = 2**20
+MAX_IN_ROUNDS = 2**22
 
 
 @functools.cache
@@ -47,8 +46,8 @@ def register_schedule(name: str, build: BuildSchedule) -> None:
     """Add a schedule under a name.
 
     Args:
-        build: called with (ranks, stages per rank, micro-batches); returns a `Schedule`, or raises `ScheduleError`
-            where it cannot be made.
+        build: called with (ranks, stages per rank, micro-batches); returns a `Schedule`, or raises `ScheduleError` if
+            there is none for these numbers.
 
     Raises:
         ScheduleError: the name is taken.
@@ -63,17 +62,17 @@ def register_schedule(name: str, build: BuildSchedule) -> None:
 
 
 def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """Make the schedule called `name`.
+    """Build the schedule called `name`.
 
     Args:
-        num_ranks: ranks of the pipeline axis.
-        num_microbatches: micro-batches of one step; any number, though idle time is least for multiples of the ranks.
-        stages_per_rank: default: 2 for the schedules that need several, else 1.
+        num_ranks: number of ranks of the pipeline axis.
+        num_microbatches: number of micro-batches of a step. Any number works; multiples of `num_ranks` idle least.
+        stages_per_rank: default: 2 for schedules that need several stages per rank, else 1.
 
     Raises:
-        ScheduleError: no schedule has that name, a number is below one, a step would have more than 2^20 forwards,
-            `num_ranks` squared times `stages_per_rank` is more than 2^22, the schedule does not exist for so many
-            stages per rank, or a registered function returned something else, or for other ranks or micro-batches.
+        ScheduleError: no schedule has this name, a number is below one, a step would have more than 2^20 forwards,
+            `num_ranks` squared times `stages_per_rank` is more than 2^22, the schedule does not support this number of
+            stages per rank, or a registered function returned something else than a schedule for these numbers.
 
     Example:
         >>> from hp_trainer.pipeline import build_schedule
@@ -84,39 +83,39 @@ def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, stages_p
     stages_per_rank = _stages_per_rank(name, stages_per_rank)
     numbers = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
     wrong = [
-        f"{key} must be a whole number of at least 1, got {value!r}"
+        f"{key} must be an integer of at least 1, got {value!r}"
         for key, value in numbers.items()
         if not hasattr(value, "__index__") or value < 1
     ]
     if wrong:
         raise ScheduleError(f"pipeline schedule {name!r}: {'; '.join(wrong)}")
-    if num_microbatches > most_microbatches(name, num_ranks, stages_per_rank):
+    if num_microbatches > microbatch_limit(name, num_ranks, stages_per_rank):
         forwards = num_ranks * stages_per_rank * num_microbatches
         raise ScheduleError(
             f"pipeline schedule {name!r}: num_ranks * stages_per_rank * num_microbatches = {num_ranks} * "
-            f"{stages_per_rank} * {num_microbatches} = {forwards} forwards are too many to be listed, expected at most "
-            f"{MOST_FORWARDS}"
+            f"{stages_per_rank} * {num_microbatches} = {forwards} forwards are too many, expected at most "
+            f"{MAX_FORWARDS}"
         )
-    # Schedules are made for whole rounds of as many micro-batches as ranks, and ranks look for their stages among all.
-    if num_ranks**2 * stages_per_rank > MOST_IN_ROUNDS:
+    # Schedules are built for at least one round of `num_ranks` micro-batches on all stages.
+    if num_ranks**2 * stages_per_rank > MAX_IN_ROUNDS:
         raise ScheduleError(
             f"pipeline schedule {name!r}: num_ranks^2 * stages_per_rank = {num_ranks}^2 * {stages_per_rank} = "
-            f"{num_ranks**2 * stages_per_rank} is too much to be listed, expected at most {MOST_IN_ROUNDS}"
+            f"{num_ranks**2 * stages_per_rank} is too large, expected at most {MAX_IN_ROUNDS}"
         )
     return _built(name, num_ranks, stages_per_rank, num_microbatches)
 
 
-def most_microbatches(name: str, num_ranks: int, stages_per_rank: int | None = None) -> int:
-    """Return how many micro-batches a step may have whose schedule is to be listed.
+def microbatch_limit(name: str, num_ranks: int, stages_per_rank: int | None = None) -> int:
+    """Return the largest number of micro-batches that `build_schedule` accepts.
 
     Args:
-        stages_per_rank: None: as of `build_schedule`.
+        stages_per_rank: None for the default of `build_schedule`.
 
     Example:
-        >>> most_microbatches("1f1b", num_ranks=2)
+        >>> microbatch_limit("1f1b", num_ranks=2)
         524288
     """
-    return MOST_FORWARDS // (num_ranks * _stages_per_rank(name, stages_per_rank))
+    return MAX_FORWARDS // (num_ranks * _stages_per_rank(name, stages_per_rank))
 
 
 def _stages_per_rank(name: str, given: int | None) -> int:
@@ -125,13 +124,13 @@ def _stages_per_rank(name: str, given: int | None) -> int:
     return 2 if name in _SEVERAL_STAGES else 1
 
 
-# A name stands for one pure function, and a search of layouts asks for the same schedules again.
+# Cached: schedules are pure functions of these arguments, and a search of layouts builds the same ones repeatedly.
 @functools.lru_cache(maxsize=32)
 def _built(name: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
     schedule = _registry().get(name).build(num_ranks, stages_per_rank, num_microbatches)
     if not isinstance(schedule, Schedule):
         raise ScheduleError(
-            f"pipeline schedule {name!r}: expected its function to return a Schedule (Schedule.parse reads a text), "
+            f"pipeline schedule {name!r}: expected its function to return a Schedule (Schedule.parse parses text), "
             f"got {schedule!r}"
         )
     if (found := (schedule.num_ranks, schedule.num_microbatches)) != (num_ranks, num_microbatches):
@@ -152,7 +151,7 @@ def _only(actions: Sequence[Action], num_microbatches: int) -> tuple[Action, ...
 
 
 def gpipe(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
-    """All forwards, then all backwards (arXiv 1811.06965). Idle: (ranks - 1)(F + B) of a rank's stage."""
+    """All forwards, then all backwards (GPipe, arXiv 1811.06965). Idle time: (ranks - 1)(F + B) of one stage."""
     placement = loop_placement(num_ranks, stages_per_rank)
     actions = []
     for rank in range(num_ranks):
@@ -164,25 +163,26 @@ def gpipe(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedu
 
 
 def one_forward_one_backward(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
-    """One forward, one backward after a warm-up (PipeDream-flush). Rank r keeps ranks - r activations."""
+    """Alternating forward and backward after a warm-up (PipeDream-Flush). Rank r holds ranks - r activations."""
     _require_stages("1f1b", stages_per_rank, 1)
     return interleaved_1f1b(num_ranks, 1, num_microbatches)
 
 
 def interleaved_1f1b(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
-    """1F1B over several stages per rank, in rounds of micro-batches (arXiv 2104.04473, section 2.2).
+    """1F1B with several stages per rank, in rounds of micro-batches (arXiv 2104.04473, section 2.2).
 
-    Idle: (ranks - 1)(F + B) of one stage, `stages_per_rank` times less than 1F1B's, for that many times more sends.
+    Idle time: (ranks - 1)(F + B) of one stage. It is `stages_per_rank` times less than that of 1F1B, for as many times
+    more messages.
     """
     placement = loop_placement(num_ranks, stages_per_rank)
-    whole_rounds = -(-num_microbatches // num_ranks) * num_ranks
+    rounded_up = -(-num_microbatches // num_ranks) * num_ranks
     actions = []
     for rank in range(num_ranks):
         stages = [stage for stage, owner in enumerate(placement) if owner == rank]
-        forwards = [Action(*each) for each in in_rounds(stages, Kind.FORWARD, whole_rounds, num_ranks)]
-        backwards = [Action(*each) for each in in_rounds(stages[::-1], Kind.BACKWARD, whole_rounds, num_ranks)]
-        # One forward more travels through every later rank and back before the first backward comes here; with several
-        # stages each of these hops waits for a stage of the ranks between, hence twice.
+        forwards = [Action(*each) for each in interleave_rounds(stages, Kind.FORWARD, rounded_up, num_ranks)]
+        backwards = [Action(*each) for each in interleave_rounds(stages[::-1], Kind.BACKWARD, rounded_up, num_ranks)]
+        # The first backward arrives after a micro-batch has passed all later ranks and its gradient has come back: one
+        # more forward for each of these ranks, or two with several stages per rank, where both directions take time.
         hops = num_ranks - 1 - rank
         warm_up = hops if stages_per_rank == 1 else (stages_per_rank - 1) * num_ranks + 2 * hops
         taken = forwards[:warm_up]
@@ -193,9 +193,9 @@ def interleaved_1f1b(num_ranks: int, stages_per_rank: int, num_microbatches: int
 
 
 def zero_bubble_h1(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
-    """1F1B with the weight gradient put off by `rank` micro-batches, to fill the end (arXiv 2401.10241, section 3.1).
+    """1F1B with weight gradients deferred by `rank` micro-batches, to fill the end (arXiv 2401.10241, section 3.1).
 
-    Idle: (ranks - 1)(F + I - W); every rank keeps as many activations as 1F1B's first.
+    Idle time: (ranks - 1)(F + I - W). Every rank holds as many activations as the first rank of 1F1B.
     """
     _require_stages("zero_bubble_h1", stages_per_rank, 1)
     actions = []
@@ -206,54 +206,56 @@ def zero_bubble_h1(num_ranks: int, stages_per_rank: int, num_microbatches: int) 
         warm_up = num_ranks - rank
         taken = forwards[:warm_up]
         for index, input_grad in enumerate(input_grads):
-            put_off = weight_grads[index - rank : index - rank + 1] if index >= rank else []
-            taken += [input_grad, *put_off, *forwards[warm_up + index : warm_up + index + 1]]
+            deferred = weight_grads[index - rank : index - rank + 1] if index >= rank else []
+            taken += [input_grad, *deferred, *forwards[warm_up + index : warm_up + index + 1]]
         taken += weight_grads[max(0, num_microbatches - rank) :]
         actions.append(tuple(taken))
-    return join_backwards(Schedule(tuple(range(num_ranks)), num_microbatches, tuple(actions)))
+    return merge_backwards(Schedule(tuple(range(num_ranks)), num_microbatches, tuple(actions)))
 
 
 def zero_bubble_v(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
-    """Two stages per rank in a V, the backward split (arXiv 2401.10241, section 6); made by list scheduling.
+    """Two stages per rank in a V, with split backwards (arXiv 2401.10241, section 6); built by list scheduling.
 
-    Where F = I = W a rank has no gap between its first and its last action; it keeps as much as 1F1B's first.
+    If F = I = W, a rank does not idle between its first and last action. It holds as many activations as the first rank
+    of 1F1B.
     """
     _require_stages("zero_bubble_v", stages_per_rank, 2)
     placement, limit = v_placement(num_ranks, 2), 2 * num_ranks
-    return join_backwards(
+    return merge_backwards(
         list_schedule(placement, num_ranks, num_microbatches, max_activations=limit, deepest_first=True)
     )
 
 
 def interleaved_zero_bubble(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
-    """Several stages per rank in rounds, the backward split; made by list scheduling."""
+    """Several stages per rank in rounds, with split backwards; built by list scheduling."""
     placement = loop_placement(num_ranks, stages_per_rank)
     limit = num_ranks * stages_per_rank
-    return join_backwards(
+    return merge_backwards(
         list_schedule(placement, num_ranks, num_microbatches, max_activations=limit, deepest_first=False)
     )
 
 
 def dualpipe_v(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
-    """Two stages per rank in a V; forwards of one direction beside backwards of the other (arXiv 2412.19437).
+    """Two stages per rank in a V; forwards of one direction alternate with backwards of the other (arXiv 2412.19437).
 
-    The eight phases of the published DualPipeV, whose pairs of a forward and a backward may overlap.
+    These are the eight phases of the published DualPipeV, in which a forward and a backward may overlap.
     """
     _require_stages("dualpipe_v", stages_per_rank, 2)
-    made_for = max(num_microbatches, 2 * num_ranks)
-    ranks = [_DualPipeRank(rank, num_ranks, made_for).actions() for rank in range(num_ranks)]
+    # The phases assume at least two micro-batches per rank; surplus ones are removed.
+    at_least = max(num_microbatches, 2 * num_ranks)
+    ranks = [_DualPipeRank(rank, num_ranks, at_least).actions() for rank in range(num_ranks)]
     actions = tuple(_only(each, num_microbatches) for each in ranks)
-    return join_backwards(Schedule(v_placement(num_ranks, 2), num_microbatches, actions))
+    return merge_backwards(Schedule(v_placement(num_ranks, 2), num_microbatches, actions))
 
 
 class _DualPipeRank:
-    """The phases of one rank; direction 0 goes down the V, 1 comes back up."""
+    """The actions of one rank; direction 0 goes down the V, direction 1 goes up."""
 
     def __init__(self, rank: int, num_ranks: int, num_microbatches: int) -> None:
         self._rank, self._num_ranks, self._num_microbatches = rank, num_ranks, num_microbatches
         self._stages = (rank, 2 * num_ranks - 1 - rank)
         self._forwards, self._backwards = [0, 0], [0, 0]
-        self._put_off: list[Action] = []
+        self._deferred: list[Action] = []
         self._taken: list[Action] = []
 
     def actions(self) -> list[Action]:
@@ -265,7 +267,7 @@ class _DualPipeRank:
             self._forward(0)
             self._forward(1)
         for _ in range(after):
-            self._backward(1, puts_off=True)
+            self._backward(1, defers=True)
             self._weight_grad()
             self._forward(1)
         for _ in range(self._num_microbatches - 2 * self._num_ranks + before):
@@ -276,14 +278,13 @@ class _DualPipeRank:
             self._backward(1)
             self._forward(1)
             self._backward(0)
-        for index in range(
-            2 * before
-        ):  # both directions in turn; the second half leaves its weight gradients for later
-            self._backward(1 - index % 2, puts_off=index >= before)
+        # Both directions in turn; the second half defers its weight gradients.
+        for index in range(2 * before):
+            self._backward(1 - index % 2, defers=index >= before)
         for _ in range(after):
             self._weight_grad()
-            self._backward(0, puts_off=True)
-        while self._put_off:
+            self._backward(0, defers=True)
+        while self._deferred:
             self._weight_grad()
         return self._taken
 
@@ -291,15 +292,15 @@ class _DualPipeRank:
         self._taken.append(Action(self._stages[direction], Kind.FORWARD, self._forwards[direction]))
         self._forwards[direction] += 1
 
-    def _backward(self, direction: int, puts_off: bool = False) -> None:
+    def _backward(self, direction: int, defers: bool = False) -> None:
         stage, microbatch = self._stages[direction], self._backwards[direction]
         self._backwards[direction] += 1
         self._taken.append(Action(stage, Kind.INPUT_GRAD, microbatch))
         weight_grad = Action(stage, Kind.WEIGHT_GRAD, microbatch)
-        (self._put_off if puts_off else self._taken).append(weight_grad)
+        (self._deferred if defers else self._taken).append(weight_grad)
 
     def _weight_grad(self) -> None:
-        self._taken.append(self._put_off.pop(0))
+        self._taken.append(self._deferred.pop(0))
 
 
 _SEVERAL_STAGES = {"interleaved_1f1b", "interleaved_zero_bubble", "zero_bubble_v", "dualpipe_v"}

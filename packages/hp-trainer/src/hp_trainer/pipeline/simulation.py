@@ -1,7 +1,4 @@
-"""Simulated execution of a schedule: when each action runs, who idles, how many activations live.
-
-Checks of a schedule, before any rank runs it.
-"""
+"""Simulation and validation of schedules, without ranks: times, idle time, number of saved activations, deadlocks."""
 
 from __future__ import annotations
 
@@ -12,21 +9,21 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from hp_trainer.exceptions import ScheduleError
-from hp_trainer.pipeline.actions import Action, Kind, Schedule, alternatives
+from hp_trainer.pipeline.actions import Action, Kind, Schedule, dependencies
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActionSeconds:
-    """Time of each kind of action on one stage and micro-batch, in seconds (or any other unit).
+    """Duration of each kind of action of one stage and micro-batch, in seconds or any other unit.
 
     Attributes:
-        forward: of `F`.
-        input_grad: of `I`.
-        weight_grad: of `W`; `B` takes the sum of both.
-        transfer: between the end of an action and the beginning of what needs its result on another rank.
+        forward: duration of `F`.
+        input_grad: duration of `I`.
+        weight_grad: duration of `W`; `B` takes the sum of `I` and `W`.
+        transfer: delay before another rank can use the result of an action.
 
     Raises:
-        ScheduleError: a time is negative or no finite number, or all actions take none.
+        ScheduleError: a duration is negative or not finite, or all actions take no time.
 
     Example:
         >>> from hp_trainer.pipeline import Kind
@@ -41,14 +38,14 @@ class ActionSeconds:
 
     def __post_init__(self) -> None:
         times = asdict(self)
-        # Not `time < 0`: that holds for no NaN.
+        # Written as `not 0 <= time`, which also rejects NaN.
         wrong = [f"{name}={time}" for name, time in times.items() if not 0 <= time < math.inf]
         if wrong or not self.forward + self.input_grad + self.weight_grad:
             got = ", ".join(wrong) or "forward, input_grad and weight_grad of 0"
             raise ScheduleError(f"times of actions: expected finite numbers of at least 0, one above 0, got {got}")
 
     def of(self, kind: Kind) -> float:
-        """Return the time of an action of `kind`."""
+        """Return the duration of an action of `kind`."""
         return {
             Kind.FORWARD: self.forward,
             Kind.INPUT_GRAD: self.input_grad,
@@ -59,10 +56,10 @@ class ActionSeconds:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each action of a schedule runs.
+    """The simulated execution of a schedule.
 
     Attributes:
-        spans: begin and end of each action.
+        spans: start and end of each action.
 
     Example:
         >>> timeline = simulate(build_schedule("gpipe", num_ranks=2, num_microbatches=4))
@@ -75,29 +72,29 @@ class Timeline:
 
     @cached_property
     def end(self) -> float:
-        """The time at which the last rank is through; the optimizer's step waits for it."""
+        """The time at which the last rank finishes."""
         return max((end for _, end in self.spans.values()), default=0.0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """The time that each rank works."""
+        """The time that each rank computes."""
         return tuple(sum(self.spans[a][1] - self.spans[a][0] for a in each) for each in self.schedule.actions)
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """The time that each rank waits between the step's begin and the end of its last action on any rank."""
+        """The time that each rank idles between the start and the end of the step."""
         return tuple(self.end - busy for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-        """The largest idle time of a rank, over the time that it works."""
+        """The largest ratio of a rank's idle time to its busy time."""
         return max((idle / busy for idle, busy in zip(self.idle, self.busy, strict=True) if busy), default=0.0)
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """The largest number of (stage, micro-batch) pairs whose activations each rank keeps at once.
+        """The largest number of (stage, micro-batch) pairs whose activations each rank holds at once.
 
-        Activations live from the beginning of `F` to the end of `B`, or of `W` where the backward is split.
+        Activations are held from the start of `F` to the end of `B`, or of `W` if the backward is split.
         """
         return tuple(_peak(actions) for actions in self.schedule.actions)
 
@@ -112,17 +109,17 @@ def _peak(actions: tuple[Action, ...]) -> int:
 
 
 def simulate(schedule: Schedule, seconds: ActionSeconds | None = None) -> Timeline:
-    """Run a schedule on paper: each rank takes its actions in order, each as soon as what it needs is there.
+    """Simulate a schedule: each rank executes its actions in order, each as soon as its dependencies are finished.
 
-    Sends do not block and a receive waits for its message, as the interpreter does it; so the simulation ends if and
+    Sends do not block and receives wait for their message, as in `Pipeline`. The simulation therefore finishes if and
     only if the execution does.
 
     Args:
-        seconds: how long actions take; one unit each by default.
+        seconds: durations of actions; one unit each by default.
 
     Raises:
-        ScheduleError: ranks wait for each other for ever; the message names each rank's next action. Or the times make
-            a step that no number tells.
+        ScheduleError: the schedule deadlocks; the message names the next action of each blocked rank. Or the durations
+            overflow.
 
     Example:
         >>> from hp_trainer.pipeline import build_schedule, simulate
@@ -135,8 +132,8 @@ def simulate(schedule: Schedule, seconds: ActionSeconds | None = None) -> Timeli
     free = [0.0] * schedule.num_ranks
     positions = [0] * schedule.num_ranks
     progress = True
-    # Each pass takes every rank as far as it comes; one that moves none is the end, or a schedule that hangs. The order
-    # of ranks changes no time, which depends on what an action needs alone.
+    # Each pass advances every rank as far as possible. A pass without progress is the end, or a deadlock. The order of
+    # ranks does not change the times, which depend on dependencies alone.
     while progress:
         progress = False
         for rank, actions in enumerate(schedule.actions):
@@ -145,18 +142,18 @@ def simulate(schedule: Schedule, seconds: ActionSeconds | None = None) -> Timeli
                 ready = _ready(action, schedule, spans, seconds.transfer)
                 if ready is None:
                     break
-                begin = max(ready, free[rank])
-                free[rank] = begin + seconds.of(action.kind)
-                spans[action] = begin, free[rank]
+                start = max(ready, free[rank])
+                free[rank] = start + seconds.of(action.kind)
+                spans[action] = start, free[rank]
                 positions[rank] += 1
                 progress = True
     stuck = [
-        f"rank {rank} waits to begin {actions[position]}"
+        f"rank {rank} waits to start {actions[position]}"
         for rank, (actions, position) in enumerate(zip(schedule.actions, positions, strict=True))
         if position < len(actions)
     ]
     if stuck:
-        raise ScheduleError(f"the schedule would hang: {'; '.join(stuck)}")
+        raise ScheduleError(f"the schedule deadlocks: {'; '.join(stuck)}")
     if not all(map(math.isfinite, free)):
         raise ScheduleError(f"{seconds}: expected times whose sum over a step is a finite number")
     return Timeline(schedule, spans)
@@ -165,27 +162,27 @@ def simulate(schedule: Schedule, seconds: ActionSeconds | None = None) -> Timeli
 def _ready(
     action: Action, schedule: Schedule, spans: Mapping[Action, tuple[float, float]], transfer: float
 ) -> float | None:
-    """Return when all that `action` needs is on its rank, or None if some of it has not been simulated yet."""
+    """Return when all dependencies of `action` are available on its rank, or None if one is not simulated yet."""
     rank, time = schedule.rank_of_stage[action.stage], 0.0
-    for forms in alternatives(action, schedule.num_stages):
+    for forms in dependencies(action, schedule.num_stages):
         source = next((each for each in forms if each in spans), None)
         if source is None:
             return None
-        travels = schedule.rank_of_stage[source.stage] != rank
-        time = max(time, spans[source][1] + (transfer if travels else 0.0))
+        is_remote = schedule.rank_of_stage[source.stage] != rank
+        time = max(time, spans[source][1] + (transfer if is_remote else 0.0))
     return time
 
 
-_WHOLE = frozenset({Kind.FORWARD, Kind.BACKWARD})
+_UNSPLIT = frozenset({Kind.FORWARD, Kind.BACKWARD})
 _SPLIT = frozenset({Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD})
-_MOST_MISSING = 1000
+_MAX_MISSING = 1000
 
 
 def validate(schedule: Schedule) -> None:
-    """Check that every micro-batch goes through every stage once, forward and backward, and that no rank hangs.
+    """Check that every micro-batch runs forward and backward once on every stage, and that the schedule terminates.
 
     Raises:
-        ScheduleError: with every problem found, each naming stage, micro-batch and rank.
+        ScheduleError: the schedule is invalid; the message lists all problems with stage, micro-batch and rank.
 
     Example:
         >>> from hp_trainer.pipeline import Schedule, validate
@@ -197,19 +194,19 @@ def validate(schedule: Schedule) -> None:
     simulate(schedule)
 
 
-def check_whole_backwards(schedule: Schedule) -> None:
-    """Check that a schedule splits no backward, as weights need that are gathered for each use alone.
+def check_unsplit_backwards(schedule: Schedule) -> None:
+    """Check that a schedule splits no backward.
 
     Raises:
-        ScheduleError: with the first action that is one part of a backward.
+        ScheduleError: a backward is split; the message names the first such action.
     """
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
             if action.kind in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD):
                 raise ScheduleError(
-                    f"the schedule splits backwards (rank {rank} does {action}), and the weights' part comes when "
-                    "weights that are gathered for each use are gone: expected a schedule of whole backwards, such as "
-                    "1f1b, or weights gathered once in a step"
+                    f"the schedule splits backwards (rank {rank} does {action}), and weights gathered for each use "
+                    "are resharded before their gradients are computed: expected a schedule of unsplit backwards, "
+                    "such as 1f1b, or weights gathered once in a step"
                 )
 
 
@@ -217,8 +214,9 @@ def _owner_problems(schedule: Schedule) -> Iterator[str]:
     if not schedule.num_stages or schedule.num_microbatches < 1:
         yield f"expected stages and micro-batches, got {schedule.num_stages} and {schedule.num_microbatches}"
     count = sum(map(len, schedule.actions))
-    # More than can be told one by one, or counted: a mistyped number of a micro-batch is that of the step.
-    if (needed := 2 * schedule.num_stages * schedule.num_microbatches) > count + _MOST_MISSING:
+    # Checked first: a mistyped micro-batch number becomes the number of micro-batches, and millions of missing actions
+    # could neither be looked for nor listed.
+    if (needed := 2 * schedule.num_stages * schedule.num_microbatches) > count + _MAX_MISSING:
         yield (
             f"{schedule.num_stages} stages and {schedule.num_microbatches} micro-batches need "
             f"at least {needed} actions, got {count}"
@@ -244,23 +242,25 @@ def _placement_problems(schedule: Schedule) -> Iterator[str]:
 
 def _work_problems(schedule: Schedule) -> Iterator[str]:
     done: dict[tuple[int, int], set[Kind]] = {}
-    places = [{action: place for place, action in enumerate(actions)} for actions in schedule.actions]
+    positions = [{action: position for position, action in enumerate(actions)} for actions in schedule.actions]
     for action in (action for actions in schedule.actions for action in actions):
         done.setdefault((action.stage, action.microbatch), set()).add(action.kind)
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
             kinds = frozenset(done.get((stage, microbatch), ()))
-            if kinds not in (_WHOLE, _SPLIT):
+            if kinds not in (_UNSPLIT, _SPLIT):
                 yield (
                     f"stage {stage}, micro-batch {microbatch}: expected F and B, or F, I and W, got "
                     f"{' '.join(sorted(kind.value for kind in kinds)) or 'nothing'}"
                 )
-            yield from _order_problems(places[schedule.rank_of_stage[stage]], stage, microbatch, kinds)
+            yield from _order_problems(positions[schedule.rank_of_stage[stage]], stage, microbatch, kinds)
 
 
-def _order_problems(places: Mapping[Action, int], stage: int, microbatch: int, kinds: frozenset[Kind]) -> Iterator[str]:
+def _order_problems(
+    positions: Mapping[Action, int], stage: int, microbatch: int, kinds: frozenset[Kind]
+) -> Iterator[str]:
     order = [Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD] if kinds == _SPLIT else [Kind.FORWARD, Kind.BACKWARD]
     actions = [Action(stage, kind, microbatch) for kind in order if kind in kinds]
-    found = [places[action] for action in actions if action in places]
+    found = [positions[action] for action in actions if action in positions]
     if found != sorted(found):
         yield f"stage {stage}, micro-batch {microbatch}: expected the order {' '.join(kind.value for kind in order)}"

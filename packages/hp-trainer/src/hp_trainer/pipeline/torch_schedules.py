@@ -1,4 +1,4 @@
-"""The schedule classes of torch.distributed.pipelining, as fronts of `Pipeline`: same names, arguments and results."""
+"""The schedule classes of torch.distributed.pipelining on top of `Pipeline`, with the same names and arguments."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Tensor = Any
 
 
 class PipelineSchedule:
-    """A pipeline by torch's names, over the stages of this rank; as torch's, all of its steps have equal shapes.
+    """Base of the schedule classes. As with torch's classes, all steps must have equal shapes.
 
     Args:
-        stages: this rank's stage, or a list of its stages; their `group` says which ranks the pipeline has.
-        n_microbatches: micro-batches of a step.
-        loss_fn: of (output, target) of a micro-batch; None: `step` runs no backward.
-        scale_grads: divide the gradients by `n_microbatches` after a step, for a `loss_fn` that takes a mean.
+        stages: this rank's stage, or a list of its stages. Their `group` defines the ranks of the pipeline.
+        n_microbatches: number of micro-batches of a step.
+        loss_fn: loss of (output, target) of a micro-batch; None if `step` runs no backward.
+        scale_grads: divide gradients by `n_microbatches` after a step, for a `loss_fn` that computes a mean.
 
     Raises:
-        PipelineError: the stages are not those that the schedule gives this rank.
-        ScheduleError: the schedule does not exist for so many stages.
+        PipelineError: the stages are not those that the schedule assigns to this rank.
+        ScheduleError: the schedule does not support this number of stages.
     """
 
     schedule_name: ClassVar[str]
@@ -101,7 +101,7 @@ class ScheduleGPipe(PipelineSchedule):
 
 
 class Schedule1F1B(PipelineSchedule):
-    """One forward, one backward after a warm-up.
+    """Alternating forward and backward after a warm-up.
 
     Example:
         >>> get_schedule_class("1F1B") is Schedule1F1B
@@ -112,7 +112,7 @@ class Schedule1F1B(PipelineSchedule):
 
 
 class ScheduleInterleaved1F1B(PipelineSchedule):
-    """1F1B over several stages per rank (arXiv 2104.04473).
+    """1F1B with several stages per rank (arXiv 2104.04473).
 
     Example:
         >>> get_schedule_class("interleaved1f1b") is ScheduleInterleaved1F1B
@@ -123,7 +123,7 @@ class ScheduleInterleaved1F1B(PipelineSchedule):
 
 
 class ScheduleLoopedBFS(PipelineSchedule):
-    """GPipe over several stages per rank (arXiv 2211.05953).
+    """GPipe with several stages per rank (arXiv 2211.05953).
 
     Example:
         >>> get_schedule_class("LoopedBFS") is ScheduleLoopedBFS
@@ -134,7 +134,7 @@ class ScheduleLoopedBFS(PipelineSchedule):
 
 
 class ScheduleInterleavedZeroBubble(PipelineSchedule):
-    """Several stages per rank, the backward split (arXiv 2401.10241).
+    """Several stages per rank, with split backwards (arXiv 2401.10241).
 
     Example:
         >>> get_schedule_class("InterleavedZeroBubble") is ScheduleInterleavedZeroBubble
@@ -145,7 +145,7 @@ class ScheduleInterleavedZeroBubble(PipelineSchedule):
 
 
 class ScheduleZBVZeroBubble(PipelineSchedule):
-    """Two stages per rank in a V, the backward split (arXiv 2401.10241, section 6).
+    """Two stages per rank in a V, with split backwards (arXiv 2401.10241, section 6).
 
     Example:
         >>> get_schedule_class("ZBVZeroBubble") is ScheduleZBVZeroBubble
@@ -156,7 +156,7 @@ class ScheduleZBVZeroBubble(PipelineSchedule):
 
 
 class ScheduleDualPipeV(PipelineSchedule):
-    """Two stages per rank in a V, forwards beside backwards (arXiv 2412.19437).
+    """Two stages per rank in a V, alternating forwards and backwards (arXiv 2412.19437).
 
     Example:
         >>> get_schedule_class("DualPipeV") is ScheduleDualPipeV
@@ -170,10 +170,10 @@ _BY_NAME = {cls.__name__.removeprefix("Schedule"): cls for cls in PipelineSchedu
 
 
 def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
-    """Return the class of torch's name for a schedule, in any case.
+    """Return the schedule class for torch's name of a schedule, ignoring case.
 
     Raises:
-        ScheduleError: there is none; lists the names.
+        ScheduleError: there is no such class; the message lists the names.
 
     Example:
         >>> get_schedule_class("gpipe").__name__

@@ -1,6 +1,6 @@
-"""Descriptions of the tensors that pass between two stages: sent once per step, ahead of the first micro-batch.
+"""Messages between the stages of a pipeline: non-blocking sends, and receives that are posted early.
 
-Transfers between the stages of a pipeline: sends that wait for nobody, receives that are announced early.
+The shapes and structure of a stage's outputs (`MessageLayout`) are sent once per step, before the first micro-batch.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Placement, Replicate, Shard
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_trainer.exceptions import PipelineError
-from hp_trainer.pipeline.actions import GIVES_INPUT_GRAD, Action, Kind, Schedule
+from hp_trainer.pipeline.actions import PRODUCES_INPUT_GRAD, Action, Kind, Schedule
 
 Tensor = Any
-# Of one size, so that a header can be received before its length is known; what is longer follows in a second message.
+# Headers have a fixed size, so that they can be received before their length is known. The rest of a longer header
+# follows in a second message.
 HEADER_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """Everything that a receiver must know of a tensor to make a buffer for it.
+    """Metadata of a tensor, from which the receiver allocates its buffer.
 
     Attributes:
-        shape: of the data that travels: a DTensor's local shard.
-        dtype: name of its dtype.
-        requires_grad: a gradient comes back for it.
-        axes: of a DTensor, its mesh's axes as (name, sizes, strides); empty: it is plain.
-        shards: of a DTensor, per axis the dimension that is cut, or None: replicated.
-        global_shape: of a DTensor.
+        shape: shape of the data that is sent; of a DTensor, its local shard.
+        dtype: name of the dtype.
+        requires_grad: whether a gradient is sent back.
+        axes: mesh axes of a DTensor as (name, sizes, strides); empty for a plain tensor.
+        shards: for each mesh axis of a DTensor the sharded dimension, or None if replicated.
+        global_shape: global shape of a DTensor.
     """
 
     shape: tuple[int, ...]
@@ -57,10 +58,10 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class MessageLayout:
-    """The tensors of one micro-batch that pass from a stage to the next, and the structure that they stand in.
+    """Metadata of a stage's output: its tensors and the nested structure that contains them.
 
     Attributes:
-        tensors: in the order of the structure.
+        tensors: metadata in the order of the structure.
         structure: nested `["tuple", ...]`, `["list", ...]`, `["dict", {...}]`, `["tensor"]`, `["value", json]`.
     """
 
@@ -73,12 +74,12 @@ class MessageLayout:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> MessageLayout:
-        """Return the layout that `to_bytes` wrote."""
+        """Parse the result of `to_bytes`."""
         tensors, structure = json.loads(data)
         return cls(tuple(TensorMeta(**{k: _tuple(v) for k, v in each.items()}) for each in tensors), structure)
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the structure with these tensors in it."""
+        """Return the structure filled with these tensors."""
         remaining = list(tensors)
         return _rebuild(self.structure, remaining)
 
@@ -91,10 +92,10 @@ def layout_of(platform: Platform, tree: Any, who: str) -> tuple[MessageLayout, l
     """Return the layout of a stage's output, and its tensors.
 
     Args:
-        who: names the stage in errors.
+        who: name of the stage in error messages.
 
     Raises:
-        PipelineError: the output holds what cannot travel: objects, or partial DTensors.
+        PipelineError: the output contains objects or partial DTensors, which cannot be sent.
     """
     tensors: list[Tensor] = []
     structure = _structure(platform, tree, tensors, who)
@@ -132,14 +133,14 @@ def _rebuild(structure: Any, remaining: list[Tensor]) -> Any:
 
 def _meta(platform: Platform, x: Tensor, who: str) -> TensorMeta:
     shape = platform.local_shape(x)
-    needs = platform.requires_grad(x) and platform.is_grad_enabled()
+    requires_grad = platform.requires_grad(x) and platform.is_grad_enabled()
     dtype = platform.dtype_name(x.dtype)
     if not isinstance(x, DTensor):
-        return TensorMeta(shape, dtype, needs)
+        return TensorMeta(shape, dtype, requires_grad)
     global_shape: tuple[int, ...] = tuple(x.spec.shape)
     shards = tuple(_shard(placement, x, who) for placement in x.placements)
     axes = tuple((axis.name, axis.sizes, axis.strides) for axis in x.device_mesh.axes)
-    return TensorMeta(shape, dtype, needs, axes, shards, global_shape)
+    return TensorMeta(shape, dtype, requires_grad, axes, shards, global_shape)
 
 
 def _shard(placement: Placement, x: Any, who: str) -> int | None:
@@ -154,13 +155,13 @@ def _shard(placement: Placement, x: Any, who: str) -> int | None:
 
 
 def as_distributed(x: Tensor, meta: TensorMeta, mesh: DeviceMesh | None, who: str) -> Tensor:
-    """Return a received tensor as the DTensor that was sent, on this stage's part of its mesh.
+    """Wrap a received tensor as a DTensor like the one that was sent, on the ranks of this stage.
 
     Args:
-        mesh: of the pipeline; it is of the same ranks as the tensor's.
+        mesh: mesh of the pipeline, of which the tensor's mesh axes are part; None if there is none.
 
     Raises:
-        PipelineError: there is none.
+        PipelineError: the tensor is a DTensor and there is no mesh.
     """
     if not meta.axes:
         return x
@@ -172,11 +173,11 @@ def as_distributed(x: Tensor, meta: TensorMeta, mesh: DeviceMesh | None, who: st
 
 
 def send_header(group: ProcessGroup, layout: MessageLayout, platform: Platform) -> list[tuple[Any, Tensor]]:
-    """Send a layout to the second rank of a group of two; return the works under way with their buffers."""
+    """Start to send a layout to the second rank of a group of two; returns handles with the buffers in use."""
     data = layout.to_bytes()
     head = len(data).to_bytes(8, "little") + data
-    parts = [head[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"), head[HEADER_BYTES:]]
-    buffers = [platform.from_numpy(np.frombuffer(part, np.uint8).copy()) for part in parts if part]
+    messages = [head[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"), head[HEADER_BYTES:]]
+    buffers = [platform.from_numpy(np.frombuffer(each, np.uint8).copy()) for each in messages if each]
     return [(group.send(buffer, 1, async_op=True), buffer) for buffer in buffers]
 
 
@@ -196,12 +197,12 @@ def receive_header(group: ProcessGroup, platform: Platform) -> MessageLayout:
 Buffers = list[tuple[Work, Tensor]]
 
 RECEIVES_AHEAD = 2
-"""Messages of one rank that another has buffers for before it needs them: a sender then writes without asking first."""
+"""Number of receives posted for each peer before they are needed, so that a sender finds a buffer ready."""
 
 
 @dataclass
 class _Sent:
-    """Messages under way, and the action of the receiver after which they have surely arrived."""
+    """Buffers being sent, and the position of the receiver's action after which they must have arrived."""
 
     needed_by: int
     buffers: Buffers
@@ -210,19 +211,19 @@ class _Sent:
 class Transfers:
     """The messages that one rank exchanges with the ranks of neighbouring stages.
 
-    Every directed pair of ranks has a process group of its own, so that the two directions never wait for each other.
-    Messages of a pair match in the order in which they were sent; the receiver knows it from the sender's list of
-    actions, and puts aside what it needs later than others. The first message between two stages in a step carries a
-    header (`messages.py`); all micro-batches of a step then have its shapes. With fixed shapes the first step of a
-    training run tells those of all later ones.
+    Each ordered pair of ranks has its own process group, so that the two directions do not block each other. Messages
+    of a pair are matched by their order of sending. The receiver derives this order from the sender's actions, and sets
+    aside messages that it needs later. The first message between two stages in a step is preceded by a header with its
+    `MessageLayout`; all micro-batches of the step have this layout. With fixed shapes, all later training steps use the
+    layouts of the first one.
 
     Args:
-        schedule: whose edges these are.
-        rank: this rank's place in the pipeline.
-        ranks: the global rank of each place.
-        world: makes the groups.
-        mesh: on which received DTensors find their axes; None: none are expected.
-        fixed_shapes: all steps with a backward have the shapes of the first, which are told once.
+        schedule: the schedule that is executed.
+        rank: this rank's index in the pipeline.
+        ranks: the global rank of each index.
+        world: creates the process groups.
+        mesh: mesh of the pipeline, for received DTensors; None if there are none.
+        fixed_shapes: all steps with a backward have the shapes of the first, which are sent only once.
     """
 
     def __init__(
@@ -240,24 +241,24 @@ class Transfers:
         self._schedule, self._rank, self._ranks = schedule, rank, tuple(ranks)
         self._world, self._platform = world, platform
         self._is_connected = self._keeps_layouts = False
-        # Places of actions in their rank's list: when a peer's action is known to be over, so are those before it.
+        # Positions in each rank's list: if an action of a peer is finished, so are all earlier ones of that peer.
         self._position = {action: i for actions in schedule.actions for i, action in enumerate(actions)}
-        self._backwards = {(a.stage, a.microbatch): a for a in self._position if a.kind in GIVES_INPUT_GRAD}
+        self._backwards = {(a.stage, a.microbatch): a for a in self._position if a.kind in PRODUCES_INPUT_GRAD}
         self._layouts: dict[int, MessageLayout] = {}
         self._fixed: dict[int, MessageLayout] | None = {} if fixed_shapes else None
         self._sent: dict[int, list[_Sent]] = {}
         self._expected: dict[int, deque[Action]] = {}
         self._arriving: dict[int, dict[Action, Buffers]] = {}
 
-    def begin_step(self, *, forward_only: bool = False) -> None:
-        """Connect to the neighbours at the first step; forget the shapes of the step before."""
+    def start_step(self, *, forward_only: bool = False) -> None:
+        """Prepare a step: connect to the neighbours (once), discard old layouts and post the first receives."""
         if not self._is_connected:
             self._connect()
             self._is_connected = True
-        # An evaluation may have other shapes than training: it neither takes nor changes those that are kept.
-        keeps = self._fixed is not None and not forward_only
-        self._layouts = dict(self._fixed or ()) if keeps else {}
-        self._keeps_layouts = keeps
+        # Evaluation may have other shapes than training: it neither uses nor changes the fixed ones.
+        keeps_layouts = self._fixed is not None and not forward_only
+        self._layouts = dict(self._fixed or ()) if keeps_layouts else {}
+        self._keeps_layouts = keeps_layouts
         peers = {source for source, target in _pairs(self._schedule) if target == self._rank}
         self._expected = {peer: deque(self._messages_of(peer, forward_only)) for peer in peers}
         self._arriving = {peer: {} for peer in peers}
@@ -266,7 +267,7 @@ class Transfers:
                 self._receive_ahead(peer)
 
     def end_step(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all sends have completed."""
         for peer, pending in self._sent.items():
             for each in pending:
                 with self._naming(peer, "sending its last messages"):
@@ -275,18 +276,16 @@ class Transfers:
         if self._keeps_layouts:
             self._fixed = self._layouts
 
-    def forget(self) -> None:
-        """Drop what is under way, after an error."""
+    def reset(self) -> None:
+        """Discard pending messages after an error."""
         self._sent.clear()
         self._arriving.clear()
 
-    # Forward ---------------------------------------------------------------------------------------------
-
     def send_forward(self, action: Action, layout: MessageLayout, tensors: Sequence[Tensor]) -> None:
-        """Send a stage's outputs (local data) to the next stage.
+        """Send a stage's outputs (local tensors) to the next stage.
 
         Raises:
-            PipelineError: their shapes are not those of the step's first micro-batch.
+            PipelineError: their shapes differ from those of the step's first micro-batch.
         """
         stage, microbatch = action.stage, action.microbatch
         peer = self._schedule.rank_of_stage[stage + 1]
@@ -302,15 +301,13 @@ class Transfers:
         self._note_sent(peer, Action(stage + 1, Kind.FORWARD, microbatch), buffers)
 
     def receive_forward(self, action: Action) -> tuple[MessageLayout, list[Tensor]]:
-        """Return the inputs of a stage that another rank's stage has made; waits for them."""
+        """Wait for the inputs of a stage from another rank, and return them with their layout."""
         source = action.stage - 1
         peer = self._schedule.rank_of_stage[source]
         with self._naming(peer, "receiving the inputs of", action):
             tensors = self._take(action, peer)
         self._arrived(peer, Action(source, Kind.FORWARD, action.microbatch))
         return self._layouts[source], tensors
-
-    # Backward --------------------------------------------------------------------------------------------
 
     def send_backward(self, action: Action, gradients: Sequence[Tensor]) -> None:
         """Send the gradients of a stage's inputs to the stage before."""
@@ -320,17 +317,15 @@ class Transfers:
         self._note_sent(peer, needed_by, buffers)
 
     def receive_backward(self, action: Action) -> list[Tensor]:
-        """Return the gradients of those outputs of a stage that require one; waits for them."""
+        """Wait for the gradients of a stage's outputs that require one, and return them."""
         peer = self._schedule.rank_of_stage[action.stage + 1]
         with self._naming(peer, "receiving the gradients for", action):
             tensors = self._take(action, peer)
         self._arrived(peer, self._backwards[action.stage + 1, action.microbatch])
         return tensors
 
-    # Both ------------------------------------------------------------------------------------------------
-
-    def announce(self, action: Action) -> None:
-        """Begin to receive what a computation will need, as far as its shapes are known by now."""
+    def start_receive(self, action: Action) -> None:
+        """Post the receive of a message that a computation will need, if its shapes are known by now."""
         if action.kind is Kind.RECEIVE_FORWARD:
             needed_by, source = Action(action.stage, Kind.FORWARD, action.microbatch), action.stage - 1
         else:
@@ -343,15 +338,15 @@ class Transfers:
     def _take(self, action: Action, peer: int) -> list[Tensor]:
         self._receive_until(action, peer, may_wait=True)
         buffers = self._arriving[peer].pop(action)
-        # Before this one waits: what comes next may arrive first.
+        # Posted before waiting: the following messages may arrive in the meantime.
         self._receive_ahead(peer)
         _wait(buffers)
         return [tensor for _, tensor in buffers]
 
     def _receive_until(self, needed_by: Action, peer: int, *, may_wait: bool) -> None:
-        """Begin to receive all that a peer sends up to one message, in the order of its sending."""
+        """Post the receives of a peer's messages up to a given one."""
         expected, arriving = self._expected[peer], self._arriving[peer]
-        # In the order of sending, whatever is needed first: messages of a pair of ranks match by their order.
+        # In the order of sending, not of need: messages of a pair of ranks are matched by their order.
         while needed_by not in arriving:
             metas = self._metas(expected[0], peer, may_wait)
             if metas is None:
@@ -359,7 +354,7 @@ class Transfers:
             arriving[expected.popleft()] = self._receive(peer, metas)
 
     def _receive_ahead(self, peer: int) -> None:
-        """Begin to receive the next messages of a peer too, as far as their shapes are known."""
+        """Post up to `RECEIVES_AHEAD` receives from a peer, as far as shapes are known."""
         expected, arriving = self._expected[peer], self._arriving[peer]
         while expected and len(arriving) < RECEIVES_AHEAD:
             metas = self._metas(expected[0], peer, may_wait=False)
@@ -368,7 +363,7 @@ class Transfers:
             arriving[expected.popleft()] = self._receive(peer, metas)
 
     def _metas(self, needed_by: Action, peer: int, may_wait: bool) -> Sequence[TensorMeta] | None:
-        """Return the tensors of a message, or None if only its header, which has not come, tells them."""
+        """Return the metadata of a message's tensors, or None if its header has not been received yet."""
         if needed_by.kind is not Kind.FORWARD:
             sent = self._layouts.get(needed_by.stage)
             return None if sent is None else [meta for meta in sent.tensors if meta.requires_grad]
@@ -378,13 +373,13 @@ class Transfers:
         return self._layouts[source].tensors if source in self._layouts else None
 
     def _messages_of(self, peer: int, forward_only: bool) -> Iterator[Action]:
-        """Yield the actions of this rank for which a peer sends something, in the order of its sending."""
+        """Yield the actions of this rank that need a message from a peer, in the order of sending."""
         owners = self._schedule.rank_of_stage
         for action in self._schedule.actions[peer]:
             following, before = action.stage + 1, action.stage - 1
             if action.kind is Kind.FORWARD and following < len(owners) and owners[following] == self._rank:
                 yield Action(following, Kind.FORWARD, action.microbatch)
-            if action.kind in GIVES_INPUT_GRAD and before >= 0 and owners[before] == self._rank and not forward_only:
+            if action.kind in PRODUCES_INPUT_GRAD and before >= 0 and owners[before] == self._rank and not forward_only:
                 yield self._backwards[before, action.microbatch]
 
     def _receive(self, peer: int, metas: Sequence[TensorMeta]) -> Buffers:
@@ -393,28 +388,30 @@ class Transfers:
         return [(group.receive(tensor, 0, async_op=True), tensor) for tensor in tensors]
 
     def _send(self, group: ProcessGroup, tensors: Sequence[Tensor]) -> Buffers:
-        fit = [self._platform.contiguous(self._platform.detach(tensor)) for tensor in tensors]
-        return [(group.send(tensor, 1, async_op=True), tensor) for tensor in fit]
+        contiguous = [self._platform.contiguous(self._platform.detach(tensor)) for tensor in tensors]
+        return [(group.send(tensor, 1, async_op=True), tensor) for tensor in contiguous]
 
     def _note_sent(self, peer: int, needed_by: Action, buffers: Buffers) -> None:
         self._sent.setdefault(peer, []).append(_Sent(self._position[needed_by], buffers))
 
     def _arrived(self, peer: int, made_by: Action) -> None:
-        """Let go of messages to a peer that it has had: those needed before the action whose result has come."""
-        over = self._position[made_by]
+        """Release the buffers of sends that a peer needed before the action whose result arrived from it.
+
+        Completing a send only when it is known to be received frees its memory during the step without blocking.
+        """
+        finished = self._position[made_by]
         pending = self._sent.get(peer, [])
         for each in pending:
-            if each.needed_by <= over:
+            if each.needed_by <= finished:
                 _wait(each.buffers)
-        self._sent[peer] = [each for each in pending if each.needed_by > over]
-
-    # Groups ----------------------------------------------------------------------------------------------
+        self._sent[peer] = [each for each in pending if each.needed_by > finished]
 
     def _group(self, source: int, target: int) -> ProcessGroup:
         return self._world.group((self._ranks[source], self._ranks[target]))
 
     def _connect(self) -> None:
-        """Connect all pairs that this rank is in, in one order on all ranks: connecting waits for the other side."""
+        """Connect to all neighbours, by a first broadcast in each group."""
+        # Connecting blocks until the peer takes part, so all ranks go through the pairs in the same order.
         for source, target in sorted(_pairs(self._schedule)):
             if self._rank in (source, target):
                 peer = target if self._rank == source else source
@@ -426,11 +423,11 @@ class Transfers:
         return _Naming(self, peer, doing, action)
 
     def failure(self, peer: int, doing: str, error: BaseException) -> PipelineError:
-        """Return the error that names the other rank where communication failed: it has died, or hangs."""
+        """Return an error that names the rank with which communication failed."""
         return PipelineError(
-            f"rank {self._ranks[self._rank]} (place {self._rank} of the pipeline) failed in {doing}: rank "
-            f"{self._ranks[peer]}, which has stages {self._stages_of(peer)}, has ended, or has not answered in "
-            f"time; look at its error first. {error}"
+            f"rank {self._ranks[self._rank]} (rank {self._rank} of the pipeline) failed in {doing}: rank "
+            f"{self._ranks[peer]}, which has stages {self._stages_of(peer)}, has ended or did not respond in time; "
+            f"look at its error first. {error}"
         )
 
     def _stages_of(self, rank: int) -> str:
@@ -438,7 +435,9 @@ class Transfers:
 
 
 class _Naming:
-    """A block whose errors of communication name the other rank; a class, since a step enters one for each message."""
+    """Context manager that converts communication errors into ones that name the peer."""
+
+    # A class instead of a generator, which is slower to enter: a step enters one for each message.
 
     __slots__ = ("_action", "_doing", "_peer", "_transfers")
 
@@ -455,7 +454,7 @@ class _Naming:
 
 
 def _pairs(schedule: Schedule) -> set[tuple[int, int]]:
-    """Return (sender, receiver) for every pair of ranks with neighbouring stages, both ways."""
+    """Return (sender, receiver) for every pair of ranks with neighbouring stages, in both directions."""
     owners = schedule.rank_of_stage
     neighbours = {(a, b) for a, b in itertools.pairwise(owners) if a != b}
     return neighbours | {(b, a) for a, b in neighbours}
@@ -467,19 +466,22 @@ def _wait(buffers: Buffers) -> None:
 
 
 def _changed(stage: int, microbatch: int, known: MessageLayout, layout: MessageLayout, *, is_fixed: bool) -> str:
-    def told(each: MessageLayout) -> str:
+    def described(each: MessageLayout) -> str:
         return ", ".join(f"{meta.dtype}{list(meta.shape)}" for meta in each.tensors) or "no tensors"
 
     first, advice = (
         "the step's first",
         (
-            "all micro-batches of a step need equal outputs, so give it equal micro-batches (pad them, or change their "
-            "number); the next step may have other shapes"
+            "all micro-batches of a step must have outputs of equal shapes, so make micro-batches equal (pad them, or "
+            "change their number); the next step may have other shapes"
         ),
     )
     if is_fixed:
         first, advice = (
-            "those of the steps before",
-            ("the pipeline's shapes are fixed, so pad the batch, or make the pipeline with fixed_shapes=False"),
+            "those of earlier steps",
+            ("the pipeline's shapes are fixed, so pad the batch, or create the pipeline with fixed_shapes=False"),
         )
-    return f"stage {stage} returned {told(layout)} for micro-batch {microbatch} and {told(known)} for {first}; {advice}"
+    return (
+        f"stage {stage} returned {described(layout)} for micro-batch {microbatch} and {described(known)} for {first}; "
+        f"{advice}"
+    )
