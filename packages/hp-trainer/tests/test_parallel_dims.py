@@ -40,7 +40,7 @@ def test_a_shard_degree_that_is_no_whole_number_is_refused_with_the_nearest_lega
     assert message(dp_shard=-1, tp=3, pp=2, world_size=8) == (
         "parallel degrees: 1 problem\n"
         "dp_shard: -1 cannot be filled: world_size / (dp_replicate*cp*tp*pp) = 8 / (1*1*3*2) = 8/6 "
-        "is no whole number\n"
+        "is not an integer\n"
         "    expected: dp_replicate*cp*tp*pp to divide 8\n"
         "    got: 6\n"
         "    try: tp=2 or 4, or world_size=6"
@@ -73,11 +73,11 @@ def test_all_problems_come_at_once() -> None:
 
 @pytest.mark.parametrize("value", [0, -2, 1.5, True, "2", None])
 def test_a_degree_is_a_whole_number_of_at_least_one(value: object) -> None:
-    assert f"tp: impossible degree\n    expected: a whole number >= 1\n    got: {value!r}" in message(tp=value)
+    assert f"tp: impossible degree\n    expected: an integer >= 1\n    got: {value!r}" in message(tp=value)
 
 
 def test_only_the_shard_degree_may_be_left_open() -> None:
-    assert "expected: -1 or a whole number >= 1\n    got: -2" in message(dp_shard=-2)
+    assert "expected: -1 or an integer >= 1\n    got: -2" in message(dp_shard=-2)
     assert "tp: impossible degree" in message(tp=-1)
 
 
@@ -92,7 +92,7 @@ def test_experts_that_do_not_fit_the_dense_ranks_name_the_legal_degrees() -> Non
 
 
 def test_expert_tensor_parallel_is_all_of_tp_or_nothing() -> None:
-    assert "etp: experts are tensor parallel over all of tp or not at all" in message(
+    assert "etp: experts are tensor parallel over all tp ranks or not at all" in message(
         tp=4, ep=2, etp=2, dp_shard=2, world_size=8
     )
 
@@ -111,13 +111,13 @@ def test_from_config_reads_any_object_and_the_older_dp() -> None:
 def test_an_open_shard_degree_beside_experts_is_refused_until_it_is_said_where_they_live() -> None:
     assert message(dp_shard=-1, ep=4, world_size=8) == (
         "parallel degrees: 1 problem\n"
-        "dp_shard: -1 with ep = 4 has two readings: dp_shard would be 8 where experts re-use the dense ranks (folded), "
-        "2 where ep is an axis of its own (peer)\n"
+        "dp_shard: -1 with ep = 4 is ambiguous: dp_shard would be 8 if experts reuse the dense ranks (folded), "
+        "2 if ep is an axis of its own (peer)\n"
         "    expected: expert_mesh, or dp_shard itself\n"
         "    got: -1\n"
         "    try: expert_mesh='folded' or 'peer'"
     )
-    with pytest.raises(ParallelDimsError, match="two readings"):
+    with pytest.raises(ParallelDimsError, match="is ambiguous"):
         ParallelDims.from_config(SimpleNamespace(dp_shard=-1, ep=4), world_size=8)
     read = {
         kind: ParallelDims.from_config(SimpleNamespace(dp_shard=-1, ep=4, expert_mesh=kind), world_size=8).dp_shard

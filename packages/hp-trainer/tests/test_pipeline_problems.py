@@ -60,7 +60,7 @@ def test_more_micro_batches_than_a_schedule_can_list(problems) -> None:
 
 def test_more_stages_than_layers(problems) -> None:
     assert problems(8, parallel__pp=8) == [
-        "parallel.pp: num_hidden_layers = 6 cannot be cut into stages for pp = 8 ranks; at most 6; 8; pp=6"
+        "parallel.pp: num_hidden_layers = 6 cannot be split into stages for pp = 8 ranks; at most 6; 8; pp=6"
     ]
     assert problems(4, parallel__pp=4, pipeline__schedule="interleaved_1f1b") == [
         "pipeline.stages_per_rank: num_hidden_layers = 6 cannot be cut into 4 * 2 = 8 stages; "

@@ -47,7 +47,7 @@ def test_all_that_is_wrong_is_told_at_once(work: Path, error, prepared: list) ->
         "    got: troch\n"
         "    try: torch\n"
         "run.yaml:10: parallel.dp_shard: -1 cannot be filled: world_size / (dp_replicate*cp*tp*pp) = 4 / (1*2*3*1) "
-        "= 4/6 is no whole number\n"
+        "= 4/6 is not an integer\n"
         "    expected: dp_replicate*cp*tp*pp to divide 4\n"
         "    got: 6\n"
         "    try: tp=2, or launch.local_ranks=6\n"

@@ -120,7 +120,7 @@ def test_layouts_are_ranked_by_time_within_the_memory(run: Run) -> None:
     assert all(each["memory"] <= 8 * 2**20 for each in ranking["best"])
     reasons = ranking["reasons"]
     assert reasons["tp: num_attention_heads = 4 cannot be split over tp = 8"] == 1
-    assert "pp: num_hidden_layers = 4 cannot be cut into stages for pp = 8 ranks" in reasons
+    assert "pp: num_hidden_layers = 4 cannot be split into stages for pp = 8 ranks" in reasons
     code, out, _ = run("layouts", "run.yaml", "--world-size=8")
     assert "the fastest by estimated time" in out
     assert "layouts cannot be used:" in out

@@ -1,4 +1,9 @@
-"""Optimizers: SGD, Lion, Adafactor and Muon for every platform, 8-bit AdamW, and groups of parameters."""
+"""Optimizers: SGD, Lion, Adafactor and Muon for every platform, 8-bit AdamW, and groups of parameters.
+
+AdamW is each platform's own. The others are written once with `platform.ops`, and compute the same numbers in every
+layout: elementwise ones update local shards without communication, Adafactor's means are DTensor operations, and each
+of Muon's matrices is computed by one rank (`hp_dtensor.optim`).
+"""
 
 from hp_trainer.optimizers.adafactor import Adafactor, AdafactorConfig
 from hp_trainer.optimizers.adamw_8bit import AdamW8bit, AdamW8bitConfig

@@ -19,17 +19,17 @@ Tensor = Any
 class AdafactorConfig:
     """Adafactor (Shazeer and Stern, 2018, "Adaptive learning rates with sublinear memory cost", arXiv 1804.04235)."""
 
-    lr: float = setting(1e-2, help="peak learning rate, relative to the size of the weights", above=0)
+    lr: float = setting(1e-2, help="peak learning rate, relative to the root mean square of the weights", above=0)
     decay_power: float = setting(0.8, help="the second moment decays by 1 - step**-decay_power", above=0, maximum=1)
     eps: float = setting(1e-30, help="added to squared gradients", above=0)
     smallest_scale: float = setting(
-        1e-3, help="smallest size of weights that the learning rate is relative to", above=0
+        1e-3, help="least root mean square of weights that the learning rate is relative to", above=0
     )
     clip_threshold: float = setting(1.0, help="largest root mean square of an update", above=0)
     weight_decay: float = setting(0.0, help="decoupled weight decay", minimum=0)
 
     def state_bytes(self, name: str, shape: tuple[int, ...], elements: int, itemsize: int) -> int:
-        """Return the bytes of a matrix's row and column, which every rank has whole; see the hook `hp_optimizers`."""
+        """Return the bytes of a matrix's row and column, which are replicated; see the hook `hp_optimizers`."""
         if len(shape) < 2:
             return elements * itemsize
         return (math.prod(shape[:-1]) + math.prod((*shape[:-2], shape[-1]))) * itemsize
@@ -38,14 +38,14 @@ class AdafactorConfig:
 class Adafactor:
     """Adafactor without momentum (arXiv 1804.04235, algorithms 4 and 5); see `hp_trainer.training.Optimizer`.
 
-    Of a parameter `[..., rows, columns]` the means of squared gradients over columns and over rows are kept, whole on
-    every rank; of a vector its squares, laid out as it is. Means over a sharded dimension are DTensor operations, so
-    every layout has the same numbers up to rounding.
+    The state of a parameter `[..., rows, columns]` is the means of its squared gradients over columns and over rows,
+    replicated on every rank. The state of a vector is its squared gradients, sharded as the vector. Means over a
+    sharded dimension are DTensor operations, so every layout has the same numbers up to rounding.
 
     Args:
         parameters: (name, parameter), DTensors or plain.
-        options: its settings.
-        platform: whose tensors they are.
+        options: settings of the optimizer.
+        platform: the platform of the tensors.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], options: AdafactorConfig, platform: Platform) -> None:
@@ -66,7 +66,7 @@ class Adafactor:
                     self._update(parameter, grad, self._state[name], decay, learning_rate)
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Remove all gradients."""
         for parameter in self._parameters.values():
             self._platform.set_grad(parameter, None)
 
@@ -82,6 +82,7 @@ class Adafactor:
         squares = ops.add(ops.mul(grad, grad), options.eps)
         moment = self._moment(squares, state, decay)
         update = ops.mul(grad, ops.rsqrt(moment))
+        # Updates are clipped by their root mean square (section 6), then scaled by that of the weights (section 8).
         size = ops.sqrt(self._mean_square(update))
         update = ops.div(update, self._like(ops.maximum(ops.div(size, options.clip_threshold), self._one), update))
         scale = ops.clamp(ops.sqrt(self._mean_square(data)), min=options.smallest_scale)
@@ -90,7 +91,7 @@ class Adafactor:
         self._copy(parameter, ops.sub(decayed, update))
 
     def _moment(self, squares: Tensor, state: Mapping[str, Tensor], decay: float) -> Tensor:
-        """Return the second moment with `squares` taken in, laid out as they are."""
+        """Update the second moment with squared gradients, and return it sharded as they are."""
         ops = self._platform.ops
         if "square" in state:
             self._mix(state["square"], squares, decay)
@@ -98,6 +99,7 @@ class Adafactor:
         row, column = state["row"], state["column"]
         self._mix(row, to_full(ops.mean(squares, -1)), decay)
         self._mix(column, to_full(ops.mean(squares, -2)), decay)
+        # The moment is the outer product of row and column means, divided by the mean of all (section 3).
         share = ops.div(row, ops.mean(row, -1, True))
         rows, columns = self._like(ops.unsqueeze(share, -1), squares), self._like(ops.unsqueeze(column, -2), squares)
         return ops.mul(rows, columns)

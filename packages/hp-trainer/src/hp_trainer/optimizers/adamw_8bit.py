@@ -1,12 +1,9 @@
-"""Search for the code of a number, by a table of the upper half of its bits instead of a search through all codes.
+"""AdamW with moments stored as 8-bit codes, which take about a quarter of the memory.
 
-Block-wise 8-bit codes of a tensor: one byte an element, one float32 scale a block.
-
-The codes are those of dynamic quantization (Dettmers et al., 2022, "8-bit optimizers via block-wise quantization",
-arXiv 2110.02861, section 1.3): the larger a number, the more digits it keeps. The largest code stands for 1 exactly
-here, with either sign, so that quantizing what was quantized in the same blocks changes nothing.
-
-AdamW whose moments are kept as 8-bit codes: about a quarter of the memory.
+A tensor is quantized in blocks: one byte per element and one float32 scale per block. The codes are those of dynamic
+quantization (Dettmers et al., 2022, "8-bit optimizers via block-wise quantization", arXiv 2110.02861, section 1.3): the
+larger a number, the more significant digits it keeps. Here the largest code stands for exactly 1, with either sign, so
+that quantizing a tensor again in the same blocks changes nothing.
 """
 
 from __future__ import annotations
@@ -48,16 +45,16 @@ class AdamW8bitConfig(AdamWConfig):
 
 
 class CodeSearch:
-    """Finds in which stretch between increasing float32 bounds a number lies, by one look into a table and one sum.
+    """Finds the interval between increasing float32 bounds that contains a number, by one table look-up and one sum.
 
-    Numbers with the same upper 16 bits (sign, exponent and 7 bits of the fraction) are so near to each other that at
-    most one bound lies among them. The table has for them the number that, added to the bits, leaves the stretch in the
-    upper half of the sum: the lower half carries over where the number is above the bound. Bits of negative numbers,
-    which grow as the numbers fall, are inverted first. This takes a twentieth of the time of a binary search.
+    Numbers with the same upper 16 bits (sign, exponent and 7 bits of the fraction) are so close together that at most
+    one bound is among them. The table has an addend for them such that the upper half of bits + addend is the index of
+    the interval: the lower half carries over exactly where the number is above the bound. The bits of negative numbers
+    grow as the numbers fall, so they are inverted first. This takes a twentieth of the time of a binary search.
 
     Attributes:
         bounds: float32, increasing, fewer than 256.
-        addends: what to add to the bits of a number with each upper half, int32 `[65536]`, overflow ignored.
+        addends: int32 `[65536]`, the addend for each upper half; sums wrap around.
 
     Example:
         >>> search = CodeSearch(np.array([-0.5, 0.0, 0.25], np.float32))
@@ -81,7 +78,7 @@ class CodeSearch:
         self.addends = addends.astype(np.int32)
 
     def find(self, x: np.ndarray) -> np.ndarray:
-        """Return the number of the stretch of each element of a float32 array, as uint8."""
+        """Return the index of each element's interval as uint8, for a float32 array."""
         bits = x.view(np.int32)
         sums = np.take(self.addends, (bits >> 16) & 0xFFFF)
         sums += bits ^ (bits >> 31)
@@ -90,27 +87,27 @@ class CodeSearch:
 
 
 def _growing(bits: np.ndarray) -> np.ndarray:
-    """Return bits of floats (uint32), inverted where negative: of one sign, larger numbers have larger bits."""
+    """Return the bits of floats (uint32), inverted if negative, so that larger numbers of one sign have larger bits."""
     inverted: np.ndarray = np.where(bits >= 2**31, ~bits, bits)
     return inverted
 
 
 Tensor = Any
-# Returns the number (uint8) of the stretch in which each element of a float32 tensor lies.
+# Returns the index (uint8) of the interval that contains each element of a float32 tensor.
 FindCodes = Callable[[Tensor, CodeSearch], Tensor]
 
 
 def dynamic_values(*, signed: bool) -> np.ndarray:
-    """Return what each code stands for, in increasing order: float32 `[255]` with signs, else `[256]`.
+    """Return the value of each code in increasing order: float32 `[255]` with signs, else `[256]`.
 
-    Numbers from 10**-7 (10**-6 with signs) to 1 have as many fractions in each power of ten as there are codes for it.
+    Each power of ten from 10**-7 (10**-6 with signs) to 1 has twice as many codes as the one below, evenly spaced.
     """
     decades = 7 if signed else 8
-    parts = []
+    fractions = []
     for i in range(decades):
         bounds = np.linspace(0.1, 1, 2**i + 1)
-        parts.append((bounds[:-1] + bounds[1:]) / 2 * 10.0 ** (i + 1 - decades))
-    positive = np.sort(np.concatenate(parts))
+        fractions.append((bounds[:-1] + bounds[1:]) / 2 * 10.0 ** (i + 1 - decades))
+    positive = np.sort(np.concatenate(fractions))
     positive[-1] = 1.0
     below = -positive[::-1] if signed else np.zeros(0)
     return np.concatenate([below, [0.0], positive]).astype(np.float32)
@@ -118,7 +115,7 @@ def dynamic_values(*, signed: bool) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Codes of a tensor.
+    """A quantized tensor.
 
     Attributes:
         codes: uint8 `[blocks, size]`.
@@ -130,14 +127,14 @@ class Blocks:
 
 
 class BlockwiseCodes:
-    """Turns float32 tensors into codes and back.
+    """Quantizes float32 tensors and back.
 
-    A block is a stretch of the last dimension, which begins anew in each row; the last one of a row may be shorter.
+    A block is a span of the last dimension. Blocks start again in each row, and the last one of a row may be shorter.
 
     Args:
-        platform: whose tensors they are.
+        platform: the platform of the tensors.
         block_size: elements of a block.
-        find_codes: the platform's search.
+        find_codes: the platform's search for codes.
         signed: whether numbers may be negative.
     """
 
@@ -151,11 +148,12 @@ class BlockwiseCodes:
         ops = self._platform.ops
         rows = self._in_blocks(x)
         scales = ops.amax(ops.abs(rows) if self._signed else rows, 1, True)
+        # A block of zeros would divide by zero.
         safe = ops.where(ops.eq(scales, 0), ops.ones_like(scales), scales)
         return Blocks(self._find_codes(ops.div(rows, safe), self._search), scales)
 
     def dequantize(self, blocks: Blocks, shape: tuple[int, ...]) -> Tensor:
-        """Return the tensor of this shape that the codes stand for."""
+        """Return the tensor of this shape, float32."""
         platform, ops = self._platform, self._platform.ops
         size, filled = self._sizes(shape)
         table = platform.from_numpy(self._values, platform.device_of(blocks.scales))
@@ -170,7 +168,7 @@ class BlockwiseCodes:
         return elements + 4 * (elements // size)
 
     def _in_blocks(self, x: Tensor) -> Tensor:
-        """Return a tensor as `[blocks, size]`, rows filled up with zeros."""
+        """Return a tensor as `[blocks, size]`, its rows padded with zeros."""
         platform, ops = self._platform, self._platform.ops
         shape = tuple(x.shape)
         size, filled = self._sizes(shape)
@@ -180,33 +178,32 @@ class BlockwiseCodes:
         return ops.reshape(x, (-1, size))
 
     def _sizes(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return the elements of a block, and those of a row that is filled up to whole blocks."""
+        """Return the elements of a block, and those of a row padded to a multiple of that."""
         size = min(self._block_size, shape[-1])
         return size, -(-shape[-1] // size) * size
 
 
-# A platform's own update of AdamW: takes a weight, which it writes, gradient and both moments (float32), the number of
-# the update from 1, the learning rate, and the settings; returns the new moments.
+# A platform's own update of AdamW. Takes a weight, which it updates in place, gradient and both moments (float32), the
+# number of the update from 1, the learning rate and the settings. Returns the new moments.
 Update = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, AdamW8bitConfig], tuple[Tensor, Tensor]]
 
 
 class AdamW8bit:
     """AdamW (arXiv 1711.05101) with block-wise 8-bit moments (arXiv 2110.02861); see `hp_trainer.training.Optimizer`.
 
-    Each rank quantizes its own shards. A block never reaches over the end of a row, so shards of whole rows have the
-    same codes in every layout; a shard whose last dimension is cut begins blocks of its own. Checkpoints hold the
-    moments as the float32 numbers that the codes stand for: they are quantized anew where they are loaded, which gives
-    the same codes where blocks have the same borders, and else an error of at most half the distance of two codes.
-    So plain AdamW goes on from such a checkpoint, and this from one of plain AdamW.
+    Each rank quantizes its own shards. No block spans two rows, so shards of full rows have the same codes in every
+    layout; a shard of part of the last dimension has blocks of its own. Checkpoints hold the moments dequantized to
+    float32, and loading quantizes them again: to the same codes if blocks have the same bounds, otherwise with an error
+    of at most half the distance of two codes. So AdamW can continue from such a checkpoint, and this from one of AdamW.
 
-    All is computed in float32, also where parameters and gradients are bfloat16 or float16.
+    All computation is in float32, even if parameters and gradients are bfloat16 or float16.
 
     Args:
         parameters: (name, parameter), DTensors or plain.
-        options: its settings.
-        platform: whose tensors they are.
+        options: settings of the optimizer.
+        platform: the platform of the tensors.
         find_codes: the platform's search for the code of a number.
-        update: the platform's own update, quicker than one of its operations after the other; None: by these.
+        update: the platform's own fused update; None: the update is composed of its operations.
     """
 
     def __init__(
@@ -225,7 +222,7 @@ class AdamW8bit:
             "exp_avg": BlockwiseCodes(platform, options.block_size, find_codes, signed=True),
             "exp_avg_sq": BlockwiseCodes(platform, options.block_size, find_codes, signed=False),
         }
-        # Codes, or the float32 tensor itself of a parameter that is too small.
+        # `Blocks`, or float32 tensors for parameters that are too small to quantize.
         self._state: dict[str, dict[str, Any]] = {}
         with platform.no_grad():
             for name, parameter in self._parameters.items():
@@ -244,19 +241,19 @@ class AdamW8bit:
                     self._update(name, parameter, local_of(self._platform, grad), learning_rate)
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Remove all gradients."""
         for parameter in self._parameters.values():
             self._platform.set_grad(parameter, None)
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return `exp_avg` and `exp_avg_sq` of each parameter by name, as float32 made when they are asked for.
+        """Return `exp_avg` and `exp_avg_sq` of each parameter by name, dequantized on access.
 
-        What is written into them is taken over by `set_state`.
+        Writing into them has no effect until `set_state` is called.
         """
         return _Moments(self)
 
     def moment(self, name: str, slot: str) -> Tensor:
-        """Return a moment as float32, laid out as its parameter."""
+        """Return a moment as float32, sharded as its parameter."""
         parameter = self._parameters[name]
         local = self._local_moment(name, slot)
         if not isinstance(parameter, DTensor):
@@ -264,13 +261,13 @@ class AdamW8bit:
         return self._platform.wrap(local, parameter.spec.with_dtype(local.dtype))
 
     def set_state(self, name: str, slot: str, values: Tensor) -> None:
-        """Take over the values of a moment, laid out as its parameter."""
+        """Set a moment to values that are sharded as its parameter."""
         with self._platform.no_grad():
             local = self._platform.detach(local_of(self._platform, values))
-            self._keep(name, slot, self._platform.ops.cast(local, self._platform.dtype("float32")))
+            self._store(name, slot, self._platform.ops.cast(local, self._platform.dtype("float32")))
 
     def state_bytes(self, platform: Platform) -> int:
-        """Return the bytes that this rank's moments take."""
+        """Return the bytes of this rank's moments."""
         total = 0
         for name, slots in self._state.items():
             shape = tuple(platform.local_shape(self._parameters[name]))
@@ -289,18 +286,18 @@ class AdamW8bit:
                 self._platform.copy_(local, ops.cast(weight, local.dtype))
         else:
             mean, square = self._updated(local, weight, grad, mean, square, learning_rate)
-        self._keep(name, "exp_avg", mean)
-        self._keep(name, "exp_avg_sq", square)
+        self._store(name, "exp_avg", mean)
+        self._store(name, "exp_avg_sq", square)
 
     def _updated(
         self, local: Tensor, weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, learning_rate: float
     ) -> tuple[Tensor, Tensor]:
-        """Write the new weight into `local`; return the new moments."""
+        """Write the updated weight into `local`; return the new moments."""
         ops, options = self._platform.ops, self._options
         (beta1, beta2), count = options.betas, self.num_steps
         mean = ops.add(ops.mul(mean, beta1), ops.mul(grad, 1 - beta1))
         square = ops.add(ops.mul(square, beta2), ops.mul(ops.square(grad), 1 - beta2))
-        # AdamW (arXiv 1711.05101), the corrections of the two means folded into size and step.
+        # AdamW (arXiv 1711.05101), with the bias corrections folded into the denominator and the step size.
         size = ops.add(ops.mul(ops.sqrt(square), 1 / math.sqrt(1 - beta2**count)), options.eps)
         step = ops.mul(ops.div(mean, size), learning_rate / (1 - beta1**count))
         decayed = ops.mul(weight, 1 - learning_rate * options.weight_decay)
@@ -308,27 +305,27 @@ class AdamW8bit:
         return mean, square
 
     def _local_moment(self, name: str, slot: str) -> Tensor:
-        kept = self._state[name][slot]
-        if not isinstance(kept, Blocks):
-            return kept
+        stored = self._state[name][slot]
+        if not isinstance(stored, Blocks):
+            return stored
         shape = tuple(self._platform.local_shape(self._parameters[name]))
-        return self._kinds[slot].dequantize(kept, shape)
+        return self._kinds[slot].dequantize(stored, shape)
 
-    def _keep(self, name: str, slot: str, values: Tensor) -> None:
+    def _store(self, name: str, slot: str, values: Tensor) -> None:
         if self._is_coded(name):
             self._state[name][slot] = self._kinds[slot].quantize(values)
         else:
             self._state[name][slot] = self._platform.ops.clone(values)
 
     def _is_coded(self, name: str) -> bool:
-        """Tell whether a parameter's moments are codes: by its whole size, so that every layout says the same."""
+        """Return whether a parameter's moments are quantized; its global size decides, so all layouts agree."""
         parameter = self._parameters[name]
         is_large = math.prod(parameter.shape) >= self._options.min_elements and len(parameter.shape) > 0
         return is_large and math.prod(self._platform.local_shape(parameter)) > 0
 
 
 class _Moments(Mapping[str, Mapping[str, Tensor]]):
-    """The moments of every parameter; those of one are made when it is asked for."""
+    """The moments of every parameter, dequantized on access."""
 
     def __init__(self, optimizer: AdamW8bit) -> None:
         self._optimizer = optimizer
@@ -337,7 +334,7 @@ class _Moments(Mapping[str, Mapping[str, Tensor]]):
         return {slot: self._optimizer.moment(name, slot) for slot in self._optimizer._state[name]}
 
     def __contains__(self, name: object) -> bool:
-        # The inherited one would make the moments.
+        # The inherited method would dequantize the moments.
         return name in self._optimizer._state
 
     def __iter__(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Optimizers that update each element from its own gradient and state: on shards as on whole tensors."""
+"""SGD and Lion, which update each element from its own gradient and state, so that shards need no communication."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ Tensor = Any
 
 
 def below_one(**values: float) -> Iterator[Problem]:
+    """Yield a problem for each setting that is not below 1."""
     for name, value in values.items():
         if value >= 1:
             yield Problem(path=name, what="out of range", expected="a number < 1", got=str(value))
@@ -26,11 +27,11 @@ class ElementwiseOptimizer(ABC):
 
     Args:
         parameters: (name, parameter), DTensors or plain.
-        options: its settings.
-        platform: whose tensors they are.
+        options: settings of the optimizer.
+        platform: the platform of the tensors.
 
     Attributes:
-        slots: names of the state of a parameter, each laid out as the parameter and zero at first.
+        slots: names of a parameter's state tensors, which are sharded as the parameter and initially zero.
     """
 
     slots: ClassVar[tuple[str, ...]] = ()
@@ -58,10 +59,10 @@ class ElementwiseOptimizer(ABC):
 
     @abstractmethod
     def update(self, parameter: Tensor, grad: Tensor, state: Mapping[str, Tensor], learning_rate: float) -> None:
-        """Update a parameter and its state in place; all of them plain tensors of one shape."""
+        """Update a parameter and its state in place; all are local tensors of one shape."""
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Remove all gradients."""
         for parameter in self._parameters.values():
             self.platform.set_grad(parameter, None)
 

@@ -1,4 +1,4 @@
-"""Groups of parameters: other learning rates and weight decay by name."""
+"""Groups of parameters with their own learning rates and weight decay, selected by name."""
 
 from __future__ import annotations
 
@@ -21,51 +21,51 @@ class GroupedOptimizer:
     """Several optimizers as one, each with a factor on the learning rate; see `hp_trainer.training.Optimizer`.
 
     Args:
-        parts: (optimizer, factor), over different parameters.
+        groups: (optimizer, factor) pairs over disjoint parameters.
     """
 
-    def __init__(self, parts: Sequence[tuple[Any, float]]) -> None:
-        self._parts = list(parts)
+    def __init__(self, groups: Sequence[tuple[Any, float]]) -> None:
+        self._groups = list(groups)
 
     @property
     def num_steps(self) -> int:
-        """Updates done."""
-        return int(self._parts[0][0].num_steps)
+        """Number of updates."""
+        return int(self._groups[0][0].num_steps)
 
     @num_steps.setter
     def num_steps(self, steps: int) -> None:
-        for optimizer, _ in self._parts:
+        for optimizer, _ in self._groups:
             optimizer.num_steps = steps
 
     def step(self, learning_rate: float) -> None:
         """Update every parameter that has a gradient, and count the update."""
-        for optimizer, factor in self._parts:
+        for optimizer, factor in self._groups:
             optimizer.step(learning_rate * factor)
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
-        for optimizer, _ in self._parts:
+        """Remove all gradients."""
+        for optimizer, _ in self._groups:
             optimizer.zero_grad()
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the state of each parameter by name and slot."""
-        # Not one dictionary of all: 8-bit states are made when they are asked for.
-        return ChainMap(*(optimizer.state() for optimizer, _ in self._parts))
+        # Not copied into one dictionary, which would dequantize every 8-bit state.
+        return ChainMap(*(optimizer.state() for optimizer, _ in self._groups))
 
     @property
     def has_plain_state(self) -> bool:
-        """True if all parts keep the very tensors of their `state()`."""
-        return all(has_plain_state(optimizer) for optimizer, _ in self._parts)
+        """Whether writing into the tensors of `state()` changes the state itself, for all groups."""
+        return all(has_plain_state(optimizer) for optimizer, _ in self._groups)
 
     def set_state(self, name: str, slot: str, values: Tensor) -> None:
-        """Take over the values of a slot, where the parameter's optimizer does not keep the tensor itself."""
-        for optimizer, _ in self._parts:
+        """Set a slot of a parameter's state; see `hp_trainer.optimizers.set_state`."""
+        for optimizer, _ in self._groups:
             if name in optimizer.state():
                 set_state(optimizer, name, slot, values)
 
     def state_bytes(self, platform: Platform) -> int:
-        """Return the bytes of the states of all parts on this rank."""
-        return sum(state_bytes(optimizer, platform) for optimizer, _ in self._parts)
+        """Return the bytes of the states of all groups on this rank."""
+        return sum(state_bytes(optimizer, platform) for optimizer, _ in self._groups)
 
 
 def build_grouped(
@@ -73,17 +73,17 @@ def build_grouped(
     options: Any,
     groups: Sequence[ParameterGroupConfig],
     build: Callable[[Named, Any], Any],
-    everyones: Callable[[Any], list[Any]] = lambda fact: [fact],
+    all_gather_object: Callable[[Any], list[Any]] = lambda value: [value],
 ) -> Any:
-    """Return one optimizer over all parameters, or one per group where there are groups.
+    """Build one optimizer over all parameters, or one per group.
 
     Args:
-        named: (name, parameter).
-        options: of the optimizer; a group's `weight_decay` replaces theirs.
-        groups: the first that matches a parameter holds for it.
-        build: makes an optimizer of some parameters with options.
-        everyones: returns a JSON value of every rank of a pipeline, whose stages have parameters of their own; default:
-            this rank has them all.
+        named: (name, parameter) pairs.
+        options: options of the optimizer; a group's `weight_decay` replaces the one in them.
+        groups: the first group that matches a parameter applies to it.
+        build: builds an optimizer of some parameters with options.
+        all_gather_object: returns a JSON value of every rank of a pipeline, whose stages have different parameters;
+            default: this rank has all parameters.
 
     Raises:
         TrainingError: a group matches no parameter.
@@ -91,22 +91,24 @@ def build_grouped(
     if not groups:
         return build(named, options)
     chosen = {name: _group_of(name, x, groups) for name, x in named}
-    used = {n for part in everyones(sorted({n for n in chosen.values() if n is not None})) for n in part}
+    own = sorted({n for n in chosen.values() if n is not None})
+    used = {n for stage in all_gather_object(own) for n in stage}
     unused = [", ".join(groups[n].match) for n in range(len(groups)) if n not in used]
     if unused:
         names = ", ".join(name for name, _ in named[:5])
         raise TrainingError(
             f"parameter_groups: no parameter matches {' or '.join(unused)}; names look like {names}, ..."
         )
-    parts = [(build([pair for pair in named if chosen[pair[0]] is None], options), 1.0)]
+    built = [(build([pair for pair in named if chosen[pair[0]] is None], options), 1.0)]
     for number, group in enumerate(groups):
-        own = options if group.weight_decay is None else dataclasses.replace(options, weight_decay=group.weight_decay)
-        parts.append((build([pair for pair in named if chosen[pair[0]] == number], own), group.lr_factor))
-    return GroupedOptimizer(parts)
+        decay = group.weight_decay
+        changed = options if decay is None else dataclasses.replace(options, weight_decay=decay)
+        built.append((build([pair for pair in named if chosen[pair[0]] == number], changed), group.lr_factor))
+    return GroupedOptimizer(built)
 
 
 def group_problems(groups: Iterable[ParameterGroupConfig], options: Any) -> Iterator[Problem]:
-    """Yield why groups cannot change an optimizer's options."""
+    """Yield problems of groups that change options which the optimizer does not have."""
     known = {field.name for field in dataclasses.fields(options)}
     for number, group in enumerate(groups):
         if group.weight_decay is not None and "weight_decay" not in known:

@@ -1,4 +1,4 @@
-"""Muon for matrices, AdamW for everything else."""
+"""Muon for matrices, AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ class MuonConfig:
         return (1 if self.is_matrix(name, shape) else 2) * elements * itemsize
 
     def update_bytes(self, held: Sequence[tuple[str, tuple[int, ...], int]], *, is_host: bool) -> int:
-        """Return the bytes of all matrices on their way to the ranks that compute with them, and back.
+        """Return the bytes of an update's temporaries: matrices are gathered on their owner, computed there and sent
+        back.
 
-        Directions, messages both ways and updates are as large as the shards; what arrives, is whole and is done as
-        large as an owner's matrices. A CPU computes in float32, others in bfloat16. See the hook `hp_optimizers`.
+        Shards of directions, messages and updates, and the owner's gathered matrices, intermediate and final, exist at
+        once. A CPU computes in float32, others in bfloat16. See the hook `hp_optimizers`.
         """
         matrices = [(shape, elements) for name, shape, elements in held if self.is_matrix(name, shape)]
         shards = sum(elements for _, elements in matrices)
@@ -65,9 +66,9 @@ class MuonConfig:
 def build_muon(
     parameters: Iterable[tuple[str, Tensor]], options: MuonConfig, platform: Platform, build_adamw: AdamWBuilder
 ) -> GroupedOptimizer:
-    """Return an optimizer of which Muon updates matrices and the experts' stacks of them, and AdamW the rest.
+    """Build an optimizer in which Muon updates matrices and the experts' stacks of matrices, and AdamW the rest.
 
-    Updates of matrices are scaled to the size of AdamW's (arXiv 2502.16982), so that one learning rate serves both.
+    Muon's updates are scaled to the size of AdamW's (arXiv 2502.16982), so that both can use one learning rate.
 
     Args:
         parameters: (name, parameter), DTensors or plain.

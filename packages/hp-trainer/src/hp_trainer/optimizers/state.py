@@ -1,6 +1,7 @@
-"""States of optimizers that keep them in another form than float32 tensors.
+"""States of optimizers: how they are read and written, and offload of the state to host memory.
 
-An optimizer whose state waits in host memory, and is on the device for one bucket of parameters after another.
+An offloaded state (`training.offload_optimizer`) is on the device only during the update, one bucket of parameters
+after the other.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ Tensor = Any
 
 
 def set_state(optimizer: Any, name: str, slot: str, values: Tensor) -> None:
-    """Tell an optimizer that a tensor of its `state()` has been written into, where it does not keep that tensor."""
+    """Pass new values of a state tensor to an optimizer, if writing into the tensor of `state()` is not enough."""
     if hasattr(optimizer, "set_state"):
         optimizer.set_state(name, slot, values)
 
 
 def has_plain_state(optimizer: Any) -> bool:
-    """Return True if an optimizer keeps the very tensors of its `state()`, so that nobody need tell it of writes."""
+    """Return whether writing into the tensors of `state()` changes the optimizer's state itself."""
     return bool(getattr(optimizer, "has_plain_state", not hasattr(optimizer, "set_state")))
 
 
@@ -44,60 +45,60 @@ def state_bytes(optimizer: Any, platform: Platform) -> int:
 Named = list[tuple[str, Tensor]]
 
 BUCKET_ELEMENTS = 1 << 26
-"""Elements of whole parameters whose state is brought to the device together."""
+"""Elements of (unsharded) parameters whose state is copied to the device together."""
 
 
 def build_on_host(
     named: Named, build: Callable[[Named], Any], platform: Platform, bucket_elements: int = BUCKET_ELEMENTS
 ) -> Any:
-    """Return an optimizer that keeps its state in host memory; where the device is the host, a plain one.
+    """Build an optimizer with its state in host memory; a plain optimizer if the device is the host.
 
-    An update brings the state of one bucket of parameters to the device, the next one's beside the computation, and
-    takes it back. Numbers are those of the plain optimizer.
+    An update copies the state of one bucket of parameters after the other to the device and back. Copies of the next
+    bucket overlap with the computation. Results are those of the plain optimizer.
 
     Args:
-        named: (name, parameter).
-        build: makes an optimizer (`hp_trainer.training.Optimizer`) of some parameters.
-        bucket_elements: of whole parameters; a larger parameter is a bucket of its own.
+        named: (name, parameter) pairs.
+        build: builds an optimizer (`hp_trainer.training.Optimizer`) of some parameters.
+        bucket_elements: elements of unsharded parameters in a bucket; a larger parameter is a bucket of its own.
 
     Raises:
         CapabilityError: the platform cannot copy between the device and the host.
-        TrainingError: the optimizer keeps its state in another form than the tensors of `state()`.
+        TrainingError: the optimizer's state is not the tensors of `state()`.
     """
     storage, kind = get_storage(platform), platform.device_types[0]
     if storage.is_host(kind):
         return build(named)
     storage.check_offload(kind)
     counts = [math.prod(parameter.shape) for _, parameter in named]
-    buckets = [named[part] for part in split_into_buckets(counts, bucket_elements)] or [[]]
+    buckets = [named[bucket] for bucket in split_into_buckets(counts, bucket_elements)] or [[]]
     return OptimizerOnHost([StateOnHost(build(bucket), storage, platform) for bucket in buckets])
 
 
 def split_into_buckets(counts: Sequence[int], most: int) -> Iterator[slice]:
-    """Yield consecutive parts of tensors with so many elements together, or one tensor with more.
+    """Yield consecutive slices of tensors with at most `most` elements together, or one larger tensor.
 
     Args:
-        counts: elements of each tensor, of its whole shape: all ranks cut alike.
+        counts: elements of each tensor, unsharded, so that all ranks split alike.
     """
-    begin = elements = 0
-    for place, count in enumerate(counts):
-        if place > begin and elements + count > most:
-            yield slice(begin, place)
-            begin, elements = place, 0
+    start = elements = 0
+    for index, count in enumerate(counts):
+        if index > start and elements + count > most:
+            yield slice(start, index)
+            start, elements = index, 0
         elements += count
-    if begin < len(counts):
-        yield slice(begin, len(counts))
+    if start < len(counts):
+        yield slice(start, len(counts))
 
 
 class OptimizerOnHost:
-    """Buckets of parameters as one optimizer; see `hp_trainer.training.Optimizer`."""
+    """Optimizers of buckets of parameters as one; see `hp_trainer.training.Optimizer`."""
 
     def __init__(self, buckets: list[StateOnHost]) -> None:
         self._buckets = buckets
 
     @property
     def num_steps(self) -> int:
-        """Updates done."""
+        """Number of updates."""
         return int(self._buckets[0].optimizer.num_steps)
 
     @num_steps.setter
@@ -108,18 +109,19 @@ class OptimizerOnHost:
     def step(self, learning_rate: float) -> None:
         """Update every parameter that has a gradient, and count the update."""
         for number, bucket in enumerate(self._buckets):
-            for ahead in self._buckets[number : number + 2]:
-                ahead.fetch()
+            for each in self._buckets[number : number + 2]:
+                each.prefetch()
             bucket.wait()
             bucket.optimizer.step(learning_rate)
-            bucket.put_away()
-            # Its copies have had this bucket's time; so three buckets at most are on the device.
-            for before in self._buckets[max(0, number - 1) : number]:
-                before.settle()
-        self._buckets[-1].settle()
+            bucket.offload()
+            # The preceding bucket's copies to the host had the time of this update, so three buckets at most are on the
+            # device: that one, this one and the prefetched one.
+            for each in self._buckets[max(0, number - 1) : number]:
+                each.release()
+        self._buckets[-1].release()
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Remove all gradients."""
         for bucket in self._buckets:
             bucket.optimizer.zero_grad()
 
@@ -128,13 +130,13 @@ class OptimizerOnHost:
         return ChainMap(*(bucket.state for bucket in self._buckets))
 
     def state_bytes(self, platform: Platform) -> int:
-        """Return the bytes of state that stay on the device: none."""
+        """Return the bytes of state that remain on the device: none."""
         return 0
 
 
 @dataclass
 class _Slot:
-    """A tensor of state: on the device (its memory is there during an update only), and on the host."""
+    """A state tensor on the host, and its copy on the device, which has memory only during an update."""
 
     on_device: Tensor
     on_host: Tensor
@@ -143,10 +145,10 @@ class _Slot:
 
 
 class StateOnHost:
-    """The state of one optimizer: in host memory but between `fetch` and `settle`.
+    """The state of one optimizer, which is in host memory except between `prefetch` and `release`.
 
     Attributes:
-        optimizer: updates with its own tensors, which have memory only then.
+        optimizer: the optimizer, whose own state tensors have memory only in between.
         state: tensors in host memory, by parameter and slot.
     """
 
@@ -157,68 +159,68 @@ class StateOnHost:
         if not has_plain_state(optimizer) or any(
             tensor is not again[name][slot] for name, slots in tensors.items() for slot, tensor in slots.items()
         ):
-            raise self._another_form()
+            raise self._not_offloadable()
         self.state = {
-            name: {slot: self._moved(tensor) for slot, tensor in slots.items()} for name, slots in tensors.items()
+            name: {slot: self._on_host(tensor) for slot, tensor in slots.items()} for name, slots in tensors.items()
         }
-        self.put_away()
-        self.settle()
+        self.offload()
+        self.release()
 
-    def _moved(self, tensor: Tensor) -> Tensor:
-        """Note a tensor of state, and return the one in host memory that stands for it."""
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        """Register a state tensor, and return the tensor in host memory that replaces it."""
         local = local_of(self._platform, tensor)
         numel = math.prod(local.shape)
         if not numel:
             return tensor
-        # Made now: a view of memory that has been freed would have it allocated again.
+        # The view is created now: creating it later, when the storage is freed, would allocate the storage again.
         flat = self._storage.view(local, 0, (numel,))
         if self._storage.address(flat) != self._storage.address(local):
-            # A part of another tensor's memory, which it would be freed with.
-            raise self._another_form()
+            # Its storage is shared with another tensor, so freeing it would free that one too.
+            raise self._not_offloadable()
         host = self._storage.host_buffer(numel, local.dtype, pin_memory=True)
         self._slots.append(_Slot(flat, host))
-        shown = self._laid_out_as(local, host)
-        return self._platform.wrap(shown, tensor.spec) if isinstance(tensor, DTensor) else shown
+        view = self._strided_as(local, host)
+        return self._platform.wrap(view, tensor.spec) if isinstance(tensor, DTensor) else view
 
-    def _laid_out_as(self, local: Tensor, host: Tensor) -> Tensor:
-        """Return a view of host memory whose elements lie as those of `local`, which may be cut along any dimension."""
+    def _strided_as(self, local: Tensor, host: Tensor) -> Tensor:
+        """Return a view of host memory with the strides of `local`, which may be sharded along any dimension."""
         shape = tuple(local.shape)
         for first_dim in range(max(1, len(shape))):
             view = self._storage.view(host, 0, shape, first_dim)
-            if _steps(view) == _steps(local):
+            if _strides(view) == _strides(local):
                 return view
-        raise self._another_form()
+        raise self._not_offloadable()
 
-    def _another_form(self) -> TrainingError:
+    def _not_offloadable(self) -> TrainingError:
         return TrainingError(
-            f"training.offload_optimizer: {type(self.optimizer).__name__} keeps its state in another form than dense "
-            "tensors, the same at each call of state(), which could wait on the host; set it to false"
+            f"training.offload_optimizer: the state of {type(self.optimizer).__name__} cannot be offloaded, because "
+            "it is not dense tensors that are the same at each call of state(); set it to false"
         )
 
-    def fetch(self) -> None:
-        """Begin to bring the state to the device, beside what it computes."""
+    def prefetch(self) -> None:
+        """Start to copy the state to the device, overlapping with computation."""
         for slot in self._slots:
             if slot.arriving is None:
-                # Of the computation's memory, which it is freed to.
+                # Allocated on the computation's stream, because it is freed there.
                 self._storage.refill(slot.on_device)
                 with self._storage.copy_stream():
                     slot.arriving = self._storage.to_device(slot.on_device, slot.on_host)
 
     def wait(self) -> None:
-        """Have the computation wait for the state."""
+        """Let the computation wait for the state."""
         for slot in self._slots:
             if slot.arriving is not None:
                 slot.arriving.wait()
 
-    def put_away(self) -> None:
-        """Begin to copy the state back."""
+    def offload(self) -> None:
+        """Start to copy the state back to the host."""
         for slot in self._slots:
             if slot.arriving is not None:
-                # The host's tensor has been read before it is written.
+                # The copy to the device must have read the host's tensor before it is overwritten.
                 self._storage.finish_reading(slot.arriving)
             slot.leaving, slot.arriving = self._storage.to_host(slot.on_host, slot.on_device), None
 
-    def settle(self) -> None:
+    def release(self) -> None:
         """Wait until the state is on the host, and free it on the device."""
         for slot in self._slots:
             if slot.leaving is not None:
@@ -227,6 +229,6 @@ class StateOnHost:
                 self._storage.release(slot.on_device)
 
 
-def _steps(x: Tensor) -> list[tuple[int, int]]:
+def _strides(x: Tensor) -> list[tuple[int, int]]:
     """Return size and stride of the dimensions that have more than one element."""
     return [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]

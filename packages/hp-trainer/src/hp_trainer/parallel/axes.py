@@ -1,9 +1,4 @@
-"""Axes of the device meshes: which degrees multiply to the number of ranks, in which order, under which names.
-
-Divisors of a number, and the nearest ones to suggest.
-
-The device mesh of a set of degrees, with every name that the trainer asks for.
-"""
+"""Axes of the device mesh: their order, names and aliases, divisors of degrees, and the mesh itself."""
 
 from __future__ import annotations
 
@@ -22,15 +17,15 @@ DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "ulysses_d
 
 CpMethod = Literal["auto", "ulysses", "ring", "all_gather"]
 
-# Axes of the dense mesh, outermost first. Folded: pipeline stages talk least and are outermost, tensor parallel
-# ranks talk most and are neighbours. Peer: the order of the HyperParallel interface.
+# Axes of the dense mesh, outermost first. Folded: pipeline stages communicate least and are outermost, tensor parallel
+# ranks communicate most and are neighbours. Peer: the order of the HyperParallel interface.
 DENSE_AXES: dict[ExpertMesh, tuple[str, ...]] = {
     "folded": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
     "peer": ("dp_replicate", "dp_shard", "ep", "cp", "tp", "pp"),
 }
 
 # The axes that each alias spans, in the order of the mesh. `fsdp` of the folded mesh shards over cp as well:
-# context parallel ranks hold the same weights, so they can share them.
+# context parallel ranks use the same weights, so they can shard them.
 ALIASES: dict[ExpertMesh, dict[str, tuple[str, ...]]] = {
     "folded": {
         "fsdp": ("dp_shard", "cp"),
@@ -48,7 +43,7 @@ ALIASES: dict[ExpertMesh, dict[str, tuple[str, ...]]] = {
 
 
 def product(degrees: Any, names: tuple[str, ...]) -> int:
-    """Multiply the attributes `names` of `degrees`."""
+    """Return the product of the attributes `names` of `degrees`."""
     return math.prod(getattr(degrees, name) for name in names)
 
 
@@ -58,7 +53,7 @@ def dense_degrees(expert_mesh: ExpertMesh) -> tuple[str, ...]:
 
 
 def around_dp_shard(expert_mesh: ExpertMesh) -> tuple[str, ...]:
-    """Return the degrees of the equation but `dp_shard`: what -1 leaves out."""
+    """Return the degrees of the equation without `dp_shard`, by which -1 is inferred."""
     return tuple(name for name in dense_degrees(expert_mesh) if name != "dp_shard")
 
 
@@ -69,7 +64,7 @@ def divisors(n: int) -> list[int]:
 
 
 def nearest_divisors(n: int, target: int) -> list[int]:
-    """Return the divisors of `n` next to `target` on either side (`target` itself when it is one)."""
+    """Return the nearest divisors of `n` on either side of `target`, or `target` itself if it is a divisor."""
     choices = divisors(n)
     below = [d for d in choices if d <= target]
     above = [d for d in choices if d >= target]
@@ -83,25 +78,25 @@ def build_mesh(
     aliases: Mapping[str, tuple[str, ...]],
     sparse: Mapping[str, int] | None,
 ) -> DeviceMesh:
-    """Build a dense mesh over all ranks of `world`, with other names for the same ranks reachable as `mesh[name]`.
+    """Build a dense mesh over all ranks of `world`, with aliases for the same ranks as `mesh[name]`.
 
     Args:
         device_type: `cpu`, `cuda`, `npu`.
         world: its size is the product of the dense sizes.
-        dense: size of every axis of the dense mesh, outermost first. Those of size 1 are no axes of the mesh, but
-            their names give meshes of one rank; of all ones, `dp_shard` stays.
-        aliases: names for several dense axes taken together.
-        sparse: sizes of the experts' view of the same ranks, outermost first, among them `efsdp`, `ep` and `etp`;
-            None: those three are named by `dense` and `aliases`.
+        dense: size of every axis of the dense mesh, outermost first. Axes of size 1 are left out of the mesh, but
+            `mesh[name]` returns a mesh of one rank for them. If all are 1, `dp_shard` remains.
+        aliases: names of several dense axes together.
+        sparse: sizes of the experts' view of the same ranks, outermost first, including `efsdp`, `ep` and `etp`; None:
+            these three are names in `dense` or `aliases`.
     """
     root = DeviceMesh(device_type, (world.size,), mesh_dim_names=("world",), world=world)
     used = {name: size for name, size in dense.items() if size > 1} or {"dp_shard": 1}
     mesh = root.unflatten("world", tuple(used.values()), tuple(used))
-    for name, parts in ({name: (name,) for name in dense} | dict(aliases)).items():
+    for name, axes in ({name: (name,) for name in dense} | dict(aliases)).items():
         if name not in used:
-            mesh.flatten(name, [part for part in parts if part in used])
+            mesh.flatten(name, [axis for axis in axes if axis in used])
     if sparse is not None:
-        # Views of one root share their aliases: what is named on the sparse view is found on the dense one.
+        # Views of one root share their aliases: names given to the sparse view are found on the dense one.
         view = root.unflatten("world", tuple(sparse.values()), tuple(f"sparse_{name}" for name in sparse))
         for name in ("efsdp", "ep", "etp"):
             view.flatten(name, [f"sparse_{name}"])

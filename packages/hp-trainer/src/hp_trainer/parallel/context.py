@@ -1,4 +1,4 @@
-"""Context parallelism of a model: the method that its ranks share a sequence by, and what keeps them from it."""
+"""Context parallelism of a model: the method by which ranks share a sequence, its cost, and problems with it."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from hp_trainer.parallel.axes import divisors
 if TYPE_CHECKING:
     from hp_trainer.config import TrainingConfig
 
-# Bytes per second that a rank sends, and operations per second, by which methods are compared: those of the defaults.
+# Bytes per second that a rank sends, and operations per second, by which methods are compared.
 _BANDWIDTH, _FLOPS = 50e9, 1e14
-# Tokens of a rank's head or tail chunk that costs are counted on, at least: of fewer, the diagonal of a causal mask is
-# too large a part of the products (with two tokens they take an eighth more).
+# Least number of tokens in a rank's head or tail chunk for which costs are counted. With fewer, the diagonal of a
+# causal mask is too large a share of the products (with two tokens they take an eighth more).
 _HALF_TOKENS = 32
 
 
 def context_style(dims: Any, config: Any, training: TrainingConfig | None = None) -> ContextParallel:
-    """Return the style of attention modules under these degrees; the same on every rank.
+    """Return the parallel style of attention modules under these degrees; the same on every rank.
 
     Args:
         dims: a `ParallelDims`.
-        config: the model's options; heads are read where it has them.
-        training: length and batch, by which the cheapest method is chosen where none is named; None: a long sequence.
+        config: the model's options, from which heads are read if it has any.
+        training: length and batch, for which the cheapest method is chosen if none is set; None: a long sequence.
     """
     method, degree = _method(dims, config, training)
     length = None if training is None else training.sequence_length
-    # Always head and tail chunks: layers may have different masks, but tokens lie in one order.
+    # Always balanced (head and tail chunks): layers may have different masks, but tokens have one order.
     return ContextParallel(
         method=method, ulysses_degree=degree, balanced=True, length=length, replicated_without_positions=True
     )
@@ -47,13 +47,13 @@ def context_style(dims: Any, config: Any, training: TrainingConfig | None = None
 def context_cost(
     dims: Any, config: Any, training: TrainingConfig, *, window: int | None = None, batch: int = 1
 ) -> ContextCost:
-    """Return bytes, time and memory of one layer's attention by the method that `context_style` has chosen.
+    """Return bytes, time and memory of one layer's attention by the method that `context_style` chooses.
 
     Args:
         dims: a `ParallelDims`.
         config: the model's options.
-        window: of the layer.
-        batch: samples of a forward.
+        window: attention window of the layer.
+        batch: samples of a micro-batch.
     """
     method, degree = _method(dims, config, training)
     shape = dataclasses.replace(_shape(dims, config, training), window=window, batch=batch)
@@ -61,7 +61,7 @@ def context_cost(
 
 
 def describe_context(dims: Any, config: Any, training: TrainingConfig) -> list[str]:
-    """Return how context parallel ranks share a sequence, and why: a line and, if costs have decided, a table of them.
+    """Describe how context parallel ranks share a sequence: one line, and a table of costs if these decided.
 
     Args:
         dims: a `ParallelDims`.
@@ -71,24 +71,25 @@ def describe_context(dims: Any, config: Any, training: TrainingConfig) -> list[s
     if dims.cp == 1:
         return []
     method, degree = _method(dims, config, training)
-    name = "ulysses" if degree == dims.cp else method if degree == 1 else f"{method}, {degree} of them by ulysses"
+    name = "ulysses" if degree == dims.cp else method if degree == 1 else f"{method}, with ulysses over {degree}"
     if dims.cp_method != "auto" or _heads(dims, config) is None:
         return [f"{dims.cp} ranks share each by {name}"]
-    choice = _weighed(_shape(dims, config, training), dims.cp, None, dims.ulysses_degree)
+    choice = _compare(_shape(dims, config, training), dims.cp, None, dims.ulysses_degree)
     return [f"{dims.cp} ranks share each by {name}, which costs least in a layer:", *str(choice).splitlines()]
 
 
 def _cheapest(shape: AttentionShape, ranks: int, method: str | None, degree: int | None) -> ContextCost:
-    """Return the cost of the cheapest way to share a sequence."""
-    return _weighed(shape, ranks, method, degree).best
+    """Return the cost of the cheapest method."""
+    return _compare(shape, ranks, method, degree).best
 
 
 @functools.lru_cache(maxsize=4096)
-def _weighed(shape: AttentionShape, ranks: int, method: str | None, degree: int | None) -> ContextChoice:
-    """Return the costs of the ways to share a sequence.
+def _compare(shape: AttentionShape, ranks: int, method: str | None, degree: int | None) -> ContextChoice:
+    """Return the costs of all methods to share a sequence.
 
-    Costs are counted on a sequence that is shorter by a factor, of as many equal chunks, with rates that are smaller by
-    that factor for bytes, and by its square for the products of queries and keys: the same seconds, found much sooner.
+    Costs are counted for a sequence that is shorter by a factor and has as many equal chunks. Rates are divided by that
+    factor for bytes, and by its square for products of queries and keys. The seconds are the same, and found much
+    faster.
     """
     factor = 1
     if shape.length % (2 * ranks) == 0 and shape.window is None:
@@ -103,7 +104,7 @@ def _weighed(shape: AttentionShape, ranks: int, method: str | None, degree: int 
 
 
 def _times(cost: ContextCost, factor: int) -> ContextCost:
-    """Return the cost with bytes of a sequence that is longer by a factor."""
+    """Return a cost with its bytes multiplied by a factor."""
     return dataclasses.replace(
         cost,
         forward_bytes=cost.forward_bytes * factor,
@@ -114,11 +115,11 @@ def _times(cost: ContextCost, factor: int) -> ContextCost:
 
 
 def context_problems(dims: Any, config: Any, length: int | None = None) -> Iterator[Problem]:
-    """Yield why context parallel ranks cannot share this model's sequences.
+    """Yield problems of sharing this model's sequences over context parallel ranks.
 
     Args:
         dims: an object with the fields of `ParallelDims`.
-        config: the model's options; what it lacks is not checked.
+        config: the model's options; missing ones are not checked.
         length: tokens per sample.
     """
     if dims.cp == 1:
@@ -160,7 +161,7 @@ def context_problems(dims: Any, config: Any, length: int | None = None) -> Itera
 
 
 def _method(dims: Any, config: Any, training: TrainingConfig | None) -> tuple[Any, int]:
-    """Return the method beside Ulysses, and the ranks that exchange heads."""
+    """Return the method for the outer ranks, and the number of inner ranks that exchange heads (Ulysses)."""
     if dims.cp_method in ("ring", "all_gather"):
         return dims.cp_method, dims.ulysses_degree or 1
     if dims.cp_method != "auto" or _heads(dims, config) is None:
@@ -191,7 +192,7 @@ def _shape(dims: Any, config: Any, training: TrainingConfig | None) -> Attention
 
 
 def _common_window(config: Any) -> int | None:
-    """Return the window of layers that all have one, the widest; None where some see everything."""
+    """Return the widest window of the layers; None if a layer attends to everything."""
     if not hasattr(config, "window_of"):
         return None
     windows = {config.window_of(layer) for layer in range(config.num_hidden_layers)}
@@ -204,7 +205,7 @@ def _heads(dims: Any, config: Any) -> int | None:
 
 
 def _named_degree(dims: Any) -> int | None:
-    """Return the ranks that are told to exchange heads; None where the method is chosen or exchanges none."""
+    """Return the configured number of ranks that exchange heads; None if it is chosen, or none do."""
     if dims.ulysses_degree is not None:
         return int(dims.ulysses_degree)
     return int(dims.cp) if dims.cp_method in ("ulysses", None) else None

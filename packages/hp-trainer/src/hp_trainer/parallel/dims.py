@@ -1,6 +1,6 @@
 """Parallel degrees of a job: inferred, validated and turned into a device mesh before anything is built.
 
-Everything here is arithmetic on degrees and strides, so it costs the same for 8 and for 1,048,576 ranks.
+Everything here is arithmetic on degrees and strides, so its cost does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -32,32 +32,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDims:
-    """The degrees of every kind of parallelism, checked against each other when created.
+    """The degrees of every kind of parallelism, checked against each other on creation.
 
-    `expert_mesh` says where experts live:
+    `expert_mesh` states how experts are placed:
 
-    - `"folded"`: `dp_replicate*dp_shard*cp*tp*pp == world_size`, and experts re-use the dense ranks:
-      `dp_shard*cp*tp == efsdp*ep*etp`, with `efsdp` inferred; `dp_replicate` and `pp` stay outside.
+    - `"folded"`: `dp_replicate*dp_shard*cp*tp*pp == world_size`, and experts reuse the dense ranks within a replica and
+    a
+      stage: `dp_shard*cp*tp == efsdp*ep*etp`, with `efsdp` inferred.
     - `"peer"`: `ep` is an axis of its own: `dp_replicate*dp_shard*ep*cp*tp*pp == world_size`.
-    - `None`: the one whose equation holds, folded where `ep` is 1. With `dp_shard=-1` and `ep` above 1 either
-      could, with different layouts, so this is refused: say which one is meant.
+    - `None`: the one whose equation holds; folded if `ep` is 1. With `dp_shard=-1` and `ep` above 1 both equations can
+      hold, with different layouts, so `expert_mesh` must be stated.
 
     Attributes:
         dp_replicate: replicas of the sharded model (HSDP's outer axis).
-        dp_shard: data-parallel ranks that share one copy of the weights; -1 takes what is left.
+        dp_shard: data-parallel ranks that shard one copy of the weights; -1: all remaining ranks.
         cp: context parallel ranks, which share a sequence.
         tp: tensor parallel ranks.
         pp: pipeline stages.
         ep: expert parallel ranks.
         etp: tensor parallel ranks within an expert, 1 or `tp`.
-        ulysses_degree: how many of the `cp` ranks exchange heads; None: all of them, unless `cp_method` says else.
-        cp_method: how the others share keys and values: `"ring"` or `"all_gather"` (with `ulysses_degree` None: all
-            ranks do); `"ulysses"`: all exchange heads; `"auto"`: what costs least; None: `"ring"` beside Ulysses.
+        ulysses_degree: how many of the `cp` ranks exchange heads; None: all of them, unless `cp_method` differs.
+        cp_method: how the others exchange keys and values: `"ring"` or `"all_gather"` (with `ulysses_degree` None, all
+            ranks do); `"ulysses"`: all exchange heads; `"auto"`: the cheapest; None: `"ring"` together with Ulysses.
         world_size: ranks of the job.
-        ep_dispatcher: how tokens travel to experts; None: `all_to_all`.
-        ep_chunks: parts that they travel in; None: 1, with `auto` as the cost model says.
-        ep_copies: the most copies of busy experts that a rank takes.
-        ep_move_interval: steps between moves of busy experts to other ranks; None: they stay.
+        ep_dispatcher: how tokens are sent to experts; None: `all_to_all`.
+        ep_chunks: chunks in which they are sent; None: 1, or with `auto` the cost model's choice.
+        ep_copies: most copies of busy experts on a rank.
+        ep_move_interval: steps between moves of busy experts to other ranks; None: they are not moved.
         ep_node_size: ranks of a node, for `two_level` and `auto`.
 
     Raises:
@@ -102,8 +103,8 @@ class ParallelDims:
     def from_config(cls, config: Any, world_size: int, num_experts: int | None = None) -> ParallelDims:
         """Read the degrees from any object that has some of the fields as attributes (None: not set).
 
-        `etp` defaults to `tp`, and an older `dp` is read as `dp_shard` where that is not set. `ep` of -1 becomes the
-        largest degree that divides both the ranks to spread experts over and `num_experts` (None: there are none).
+        `etp` defaults to `tp`, and an older `dp` is read as `dp_shard` if that is not set. `ep` of -1 becomes the
+        largest degree that divides both the number of ranks available to experts and `num_experts` (None: no experts).
 
         Raises:
             ParallelDimsError: listing every problem.
@@ -124,19 +125,19 @@ class ParallelDims:
 
     @property
     def fsdp_size(self) -> int:
-        """Ranks that share one copy of the dense weights."""
+        """Ranks that shard one copy of the dense weights."""
         return product(self, ALIASES[self._experts]["fsdp"])
 
     @property
     def efsdp_size(self) -> int:
-        """Ranks that share one copy of an expert's weights."""
+        """Ranks that shard one copy of an expert's weights."""
         if self.expert_mesh == "peer":
             return self.fsdp_size
         return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
 
     @property
     def ulysses_size(self) -> int:
-        """Ranks that exchange heads for sequence in context parallel attention."""
+        """Ranks that exchange heads in context parallel attention."""
         if self.ulysses_degree is not None:
             return self.ulysses_degree
         return 1 if self.cp_method in ("ring", "all_gather") else self.cp
@@ -159,19 +160,19 @@ class ParallelDims:
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """True if the model has replicas; they shard nothing, so this alone does not enable `fsdp`."""
+        """Whether the model has replicas; they shard nothing, so this alone does not enable `fsdp`."""
         return self.dp_replicate > 1
 
     @property
     def fsdp_enabled(self) -> bool:
-        """True if dense weights are sharded: over `dp_shard` and, folded, over `cp`.
+        """Whether dense weights are sharded: over `dp_shard` and, folded, over `cp`.
 
-        As in torchtitan, replicas are no shards: `dp_replicate=2` alone leaves it False.
+        As in torchtitan, replicas do not shard: with `dp_replicate=2` alone it is False.
         """
         return self.fsdp_size > 1
 
     def summary(self) -> str:
-        """Return one line with every degree."""
+        """Return all degrees in one line."""
         names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
         degrees = " ".join(f"{name}={getattr(self, name)}" for name in names)
         is_chosen_later = self.cp_method == "auto" and self.ulysses_degree is None and self.cp > 1
@@ -184,7 +185,7 @@ class ParallelDims:
     # Mesh ------------------------------------------------------------------------------------------------
 
     def dense_sizes(self) -> dict[str, int]:
-        """Return the size of every axis of the dense mesh, outermost first, those of size 1 included."""
+        """Return the size of every axis of the dense mesh, outermost first, including axes of size 1."""
         return {name: getattr(self, name) for name in DENSE_AXES[self._experts]}
 
     def sparse_sizes(self) -> dict[str, int]:
@@ -193,21 +194,21 @@ class ParallelDims:
         return sizes | {"efsdp": self.efsdp_size, "ep": self.ep, "etp": self.etp}
 
     def aliases(self) -> dict[str, tuple[str, ...]]:
-        """Return the names for several axes of the dense mesh taken together."""
+        """Return the aliases: names of several axes of the dense mesh together."""
         return dict(ALIASES[self._experts])
 
     def build_mesh(
         self, device_type: str = "cpu", *, world: World | None = None, platform: Platform | None = None
     ) -> DeviceMesh:
-        """Return the dense mesh, with every other name reachable as `mesh[name]`.
+        """Build the dense mesh, with every other name available as `mesh[name]`.
 
-        Its axes are those of degree above 1 (all ones: `dp_shard` alone). Besides them there are the names
-        of the degrees that are 1, `fsdp`, `dp`, `batch`, `loss`, and for experts `efsdp`, `ep` and `etp`
-        over the same ranks; an axis that nothing is split over has size 1 rather than being absent.
+        Its axes are the degrees above 1 (`dp_shard` if all are 1). `mesh[name]` also knows the degrees that are 1, the
+        aliases `fsdp`, `dp`, `batch` and `loss`, and for experts `efsdp`, `ep` and `etp` over the same ranks. An axis
+        that nothing is sharded over has size 1 rather than being absent, so the same code runs on one device.
 
         Args:
             device_type: `cpu`, `cuda`, `npu`.
-            world: default the current world of `platform`.
+            world: default: the current world of `platform`.
 
         Raises:
             ParallelDimsError: the world has another size.
@@ -240,22 +241,23 @@ class ParallelDims:
         return coordinate
 
     def batch_rank(self, rank: int) -> int:
-        """Return which of the `dp_size` slices of a global batch `rank` reads."""
+        """Return the index of the slice of a global batch, of `dp_size` slices, that `rank` reads."""
         coordinate = self.coordinate(rank)
         return coordinate["dp_replicate"] * self.dp_shard + coordinate["dp_shard"]
 
     # Model -----------------------------------------------------------------------------------------------
 
     def model_problems(self, model: Any, seq_len: int | None = None) -> Iterator[Problem]:
-        """Yield the sizes of `model.config` (or of a `model` that has no `config`) that these degrees do not divide."""
+        """Yield the sizes of `model.config`, or of the configuration `model`, that these degrees do not divide."""
         yield from find_model_problems(self, model, seq_len)
         yield from context_problems(self, getattr(model, "config", model), seq_len)
 
     def validate_against_model(self, model: Any, seq_len: int | None = None) -> None:
-        """Check heads, key-value heads, experts and sequence length; fields the model lacks are skipped.
+        """Check that the degrees divide heads, key-value heads, experts and sequence length; missing fields are
+        skipped.
 
         Args:
-            model: anything with a `config` (or such a configuration itself).
+            model: an object with a `config`, or a configuration.
             seq_len: tokens per sample.
 
         Raises:
@@ -264,12 +266,12 @@ class ParallelDims:
         raise_if_any(self.model_problems(model, seq_len), ParallelDimsError, "parallel degrees do not fit the model")
 
 
-_TRAVEL = ("ep_dispatcher", "ep_chunks", "ep_copies", "ep_move_interval", "ep_node_size")
+_DISPATCH = ("ep_dispatcher", "ep_chunks", "ep_copies", "ep_move_interval", "ep_node_size")
 
 
 def degrees_from_config(config: Any, world_size: int, num_experts: int | None = None) -> dict[str, Any]:
-    """Return the fields of `ParallelDims` (but `world_size`) that `config` sets, with `from_config`'s defaults."""
-    names = (*DEGREES, "expert_mesh", "cp_method", *_TRAVEL)
+    """Return the fields of `ParallelDims` that `config` sets, with `from_config`'s defaults, without `world_size`."""
+    names = (*DEGREES, "expert_mesh", "cp_method", *_DISPATCH)
     found = {name: getattr(config, name, None) for name in names}
     if found["dp_shard"] is None:
         found["dp_shard"] = getattr(config, "dp", None)

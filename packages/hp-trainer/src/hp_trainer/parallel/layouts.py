@@ -1,4 +1,4 @@
-"""Every parallel layout of a number of ranks, and why each of those that cannot be used fails."""
+"""Every parallel layout of a number of ranks, and the problems of those that cannot be used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLUMNS = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "expert_m
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees that fit the number of ranks, and what else speaks against them (nothing: legal).
+    """Degrees that fit the number of ranks, and their other problems (none: legal).
 
     Example:
         >>> from hp_trainer import list_layouts
@@ -51,12 +51,11 @@ def list_layouts(
 
     Args:
         world_size: ranks of the job.
-        model: what `ParallelDims.validate_against_model` takes.
+        model: as in `ParallelDims.validate_against_model`.
         seq_len: tokens per sample.
-        has_experts: False: only layouts with `ep` 1; default: as the model, and yes where there is none.
-        expert_meshes: which ways to place experts are listed; with `ep` 1 they are the same layout,
-            listed once.
-        checks: more that may speak against a layout.
+        has_experts: False: only layouts with `ep` 1; default: whether the model has experts, True without a model.
+        expert_meshes: ways to place experts to list; with `ep` 1 they are the same layout, which is listed once.
+        checks: functions that return further problems of a layout.
 
     Example:
         >>> usable = [layout for layout in list_layouts(4, has_experts=False) if not layout.problems]
@@ -72,7 +71,7 @@ def list_layouts(
 
 
 def describe_layouts(layouts: Iterable[Layout], world_size: int) -> str:
-    """Return a table of the legal layouts, then each reason with the number of layouts it rules out."""
+    """Return a table of the legal layouts, followed by each problem with the number of layouts it rules out."""
     layouts = list(layouts)
     legal = [layout.dims for layout in layouts if layout.legal]
     reasons = Counter(f"{p.path}: {p.what}" for layout in layouts for p in layout.problems)

@@ -1,4 +1,4 @@
-"""Problems of parallel degrees, each told with the nearest legal values: among themselves, and with a model."""
+"""Problems of parallel degrees, each with the nearest legal values: among themselves, and with a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hp_trainer.parallel.axes import (
 
 
 def find_problems(dims: Any) -> Iterator[Problem]:
-    """Yield everything wrong with the degrees of an object that has the fields of `ParallelDims`."""
+    """Yield every problem of the degrees of an object that has the fields of `ParallelDims`."""
     malformed = list(_malformed(dims))
     yield from malformed
     if malformed:
@@ -42,7 +42,7 @@ def find_problems(dims: Any) -> Iterator[Problem]:
 
 
 def chosen_expert_mesh(dims: Any) -> ExpertMesh:
-    """Return `dims.expert_mesh`, or where it is None the one whose equation holds (of none: folded)."""
+    """Return `dims.expert_mesh`, or if it is None the one whose equation holds (folded if neither does)."""
     if dims.expert_mesh is not None:
         given: ExpertMesh = dims.expert_mesh
         return given
@@ -55,12 +55,12 @@ def _is_ambiguous(dims: Any) -> bool:
 
 
 def _ambiguous(dims: Any) -> Problem:
-    """Tell both readings of `dp_shard=-1` beside expert parallelism."""
+    """Return the problem of `dp_shard=-1` with expert parallelism, with both possible values."""
     fills = {kind: dims.world_size / product(dims, around_dp_shard(kind)) for kind in get_args(ExpertMesh)}
     return Problem(
         path="dp_shard",
-        what=f"-1 with ep = {dims.ep} has two readings: dp_shard would be {fills['folded']:g} where experts re-use the "
-        f"dense ranks (folded), {fills['peer']:g} where ep is an axis of its own (peer)",
+        what=f"-1 with ep = {dims.ep} is ambiguous: dp_shard would be {fills['folded']:g} if experts reuse the dense "
+        f"ranks (folded), {fills['peer']:g} if ep is an axis of its own (peer)",
         expected="expert_mesh, or dp_shard itself",
         got="-1",
         hint="expert_mesh='folded' or 'peer'",
@@ -68,11 +68,11 @@ def _ambiguous(dims: Any) -> Problem:
 
 
 def find_model_problems(dims: Any, model: Any, seq_len: int | None = None) -> Iterator[Problem]:
-    """Yield every size of a model that degrees do not divide; sizes that it lacks are skipped.
+    """Yield every size of a model that the degrees do not divide; missing sizes are skipped.
 
     Args:
-        dims: an object with the fields of `ParallelDims`; they need not fit each other.
-        model: an object with a `config`, or such a configuration itself.
+        dims: an object with the fields of `ParallelDims`, which need not be consistent.
+        model: an object with a `config`, or a configuration.
         seq_len: tokens per sample.
     """
     config = getattr(model, "config", model)
@@ -82,7 +82,7 @@ def find_model_problems(dims: Any, model: Any, seq_len: int | None = None) -> It
     if layers is not None and dims.pp > layers:
         yield Problem(
             path="pp",
-            what=f"num_hidden_layers = {layers} cannot be cut into stages for pp = {dims.pp} ranks",
+            what=f"num_hidden_layers = {layers} cannot be split into stages for pp = {dims.pp} ranks",
             expected=f"at most {layers}",
             got=str(dims.pp),
             hint=f"pp={layers}",
@@ -90,7 +90,7 @@ def find_model_problems(dims: Any, model: Any, seq_len: int | None = None) -> It
     if dims.pp > 1 and getattr(config, "hash_routing", False):
         yield Problem(
             path="pp",
-            what="hash_routing chooses experts by token ids, which the first stage alone has",
+            what="hash_routing chooses experts by token ids, which only the first stage has",
             expected="1, or hash_routing false",
             got=str(dims.pp),
             hint="pp=1",
@@ -104,14 +104,14 @@ def _malformed(dims: Any) -> Iterator[Problem]:
         value = getattr(dims, name)
         if name == "ulysses_degree" and value is None:
             continue
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or (value < 1 and not (name == "dp_shard" and value == -1)):
-            expected = "-1 or a whole number >= 1" if name == "dp_shard" else "a whole number >= 1"
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if not is_integer or (value < 1 and not (name == "dp_shard" and value == -1)):
+            expected = "-1 or an integer >= 1" if name == "dp_shard" else "an integer >= 1"
             yield Problem(path=name, what="impossible degree", expected=expected, got=repr(value), hint=f"{name}=1")
     if dims.expert_mesh not in (None, *get_args(ExpertMesh)):
         yield Problem(
             path="expert_mesh",
-            what="unknown way to place experts",
+            what="unknown placement of experts",
             expected="'folded' or 'peer'",
             got=repr(dims.expert_mesh),
         )
@@ -119,7 +119,7 @@ def _malformed(dims: Any) -> Iterator[Problem]:
     if dims.cp_method not in (None, *get_args(CpMethod)):
         yield Problem(
             path="cp_method",
-            what="unknown way to share a sequence",
+            what="unknown method of context parallelism",
             expected=join_choices(get_args(CpMethod)),
             got=repr(dims.cp_method),
         )
@@ -129,17 +129,18 @@ def _dispatcher_problems(dims: Any) -> Iterator[Problem]:
     name, chunks, node = (getattr(dims, field, None) for field in ("ep_dispatcher", "ep_chunks", "ep_node_size"))
     known = [*dispatchers().names(), "two_level"]
     if name is not None and name not in known:
-        yield Problem(
-            path="ep_dispatcher", what="unknown way to the experts", expected=join_choices(known), got=repr(name)
-        )
+        yield Problem(path="ep_dispatcher", what="unknown dispatcher", expected=join_choices(known), got=repr(name))
     if chunks is not None and name not in (None, *CHUNKED):
         yield Problem(
-            path="ep_chunks", what=f"tokens travel at once by {name}", expected=join_choices(CHUNKED), got=str(chunks)
+            path="ep_chunks",
+            what=f"{name} does not send tokens in chunks",
+            expected=join_choices(CHUNKED),
+            got=str(chunks),
         )
     if getattr(dims, "ep_copies", 0) and name not in (None, *COPYING):
         yield Problem(
             path="ep_copies",
-            what=f"copies of experts are not for {name}",
+            what=f"{name} does not support copies of experts",
             expected=f"0, or ep_dispatcher {join_choices(COPYING)}",
             got=str(dims.ep_copies),
             hint="ep_copies=0",
@@ -148,8 +149,8 @@ def _dispatcher_problems(dims: Any) -> Iterator[Problem]:
     if interval is not None and (interval < 1 or name not in (None, *COPYING)):
         yield Problem(
             path="ep_move_interval",
-            what="out of range" if interval < 1 else f"experts do not move with {name}",
-            expected=f"null, or a whole number >= 1 and ep_dispatcher {join_choices(COPYING)}",
+            what="out of range" if interval < 1 else f"{name} does not support moving experts",
+            expected=f"null, or an integer >= 1 and ep_dispatcher {join_choices(COPYING)}",
             got=str(interval),
             hint="ep_move_interval=null",
         )
@@ -159,12 +160,12 @@ def _dispatcher_problems(dims: Any) -> Iterator[Problem]:
         )
     if node is not None and name not in ("two_level", "auto"):
         yield Problem(
-            path="ep_node_size", what="is for ep_dispatcher two_level and auto", expected="null", got=str(node)
+            path="ep_node_size", what="is used by ep_dispatcher two_level and auto only", expected="null", got=str(node)
         )
     elif node is not None and (node < 1 or dims.ep % node):
         yield Problem(
             path="ep_node_size",
-            what=f"the {dims.ep} ranks that share the experts must fill nodes",
+            what=f"the {dims.ep} expert parallel ranks must fill nodes",
             expected=f"a divisor of {dims.ep}",
             got=str(node),
         )
@@ -175,7 +176,7 @@ def _unfillable(dims: Any, names: tuple[str, ...]) -> Problem:
         path="dp_shard",
         what=(
             f"-1 cannot be filled: world_size / ({'*'.join(names)}) = {dims.world_size} / "
-            f"({_spelt(dims, names)}) = {dims.world_size}/{product(dims, names)} is no whole number"
+            f"({_spelt(dims, names)}) = {dims.world_size}/{product(dims, names)} is not an integer"
         ),
         expected=f"{'*'.join(names)} to divide {dims.world_size}",
         got=str(product(dims, names)),
@@ -195,7 +196,7 @@ def _wrong_product(dims: Any, names: tuple[str, ...]) -> Problem:
 
 
 def _nearest_products(dims: Any, names: tuple[str, ...], *, divides: bool) -> str:
-    """Name for each degree alone the nearest values that mend the equation, and the world size that would."""
+    """Return, for each single degree, the nearest values that satisfy the equation, and the world size that would."""
     total = product(dims, names)
     choices = []
     for name in names:
@@ -223,7 +224,7 @@ def _expert_problems(dims: Any, expert_mesh: ExpertMesh, shard: int | None) -> I
         legal = join_choices(sorted({1, dims.tp}))
         yield Problem(
             path="etp",
-            what="experts are tensor parallel over all of tp or not at all",
+            what="experts are tensor parallel over all tp ranks or not at all",
             expected=f"1 or tp (= {dims.tp})",
             got=str(dims.etp),
             hint=f"etp={legal}",
