@@ -173,7 +173,7 @@ class TestDirectoriesThatDoNotFit:
 
     def test_no_json(self, folder):
         (folder / "config.json").write_text("{")
-        assert "config.json: is no JSON" in "\n".join(map(str, DecoderConfig.read_directory(folder)[1]))
+        assert "config.json: is not JSON" in "\n".join(map(str, DecoderConfig.read_directory(folder)[1]))
 
     def test_nothing_there(self, tmp_path):
         (problem,) = DecoderConfig.read_directory(tmp_path / "nowhere")[1]
@@ -223,7 +223,7 @@ def test_a_model_is_known_by_its_options(tmp_path, model_type):
 
 
 def test_a_model_that_transformers_does_not_have_is_refused():
-    with pytest.raises(ExportError, match="comes nearest: logit_soft_cap is None there"):
+    with pytest.raises(ExportError, match="is nearest: logit_soft_cap is None there"):
         find_architecture(DecoderConfig(logit_soft_cap=20.0))
 
 

@@ -1,11 +1,8 @@
 """Architectures of Hugging Face's transformers: their `config.json` as options of the decoder, and back.
 
-An architecture is a table: which options it copies from which keys, which it fixes, and which keys must have a value
-that the decoder computes with. What a table cannot say (layer patterns, factors) is a small function beside it.
-
-Reading of a `config.json`: values by key, with every problem noted.
-
-Rotary settings of a `config.json`: as `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`.
+An architecture is a table: which options it copies from which keys, which options are fixed, and which keys must have a
+value that the decoder supports. What a table cannot express (layer patterns, factors) is a small function. Unsupported
+values are refused, never ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from hp_trainer._files import read_plain_text
 from hp_trainer.exceptions import Problem
 
 Options = dict[str, Any]
-# Options that say how a model is trained, not what it computes.
+# Options that affect how a model is trained, not what it computes.
 TRAINING_ONLY = (
     "initializer_range",
     "load_balance_coeff",
@@ -56,13 +53,13 @@ class Architecture:
     """One `model_type` of transformers.
 
     Attributes:
-        model_type: its name in `config.json`.
-        class_name: the class in transformers, named in `config.json` as its architecture.
+        model_type: name of the architecture in `config.json`.
+        class_name: class in transformers, which `config.json` names too.
         copied: option of the decoder -> key of `config.json` and its type.
         fixed: options that this architecture always has.
-        refused: key -> the values, besides null, that change nothing.
-        tied, rope_theta, rms_norm_eps: what holds where `config.json` does not say.
-        read_more, write_more: what the tables cannot say: further options from a `config.json`, further keys from the
+        refused: key -> values, besides null, that are supported; all others are refused.
+        tied, rope_theta, rms_norm_eps: defaults for keys that are missing in `config.json`.
+        read_more, write_more: functions that return further options from a `config.json`, and further keys from the
             options.
     """
 
@@ -78,7 +75,7 @@ class Architecture:
     write_more: Callable[[Any], Options] = lambda config: {}
 
     def read(self, reader: ConfigReader) -> Options:
-        """Return the options of the decoder; what cannot be computed is noted in the reader."""
+        """Return the options of the decoder; unsupported values become problems of the reader."""
         heads = reader.take(int, "num_attention_heads")
         hidden = reader.take(int, "hidden_size")
         options: Options = {
@@ -103,7 +100,7 @@ class Architecture:
         return options | dict(self.fixed) | self.read_more(reader)
 
     def write(self, config: Any) -> Options:
-        """Return a `config.json` of a decoder with these options."""
+        """Return the content of `config.json` for a decoder with these options."""
         keys: Options = {name: getattr(config, name) for name in _SHARED_KEYS}
         keys |= {key: getattr(config, name) for name, (key, _) in self.copied.items()}
         keys |= write_rotary(config) | {"hidden_act": "silu"}
@@ -114,7 +111,7 @@ class Architecture:
 
 
 def _pattern(kinds: list[str]) -> tuple[str, ...]:
-    """Return the shortest list of kinds which, repeated, gives `kinds`."""
+    """Return the shortest pattern of kinds whose repetition is `kinds`."""
     short = ["sliding" if kind == "sliding_attention" else "full" for kind in kinds]
     for length in range(1, len(short)):
         if all(kind == short[i % length] for i, kind in enumerate(short)):
@@ -123,7 +120,7 @@ def _pattern(kinds: list[str]) -> tuple[str, ...]:
 
 
 def _layer_types(reader: ConfigReader, otherwise: Callable[[int], bool]) -> Options:
-    """Return the window and the pattern from `layer_types`; where that is missing `otherwise(layer)` is sliding."""
+    """Return window and pattern from `layer_types`; if that is missing, layers with `otherwise(layer)` are sliding."""
     window, given = reader.take(int, "sliding_window", default=None), reader.values.get("layer_types")
     if window is None:
         return {}
@@ -206,7 +203,7 @@ def _write_gemma(config: Any) -> Options:
         **_write_layer_types(config),
         "hidden_activation": "gelu_pytorch_tanh",
         "hidden_act": "gelu_pytorch_tanh",
-        # The root is taken again when it is read; whole numbers come back as they were.
+        # The inverse of what reading does; rounded so that integers are restored exactly.
         "query_pre_attn_scalar": round(scale**-2, 9),
         "attn_logit_softcapping": config.attention_soft_cap,
         "final_logit_softcapping": config.logit_soft_cap,
@@ -226,7 +223,7 @@ def _read_deepseek(reader: ConfigReader) -> Options:
         "q_lora_rank": reader.take(int, "q_lora_rank", default=None),
         "num_key_value_heads": reader.take(int, "num_attention_heads"),
         "rope_interleaved": reader.take(bool, "rope_interleave", default=True),
-        # The buffer that corrects choices is moved while training, as in the paper (arXiv 2412.19437, section 4.2).
+        # The correction bias is updated in training, as in the paper (arXiv 2412.19437, section 4.2).
         "load_balance_coeff": 1e-3,
     }
 
@@ -383,10 +380,9 @@ ARCHITECTURES: dict[str, Architecture] = {each.model_type: each for each in _ALL
 
 
 def read_architecture(folder: Path) -> tuple[Architecture | None, Options, ConfigReader]:
-    """Return the architecture of a directory and the options of the decoder that computes it.
+    """Return the architecture of a directory, the decoder's options, and the reader with all problems.
 
-    `rope_scaling` among the options is a mapping. The reader has the problems; with an unknown architecture there are
-    no options.
+    The option `rope_scaling` is a mapping. For an unknown architecture the options are empty.
     """
     reader = ConfigReader.open(folder)
     if reader.problems:
@@ -405,11 +401,11 @@ _MISSING = object()
 
 
 class ConfigReader:
-    """The values of one `config.json`; what is wrong goes into `problems`.
+    """The values of one `config.json`, and the problems found in them.
 
     Args:
         values: the mapping that the file holds.
-        where: names the file in messages.
+        where: name of the file in messages.
     """
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
@@ -418,7 +414,7 @@ class ConfigReader:
 
     @classmethod
     def open(cls, folder: Path) -> ConfigReader:
-        """Read `config.json` of a directory; where it cannot be read, the values are empty and there is a problem."""
+        """Read `config.json` of a directory. If that fails, the values are empty and there is a problem."""
         file = folder / "config.json"
         reader = cls({}, str(file))
         try:
@@ -426,7 +422,7 @@ class ConfigReader:
         except OSError as error:
             reader.add("", f"cannot be read: {error.strerror or error}", expected="a directory of a Hugging Face model")
         except (ValueError, RecursionError) as error:
-            reader.add("", f"is no JSON: {error}")
+            reader.add("", f"is not JSON: {error}")
         else:
             if isinstance(found, dict):
                 reader.values = found
@@ -435,14 +431,14 @@ class ConfigReader:
         return reader
 
     def add(self, key: str, what: str, expected: str = "", got: str = "", hint: str = "") -> None:
-        """Note a problem with the value of a key."""
-        told = f"{self.where}: {f'{key}: ' if key else ''}{what}"
-        self.problems.append(Problem(path="", what=told, expected=expected, got=got, hint=hint))
+        """Add a problem with the value of a key."""
+        text = f"{self.where}: {f'{key}: ' if key else ''}{what}"
+        self.problems.append(Problem(path="", what=text, expected=expected, got=got, hint=hint))
 
     def take(self, kind: type, *keys: str, default: Any = _MISSING) -> Any:
-        """Return the value of the first of the keys that is there and not null, as `kind`.
+        """Return the value of the first key that is present and not null, converted to `kind`.
 
-        Without a default a missing key is a problem; a value of another kind is one always. Then None is returned.
+        A value of another type is a problem, and so is a missing key without default. None is returned then.
         """
         for key in keys:
             found = self.values.get(key)
@@ -460,11 +456,11 @@ class ConfigReader:
         return default
 
     def only(self, key: str, *allowed: Any, hint: str = "") -> None:
-        """Note a problem unless the key is missing, null, or has one of the values that this model can compute."""
+        """Add a problem unless the key is missing, null, or has one of the supported values."""
         found = self.values.get(key)
         if found is not None and found not in allowed:
-            told = " or ".join(map(json.dumps, allowed)) or "null"
-            self.add(key, "is not supported", expected=told, got=json.dumps(found)[:200], hint=hint)
+            expected = " or ".join(map(json.dumps, allowed)) or "null"
+            self.add(key, "is not supported", expected=expected, got=json.dumps(found)[:200], hint=hint)
 
 
 _KINDS = ("default", "linear", "llama3", "yarn")
@@ -478,7 +474,7 @@ _NUMBERS = (
     "mscale",
     "mscale_all_dim",
 )
-# What each kind says about itself.
+# Keys that `config.json` has for each kind.
 _OF_KIND = {
     "default": (),
     "linear": ("factor",),
@@ -488,7 +484,10 @@ _OF_KIND = {
 
 
 def read_rotary(reader: ConfigReader, otherwise: float) -> dict[str, Any]:
-    """Return the options `rope_theta` (`otherwise` where it is missing) and `rope_scaling` (as a mapping)."""
+    """Return the options `rope_theta` (default: `otherwise`) and `rope_scaling` (as a mapping).
+
+    They are read from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling`.
+    """
     given = reader.values.get("rope_parameters") or reader.values.get("rope_scaling") or {}
     inner = ConfigReader(given if isinstance(given, dict) else {}, f"{reader.where}: rope_scaling")
     kind = inner.take(str, "rope_type", "type", default="default")
@@ -511,12 +510,12 @@ def read_rotary(reader: ConfigReader, otherwise: float) -> dict[str, Any]:
 
 
 def write_rotary(config: Any) -> dict[str, Any]:
-    """Return the rotary settings of a `config.json`, in the forms of transformers 4 and of 5."""
+    """Return the rotary settings of a `config.json`, in the formats of transformers 4 and 5."""
     scaling = config.rope_scaling
-    told = {key: getattr(scaling, key) for key in _OF_KIND[scaling.kind]}
+    keys = {key: getattr(scaling, key) for key in _OF_KIND[scaling.kind]}
     optional = {key: getattr(scaling, key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
-    told |= {key: value for key, value in optional.items() if value is not None and scaling.kind == "yarn"}
-    scaled = {"rope_type": scaling.kind, **told}
+    keys |= {key: value for key, value in optional.items() if value is not None and scaling.kind == "yarn"}
+    scaled = {"rope_type": scaling.kind, **keys}
     return {
         "rope_theta": config.rope_theta,
         "rope_scaling": None if scaling.kind == "default" else scaled,

@@ -1,8 +1,7 @@
-"""The architecture that a decoder is: found by writing a `config.json` and reading it back.
+"""Export of a decoder as a Hugging Face directory: its architecture, its weights, and adapters in PEFT's format.
 
-Writing of a Hugging Face directory: tensor by tensor, each file by one of the ranks that work together.
-
-Adapters in PEFT's files, and merged into the weights that they adapt.
+The architecture is found by writing a `config.json` for each known one and reading it back. Weights are written tensor
+by tensor, each file by one of the ranks that work together.
 """
 
 from __future__ import annotations
@@ -53,45 +52,45 @@ _OF_GROUPED = ("num_key_value_heads", "head_dim")
 
 
 def find_architecture(config: Any) -> Architecture:
-    """Return the architecture that computes what a decoder with these options does.
+    """Return the architecture that computes the same as a decoder with these options.
 
     Raises:
-        ExportError: there is none in the table; tells which comes nearest, and by which options it differs.
+        ExportError: there is none; the message names the nearest one, and the options that differ.
     """
     wanted = meaning(to_plain(config), config.num_hidden_layers)
     differing = {each: _difference(each, config, wanted) for each in ARCHITECTURES.values()}
     best = min(differing, key=lambda each: len(differing[each]))
     if differing[best]:
-        told = ", ".join(f"{name} is {got!r} there" for name, got in sorted(differing[best].items()))
+        differences = ", ".join(f"{name} is {got!r} there" for name, got in sorted(differing[best].items()))
         raise ExportError(
-            f"no architecture of transformers that is known here ({', '.join(ARCHITECTURES)}) has the options of this "
-            f"model together; {best.model_type} comes nearest: {told}"
+            f"no known architecture of transformers ({', '.join(ARCHITECTURES)}) has all options of this "
+            f"model; {best.model_type} is nearest: {differences}"
         )
     return best
 
 
 def meaning(options: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Return the options that decide what a model computes; those that do nothing beside the others are left out."""
-    kept = {name: value for name, value in options.items() if name not in (*TRAINING_ONLY, "name", "from")}
-    if kept["num_experts"] is None:
+    """Return the options that determine what a model computes, without those that others make irrelevant."""
+    effective = {name: value for name, value in options.items() if name not in (*TRAINING_ONLY, "name", "from")}
+    if effective["num_experts"] is None:
         unused: tuple[str, ...] = _OF_EXPERTS
     else:
-        unused = ("intermediate_size",) if kept["num_dense_layers"] == 0 else ()
-    unused += _OF_GROUPED if kept["attention"] == "latent" else _OF_LATENT
-    pattern = kept.pop("layer_pattern")
+        unused = ("intermediate_size",) if effective["num_dense_layers"] == 0 else ()
+    unused += _OF_GROUPED if effective["attention"] == "latent" else _OF_LATENT
+    pattern = effective.pop("layer_pattern")
     kinds = [pattern[layer % len(pattern)] for layer in range(layers)]
-    if kept["sliding_window"] is None or "sliding" not in kinds:
-        kept["sliding_window"], kinds = None, []
-    if kept["attention"] == "grouped" and kept["attention_scale"] is None:
-        kept["attention_scale"] = kept["head_dim"] ** -0.5
-    scaling = kept["rope_scaling"]
+    if effective["sliding_window"] is None or "sliding" not in kinds:
+        effective["sliding_window"], kinds = None, []
+    if effective["attention"] == "grouped" and effective["attention_scale"] is None:
+        effective["attention_scale"] = effective["head_dim"] ** -0.5
+    scaling = effective["rope_scaling"]
     if scaling["kind"] == "default":
-        kept["rope_scaling"] = {"kind": "default"}
-    return {name: value for name, value in kept.items() if name not in unused} | {"layers": kinds}
+        effective["rope_scaling"] = {"kind": "default"}
+    return {name: value for name, value in effective.items() if name not in unused} | {"layers": kinds}
 
 
 def _difference(architecture: Architecture, config: Any, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that come back otherwise from a `config.json` of this architecture."""
+    """Return the options that change when written as a `config.json` of this architecture and read back."""
     reader = ConfigReader(architecture.write(config), architecture.model_type)
     options = architecture.read(reader)
     if reader.problems:
@@ -105,36 +104,36 @@ def _changed(wanted: dict[str, Any], got: dict[str, Any]) -> Iterator[tuple[str,
     for name in {**wanted, **got}:
         one, other = wanted.get(name), got.get(name)
         if isinstance(one, float) and isinstance(other, float) and math.isclose(one, other, rel_tol=1e-9):
-            # A factor that config.json keeps as its inverse, or the root of it.
+            # Some factors are stored as their inverse or its root, so they are restored up to rounding.
             continue
         if one != other:
             yield name, other
 
 
 def same_meaning(config: Any, options: dict[str, Any]) -> bool:
-    """Return whether options read from a directory are those of a decoder, but for what only training needs."""
+    """Return whether options read from a directory make a decoder compute the same as `config`."""
     read = dataclasses.replace(config, **options)
     layers = config.num_hidden_layers
     return meaning(to_plain(read), read.num_hidden_layers) == meaning(to_plain(config), layers)
 
 
 ReadBox = Callable[[str, Box], Array]
-# transformers cuts its own files here.
+# The size at which transformers starts a new file.
 LARGEST_FILE = 5 * 10**9
 
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """One tensor of the directory, and the boxes of the decoder's tensors that it is made of."""
+    """One tensor of the directory, and the boxes of the decoder's tensors that form it."""
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[tuple[str, Piece], ...]
+    pieces: tuple[tuple[str, Piece], ...]
 
     def read(self, read: ReadBox) -> Array:
-        """Return the whole tensor as float32; the only one of the model that is in memory."""
+        """Return the full tensor as float32, the only one of the model that is in memory."""
         result = np.empty(self.shape, np.float32)
-        for name, piece in self.parts:
+        for name, piece in self.pieces:
             piece.place(read(name, piece.box), result)
         return result
 
@@ -149,15 +148,15 @@ class OutputFile:
 
 def output_tensors(tensors: TensorMap) -> list[OutputTensor]:
     """Return the tensors of a directory, in the order of the decoder's."""
-    parts: dict[str, list[tuple[str, Piece]]] = {}
+    pieces: dict[str, list[tuple[str, Piece]]] = {}
     for name, tensor in tensors.items():
         for piece in tensor.pieces:
-            parts.setdefault(piece.source, []).append((name, piece))
-    return [OutputTensor(source, found[0][1].shape, tuple(found)) for source, found in parts.items()]
+            pieces.setdefault(piece.source, []).append((name, piece))
+    return [OutputTensor(source, found[0][1].shape, tuple(found)) for source, found in pieces.items()]
 
 
 def output_files(tensors: Sequence[OutputTensor], dtype: str, largest: int = LARGEST_FILE) -> list[OutputFile]:
-    """Share tensors out to files of at most `largest` bytes each, or of one tensor that is larger."""
+    """Distribute tensors over files of at most `largest` bytes each, or of one tensor that is larger."""
     shares: list[list[OutputTensor]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -182,21 +181,21 @@ def export_weights(
     dtype: str,
     largest: int = LARGEST_FILE,
 ) -> list[str]:
-    """Write weights and `config.json` into a new directory; each rank of `group` writes every so many-th file.
+    """Write weights and `config.json` into a new directory; the files are distributed over the ranks of `group`.
 
     Args:
-        folder: new, or empty; all ranks share it. `config.json` comes last, so a directory that has one is whole.
-        tensors: where the decoder's tensors lie.
+        folder: new or empty, shared by all ranks. `config.json` is written last, so a directory with one is complete.
+        tensors: where the directory stores the decoder's tensors.
         read: (name of a parameter or buffer, box) -> float32 values.
         config: the content of `config.json`.
         dtype: float32, bfloat16 or float16.
-        largest: bytes of a file; one larger tensor has a file of its own.
+        largest: most bytes of a file; a larger tensor has a file of its own.
 
     Returns:
         The names of the files of weights.
 
     Raises:
-        ExportError: on every rank, where one could not write.
+        ExportError: on every rank, if one could not write.
     """
     files = output_files(output_tensors(tensors), dtype, largest)
     coordinator(group, "making the directory", lambda: make_directory(folder), ExportError)
@@ -207,10 +206,10 @@ def export_weights(
 
 
 def make_directory(folder: Path) -> None:
-    """Make a directory to export to.
+    """Create a directory to export to.
 
     Raises:
-        ExportError: it is there, and not empty, or it cannot be made.
+        ExportError: it exists and is not empty, or cannot be created.
     """
     try:
         if folder.is_dir() and any(folder.iterdir()):
@@ -226,18 +225,18 @@ def _write_all(folder: Path, files: Sequence[OutputFile], read: ReadBox, dtype: 
 
 
 def _write(folder: Path, file: OutputFile, read: ReadBox, dtype: str) -> None:
-    """Write one file under another name first, so that one which has its name is whole."""
+    """Write one file under a temporary name and rename it, so that a file with the final name is complete."""
     unfinished = folder / f"{file.name}.incomplete"
     with unfinished.open("wb") as out:
-        for part in _parts(file, read, dtype):
-            out.write(part)
+        for chunk in _chunks(file, read, dtype):
+            out.write(chunk)
         out.flush()
         os.fsync(out.fileno())
     unfinished.rename(folder / file.name)
 
 
-def _parts(file: OutputFile, read: ReadBox, dtype: str) -> Iterator[bytes | memoryview]:
-    # transformers asks for the metadata of a file that it reads.
+def _chunks(file: OutputFile, read: ReadBox, dtype: str) -> Iterator[bytes | memoryview]:
+    # transformers requires the metadata entry "format".
     yield from header_parts([(tensor.name, dtype, tensor.shape) for tensor in file.tensors], {"format": "pt"})
     for tensor in file.tensors:
         yield bytes_of(np.ascontiguousarray(narrow(tensor.read(read), dtype)))
@@ -246,8 +245,8 @@ def _parts(file: OutputFile, read: ReadBox, dtype: str) -> Iterator[bytes | memo
 def _finish(folder: Path, files: Sequence[OutputFile], config: dict[str, Any], dtype: str) -> None:
     if len(files) > 1:
         total = sum(_num_bytes(tensor, dtype) for file in files for tensor in file.tensors)
-        places = {tensor.name: file.name for file in files for tensor in file.tensors}
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+        file_of = {tensor.name: file.name for file in files for tensor in file.tensors}
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -277,7 +276,7 @@ def merging(read: ReadBox, shapes: dict[str, tuple[int, ...]], scale: float) -> 
         rank = shapes[a][0]
         rows = read(b, Box((box.offset[0], 0), (box.shape[0], rank)))
         columns = read(a, Box((0, box.offset[1]), (rank, box.shape[1])))
-        # In float64, so that the sum is rounded once.
+        # In float64, so that the sum is rounded only once.
         added: Array = values + scale * (rows.astype(np.float64) @ columns.astype(np.float64))
         return added.astype(np.float32)
 
@@ -290,11 +289,11 @@ def export_adapters(
     """Write `adapter_model.safetensors` and `adapter_config.json`, which PEFT reads.
 
     Args:
-        tensors: where the decoder's own tensors lie.
+        tensors: where a directory stores the decoder's own tensors.
         read: (name of a parameter, box) -> float32 values.
         shapes: shape of every parameter by name.
-        lora: the options of the adapters.
-        base: directory of the model that they adapt, where it is known.
+        lora: options of the adapters.
+        base: directory of the adapted model, if it is known.
 
     Raises:
         ExportError: the directory is not empty.

@@ -1,7 +1,4 @@
-"""A directory of a Hugging Face model: what it is, whether it is whole, and its weights for any rank's shards.
-
-Weights of a Hugging Face directory: safetensors files, one or many, read slice by slice.
-"""
+"""A directory of a Hugging Face model: its architecture, its problems, and its weights for any rank's shards."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from hp_trainer.exceptions import CheckpointError, Problem
 from hp_trainer.models.hugging_face.architectures import read_architecture
 from hp_trainer.models.hugging_face.tensor_map import Array, TensorMap, build_tensor_map
 
-# Files beside the weights that go with a model wherever it goes; data, all of them.
+# Files that belong to a model in addition to its weights. All are data, none is executed.
 COMPANIONS = (
     "config.json",
     "generation_config.json",
@@ -32,16 +29,15 @@ COMPANIONS = (
 
 
 class ModelDirectory:
-    """A directory that `transformers` wrote, or would read.
+    """A directory that transformers can read.
 
     Args:
         path: its folder.
-        config: options of the decoder that is to have its weights.
+        config: options of the decoder that loads the weights.
 
     Attributes:
-        weights: its tensors.
-        tensors: where each parameter and buffer of the decoder lies among them; empty where the architecture is
-            unknown.
+        weights: the directory's tensors.
+        tensors: where each parameter and buffer of the decoder is stored; empty for an unknown architecture.
     """
 
     def __init__(self, path: Path, config: Any) -> None:
@@ -56,13 +52,13 @@ class ModelDirectory:
             self.tensors = build_tensor_map(config, self.architecture.model_type, fused=fused)
 
     def problems(self) -> Iterator[Problem]:
-        """Yield everything that keeps the weights from being loaded."""
+        """Yield every problem that prevents loading the weights."""
         yield from self._reader.problems
         if self.architecture is not None:
             yield from weight_problems(self.weights, self.tensors, self._is_ignored)
 
     def read(self, name: str, box: Box) -> Array:
-        """Return a box of one of the decoder's parameters or buffers as float32, reading no more than it takes.
+        """Return a box of one of the decoder's parameters or buffers as float32, reading only the bytes it needs.
 
         Raises:
             CheckpointError: there is no such tensor.
@@ -72,7 +68,7 @@ class ModelDirectory:
         return self.tensors[name].read(box, self.weights.read)
 
     def _is_ignored(self, name: str) -> bool:
-        """Tell tensors that are no part of the decoder: tables, the tied head, layers of multi-token prediction."""
+        """Return whether a tensor is superfluous: rotary tables, a tied head, layers of multi-token prediction."""
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self._tied):
             return True
         layer = re.match(r"model\.layers\.(\d+)\.", name)
@@ -82,17 +78,17 @@ class ModelDirectory:
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# Bytes of a header that are read; one with a million tensors takes some hundred megabytes.
+# Most bytes of a header. One with a million tensors takes some hundred megabytes.
 _LONGEST_HEADER = 512 * 2**20
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
 
 class Weights:
-    """The tensors of a directory; files are mapped, and what is not asked for is never read.
+    """The tensors of a directory. Files are memory-mapped, so only requested slices are read.
 
     Attributes:
-        problems: what is wrong with the files themselves; the tensors of the others are there all the same.
-        bytes_read: of the slices that were taken so far.
+        problems: problems of the files themselves; tensors of undamaged files are available all the same.
+        bytes_read: bytes of all slices read so far.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -113,14 +109,11 @@ class Weights:
         return self._entry(name)[1]
 
     def dtype(self, name: str) -> str:
-        """Return the dtype as safetensors calls it, such as `BF16`."""
+        """Return safetensors' name of the dtype, such as `BF16`."""
         return self._entry(name)[0]
 
     def read(self, name: str, slices: tuple[slice, ...]) -> Array:
-        """Return a part of a tensor as float32.
-
-        bfloat16 and float16 are widened, which is exact; float64 is rounded.
-        """
+        """Return a slice of a tensor as float32. bfloat16 and float16 are widened exactly, float64 is rounded."""
         kind, shape, begin, _ = self._entry(name)
         view = view_array(self._files[self._places[name]][0], begin, _DTYPES[kind], shape)[slices]
         self.bytes_read += view.nbytes
@@ -138,8 +131,8 @@ class Weights:
             if (self.folder / WEIGHTS_FILE).is_file():
                 return [WEIGHTS_FILE]
             pickled = sorted(file.name for file in self.folder.glob("*.bin")) if self.folder.is_dir() else []
-            told = f"; {pickled[0]} is a pickle, which is never read" if pickled else ""
-            self._add(f"{self.folder} has no weights{told}", expected=f"{WEIGHTS_FILE}, or {INDEX_FILE} and its shards")
+            also = f"; {pickled[0]} is a pickle, which is never read" if pickled else ""
+            self._add(f"{self.folder} has no weights{also}", expected=f"{WEIGHTS_FILE}, or {INDEX_FILE} and its shards")
             return []
         try:
             shards = json.loads(read_plain_text(index))["weight_map"]
@@ -172,34 +165,34 @@ class Weights:
 
 
 def storage(kind: str) -> str:
-    """Return the NumPy dtype that holds the bits of a dtype of safetensors."""
+    """Return the NumPy dtype that stores the bits of a dtype of safetensors."""
     return {"F32": "<f4", "BF16": "<u2", "F16": "<f2", "F64": "<f8"}[kind]
 
 
 def widen(values: Array, dtype: str) -> Array:
-    """Return values as float32; those of bfloat16 come as their bits, uint16."""
+    """Return values as float32; bfloat16 values are given as their bits, uint16."""
     if dtype == "bfloat16":
         return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return values.astype(np.float32)
 
 
 def narrow(values: Array, dtype: str) -> Array:
-    """Return float32 values in a dtype, rounded to nearest, ties to even; bfloat16 as its bits, uint16."""
+    """Round float32 values to a dtype, to nearest with ties to even; bfloat16 is returned as its bits, uint16."""
     if dtype != "bfloat16":
         return values.astype(dtype)
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    # A NaN whose low bits carry would become an infinity.
+    # Rounding could carry a NaN's low bits into its exponent and make it an infinity.
     quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
     return np.where(np.isnan(values), quiet, rounded).astype(np.uint16)
 
 
 def weight_problems(weights: Weights, tensors: TensorMap, is_ignored: Any) -> Iterator[Problem]:
-    """Yield what is wrong with the files, and every tensor that is missing, not expected, or of another shape or dtype.
+    """Yield problems of the files, and tensors that are missing, unexpected, or of another shape or dtype.
 
     Args:
-        tensors: what the decoder consists of.
-        is_ignored: (name) -> the tensor is not expected, but known to be superfluous.
+        tensors: the decoder's tensors.
+        is_ignored: (name) -> whether the tensor is known to be superfluous.
     """
     yield from weights.problems
     expected = {piece.source: piece.shape for tensor in tensors.values() for piece in tensor.pieces}

@@ -1,9 +1,8 @@
-"""Pieces: how boxes of the decoder's tensors lie in the tensors of a Hugging Face checkpoint.
+"""Where each of the decoder's tensors is stored in a checkpoint of each architecture.
 
-A checkpoint may keep each expert by itself, gate and up side by side or alternating, and matrices transposed. All of it
-is one affine map per dimension, so any box can be read, and any tensor be written, without the rest.
-
-The decoder's tensors, by name, as they lie in a checkpoint of each architecture.
+A checkpoint may store experts one by one or stacked, gate and up projections side by side or interleaved, and matrices
+transposed. Each of these is an affine map per dimension, so that any box of a tensor can be read, and any tensor be
+written, without the rest.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of one of the decoder's tensors, and its place in a tensor of the checkpoint.
+    """A box of one of the decoder's tensors, and its location in a tensor of the checkpoint.
 
     Attributes:
         source: name of the checkpoint's tensor.
-        shape: its shape.
-        box: the part of the decoder's tensor that it holds.
-        axes: for each dimension of the checkpoint's tensor, the dimension of the decoder's; those of the decoder's
-            that do not occur have one index in `box`.
+        shape: shape of the checkpoint's tensor.
+        box: the box of the decoder's tensor.
+        axes: for each dimension of the checkpoint's tensor, the dimension of the decoder's. Dimensions of the decoder's
+            tensor that do not occur have one index in `box`.
         start, stride: index `i` of the box along `axes[d]` is index `start[d] + stride[d] * i` of dimension d.
     """
 
@@ -41,7 +40,7 @@ class Piece:
     stride: tuple[int, ...]
 
     def read(self, part: Box, read_slices: Callable[[str, tuple[slice, ...]], Array]) -> Array:
-        """Return some elements of the piece, shaped as their box.
+        """Return the elements of a box within the piece, in the box's shape.
 
         Args:
             part: within `box`.
@@ -52,7 +51,7 @@ class Piece:
         return found.transpose(order).reshape(part.shape)
 
     def place(self, values: Array, into: Array) -> None:
-        """Write the elements of the whole box, shaped as it, into the checkpoint's tensor `into`."""
+        """Write the elements of the piece's box, in the box's shape, into the checkpoint's tensor `into`."""
         sizes = [self.box.shape[axis] for axis in sorted(self.axes)]
         ranks = {axis: rank for rank, axis in enumerate(sorted(self.axes))}
         into[self._slices(self.box)] = values.reshape(sizes).transpose([ranks[axis] for axis in self.axes])
@@ -67,19 +66,19 @@ class Piece:
 
 @dataclass(frozen=True)
 class MappedTensor:
-    """One tensor of the decoder: its global shape, and the pieces that it consists of."""
+    """One tensor of the decoder: its global shape, and the pieces of the checkpoint that form it."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
     @classmethod
     def same(cls, source: str, shape: tuple[int, ...]) -> MappedTensor:
-        """Return a tensor that is one of the checkpoint's as it stands there."""
+        """Return a tensor that the checkpoint stores unchanged."""
         return cls.within(source, shape, shape)
 
     @classmethod
     def stacked(cls, sources: list[str], shape: tuple[int, ...]) -> MappedTensor:
-        """Return a tensor whose first dimension counts tensors of the checkpoint, such as experts."""
+        """Return a tensor that stacks tensors of the checkpoint, such as experts, along its first dimension."""
         inner = shape[1:]
         zeros, ones = (0,) * len(inner), (1,) * len(inner)
         axes = tuple(range(1, len(shape)))
@@ -98,7 +97,7 @@ class MappedTensor:
         start: tuple[int, ...] | None = None,
         stride: tuple[int, ...] | None = None,
     ) -> MappedTensor:
-        """Return a tensor that is a part of one of the checkpoint's, perhaps transposed; arguments as in `Piece`."""
+        """Return a tensor that is a possibly transposed slice of one of the checkpoint's; arguments as in `Piece`."""
         count = len(shape)
         piece = Piece(
             source,
@@ -111,7 +110,7 @@ class MappedTensor:
         return cls(shape, (piece,))
 
     def read(self, wanted: Box, read_slices: Callable[[str, tuple[slice, ...]], Array]) -> Array:
-        """Return a box of the tensor as float32, reading no more than it takes."""
+        """Return a box of the tensor as float32, reading only the bytes it needs."""
         result = np.empty(wanted.shape, np.float32)
         for piece in self.pieces:
             part = piece.box.intersect(wanted)
@@ -120,14 +119,14 @@ class MappedTensor:
         return result
 
 
-# By name alone: `hp_trainer.models.decoder` builds on this folder.
+# `hp_trainer.models.decoder` imports this folder.
 DecoderConfig = Any
 TensorMap = dict[str, MappedTensor]
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names of experts that are kept one by one: `<prefix>.experts.<number>.<gate, down or up>.weight`."""
+    """Names of experts stored one by one: `<prefix>.experts.<number>.<gate, down or up>.weight`."""
 
     prefix: str = "mlp"
     gate: str = "gate_proj"
@@ -143,11 +142,11 @@ _EXPERTS = {
 
 
 def build_tensor_map(config: DecoderConfig, model_type: str, *, fused: bool = False) -> TensorMap:
-    """Return where every parameter and buffer of the decoder lies in a checkpoint.
+    """Return where a checkpoint stores every parameter and buffer of the decoder.
 
     Args:
         model_type: the architecture's name in `config.json`.
-        fused: experts are kept together, as transformers 5 has them in memory (`experts.gate_up_proj`).
+        fused: experts are stacked, as transformers 5 has them in memory (`experts.gate_up_proj`).
     """
     hidden, vocab = config.hidden_size, config.vocab_size
     found = {"embed.weight": MappedTensor.same("model.embed_tokens.weight", (vocab, hidden))}
@@ -218,7 +217,7 @@ def _moe(config: DecoderConfig, model_type: str, ours: str, layer: str, fused: b
 
 
 def _fused_experts(config: DecoderConfig, ours: str, theirs: str) -> TensorMap:
-    """All experts in two tensors: the rows of gates, then those of ups `[experts, 2 * width, hidden]`, and downs."""
+    """Return experts stacked in two tensors: gate rows, then up rows `[experts, 2 * width, hidden]`; and down."""
     hidden, width, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
     both, shape = (count, 2 * width, hidden), (count, width, hidden)
     source = f"{theirs}.gate_up_proj"
@@ -230,7 +229,7 @@ def _fused_experts(config: DecoderConfig, ours: str, theirs: str) -> TensorMap:
 
 
 def _alternating_experts(config: DecoderConfig, ours: str, theirs: str) -> TensorMap:
-    """All experts of gpt-oss: transposed, and columns of gates and ups by turns `[experts, hidden, 2 * width]`."""
+    """Return experts of gpt-oss: transposed, gate and up columns interleaved `[experts, hidden, 2 * width]`."""
     hidden, width, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
     source, both, shape = f"{theirs}.gate_up_proj", (count, hidden, 2 * width), (count, width, hidden)
     transposed = (0, 2, 1)
