@@ -56,14 +56,14 @@ def register(registry: RuleRegistry) -> None:
 
 def _cat(call: OpCall) -> Factorization:
     shapes = [spec.shape for spec in call.tensors]
-    # torch passes over tensors of the shape (0,), with which key-value caches begin.
+    # torch ignores tensors of shape (0,), which empty key-value caches have.
     joined = [shape for shape in shapes if shape != (0,)] or shapes
     first = joined[0]
     dim = call["dim"] + len(first) if call["dim"] < 0 else call["dim"]
     if not 0 <= dim < len(first):
         raise call.refuse(f"dimension {call['dim']} of a {len(first)}-dimensional tensor")
     if any(len(s) != len(first) or s[:dim] + s[dim + 1 :] != first[:dim] + first[dim + 1 :] for s in joined):
-        raise call.refuse("shapes differ outside the dimension that is joined")
+        raise call.refuse("shapes differ outside the concatenated dimension")
     dims, sizes = dim_factors("d", first)
     own = {f"i{i}": 0 if shape == (0,) else shape[dim] for i, shape in enumerate(shapes)}
     own["joined"] = sum(own.values())
@@ -99,7 +99,7 @@ def _stack(call: OpCall) -> Factorization:
 
 
 def with_lengths(call: OpCall, dim: int, lengths: Sequence[int], **options: Any) -> Factorization:
-    """One output per length, each the input with dimension `dim` replaced by one of that length."""
+    """Return the rule with one output per length, which replaces the size of dimension `dim`."""
     dims, sizes = dim_factors("d", call.tensors[0].shape)
     names = [f"o{i}" for i in range(len(lengths))]
     outputs = tuple((*dims[:dim], (name,), *dims[dim + 1 :]) for name in names)
@@ -111,20 +111,20 @@ def with_lengths(call: OpCall, dim: int, lengths: Sequence[int], **options: Any)
 def _split(call: OpCall) -> Factorization:
     dim = call.dim(call["dim"])
     total, sizes = call.tensors[0].shape[dim], call["sizes"]
-    lengths = _pieces(total, sizes) if isinstance(sizes, int) else list(sizes)
+    lengths = _chunk_sizes(total, sizes) if isinstance(sizes, int) else list(sizes)
     if sum(lengths) != total:
-        raise call.refuse(f"pieces {lengths} do not sum to {total}")
+        raise call.refuse(f"expected sizes that sum to {total}, got {lengths}")
     return with_lengths(call, dim, lengths, partial=LINEAR)
 
 
 def _chunk(call: OpCall) -> Factorization:
     dim = call.dim(call["dim"])
     total, chunks = call.tensors[0].shape[dim], call["chunks"]
-    pieces = _pieces(total, -(-total // chunks)) if total else [0] * chunks
-    return with_lengths(call, dim, pieces, partial=LINEAR)
+    lengths = _chunk_sizes(total, -(-total // chunks)) if total else [0] * chunks
+    return with_lengths(call, dim, lengths, partial=LINEAR)
 
 
-def _pieces(total: int, length: int) -> list[int]:
+def _chunk_sizes(total: int, length: int) -> list[int]:
     return [min(length, total - start) for start in range(0, total, length)] or [0]
 
 
@@ -137,7 +137,7 @@ def _unbind(call: OpCall) -> Factorization:
 
 
 def _pad(call: OpCall) -> Factorization:
-    """Padded dimensions, from the last one backward in pairs, are whole."""
+    """Padded dimensions are unsharded. `pad` holds (before, after) pairs from the last dimension backward."""
     shape, pad = call.tensors[0].shape, list(call["pad"])
     dims, sizes = dim_factors("d", shape)
     output = list(dims)
@@ -156,7 +156,7 @@ def _pad(call: OpCall) -> Factorization:
 
 
 def _repeat(call: OpCall) -> Factorization:
-    """A dimension that is repeated is whole; one repeated once is parallel."""
+    """A repeated dimension may be sharded only if it is repeated once."""
     shape, repeats = call.tensors[0].shape, tuple(call["repeats"])
     if call.name == "tile":
         repeats = (1,) * (len(shape) - len(repeats)) + repeats
@@ -197,7 +197,7 @@ def _diag_embed(call: OpCall) -> Factorization:
     shape = call.tensors[0].shape
     dims, sizes = dim_factors("d", shape)
     if {call["dim1"], call["dim2"]} - {-2, -1} or call["dim1"] == call["dim2"]:
-        raise call.needs_replicated("its rule puts the diagonal into the last two dimensions")
+        raise call.needs_replicated("its rule needs the diagonal in the last two dimensions")
     length = shape[-1] + abs(call["offset"])
     output = (*dims[:-1], ("row",), ("column",))
     fixed = frozenset({dims[-1][0], "row", "column"})
@@ -208,10 +208,10 @@ def _diag_embed(call: OpCall) -> Factorization:
 
 Tensor = Any
 Targets = Callable[[Span], list[Span]]
-"""Where the rows of a part go: (start, length) ranges of positions, in the order of the rows."""
+"""Where the rows of a shard go: spans of global positions, in the order of the rows."""
 
 
-def _moving(call: OpCall, dims: Sequence[int], local: Callable[[LocalCall], Tensor]) -> Factorization:
+def _move_rule(call: OpCall, dims: Sequence[int], local: Callable[[LocalCall], Tensor]) -> Factorization:
     names, sizes = dim_factors("d", call.tensors[0].shape)
     factors = [f"d{dim}" for dim in dims]
     return Factorization(
@@ -225,12 +225,12 @@ def _moving(call: OpCall, dims: Sequence[int], local: Callable[[LocalCall], Tens
 
 
 def _roll(call: OpCall) -> Factorization:
-    """Without dimensions it rolls the flattened tensor, which must be whole unless it is flat."""
+    """Without dimensions it rolls the flattened tensor, which must be unsharded unless it is one-dimensional."""
     (spec,) = call.tensors
     dims, shifts = call["dims"], call["shifts"]
     if dims is None or dims == ():
         if spec.ndim != 1:
-            rule = _moving(call, range(spec.ndim), _rolled_by({}))
+            rule = _move_rule(call, range(spec.ndim), _rolled_by({}))
             return replace(
                 rule, limits=replace(rule.limits, fixed=frozenset(rule.sizes)), work=replace(rule.work, by_factor={})
             )
@@ -239,12 +239,12 @@ def _roll(call: OpCall) -> Factorization:
     by_dim: dict[int, int] = {}
     for shift, dim in pairs:
         by_dim[call.dim(dim)] = by_dim.get(call.dim(dim), 0) + shift
-    return _moving(call, [*by_dim], _rolled_by(by_dim))
+    return _move_rule(call, [*by_dim], _rolled_by(by_dim))
 
 
 def _flip(call: OpCall) -> Factorization:
     dims = [call.dim(dim) for dim in call["dims"]]
-    return _moving(call, dims, functools.partial(_flipped, dims))
+    return _move_rule(call, dims, functools.partial(_flipped, dims))
 
 
 def _rolled_by(by_dim: dict[int, int]) -> Callable[[LocalCall], Tensor]:
@@ -252,46 +252,46 @@ def _rolled_by(by_dim: dict[int, int]) -> Callable[[LocalCall], Tensor]:
         ops, x = call.platform.ops, call.arguments["input"]
         for dim, shift in by_dim.items():
             size = call.sizes[f"d{dim}"]
-            cut = -shift % size if size else 0
+            first = -shift % size if size else 0
             if f"d{dim}" in call.spans:
-                x = _moved(call, x, dim, functools.partial(_rolled_part, cut, size))
-            elif cut:
-                x = ops.cat([ops.narrow(x, dim, cut, size - cut), ops.narrow(x, dim, 0, cut)], dim)
+                x = _moved(call, x, dim, functools.partial(_rolled_spans, first, size))
+            elif first:
+                x = ops.cat([ops.narrow(x, dim, first, size - first), ops.narrow(x, dim, 0, first)], dim)
         return x
 
     return local
 
 
-def _rolled_part(cut: int, size: int, part: Span) -> list[Span]:
-    """Position `cut` becomes the first."""
-    start, length = part
-    before = max(0, min(cut, start + length) - start)
-    return [(start + size - cut, before), (start + before - cut, length - before)]
+def _rolled_spans(first: int, size: int, span: Span) -> list[Span]:
+    """Return where the rows of `span` go if position `first` becomes position 0."""
+    start, length = span
+    before = max(0, min(first, start + length) - start)
+    return [(start + size - first, before), (start + before - first, length - before)]
 
 
 def _flipped(dims: Sequence[int], call: LocalCall) -> Tensor:
     x = call.on(call.arguments["input"])
     for dim in dims:
         if f"d{dim}" in call.spans:
-            x = _moved(call, x, dim, functools.partial(_flipped_part, call.sizes[f"d{dim}"]))
+            x = _moved(call, x, dim, functools.partial(_flipped_spans, call.sizes[f"d{dim}"]))
     return x
 
 
-def _flipped_part(size: int, part: Span) -> list[Span]:
-    start, length = part
+def _flipped_spans(size: int, span: Span) -> list[Span]:
+    start, length = span
     return [(size - start - length, length)]
 
 
 def _moved(call: LocalCall, x: Tensor, dim: int, targets: Targets) -> Tensor:
     if f"d{dim}" not in call.all_spans:  # a rank outside the mesh
         return x
-    group, parts = call.all_spans[f"d{dim}"]
-    return collectives.move_rows(x, group, dim, row_moves(parts, [targets(part) for part in parts]))
+    group, spans = call.all_spans[f"d{dim}"]
+    return collectives.move_rows(x, group, dim, row_moves(spans, [targets(span) for span in spans]))
 
 
-def row_moves(parts: Sequence[Span], targets: Sequence[Sequence[Span]]) -> list[RowMove]:
-    """Return the rows that ranks send to each other, when the rows of part i go to targets[i] and are cut as before."""
-    holders = [(start, rank) for rank, (start, length) in enumerate(parts) if length]
+def row_moves(spans: Sequence[Span], targets: Sequence[Sequence[Span]]) -> list[RowMove]:
+    """Return the rows that ranks send each other if the rows of shard i go to targets[i] and the sharding stays."""
+    holders = [(start, rank) for rank, (start, length) in enumerate(spans) if length]
     starts = [start for start, _ in holders]
     moves = []
     for source, ranges in enumerate(targets):
@@ -300,7 +300,7 @@ def row_moves(parts: Sequence[Span], targets: Sequence[Sequence[Span]]) -> list[
             end = start + length
             while start < end:
                 target = holders[bisect_right(starts, start) - 1][1]
-                first, held = parts[target]
+                first, held = spans[target]
                 count = min(end, first + held) - start
                 moves.append(RowMove(source, row, target, start - first, count))
                 row, start = row + count, start + count

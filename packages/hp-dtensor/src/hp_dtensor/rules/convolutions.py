@@ -25,8 +25,8 @@ def register(registry: RuleRegistry) -> None:
     registry.register("avg_pool1d avg_pool2d avg_pool3d", average, _pool(None))
     for kind, signature in (("avg", "input output_size"), ("max", "input output_size return_indices=False")):
         registry.register(" ".join(f"adaptive_{kind}_pool{n}d" for n in (1, 2, 3)), signature, _adaptive_pool)
-    registry.register("im2col", "input kernel_size dilation=1 padding=0 stride=1", _windows_apart)
-    registry.register("col2im", "input output_size kernel_size dilation=1 padding=0 stride=1", _windows_together)
+    registry.register("im2col", "input kernel_size dilation=1 padding=0 stride=1", _im2col)
+    registry.register("col2im", "input output_size kernel_size dilation=1 padding=0 stride=1", _col2im)
     registry.register("instance_norm", "input ...", _instance_norm)
     registry.register(
         "interpolate",
@@ -36,7 +36,7 @@ def register(registry: RuleRegistry) -> None:
 
 
 def _spatial(value: Any, count: int) -> Sizes:
-    """One number per spatial dimension."""
+    """Return one integer per spatial dimension."""
     if isinstance(value, int):
         return (value,) * count
     items = tuple(value)
@@ -47,7 +47,9 @@ def _convolution(call: OpCall) -> Factorization:
     image, weight = call.tensors[0].shape, call.tensors[1].shape
     count = len(weight) - 2
     if len(image) not in (count + 1, count + 2):
-        raise call.needs_replicated("its rule is of an image, or a batch of them")  # where the framework refuses it
+        raise call.needs_replicated(
+            "its rule needs an image or a batch of images"
+        )  # the framework refuses anything else
     kernel, stride, dilation = weight[2:], _spatial(call["stride"], count), _spatial(call["dilation"], count)
     padding = _padding(call, kernel, dilation, count)
     positions = [
@@ -58,7 +60,7 @@ def _convolution(call: OpCall) -> Factorization:
 
 
 def _padding(call: OpCall, kernel: Sizes, dilation: Sizes, count: int) -> Sizes:
-    """Padding of both sides together."""
+    """Return the padding of both sides together, per spatial dimension."""
     if call["padding"] == "valid":
         return (0,) * count
     if call["padding"] == "same":
@@ -70,7 +72,9 @@ def _transposed_convolution(call: OpCall) -> Factorization:
     image, weight = call.tensors[0].shape, call.tensors[1].shape
     count = len(weight) - 2
     if len(image) not in (count + 1, count + 2):
-        raise call.needs_replicated("its rule is of an image, or a batch of them")  # where the framework refuses it
+        raise call.needs_replicated(
+            "its rule needs an image or a batch of images"
+        )  # the framework refuses anything else
     options = [_spatial(call[name], count) for name in ("stride", "padding", "dilation", "output_padding")]
     positions = tuple(
         (size - 1) * s - 2 * pad + d * (k - 1) + extra + 1
@@ -80,7 +84,7 @@ def _transposed_convolution(call: OpCall) -> Factorization:
 
 
 def _channels(call: OpCall, order: str, out: int, into: int, kernel: Sizes, positions: Sizes) -> Factorization:
-    """`n ci p, co ci k (, co) -> n co q`; groups keep channels whole."""
+    """Return the rule `n ci p, co ci k (, co) -> n co q`. With groups, channels are unsharded."""
     image = call.tensors[0].shape
     groups, count = call["groups"], len(kernel)
     batch: Dims = (("n",),) if len(image) == count + 2 else ()
@@ -102,7 +106,7 @@ def _channels(call: OpCall, order: str, out: int, into: int, kernel: Sizes, posi
     inputs: tuple[Dims, ...] = ((*batch, channel_in, *names["p"]), (*weight, *names["k"]))
     terms: tuple[frozenset[int], ...] = (frozenset({0, 1}),)
     if len(call.tensors) == 3:
-        # A term of its own: among partial sums over input channels, one alone may have the bias.
+        # The bias is a term of its own: it must enter the partial sums over input channels once.
         inputs, terms = (*inputs, (channel_out,)), (*terms, frozenset({2}))
     return Factorization(
         inputs,
@@ -121,35 +125,35 @@ def _pool(dilated: str | None) -> Rule:
         padding = _spatial(call["padding"], count)
         dilation = _spatial(call[dilated], count) if dilated else (1,) * count
         options = zip(call.tensors[0].shape[-count:], kernel, stride, padding, dilation, strict=True)
-        return _positions_whole(call, tuple(_windows(*option, bool(call["ceil_mode"])) for option in options))
+        return _unsharded_positions(call, tuple(_windows(*option, bool(call["ceil_mode"])) for option in options))
 
     return rule
 
 
 def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
-    """Count the windows of a dimension; with `ceil` also one that reaches beyond its end but starts within it."""
+    """Return the number of windows along a dimension. With `ceil`, the last one may reach beyond the end."""
     covered = size + 2 * padding - dilation * (kernel - 1) - 1
     count = (covered + (stride - 1 if ceil else 0)) // stride + 1
     return count - 1 if ceil and (count - 1) * stride >= size + padding else count
 
 
-def _windows_apart(call: OpCall) -> Factorization:
-    """`[batch, channels, height, width] -> [batch, channels * kernel, windows]`, a dimension for batches or none."""
+def _im2col(call: OpCall) -> Factorization:
+    """`[batch, channels, height, width] -> [batch, channels * kernel, windows]`, with or without a batch dimension."""
     shape = call.tensors[0].shape
     if len(shape) not in (3, 4):
-        raise call.refuse("it takes images [batch, channels, height, width] or [channels, height, width]")
+        raise call.refuse("expected images [batch, channels, height, width] or [channels, height, width]")
     batch, sizes = _of_windows(call, shape[:-2], shape[-2:])
     sizes |= {"p0": shape[-2], "p1": shape[-1]}
     image, columns = (*batch, ("c",), ("p0",), ("p1",)), (*batch, ("c", "k"), ("q",))
     return _linear(image, columns, sizes)
 
 
-def _windows_together(call: OpCall) -> Factorization:
-    """The sums of windows, `[batch, channels * kernel, windows] -> [batch, channels, height, width]`."""
+def _col2im(call: OpCall) -> Factorization:
+    """Sum overlapping windows, `[batch, channels * kernel, windows] -> [batch, channels, height, width]`."""
     shape, positions = call.tensors[0].shape, _spatial(call["output_size"], 2)
     kernel = math.prod(_spatial(call["kernel_size"], 2))
     if len(shape) not in (2, 3) or shape[-2] % kernel:
-        raise call.refuse(f"it takes [batch, channels * {kernel}, windows] or [channels * {kernel}, windows]")
+        raise call.refuse(f"expected [batch, channels * {kernel}, windows] or [channels * {kernel}, windows]")
     batch, sizes = _of_windows(call, (*shape[:-2], shape[-2] // kernel), positions)
     if sizes["q"] != shape[-1]:
         raise call.refuse(f"an image {list(positions)} has {sizes['q']} windows, got {shape[-1]}")
@@ -159,7 +163,7 @@ def _windows_together(call: OpCall) -> Factorization:
 
 
 def _of_windows(call: OpCall, leading: Sizes, positions: Sizes) -> tuple[Dims, dict[str, int]]:
-    """(the batch's dimensions, sizes of these, of channels `c`, elements `k` of a window, and windows `q`)."""
+    """Return the batch dimensions, and the sizes of batch, channels `c`, window elements `k` and windows `q`."""
     kernel, stride, padding, dilation = (
         _spatial(call[name], 2) for name in ("kernel_size", "stride", "padding", "dilation")
     )
@@ -172,41 +176,43 @@ def _of_windows(call: OpCall, leading: Sizes, positions: Sizes) -> tuple[Dims, d
 
 def _linear(before: Dims, after: Dims, sizes: dict[str, int]) -> Factorization:
     """Batch and channels are parallel."""
-    cut = frozenset(name for name in sizes if name[0] in "nc")
-    fixed = frozenset(sizes) - cut
-    return Factorization((before,), (after,), sizes, limits=ShardingLimits(fixed=fixed, nonempty=cut), partial=LINEAR)
+    parallel = frozenset(name for name in sizes if name[0] in "nc")
+    fixed = frozenset(sizes) - parallel
+    return Factorization(
+        (before,), (after,), sizes, limits=ShardingLimits(fixed=fixed, nonempty=parallel), partial=LINEAR
+    )
 
 
 def _instance_norm(call: OpCall) -> Factorization:
-    """Every channel of every image by itself, `[batch, channels, ...]`."""
+    """Normalize each channel of each image of `[batch, channels, ...]` separately."""
     tensors = [call.arguments.get(name) for name in ("running_mean", "running_var", "weight", "bias")]
     if tensors[0] is not None or tensors[1] is not None:
-        raise call.refuse("it takes no running statistics, which it would write")
+        raise call.refuse("running statistics are not supported, because it would write them")
     if len(call.tensors) != 1:
-        raise call.needs_replicated("its rule is of an image alone")
-    return _positions_whole(call, call.tensors[0].shape[2:])
+        raise call.needs_replicated("its rule needs an image as its only tensor")
+    return _unsharded_positions(call, call.tensors[0].shape[2:])
 
 
 def _interpolate(call: OpCall) -> Factorization:
     positions = call.tensors[0].shape[2:]
     if call["size"] is not None:
-        return _positions_whole(call, _spatial(call["size"], len(positions)))
+        return _unsharded_positions(call, _spatial(call["size"], len(positions)))
     factor = call["scale_factor"]
     factors = [factor] * len(positions) if isinstance(factor, (int, float)) else list(factor)
-    return _positions_whole(call, tuple(int(n * f) for n, f in zip(positions, factors, strict=True)))
+    return _unsharded_positions(call, tuple(int(n * f) for n, f in zip(positions, factors, strict=True)))
 
 
 def _adaptive_pool(call: OpCall) -> Factorization:
     count = int(call.name[-2])
     wanted = _spatial(call["output_size"], count)
     shape = call.tensors[0].shape[-count:]
-    return _positions_whole(call, tuple(size if w is None else w for size, w in zip(shape, wanted, strict=True)))
+    return _unsharded_positions(call, tuple(size if w is None else w for size, w in zip(shape, wanted, strict=True)))
 
 
-def _positions_whole(call: OpCall, positions: Sizes) -> Factorization:
+def _unsharded_positions(call: OpCall, positions: Sizes) -> Factorization:
     shape, count = call.tensors[0].shape, len(positions)
     if count == 0:
-        raise call.needs_replicated("its rule is of [batch, channels, positions ...]")  # where the framework refuses it
+        raise call.needs_replicated("its rule needs [batch, channels, positions ...]")  # the framework refuses others
     leading: Dims = tuple((f"c{i}",) for i in range(len(shape) - count))
     sizes = {f"c{i}": size for i, size in enumerate(shape[:-count])}
     sizes |= {f"p{i}": size for i, size in enumerate(shape[-count:])}
@@ -214,6 +220,6 @@ def _positions_whole(call: OpCall, positions: Sizes) -> Factorization:
     fixed = frozenset(name for name in sizes if name[0] in "pq")
     before = tuple((f"p{i}",) for i in range(count))
     after = tuple((f"q{i}",) for i in range(count))
-    cut = frozenset(sizes) - fixed
+    parallel = frozenset(sizes) - fixed
     outputs = ((*leading, *after),) * (2 if call.arguments.get("return_indices") else 1)
-    return Factorization(((*leading, *before),), outputs, sizes, limits=ShardingLimits(fixed=fixed, nonempty=cut))
+    return Factorization(((*leading, *before),), outputs, sizes, limits=ShardingLimits(fixed=fixed, nonempty=parallel))

@@ -23,9 +23,9 @@ Tensor = Any
 
 
 def own_ids(ops: Any, ids: Tensor, start: int, length: int, size: int) -> tuple[Tensor, Tensor]:
-    """Ids relative to a part (0 where outside it), and whether each is inside.
+    """Return ids relative to a shard (0 for ids outside of it), and the mask of those inside.
 
-    One outside the whole becomes `length`, so that the local operation fails on it as it would on one device.
+    An id outside the global size becomes `length`, so that the local operation fails on it as it would on one device.
     """
     relative = ops.sub(ids, start)
     inside = ops.logical_and(ops.ge(relative, 0), ops.lt(relative, length))
@@ -34,7 +34,7 @@ def own_ids(ops: Any, ids: Tensor, start: int, length: int, size: int) -> tuple[
 
 
 def check_ids(platform: Platform, ids: Tensor, size: int) -> None:
-    """Fail as an embedding does where an id is outside `size`: in a kernel, so that nobody waits for the device."""
+    """Fail as an embedding does if an id is outside `size`, in a kernel and without waiting for the device."""
     ops = platform.ops
     ops.embedding(ops.cast(_outside(ops, ids, size), ids.dtype), ops.zeros((1, 1), platform.dtype("float32")))
 
@@ -69,11 +69,11 @@ def register(registry: RuleRegistry) -> None:
 
 
 def _gather(call: OpCall) -> Factorization:
-    """Dimensions in which input and index agree are parallel; the others must be whole."""
+    """Dimensions in which input and index have the same size are parallel. The others are unsharded."""
     shape, index = (spec.shape for spec in call.tensors)
     dim = call.dim(call["dim"])
     if len(shape) != len(index):
-        raise call.needs_replicated("its rule is of an index with as many dimensions")
+        raise call.needs_replicated("its rule needs an index with as many dimensions as the input")
     dims, sizes = dim_factors("d", shape)
     index_dims = []
     fixed = {f"d{dim}"}
@@ -95,7 +95,7 @@ def _index_select(call: OpCall) -> Factorization:
     shape, index = (spec.shape for spec in call.tensors)
     dim = call.dim(call["dim"])
     if len(index) != 1:
-        raise call.refuse(f"its index must have one dimension, got {list(index)}")
+        raise call.refuse(f"expected an index of one dimension, got the shape {list(index)}")
     dims, sizes = dim_factors("d", shape)
     output = (*dims[:dim], ("x",), *dims[dim + 1 :])
     rule = Factorization(
@@ -105,7 +105,10 @@ def _index_select(call: OpCall) -> Factorization:
 
 
 def _picked_by_owners(call: OpCall, rule: Factorization, dim: int) -> Factorization:
-    """The rule with the dimension cut where few are picked: each rank gives those that it has, zeros otherwise."""
+    """Return the rule with the dimension sharded if few positions are picked, else unsharded.
+
+    Each rank then returns the positions that it owns, and zeros for the others.
+    """
     shape, index = (spec.shape for spec in call.tensors)
     picked = index[dim] if len(index) > 1 or call.name != "index_select" else index[0]
     platform = call.tensors[0].mesh.platform
@@ -116,28 +119,28 @@ def _picked_by_owners(call: OpCall, rule: Factorization, dim: int) -> Factorizat
         rule,
         limits=replace(rule.limits, fixed=rule.limits.fixed - {factor}),
         partial=replace(rule.partial, reduced={factor: "sum"}),
-        work=replace(rule.work, by_factor={factor: functools.partial(_own_picked, dim)}),
+        work=replace(rule.work, by_factor={factor: functools.partial(_pick_own, dim)}),
     )
 
 
-def _own_picked(dim: int, call: LocalCall) -> Any:
+def _pick_own(dim: int, call: LocalCall) -> Any:
     platform, ops = call.platform, call.platform.ops
     x, index, size = call.arguments["input"], call.arguments["index"], call.sizes[f"d{dim}"]
     start, length = call.spans[f"d{dim}"]
     if not length:
         check_ids(platform, index, size)
-        return ops.cast(_zeros_picked(call, dim), x.dtype)
+        return ops.cast(_picked_zeros(call, dim), x.dtype)
     own, inside = own_ids(ops, index, start, length, size)
     rows = call.on(x, index=own)
     if call.name == "index_select":
         inside = ops.reshape(inside, (-1, *[1] * (len(x.shape) - dim - 1)))
     if platform.is_floating(rows.dtype):
-        return ops.masked_fill(rows, ops.logical_not(inside), 0.0)  # which may be infinite
+        return ops.masked_fill(rows, ops.logical_not(inside), 0.0)  # not a product: rows may be infinite
     return ops.mul(rows, ops.cast(inside, rows.dtype))
 
 
-def _zeros_picked(call: LocalCall, dim: int) -> Any:
-    """The zeros that a rank without anything of the dimension picks, in the graph of the input."""
+def _picked_zeros(call: LocalCall, dim: int) -> Any:
+    """Return the zeros of a rank with an empty shard. They depend on the input, for autograd."""
     ops, index = call.platform.ops, call.arguments["index"]
     zeros = ops.sum(call.arguments["input"], dim, True)
     shape = list(zeros.shape)
@@ -150,7 +153,7 @@ def _zeros_picked(call: LocalCall, dim: int) -> Any:
 
 
 def _scatter(call: OpCall) -> Factorization:
-    """Input, index and (where it is a tensor) source; a dimension in which they all agree is parallel."""
+    """A dimension in which input, index and source (if it is a tensor) have the same size is parallel."""
     target, others = call.tensors[0].shape, [spec.shape for spec in call.tensors[1:]]
     dim = call.dim(call["dim"])
     dims, sizes = dim_factors("d", target)
@@ -170,10 +173,10 @@ def _scatter(call: OpCall) -> Factorization:
 
 
 def _index_put(call: OpCall) -> Factorization:
-    """Rows of the leading dimension(s) replaced; the trailing dimensions are parallel."""
+    """Rows of the indexed leading dimensions are replaced. The trailing dimensions are parallel."""
     indices = call["indices"]
     if len(call.tensors) != len(indices) + 2 or any(spec.ndim != 1 for spec in call.tensors[1:-1]):
-        raise call.needs_replicated("its rule is of one-dimensional index DTensors and a DTensor of values")
+        raise call.needs_replicated("its rule needs one-dimensional index DTensors and a DTensor of values")
     dims, sizes = dim_factors("d", call.tensors[0].shape)
     count = len(indices)
     sizes = sizes | {"x": call.tensors[1].shape[0]}
@@ -182,7 +185,7 @@ def _index_put(call: OpCall) -> Factorization:
     if call.tensors[-1].shape != (sizes["x"], *call.tensors[0].shape[count:]) or any(
         spec.shape != (sizes["x"],) for spec in call.tensors[1:-1]
     ):
-        raise call.needs_replicated("its rule is of values that are not broadcast")
+        raise call.needs_replicated("its rule needs values that are not broadcast")
     return Factorization((dims, *((("x",),),) * count, values), (dims,), sizes, limits=unsharded(fixed))
 
 

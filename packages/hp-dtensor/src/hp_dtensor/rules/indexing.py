@@ -35,14 +35,14 @@ def register(registry: RuleRegistry) -> None:
 
 
 def _items(call: OpCall, ndim: int) -> list[Item]:
-    """One item per dimension (a mask: for several), and the `None`s: integers, slices, specs of index tensors."""
+    """Return the index with one item per dimension (a mask covers several), `None`s included and `...` expanded."""
     index = call["index"] if isinstance(call["index"], tuple) else (call["index"],)
     if any(not _is_item(item) for item in index):
         raise call.refuse(
-            "only integers, slices, None, ..., lists, arrays and DTensors of positions or truth values index a DTensor"
+            "expected integers, slices, None, ..., or lists, arrays and DTensors of positions or booleans as an index"
         )
     if any(isinstance(item, TensorSpec) and _is_unclear(item) for item in index):
-        raise call.refuse("uint8 in an index may be positions or truth values: convert it to int64 or bool")
+        raise call.refuse("a uint8 index is ambiguous (positions or a mask); convert it to int64 or bool")
     used = sum(_dims_taken(call, item) for item in index)
     if used > ndim:
         raise IndexOutOfRangeError(f"{call.name}: {used} indices for a {ndim}-dimensional tensor {call.tensors[0]!r}")
@@ -76,65 +76,62 @@ def _getitem(call: OpCall) -> Factorization:
     if any(isinstance(item, TensorSpec) for item in items):
         return _by_positions(call, items)
     dims, sizes = dim_factors("d", shape)
-    output, kept, picked = slices.basic(call, items, dims, sizes)
+    output, sliced, picked = slices.basic(call, items, dims, sizes)
     rule = Factorization(
         (dims,),
         (output,),
         sizes,
-        limits=ShardingLimits(picked=kept),
+        limits=ShardingLimits(picked=sliced),
         partial=LINEAR,
-        work=LocalWork(localize=slices.localize_index(items, sizes, kept)),
+        work=LocalWork(localize=slices.localize_index(items, sizes, sliced)),
     )
-    return slices.from_owners(call, rule, picked, functools.partial(slices.picked_by_owners, items))
+    return slices.partial_from_owners(call, rule, picked, functools.partial(slices.pick_from_owners, items))
 
 
 def _by_positions(call: OpCall, items: list[Item]) -> Factorization:
-    """The picked dimensions are whole, those of the index tensors, broadcast together, parallel."""
+    """Indexed dimensions are unsharded. The dimensions of the index tensors, broadcast together, are parallel."""
     dims, sizes = dim_factors("d", call.tensors[0].shape)
     picked, result, fixed = _picked(call, items, dims, sizes)
     return Factorization((dims, *picked.indices), (result,), sizes, limits=unsharded(fixed), partial=LINEAR)
 
 
 def _picked(call: OpCall, items: list[Item], dims: Dims, sizes: dict[str, int]) -> tuple[Picked, Dims, set[str]]:
-    """Return the dimensions that tensors of positions pick, those of the result, and the factors picked from."""
+    """Return the tensor index, the factors of the result, and the factors of the indexed dimensions."""
     picked = tensor_index(call, items)
-    output, fixed = _sliced_to_new_factors(call, items, dims, sizes)
+    output, fixed = _output_factors(call, items, dims, sizes)
     sizes |= picked.sizes
     return picked, picked.inserted([dim for dim in output if dim != ("tensor",)]), fixed
 
 
-# Assignment --------------------------------------------------------------------------------------------------
-
-
 def _setitem(call: OpCall) -> Factorization:
-    """Each rank writes what it holds of the picked part; the value is whole along dimensions that are picked from."""
+    """Each rank writes the indexed elements of its shard. The value is unsharded along indexed dimensions."""
     target = call.tensors[0]
     items = _items(call, target.ndim)
     dims, sizes = dim_factors("d", target.shape)
     value = call["value"] if isinstance(call["value"], TensorSpec) else None
     if any(_is_mask(call, item) for item in items):
-        return _where_true(call, items, value)
+        return _assign_by_mask(call, items, value)
     if any(isinstance(item, TensorSpec) for item in items):
         return _setitem_by_positions(call, items, value)
-    picked, fixed = _sliced_to_new_factors(call, items, dims, sizes)
-    kept = [dim for dim in picked if dim and dim[0].startswith("d")]
+    picked, fixed = _output_factors(call, items, dims, sizes)
+    sliced = [dim for dim in picked if dim and dim[0].startswith("d")]
     inputs: tuple[Dims, ...] = (dims,)
     if value is not None:
         shape = tuple(math.prod(sizes[f] for f in dim) for dim in picked)
         inputs = (dims, _aligned(call, value.shape, shape, tuple(picked)))
-    written = [name for (name,) in dims if (name,) not in kept]
+    written = [name for (name,) in dims if (name,) not in sliced]
     fixed -= {name for (name,) in dims}
     return Factorization(
         inputs,
         (dims,),
         sizes,
         limits=unsharded(fixed),
-        work=LocalWork(by_factor=dict.fromkeys(written, _assign_own_part)),
+        work=LocalWork(by_factor=dict.fromkeys(written, _assign_to_shard)),
     )
 
 
 def _setitem_by_positions(call: OpCall, items: list[Item], value: TensorSpec | None) -> Factorization:
-    """The index tensors are whole; each rank writes the rows that it has."""
+    """The index tensors are replicated. Each rank writes the rows of its shard."""
     dims, sizes = dim_factors("d", call.tensors[0].shape)
     picked, result, fixed = _picked(call, items, dims, sizes)
     inputs: tuple[Dims, ...] = (dims, *picked.indices)
@@ -143,33 +140,30 @@ def _setitem_by_positions(call: OpCall, items: list[Item], value: TensorSpec | N
         inputs = (*inputs, _aligned(call, value.shape, shape, result))
     written = [name for (name,) in dims if (name,) not in result]
     fixed = (fixed | picked.sizes.keys()) - {name for (name,) in dims}
-    local = functools.partial(assign_own, items, picked)
+    local = functools.partial(assign_to_shard, items, picked)
     return Factorization(
         inputs, (dims,), sizes, limits=unsharded(fixed), work=LocalWork(by_factor=dict.fromkeys(written, local))
     )
 
 
-def _sliced_to_new_factors(
-    call: OpCall, items: list[Item], dims: Dims, sizes: dict[str, int]
-) -> tuple[list[Dim], set[str]]:
-    """The dimensions of what is picked, those that are sliced by factors of their own, and all factors that are
-    sliced or picked from, or come of it."""
-    output, kept, picked = slices.basic(call, items, dims, sizes)
-    names = {factor: f"o{factor}" for factor in kept}
-    sizes |= {names[factor]: len(positions) for factor, positions in kept.items()}
+def _output_factors(call: OpCall, items: list[Item], dims: Dims, sizes: dict[str, int]) -> tuple[list[Dim], set[str]]:
+    """Return the output dimensions of an index, with new factors for sliced ones, and all factors that it affects."""
+    output, sliced, picked = slices.basic(call, items, dims, sizes)
+    names = {factor: f"o{factor}" for factor in sliced}
+    sizes |= {names[factor]: len(positions) for factor, positions in sliced.items()}
     renamed: list[Dim] = [tuple(names.get(factor, factor) for factor in dim) for dim in output]
-    return renamed, {*kept, *names.values(), *picked}
+    return renamed, {*sliced, *names.values(), *picked}
 
 
-def _aligned(call: OpCall, shape: tuple[int, ...], whole: tuple[int, ...], names: Dims) -> Dims:
-    extra = len(whole) - len(shape)
-    if extra < 0 or any(n not in (1, whole[extra + i]) for i, n in enumerate(shape)):
-        raise call.refuse(f"a value {list(shape)} does not fit the part {list(whole)} that is written")
-    return tuple(names[extra + i] if n == whole[extra + i] else () for i, n in enumerate(shape))
+def _aligned(call: OpCall, shape: tuple[int, ...], full: tuple[int, ...], names: Dims) -> Dims:
+    extra = len(full) - len(shape)
+    if extra < 0 or any(n not in (1, full[extra + i]) for i, n in enumerate(shape)):
+        raise call.refuse(f"the value's shape {list(shape)} does not broadcast to the indexed shape {list(full)}")
+    return tuple(names[extra + i] if n == full[extra + i] else () for i, n in enumerate(shape))
 
 
-def _where_true(call: OpCall, items: list[Item], value: TensorSpec | None) -> Factorization:
-    """`x[mask] = number`, a mask over the leading dimensions."""
+def _assign_by_mask(call: OpCall, items: list[Item], value: TensorSpec | None) -> Factorization:
+    """Return the rule of `x[mask] = number`, with a mask over the leading dimensions."""
     mask, target = items[0], call.tensors[0]
     if (
         not _is_mask(call, mask)
@@ -178,29 +172,29 @@ def _where_true(call: OpCall, items: list[Item], value: TensorSpec | None) -> Fa
         or mask.shape != target.shape[: mask.ndim]
     ):
         raise call.refuse(
-            "by DTensors it takes one mask over the leading dimensions and a number; use where, masked_scatter or "
-            "index_put with whole dimensions"
+            "assignment with a mask takes one mask over the leading dimensions and a number; use where, masked_scatter "
+            "or index_put on unsharded dimensions"
         )
     dims, sizes = dim_factors("d", target.shape)
     return Factorization((dims, dims[: mask.ndim]), (dims,), sizes)
 
 
-def _assign_own_part(call: LocalCall) -> Any:
-    """Write the intersection of the picked part and this rank's."""
+def _assign_to_shard(call: LocalCall) -> Any:
+    """Write the indexed elements of this rank's shard."""
     arguments = call.arguments
     x, value = arguments["input"], arguments["value"]
     given = arguments["index"] if isinstance(arguments["index"], tuple) else (arguments["index"],)
-    index, taken = slices.own_index(_expanded(given, len(x.shape)), call.sizes, call.spans)
+    index, taken = slices.local_index(_expanded(given, len(x.shape)), call.sizes, call.spans)
     ops = call.platform.ops
     if slices.ELSEWHERE in index:
-        call.on(x, index=(slice(0, 0),), value=_none_of_value(ops, value))
+        call.on(x, index=(slice(0, 0),), value=_zero_from_value(ops, value))
     else:
         call.on(x, index=tuple(index), value=slices.value_on_span(ops, value, taken))
     return x
 
 
-def _none_of_value(ops: Any, value: Any) -> Any:
-    """A scalar in the graph of the value, whose gradient all ranks sum up together, writers or not."""
+def _zero_from_value(ops: Any, value: Any) -> Any:
+    """Return a zero that depends on the value, so that ranks that write nothing still join the sum of its gradient."""
     if not hasattr(value, "shape") or not len(value.shape):
         return value
     return ops.sum(ops.narrow(value, 0, 0, 0))
@@ -218,11 +212,11 @@ INDEXING = frozenset({"getitem", "setitem"})
 
 @dataclass(frozen=True)
 class Picked:
-    """The dimensions and factors that positions pick.
+    """An index of tensors of positions: its shape and factors.
 
     Attributes:
-        shape: the index tensors broadcast together.
-        start: where these dimensions are among those of the result.
+        shape: shape of the index tensors broadcast together.
+        start: index of the first of these dimensions in the result.
         indices: factors of each index tensor.
     """
 
@@ -235,12 +229,12 @@ class Picked:
         return {f"x{i}": size for i, size in enumerate(self.shape)}
 
     def inserted(self, rest: Sequence[Dim]) -> Dims:
-        """The dimensions of the result, from those that come of slices and `None`."""
+        """Return the dimensions of the result, given those of slices and `None`."""
         return (*rest[: self.start], *((name,) for name in self.sizes), *rest[self.start :])
 
 
 def tensor_index(call: OpCall, items: Sequence[Item]) -> Picked:
-    """Analyse an index of one item per dimension, of which some are specs of tensors of positions."""
+    """Return the tensor part of an index with one item per dimension."""
     tensors = [item for item in items if isinstance(item, TensorSpec)]
     try:
         shape = broadcast_shapes([tensor.shape for tensor in tensors])
@@ -259,28 +253,29 @@ def tensor_index(call: OpCall, items: Sequence[Item]) -> Picked:
 
 
 def _is_integer(item: Item) -> bool:
-    """Tell if an item picks one position: a tensor without dimensions does, as a number does."""
+    """Return whether an item is a single position: an integer, or a tensor without dimensions."""
     return isinstance(item, int) or (isinstance(item, TensorSpec) and item.ndim == 0)
 
 
 def _places(items: Sequence[Item]) -> list[int]:
-    """Return the dimensions whose items are integers and tensors, which together pick positions."""
+    """Return the dimensions indexed by integers and tensors, which are broadcast together."""
     return [i for i, item in enumerate(items) if isinstance(item, (int, TensorSpec))]
 
 
 def _start(places: Sequence[int]) -> int:
-    """Return the place of the picked dimensions in the result: the first one if the items stand apart."""
+    """Return where the dimensions of positions are in the result: in front if the items are not adjacent."""
     return places[0] if places and places[-1] - places[0] < len(places) else 0
 
 
-def assign_own(items: Sequence[Item], picked: Picked, call: LocalCall) -> Tensor:
-    """`x[index] = value` where a dimension that is picked from is cut: the rows in this rank's part.
+def assign_to_shard(items: Sequence[Item], picked: Picked, call: LocalCall) -> Tensor:
+    """Run `x[index] = value` on this rank's shard, for an index of positions in a sharded dimension.
 
-    The positions are looked at on the host. A rank that has none writes nothing, in the graph of the value.
+    Positions are read on the host. A rank that owns none of them writes an empty slice of the value, which keeps the
+    value in its autograd graph.
     """
     platform, x = call.platform, call.arguments["input"]
     places = _places(items)
-    index, taken = slices.own_index(
+    index, taken = slices.local_index(
         [0 if i in places else item for i, item in enumerate(items)], call.sizes, call.spans
     )
     dims = {place: sum(item is not None for item in items[:place]) for place in places}
@@ -297,7 +292,7 @@ def assign_own(items: Sequence[Item], picked: Picked, call: LocalCall) -> Tensor
 
 
 def _moved(ops: Any, value: Any, source: int, target: int, ndim: int) -> Any:
-    """The value whose dimension of picked rows is where an index of tensors alone has it."""
+    """Return the value with its dimension of positions moved from `source` to `target`."""
     if source == target or not hasattr(value, "shape"):
         return value
     value = ops.reshape(value, (1,) * (ndim - len(value.shape)) + tuple(value.shape))
@@ -306,18 +301,18 @@ def _moved(ops: Any, value: Any, source: int, target: int, ndim: int) -> Any:
 
 
 def _rows(call: LocalCall, place: int, items: Sequence[Item], dim: int, shape: tuple[int, ...]) -> Array:
-    """The positions along a dimension that the item at `place` gives, as many as are picked."""
+    """Return the flattened positions of one item, broadcast to the shape of the index."""
     found = numpy.asarray(items[place]) if isinstance(items[place], int) else _on_host(call, items, place)
     return numpy.broadcast_to(counted_from_front(call.name, found, dim, call.sizes[f"d{dim}"]), shape).ravel()
 
 
 def counted_from_front(what: str, found: Array, dim: int, size: int) -> Array:
-    """Positions along a dimension of `size`, those counted from its end counted from its front.
+    """Return positions along a dimension of `size` with negative ones counted from the front.
 
     Raises:
-        IndexOutOfRangeError: there is no such position in `what`.
+        IndexOutOfRangeError: a position is outside the dimension. The message starts with `what`.
     """
-    found = found.astype(numpy.int64)  # one byte does not hold the size
+    found = found.astype(numpy.int64)  # int8 and uint8 cannot hold the sum with `size`
     outside = found[(found < -size) | (found >= size)]
     if outside.size:
         raise IndexOutOfRangeError(
@@ -335,7 +330,11 @@ def _on_host(call: LocalCall, items: Sequence[Item], place: int) -> Array:
 
 
 def _rows_of_value(call: LocalCall, picked: Picked, ndim: int, own: Array) -> Any:
-    """The value for the picked positions `own`, which are one dimension now; `ndim`: with it, those of the result."""
+    """Return the rows of the assigned value at the positions `own`, which form one dimension.
+
+    Args:
+        ndim: number of dimensions of the result with that one dimension.
+    """
     value, ops = call.arguments["value"], call.platform.ops
     behind = ndim - 1 - picked.start
     if not hasattr(value, "shape") or len(value.shape) <= behind:
@@ -349,18 +348,18 @@ def _rows_of_value(call: LocalCall, picked: Picked, ndim: int, own: Array) -> An
 
 
 def with_positions(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of `getitem` or `setitem`, with DTensors of positions for lists, ranges and arrays in the index.
+    """Return the arguments of `getitem` or `setitem` with lists, ranges and arrays converted to replicated DTensors.
 
-    Truth values become the positions of the true ones, since they are the same on all ranks.
+    A mask becomes the positions of its true elements, which are the same on all ranks.
 
     Raises:
-        IndexOutOfRangeError: a position that the tensor does not have, truth values of another shape, or more of all
-            than it has dimensions.
-        ShardingRuleError: a list of lists by itself or an array of bytes, which frameworks understand differently; an
-            array of anything but integers and truth values, or of one truth value.
+        IndexOutOfRangeError: a position is outside its dimension, a mask has the wrong shape, or there are more indices
+            than dimensions.
+        ShardingRuleError: the index is a list of lists or an array of bytes, which frameworks interpret differently; or
+            an array of other values than integers and booleans, or of a single boolean.
     """
     x, index, *rest = args
-    if not isinstance(x, DTensor):  # which is refused, whatever the index
+    if not isinstance(x, DTensor):  # refused later, with any index
         return args
     if type(index) is list and any(isinstance(item, (list, tuple, range, Array)) for item in index):
         raise ShardingRuleError(
@@ -375,16 +374,16 @@ def with_positions(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _array(x: DTensor, item: Any) -> Array | None:
-    """A list, range, array or NumPy number as an array of integers or truth values; None for anything else."""
+    """Return a list, range, array or NumPy scalar as an array of integers or booleans."""
     array = _as_array(x.spec.mesh.platform, item)
     if array is not None and isinstance(item, Array) and array.dtype == numpy.uint8:
         array = _of_bytes(x, array)
     if array is not None and (array.dtype.kind not in "iub" or (array.dtype.kind == "b" and not array.ndim)):
         if isinstance(item, (list, range)):
             return None
-        kind = "a single truth value" if array.dtype.kind == "b" else f"an array of {array.dtype}"
+        kind = "a single boolean" if array.dtype.kind == "b" else f"an array of {array.dtype}"
         raise ShardingRuleError(
-            f"{kind} as the index of a DTensor {x.spec!r}: expected integers, or truth values of one dimension or more"
+            f"{kind} as the index of a DTensor {x.spec!r}: expected integers, or a mask of at least one dimension"
         )
     return array
 
@@ -446,7 +445,7 @@ def _dims_of_item(item: Any, array: Array | None) -> int:
 def _mask(x: DTensor, mask: Array, dim: int) -> Array:
     if mask.shape != x.spec.shape[dim : dim + mask.ndim]:
         raise IndexOutOfRangeError(
-            f"truth values {list(mask.shape)} do not fit dimension {dim} and on of {x.spec!r}: expected "
+            f"a mask of shape {list(mask.shape)} does not fit {x.spec!r} from dimension {dim} on: expected "
             f"{list(x.spec.shape[dim : dim + mask.ndim])}"
         )
     return mask

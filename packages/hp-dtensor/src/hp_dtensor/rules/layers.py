@@ -48,7 +48,7 @@ def register(registry: RuleRegistry) -> None:
 
 
 def _norm(call: OpCall) -> Factorization:
-    """Over the last dimensions, those of `normalized_shape`, which must be whole."""
+    """Normalize over the last dimensions, those of `normalized_shape`, which are unsharded."""
     shape = call.tensors[0].shape
     normalized = call["normalized_shape"]
     count = 1 if isinstance(normalized, int) else len(normalized)
@@ -59,10 +59,10 @@ def _norm(call: OpCall) -> Factorization:
 
 
 def _embedding(call: OpCall) -> Factorization:
-    """Ids of any shape, table `[vocabulary, width]`; a cut vocabulary gives partial rows."""
+    """Ids have any shape, the table is `[vocabulary, width]`. A sharded vocabulary gives partial rows."""
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if call[option]:
-            raise call.refuse(f"{option} has no rule: each rank would do it with its own ids")
+            raise call.refuse(f"{option} is not supported: each rank would apply it to its own ids")
     ids, table = (spec.shape for spec in call.tensors)
     dims, sizes = dim_factors("d", ids)
     sizes = sizes | {"vocabulary": table[0], "width": table[1]}
@@ -71,12 +71,12 @@ def _embedding(call: OpCall) -> Factorization:
         ((*dims, ("width",)),),
         sizes,
         partial=PartialResults(reduced={"vocabulary": "sum"}, terms=(frozenset({1}),)),
-        work=LocalWork(by_factor={"vocabulary": _embedding_of_part}),
+        work=LocalWork(by_factor={"vocabulary": _embedding_of_shard}),
     )
 
 
-def _embedding_of_part(call: LocalCall) -> Tensor:
-    """Rows whose id is in this rank's part of the vocabulary, zeros elsewhere."""
+def _embedding_of_shard(call: LocalCall) -> Tensor:
+    """Return the rows of ids in this rank's shard of the vocabulary, and zeros for the others."""
     ops = call.platform.ops
     ids, table = call.arguments["input"], call.arguments["weight"]
     start, length = call.spans["vocabulary"]
@@ -84,12 +84,12 @@ def _embedding_of_part(call: LocalCall) -> Tensor:
         check_ids(call.platform, ids, call.sizes["vocabulary"])
         nothing = ops.zeros((*ids.shape, 0), table.dtype)
         return ops.matmul(nothing, table)
-    # Each id has one owner, which gives its row; the others give zeros, and the sum over ranks is the row (arXiv
-    # 1909.08053). The gradient of a zero row is masked with it, so no rank writes another's part of the table.
+    # Each id has one owner. The owner returns its row and the other ranks zeros, so the sum over ranks is the row
+    # (arXiv 1909.08053). The mask also zeroes the gradient, so no rank gets gradients for rows of another shard.
     own, inside = own_ids(ops, ids, start, length, call.sizes["vocabulary"])
     rows = ops.embedding(own, table)
     padding = call.arguments["padding_idx"]
-    if padding is not None:  # its row gets no gradient
+    if padding is not None:  # the row of the padding id gets no gradient
         is_padding = ops.unsqueeze(ops.eq(ids, padding % call.sizes["vocabulary"]), -1)
         rows = ops.where(is_padding, call.platform.detach(rows), rows)
     return ops.mul(rows, ops.cast(ops.unsqueeze(inside, -1), rows.dtype))
@@ -97,17 +97,17 @@ def _embedding_of_part(call: LocalCall) -> Tensor:
 
 def _bags(call: OpCall) -> Factorization:
     if call.arguments.get("max_norm") is not None:
-        raise call.refuse("max_norm writes the table; embed without it")
-    raise call.needs_replicated("bags may reach over ranks")
+        raise call.refuse("max_norm is not supported, because it writes the table")
+    raise call.needs_replicated("a bag may contain ids of several ranks")
 
 
 def _attention(call: OpCall) -> Factorization:
-    """`[batch, heads, length, width]`; batch and (key-value) heads are parallel, queries too unless causal."""
+    """For `[batch, heads, length, width]`: batch and key-value heads are parallel, and queries unless causal."""
     if call["dropout_p"]:
-        raise call.refuse("attention of DTensors takes no dropout")
+        raise call.refuse("dropout is not supported for DTensors; use hp_dtensor.attention")
     query, key, value = (spec.shape for spec in call.tensors[:3])
     if {len(query), len(key), len(value)} != {4} or not query[0] == key[0] == value[0] or key[1:3] != value[1:3]:
-        raise call.refuse("attention of DTensors takes [batch, heads, length, width] of one batch size")
+        raise call.refuse("expected [batch, heads, length, width] of one batch size, with as many keys as values")
     groups = query[1] // max(key[1], 1)
     names = {"batch": query[0], "heads": key[1], "q": query[2], "k": key[2], "width": query[3], "out": value[3]}
     heads = ("heads",) if groups == 1 else ("heads", "group")
@@ -126,38 +126,38 @@ def _attention(call: OpCall) -> Factorization:
 
 
 def _mask(call: OpCall, shape: tuple[int, ...], scores: tuple[int, ...], names: Dims) -> Dims:
-    """A mask, broadcast to `[batch, heads, queries, keys]`."""
+    """Return the factors of a mask, which broadcasts to `[batch, heads, queries, keys]`."""
     extra = len(scores) - len(shape)
     if extra < 0 or any(n not in (1, scores[extra + i]) for i, n in enumerate(shape)):
-        raise call.refuse(f"a mask {list(shape)} does not broadcast to {list(scores)}")
+        raise call.refuse(f"the mask's shape {list(shape)} does not broadcast to {list(scores)}")
     return tuple(names[extra + i] if n == scores[extra + i] else () for i, n in enumerate(shape))
 
 
 def _batch_norm(call: OpCall) -> Factorization:
-    """`[batch, channels, ...]`: channels are parallel; so is the batch, of which training sums up statistics."""
+    """For `[batch, channels, ...]`: channels are parallel, and training sums statistics over all other dimensions."""
     shape = call.tensors[0].shape
     if len(shape) < 2:
-        raise call.needs_replicated("its rule is of [batch, channels, ...]")
+        raise call.needs_replicated("its rule needs [batch, channels, ...]")
     dims, sizes = dim_factors("d", shape)
     inputs: tuple[Dims, ...] = (dims, *((dims[1],),) * (len(call.tensors) - 1))
     if not call["training"]:
         return Factorization(
             inputs, (dims,), sizes, limits=ShardingLimits(nonempty=frozenset(sizes))
-        )  # the kernels refuse nothing
-    kept = sum(call[name] is not None for name in ("running_mean", "running_var"))
+        )  # kernels refuse empty input
+    tracked = sum(call[name] is not None for name in ("running_mean", "running_var"))
     summed = [dim[0] for i, dim in enumerate(dims) if i != 1]
     return Factorization(
         inputs,
         (dims,),
         sizes,
         limits=ShardingLimits(nonempty=frozenset({dims[1][0]})),
-        work=LocalWork(by_factor=dict.fromkeys(summed, _over_all_ranks)),
-        operands=Operands(written=frozenset(range(1, 1 + kept))),
+        work=LocalWork(by_factor=dict.fromkeys(summed, _batch_norm_over_ranks)),
+        operands=Operands(written=frozenset(range(1, 1 + tracked))),
     )
 
 
-def _over_all_ranks(call: LocalCall) -> Tensor:
-    """Mean and variance from sums over all ranks, in two passes; in float32 for half precision."""
+def _batch_norm_over_ranks(call: LocalCall) -> Tensor:
+    """Normalize by the mean and variance over all ranks, in two passes, in float32 for half precision."""
     platform, ops, arguments = call.platform, call.platform.ops, call.arguments
     x = arguments["input"]
     wide = ops.cast(x, platform.dtype("float32")) if platform.itemsize(x.dtype) < 4 else x
@@ -172,26 +172,26 @@ def _over_all_ranks(call: LocalCall) -> Tensor:
         result = ops.mul(result, ops.reshape(arguments["weight"], channel))
     if arguments["bias"] is not None:
         result = ops.add(result, ops.reshape(arguments["bias"], channel))
-    _keep(call, mean, ops.mul(variance, count / max(1, count - 1)))
+    _update_running(call, mean, ops.mul(variance, count / max(1, count - 1)))
     return ops.cast(result, x.dtype)
 
 
 def _sum(call: LocalCall, x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Over dimensions and ranks, for a use that differs per rank."""
+    """Sum over dimensions and ranks, for use with each rank's own rows."""
     total = call.platform.ops.sum(x, dims, True)
     groups = [group for i in dims for group in call.groups.get(f"d{i}", ())]
     for group in groups:
         total = collectives.all_reduce(total, group)
-    # The total is replicated, and then used by each rank with its own rows: R -> V, whose dual sums the gradients.
-    # The all-reduce before it is P -> R, whose dual sends nothing.
+    # Each rank uses the replicated total with its own rows: R -> V, whose backward sums the gradients over ranks. The
+    # all-reduce itself is P -> R, whose backward sends nothing.
     return collectives.vary(total, groups) if groups else total
 
 
-def _keep(call: LocalCall, mean: Tensor, variance: Tensor) -> None:
-    """Move the running statistics towards these."""
+def _update_running(call: LocalCall, mean: Tensor, variance: Tensor) -> None:
+    """Update the running statistics."""
     platform, ops, momentum = call.platform, call.platform.ops, call.arguments["momentum"]
     for name, value in (("running_mean", mean), ("running_var", variance)):
-        kept = call.arguments[name]
-        if kept is not None:
-            now = ops.cast(ops.reshape(platform.detach(value), tuple(kept.shape)), kept.dtype)
-            platform.copy_(kept, ops.add(ops.mul(kept, 1.0 - momentum), ops.mul(now, momentum)))
+        running = call.arguments[name]
+        if running is not None:
+            now = ops.cast(ops.reshape(platform.detach(value), tuple(running.shape)), running.dtype)
+            platform.copy_(running, ops.add(ops.mul(running, 1.0 - momentum), ops.mul(now, momentum)))

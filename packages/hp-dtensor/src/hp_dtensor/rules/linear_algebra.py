@@ -24,7 +24,7 @@ from hp_dtensor.rules.pointwise import pointwise
 from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, broadcast_shapes, dim_factors
 
 VECTORS_AND_MATRICES = ("k, k ->", "... m k, k -> ... m", "k, ... k n -> ... n", "... m k, ... k n -> ... m n")
-"""Products of operands of one dimension, as in NumPy, and of more."""
+"""Matrix products as in NumPy, by the number of dimensions of each operand."""
 
 
 def register(registry: RuleRegistry) -> None:
@@ -60,7 +60,7 @@ def register(registry: RuleRegistry) -> None:
     registry.register(
         "linalg_ldl_factor_ex", "input * hermitian=False check_errors=False", _of_matrices("n m", "n", "")
     )
-    # Of an empty batch torch's backward gives no gradients, and that rank would not come to the others' exchanges.
+    # torch's backward returns no gradients for an empty batch, so that rank would miss the collectives of the others.
     reflected = line("... n! m!, ... k! -> ... n m", nonempty=True)
     registry.register("linalg_householder_product", "input tau", reflected)
     registry.register("linalg_cross", "input other * dim=-1", _cross)
@@ -94,7 +94,7 @@ def register(registry: RuleRegistry) -> None:
 
 
 def _einsum(call: OpCall) -> Factorization:
-    """Letters are factors; those the output lacks are summed, those repeated in one operand must be whole."""
+    """Letters are factors. Those that the output lacks are summed, those repeated in one operand are unsharded."""
     left, arrow, right = call["equation"].replace(" ", "").partition("->")
     terms = left.split(",")
     if len(terms) != len(call.tensors):
@@ -125,7 +125,7 @@ def _einsum(call: OpCall) -> Factorization:
 
 
 def _names(term: str, ndim: int) -> list[str]:
-    """A factor per dimension; those that `...` stands for are named from the last."""
+    """Return a factor per dimension. Those of `...` are numbered from the last one."""
     before, dots, after = term.partition("...")
     between = ndim - len(before) - len(after) if dots else 0
     return [*before, *(f".{i}" for i in range(between, 0, -1)), *after]
@@ -147,14 +147,14 @@ OF_COLUMNS = line("... n! m!, ... x! y! -> ... x y", linear="1")
 
 
 def _of_matrices(*outputs: str) -> Rule:
-    """Return the rule of one tensor `[..., n, m]`; `outputs`: dimensions behind the batch, `k` the smaller one."""
+    """Return the rule of an operation on `[..., n, m]`, given the dimensions of each output; k = min(n, m)."""
     made = ", ".join(f"... {output}" for output in outputs)
     new: dict[str, Any] = {"k": lambda sizes: min(sizes["n"], sizes["m"])} if "k" in made else {}
     return line(f"... n! m! -> {made}", **new)
 
 
 def _cross(call: OpCall) -> Factorization:
-    """Vectors of three elements along `dim`, everything else broadcast and parallel."""
+    """Cross products along `dim`, of size 3. All other dimensions are broadcast and parallel."""
     try:
         shape = broadcast_shapes([spec.shape for spec in call.tensors])
     except ValueError as error:
@@ -162,7 +162,7 @@ def _cross(call: OpCall) -> Factorization:
     first = next((i for i, size in enumerate(shape) if size == 3), 0)
     dim = first if call["dim"] is None else call["dim"] % max(1, len(shape))
     rule = pointwise("mul")(call)
-    # torch takes the first dimension of three elements, which a rank's part of another one may become.
+    # torch defaults to the first dimension of size 3, and a shard of another dimension may have that size too.
     return replace(
         rule,
         limits=unsharded({f"d{dim}"}),
@@ -171,19 +171,19 @@ def _cross(call: OpCall) -> Factorization:
 
 
 def _solve(call: OpCall) -> Factorization:
-    """`[..., n, n]` and `[..., n, columns]`, or `[..., n]` where these are vectors of the same batch."""
+    """Solve `[..., n, n]` for `[..., n, columns]`, or for `[..., n]` if these are vectors of the same batch."""
     matrices, right = (spec.shape for spec in call.tensors)
     if len(right) == 1 or right == matrices[:-1]:
         return OF_VECTOR(call)
     rule = OF_COLUMNS(call)
-    # A part of the batch might be as many matrices as the right side has rows, and torch take these for vectors.
+    # torch decides by shape whether the right side holds vectors, and a shard of the batch could change that decision.
     return replace(rule, limits=unsharded(rule.sizes)) if len(right) == len(matrices) - 1 else rule
 
 
 TO_HALF = frozenset({"fft_rfft", "fft_rfft2", "fft_rfftn", "fft_ihfft", "fft_ihfft2", "fft_ihfftn"})
-"""Those that give the first half of a spectrum, along the last dimension that they transform."""
+"""Transforms that return half of a spectrum along their last dimension."""
 FROM_HALF = frozenset({"fft_irfft", "fft_irfft2", "fft_irfftn", "fft_hfft", "fft_hfft2", "fft_hfftn"})
-"""Those that take it."""
+"""Transforms whose input is half of a spectrum along their last dimension."""
 
 
 def _along_one(call: OpCall) -> Factorization:
@@ -208,10 +208,10 @@ def _several(call: OpCall, dims: int | Sequence[int] | None) -> Factorization:
 
 
 def _transformed(call: OpCall, dims: Sequence[int], lengths: Sequence[int | None]) -> Factorization:
-    """Linear over the reals; `lengths` of the signal are those of the input where they are None."""
+    """Return the rule of a transform, which is linear over the reals. A length of None is the input's size."""
     shape = call.tensors[0].shape
     if len(set(dims)) != len(lengths) or not dims:
-        raise call.needs_replicated("its dimensions and lengths must be as many, and differ")
+        raise call.needs_replicated("its rule needs different dimensions, one per length")
     names, sizes = dim_factors("d", shape)
     output: list[Dim] = list(names)
     for dim, length in zip(dims, lengths, strict=True):

@@ -44,7 +44,7 @@ def register(registry: RuleRegistry) -> None:
 def _loss(call: OpCall) -> Factorization:
     shapes = {spec.shape for spec in call.tensors}
     if len(shapes) != 1 or call.arguments.get("size_average") is not None or call.arguments.get("reduce") is not None:
-        raise call.needs_replicated("its rule is of tensors of one shape, without the old size_average")
+        raise call.needs_replicated("its rule needs tensors of one shape and no size_average")
     (shape,) = shapes
     dims, sizes = dim_factors("d", shape)
     inputs = (dims,) * len(call.tensors)
@@ -53,12 +53,12 @@ def _loss(call: OpCall) -> Factorization:
     if call["reduction"] == "sum":
         return Factorization(inputs, ((),), sizes, partial=PartialResults(reduced=dict.fromkeys(sizes, "sum")))
     if call.arguments.get("weight") is not None and not call.name.startswith("binary"):
-        return Factorization(inputs, ((),), sizes)  # a mean by the sum of the weights: everything whole
+        return Factorization(inputs, ((),), sizes)  # the mean divides by the sum of all weights: nothing is sharded
     count = math.prod(shape[:1] if call["reduction"] == "batchmean" else shape)
     if count == 0:
-        raise call.needs_replicated("a mean over nothing is the framework's own")
+        raise call.needs_replicated("the mean of an empty tensor is the framework's choice")
 
-    def part_of_mean(local: LocalCall) -> Tensor:
+    def mean_of_shard(local: LocalCall) -> Tensor:
         x = local.arguments["input"]
         mine = x.shape[0] if call["reduction"] == "batchmean" else math.prod(x.shape)
         if math.prod(x.shape) == 0:
@@ -70,7 +70,7 @@ def _loss(call: OpCall) -> Factorization:
         ((),),
         sizes,
         partial=PartialResults(reduced=dict.fromkeys(sizes, "sum")),
-        work=LocalWork(by_factor=dict.fromkeys(sizes, part_of_mean)),
+        work=LocalWork(by_factor=dict.fromkeys(sizes, mean_of_shard)),
     )
 
 
@@ -88,37 +88,42 @@ def _negative_log_likelihood(call: OpCall) -> Factorization:
 
 
 def _rule(call: OpCall, local: Local, by_class: bool = False) -> Factorization:
-    """Logits `[rows, classes, *positions]`, targets `[rows, *positions]`, or like the logits; weights `[classes]`."""
+    """Return the rule of a loss over classes.
+
+    Logits are `[rows, classes, *positions]`, targets `[rows, *positions]` or shaped as the logits, weights `[classes]`.
+    """
     logits, target, weight = (call[name] for name in ("input", "target", "weight"))
     if call["size_average"] is not None or call["reduce"] is not None:
-        raise call.needs_replicated("its rule is of reduction, not of the old size_average and reduce")
+        raise call.needs_replicated("its rule needs reduction instead of size_average and reduce")
     shape = logits.shape
     if len(shape) == 1:
-        raise call.needs_replicated("its rule is of logits [rows, classes, ...]")
+        raise call.needs_replicated("its rule needs logits [rows, classes, ...]")
     if len(shape) < 2 or target.shape != (shape if by_class else (shape[0], *shape[2:])):
         raise call.refuse(
             f"{call.name} of DTensors takes logits [rows, classes, ...] and targets [rows, ...] of class indices, or "
             "of the logits' shape"
         )
     if weight is not None and weight.shape != shape[1:2]:
-        raise call.refuse(f"weights must be [classes] = [{shape[1]}]")
+        raise call.refuse(f"expected weights of shape [classes] = [{shape[1]}], got {list(weight.shape)}")
     names = ("rows", *(f"position{i}" for i in range(len(shape) - 2)))
     rows: Dims = tuple((name,) for name in names)
     dims: Dims = (rows[0], ("classes",), *rows[1:])
     inputs: tuple[Dims, ...] = (dims, dims if by_class else rows)
     sizes = dict(zip([dim[0] for dim in dims], shape, strict=True))
-    whole = call["reduction"] == "none"
+    unreduced = call["reduction"] == "none"
     return Factorization(
         inputs if weight is None else (*inputs, (("classes",),)),
-        (rows if whole else (),),
+        (rows if unreduced else (),),
         sizes,
-        partial=PartialResults(reduced={} if whole else dict.fromkeys(names, "sum"), complete=frozenset({"classes"})),
+        partial=PartialResults(
+            reduced={} if unreduced else dict.fromkeys(names, "sum"), complete=frozenset({"classes"})
+        ),
         work=LocalWork(by_factor=dict.fromkeys(sizes, _of_rows(local, names, by_class))),
     )
 
 
 def _of_rows(local: Local, names: Sequence[str], by_class: bool) -> Local:
-    """`local`, which works on rows, with positions as further rows."""
+    """Return `local`, which works on rows, with positions flattened into rows."""
 
     def run(call: LocalCall) -> Tensor:
         ops, logits, target = call.platform.ops, call.arguments["input"], call.arguments["target"]
@@ -166,7 +171,7 @@ def _by_probability(call: LocalCall) -> Tensor:
 
 
 def _by_index(call: LocalCall) -> Tensor:
-    """logsumexp(logits) - logit of the target; less of it, and some of all logits, with label smoothing."""
+    """Return logsumexp(logits) - logit of the target, or of the smoothed target distribution."""
     ops, arguments = call.platform.ops, call.arguments
     logits = _float32(call, arguments["input"])
     targets, valid = _valid_targets(call)
@@ -181,7 +186,7 @@ def _by_index(call: LocalCall) -> Tensor:
 
 
 def _likelihood(call: LocalCall) -> Tensor:
-    """Less the log-probability of the target, weighted."""
+    """Return the weighted negative log-probability of the target."""
     ops, x, weight = call.platform.ops, _float32(call, call.arguments["input"]), call.arguments["weight"]
     targets, valid = _valid_targets(call)
     weights = ops.cast(valid, x.dtype)
@@ -193,7 +198,7 @@ def _likelihood(call: LocalCall) -> Tensor:
 
 
 def _valid_targets(call: LocalCall) -> tuple[Tensor, Tensor]:
-    """Class indices with 0 for those to ignore, and 1 where none is ignored (0 elsewhere), in their dtype."""
+    """Return the class indices with 0 in place of ignored ones, and the mask of those not ignored, in their dtype."""
     platform, ops, targets = call.platform, call.platform.ops, call.arguments["target"]
     valid = ops.cast(ops.ne(targets, call.arguments["ignore_index"]), targets.dtype)
     targets = ops.mul(targets, valid)
@@ -202,14 +207,14 @@ def _valid_targets(call: LocalCall) -> tuple[Tensor, Tensor]:
 
 
 def _picked(call: LocalCall, x: Tensor, targets: Tensor) -> Tensor:
-    """`x` at each row's target, 0 where that is not among this rank's classes."""
+    """Return `x` at each row's target, or 0 if another rank owns that class."""
     ops = call.platform.ops
     start, length = call.spans.get("classes", (0, x.shape[1]))
     if not length:
         return ops.sum(x, 1)
     own, inside = own_ids(ops, targets, start, length, call.sizes["classes"])
     picked = ops.reshape(ops.gather(x, 1, ops.unsqueeze(own, 1)), (x.shape[0],))
-    return ops.masked_fill(picked, ops.logical_not(inside), 0.0)  # which may be infinite
+    return ops.masked_fill(picked, ops.logical_not(inside), 0.0)  # masked, not multiplied: the value may be infinite
 
 
 def _where_valid(ops: Any, losses: Tensor, valid: Tensor) -> Tensor:
@@ -236,7 +241,7 @@ def _by_weighted_index(call: LocalCall) -> Tensor:
 
 
 def _one_hot(call: LocalCall, targets: Tensor, like: Tensor) -> Tensor:
-    """`[rows, own classes]`: 1 at each row's target, where it is among this rank's classes."""
+    """Return `[rows, classes of this rank]` with 1 at each row's target."""
     ops = call.platform.ops
     start, length = call.spans.get("classes", (0, like.shape[1]))
     own = ops.add(ops.arange(length, targets.dtype), start)
@@ -244,11 +249,11 @@ def _one_hot(call: LocalCall, targets: Tensor, like: Tensor) -> Tensor:
 
 
 def _shifted(call: LocalCall, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits less their row's maximum, and the logarithm of the sum of their exponentials, over all classes."""
+    """Return the logits minus the maximum of their row, and the log-sum-exp of these, over all classes."""
     platform, ops = call.platform, call.platform.ops
     data = platform.detach(logits)
-    # The maximum is a constant to autograd, as the loss does not depend on it. Over cut classes a few numbers per row
-    # travel, no logits: maximum, sum, and the target's logit (Megatron-LM, arXiv 1909.08053, section 3).
+    # The maximum is a constant for autograd, since the loss does not depend on it. With sharded classes, three numbers
+    # per row are communicated and no logits: maximum, sum and target logit (Megatron-LM, arXiv 1909.08053, section 3).
     maxima = ops.amax(data, 1) if data.shape[1] else ops.full((data.shape[0],), float("-inf"), data.dtype)
     for group in _groups(call, "classes"):
         maxima = collectives.all_reduce_data(maxima, group, "max")
@@ -263,7 +268,7 @@ def _over_classes(call: LocalCall, x: Tensor) -> Tensor:
 
 
 def _reduced(call: LocalCall, losses: Tensor, weights: Tensor | None) -> Tensor:
-    """`losses` by the call's reduction; a mean is over rows, or over the weights of the targets."""
+    """Apply the call's reduction. A mean divides by the number of rows, or by the sum of the target weights."""
     ops, dtype = call.platform.ops, call.platform.loss_dtype(call.arguments["input"])
     if call.arguments["reduction"] == "none":
         return ops.cast(losses, dtype)
@@ -283,6 +288,6 @@ def _groups(call: LocalCall, factor: str) -> Sequence[Any]:
 
 
 def _float32(call: LocalCall, x: Tensor) -> Tensor:
-    """Half precision holds neither the sum over classes nor that over rows."""
+    """Return half precision as float32, because it can hold neither the sum over classes nor that over rows."""
     platform = call.platform
     return platform.ops.cast(x, platform.dtype("float32")) if platform.itemsize(x.dtype) < 4 else x

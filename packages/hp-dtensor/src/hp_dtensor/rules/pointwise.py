@@ -71,7 +71,11 @@ def register(registry: RuleRegistry) -> None:
 
 
 def pointwise(linearity: str | None) -> Rule:
-    """The rule of a pointwise operation that is linear in the given way (None: not at all)."""
+    """Return the rule of a pointwise operation.
+
+    Args:
+        linearity: how it is linear: `unary`, `add`, `mul`, `div`, `where`; None: it is not.
+    """
 
     def rule(call: OpCall) -> Factorization:
         try:
@@ -88,7 +92,7 @@ def pointwise(linearity: str | None) -> Rule:
 
 
 def _is_no_division(call: OpCall, linearity: str | None) -> bool:
-    """`2 / x` is not linear in x, and no quotient is that is rounded."""
+    """`2 / x` is not linear in x, and neither is a rounded quotient."""
     return linearity == "div" and (
         not isinstance(call["input"], TensorSpec) or call.arguments.get("rounding_mode") is not None
     )
@@ -100,13 +104,15 @@ def _mantissas(call: OpCall) -> Factorization:
 
 
 def _prelu(call: OpCall) -> Factorization:
-    """A slope for each channel (dimension 1), or one for all."""
+    """One slope for each channel (dimension 1), or one for all."""
     shape, weight = (spec.shape for spec in call.tensors)
     dims, sizes = dim_factors("d", shape)
     if math.prod(weight) == 1:
         return Factorization((dims, ((),) * len(weight)), (dims,), sizes)
     if weight != shape[1:2]:
-        raise call.refuse(f"{list(weight)} slopes for channels in dimension 1 of {list(shape)}")
+        raise call.refuse(
+            f"expected one slope per channel (dimension 1 of {list(shape)}), got the shape {list(weight)}"
+        )
     return Factorization((dims, dims[1:2]), (dims,), sizes)
 
 
@@ -117,14 +123,14 @@ def _where(call: OpCall) -> Factorization:
 
 
 def _copied(call: OpCall) -> Factorization:
-    """A partial tensor takes partial values, part by part, unless they are rounded to integers."""
+    """Partial values are copied into a partial tensor as they are, unless they are rounded to integers."""
     first, *others = call.tensors
     rounded = any(_rounds(other, first) for other in others)
     return pointwise("add" if others and not rounded else None)(call)
 
 
 def rounds(platform: Platform, dtype: Any, wanted: Any) -> bool:
-    """Tell if a sum of parts that are converted from `dtype` to `wanted` may differ from the sum converted."""
+    """Return whether casting partial values from `dtype` to `wanted` before their sum may change the result."""
     if platform.is_floating(wanted):
         return False
     to_truth = platform.dtype_name(wanted) == "bool" != platform.dtype_name(dtype)
@@ -136,7 +142,7 @@ def _rounds(source: TensorSpec, target: TensorSpec) -> bool:
 
 
 def _converted(call: OpCall) -> Factorization:
-    """To a dtype, or to that of another tensor, whose shape and placements do not matter."""
+    """Cast to a dtype, or to that of another tensor, whose shape and placements do not matter."""
     rule = pointwise("unary")(OpCall(call.name, call.arguments, call.tensors[:1]))
     if len(call.tensors) == 1:
         return rule
@@ -154,7 +160,7 @@ def _converted(call: OpCall) -> Factorization:
 
 
 def _aligned(shape: tuple[int, ...], output: tuple[int, ...]) -> Dims:
-    """Factors of an operand: those of the output where it has its size, none where it is broadcast."""
+    """Return the factors of an operand: those of the output, and none in broadcast dimensions."""
     start = len(output) - len(shape)
     return tuple((f"d{start + i}",) if size == output[start + i] else () for i, size in enumerate(shape))
 
@@ -163,10 +169,10 @@ def _terms(linearity: str | None, tensors: int) -> tuple[frozenset[int], ...] | 
     match linearity, tensors:
         case ("unary", 1) | ("mul", 1) | ("div", 1):
             return (frozenset({0}),)
-        # One product: partial where one factor is, and the other is not.
+        # One product: it is partial if exactly one of its operands is.
         case ("mul", 2):
             return (frozenset({0, 1}),)
-        # Two summands: partial where both are.
+        # Two summands: the sum is partial if both are.
         case ("add", 2):
             return (frozenset({0}), frozenset({1}))
         case ("div", 2):

@@ -47,18 +47,20 @@ def register(registry: RuleRegistry) -> None:
     registry.register("linalg_vector_norm", "input p=2 dim=None keepdim=False * dtype=None", _norm)
     registry.register("linalg_norm", "input p=None dim=None keepdim=False * dtype=None", _linalg_norm)
     registry.register("all any", dims, _truth)
-    registry.register("std var std_mean var_mean", "input dim=None unbiased=True keepdim=False * correction=1", _spread)
+    registry.register(
+        "std var std_mean var_mean", "input dim=None unbiased=True keepdim=False * correction=1", _variance
+    )
     # Half of a dimension times the sigmoid of the other half.
     half = line("... dim! ... -> ... half ...", half=lambda sizes: sizes["dim"] // 2)
     registry.register("glu", "input dim=-1", half)
 
 
 def reduced_dims(call: OpCall, ndim: int) -> tuple[int, ...]:
-    """The dimensions a call reduces, non-negative; all of them when it names none."""
+    """Return the dimensions that a call reduces, as nonnegative indices. A call without `dim` reduces all."""
     dim = call["dim"]
     if dim is None or dim == () or dim == []:
         if dim is not None and call.name in ("all", "any"):
-            raise call.refuse("no dimensions to reduce; frameworks differ in what that means")
+            raise call.refuse("an empty list of dimensions, which frameworks interpret differently")
         return tuple(range(ndim))
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
     if any(not -max(ndim, 1) <= d < max(ndim, 1) for d in dims):
@@ -67,61 +69,61 @@ def reduced_dims(call: OpCall, ndim: int) -> tuple[int, ...]:
 
 
 def check_floating(call: OpCall, wanted: Any = None) -> None:
-    """Refuse what frameworks refuse too, before parts of integers are rounded; complex values are computed whole."""
+    """Refuse what frameworks refuse too, before the mean of a shard is rounded. Complex operands are replicated."""
     (spec, *_) = call.tensors
     platform = spec.mesh.platform
     dtype = spec.dtype if wanted is None else platform.dtype_meant(wanted)
     if platform.dtype_name(dtype).startswith("complex"):
-        raise call.needs_replicated("its rule is of real values")
+        raise call.needs_replicated("its rule needs real values")
     if not platform.is_floating(dtype):
         raise call.refuse(f"it needs floating-point values, got {platform.dtype_name(dtype)}; cast them first")
 
 
 def _reduction(op: str | None) -> Rule:
-    """A reduction whose results of parts `op` combines; None: reduced dimensions must be whole."""
+    """Return the rule of a reduction whose local results `op` combines. None: reduced dimensions are unsharded."""
 
     def rule(call: OpCall) -> Factorization:
-        whole = _whole(call)
-        factors = _gone_factors(call)
+        base = _unsharded_rule(call)
+        factors = _reduced_factors(call)
         if op is None:
-            return whole
-        # `nansum` and `count_nonzero` add up parts too, but of a partial input neither is linear: NaN or 0 may come of
-        # the sum alone.
+            return base
+        # `nansum` and `count_nonzero` also add up local results, but they are not linear in a partial input, where NaN
+        # or 0 may appear only in the sum over ranks.
         linear = op == "sum" and call.name == "sum"
         return replace(
-            whole,
-            limits=replace(whole.limits, fixed=frozenset()),
-            partial=replace(whole.partial, reduced=dict.fromkeys(factors, op), terms=LINEAR.terms if linear else None),
+            base,
+            limits=replace(base.limits, fixed=frozenset()),
+            partial=replace(base.partial, reduced=dict.fromkeys(factors, op), terms=LINEAR.terms if linear else None),
         )
 
     return rule
 
 
-def _whole(call: OpCall) -> Factorization:
-    """Every reduced dimension unsharded."""
+def _unsharded_rule(call: OpCall) -> Factorization:
+    """Return the rule in which every reduced dimension is unsharded."""
     (spec,) = call.tensors
     dims, sizes = dim_factors("d", spec.shape)
-    output = _kept(dims, reduced_dims(call, spec.ndim), bool(call.arguments.get("keepdim")))
-    return Factorization((dims,), (output,), sizes, limits=unsharded(_gone_factors(call)))
+    output = _output_dims(dims, reduced_dims(call, spec.ndim), bool(call.arguments.get("keepdim")))
+    return Factorization((dims,), (output,), sizes, limits=unsharded(_reduced_factors(call)))
 
 
-def _gone_factors(call: OpCall) -> list[str]:
+def _reduced_factors(call: OpCall) -> list[str]:
     return [f"d{i}" for i in reduced_dims(call, call.tensors[0].ndim)]
 
 
-def _by_parts(call: OpCall, make: Callable[[tuple[int, ...], bool], Any], outputs: int = 1) -> Factorization:
-    """Reduced dimensions may be cut: `make(dims, keepdim)` is what the ranks do, and its result is whole."""
-    whole, factors = _whole(call), _gone_factors(call)
-    whole = replace(whole, outputs=whole.outputs * outputs)
-    # Frameworks refuse such a call, or say what it gives: in their own words, on every rank.
-    if any(whole.sizes[factor] == 0 for factor in factors):
-        return whole
+def _by_shards(call: OpCall, make: Callable[[tuple[int, ...], bool], Any], outputs: int = 1) -> Factorization:
+    """Return the rule in which `make(dims, keepdim)` is the local function, whose result is complete on every rank."""
+    base, factors = _unsharded_rule(call), _reduced_factors(call)
+    base = replace(base, outputs=base.outputs * outputs)
+    # What an empty reduction returns, or the error that it raises, is the framework's choice. All ranks call it alike.
+    if any(base.sizes[factor] == 0 for factor in factors):
+        return base
     local = make(reduced_dims(call, call.tensors[0].ndim), bool(call["keepdim"]))
     return replace(
-        whole,
-        limits=replace(whole.limits, fixed=frozenset()),
-        partial=replace(whole.partial, complete=frozenset(factors)),
-        work=replace(whole.work, by_factor=dict.fromkeys(factors, local)),
+        base,
+        limits=replace(base.limits, fixed=frozenset()),
+        partial=replace(base.partial, complete=frozenset(factors)),
+        work=replace(base.work, by_factor=dict.fromkeys(factors, local)),
     )
 
 
@@ -142,49 +144,49 @@ def _is_complex(call: OpCall) -> bool:
 
 def _extremes(call: OpCall) -> Factorization:
     which = {"amax": ["max"], "max": ["max"], "aminmax": ["min", "max"]}.get(call.name, ["min"])
-    if _is_bool(call):  # groups do not reduce truth values
-        return replace(_whole(call), outputs=_whole(call).outputs * len(which))
-    return _by_parts(call, functools.partial(extremes, which), outputs=len(which))
+    if _is_bool(call):  # process groups do not reduce booleans
+        return replace(_unsharded_rule(call), outputs=_unsharded_rule(call).outputs * len(which))
+    return _by_shards(call, functools.partial(extremes, which), outputs=len(which))
 
 
 def _merged(call: OpCall) -> Factorization:
     if not _is_floating(call):
-        return _whole(call)
-    return _by_parts(call, merged)
+        return _unsharded_rule(call)
+    return _by_shards(call, merged)
 
 
 def _norm(call: OpCall) -> Factorization:
-    """Of order 0 norms of parts are counts, of which another norm of order 0 is not the sum."""
+    """Norms merge as f(f(a), f(b)), except the norm of order 0: it counts, and the count of two counts is not a sum."""
     if call["p"] in ("nuc", 0, 0.0) or call["p"] is None or _is_complex(call):
-        return _whole(call)
+        return _unsharded_rule(call)
     if call["p"] in (math.inf, -math.inf) and _is_floating(call):
         op = "max" if call["p"] > 0 else "min"
-        return _by_parts(call, functools.partial(extreme_of_magnitudes, op))
-    return _by_parts(call, merged)
+        return _by_shards(call, functools.partial(extreme_of_magnitudes, op))
+    return _by_shards(call, merged)
 
 
 def _linalg_norm(call: OpCall) -> Factorization:
-    """A vector's norm where there is one dimension or no order; norms of matrices are computed whole."""
+    """Vector norms have one dimension or no order. Matrix norms run on replicated operands."""
     dim, order = call["dim"], call["p"]
     count = call.tensors[0].ndim if dim is None else 1 if isinstance(dim, int) else len(dim)
     if order is not None and count > 1:
-        raise call.needs_replicated("its rule is of vectors' norms")
+        raise call.needs_replicated("its rule needs a vector norm")
     return _norm(OpCall(call.name, {**call.arguments, "p": 2 if order is None else order}, call.tensors))
 
 
 def _truth(call: OpCall) -> Factorization:
-    return _whole(call) if _is_complex(call) else _by_parts(call, functools.partial(truth, call.name))
+    return _unsharded_rule(call) if _is_complex(call) else _by_shards(call, functools.partial(truth, call.name))
 
 
-def _spread(call: OpCall) -> Factorization:
-    """Standard deviation or variance: `x.std(False)` is `x.std(unbiased=False)`."""
+def _variance(call: OpCall) -> Factorization:
+    """Standard deviation or variance. `x.std(False)` means `x.std(unbiased=False)`."""
     check_floating(call)
     if isinstance(call["dim"], bool):
         call = OpCall(call.name, {**call.arguments, "dim": None, "unbiased": call["dim"]}, call.tensors)
     correction = call["correction"] if call["unbiased"] else 0
-    return _by_parts(
+    return _by_shards(
         call,
-        lambda gone, keepdim: spread(call.name, gone, keepdim, 1 if correction is None else correction),
+        lambda reduced, keepdim: variance(call.name, reduced, keepdim, 1 if correction is None else correction),
         outputs=2 if call.name.endswith("mean") else 1,
     )
 
@@ -193,72 +195,72 @@ def _mean(call: OpCall) -> Factorization:
     check_floating(call, call["dtype"])
     (spec,) = call.tensors
     dims, sizes = dim_factors("d", spec.shape)
-    gone = reduced_dims(call, spec.ndim)
-    factors = [f"d{i}" for i in gone]
+    reduced = reduced_dims(call, spec.ndim)
+    factors = [f"d{i}" for i in reduced]
     count = math.prod(sizes[f] for f in factors)
 
-    def part_of_mean(local: LocalCall) -> Any:
-        """The mean of this rank's part in its share; not its sum, which may overflow half precision."""
+    def mean_of_shard(local: LocalCall) -> Any:
+        """Return the shard's mean times its fraction of the elements. Its sum might overflow in half precision."""
         ops, x = local.platform.ops, local.arguments["input"]
-        mine = math.prod(x.shape[i] for i in gone)
+        mine = math.prod(x.shape[i] for i in reduced)
         if mine or not count:
             return ops.mul(local.on(x), mine / count if count else 1.0)
         wanted = local.arguments.get("dtype")
-        return ops.sum(x if wanted is None else ops.cast(x, wanted), gone, bool(local.arguments["keepdim"]))
+        return ops.sum(x if wanted is None else ops.cast(x, wanted), reduced, bool(local.arguments["keepdim"]))
 
     return Factorization(
         (dims,),
-        (_kept(dims, gone, bool(call["keepdim"])),),
+        (_output_dims(dims, reduced, bool(call["keepdim"])),),
         sizes,
         partial=PartialResults(reduced=dict.fromkeys(factors, "sum"), terms=LINEAR.terms),
-        work=LocalWork(by_factor=dict.fromkeys(factors, part_of_mean)),
+        work=LocalWork(by_factor=dict.fromkeys(factors, mean_of_shard)),
     )
 
 
-def _kept(dims: Dims, gone: tuple[int, ...], keepdim: bool) -> Dims:
-    return tuple(() if i in gone else dim for i, dim in enumerate(dims) if keepdim or i not in gone)
+def _output_dims(dims: Dims, reduced: tuple[int, ...], keepdim: bool) -> Dims:
+    return tuple(() if i in reduced else dim for i, dim in enumerate(dims) if keepdim or i not in reduced)
 
 
 def _max(call: OpCall) -> Factorization:
-    """Of everything, along a dimension (with positions), or of two tensors element by element."""
+    """Maximum or minimum of all elements, along a dimension (with positions), or of two tensors elementwise."""
     if len(call.tensors) == 2:
         return pointwise(None)(call)
     if call["dim"] is None:
         return _extremes(call)
-    return _candidates(call, best_of_parts, outputs=2)
+    return _candidates(call, best_of_shards, outputs=2)
 
 
 def _position(call: OpCall) -> Factorization:
-    return _whole(call) if call["dim"] is None else _candidates(call, position_of_best, outputs=1)
+    return _unsharded_rule(call) if call["dim"] is None else _candidates(call, position_of_best, outputs=1)
 
 
 def _candidates(call: OpCall, make: Callable[[int, bool], Any], outputs: int) -> Factorization:
     (dim,) = reduced_dims(call, call.tensors[0].ndim) or (None,)
     if dim is None or _is_bool(call) or not candidates_are_fewer(call, dim, 1):
-        return replace(_whole(call), outputs=_whole(call).outputs * outputs)
-    return _by_parts(call, lambda gone, keepdim: make(gone[0], keepdim), outputs)
+        return replace(_unsharded_rule(call), outputs=_unsharded_rule(call).outputs * outputs)
+    return _by_shards(call, lambda reduced, keepdim: make(reduced[0], keepdim), outputs)
 
 
 def _median(call: OpCall) -> Factorization:
-    """Of everything, or along a dimension, with positions."""
-    return _whole(call) if call["dim"] is None else _with_indices(call)
+    """The median of all elements, or along a dimension with positions."""
+    return _unsharded_rule(call) if call["dim"] is None else _with_indices(call)
 
 
 def _with_indices(call: OpCall) -> Factorization:
-    """Two results, values and where they were found."""
-    rule = _whole(call)
+    """Return the rule with two results: values and positions."""
+    rule = _unsharded_rule(call)
     return replace(rule, outputs=rule.outputs * 2)
 
 
 def _quantile(call: OpCall) -> Factorization:
     if not isinstance(call["q"], (int, float)):
-        raise call.needs_replicated("its rule takes one number as q")
-    rule = _whole(call)
+        raise call.needs_replicated("its rule needs one number as q")
+    rule = _unsharded_rule(call)
     return replace(rule, limits=replace(rule.limits, nonempty=frozenset(rule.sizes)))
 
 
-def lines(call: LocalCall, dims: Sequence[int]) -> Iterator[tuple[int, ProcessGroup, tuple[int, ...]]]:
-    """(dimension, group, lengths of its ranks' parts) of every cut of these dimensions, innermost cuts first."""
+def sharded_axes(call: LocalCall, dims: Sequence[int]) -> Iterator[tuple[int, ProcessGroup, tuple[int, ...]]]:
+    """Yield (dimension, group, lengths of its ranks' shards) of every mesh axis that shards `dims`, innermost first."""
     for dim in dims:
         groups, lengths = call.groups.get(f"d{dim}", ()), call.lengths.get(f"d{dim}", ())
         for group, of_ranks in reversed(list(zip(groups, lengths, strict=True))):
@@ -266,56 +268,56 @@ def lines(call: LocalCall, dims: Sequence[int]) -> Iterator[tuple[int, ProcessGr
 
 
 def groups_of(call: LocalCall, dims: Sequence[int]) -> list[ProcessGroup]:
-    return [group for _, group, _ in lines(call, dims)]
+    return [group for _, group, _ in sharded_axes(call, dims)]
 
 
 def static_dims(dims: Sequence[int]) -> Any:
-    """As an argument: one dimension as a number."""
+    """Return dimensions as an argument: a single one as an integer."""
     return dims[0] if len(dims) == 1 else tuple(dims)
 
 
-def without(call: LocalCall, x: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
-    """`x`, of length 1 in `dims`, as the operation returns it."""
+def drop_dims(call: LocalCall, x: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
+    """Return `x`, which has size 1 in `dims`, with or without these dimensions."""
     if keepdim:
         return x
     return call.platform.ops.reshape(x, tuple(n for i, n in enumerate(x.shape) if i not in dims))
 
 
-def merged(gone: Sequence[int], keepdim: bool) -> Local:
-    """The operation on the part, then on the results of parts; for one with f(f(a), f(b)) = f(a, b)."""
+def merged(reduced: Sequence[int], keepdim: bool) -> Local:
+    """Reduce the shard, then the gathered results, for an operation with f(f(a), f(b)) = f(a, b)."""
 
     def local(call: LocalCall) -> Tensor:
         x = call.arguments["input"]
-        result = _of_part(call, x, gone)
-        for dim, group, lengths in lines(call, gone):
-            # Parts without an element send none, so that no neutral element has to be invented for them.
+        result = _local_reduction(call, x, reduced)
+        for dim, group, lengths in sharded_axes(call, reduced):
+            # Empty shards send nothing, so the operation needs no neutral element.
             result = collectives.all_gather(result, group, dim, [min(1, n) for n in lengths])
-            if result.shape[dim] > 1 and 0 not in [result.shape[d] for d in gone]:
+            if result.shape[dim] > 1 and 0 not in [result.shape[d] for d in reduced]:
                 result = call.on(result, dim=dim, keepdim=True)
-            # Of another dimension nothing is there: the results are empty, and one of them is as good as all.
+            # Another reduced dimension is empty on this rank, so all these results are empty: take any one of them.
             elif result.shape[dim] > 1:
                 result = call.platform.ops.narrow(result, dim, 0, 1)
-        return without(call, result, gone, keepdim)
+        return drop_dims(call, result, reduced, keepdim)
 
     return local
 
 
-def _of_part(call: LocalCall, x: Tensor, gone: Sequence[int]) -> Tensor:
-    """The operation with its dimensions kept, of length 0 where this rank has nothing."""
-    if all(x.shape[dim] for dim in gone):
-        for dim in gone:  # some take but one
+def _local_reduction(call: LocalCall, x: Tensor, reduced: Sequence[int]) -> Tensor:
+    """Reduce the shard with `keepdim=True`. Dimensions in which the shard is empty have size 0."""
+    if all(x.shape[dim] for dim in reduced):
+        for dim in reduced:  # one by one: some operations take a single dimension
             x = call.on(x, dim=dim, keepdim=True)
         return x
     ops, wanted = call.platform.ops, call.arguments.get("dtype")
-    result = ops.sum(x if wanted is None else ops.cast(x, wanted), tuple(gone), True)
-    for dim in gone:
+    result = ops.sum(x if wanted is None else ops.cast(x, wanted), tuple(reduced), True)
+    for dim in reduced:
         if not x.shape[dim]:
             result = ops.narrow(result, dim, 0, 0)
     return result
 
 
-def truth(name: str, gone: Sequence[int], keepdim: bool) -> Local:
-    """`any` and `all`, by counting."""
+def truth(name: str, reduced: Sequence[int], keepdim: bool) -> Local:
+    """`any` and `all`, as a count of true or of false elements."""
 
     def local(call: LocalCall) -> Tensor:
         platform, ops = call.platform, call.platform.ops
@@ -323,9 +325,9 @@ def truth(name: str, gone: Sequence[int], keepdim: bool) -> Local:
         counted = (ops.ne if name == "any" else ops.eq)(ops.cast(x, platform.dtype("int64")), 0)
         if platform.is_floating(x.dtype):
             counted = (ops.ne if name == "any" else ops.eq)(x, 0.0)
-        # Counted, since groups do not reduce truth values; sums of int64 are exact.
-        count = ops.sum(ops.cast(counted, platform.dtype("int64")), tuple(gone), keepdim)
-        for group in groups_of(call, gone):
+        # Process groups do not reduce booleans, but sums of int64 are exact.
+        count = ops.sum(ops.cast(counted, platform.dtype("int64")), tuple(reduced), keepdim)
+        for group in groups_of(call, reduced):
             count = collectives.all_reduce_data(count, group)
         result = ops.gt(count, 0) if name == "any" else ops.eq(count, 0)
         return ops.cast(result, x.dtype) if platform.dtype_name(x.dtype) == "uint8" else result
@@ -333,85 +335,79 @@ def truth(name: str, gone: Sequence[int], keepdim: bool) -> Local:
     return local
 
 
-# Extremes without positions ------------------------------------------------------------------------------
-
-
-def extremes(which: Sequence[str], gone: Sequence[int], keepdim: bool) -> Local:
-    """Maximum (`max`) or minimum (`min`), or both; the gradient goes in equal shares to all elements that tie."""
+def extremes(which: Sequence[str], reduced: Sequence[int], keepdim: bool) -> Local:
+    """Maximum (`max`), minimum (`min`) or both. Tied elements share the gradient equally."""
 
     def local(call: LocalCall) -> Any:
-        found = tuple(_extreme(call, call.arguments["input"], op, gone, keepdim) for op in which)
+        found = tuple(_extreme(call, call.arguments["input"], op, reduced, keepdim) for op in which)
         return found[0] if len(found) == 1 else found
 
     return local
 
 
-def extreme_of_magnitudes(op: str, gone: Sequence[int], keepdim: bool) -> Local:
+def extreme_of_magnitudes(op: str, reduced: Sequence[int], keepdim: bool) -> Local:
     """The norm of order inf (`max`) or -inf (`min`), with the gradient of `extremes`."""
 
     def local(call: LocalCall) -> Tensor:
         ops, x, wanted = call.platform.ops, call.arguments["input"], call.arguments["dtype"]
         x = x if wanted is None else ops.cast(x, call.platform.dtype_meant(wanted))
-        return _extreme(call, ops.abs(x), op, gone, keepdim)
+        return _extreme(call, ops.abs(x), op, reduced, keepdim)
 
     return local
 
 
-def _extreme(call: LocalCall, x: Tensor, op: str, gone: Sequence[int], keepdim: bool) -> Tensor:
+def _extreme(call: LocalCall, x: Tensor, op: str, reduced: Sequence[int], keepdim: bool) -> Tensor:
     platform, ops = call.platform, call.platform.ops
-    groups = groups_of(call, gone)
-    kept: list[SavedTensors] = []
+    groups = groups_of(call, reduced)
+    saved: list[SavedTensors] = []
 
     def forward(data: Tensor) -> Tensor:
-        whole = extreme_of_part(call, data, op, gone)
+        result = extreme_of_shard(call, data, op, reduced)
         for group in groups:
-            whole = collectives.all_reduce_data(whole, group, op)
-        kept[:] = [SavedTensors(platform, data, whole)]
-        return without(call, whole, gone, keepdim)
+            result = collectives.all_reduce_data(result, group, op)
+        saved[:] = [SavedTensors(platform, data, result)]
+        return drop_dims(call, result, reduced, keepdim)
 
     def backward(grad: Tensor) -> list[Tensor]:
-        data, whole = kept[0].tensors
-        # Ties over all ranks share the gradient, as `amax` of one device has it.
-        winners = ops.cast(ops.eq(data, whole), grad.dtype)
-        count = ops.sum(winners, tuple(gone), True)
+        data, result = saved[0].tensors
+        # As for `amax` on one device, ties share the gradient, here those of all ranks.
+        winners = ops.cast(ops.eq(data, result), grad.dtype)
+        count = ops.sum(winners, tuple(reduced), True)
         for group in groups:
             count = collectives.all_reduce_data(count, group)
-        return [ops.mul(winners, ops.div(ops.reshape(grad, tuple(whole.shape)), count))]
+        return [ops.mul(winners, ops.div(ops.reshape(grad, tuple(result.shape)), count))]
 
     return platform.custom_function(forward, backward, x) if platform.requires_grad(x) else forward(x)
 
 
-def extreme_of_part(call: LocalCall, x: Tensor, op: str, gone: Sequence[int]) -> Tensor:
-    """amax or amin (dimensions kept) of data that may be empty: then the value that never wins."""
+def extreme_of_shard(call: LocalCall, x: Tensor, op: str, reduced: Sequence[int]) -> Tensor:
+    """Return amax or amin with `keepdim=True`. For empty data it is the value that every other one beats."""
     platform, ops = call.platform, call.platform.ops
-    if all(x.shape[i] for i in gone):
-        return (ops.amax if op == "max" else ops.amin)(x, static_dims(gone), True)
-    shape = tuple(1 if i in gone else n for i, n in enumerate(x.shape))
+    if all(x.shape[i] for i in reduced):
+        return (ops.amax if op == "max" else ops.amin)(x, static_dims(reduced), True)
+    shape = tuple(1 if i in reduced else n for i, n in enumerate(x.shape))
     if platform.is_floating(x.dtype):
         return ops.full(shape, float("-inf" if op == "max" else "inf"), x.dtype)
     limits = np.iinfo(platform.dtype_name(x.dtype))
     return ops.full(shape, int(limits.min if op == "max" else limits.max), x.dtype)
 
 
-# Candidates: values and their positions --------------------------------------------------------------------
-
-
 def candidates_are_fewer(call: Any, dim: int, count: int) -> bool:
-    """Whether `count` values with their positions (int64) of each part are fewer bytes than the parts."""
+    """Return whether `count` values and int64 positions per shard are fewer bytes than the shards."""
     (spec,) = call.tensors
     axes = zip(spec.mesh.shape, spec.placements, strict=True)
     parts = math.prod(n for n, p in axes if p.is_shard() and getattr(p, "dim", None) == dim)
     itemsize = spec.mesh.platform.itemsize(spec.dtype)
-    # From each part `count` values travel with their positions; the alternative is to gather the parts themselves.
+    # Each shard sends `count` values with their positions. The alternative is to gather the shards themselves.
     return bool(count * (itemsize + 8) <= itemsize * spec.shape[dim] / parts)
 
 
-def best_of_parts(dim: int, keepdim: bool) -> Local:
-    """`max` and `min` with positions: each part's best, then the best of these."""
+def best_of_shards(dim: int, keepdim: bool) -> Local:
+    """`max` and `min` with positions: the best element of each shard, then the best of these."""
 
     def local(call: LocalCall) -> Any:
         values, where = _best_candidates(call, dim, lambda x, count: call.on(x, dim=dim, keepdim=True), 1)
-        return without(call, values, [dim], keepdim), without(call, where, [dim], keepdim)
+        return drop_dims(call, values, [dim], keepdim), drop_dims(call, where, [dim], keepdim)
 
     return local
 
@@ -427,13 +423,13 @@ def position_of_best(dim: int, keepdim: bool) -> Local:
             return ops.gather(x, dim, where), where
 
         _, where = _best_candidates(call, dim, best, 1)
-        return without(call, where, [dim], keepdim)
+        return drop_dims(call, where, [dim], keepdim)
 
     return local
 
 
-def first_k_of_parts(dim: int, k: int) -> Local:
-    """`topk`: the k best of each part, then of these."""
+def first_k_of_shards(dim: int, k: int) -> Local:
+    """`topk`: the k best elements of each shard, then the k best of these."""
 
     def local(call: LocalCall) -> Any:
         return _best_candidates(call, dim, lambda x, count: call.on(x, k=count, dim=dim), k)
@@ -444,18 +440,22 @@ def first_k_of_parts(dim: int, k: int) -> Local:
 def _best_candidates(
     call: LocalCall, dim: int, pick: Callable[[Tensor, int], tuple[Tensor, Tensor]], count: int
 ) -> tuple[Tensor, Tensor]:
-    """`pick(x, n)` gives the best n values of `x` along `dim` with their positions; here of all parts together."""
+    """Return the best `count` values of all shards along `dim` and their positions.
+
+    Args:
+        pick: `pick(x, n)` returns the best n values of `x` along `dim` and their positions.
+    """
     platform, ops, x = call.platform, call.platform.ops, call.arguments["input"]
     if not platform.is_floating(x.dtype):
         x = platform.detach(x)
-    # Values are gathered in the graph, so their gradient goes back to the rank that had them; positions have none.
+    # Values are gathered within the autograd graph, so the gradient returns to their owner. Positions have none.
     values, where = x, None
     if x.shape[dim]:
         values, where = pick(x, min(count, x.shape[dim]))
     if where is None:
         where = ops.zeros(tuple(values.shape), platform.dtype("int64"))
     where = ops.add(ops.cast(where, platform.dtype("int64")), call.spans[f"d{dim}"][0])
-    for _, group, lengths in lines(call, [dim]):
+    for _, group, lengths in sharded_axes(call, [dim]):
         found = [min(count, n) for n in lengths]
         values = collectives.all_gather(values, group, dim, found)
         where = collectives.gather_data(where, group, dim, found)
@@ -465,28 +465,25 @@ def _best_candidates(
     return values, where
 
 
-# Spread -------------------------------------------------------------------------------------------------------
-
-
-def spread(name: str, gone: Sequence[int], keepdim: bool, correction: float) -> Local:
-    """Variance or standard deviation in two passes, the mean with it where the name has `mean`."""
+def variance(name: str, reduced: Sequence[int], keepdim: bool, correction: float) -> Local:
+    """Variance or standard deviation in two passes, together with the mean if the name ends in `mean`."""
 
     def local(call: LocalCall) -> Any:
         ops, x = call.platform.ops, call.arguments["input"]
-        count = math.prod(call.sizes[f"d{dim}"] for dim in gone)
-        groups = groups_of(call, gone)
-        # Two passes: E[x^2] - E[x]^2 in one would cancel where the mean is large beside the spread. Two small
-        # all-reduces for it.
-        mean = ops.div(_sum_over(ops.sum(x, tuple(gone), True), groups), float(count))
-        # R -> V: every rank subtracts the mean from its own part, so the mean's gradient is a sum over ranks.
+        count = math.prod(call.sizes[f"d{dim}"] for dim in reduced)
+        groups = groups_of(call, reduced)
+        # Two passes, with one small all-reduce each. E[x^2] - E[x]^2 in a single pass would lose precision where the
+        # mean is large compared with the deviation.
+        mean = ops.div(_sum_over(ops.sum(x, tuple(reduced), True), groups), float(count))
+        # R -> V: every rank subtracts the mean from its own shard, so the mean's gradient is a sum over ranks.
         centered = ops.sub(x, collectives.vary(mean, groups) if groups else mean)
-        squares = _sum_over(ops.sum(ops.mul(centered, centered), tuple(gone), True), groups)
+        squares = _sum_over(ops.sum(ops.mul(centered, centered), tuple(reduced), True), groups)
         degrees = max(0.0, count - correction)
         result = ops.div(squares, degrees) if degrees else ops.mul(squares, math.nan)
         if name.startswith("std"):
             result = _root(ops, result)
-        result = without(call, result, gone, keepdim)
-        return (result, without(call, mean, gone, keepdim)) if name.endswith("mean") else result
+        result = drop_dims(call, result, reduced, keepdim)
+        return (result, drop_dims(call, mean, reduced, keepdim)) if name.endswith("mean") else result
 
     return local
 
@@ -498,6 +495,6 @@ def _sum_over(x: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
 
 
 def _root(ops: Any, x: Tensor) -> Tensor:
-    """The square root, of which 0 gets the gradient 0, as in the frameworks' standard deviations."""
+    """Return the square root, with gradient 0 at 0, as the frameworks' standard deviations have it."""
     nothing = ops.eq(x, 0.0)
     return ops.masked_fill(ops.sqrt(ops.masked_fill(x, nothing, 1.0)), nothing, 0.0)

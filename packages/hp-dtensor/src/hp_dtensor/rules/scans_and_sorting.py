@@ -16,17 +16,17 @@ from hp_dtensor.rules import reductions
 from hp_dtensor.rules.cat_split_pad_roll import with_lengths
 from hp_dtensor.rules.factors import LINEAR, Factorization, LocalCall, LocalWork, PartialResults, unsharded
 from hp_dtensor.rules.notation import by_argument, line
-from hp_dtensor.rules.reductions import check_floating, extreme_of_part, groups_of, lines, reduced_dims
+from hp_dtensor.rules.reductions import check_floating, extreme_of_shard, groups_of, reduced_dims, sharded_axes
 from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, dim_factors
 
 Tensor = Any
 
 
 def register(registry: RuleRegistry) -> None:
-    registry.register("cumsum", "input dim * dtype=None", _along(_cumulated("add"), linear=True))
-    registry.register("cumprod", "input dim * dtype=None", _along(_cumulated("mul")))
-    registry.register("logcumsumexp", "input dim", _along(lambda call: _carried(call)[0]))
-    registry.register("cummax cummin", "input dim", _along(_carried, outputs=2))
+    registry.register("cumsum", "input dim * dtype=None", _along(_cumulative("add"), linear=True))
+    registry.register("cumprod", "input dim * dtype=None", _along(_cumulative("mul")))
+    registry.register("logcumsumexp", "input dim", _along(lambda call: _scan(call)[0]))
+    registry.register("cummax cummin", "input dim", _along(_scan, outputs=2))
     registry.register("cumsum_ cumprod_", "input dim * dtype=None", line("... dim! ... -> ... dim ..."), in_place=True)
     registry.register("softmax log_softmax softmin", "input dim=None dtype=None", _of_floating(_along(_softmax)))
     registry.register("topk", "input k dim=-1 largest=True sorted=True", _topk)
@@ -74,24 +74,24 @@ def _dim_of(call: LocalCall) -> int:
     return int(call.arguments["dim"]) % len(call.arguments["input"].shape)
 
 
-def _cumulated(combine: str) -> Callable[[LocalCall], Tensor]:
-    """Each part by itself, combined with the total of the parts before it."""
+def _cumulative(combine: str) -> Callable[[LocalCall], Tensor]:
+    """Scan the shard, then combine it with the total of the shards before it."""
 
     def local(call: LocalCall) -> Tensor:
         dim, x, ops = _dim_of(call), call.arguments["input"], call.platform.ops
-        # The part alone, then what came before it: totals are one slice per part, whatever its length.
+        # Only one slice per shard is communicated, its total, however long the shard is.
         result = call.on(x)
         total = ops.narrow(result, dim, max(0, result.shape[dim] - 1), min(1, result.shape[dim]))
-        for _, group, lengths in lines(call, [dim]):
+        for _, group, lengths in sharded_axes(call, [dim]):
             counts = [min(1, n) for n in lengths]
             totals = collectives.all_gather_varying(total, group, dim, counts)
-            # No rank of this line has an element.
+            # All shards along this mesh axis are empty.
             if not totals.shape[dim]:
                 continue
             running, before = call.on(totals), sum(counts[: group.rank])
             if before:
                 earlier = ops.narrow(running, dim, before - 1, 1)
-            else:  # nothing before, but in the graph of the gather, whose backward is a collective too
+            else:  # a zero that depends on the gather, whose backward is a collective that all ranks must join
                 earlier = ops.sum(ops.narrow(running, dim, 0, 0), dim, True)
                 earlier = ops.add(earlier, 1) if combine == "mul" else earlier
             result = getattr(ops, combine)(result, earlier)
@@ -101,20 +101,20 @@ def _cumulated(combine: str) -> Callable[[LocalCall], Tensor]:
     return local
 
 
-def _carried(call: LocalCall) -> tuple[Tensor, ...]:
-    """A scan that no operation of two results gives: totals before each part are put in front of it, and scanned."""
+def _scan(call: LocalCall) -> tuple[Tensor, ...]:
+    """Scan the shard behind the totals of preceding shards, for scans that no binary operation combines."""
     dim, ops, x = _dim_of(call), call.platform.ops, call.arguments["input"]
-    # Integers have no gradient, and a custom node would ask for one.
+    # Integers have no gradient, but a custom autograd node would ask for one.
     if not call.platform.is_floating(x.dtype) and not call.platform.is_complex(x.dtype):
         x = call.platform.detach(x)
-    before = _totals_before(call, x, dim)
+    before = _preceding_totals(call, x, dim)
     length, rows = x.shape[dim], before[0].shape[dim]
     scanned = [ops.narrow(each, dim, rows, length) for each in _scanned(call, ops.cat([before[0], x], dim), dim)]
     if len(scanned) == 1:
         return tuple(scanned)
     start = call.spans[f"d{dim}"][0]
     values, where = scanned
-    # Positions count in the whole: those in the part begin at `start`, and the rows in front are totals with positions
+    # Positions refer to the global tensor: those of the shard start at `start`, and the totals in front have positions
     # of their own.
     positions = ops.add(where, start - rows)
     if rows:
@@ -123,14 +123,13 @@ def _carried(call: LocalCall) -> tuple[Tensor, ...]:
     return values, positions
 
 
-def _totals_before(call: LocalCall, x: Tensor, dim: int) -> list[Tensor]:
-    """The totals, with their positions where the operation has any, of what lies before this part: of other parts
-    of the outermost cut first."""
+def _preceding_totals(call: LocalCall, x: Tensor, dim: int) -> list[Tensor]:
+    """Return the totals of the elements before this shard, outermost mesh axis first, and their positions if any."""
     ops, (start, length) = call.platform.ops, call.spans[f"d{dim}"]
     totals = [ops.narrow(each, dim, max(0, length - 1), min(1, length)) for each in _scanned(call, x, dim)]
     totals[1:] = [ops.add(where, start) for where in totals[1:]]
     found = [[ops.narrow(total, dim, 0, 0) for total in totals]]
-    for _, group, lengths in lines(call, [dim]):
+    for _, group, lengths in sharded_axes(call, [dim]):
         counts = [min(1, n) for n in lengths]
         gathered = collectives.all_gather_varying(totals[0], group, dim, counts)
         places = [collectives.gather_data(where, group, dim, counts) for where in totals[1:]]
@@ -143,7 +142,7 @@ def _totals_before(call: LocalCall, x: Tensor, dim: int) -> list[Tensor]:
 
 
 def _scanned(call: LocalCall, x: Tensor, dim: int) -> list[Tensor]:
-    """The operation on a tensor that may be empty."""
+    """Run the operation on a tensor that may be empty."""
     positions = call.name in ("cummax", "cummin")
     if x.shape[dim]:
         result = call.on(x)
@@ -152,25 +151,25 @@ def _scanned(call: LocalCall, x: Tensor, dim: int) -> list[Tensor]:
 
 
 def _softmax(call: LocalCall) -> Tensor:
-    """Softmax, its logarithm, or softmin; in float32 for half precision, which does not hold the sum."""
+    """Softmax, log-softmax or softmin. Half precision is computed in float32, because it cannot hold the sum."""
     platform, ops, x = call.platform, call.platform.ops, call.arguments["input"]
     dim, wanted = _dim_of(call), platform.dtype_meant(call.arguments["dtype"]) or x.dtype
     x = ops.cast(x, platform.dtype("float32") if platform.itemsize(wanted) < 4 else wanted)
     if call.name == "softmin":
         x = ops.neg(x)
     groups = groups_of(call, [dim])
-    # As in one device's softmax the maximum only keeps exponentials in range; it takes no part in the gradient.
-    highest = extreme_of_part(call, platform.detach(x), "max", [dim])
+    # The maximum only keeps the exponentials in range. The result does not depend on it, so it needs no gradient.
+    highest = extreme_of_shard(call, platform.detach(x), "max", [dim])
     for group in groups:
         highest = collectives.all_reduce_data(highest, group, "max")
-    # A row of minus infinities has no maximum to subtract: -inf less -inf is no number.
+    # For a row of minus infinities nothing is subtracted, since -inf - (-inf) is NaN.
     shifted = ops.sub(x, ops.masked_fill(highest, ops.eq(highest, float("-inf")), 0.0))
     exponentials = ops.exp(shifted)
     total = ops.sum(exponentials, dim, True)
     for group in groups:
         total = collectives.all_reduce(total, group)
     if groups:
-        # P -> R, then R -> V: each rank divides its own part by the total, so the total's gradient is a sum over the
+        # P -> R, then R -> V: each rank divides its own shard by the total, so the total's gradient is a sum over
         # ranks.
         total = collectives.vary(total, groups)
     result = ops.sub(shifted, ops.log(total)) if call.name == "log_softmax" else ops.div(exponentials, total)
@@ -178,7 +177,7 @@ def _softmax(call: LocalCall) -> Tensor:
 
 
 def _topk(call: OpCall) -> Factorization:
-    """Along a cut dimension the best of each part, then of these, where that is fewer bytes."""
+    """Along a sharded dimension, take the best of each shard and then of these, if that sends fewer bytes."""
     if not call.tensors[0].shape:
         raise call.needs_replicated("a tensor without dimensions")
     dim, k = call.dim(call["dim"]), call["k"]
@@ -187,7 +186,7 @@ def _topk(call: OpCall) -> Factorization:
     if k > call.tensors[0].shape[dim] or not reductions.candidates_are_fewer(call, dim, k):
         return rule
     factor = frozenset({f"d{dim}"})
-    local = {f"d{dim}": reductions.first_k_of_parts(dim, k)}
+    local = {f"d{dim}": reductions.first_k_of_shards(dim, k)}
     return replace(
         rule,
         limits=replace(rule.limits, fixed=rule.limits.fixed - factor),
@@ -198,7 +197,7 @@ def _topk(call: OpCall) -> Factorization:
 
 def _one_hot(call: OpCall) -> Factorization:
     if call["num_classes"] < 0:
-        raise call.refuse("num_classes must be given: otherwise it depends on data of all ranks")
+        raise call.refuse("num_classes must be given, since the default depends on the data of all ranks")
     dims, sizes = dim_factors("d", call.tensors[0].shape)
     return Factorization(
         (dims,), ((*dims, ("classes",)),), sizes | {"classes": call["num_classes"]}, limits=unsharded({"classes"})
@@ -208,9 +207,9 @@ def _one_hot(call: OpCall) -> Factorization:
 def _bincount(call: OpCall) -> Factorization:
     (spec,) = call.tensors[:1]
     if spec.is_replicated():
-        raise call.refuse("the number of bins depends on data")  # which all ranks have: it runs as on one device
+        raise call.refuse("the number of bins depends on data")  # of replicated operands: it runs as on one device
     if not call["minlength"] or call["weights"] is not None:
-        raise call.refuse("bincount of a cut DTensor needs minlength, which must exceed every value, and no weights")
+        raise call.refuse("bincount of a sharded DTensor needs a minlength greater than every value, and no weights")
     dims, sizes = dim_factors("d", spec.shape)
     return Factorization(
         (dims,),
@@ -218,12 +217,12 @@ def _bincount(call: OpCall) -> Factorization:
         sizes | {"bins": call["minlength"]},
         limits=unsharded({"bins"}),
         partial=PartialResults(reduced=dict.fromkeys(sizes, "sum")),
-        work=LocalWork(by_factor=dict.fromkeys(sizes, functools.partial(_bins_of_part, call))),
+        work=LocalWork(by_factor=dict.fromkeys(sizes, functools.partial(_local_bins, call))),
     )
 
 
-def _bins_of_part(refused: OpCall, call: LocalCall) -> Any:
-    """Every rank learns of a value beyond the bins, wherever it is."""
+def _local_bins(refused: OpCall, call: LocalCall) -> Any:
+    """Count the shard's values. All ranks raise if any rank has a value beyond the last bin."""
     platform, bins = call.platform, call.sizes["bins"]
     counts = call.on(call.arguments["input"])
     most = platform.ops.full((), int(counts.shape[0]), platform.dtype("int64"))

@@ -36,7 +36,7 @@ def register(registry: RuleRegistry) -> None:
 
 
 def out_of_range(call: OpCall, index: int, dim: int) -> IndexOutOfRangeError:
-    """The error of a position that the dimension does not have."""
+    """Return the error of an index outside a dimension."""
     (spec, *_) = call.tensors
     return IndexOutOfRangeError(
         f"{call.name}: index {index} is out of bounds for dimension {dim} with size {spec.shape[dim]} of {spec!r}"
@@ -49,14 +49,11 @@ def check_position(call: OpCall, index: int, dim: int) -> None:
         raise out_of_range(call, index, dim)
 
 
-# One dimension --------------------------------------------------------------------------------------------------
-
-
 def _narrow(call: OpCall) -> Factorization:
     shape, dim = call.tensors[0].shape, call.dim(call["dim"])
     start, length = call["start"], call["length"]
     if not isinstance(start, int) or not isinstance(length, int):
-        raise call.needs_replicated("its rule takes integers as start and length")
+        raise call.needs_replicated("its rule needs integers as start and length")
     first = start + shape[dim] if start < 0 else start
     if not (0 <= first <= shape[dim] and 0 <= length <= shape[dim] - first):
         raise IndexOutOfRangeError(
@@ -64,19 +61,19 @@ def _narrow(call: OpCall) -> Factorization:
             f"of {call.tensors[0]!r}"
         )
     dims, sizes = dim_factors("d", shape)
-    kept = range(first, first + length)
+    sliced = range(first, first + length)
 
     def localize(shapes: Sequence[tuple[int, ...]], spans: Mapping[str, Span]) -> Mapping[str, Any]:
         if f"d{dim}" not in spans:
             return {}
-        rows, count = _own_rows(kept, spans[f"d{dim}"])
+        rows, count = _rows_in_span(sliced, spans[f"d{dim}"])
         return {"start": rows.start, "length": count}
 
     return Factorization(
         (dims,),
         (dims,),
         sizes,
-        limits=ShardingLimits(picked={f"d{dim}": kept}),
+        limits=ShardingLimits(picked={f"d{dim}": sliced}),
         partial=LINEAR,
         work=LocalWork(localize=localize),
     )
@@ -86,16 +83,18 @@ def _select(call: OpCall) -> Factorization:
     dims, sizes = dim_factors("d", call.tensors[0].shape)
     dim, index = call.dim(call["dim"]), call["index"]
     if not isinstance(index, int):
-        raise call.refuse("its index must be an integer; use index_select for positions in a tensor")
+        raise call.refuse("expected an integer index; use index_select for a tensor of positions")
     check_position(call, index, dim)
     rule = Factorization((dims,), ((*dims[:dim], *dims[dim + 1 :]),), sizes, partial=LINEAR)
-    return from_owners(call, rule, [f"d{dim}"], functools.partial(_selected_by_owner, dim, index % sizes[f"d{dim}"]))
+    return partial_from_owners(
+        call, rule, [f"d{dim}"], functools.partial(_select_from_owner, dim, index % sizes[f"d{dim}"])
+    )
 
 
-def from_owners(
+def partial_from_owners(
     call: OpCall, rule: Factorization, factors: Sequence[str], local: Callable[[LocalCall], Any]
 ) -> Factorization:
-    """The rule with `factors`, of which outputs have one position, cut: partial results. Truth values have no sum."""
+    """Return `rule` with partial results over `factors`, of which one position is picked, except for booleans."""
     if call.tensors[0].mesh.platform.dtype_name(call.tensors[0].dtype) == "bool":
         return replace(rule, limits=replace(rule.limits, fixed=rule.limits.fixed | {*factors}))
     return replace(
@@ -105,29 +104,29 @@ def from_owners(
     )
 
 
-def _selected_by_owner(dim: int, index: int, call: LocalCall) -> Tensor:
+def _select_from_owner(dim: int, index: int, call: LocalCall) -> Tensor:
     ops, x = call.platform.ops, call.arguments["input"]
     start, length = call.spans[f"d{dim}"]
     if start <= index < start + length:
         return call.on(x, index=index - start)
-    return _nothing_of(ops, ops.narrow(x, dim, 0, 0), dim)
+    return _zeros_from(ops, ops.narrow(x, dim, 0, 0), dim)
 
 
-def _nothing_of(ops: Any, x: Tensor, dim: int) -> Tensor:
-    """Zeros for an empty dimension, in the graph of `x`."""
+def _zeros_from(ops: Any, x: Tensor, dim: int) -> Tensor:
+    """Return zeros without dimension `dim`, in which `x` is empty. They depend on `x`, for autograd."""
     return ops.cast(ops.sum(x, dim), x.dtype)
-
-
-# An index of integers, slices and None --------------------------------------------------------------------------
 
 
 def basic(
     call: OpCall, items: Sequence[Item], dims: Dims, sizes: Mapping[str, int]
 ) -> tuple[tuple[Dim, ...], dict[str, range], list[str]]:
-    """The dimensions of what an index of one item per dimension picks (a tensor's one is `("tensor",)`), the kept
-    positions of those that are sliced, and the factors of which one position is picked."""
+    """Return the output dimensions of an index, the positions of sliced factors, and the factors of single positions.
+
+    Args:
+        items: one item per dimension, and `None`s. The output dimension of a tensor item is `("tensor",)`.
+    """
     output: list[Dim] = []
-    kept: dict[str, range] = {}
+    sliced: dict[str, range] = {}
     picked: list[str] = []
     taken = [item for item in items if item is not None]
     position = 0
@@ -139,7 +138,7 @@ def basic(
         if isinstance(item, slice):
             output.append((factor,))
             if item != slice(None):
-                kept[factor] = kept_by(call, item, sizes[factor])
+                sliced[factor] = sliced_positions(call, item, sizes[factor])
         elif isinstance(item, int):
             check_position(call, item, position)
             picked.append(factor)
@@ -148,46 +147,48 @@ def basic(
             output.append(("tensor",))
         position += 1
     assert len(taken) == position
-    return tuple(output), kept, picked
+    return tuple(output), sliced, picked
 
 
-def kept_by(call: OpCall, item: slice, size: int) -> range:
-    """The positions of a dimension that a slice keeps."""
+def sliced_positions(call: OpCall, item: slice, size: int) -> range:
+    """Return the positions of a dimension that a slice contains."""
     if item.step is not None and item.step <= 0:
         raise call.refuse(f"a slice needs a step greater than zero, got {item.step}")
     return range(*item.indices(size))
 
 
 def localize_index(
-    items: Sequence[Item], sizes: Mapping[str, int], kept: Mapping[str, range]
+    items: Sequence[Item], sizes: Mapping[str, int], sliced: Mapping[str, range]
 ) -> Callable[[Sequence[tuple[int, ...]], Mapping[str, Span]], Mapping[str, Any]]:
-    """The index of each rank's own part, where a dimension that it slices is cut."""
+    """Return the `localize` function of an index, which changes the slices of sharded dimensions."""
 
     def localize(shapes: Sequence[tuple[int, ...]], spans: Mapping[str, Span]) -> Mapping[str, Any]:
-        return {"index": tuple(own_index(items, sizes, spans)[0])} if kept.keys() & spans.keys() else {}
+        return {"index": tuple(local_index(items, sizes, spans)[0])} if sliced.keys() & spans.keys() else {}
 
     return localize
 
 
-def picked_by_owners(items: Sequence[Item], call: LocalCall) -> Tensor:
-    """Return this rank's share of the picked part: zeros for a position that another rank has."""
-    index, _ = own_index(items, call.sizes, call.spans)
+def pick_from_owners(items: Sequence[Item], call: LocalCall) -> Tensor:
+    """Return the indexed elements of this rank's shard, with zeros for positions that another rank owns."""
+    index, _ = local_index(items, call.sizes, call.spans)
     result = call.on(call.arguments["input"], index=tuple(slice(0, 0) if item is ELSEWHERE else item for item in index))
     dims = [item for item in index if not isinstance(item, int)]
     for dim in reversed([i for i, item in enumerate(dims) if item is ELSEWHERE]):
-        result = _nothing_of(call.platform.ops, result, dim)
+        result = _zeros_from(call.platform.ops, result, dim)
     return result
 
 
 ELSEWHERE = object()
-"""In place of a position that another rank has."""
+"""Stands for a position that another rank owns."""
 
 
-def own_index(
+def local_index(
     items: Sequence[Item], sizes: Mapping[str, int], spans: Mapping[str, Span]
 ) -> tuple[list[Item], list[Span | None]]:
-    """An index within this rank's part, and along each dimension of what the whole index picks, which (start, length)
-    of it that is; None: all of it."""
+    """Return the index relative to this rank's shard, and the span of each output dimension that the shard contributes.
+
+    A span of None is the full output dimension.
+    """
     index: list[Item] = []
     taken: list[Span | None] = []
     position = 0
@@ -197,30 +198,30 @@ def own_index(
             taken.append(None)
             continue
         size = sizes[f"d{position}"]
-        start, length = part = spans.get(f"d{position}", (0, size))
+        start, length = span = spans.get(f"d{position}", (0, size))
         position += 1
         if isinstance(item, slice):
-            kept = range(*item.indices(size))
-            rows, _ = _own_rows(kept, part)
+            sliced = range(*item.indices(size))
+            rows, _ = _rows_in_span(sliced, span)
             index.append(rows)
-            taken.append(None if item == slice(None) else positions_in_span(kept, part))
+            taken.append(None if item == slice(None) else positions_in_span(sliced, span))
         else:
             index.append(item % size - start if 0 <= item % size - start < length else ELSEWHERE)
     return index, taken
 
 
-def _own_rows(kept: range, part: Span) -> tuple[slice, int]:
-    """Return the rows of a part that are kept, as a slice of the part, and their number."""
-    low, count = positions_in_span(kept, part)
-    start = kept.start + low * kept.step - part[0] if count else 0
-    return slice(start, start + count * kept.step, kept.step), count
+def _rows_in_span(sliced: range, span: Span) -> tuple[slice, int]:
+    """Return the sliced positions inside `span`, as a slice relative to its start, and their number."""
+    low, count = positions_in_span(sliced, span)
+    start = sliced.start + low * sliced.step - span[0] if count else 0
+    return slice(start, start + count * sliced.step, sliced.step), count
 
 
 def value_on_span(ops: Any, value: Any, taken: Sequence[Span | None]) -> Any:
-    """Return the share of an assigned value that belongs to this rank's part, as `own_index` says."""
+    """Return the slice of an assigned value that belongs to this rank's shard; `taken` is that of `local_index`."""
     if not hasattr(value, "shape") or not len(value.shape):
         return value
-    for dim, part in enumerate(taken[len(taken) - len(value.shape) :]):
-        if part is not None and value.shape[dim] != 1:
-            value = ops.narrow(value, dim, *part)
+    for dim, span in enumerate(taken[len(taken) - len(value.shape) :]):
+        if span is not None and value.shape[dim] != 1:
+            value = ops.narrow(value, dim, *span)
     return value

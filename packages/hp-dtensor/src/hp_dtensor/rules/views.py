@@ -52,45 +52,48 @@ def register(registry: RuleRegistry) -> None:
 
 
 _DTYPE_ALONE = Operands(ignored=frozenset({0}))
-"""The input counts by its dtype only."""
+"""Only the dtype of the input matters."""
 
 
 def _one(inputs: Dims, output: Dims, sizes: Mapping[str, int], **options: Any) -> Factorization:
-    """The rule of one tensor in and one out, linear unless `options`, groups of `Factorization`, say otherwise."""
+    """Return the rule of an operation on one tensor, linear by default. `options` are fields of `Factorization`."""
     return Factorization((inputs,), (output,), sizes, **{"partial": LINEAR, **options})
 
 
 def common_factors(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims, dict[str, int], frozenset[str]]:
-    """Factors of a row-major reshape: dims of source and target, sizes, and the factors that must stay whole.
+    """Return the common factors of a row-major reshape.
 
-    Both shapes are cut at the union of their cumulative products; where one boundary does not divide the
-    next, the dimensions between two common boundaries have no common factor and must be whole.
+    Both shapes are split at the union of their cumulative products. Where one of these does not divide the next, the
+    dimensions between two common products have no common factor and are unsharded.
+
+    Returns:
+        The factors of the source's and the target's dimensions, the sizes of the factors, and the unsharded factors.
     """
     if tuple(source) == tuple(target):
         same, same_sizes = dim_factors("d", tuple(source))
         return same, same, same_sizes, frozenset()
-    # Nothing says how the sizes around a 0 correspond, and nothing needs to: all stay whole.
+    # With a size of 0, dimensions have no correspondence, so nothing is sharded.
     if math.prod(source) == 0:
         left, left_sizes = dim_factors("i", tuple(source))
         right, right_sizes = dim_factors("o", tuple(target))
         sizes = left_sizes | right_sizes
         return left, right, sizes, frozenset(sizes)
     left_ends, right_ends = _ends(source), _ends(target)
-    # [6, 4] -> [2, 12]: ends 6, 24 and 2, 24. Cut at 1, 2, 6, 24, both shapes are made of factors 2, 3 and 4:
-    # (2 3) 4 and 2 (3 4).
-    cuts = sorted({1, *left_ends, *right_ends})
-    # [2, 3] -> [3, 2]: ends 2, 6 and 3, 6. No factor lies on both sides of 2 and 3, so between 1 and 6 the dimensions
-    # must be whole.
-    whole = _indivisible(cuts, set(left_ends) & set(right_ends))
+    # [6, 4] -> [2, 12]: the cumulative products are 6, 24 and 2, 24. Split at 1, 2, 6, 24, both shapes consist of the
+    # factors 2, 3 and 4: (2 3) 4 and 2 (3 4).
+    bounds = sorted({1, *left_ends, *right_ends})
+    # [2, 3] -> [3, 2]: the products are 2, 6 and 3, 6. As 2 does not divide 3, the dimensions between 1 and 6
+    # have no common factor and are unsharded.
+    indivisible = _indivisible_intervals(bounds, set(left_ends) & set(right_ends))
     sizes = {}
     dims = []
     for side, ends in (("i", left_ends), ("o", right_ends)):
-        dims.append(_dims_between(side, ends, cuts, whole, sizes))
+        dims.append(_dims_between(side, ends, bounds, indivisible, sizes))
     return dims[0], dims[1], sizes, frozenset(f for f in sizes if f[0] in "io")
 
 
 def _ends(shape: Sequence[int]) -> list[int]:
-    """Cumulative products from the left."""
+    """Return the cumulative products of the sizes."""
     ends, total = [], 1
     for size in shape:
         total *= size
@@ -98,33 +101,33 @@ def _ends(shape: Sequence[int]) -> list[int]:
     return ends
 
 
-def _indivisible(cuts: list[int], common: set[int]) -> list[tuple[int, int]]:
-    """The stretches between common cuts that contain a cut which does not divide the next."""
-    stretches = []
+def _indivisible_intervals(bounds: list[int], common: set[int]) -> list[tuple[int, int]]:
+    """Return the intervals between common bounds in which some bound does not divide the next."""
+    intervals = []
     start = 1
     inside = [1]
-    for cut in cuts[1:]:
-        inside.append(cut)
-        if cut in common:
+    for bound in bounds[1:]:
+        inside.append(bound)
+        if bound in common:
             if any(b % a for a, b in itertools.pairwise(inside)):
-                stretches.append((start, cut))
-            start, inside = cut, [cut]
-    return stretches
+                intervals.append((start, bound))
+            start, inside = bound, [bound]
+    return intervals
 
 
 def _dims_between(
-    side: str, ends: list[int], cuts: list[int], whole: list[tuple[int, int]], sizes: dict[str, int]
+    side: str, ends: list[int], bounds: list[int], indivisible: list[tuple[int, int]], sizes: dict[str, int]
 ) -> Dims:
     dims: list[tuple[str, ...]] = []
     start = 1
     for index, end in enumerate(ends):
         if start == end:
             dims.append(())
-        elif any(low <= start and end <= high for low, high in whole):
+        elif any(low <= start and end <= high for low, high in indivisible):
             sizes[f"{side}{index}"] = end // start
             dims.append((f"{side}{index}",))
         else:
-            inner = [cut for cut in cuts if start <= cut <= end]
+            inner = [bound for bound in bounds if start <= bound <= end]
             names = []
             for low, high in itertools.pairwise(inner):
                 sizes[f"f{low}"] = high // low
@@ -135,9 +138,9 @@ def _dims_between(
 
 
 def resolve_shape(call: OpCall, shape: Sequence[int], count: int) -> tuple[int, ...]:
-    """`shape` with its -1 filled in for `count` elements."""
+    """Return `shape` with its -1 replaced so that it holds `count` elements."""
     if any(not isinstance(size, int) for size in shape):
-        raise call.refuse(f"expected a shape of integers, got {list(shape)}; to change the dtype, cast")
+        raise call.refuse(f"expected a shape of integers, got {list(shape)}; cast to change the dtype")
     known = math.prod(size for size in shape if size != -1)
     if list(shape).count(-1) == 1 and known and count % known == 0:
         return tuple(count // known if size == -1 else size for size in shape)
@@ -206,7 +209,7 @@ def _matrix_transpose(call: OpCall) -> Factorization:
 def _permute(call: OpCall) -> Factorization:
     order = [call.dim(dim) for dim in call["dims"]]
     if sorted(order) != list(range(call.tensors[0].ndim)):
-        raise call.refuse(f"{tuple(call['dims'])} is no permutation of its dimensions")
+        raise call.refuse(f"{tuple(call['dims'])} is not a permutation of its dimensions")
     return _permuted(call, order)
 
 
@@ -221,15 +224,15 @@ def _squeeze(call: OpCall) -> Factorization:
     dims, sizes = dim_factors("d", shape)
     wanted = call["dim"]
     chosen = range(len(shape)) if wanted is None else [wanted] if isinstance(wanted, int) else wanted
-    gone = {call.dim(dim) for dim in chosen}
-    squeezed = tuple(dim for i, dim in enumerate(dims) if not (i in gone and shape[i] == 1))
-    return _one(dims, squeezed, sizes, work=LocalWork(localize=_squeeze_named(shape, gone)))
+    chosen_dims = {call.dim(dim) for dim in chosen}
+    squeezed = tuple(dim for i, dim in enumerate(dims) if not (i in chosen_dims and shape[i] == 1))
+    return _one(dims, squeezed, sizes, work=LocalWork(localize=_squeeze_named(shape, chosen_dims)))
 
 
-def _squeeze_named(shape: tuple[int, ...], gone: set[int]) -> Callable[..., Mapping[str, Any]]:
-    """Name the dimensions: one whose local shard happens to have size 1 must stay."""
-    # Of the whole tensor, not of the shard: `squeeze()` on a shard of one row would drop the row.
-    ones = tuple(sorted(i for i in gone if shape[i] == 1))
+def _squeeze_named(shape: tuple[int, ...], chosen_dims: set[int]) -> Callable[..., Mapping[str, Any]]:
+    """Return the function that names the dimensions to squeeze on every rank."""
+    # Those of global size 1: `squeeze()` of a shard with one row would remove the sharded dimension.
+    ones = tuple(sorted(i for i in chosen_dims if shape[i] == 1))
     return lambda shapes, spans: {"dim": ones}
 
 
@@ -250,8 +253,8 @@ def _expand(call: OpCall) -> Factorization:
 def _repeat_interleave(call: OpCall) -> Factorization:
     if call["dim"] is None or not isinstance(call["repeats"], int):
         if isinstance(call["repeats"], int):
-            raise call.needs_replicated("its rule repeats along one dimension")
-        raise call.refuse("repeat_interleave needs an integer number of repeats, or all data on every rank")
+            raise call.needs_replicated("its rule needs one dimension")
+        raise call.refuse("expected an integer number of repeats; a tensor of repeats needs replicated operands")
     dims, sizes = dim_factors("d", call.tensors[0].shape)
     dim = call.dim(call["dim"])
     output = (*dims[:dim], (*dims[dim], "repeat"), *dims[dim + 1 :])
@@ -259,7 +262,7 @@ def _repeat_interleave(call: OpCall) -> Factorization:
 
 
 def _as_complex(call: OpCall) -> Factorization:
-    """The last dimension, of a real and an imaginary part, is whole."""
+    """The last dimension holds the real and the imaginary part and is unsharded."""
     dims, sizes = dim_factors("d", call.tensors[0].shape)
     if not dims or sizes[dims[-1][0]] != 2:
         raise call.refuse("its last dimension must hold a real and an imaginary part")
@@ -267,7 +270,7 @@ def _as_complex(call: OpCall) -> Factorization:
 
 
 def _new(call: OpCall) -> Factorization:
-    """A replicated tensor of which only the dtype comes from the input."""
+    """Return the rule of a new replicated tensor with the dtype of the input."""
     dims, sizes = dim_factors("d", call.tensors[0].shape)
     shape = (call["size"],) if isinstance(call["size"], int) else tuple(call["size"])
     output, new_sizes = dim_factors("n", shape)
