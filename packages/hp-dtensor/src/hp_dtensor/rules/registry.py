@@ -13,7 +13,7 @@ from hp_dtensor.spec.tensor_spec import TensorSpec
 
 REQUIRED = object()
 
-DATA_DEPENDENT = "the shape of its result depends on the data of all ranks; redistribute the input to Replicate() first"
+DATA_DEPENDENT = "the shape of its result depends on data of all ranks; redistribute the input to Replicate() first"
 
 
 class NeedsReplicatedError(ShardingRuleError):
