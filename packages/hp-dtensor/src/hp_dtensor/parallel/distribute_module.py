@@ -52,6 +52,7 @@ def check_state(platform: Platform, module: Module) -> None:
     are not in the order that its name implies. It must raise on all ranks that hold the module, or on none.
     """
     for _, each in platform.named_modules(module):
+        # Looked up on the class: modules resolve instance attributes through their own `__getattr__`.
         check = getattr(type(each), "_hp_check_state", None)
         if check is not None:
             check(each)
@@ -62,6 +63,7 @@ def parameter_owners(platform: Platform, module: Module) -> dict[int, list[Owner
     owners: dict[int, list[Owner]] = {}
     for path, submodule in platform.named_modules(module):
         for name, parameter in own_parameters(platform, submodule).items():
+            # By identity: equal tensors are not one parameter.
             owners.setdefault(id(parameter), []).append(Owner(path, submodule, name))
     return owners
 
@@ -81,8 +83,10 @@ def tie_again(platform: Platform, tied: Iterable[Sequence[Owner]]) -> None:
         PlanError: the modules placed a tied parameter in different ways.
     """
     for owners in tied:
+        # A style or `partition_fn` has replaced the parameter in its own module only, which breaks the tie.
         now = {owner.dotted: own_parameters(platform, owner.module).get(owner.name) for owner in owners}
         placed = {name: parameter for name, parameter in now.items() if isinstance(parameter, DTensor)}
+        # The parameter was left plain everywhere, and is still tied.
         if not placed:
             continue
         (first, chosen), *others = placed.items()
@@ -116,6 +120,7 @@ def place_parameter(
     old = own[name]
     if (hooks := gradients.lost_hooks(platform, name, old)) is not None:
         raise PlanError(f"{type(module).__name__}: {hooks}")
+    # The DTensor is a new leaf, not a function of the old parameter.
     with platform.no_grad():
         local = conversions.distribute_tensor(
             platform.detach(old), device_mesh, placements, src_data_rank=src_data_rank
@@ -179,6 +184,7 @@ class PlannedParameters:
             normal = normalize_placements(self._mesh, placements, len(parameter.shape))
         except PlacementError as error:
             return f"{label}: {error}", None
+        # By identity, so that the entries of a tied parameter are compared with each other.
         first, known = self._placed.setdefault(id(parameter), (label, normal))
         if known != normal:
             return f"{label}: the same parameter as {first}: placed {list(normal)} and {list(known)}", None
@@ -225,6 +231,7 @@ def distribute_module(
     mesh = require_mesh("distribute_module", device_mesh if device_mesh is not None else get_current_mesh())
     platform = mesh.platform
     if partition_fn is not None:
+        # Found before anything is replaced: afterwards the owners hold different objects.
         tied = tied_owners(platform, module)
         for name, submodule in platform.named_modules(module):
             partition_fn(name, submodule, mesh)
@@ -261,6 +268,7 @@ def replicate_plain(module: Module, device_mesh: DeviceMesh, src_data_rank: int 
             place_tied(owners, device_mesh, [Replicate()] * device_mesh.ndim, src_data_rank)
     for _, submodule in platform.named_modules(module):
         for name, buffer in list(platform.named_buffers(submodule)):
+            # Own buffers only: those of submodules come with their own module.
             if "." not in name and not isinstance(buffer, DTensor):
                 setattr(
                     submodule, name, conversions.distribute_tensor(buffer, device_mesh, src_data_rank=src_data_rank)

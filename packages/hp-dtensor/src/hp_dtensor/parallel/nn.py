@@ -27,6 +27,7 @@ from hp_dtensor.platform.selection import get_platform
 Tensor = Any
 
 
+# Per thread, as each simulated rank is a thread that may build for its own platform.
 class _Building(threading.local):
     def __init__(self) -> None:
         self.platforms: list[Platform] = []
@@ -77,6 +78,7 @@ class Module:
         raise NotImplementedError(f"{type(self).__name__} has no forward")
 
 
+# Cached, so that all instances of a class on a platform have one type.
 @functools.cache
 def _realise(cls: type[Module], platform: Platform) -> type[Module]:
     return type(
@@ -89,6 +91,7 @@ def _realise(cls: type[Module], platform: Platform) -> type[Module]:
 class ModuleList(Module):
     """Modules in order, accessed by index; dotted names `0`, `1`, ..."""
 
+    # Attributes named by index, so that every framework registers the modules under the names of its own lists.
     def __init__(self, modules: Sequence[Any] = ()) -> None:
         super().__init__()
         self.length = 0

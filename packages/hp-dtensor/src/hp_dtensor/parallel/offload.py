@@ -69,6 +69,7 @@ class ActivationOffload:
         if not self._platform.is_grad_enabled():
             return function(x, *args)
         block = _Block(self._platform, self._copies, self._smallest, self._last)
+        # Parameters and arguments outlive the block, so copying them would free nothing.
         block.leave(self._tensors_of(function), tensors_in(args, self._platform.Tensor))
         return self._run(block, function, x, args)
 
@@ -96,12 +97,14 @@ class ActivationOffload:
 
     def _run(self, block: _Block, function: Callable[..., Tensor], x: Tensor, args: tuple[Any, ...]) -> Tensor:
         with ExitStack() as stack:
+            # Two sources of saved tensors: the framework's own operations, and nodes of `platform.custom_function`.
             stack.enter_context(self._platform.saving(block.save, lambda holder: holder.get()))
             stack.enter_context(saving_tensors(block.keep))
             result = function(x, *args)
         # What this block's own saves have not freed yet: copies of the block before had the time of this whole block.
         if self._last is not None:
             self._last.free()
+        # Linked backwards only: a block refers to the one before it, which backward reaches next.
         self._last = block
         return result
 
@@ -155,7 +158,9 @@ class _Block:
         memory = self._copies.memory_of(x)
         if memory is None or memory[1] < self._smallest or memory[0] in self._left:
             return SavedReference(self._platform, x)
+        # Where whole storages cannot be copied, views with different forms need copies of their own.
         shared = None if self._copies.copies_whole_memory else self._copies.form(x)
+        # The version: a storage that is written between two saves is two sets of values.
         key = memory[0], self._platform.version(x), shared
         with self._platform.no_grad(), self._platform.local_op():
             entry = self._entries.get(key)
@@ -176,6 +181,7 @@ class _Block:
 
     def free(self, num_bytes: float = math.inf) -> None:
         """Free the device storages within the first `num_bytes` saved, once they have been copied to the host."""
+        # In the order of saving, which is also that of copying: the oldest copies are most likely complete.
         while self._leaving and self._leaving[0][0] <= num_bytes:
             entry = self._leaving.popleft()[1]()
             if entry is not None:
@@ -183,6 +189,7 @@ class _Block:
 
     def fetch(self, num_bytes: float = math.inf) -> None:
         """Start copying back the storages within the last `num_bytes` saved, which backward needs first."""
+        # From the end: backward uses saved tensors in reverse order.
         while self._on_host and self.num_bytes - self._on_host[-1][0] <= num_bytes:
             entry = self._on_host.pop()[1]()
             if entry is not None:
@@ -201,6 +208,7 @@ class _Block:
         if is_last:
             self._used += num_bytes
         if self._before is not None:
+            # Negative in the first half of the block, when nothing is fetched yet.
             share = 2 * used_up / self.num_bytes - 1 if self._used < self.num_bytes else 1.0
             self._before.fetch(share * self._before.num_bytes)
 
@@ -281,6 +289,7 @@ class _Entry:
         self.fetch()
         memory, wait = self._fetched
         wait()
+        # The last user frees the fetched storage, so that the device holds it no longer than needed.
         if self._users <= 0:
             self._fetched = None
         return memory

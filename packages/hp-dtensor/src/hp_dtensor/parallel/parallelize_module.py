@@ -119,12 +119,15 @@ def parallelize_module(
             f"parallelize_module: the plan must be a ParallelStyle or a dict of them, got {parallelize_plan!r}"
         )
     platform = device_mesh.platform
+    # Everything below, up to the error, only reads, so a wrong plan leaves the model unchanged.
     matches = _matches(module, platform, _by_name(parallelize_plan))
+    # Found before styles replace parameters in single modules.
     tied = tied_owners(platform, module)
     problems = [*_placement_problems(platform, device_mesh, matches), *_uncovered_ties(platform, tied, matches)]
     if problems:
         raise PlanError("parallelize_module:\n  " + "\n  ".join(problems))
     for _, target, style in matches:
+        # An attribute, as in torch, because `_apply(module, device_mesh)` has no argument for it.
         style.src_data_rank = src_data_rank
         style.apply(target, device_mesh)
     tie_again(platform, tied)
@@ -161,6 +164,7 @@ def _matches(module: Module, platform: Platform, plan: Mapping[str, ParallelStyl
 def fits(name: str, pattern: str) -> bool:
     """Return whether a module's name matches `pattern`, component by component."""
     parts, patterns = name.split("."), pattern.split(".")
+    # `*` matches one component of a dotted name, not across dots.
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
@@ -169,6 +173,7 @@ def _placement_problems(platform: Platform, mesh: DeviceMesh, matches: Matches) 
     planned = PlannedParameters(mesh)
     seen: set[str] = set()
     for path, module, style in matches:
+        # With duplicates, so that a style may name a tied parameter by any of its names.
         parameters = dict(platform.named_parameters(module, remove_duplicate=False))
         if (reason := style.unfit(module, platform)) is not None:
             planned.problems.append(f"{type(style).__name__} of {path or 'the root module'}: {reason}")

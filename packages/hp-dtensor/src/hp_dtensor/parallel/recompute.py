@@ -70,6 +70,7 @@ class CheckpointedCall:
         save: Collection[str],
     ) -> None:
         self.platform = platform
+        # The graph is recorded on local data; `enter` rebuilds the DTensor inside the call.
         enter = to_layout_of(x)
         # Never compiled: backward calls it outside of a compiled function around forward, and both must save the same
         # tensors.
@@ -96,6 +97,7 @@ class CheckpointedCall:
         Raises:
             RuntimeError: it has been written since forward.
         """
+        # Reading `tensors` checks the version of the input.
         leaf = self.platform.detach(self._given.tensors[0])
         self.platform.set_requires_grad(leaf, True)
         return leaf
@@ -106,6 +108,7 @@ class CheckpointedCall:
         Raises:
             RuntimeError: the function takes another path than in forward.
         """
+        # Backward runs without recording; the recomputation needs its graph's saved tensors.
         with self.platform.enable_grad(), self._precision(), self._record.again(), self._random.again():
             return self._call(leaf)
 
@@ -130,6 +133,7 @@ class _Random:
         if self._before is None:
             yield
             return
+        # Restored afterwards, so that backward does not change the numbers of the next forward.
         after = self._platform.random_state()
         self._platform.set_random_state(self._before)
         try:
@@ -186,6 +190,7 @@ class _Placeholders:
 
     def save(self, x: Tensor) -> SavedTensor:
         """Return what autograd saves in place of `x`: a parameter itself, else a placeholder."""
+        # Parameters exist anyway. A placeholder would only make backward recompute for them.
         if not (self._platform.is_leaf(x) and self._platform.requires_grad(x)):
             return self.keep(x)
         self._add(x, lambda: None)
@@ -210,6 +215,7 @@ class _Placeholders:
         self._located_recompute(self)
 
     def _recompute(self) -> None:
+        # Weak references: placeholders that backward has consumed are gone, and are skipped.
         found = ((index, placeholder()) for index, placeholder in enumerate(self._placeholders))
         empty = {
             index: placeholder for index, placeholder in found if placeholder is not None and placeholder.tensor is None
@@ -291,6 +297,7 @@ class _Recomputation:
 
     def keep(self, x: Tensor) -> SavedTensor:
         index, self._index = self._index, self._index + 1
+        # Shape, dtype and the position among saved values identify a saved tensor without comparing data.
         form = _form(self._call, x)
         # An index beyond the last means that the function caught `_AllFilled`; it is raised again below.
         if index <= self._last and form != self._forms[index]:
@@ -301,6 +308,7 @@ class _Recomputation:
         held = SavedReference(self._platform, x)
         if index in self._empty:
             self._empty[index].tensor = held
+        # Stops the function by an exception at the last tensor that backward needs.
         if index >= self._last:
             self.is_over = True
             raise _AllFilled
@@ -344,6 +352,7 @@ def as_one_node(call: CheckpointedCall, local: Tensor) -> Tensor:
         >>> as_one_node(CheckpointedCall(platform, platform.ops.silu, x, x, (), save=()), x).shape
         torch.Size([2])
     """
+    # Refused in forward already: the backward to given inputs may not reach this node.
     if _for_given_inputs.get():
         raise GradientPathError(_GIVEN_INPUTS)
     platform = call.platform
@@ -353,6 +362,7 @@ def as_one_node(call: CheckpointedCall, local: Tensor) -> Tensor:
         # Nodes made here are freed at once, so what they save need not be offloaded.
         with platform.no_grad(), saving_tensors(None):
             y = call.first(local)
+        # The node returns local data; the DTensor is rebuilt from it outside, with autograd's own view of it.
         leave[:] = [to_layout_of(y)]
         return platform.detach(platform.unwrap(y)) if isinstance(y, DTensor) else y
 
@@ -431,6 +441,7 @@ def checkpoint(
     unknown = sorted(set(save) - set(KINDS))
     if unknown:
         raise ValueError(f"checkpoint: save takes {', '.join(KINDS)}, got {', '.join(unknown)}")
+    # Autograd nodes work on local tensors.
     local = x.to_local() if isinstance(x, DTensor) else x
     if not (platform.is_grad_enabled() and platform.requires_grad(local)):
         return function(x, *args)

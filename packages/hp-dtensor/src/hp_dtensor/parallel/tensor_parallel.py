@@ -46,6 +46,7 @@ def bring(x: Any, mesh: DeviceMesh, given: Placement, desired: Placement) -> Any
 
 def _global_shape(x: Tensor, mesh: DeviceMesh, given: Placement) -> tuple[int, ...]:
     """Return the global shape of the tensor of which `x` is this rank's shard."""
+    # Replicated and partial local tensors have the global shape already.
     if not isinstance(given, Shard):
         return tuple(x.shape)
     shape = list(x.shape)
@@ -147,6 +148,7 @@ class _ShardedLayer(ParallelStyle):
             output = output.redistribute(placements=(result,))
             return output.to_local() if self.use_local_output else output
 
+        # Hooks rather than a wrapper: names of parameters and the module's class stay as they are.
         platform.add_forward_pre_hook(module, before)
         platform.add_forward_hook(module, after)
         return module
@@ -243,6 +245,7 @@ class SequenceParallel(ParallelStyle):
         def output_fn(m: Module, output: Any, mesh: DeviceMesh) -> Any:
             return output.to_local() if self.use_local_output else output
 
+        # `distribute_module` would replicate too, but with the values of rank 0 only.
         replicate_plain(module, device_mesh, self.src_data_rank)
         return distribute_module(module, device_mesh, None, input_fn, output_fn)
 
@@ -374,6 +377,7 @@ class PrepareModuleOutput(ParallelStyle):
         def prepare(m: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             return map_outputs(where, output, ways, lambda x, way: _placed(x, device_mesh, way, self.use_local_output))
 
+        # Without layouts the outputs stay as they are, in any number.
         if ways:
             device_mesh.platform.add_forward_hook(module, prepare)
         return module

@@ -52,6 +52,7 @@ class GatherPlan:
 
 def plan_gather(tokens: Sequence[Tokens], rank: int, causal: bool, window: int | None, tile: int | None) -> GatherPlan:
     """Return the plan of `rank` for gathering among ranks that hold `tokens`."""
+    # Every rank computes the needs of all ranks, so that senders and receivers agree without communication.
     needed = [[_needed(queries, keys, causal, window) for keys in tokens] for queries in tokens]
     sent, received = tuple(row[rank] for row in needed), tuple(needed[rank])
     # All ranks must decide alike: gathering again in backward is a collective.
@@ -66,9 +67,11 @@ def plan_gather(tokens: Sequence[Tokens], rank: int, causal: bool, window: int |
             for a, b in _consecutive(tokens[source].indices, start, stop):
                 spans.append((int(tokens[source].indices[a]), source, offset + a - start, offset + b - start, a, b))
             offset += stop - start
+    # Into the order of the sequence: adjacent tokens of different ranks form few, large blocks.
     spans.sort()
     indices = [tokens[source].indices[a:b] for _, source, _, _, a, b in spans]
     documents = [_documents(tokens[source], a, b) for _, source, _, _, a, b in spans]
+    # The gathered keys are planned like keys of one rank; the ring's merging is not needed.
     gathered = Tokens(
         np.concatenate(indices) if indices else np.empty(0, np.int64),
         None if tokens[rank].documents is None else np.concatenate(documents, axis=1),
@@ -89,11 +92,13 @@ def gathering_attention(
     options: Options,
 ) -> Tensor:
     """Return attention over gathered keys and values of the ranks of `group`, as one autograd node."""
+    # Dropout hashes global indices, so it needs those of the gathered keys.
     options = options.of_keys(plan.indices)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         gathered = _gather(platform, group, plan, k, v)
         result = attend(platform, q, *gathered, plan.plan, options)
+        # What is returned in addition is saved by the autograd node.
         return (*result, *gathered) if plan.is_saved else result
 
     def backward(
@@ -116,6 +121,7 @@ def _gather(
         for each, ranges in zip(shapes, plan.received, strict=True)
     ]
     messages = [pack(platform, parts) if parts else None for parts in sends]
+    # The own spans are not sent; they are unpacked like the others'.
     receives[group.rank] = messages[group.rank]
     messages[group.rank] = None
     group.exchange(messages, [None if j == group.rank else x for j, x in enumerate(receives)])
@@ -194,6 +200,7 @@ def _picked(platform: Platform, tensors: Sequence[Tensor], ranges: Ranges) -> li
 
 def _needed(queries: Tokens, keys: Tokens, causal: bool, window: int | None) -> Ranges:
     """Return the spans of `keys`, in local indices, that some of `queries` see."""
+    # A difference array: O(ranges + keys), whatever the ranges overlap.
     seen = np.zeros(keys.count + 1, np.int64)
     for rows in plan_blocks(queries, keys, causal, window, None):
         for segment in rows.segments:

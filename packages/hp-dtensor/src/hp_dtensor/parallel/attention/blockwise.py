@@ -57,6 +57,7 @@ class SpanTensors:
 
     def add(self, rows: Rows, start: int, stop: int, tensors: Tensors) -> None:
         """Combine `tensors` into tokens `start` to `stop` of these rows."""
+        # Plans over different keys have different segments for the same rows, so rows are compared without segments.
         key = Rows(rows.start, rows.stop, ())
         if key not in self._by_rows:
             self._by_rows[key] = _Spans(self._platform, self._combine)
@@ -78,6 +79,7 @@ class SpanTensors:
 
     def added_to(self, total: Tensors) -> Tensors:
         """Return `total`, tensors of all rows and tokens, with everything that was added combined into it."""
+        # The usual case: all rows have one plan, and sums are added in place without assembling a full tensor.
         if list(self._by_rows) == [Rows(0, None, ())]:
             return self._by_rows[Rows(0, None, ())].added_to(total, self._tokens)
         return self._combine(total, self.full())
@@ -91,6 +93,7 @@ class _Spans:
         self._spans: list[tuple[int, int, Tensors]] = []
 
     def add(self, start: int, stop: int, tensors: Tensors) -> None:
+        # The spans that overlap [start, stop): O(log n) per block instead of a scan.
         first = bisect.bisect_right(self._spans, start, key=lambda span: span[1])
         last = bisect.bisect_left(self._spans, stop, key=lambda span: span[0])
         found: list[tuple[int, int, Tensors]] = []
@@ -130,6 +133,7 @@ class _Spans:
         start, stop, known = span
         own = self._narrowed(known, start, a, b)
         result = self._combine(own, tensors)
+        # `combine` may work in place on views of the span, and then nothing has to be split.
         if all(x is y for x, y in zip(result, own, strict=True)):
             return [span]  # combined in place, in the memory of the span
         before = [(start, a, self._narrowed(known, start, start, a))] if start < a else []
@@ -196,6 +200,7 @@ class PartialAttention:
         platform = self._platform
         dtype = accumulator_dtype(platform, self._query)
         for rows in plan:
+            # Rows with equal documents share a plan; the loop is over few ranges of rows, not over rows.
             q, k, v = narrow_rows(platform, rows, self._query, key, value)
             of_these = options.of_rows(rows)
             for segment in rows.segments:
@@ -245,6 +250,7 @@ class AttentionGrads:
                     k_part, v_part = (narrow_tokens(platform, x, keys.start, keys.stop) for x in (k, v))
                     scores = _scores(platform, segment, keys, of_these)
                     d_q, d_k, d_v = platform.attention_block_grad(g, q, k_part, v_part, out, lse, scores)
+                    # Kernels may return 16-bit gradients; sums over many blocks are kept in float32.
                     dtype = accumulator_dtype(platform, q)
                     d_q, d_k, d_v = (platform.ops.cast(x, dtype) for x in (d_q, d_k, d_v))
                     self._queries.add(rows, segment.start, segment.stop, (d_q,))
@@ -287,6 +293,7 @@ def _sums(platform: Platform, *like: Tensor) -> SpanTensors:
     """Return an empty sum for gradients of tensors with equal rows and tokens."""
 
     def added(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        # In place where the framework can.
         return tuple(platform.add_into(x, y) for x, y in zip(one, other, strict=True))
 
     def zeros(batch: int, length: int) -> tuple[Tensor, ...]:
@@ -317,6 +324,7 @@ def _scores(platform: Platform, segment: Segment, keys: KeyRange, options: Optio
 @functools.lru_cache(maxsize=64)
 def _band(size: tuple[int, int], offset: int, causal: bool, window: int | None) -> np.ndarray[Any, Any]:
     """Return the mask `[queries, keys]` of a band; `offset` is the first query's index minus the first key's."""
+    # Cached: all bands of a plan have few different sizes and offsets.
     distance = offset + np.arange(size[0])[:, None] - np.arange(size[1])
     seen = distance >= 0 if causal else np.ones(size, np.bool_)
     return seen if window is None else seen & (np.abs(distance) < window)

@@ -134,6 +134,7 @@ class _Job:
             raise AttentionError(f"context_parallel_attention takes a mesh of one dimension, got {mesh!r}")
         check_method("context_parallel_attention", method)
         size, own = mesh.size(), query.shape[2]
+        # Assumes equally many tokens per rank; the check below raises if that is not so.
         if sharding is None:
             sharding = SequenceSharding(length=own * size, ranks=size, balanced=mask.causal)
         group = mesh.group_along()
@@ -158,6 +159,7 @@ class _Job:
         dropout: AttentionDropout | None,
     ) -> Tensor:
         """Return attention of plain tensors for the heads and rows that this rank has."""
+        # One exchange of positions per mask, not per layer.
         mask = mask.cached(("full", self.group.ranks, self.sharding), lambda: self._full_mask(mask))
         window = mask.window if mask.window is not None and mask.window < self.sharding.length else None
         options = Options(scale, soft_cap, mask.causal, window)
@@ -169,10 +171,13 @@ class _Job:
         if degree == 1:
             return self._among_ring(query, key, value, sinks, mask, options, dropout)
         ring, within = divmod(self.group.rank, degree)
+        # Neighbouring ranks hold neighbouring tokens, so the concatenation of their tokens is in sequence order.
         neighbours = self._subgroup(range(ring * degree, (ring + 1) * degree))
         lengths = [self.sharding.indices(ring * degree + u).size for u in range(degree)]
         shares = HeadShares.of(query.shape[1], key.shape[1], degree)
         q, k, v = heads_for_sequence(self.platform, (query, key, value), neighbours, shares, lengths)
+        # Grouped-query kernels need equal groups; where local heads are uneven, key-value heads are repeated
+        # explicitly.
         expansion = shares.expansion(within)
         if expansion is not None:
             index = self.platform.from_numpy(np.array(expansion, np.int64))
@@ -198,6 +203,7 @@ class _Job:
     ) -> Tensor:
         """Return attention once heads are exchanged: over the tokens of all Ulysses groups of this rank's ring."""
         size, degree = self.sharding.ring_size, self.sharding.ulysses_degree
+        # More ranks than heads: all ranks of this ring have none, so skipping its communication is consistent.
         if q.shape[1] == 0:
             return _without_heads(self.platform, q, v)
         if size == 1:
@@ -205,6 +211,7 @@ class _Job:
         ring, within = divmod(self.group.rank, degree)
         indices = self.sharding.ring_indices(ring)
         options = replace(options, dropout=local_dropout(self.platform, dropout, q, indices, indices))
+        # Depends on shapes and options that are equal on all ranks of the ring, so plans are too.
         tile = tile_of(self.platform, q, v, options)
         group = self._subgroup(range(within, self.sharding.ranks, degree))
         run = ring_attention if self.method == "ring" else gathering_attention
@@ -219,6 +226,7 @@ class _Job:
         if documents is None:
             return _plan_without_documents(make, self.sharding, ring, options.causal, options.window, tile)
 
+        # Packed rows: cached with the mask, because documents differ from batch to batch.
         def find() -> Any:
             indices = [self.sharding.ring_indices(each) for each in range(self.sharding.ring_size)]
             tokens = [Tokens(each, documents[:, each]) for each in indices]
@@ -231,6 +239,7 @@ class _Job:
         return AttentionMask(mask.causal, mask.window, positions_of_all(self.platform, self.group, self.sharding, mask))
 
     def _subgroup(self, ranks: range) -> ProcessGroup:
+        # A group is created once by the world, and reused by all layers.
         if len(ranks) == self.group.size:
             return self.group
         return self.mesh.world.group([self.group.ranks[rank] for rank in ranks])
@@ -374,6 +383,7 @@ class ContextParallel(ParallelStyle):
             routes.leave()
 
         if device_mesh.size() > 1:
+            # `always_call`: the route must be reset if forward raises, or later calls in this thread would be routed.
             platform.add_forward_pre_hook(module, before, prepend=True)
             platform.add_forward_hook(module, after, always_call=True)
         return module
@@ -395,6 +405,7 @@ class ContextParallel(ParallelStyle):
         def full_length() -> int:
             return sum(int(each) for each in group.all_gather_bytes(str(own).encode()))
 
+        # An explicit length saves the collective below.
         length = self.length
         if length is None:
             length = mask.cached(("length", group.ranks, own), full_length)

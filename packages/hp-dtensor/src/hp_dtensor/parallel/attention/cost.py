@@ -53,6 +53,7 @@ class AttentionShape:
         indices = [sharding.ring_indices(ring) for ring in range(sharding.ring_size)]
         if self.documents is None:
             return [Tokens(each) for each in indices]
+        # Only row 0 is planned: the cost model assumes that all rows have the same documents.
         numbers = np.repeat(np.arange(len(self.documents)), self.documents)
         return [Tokens(each, numbers[None, each]) for each in indices]
 
@@ -153,6 +154,7 @@ def choose_context_parallel(
             f"choose_context_parallel: method {method!r} for {ranks} ranks; expected 'ring', 'all_gather' or None "
             "(heads are exchanged by ulysses_degree), for at least one rank"
         )
+    # More ranks than heads would leave ranks without work.
     degrees = [degree for degree in range(1, ranks + 1) if ranks % degree == 0 and degree <= max(shape.heads, 1)]
     if ulysses_degree is not None and ulysses_degree not in degrees:
         raise AttentionError(
@@ -169,6 +171,7 @@ def choose_context_parallel(
 def _costs_of(
     shape: AttentionShape, ranks: int, degree: int, method: str | None, costs: Links, axis: str, flops: float
 ) -> Iterator[ContextCost]:
+    # Without a causal mask all tokens cost the same, and contiguous spans need fewer kernel calls.
     is_balanced = shape.causal or shape.documents is not None
     sharding = SequenceSharding(length=shape.length, ranks=ranks, ulysses_degree=degree, balanced=is_balanced)
     methods = ("ring",) if degree == ranks else ("ring", "all_gather") if method is None else (method,)
@@ -178,6 +181,7 @@ def _costs_of(
             sharding = dataclasses.replace(sharding, documents=(shape.documents,), even_hops=each == "ring")
         inner = (_Ring if each == "ring" else _Gather)(shape, sharding, heads)
         forward, backward = heads.wire_bytes + inner.forward_bytes, heads.wire_bytes + inner.backward_bytes
+        # Four exchanges per layer: heads and result, in forward and in backward; none overlaps with computation.
         alone = costs.seconds("exchange", (axis,), heads.wire_bytes) * 4 if degree > 1 else 0.0
         yield ContextCost(
             method=each,
@@ -232,7 +236,9 @@ class _Ring:
             backward_tokens * per_token * shape.itemsize + gradient_tokens * per_token * _sum_itemsize(shape)
         )
         self.hops = max(max(plans[0].reach), max(plans[0].back_reach)) if size > 1 else 0
+        # Ranks hop in lock-step, so each hop lasts as long as its busiest rank.
         self._work = [max(_operations(plan.plans[hop], shape, heads) for plan in plans) for hop in range(size)]
+        # Present and next block of keys and values, and three of the sums of gradients.
         block = max(plans[0].lengths) * 2 * shape.batch * heads.kv_heads * shape.head_dim
         self.extra_bytes = 0.0 if size == 1 else block * (2 * shape.itemsize + 3 * _sum_itemsize(shape))
 
@@ -264,6 +270,7 @@ class _Gather:
         per_token = 2 * shape.batch * heads.kv_heads_mean * shape.head_dim
         mean = float(np.mean(others))
         self.forward_bytes = mean * per_token * shape.itemsize
+        # Gathered again in backward unless saved.
         again = 0.0 if plans[0].is_saved else self.forward_bytes
         self.backward_bytes = again + mean * per_token * _sum_itemsize(shape)
         self._work = max(_operations(plan.plan, shape, heads) for plan in plans)

@@ -47,6 +47,7 @@ def with_sinks(platform: Platform, out: Tensor, lse: Tensor, sinks: Tensor) -> t
     """
     ops = platform.ops
     of_heads = _per_head(platform, sinks, lse)
+    # The larger of both is subtracted before the exponentials, which cannot overflow then.
     highest = ops.maximum(lse, of_heads)
     total = ops.add(highest, ops.log(ops.add(ops.exp(ops.sub(lse, highest)), ops.exp(ops.sub(of_heads, highest)))))
     return ops.mul(out, ops.unsqueeze(ops.exp(ops.sub(lse, total)), -1)), total
@@ -55,6 +56,8 @@ def with_sinks(platform: Platform, out: Tensor, lse: Tensor, sinks: Tensor) -> t
 def grad_of_sinks(platform: Platform, grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Return the gradient of `sinks`; `out` and `lse` include them."""
     ops = platform.ops
+    # dL/dsink = -P_sink * rowsum(dO * O), summed over batch and queries: a sink has a score but no value, so only the
+    # term of the softmax's denominator remains.
     share = ops.exp(ops.sub(_per_head(platform, sinks, lse), lse))
     delta = ops.sum(ops.mul(ops.cast(grad, lse.dtype), ops.cast(out, lse.dtype)), -1)
     return ops.neg(ops.sum(ops.mul(share, delta), (0, 2)))
@@ -82,13 +85,18 @@ def attention_node(
         attend_grad: called with the gradient, queries, keys, values, the result, its log-sum-exp, and the further saved
             tensors; returns the gradients of queries, keys and values.
     """
+    # A list, because backward is defined before forward has run. SavedTensors checks versions: inputs may not be
+    # written in place before backward.
     saved: list[SavedTensors] = []
     inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *s: Tensor) -> Tensor:
+        # Under `checkpoint(save=["attention"])` recomputation takes this result from forward, and only the node is made
+        # again.
         out, lse, *more = saved_result(ATTENTION, lambda: attend(q, k, v))
         if s:
             out, lse = with_sinks(platform, out, lse, s[0])
+        # Cast after the sinks, which are applied in the accumulator's precision.
         out = platform.ops.cast(out, q.dtype)
         saved[:] = [SavedTensors(platform, q, k, v, *s, out, lse, *more)]
         return out
@@ -121,6 +129,7 @@ def attention_of_dtensors(
 ) -> Tensor:
     """Call `local` on local shards, after redistributing the inputs to placements that allow it."""
     _register()
+    # Any of the inputs may be the DTensor; it determines mesh and platform.
     first = next(x for x in (query, key, value, sinks) if isinstance(x, DTensor))
     platform, batch = first.device_mesh.platform, query.shape[0]
     positions = _positions(mask, first)
@@ -130,6 +139,7 @@ def attention_of_dtensors(
 
     def run(*args: Any) -> Tensor:
         q, k, v, rows, own_sinks, seeds, heads = map_tensors(args, DTensor, platform.unwrap)
+        # Where the batch is sharded, the mask needs the positions of the local rows only.
         own = mask if rows is None or rows.shape[0] == batch else mask.of_rows(rows)
         own_dropout = None if seeds is None else AttentionDropout(p, seeds, heads)
         return local(q, k, v, own, scale, soft_cap, own_sinks, own_dropout)
@@ -160,6 +170,7 @@ def _register() -> None:
     names = ("query", "key", "value", "positions", "sinks", "seeds", "heads")
     optional = {"positions", "sinks", "seeds", "heads"}
     parameters = tuple(Parameter(name, None if name in optional else REQUIRED) for name in names)
+    # Registered once, at the first call with DTensors.
     rule_registry().add(NAME, Registration(_sharding_rule, parameters, by_type=True, own=True), NAME)
 
 
@@ -170,8 +181,12 @@ def _sharding_rule(call: OpCall) -> Factorization:
     """
     query, key, value = (spec.shape for spec in call.tensors[:3])
     groups = query[1] // max(key[1], 1)
+    # As an Einstein factorization: batch and heads are the only factors that occur in all inputs and the output; those
+    # of the score matrix and of the widths must not be sharded.
     sizes = {"batch": query[0], "heads": key[1], "group": groups, "q": query[2], "k": key[2]}
     sizes |= {"width": query[3], "out": value[3]}
+    # Query heads are the product of key-value heads and groups, so that sharding key-value heads shards query heads
+    # alike.
     heads = ("heads",) if groups == 1 else ("heads", "group")
     if groups == 1:
         del sizes["group"]
@@ -238,6 +253,7 @@ def attention(
         (1, 4, 3, 8)
     """
     check_inputs(query, key, value, mask, soft_cap, sinks, dropout)
+    # Inside a ContextParallel module the tensors are shards, so the module's attention is called instead.
     route = routed_attention.get()
     if route is not None and route[0](mask):
         return route[1](query, key, value, mask=mask, scale=scale, soft_cap=soft_cap, sinks=sinks, dropout=dropout)
@@ -297,18 +313,24 @@ def local_attention(
     platform = platform_of_tensor(query)
     queries, keys = query.shape[2], key.shape[2]
     documents = mask.documents(platform)
+    # A window that covers the sequence masks nothing, and would prevent the fused kernel.
     window = mask.window if mask.window is not None and mask.window < keys else None
+    # A single query is the last token, and sees all keys.
     causal = mask.causal and queries > 1
     indices = np.arange(keys - queries, keys), np.arange(keys)
     dropped = local_dropout(platform, dropout, query, *indices)
+    # The framework's fused attention supports none of these.
     plain = documents is None and window is None and soft_cap is None and sinks is None and dropped is None
+    # `ops.scaled_dot_product_attention` has no scale argument; it uses 1 / sqrt(head_dim).
     is_usual = math.isclose(scale, 1.0 / math.sqrt(max(query.shape[3], 1)), rel_tol=1e-9)
+    # Without a fused kernel the framework would hold all scores, which is accepted only up to the size of one block.
     fits = platform.has_fused_attention(query, value) or queries * keys <= TILE * TILE
     if plain and is_usual and fits and (not causal or queries == keys):
         shared = query.shape[1] != key.shape[1]
         return platform.ops.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=shared)
     options = Options(scale, soft_cap, mask.causal, window, dropped)
     tile = tile_of(platform, query, value, options)
+    # Layers share a mask, so the plan is made once per forward.
     cached = ("plan", queries, keys, window, tile)
     plan = mask.cached(cached, lambda: _local_plan(mask, documents, window, queries, keys, tile))
     return blockwise(platform, query, key, value, sinks, plan, options)

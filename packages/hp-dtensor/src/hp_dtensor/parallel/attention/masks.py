@@ -58,6 +58,7 @@ class AttentionMask:
     causal: bool = True
     window: int | None = None
     positions: Any = None
+    # Shared by all layers of a forward, and freed with the mask. Not compared: `eq=False` above.
     _known: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -84,6 +85,8 @@ class AttentionMask:
 
 def documents_of(positions: Array) -> Array | None:
     """Return each token's document number, `[batch, length]`; None if every row is one document."""
+    # A position of 0 starts a document. The first token need not have position 0 (a shard may start within a document),
+    # so numbers are relative to the first.
     documents = np.cumsum(positions == 0, axis=1)
     documents = documents - documents[:, :1]
     return documents if documents.any() else None
@@ -118,6 +121,7 @@ class Tokens:
         """Return the maximal spans of a row's tokens that are consecutive and in one document."""
         if not self.count:
             return []
+        # A run ends where indices jump (another chunk of the sequence) or where the document changes.
         breaks = np.diff(self.indices) != 1
         if self.documents is not None:
             breaks |= np.diff(self.documents[row]) != 0
@@ -198,6 +202,7 @@ class AttentionDropout:
             >>> len({*one.seed.tolist(), *other.seed.tolist()})
             4
         """
+        # uint64 arithmetic wraps around, which is intended in a hash.
         seeds = np.array(rows, np.int64).view(np.uint64)
         for key in keys:
             seeds = mixed(seeds + steps_of(np.array([key])))
@@ -238,7 +243,9 @@ class LocalDropout:
 
     def of(self, **parts: Array | slice) -> LocalDropout:
         """Return a copy with some vectors replaced; a slice selects from the present vector."""
-        changed = {name: getattr(self, name)[x] if isinstance(x, slice) else x for name, x in parts.items()}
+        changed: dict[str, Any] = {
+            name: getattr(self, name)[x] if isinstance(x, slice) else x for name, x in parts.items()
+        }
         return dataclasses.replace(self, **changed)
 
     def factors(self, platform: Platform) -> Tensor:
@@ -317,8 +324,10 @@ def plan_blocks(
         rows: ranges of rows to plan together, see `equal_rows`; None: derived from these tokens.
     """
     planned = []
+    # Afterwards all arithmetic is on intervals of indices; no array of the size of the score matrix is made.
     queries, keys = _without_gaps(queries, keys, causal, window)
     for start, stop in equal_rows([queries, keys]) if rows is None else rows:
+        # Queries see keys of their own document only.
         runs = runs_by_document(keys, start)
         segments = tuple(
             segment
@@ -393,6 +402,7 @@ def sees_any(
         queries, keys: as `runs_by_document` returns them.
     """
     # A key at distance d before a query is seen if d is within these bounds.
+    # Without a mask all distances are allowed; a window is symmetric unless causal.
     least = 0 if causal else -math.inf if window is None else 1 - window
     most = math.inf if window is None else window - 1
     # The distances between two runs are all the integers between two bounds, so comparing intervals is enough.
@@ -435,6 +445,8 @@ def _bounds(queries: Run, keys: Sequence[Run], causal: bool, window: int | None,
     bounds = {queries.index, queries.stop}
     if causal and window is None:
         bounds |= {index for run in keys for index in (run.index, run.stop) if queries.index < index < queries.stop}
+    # Under a window a segment's keys span its length plus the window, so long segments would compute many masked
+    # scores.
     rows = min(tile or _BAND_ROWS, _BAND_ROWS) if window is not None else tile
     ordered = sorted(bounds)
     if rows is not None:
@@ -452,8 +464,10 @@ def _seen(index: int, stop: int, keys: Run, causal: bool, window: int | None) ->
         last = last if causal else min(last, stop - 1 + window)
     if first >= last:
         return
+    # Converts an index in the full sequence to one among the rank's keys.
     offset = keys.start - keys.index
     if window is not None:
+        # The band needs no mask if its last key is visible to the first query, and its first key to the last query.
         above = last - 1 <= index if causal else last - 1 - index < window
         is_full = above and stop - 1 - first < window
         yield KeyRange(first + offset, last + offset, band=None if is_full else index - first)
@@ -483,9 +497,11 @@ def _joined(ranges: Sequence[KeyRange]) -> Iterator[KeyRange]:
 
 
 def _tiles(keys: KeyRange, tile: int | None) -> Iterator[KeyRange]:
+    # A causal square is at most as long as its segment, which is split by `tile` already.
     if tile is None or keys.is_causal or keys.stop - keys.start <= tile:
         yield keys
         return
     for start in range(keys.start, keys.stop, tile):
+        # Moving the first key by n moves the diagonal by n.
         band = None if keys.band is None else keys.band - (start - keys.start)
         yield KeyRange(start, min(start + tile, keys.stop), band=band)

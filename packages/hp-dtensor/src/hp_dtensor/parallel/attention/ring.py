@@ -72,6 +72,7 @@ def needed_hops(tokens: Sequence[Tokens], causal: bool, window: int | None) -> l
     """Return, as `[rank][hop]`, whether the rank `hop` hops after `rank` sees any of its keys."""
     size, rows = len(tokens), [start for start, _ in equal_rows(tokens)]
     # Evaluated for all pairs of ranks in every step with packed rows, so runs are found once and no blocks are planned.
+    # O(ranks^2) pairs below, but O(tokens) work here.
     runs = [[runs_by_document(each, row) for row in rows] for each in tokens]
 
     def sees(queries: int, keys: int) -> bool:
@@ -91,8 +92,11 @@ def plan_member(
 ) -> RingPlan:
     """Return the plan of one rank, given the result of `needed_hops`, which is the same for all ranks."""
     size = len(tokens)
+    # A block is sent on to the last rank that sees it, past ranks that see none of it.
     reach = [max((hop for hop in range(1, size) if row[hop]), default=0) for row in needed]
+    # Backward runs in the other direction: the rank `hop` hops after the owner is reached after size - hop hops.
     back = [[size - hop for hop in range(size - 1, 0, -1) if row[hop]] for row in needed]
+    # The same ranges of rows for all hops, because their results are merged by rows.
     rows = equal_rows(tokens)
     plans = tuple(
         plan_blocks(tokens[rank], tokens[(rank - hop) % size], causal, window, tile, rows) for hop in range(size)
@@ -135,6 +139,7 @@ class _Ring:
         self.size, self.rank = group.size, group.rank
         self.dtype, self.accumulator = key.dtype, accumulator_dtype(platform, key)
         self._shapes = tuple(key.shape), tuple(value.shape)
+        # Keys and values are one message per hop: half the latency of two.
         self.own = pack(platform, (key, value))
 
     def shapes(self, owner: int) -> list[tuple[int, ...]]:
@@ -180,6 +185,7 @@ def _forward(ring: _Ring, q: Tensor, options: Options) -> Block:
         if not is_empty(plan):
             assert here is not None
             found.add(*ring.block(here, me - hop), plan, options.of_keys(ring.indices(me - hop)))
+        # Only now, after computing: this hop was hidden behind the block above.
         work.wait()
         here = coming
     return found.total()
@@ -190,6 +196,7 @@ def _backward(ring: _Ring, grads: AttentionGrads, options: Options) -> tuple[Ten
     me, size = ring.rank, ring.size
     last = max(ring.plan.back_reach)
     coming, arrival = _next_block(ring, ring.own, 0)
+    # The own block needs no communication, so it overlaps with the first hop.
     own = grads.add(*ring.block(ring.own, me), ring.plan.plans[0], options.of_keys(ring.indices(me)))
     sums = _GradientSums(ring)
     for hop in range(1, last + 1):
@@ -201,6 +208,7 @@ def _backward(ring: _Ring, grads: AttentionGrads, options: Options) -> tuple[Ten
         if not is_empty(plan):
             found = grads.add(*ring.block(here, me + hop), plan, options.of_keys(ring.indices(me + hop)))
         sums.pass_on(hop, found)
+    # Waits for the last message: the sum of this rank's keys over all other ranks.
     others = sums.own_total()
     d_k, d_v = own.full() if others is None else own.added_to(ring.block(others, me))
     return grads.of_queries(), d_k, d_v
@@ -238,6 +246,7 @@ class _GradientSums:
         if grads is not None:
             total = self._added(total, grads, me + hop)
         owner, following = (me + hop) % ring.size, (me + hop + 1) % ring.size
+        # The last rank that used a block sends its sum to the owner directly, instead of around the rest of the ring.
         to = owner if plan.back_reach[owner] == hop else me - 1
         is_sent = plan.back_first[owner] and plan.back_first[owner] <= hop <= plan.back_reach[owner]
         # Referenced until the exchange, which reads this memory, is over.
@@ -255,6 +264,7 @@ class _GradientSums:
 
         It is float32 on the wire too: the sum is rounded at every hop, and 16 bits would lose small contributions.
         """
+        # The first rank that uses a block starts its sum.
         if total is None:
             return pack(self.ring.platform, grads.full())
         known = self.ring.block(total, owner)

@@ -45,6 +45,7 @@ and 43 % (8 ranks) above. Spreading lighter documents too would take half as man
 """
 
 
+# Documents of consecutive batches differ; the cache serves the ranks and calls of one batch.
 @functools.lru_cache(maxsize=32)
 def balanced_indices(documents: Documents, ranks: int, even_hops: bool) -> tuple[Array, ...]:
     """Return the sorted token indices of each rank for rows of packed documents.
@@ -69,6 +70,7 @@ def head_tail_indices(length: int, ranks: int) -> tuple[Array, ...]:
     """Divide a row into 2 * ranks chunks and return for each rank r the indices of chunks r and 2 * ranks - 1 - r."""
     if ranks == 1:
         return (np.arange(length),)
+    # Uneven lengths: chunk sizes differ by at most one token.
     bounds = [length * chunk // (2 * ranks) for chunk in range(2 * ranks + 1)]
     chunks = [np.arange(*each) for each in itertools.pairwise(bounds)]
     return tuple(np.concatenate([chunks[rank], chunks[-1 - rank]]) for rank in range(ranks))
@@ -106,6 +108,7 @@ class _Work:
             sizes = np.array(row, np.int64)
             bounds = np.cumsum(sizes)
             ends.update(bounds.tolist())
+            # A token sees the tokens of its document up to itself.
             of_tokens += np.arange(1, self.length + 1) - np.repeat(bounds - sizes, sizes)
         self.ends = sorted(ends)
         self.sums = np.concatenate([[0], np.cumsum(of_tokens)])
@@ -146,6 +149,7 @@ class _Source:
     def take(self, count: int) -> list[Run]:
         """Return the next `count` tokens as two spans, half from the head and half from the tail."""
         self.parts += count > 0
+        # An odd count takes the extra token from the end that has given fewer, so that head and tail stay balanced.
         is_ahead = self._head - self._start > self._stop - self._tail
         from_head = count // 2 if is_ahead else (count + 1) // 2
         head, tail = self._head, self._tail
@@ -192,6 +196,7 @@ def _spread(sources: Sequence[_Source], shares: Sequence[_Share]) -> None:
     total = sum(source.work for source in sources)
     for source in sorted(sources, key=lambda each: -each.work):
         equal, more = divmod(source.left, len(shares))
+        # Sources are sorted by work, so all further ones are lighter.
         if not equal or source.work * len(shares) <= HEAVY * total:
             return
         favoured = sorted(range(len(shares)), key=lambda rank: (-shares[rank].room, -shares[rank].due))[:more]
@@ -213,6 +218,7 @@ def _mix(sources: Sequence[_Source], shares: Sequence[_Share]) -> None:
         # Rounding errors are carried over: what one rank has too much is due less on the next.
         share.due += carried
         while share.room:
+            # The queue is sorted by density: the lightest and the heaviest document bracket the mean that is due.
             light, heavy = waiting[0], waiting[-1]
             of_light, of_heavy = _parts(light, heavy, share)
             share.take(light, of_light)
@@ -232,10 +238,12 @@ def _parts(light: _Source, heavy: _Source, share: _Share) -> tuple[int, int]:
     room = share.room
     if light is heavy or heavy.density == light.density:
         return min(room, light.left), 0
+    # The fraction of heavy tokens for which the mixture has the mean work per token that is due.
     part = min(max((share.due / room - light.density) / (heavy.density - light.density), 0.0), 1.0)
     count = min(room, light.left / (1.0 - part) if part < 1 else room, heavy.left / part if part > 0 else room)
     of_heavy = min(round(count * part), heavy.left)
     of_light = min(round(count) - of_heavy, light.left, room - of_heavy)
+    # Rounding may give nothing; at least one token guarantees progress.
     return (of_light, of_heavy) if of_light + of_heavy else (1, 0)
 
 
@@ -290,6 +298,8 @@ class SequenceSharding:
                 "exchange heads; expected a ulysses_degree that divides the ranks, and no negative number"
             )
         if self.documents is not None:
+            # The dataclass is frozen; lists are converted to tuples, so that the sharding is hashable (plans are cached
+            # by it).
             object.__setattr__(self, "documents", self._checked(self.documents))
 
     def __str__(self) -> str:
@@ -341,6 +351,8 @@ class SequenceSharding:
             raise AttentionError(
                 f"SequenceSharding: rank {rank} of {self.ranks}; expected one from 0 to {self.ranks - 1}"
             )
+        # The ring is balanced first; a Ulysses group then divides its tokens evenly, because it exchanges them for
+        # heads.
         ring, within = divmod(rank, self.ulysses_degree)
         return np.array_split(self.ring_indices(ring), self.ulysses_degree)[within]
 
@@ -379,6 +391,7 @@ class SequenceSharding:
 
     def unshard(self, shards: Sequence[Any], dim: int = 1, platform: Platform | None = None) -> Any:
         """Return the full tensor or array, given the shards of all ranks in rank order: the inverse of `shard`."""
+        # The inverse of the permutation from sequence order to rank order.
         order = np.argsort(np.concatenate([self.indices(rank) for rank in range(self.ranks)]), kind="stable")
         if platform is None or isinstance(shards[0], np.ndarray):
             return np.ascontiguousarray(np.take(np.concatenate(list(shards), dim), order, dim))
@@ -432,6 +445,7 @@ def positions_of_all(platform: Platform, group: ProcessGroup, sharding: Sequence
     if mask.positions is None:
         return None
     own = np.ascontiguousarray(host_integers(platform, mask.positions))
+    # Sent with the positions, so that the comparison costs no extra collective.
     digest = hashlib.blake2b(repr(sharding).encode(), digest_size=_DIGEST_BYTES).digest()
     arrived = group.all_gather_bytes(digest + own.tobytes())
     if others := [rank for rank, part in enumerate(arrived) if part[:_DIGEST_BYTES] != arrived[0][:_DIGEST_BYTES]]:
@@ -447,6 +461,7 @@ def positions_of_all(platform: Platform, group: ProcessGroup, sharding: Sequence
 
 def _check_positions(positions: Any, sharding: SequenceSharding) -> None:
     """Refuse positions that neither continue nor restart at 0: some rank holds other tokens than its shard."""
+    # Under a wrong sharding consecutive tokens come from different places, and positions jump.
     continues = (positions[:, 1:] == positions[:, :-1] + 1) | (positions[:, 1:] == 0)
     if continues.all():
         return

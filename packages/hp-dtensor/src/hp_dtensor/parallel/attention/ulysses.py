@@ -42,12 +42,14 @@ class HeadShares:
         """Divide `heads` evenly over `ranks`."""
         groups = heads // max(kv_heads, 1)
         queries = [(rank * heads // ranks, (rank + 1) * heads // ranks) for rank in range(ranks)]
+        # Rounded outwards: a key-value head is needed if any of the query heads that read it is local.
         keys = [(a // groups, -(-b // groups)) if b > a else (0, 0) for a, b in queries]
         return cls(tuple(queries), tuple(keys), groups)
 
     def expansion(self, rank: int) -> list[int] | None:
         """Return, for each local query head, the local key-value head it reads; None if all are read equally often."""
         (a, b), (first, last) = self.queries[rank], self.keys[rank]
+        # Uneven shares may split a group of query heads, so heads no longer divide evenly by position.
         reads = [head // self.groups - first for head in range(a, b)]
         shared = (b - a) // max(last - first, 1)
         return None if reads == [i // shared for i in range(b - a)] else reads
@@ -73,12 +75,14 @@ def heads_for_sequence(
             [_shaped(shape, of[rank], lengths[j]) for (shape, _), of in zip(like, of_tensor, strict=True)]
             for j in range(size)
         ]
+        # Queries, keys and values are one message per pair of ranks.
         arrived = _swap(platform, group, sends, shapes, given[0].dtype)
         return tuple(platform.ops.cat([parts[i] for parts in arrived], 2) for i in range(len(given)))
 
     def backward(*grads: Tensor | None) -> list[Tensor]:
         full = [_shaped(shape, of[rank], sum(lengths)) for (shape, _), of in zip(like, of_tensor, strict=True)]
         known = [
+            # An unused output has no gradient, but this rank must send one: the exchange is a collective.
             platform.zeros(shape, dtype) if g is None else g
             for g, shape, (_, dtype) in zip(grads, full, like, strict=True)
         ]
@@ -113,6 +117,7 @@ def sequence_for_heads(
         return platform.ops.cat([parts[0] for parts in _swap(platform, group, sends, shapes, given.dtype)], 1)
 
     def backward(grad: Tensor) -> Tensor:
+        # The result has all heads of this rank's tokens, so its gradient does too.
         assert grad.shape[1] == heads
         sends = [[_heads(platform, grad, shares.queries[j])] for j in range(size)]
         shapes = [[_shaped(tuple(grad.shape), shares.queries[rank], lengths[j])] for j in range(size)]
@@ -152,6 +157,7 @@ def _shaped(shape: tuple[int, ...], heads: Range, length: int) -> tuple[int, ...
 def _summed(platform: Platform, parts: Sequence[Tensor], spans: Sequence[Range], heads: int) -> Tensor:
     """Assemble heads from all ranks along dimension 1, adding those that several ranks hold."""
     ops = platform.ops
+    # Heads are divided at all ends of ranks' spans, so that each interval is held fully or not at all by a rank.
     bounds = np.unique([0, heads, *(end for span in spans for end in span)])
     joined = []
     for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
