@@ -59,8 +59,11 @@ def _adamw_on_host(
 ) -> None:
     weights, first, second = (_computable(numbers(x)) for x in (parameter, exp_avg, exp_avg_sq))
     grad = numbers(gradient).astype(weights.dtype, copy=False)
+    # Typed scalars, so that NumPy does not promote float32 arrays to float64.
     scalar = weights.dtype.type
+    # NumPy arrays over the tensors' memory: the update is in place, without MindSpore's operations.
     weights *= scalar(c.decay)
+    # As torch's `lerp_`, which rounds differently from beta1 * m + (1 - beta1) * g.
     first += scalar(1 - c.beta1) * (grad - first)
     second *= scalar(c.beta2)
     second += scalar(1 - c.beta2) * grad * grad
@@ -70,6 +73,7 @@ def _adamw_on_host(
         # 16-bit tensors were updated as float32 copies, which are rounded back here.
         for x, values in zip((parameter, exp_avg, exp_avg_sq), (weights, first, second), strict=True):
             store(x, values)
+    # The parameter's memory changed without autograd's knowledge.
     platform.count_write(parameter)
 
 
@@ -160,6 +164,7 @@ class Optimizer(ABC):
         expected, got = ([len(group["params"]) for group in groups] for groups in (self.param_groups, saved))
         if expected != got:
             raise ValueError(f"load_state_dict: expected groups of {expected} parameters, got {got}")
+        # Indices in the saved groups may be in any order; they are matched by position.
         order = [index for group in saved for index in group["params"]]
         parameters = dict(zip(order, self._parameters(), strict=True))
         self.state = {parameters[index]: dict(slots) for index, slots in state_dict["state"].items()}
@@ -203,6 +208,7 @@ class AdamW(Optimizer):
         step = state.get("step", 0) + 1
         coefficients = AdamWStep.number(step, group["lr"], group["betas"], group["eps"], group["weight_decay"])
         for slot in ("exp_avg", "exp_avg_sq"):
+            # State is created at the first step, as in torch.
             if slot not in state:
                 state[slot] = zeros_placed_like(self.platform, parameter)
         state["step"] = step

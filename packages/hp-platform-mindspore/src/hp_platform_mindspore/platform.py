@@ -115,11 +115,13 @@ class MindSporePlatform(MindSporeBase):
         return mint.zeros(tuple(shape), dtype=dtype)
 
     def from_numpy(self, array: np.ndarray, device: Any = None) -> Tensor:
+        # MindSpore's tensors have native byte order.
         return share(array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("=")))
 
     def to_numpy(self, x: Tensor) -> np.ndarray:
         if self.capabilities.host_memory:
             return host_view(x)
+        # On a device `asnumpy` of a DTensor would gather; the local shard is wanted.
         host = dtensor.unwrap(x).asnumpy()
         return host.view(np.uint16) if x.dtype == ms.bfloat16 else host
 
@@ -135,7 +137,9 @@ class MindSporePlatform(MindSporeBase):
         if math.prod(target._shape) != math.prod(source._shape):
             raise ValueError(f"copy_: expected a source of shape {list(target._shape)}, got {list(source._shape)}")
         if self.capabilities.host_memory:
+            # Through NumPy, because MindSpore's writes into views are lost.
             copy(target, source)
+            # NumPy wrote behind autograd's back; the version makes saved tensors that were overwritten an error.
             self.count_write(target)
         else:
             with autograd.GradMode(False), LocalOperations():
@@ -143,6 +147,7 @@ class MindSporePlatform(MindSporeBase):
 
     def count_write(self, target: Tensor) -> None:
         if set_versions is not None:
+            # MindSpore 2.10 can set the version without writing.
             set_versions([target], [target._version + 1])
             return
         with autograd.GradMode(False), LocalOperations():
@@ -196,11 +201,13 @@ class MindSporePlatform(MindSporeBase):
         inputs: Sequence[Tensor],
         output_grads: Sequence[Tensor | None] | None = None,
     ) -> list[Tensor | None]:
+        # Raises for inputs whose gradients autograd does not have, such as parameters of `fully_shard`.
         check_reached("grad", inputs)
         seeds = output_grads if output_grads is not None else [None] * len(outputs)
         roots = [differentiated(y, g) for y, g in zip(outputs, seeds, strict=True)]
         bypassing = [shortcut_views(x) if isinstance(x, dtensor.MindSporeDTensor) else [] for x in inputs]
         views = [view for several in bypassing for _, view in several]
+        # Inputs and the views that bypass gathered tensors are asked for in one call.
         grads = autograd.grad([y for y, _ in roots], [*inputs, *views], [g for _, g in roots])
         rest = iter(grads[len(inputs) :])
         found = [
@@ -256,6 +263,7 @@ class MindSporePlatform(MindSporeBase):
             x.requires_grad = flag
         else:
             x.requires_grad_(flag)
+        # A leaf that starts to require a gradient needs the hook before its first backward.
         autograd.accumulate_safely(x)
 
     def get_grad(self, x: Tensor) -> Tensor | None:
@@ -268,6 +276,7 @@ class MindSporePlatform(MindSporeBase):
             x._grad = grad
 
     def operation(self, name: str) -> Callable[..., Any] | None:
+        # Kernels of this package first: they are right on empty tensors.
         return self.own_operation(name) or FOUND.get(name)
 
     def own_operation(self, name: str) -> Callable[..., Any] | None:
@@ -335,6 +344,7 @@ class MindSporePlatform(MindSporeBase):
         modules.set_parameter(module_, name, value)
 
     def is_container(self, module_: nn.Cell) -> bool:
+        # Containers do not run themselves, so hooks on their forward are never called.
         return type(module_).construct in (nn.CellList.construct, nn.CellDict.construct)
 
     def is_statistic(self, module_: nn.Cell, name: str) -> bool:
@@ -364,6 +374,7 @@ class MindSporePlatform(MindSporeBase):
     # Randomness, time and memory -------------------------------------------------------------------------
 
     def manual_seed(self, seed: int) -> None:
+        # MindSpore has several generators; its own plain operations draw from these two.
         ms.set_seed(seed % 2**32)
         ms.manual_seed(seed % 2**32)
         self._generator = np.random.Generator(np.random.Philox(seed % 2**64))
@@ -403,9 +414,11 @@ class MindSporePlatform(MindSporeBase):
             from_environment(self)
 
     def disconnect(self) -> None:
+        # Cleared first, so that a failing close does not leave a half-closed world.
         world, self._world = self._world, None
         if world is not None:
             world.close()
+        # Cached plans refer to groups of the closed world.
         forget_plans()
 
     def environment(self, local_rank: int, local_size: int) -> dict[str, str]:
@@ -439,6 +452,7 @@ class MindSporePlatform(MindSporeBase):
 
     def set_rank_state(self, state: tuple[bool, bool, Any]) -> None:
         grad_flag, enabled, generator = state
+        # Process-wide, so a simulated rank must restore its own before it runs.
         executor.set_grad_flag(grad_flag)
         executor.set_enable_grad(enabled)
         self._generator.bit_generator.state = generator

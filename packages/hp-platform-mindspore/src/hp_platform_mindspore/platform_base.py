@@ -83,10 +83,12 @@ def choose_device() -> Capabilities:
     usable = {"cpu": CPU}
     if ms.device_context.ascend.is_available():
         usable = {ASCEND.device_type: ASCEND, **usable}
+    # The dictionary has Ascend first if there is one.
     wanted = os.environ.get("HP_DEVICE") or next(iter(usable))
     if wanted not in usable:
         raise PlatformError(f"HP_DEVICE is {wanted!r}, but mindspore can use here only: {', '.join(usable)}")
     capabilities = usable[wanted]
+    # Before any operation: MindSpore fixes its device at the first one.
     _set_device(capabilities.target)
     if capabilities is CPU:
         # On CPU asynchronous launches are slower, and a failing kernel corrupts the interpreter: its C++ exception

@@ -56,6 +56,7 @@ def _reduce_in_rank_order(op: str) -> Reduction:
     """Reduce pairwise in rank order; every intermediate result has the dtype of the arrays."""
 
     def reduction(parts: Sequence[Array]) -> Array:
+        # A left fold in rank order: floating-point sums depend on the order, which is the same on all ranks.
         total = reduce(PAIRWISE[op], parts)
         return (total / len(parts)).astype(total.dtype) if op == "avg" else total
 
@@ -66,6 +67,7 @@ def _reduce_bfloat16(op: str) -> Reduction:
     """Reduce bit patterns pairwise in rank order, rounding every intermediate result to bfloat16."""
 
     def pair(x: Array, y: Array) -> Array:
+        # NumPy has no bfloat16 arithmetic: computed in float32, and rounded at each step.
         return encode(PAIRWISE[op](decode(x), decode(y)))
 
     def reduction(parts: Sequence[Array]) -> Array:
@@ -101,6 +103,7 @@ class HostGroup(ProcessGroup):
             total = reduction(self._gather_arrays(flat))
         else:
             total = self._all_reduce_in_chunks(flat, reduction)
+        # Written through the view, which may be non-contiguous.
         np.copyto(values, total.reshape(values.shape))
         return DONE
 
@@ -157,6 +160,7 @@ class HostGroup(ProcessGroup):
 
     def _send(self, x: Tensor, target: int, async_op: bool) -> Work:
         values = np.ascontiguousarray(host_view(x))
+        # `values` may be a contiguous copy; Sending keeps it alive until the message has been sent.
         work = Sending(dist.isend(_as_bytes(values), self.ranks[target], group=MCCL_WORLD), values)
         return work if async_op else _waited_for(work)
 
@@ -165,6 +169,7 @@ class HostGroup(ProcessGroup):
         return work if async_op else _waited_for(work)
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
+        # Two rounds: receivers must know the lengths.
         lengths = self._gather_arrays(np.array([len(data)], np.int64))
         mine = np.frombuffer(data, np.int8)
         return [part.tobytes() for part in self._swap([mine] * self.size, [int(n[0]) for n in lengths])]
@@ -308,9 +313,11 @@ class _Contiguous:
 def _as_bytes(array: Array) -> Tensor:
     """View contiguous memory as an int8 tensor, the dtype that every transfer supports."""
     flat = array.reshape(-1).view(np.int8)
+    # `from_numpy` shares memory only with writable arrays.
     return Tensor.from_numpy(flat if flat.flags.writeable else flat.copy())
 
 
+# HCCL's names; an average is a sum, divided afterwards.
 REDUCE_OPS = {"sum": "sum", "avg": "sum", "max": "max", "min": "min", "product": "prod"}
 
 
@@ -359,6 +366,7 @@ class NativeGroup(ProcessGroup):
         self._name = dist.new_group(list(ranks))
 
     def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work:
+        # HCCL has no average: a sum is divided once it is complete.
         handle = dist.all_reduce(x, self._native(op), group=self._name, async_op=async_op)
         return self._started(handle, async_op, self._average(x, op))
 
@@ -402,6 +410,7 @@ class NativeGroup(ProcessGroup):
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
         lengths = self._gathered(np.array([len(data)], np.int64))
         # At least one byte: a tensor without elements has no memory to send.
+        # Padded to one length, because HCCL gathers equal shapes only.
         longest = max(1, int(lengths.max()))
         padded = np.zeros(longest, np.int8)
         padded[: len(data)] = np.frombuffer(data, np.int8)

@@ -45,6 +45,7 @@ class MindSporeWorld(World):
             PlatformError: this process has joined before, or the others did not join in time.
         """
         if size > 1:
+            # MCCL does not support a second initialization.
             if cls._joined:
                 raise PlatformError(
                     "this process has been in a job before; MindSpore joins one only once per process. Start a new one"
@@ -60,6 +61,7 @@ class MindSporeWorld(World):
 
     def _create_group(self, ranks: tuple[int, ...]) -> ProcessGroup:
         rank = ranks.index(self.rank)
+        # Collectives of one rank are copies, and must not wait for communication.
         if len(ranks) == 1:
             return NoCommunicationGroup(ranks, rank, self.platform)
         if self.platform.capabilities.native_collectives:
@@ -75,7 +77,9 @@ def _join(platform: MindSporeBase, rank: int, size: int, address: str, timeout_s
             "hccl", init_method=f"tcp://{address}", timeout=timeout, world_size=size, rank=rank, device_id=local_rank
         )
         return
+    # Read by MCCL when it is initialized, so it is set before.
     os.environ.setdefault(TIMEOUT_VARIABLE, str(max(1, round(timeout_seconds))))
+    # Instead of `init_process_group`, which refuses the backend mccl.
     store = dist.TCPStore(host, int(port), world_size=size, is_master=rank == 0, timeout=timeout)
     _init_with_store(backend="mccl", timeout=timeout, world_size=size, rank=rank, store=store)
     # The default argument of these is HCCL's group for every backend, and isend and irecv look up ranks with it.
@@ -90,6 +94,7 @@ def _wait_for_all(store: Any, size: int, timeout_seconds: float) -> None:
     MindSpore's initialization returns on rank 0 seconds before its peers can receive: an immediate transfer would fail.
     """
     deadline = time.monotonic() + timeout_seconds
+    # A counter as a barrier: collectives do not work yet.
     store.add(READY_KEY, 1)
     while store.add(READY_KEY, 0) < size:
         if time.monotonic() > deadline:
@@ -97,4 +102,5 @@ def _wait_for_all(store: Any, size: int, timeout_seconds: float) -> None:
         time.sleep(0.005)
     one = share(np.ones(1, np.float32))
     dist.all_reduce(one)
+    # Waits for the collective, and raises its error here.
     one.asnumpy()

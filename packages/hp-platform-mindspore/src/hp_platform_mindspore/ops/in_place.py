@@ -78,6 +78,7 @@ def assign(platform: MindSporeBase, name: str, x: Tensor, result: Tensor) -> Non
         raise ValueError(f"{name}: a result of shape {list(result.shape)} does not fit into {list(x._shape)}")
     if result.dtype in FLOATING and x.dtype not in FLOATING:
         raise TypeError(f"{name}: a result of {result.dtype} cannot be stored in {x.dtype}; cast first")
+    # Recorded by MindSpore, unlike a write through NumPy.
     if is_recording(x, result):
         _check_unshared(name, x)
         x.copy_(pointwise.cast(result, x.dtype))
@@ -116,6 +117,7 @@ def _check_unshared(name: str, x: Any) -> None:
     family = getattr(x, "_sharing", None)
     if family is None:
         return
+    # `x` is a view if it is not the original, or has a view if another member is alive.
     if family[0]() is not x or any(member() is not None for member in family[1:]):
         raise CapabilityError(
             f"{name} where gradients are recorded, on a tensor that shares memory with "

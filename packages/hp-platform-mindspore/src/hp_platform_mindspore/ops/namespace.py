@@ -131,6 +131,7 @@ def unwrapping(kernel: Callable[..., Any], written: bool = False) -> Callable[..
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        # In-place kernels need the DTensor itself, to count the write and to find views of it.
         local = (*args[:1], *_unwrapped(args[1:])) if written else _unwrapped(args)
         return kernel(*local, **{name: _unwrapped(value) for name, value in kwargs.items()})
 
@@ -216,6 +217,7 @@ def build_functions(platform: MindSporeBase, generator: Generator) -> dict[str, 
     made |= random
     found = {name: unless_empty(kernel, name) if name in POINTWISE else kernel for name, kernel in FOUND.items()}
     out_of_place = {**found, **known, **made}
+    # In-place forms exist for operations that have both a rule `name_` and an out-of-place kernel.
     in_place = {
         name: writing(platform, name, made.pop(name, None) or out_of_place[name[:-1]])
         for name in rule_registry().names()
@@ -262,10 +264,12 @@ def _intercepting(platform: MindSporeBase, name: str, kernel: Function) -> Funct
 
     @functools.wraps(kernel)
     def operation(*args: Any, **kwargs: Any) -> Any:
+        # Plain tensors take the shortest way: this check is their only cost.
         if not (any(map(_is_distributed, args)) or (kwargs and any(map(_is_distributed, kwargs.values())))):
             return kernel(*args, **kwargs)
         if is_local():
             return local(*args, **kwargs)
+        # Only few operations differ in their arguments from their rule.
         if adapt is not None:
             return dispatched(platform, name, *adapt(local, *args, **kwargs))
         return dispatched(platform, name, local, args, kwargs)

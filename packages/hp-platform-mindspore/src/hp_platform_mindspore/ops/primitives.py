@@ -41,6 +41,7 @@ def call_primitive(platform: MindSporeBase, func: Any, args: tuple[Any, ...], kw
     if func.name == "typeof":  # called by some of MindSpore's own functions
         with LocalOperations():
             return func(*args, **kwargs)
+    # These decompose into other primitives, which are intercepted in turn.
     older = older_method(func.name)
     if older is not None:
         return older(*args, **kwargs)
@@ -49,8 +50,10 @@ def call_primitive(platform: MindSporeBase, func: Any, args: tuple[Any, ...], kw
         primitive, given = (args[0], args[2]) if is_older_kind(args) else (None, args)
         return composed(platform.operations, tuple(given), primitive)
     name, (given, named) = canonical(func.name, args, kwargs)
+    # Redistributes the source, which no sharding rule does.
     if name == "copy_":
         return copy_values(*given[:2])
+    # Indexing has its own conversion of indices, in `__getitem__`.
     if name == "getitem":
         return given[0][given[1]]
     # Only on CPU: Ascend has kernels for what is not composed here.
@@ -65,7 +68,9 @@ def call_primitive(platform: MindSporeBase, func: Any, args: tuple[Any, ...], kw
             f"{func.name} on a DTensor: MindSpore's own does not write on CPU; use an operation that returns a new "
             "tensor"
         )
+    # Another primitive of the same operation has a kernel.
     kernel = FOUND[name] if func.name in WITHOUT_KERNEL else caller(func, args)
+    # Pointwise kernels of MindSpore may crash on empty shards.
     if name in POINTWISE:
         kernel = unless_empty(kernel, name)
     return dispatched(platform, name, unwrapping(kernel), given, named)

@@ -82,6 +82,7 @@ def for_dtensors(function: Function, own: Function) -> Function:
 
     @functools.wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:
+        # One level of lists only: this runs at every call on plain tensors, and must stay cheap.
         found = _first_dtensor((*args, *kwargs.values()))
         if found is None or is_local():
             return own(*args, **kwargs)
@@ -107,6 +108,7 @@ def looking_into_lists(own: Function, name: str) -> Function:
 
     @functools.wraps(own)
     def check_elim(self: Any, *args: Any) -> tuple[bool, Any]:
+        # Called with a list, or with the tensors themselves.
         tensors = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
         found = _first_dtensor(tensors)
         if found is None or is_local():
@@ -148,6 +150,7 @@ def _bucketize(run: Any, input: Any, boundaries: Sequence[float], *, right: bool
 
 
 def _nanmean(run: Any, input: Any, axis: Any = None, keepdims: bool = False, *, dtype: Any = None) -> Any:
+    # The sharding rule has no dtype; the result is cast.
     mean = run.nanmean(input, axis, keepdims)
     return mean if dtype is None else run.cast(mean, dtype)
 
@@ -179,6 +182,7 @@ def saving_global_tensors(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def convert(save_obj: Any, *args: Any) -> Any:
+        # Searches everything that is saved, because a model may mix plain and distributed parameters.
         if first_dtensor(save_obj) is None:
             return own(save_obj, *args)
         if isinstance(save_obj, dict):
@@ -208,6 +212,7 @@ def accumulating_safely(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def parameters_and_names(self: nn.Cell, name_prefix: str = "", expand: bool = True) -> Iterator[tuple[str, Tensor]]:
+        # A generator like MindSpore's own: callers may stop early.
         for name, parameter in plain(self, name_prefix, expand):
             if isinstance(parameter, ms.Parameter):
                 autograd.accumulate_safely(parameter)

@@ -36,12 +36,14 @@ def differentiating_dtensors(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def differentiate(self: Any, fn: Any, weights: Any = None, *position: Any) -> Any:
+        # MindSpore's own derivative is made first, for calls without DTensors.
         plain = own(self, fn, weights, *position)
         if self.pynative_:  # MindSpore makes two of these per call; this is the inner one
             return plain
 
         @functools.wraps(plain)
         def after_grad(*args: Any, **kwargs: Any) -> Any:
+            # Asked at each call: arguments decide, and modules may be distributed after this was made.
             found = first_dtensor(fn, weights, args, kwargs)
             if found is None or is_local():
                 # MindSpore turns its grad flag on itself. If it is on already, the first call records nothing.
@@ -81,6 +83,7 @@ class _Derivative:
         """Run the function and its backward, and return what MindSpore's derivative returns."""
         seeds = None
         if self._sens_param:
+            # With sens_param the gradient of the output is the keyword `sens`, or the last argument.
             seeds = kwargs.pop("sens") if "sens" in kwargs else args[-1]
             args = args if "sens" in kwargs or seeds is not args[-1] else args[:-1]
         with platform.enable_grad():
@@ -112,6 +115,8 @@ class _Derivative:
         given = list(seeds) if isinstance(seeds, (tuple, list)) else [seeds] * len(outputs)
         given = [_ones_like(platform, y) if g is None else g for y, g in zip(outputs, given, strict=True)]
         try:
+            # Parameters of `fully_shard` are not in the graph: the unsharded views are. Their gradients exist only
+            # after a complete backward, in `.grad`.
             check_reached("mindspore.value_and_grad", targets)
         except GradientPathError:
             found = self._in_a_complete_backward(platform, outputs, targets, given)
@@ -127,6 +132,7 @@ class _Derivative:
                 f"mindspore.value_and_grad of parameters sharded by fully_shard: expected one output, got "
                 f"{len(outputs)}; add them up, or return the others with has_aux=True"
             )
+        # By identity: targets may be held by the function too.
         leaves = {id(x): x for x in (*targets, *held_tensors(self._fn)) if platform.requires_grad(x) and x._is_leaf}
         before = {key: platform.get_grad(x) for key, x in leaves.items()}
         # Cloned, because the backward may write into the memory of the old gradient.

@@ -70,6 +70,7 @@ def checking_at_start(own: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(own)
     def __init__(self: nn.Optimizer, learning_rate: Any, parameters: Any, *args: Any, **kwargs: Any) -> None:
+        # A generator can be consumed only once, and MindSpore consumes it after this check.
         given = list(parameters) if isinstance(parameters, Iterable) else parameters
         _check(self, _flat(given))
         if _distributed(_flat(given)) and any(isinstance(g, dict) and g.get("grad_centralization") for g in given):
@@ -82,6 +83,7 @@ def checking_at_start(own: Callable[..., None]) -> Callable[..., None]:
 
 
 def _check(optimizer: Any, parameters: Iterable[Any]) -> None:
+    # Plain parameters are MindSpore's own affair.
     added = _distributed(parameters)
     if added and type(optimizer) not in ELEMENTWISE:
         raise _refusal(optimizer)
@@ -130,13 +132,16 @@ def stepping_on_shards(own: Callable[..., Any]) -> Callable[..., Any]:
         if not distributed:
             with _unrecorded():
                 return own(self, *args, **kwargs)
+        # The only argument, by position or by name.
         (gradients,) = (*args, *kwargs.values())
         local = _local_gradients(self.parameters, gradients)
         takes_views = type(self) not in WITHOUT_VIEWS
         with _unrecorded(), LocalOperations(), _contiguous(distributed, takes_views):
+            # Copies at offset 0; see WITHOUT_VIEWS.
             local = local if takes_views else tuple(mint.mul(gradient, 1) for gradient in local)
             result = own(self, local)
         for parameter in distributed:
+            # The step ran on local data, so the DTensor's version has not changed.
             parameter._spec.mesh.platform.count_write(parameter)
         return result
 

@@ -164,6 +164,7 @@ PATCHES = (
 @functools.cache
 def install() -> None:
     """Install every replacement, once per process."""
+    # A version of MindSpore may lack some of these.
     for patch in PATCHES:
         if patch.is_there():
             patch.install()

@@ -45,6 +45,7 @@ class GradMode:
         self._enabled = enabled
 
     def __enter__(self) -> None:
+        # Saved per context object, so contexts nest.
         self._before = executor.enable_grad()
         # Turned on, never off: `value_and_grad` turns it off for code that recorded before it, and then nothing would
         # be recorded, without an error.
@@ -70,6 +71,7 @@ def is_recording(*tensors: Any) -> bool:
 
 def linear_map(x: Tensor, forward: Map, backward: Map) -> Tensor:
     """Apply a linear map whose gradient is another one; see `Platform.linear_map`."""
+    # Without recording a node would only hold memory.
     if is_recording(x):
         arm()
         return _LinearMap.apply(x, forward, backward)
@@ -162,6 +164,7 @@ def backward(loss: Tensor, gradient: Tensor | None, retain_graph: bool) -> None:
 @contextlib.contextmanager
 def running_for(inputs: bool, keeps_graph: bool) -> Iterator[None]:
     """Record whether the backward in the block is for given inputs, and whether another one may follow it."""
+    # Backwards nest: a node's backward may run another one (recomputation).
     before = _running.is_for_inputs, _running.keeps_graph
     _running.is_for_inputs, _running.keeps_graph = inputs, keeps_graph
     try:
@@ -189,6 +192,7 @@ def grad(
     _check_recorded("grad", outputs)
     grads = output_grads if output_grads is not None else [None] * len(outputs)
     seeds = tuple(_output_grad(y, g) for y, g in zip(outputs, grads, strict=True))
+    # All leaves share one run.
     leaves = [i for i, x in enumerate(inputs) if x._is_leaf]
     runs = ([leaves] if leaves else []) + [[i] for i, x in enumerate(inputs) if not x._is_leaf]
     found: list[Tensor | None] = [None] * len(inputs)
@@ -227,4 +231,5 @@ def _output_grad(output: Tensor, gradient: Tensor | None) -> Tensor:
         return gradient
     if math.prod(output.shape) != 1:
         raise ValueError(f"backward of a tensor of shape {list(output.shape)} needs its gradient; expected a scalar")
+    # The gradient of a scalar with respect to itself.
     return ops.ones_like(output)

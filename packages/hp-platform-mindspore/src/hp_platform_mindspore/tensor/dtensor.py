@@ -48,6 +48,8 @@ class LocalOperations:
     __slots__ = ("_guard",)
 
     def __enter__(self) -> None:
+        # MindSpore's guard alone is not enough: `is_local` is asked by operators and replacements that it does not
+        # cover.
         self._guard = NoFallbackGuard()
         self._guard.__enter__()
         _depth.value += 1
@@ -93,6 +95,7 @@ class MindSporeDTensor(DTensor, Tensor):
         # Called by mindspore.Parameter, which creates a class that is both.
         if not isinstance(local, MindSporeDTensor):
             raise TypeError("a DTensor is made by distribute_tensor or DTensor.from_local, not by its class")
+        # Shares storage and the autograd node of `local`.
         made = Tensor._make_subclass(cls, local)
         made._spec = local._spec
         return made
@@ -219,6 +222,7 @@ class MindSporeDTensor(DTensor, Tensor):
             self.__dict__.pop("_grad_wrapper", None)
             return None
         # MindSpore returns a new object for the same gradient at each access, so memory and dtype identify it.
+        # Cached, so that `x.grad is x.grad`.
         known = self.__dict__.get("_grad_wrapper")
         if known is None or known.data_ptr() != local.data_ptr() or known.dtype != local.dtype:
             known = self.__dict__["_grad_wrapper"] = wrap_gradient(self, local)
@@ -297,12 +301,14 @@ class MindSporeDTensor(DTensor, Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
+        # As torch: only leaves can be copied deeply.
         check_copied(self._is_leaf)
         twin = wrap(_copied(self), self._spec)
         if isinstance(self, ms.Parameter):
             twin = self._spec.mesh.platform.Parameter(twin, requires_grad=self.requires_grad, name=self.name)
         elif self._requires_grad:
             twin.requires_grad_(True)
+        # Modules that share a parameter share its copy.
         memo[id(self)] = twin
         return twin
 
@@ -336,6 +342,7 @@ class PendingMindSporeDTensor(PendingDTensor, MindSporeDTensor):
 def adopt_later(result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) -> MindSporeDTensor:
     """Make a DTensor of `result` that takes its data from `finish` when it is first used."""
     made = wrap(result, spec)
+    # Changed on the object, and changed back when the data has arrived: complete DTensors pay nothing.
     made.__class__ = PendingMindSporeDTensor
     set_pending(made, lambda x: spec.mesh.platform.copy_(Tensor.data.__get__(x), finish()))
     return made
@@ -387,6 +394,7 @@ def copy_values(target: MindSporeDTensor, source: Any) -> MindSporeDTensor:
     if not isinstance(source, MindSporeDTensor):
         raise MixedOperandsError("copy_ into a DTensor: expected a DTensor, got a plain tensor; distribute it first")
     if source._spec.mesh != target._spec.mesh or source._spec.placements != target._spec.placements:
+        # Inside `explicit_redistribution` an implicit one is an error.
         check_explicit("copy_", (1,), source._spec, target._spec)
         source = source.redistribute(target.device_mesh, target.placements)
     target._spec.mesh.platform.copy_(target, source)

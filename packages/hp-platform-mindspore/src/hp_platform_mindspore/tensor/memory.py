@@ -66,6 +66,7 @@ def share(array: Array, dtype: Any = None) -> Tensor:
     Args:
         dtype: bfloat16 for an array of its bit patterns; None: the array's own.
     """
+    # MindSpore shares memory with arrays in C order only.
     ready = np.require(array, requirements=("C", "W"))
     return Tensor.from_numpy(ready.view(bfloat16) if dtype == ms.bfloat16 else ready)
 
@@ -148,6 +149,7 @@ class MindSporeHostCopies(HostCopies):
             return None
         if self._is_on_host and x.dtype not in HOST_DTYPES:  # e.g. complex numbers, which NumPy views do not cover
             return None
+        # By storage, so that views of one storage are recognized as such.
         storage = x.untyped_storage()
         nbytes = storage.nbytes()
         # An empty tensor has no address.
@@ -178,6 +180,7 @@ class MindSporeHostCopies(HostCopies):
     def _copy(self, x: Tensor, device: str) -> Tensor:
         with GradMode(False):
             if self._is_on_host:
+                # The device is the host: a plain copy stands for the transfer, so offload can be tested on CPU.
                 return share(host_view(x).copy(), x.dtype)
             return x.contiguous().to(device, copy=True)
 

@@ -39,6 +39,7 @@ class Module(nn.Cell, metaclass=_ModuleMeta):
         self.training = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # The grad flag may have been turned off since the last forward.
         autograd.arm()
         return super().__call__(*args, **kwargs)
 
@@ -59,6 +60,7 @@ def named_modules(module: nn.Cell, remove_duplicate: bool = True) -> Iterator[tu
             continue
         seen.add(id(cell))
         yield name, cell
+        # Reversed onto the stack, so that cells are visited in the order of definition.
         children = [
             (f"{name}.{key}" if name else key, child) for key, child in cell._cells.items() if child is not None
         ]
@@ -70,6 +72,7 @@ def named_parameters(module: nn.Cell, recurse: bool, remove_duplicate: bool) -> 
     seen: set[int] = set()
     for prefix, cell in named_modules(module, remove_duplicate) if recurse else [("", module)]:
         for name, parameter in cell._params.items():
+            # During a forward under `fully_shard`, `_params` holds plain tensors instead of parameters.
             if not isinstance(parameter, ms.Parameter) or (remove_duplicate and id(parameter) in seen):
                 continue
             seen.add(id(parameter))
@@ -131,6 +134,7 @@ def _sharing_parameter(data: Tensor, name: str | None, requires_grad: bool) -> m
 
     `mindspore.Parameter` itself copies a tensor that has other references.
     """
+    # Follows `Parameter.__new__`, without its copy.
     parameter = Tensor.__new__(ms.Parameter._get_base_class(Tensor))
     Tensor.__init__(parameter, data)
     parameter.init_mode = None
