@@ -3,8 +3,8 @@
     python benchmarks/mindspore_dispatch.py [--seconds 0.3] [--only softmax]
 
 MindSpore has no distributed tensor of its own to compare with, so each line compares with the same operation on plain
-tensors of the shard's shape. The ranks are a world of eight that communicates nothing; shards are tiny. Each number
-is the best of several rounds in which both take turns, in microseconds of processor time.
+tensors of the shard's shape. The ranks are a world of eight that does not communicate; shards are tiny. Each number
+is the best of several rounds in which both alternate, in microseconds of processor time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RANKS = 8
 
 
 class IdleGroup(NoCommunicationGroup):
-    """A group whose all-reduce leaves everything as it is, so that the way there is what is measured."""
+    """A group whose all-reduce does nothing, so that only the host's overhead is measured."""
 
     def _all_reduce(self, x, op, async_op):
         return DONE

@@ -1,10 +1,10 @@
 """Recomputation and offload against torch's own: peak bytes of activations on the device, and time, in one run.
 
-Copies in host memory are not counted, also where the device is the host; what is brought back is.
+Host copies are not counted, even if the device is the host; tensors copied back are.
 
     python benchmarks/recompute.py [--layers=3 --length=128]
 
-Every way takes each step in turn in one process; in brackets what ours takes of torch's.
+All variants alternate step by step in one process; in brackets our share of torch's figure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hp_dtensor import get_platform
 from hp_dtensor.parallel.offload import ActivationOffload
 from hp_dtensor.parallel.recompute import checkpoint
 
-KEPT = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+SAVED = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 
 class Block(torch.nn.Module):
@@ -38,7 +38,7 @@ class Block(torch.nn.Module):
 
 def contexts():
     def policy(ctx, op, *args, **kwargs):
-        return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if op in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
