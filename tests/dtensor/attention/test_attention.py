@@ -108,7 +108,7 @@ def test_of_dtensors_equals_brute_force(hp_platform, name, placements):
         assert Shard(2) not in found_placements
 
 
-def test_of_dtensors_cut_over_heads_sends_nothing(hp_platform):
+def test_of_dtensors_sharded_over_heads_sends_nothing(hp_platform):
     def program():
         mesh = DeviceMesh("cpu", (2,))
         arrays = reference.inputs(kv_heads=2)
@@ -162,8 +162,8 @@ def test_attention_over_blocks_is_freed_without_the_garbage_collector(hp_platfor
     gc.disable()
     try:
         attended = PartialAttention(hp_platform, x, x)
-        gone = weakref.ref(attended)
+        freed = weakref.ref(attended)
         del attended
-        assert gone() is None
+        assert freed() is None
     finally:
         gc.enable()

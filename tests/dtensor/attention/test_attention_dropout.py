@@ -1,4 +1,4 @@
-"""Dropout of attention drops the same entries on one device and on any ranks, in forward, backward and repetition."""
+"""Dropout of attention drops the same entries on one device and on any ranks, in forward, backward and recomputation."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_one_rank_and_its_recomputation(hp_platform, tile, monkeypatch):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_cut_batches_and_heads(hp_platform, dim):
+def test_sharded_batches_and_heads(hp_platform, dim):
     """Ranks with other rows or heads of DTensors drop what one device would, also with one seed for all rows."""
     arrays = reference.inputs(keys=LENGTH)[:4]
 
@@ -104,18 +104,18 @@ def test_plain_heads_are_told_their_numbers(hp_platform):
 
 def test_the_platform_draws_the_entries_of_the_reference(hp_platform):
     vectors = (SEEDS, np.array([3, 0]), np.arange(-2, 6), np.arange(2**40, 2**40 + 70))
-    kept = kept_entries(P, *vectors)
+    retained = kept_entries(P, *vectors)
     factors = hp_platform.to_numpy(hp_platform.dropout_factors(P, *vectors))
-    np.testing.assert_array_equal(factors, np.where(kept, np.float32(1) / np.float32(1 - P), np.float32(0)))
+    np.testing.assert_array_equal(factors, np.where(retained, np.float32(1) / np.float32(1 - P), np.float32(0)))
     assert not hp_platform.to_numpy(hp_platform.dropout_factors(1.0, *vectors)).any()
 
 
 def test_as_many_are_dropped_as_asked():
     """The share of 2^18 entries is within five standard deviations: in all, by head, by row, by query and by key."""
-    kept = kept_entries(0.1, np.arange(4), np.arange(16), np.arange(64), np.arange(64))
+    retained = kept_entries(0.1, np.arange(4), np.arange(16), np.arange(64), np.arange(64))
     for axes in ((0, 1, 2, 3), (1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)):
-        count = np.prod([kept.shape[axis] for axis in axes])
-        assert np.abs(kept.mean(axes) - 0.9).max() < 5 * np.sqrt(0.09 / count)
+        count = np.prod([retained.shape[axis] for axis in axes])
+        assert np.abs(retained.mean(axes) - 0.9).max() < 5 * np.sqrt(0.09 / count)
 
 
 def test_what_cannot_be_is_refused(hp_platform):

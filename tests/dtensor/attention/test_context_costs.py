@@ -40,7 +40,7 @@ def formulas(ranks, sizes=SIZES, itemsize=4):
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ring_sends_each_block_to_all_others_and_its_gradients_home(hp_platform, ranks):
+def test_ring_sends_each_block_to_all_others_and_its_gradients_to_the_owner(hp_platform, ranks):
     _, kv = formulas(ranks)
     share = (ranks - 1) / ranks * kv
     assert counted(hp_platform, ranks) == (share, 2 * share)

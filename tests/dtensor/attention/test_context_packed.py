@@ -60,7 +60,7 @@ def refused(hp_platform, program, message):
     assert message in str(caught.value) + str(caught.value.__cause__)
 
 
-def test_refuses_ranks_that_cut_otherwise(hp_platform):
+def test_refuses_ranks_with_different_shardings(hp_platform):
     arrays = reference.inputs(batch=1, keys=12)[:4]
     mask = {"positions": reference.positions_of((8, 4))}
 

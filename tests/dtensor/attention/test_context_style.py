@@ -100,7 +100,7 @@ def test_equals_one_device(hp_platform, ranks, options, positions, window, recom
 
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("options", [{}, {"method": "all_gather", "ulysses_degree": 2}], ids=["ring", "both"])
-def test_a_cut_of_packed_documents_is_told(hp_platform, options, recomputed):
+def test_a_sharding_of_packed_documents_is_set(hp_platform, options, recomputed):
     wanted = run(hp_platform, build(hp_platform), X, PACKED)
     style = ContextParallel(**options)
     found = run_ranks(on_ranks, 4, hp_platform, hp_platform, style, PACKED, None, recomputed, True)
@@ -187,7 +187,7 @@ def test_refuses_the_whole_sequence_on_every_rank(hp_platform):
     refused(hp_platform, program, "expected one more, or 0 where a document begins")
 
 
-def test_refuses_another_length_than_the_cut_gives(hp_platform):
+def test_refuses_another_length_than_the_sharding(hp_platform):
     def program():
         model = build(hp_platform)
         parallelize_module(model, init_device_mesh("cpu", (2,)), ContextParallel(length=12))
@@ -197,7 +197,7 @@ def test_refuses_another_length_than_the_cut_gives(hp_platform):
 
 
 def test_refuses_a_mask_of_another_sharding(hp_platform):
-    """Nothing in a mask without positions tells which batch it is of."""
+    """A mask without positions does not identify its batch."""
 
     class OneMask(nn.Module):
         def __init__(self):
