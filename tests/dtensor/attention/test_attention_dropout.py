@@ -1,4 +1,4 @@
-"""Dropout of attention drops the same entries on one device and on any ranks, in forward, backward and recomputation."""
+"""Dropout of attention drops the same entries on one device and any ranks, in forward, backward and recomputation."""
 
 from __future__ import annotations
 
