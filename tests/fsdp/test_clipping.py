@@ -123,7 +123,7 @@ def test_different_modules_are_not_taken_for_copies(hp_platform, norm_type):
         parameters, _ = _stage(hp_platform, (5, 2))
         clip_grad_norm_(parameters, 1.0, norm_type)
 
-    with pytest.raises(LaunchError, match="pass the mesh of those that hold the same ones as copies_over") as caught:
+    with pytest.raises(LaunchError, match="pass the mesh of the ranks with the same ones as copies_over") as caught:
         run_ranks(rank, 4, hp_platform)
     assert isinstance(caught.value.__cause__, RankMismatchError)
 

@@ -65,7 +65,7 @@ def test_every_element_is_in_one_cell_held_by_those_who_have_it():
 
 def test_other_dimensions_can_be_shown():
     x = spec((2, 3, 4), (Shard(2), Shard(0)))
-    assert "dimensions [2] are cut too, and not shown" in visualize_sharding(x)
+    assert "dimensions [2] are sharded too, and not shown" in visualize_sharding(x)
     assert "      | [0:2] | [2:4]\n" in visualize_sharding(x, dims=(0, -1))
     with pytest.raises(PlacementError, match="one or two of the 3 dimensions"):
         visualize_sharding(x, dims=(0, 3))

@@ -141,7 +141,7 @@ def _norms(platform: Platform) -> list[float]:
         p = _with_gradient(platform, root["tp"], X + shift)
         norms.append(float(platform.to_numpy(clip_grad_norm_([p], 1.0, platform=platform, copies_over=copies_over))))
     three = DeviceMesh("cpu", (3,), ranks=(0, 1, 2), platform=platform)
-    with pytest.raises(MeshError, match="copies cannot make up 4 ranks"):
+    with pytest.raises(MeshError, match="whose sizes do not divide 4 ranks"):
         clip_grad_norm_([_with_gradient(platform, three, X)], 1.0, platform=platform)
     return norms
 

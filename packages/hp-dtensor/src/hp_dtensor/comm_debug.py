@@ -1,7 +1,4 @@
-"""Numbers of collectives, found by name or by the framework's function for them.
-
-CommDebugMode: the collectives of a block of code by module, forward and backward.
-"""
+"""CommDebugMode: the collectives of a block of code, by module, forward and backward."""
 
 from __future__ import annotations
 
@@ -20,7 +17,8 @@ from hp_dtensor.platform.selection import platform_of
 from hp_dtensor.spec.placements import Placement
 from hp_dtensor.tensor.dtensor import DTensor
 
-# Names of functions of torch.distributed, torch.ops.c10d, torch.ops.c10d_functional and mindspore.mint.distributed.
+# Functions of torch.distributed, torch.ops.c10d, torch.ops.c10d_functional and mindspore.mint.distributed, by
+# collective.
 _NAMES = {
     "all_reduce": ("all_reduce", "allreduce_"),
     "all_gather": ("all_gather_into_tensor", "all_gather_tensor", "all_gather", "allgather_", "_allgather_base_"),
@@ -33,9 +31,9 @@ _CANONICAL = {name: canonical for canonical, names in _NAMES.items() for name in
 
 
 class CommCounts(dict[str, int]):
-    """Collectives by name; a function of the framework that does one is as good a key, as in torch's CommDebugMode.
+    """Counts of collectives, by name or by a function of the framework, as in torch's CommDebugMode.
 
-    One that has not been used counts 0:
+    A collective that was not used counts 0:
 
         counts["all_gather"] == counts[torch.ops.c10d_functional.all_gather_into_tensor]
     """
@@ -59,11 +57,11 @@ class CommCounts(dict[str, int]):
 
 
 def _name(key: Hashable) -> Any:
-    """Return the name by which a collective is counted; an unknown key stays as it is."""
+    """Return the name of the collective for a key. An unknown key is returned unchanged."""
     own = key if isinstance(key, str) else getattr(key, "__name__", None)
     if not isinstance(own, str):
         return key
-    # An overload of torch has its own name after a dot: `all_reduce.default`.
+    # The name of a torch overload ends in a dot and a suffix: `all_reduce.default`.
     return _CANONICAL.get(own.partition(".")[0], key)
 
 
@@ -71,27 +69,26 @@ Module = Any
 
 
 class CommDebugMode:
-    """Record of the collectives of this rank inside a `with` block, by module, forward and backward.
+    """Records the collectives of this rank inside a `with` block, by module, forward and backward.
 
-    Follows torch's `torch.distributed.tensor.debug.CommDebugMode`, but follows the modules of one model, which it is
-    given, and records no other operations.
+    Follows torch's `torch.distributed.tensor.debug.CommDebugMode`, but attributes collectives to the modules of one
+    given model, and does not record other operations.
 
-    A collective belongs to the innermost module whose forward started it, or for whose forward a backward did, in the
-    block too. Gathers and reductions of `hp_fsdp` belong to the module whose parameters they are of, whenever they are
-    started; what activation checkpointing computes again, to its module's backward. A gradient that several modules
-    share (of one input to three projections) belongs to the first that used its tensor. The model itself goes by the
-    name of its class; a module registered in several places by its first name. All other collectives are told under
-    `""`: optimizers, clipping, the loss, a backward whose forward ran outside the block.
+    A collective belongs to the innermost module whose forward started it, or whose backward did if its forward ran in
+    the block too. Gathers and reductions of `hp_fsdp` belong to the module of their parameters. Recomputation belongs
+    to the backward of its module. A gradient that several modules share (three projections of one input) belongs to the
+    first of them. The model itself appears under the name of its class, a shared module under its first name. All other
+    collectives appear under `""`: optimizers, clipping, the loss, a backward whose forward ran outside the block.
 
     Args:
-        module: whose sub-modules collectives are told by; None: no modules are told.
-        platform: of the module; default: the one it was built for, else the selected one.
+        module: the model whose modules collectives are attributed to; None: none.
+        platform: the platform of the module; default: the one it was built for, else the selected one.
 
     Attributes:
         log: every collective with its bytes, in order.
 
     Raises:
-        PlatformError: several platforms are installed and none was chosen.
+        PlatformError: several platforms are installed and none is selected.
 
     Example:
         >>> def program():
@@ -111,7 +108,7 @@ class CommDebugMode:
 
     def __enter__(self) -> CommDebugMode:
         if self.log.is_open:
-            raise RuntimeError("CommDebugMode: the block of this one has not been left; make another one")
+            raise RuntimeError("CommDebugMode: this one is in use by an outer block; create another one")
         with contextlib.ExitStack() as stack:
             named = list(self._named_modules())
             self.log = stack.enter_context(recorded({id(module): name for name, module in named}))
@@ -126,30 +123,30 @@ class CommDebugMode:
 
     @property
     def comm_counts(self) -> CommCounts:
-        """The numbers of collectives, as `get_comm_counts` gives them."""
+        """Same as `get_comm_counts`."""
         return self.get_comm_counts()
 
     def get_comm_counts(self) -> CommCounts:
-        """Return the numbers of collectives, by name or by the framework's function: 0 for those that were not used."""
+        """Return the number of calls of each collective; see `CommCounts`."""
         return CommCounts(Counter(record.name for record in self.log.records))
 
     def get_total_counts(self) -> int:
-        """Return the number of all collectives."""
+        """Return the total number of collectives."""
         return self.log.count()
 
     def get_comm_bytes(self) -> dict[str, float]:
-        """Return the bytes that this rank sent, by name of collective."""
+        """Return the bytes that this rank sent, by collective."""
         return {name: self.log.wire_bytes(name) for name in self.get_comm_counts()}
 
     def by_module(self) -> dict[str, list[CollectiveRecord]]:
-        """Return records by the name of their module, modules in the order of their first collectives."""
+        """Return module name -> records, modules in the order of their first collectives."""
         result: dict[str, list[CollectiveRecord]] = {}
         for record in self.log.records:
             result.setdefault(record.module, []).append(record)
         return result
 
     def to_dict(self) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
-        """Return module -> collective -> "forward" or "backward" -> "count" and "bytes"; fit for JSON."""
+        """Return nested dicts: module -> collective -> "forward" or "backward" -> "count" and "bytes". Valid JSON."""
         return {
             module: {
                 collective: {
@@ -162,7 +159,7 @@ class CommDebugMode:
         }
 
     def table(self) -> str:
-        """Return a line per module and collective (count and bytes of forward and of backward), and a line of sums."""
+        """Return a table with a row per module and collective (count and bytes, forward and backward) and a total."""
         rows = [
             (module or "(no module)", collective, *(x for name, _ in _DIRECTIONS for x in both[name].values()))
             for module, collectives in self.to_dict().items()
@@ -174,7 +171,7 @@ class CommDebugMode:
     __str__ = table
 
     def get_parameter_info(self) -> dict[str, dict[str, Any]]:
-        """Return the parameters of each module of the model by name, modules that hold some only."""
+        """Return module name -> parameter name -> parameter, for the modules with parameters."""
         assert self.platform is not None or self.module is None
         found = {}
         for path, module in self._named_modules():
@@ -193,14 +190,14 @@ class CommDebugMode:
         }
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 1) -> str:
-        """Return the table; at `noise_level` 1 with the placements of parameters below it.
+        """Return the table, at `noise_level` 1 followed by the placements of parameters.
 
         Raises:
-            CapabilityError: a higher level, at which torch tells operations too: they are not recorded here.
+            CapabilityError: a higher level, at which torch lists operations. They are not recorded here.
         """
         if noise_level > 1:
             raise CapabilityError(
-                f"generate_comm_debug_tracing_table: noise_level={noise_level} tells operations, which CommDebugMode "
+                f"generate_comm_debug_tracing_table: noise_level={noise_level} lists operations, which CommDebugMode "
                 "does not record; pass 0 (collectives by module) or 1 (placements of parameters too)"
             )
         sharding = [f"{name}  {list(placed)}" for name, placed in self.get_sharding_info().items()]

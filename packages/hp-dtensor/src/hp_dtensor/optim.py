@@ -1,15 +1,14 @@
-"""Gradient clipping over any mix of layouts and meshes, with one reduction.
+"""Gradient clipping, owner computation and the Muon optimizer, for parameters with any placements.
 
-Owner-computes: whole tensors visit one rank each, are worked on there, and go back to where their shards lie.
+Clipping sums over all shards, each counted once, in one reduction for all meshes.
 
-For work that needs a whole matrix, such as orthogonalisation: it is done once, not on every rank, and spread over
-the ranks. All tensors of a mesh travel in two collectives, each element once on the way there.
+`at_owners` is for computations on full matrices, such as orthogonalisation. Each matrix is computed by one rank, its
+owner; matrices are spread over the ranks. All shards of a mesh are sent to the owners in one all-to-all and the results
+back in another.
 
-Muon for matrices of any layout (Jordan et al., https://kellerjordan.github.io/posts/muon/).
-
-Momentum is kept and updated on local shards. A matrix is orthogonalised by one rank, its owner, so that no rank
-does another's work and sharded training gives the single-device numbers bit for bit. A parameter of more dimensions,
-such as the weights of experts, is a stack of matrices. Where every rank holds whole ones, it works on its own.
+Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) updates the momentum on local shards and orthogonalises
+it at the owners, so sharded training equals training on a single device bit for bit. A parameter with more dimensions,
+such as the weights of experts, is a stack of matrices. Ranks that hold complete matrices compute them locally.
 """
 
 from __future__ import annotations
@@ -45,25 +44,25 @@ def clip_grad_norm_(
     copies_over: DeviceMesh | None = None,
     not_counted: Iterable[Tensor] = (),
 ) -> Tensor:
-    """Scale all gradients so that their joint norm is at most `max_norm`, and return the norm before that.
+    """Scale all gradients so that their total norm is at most `max_norm`, and return the norm before scaling.
 
-    Every rank of the world calls it with its own shards. Plain parameters count as equal on all ranks, and a
-    DTensor on a smaller mesh, such as `mesh["tp"]`, as one of equal ones that tile the world. One all-reduce of
-    three numbers; no host synchronization on devices that have a queue.
+    Every rank of the world makes the call with its own shards. Plain parameters count as equal on all ranks. A DTensor
+    on a smaller mesh, such as `mesh["tp"]`, counts as replicated on the other meshes of this size. Communicates three
+    numbers in one all-reduce, and does not synchronize the device with the host.
 
     Args:
         norm_type: 2 or infinity.
-        copies_over: the mesh (seen from this rank) of the ranks that have the same parameters, where others have
-            different ones, such as the ranks of one pipeline stage; default: all ranks.
-        not_counted: those of `parameters` that other ranks count, such as copies of tied weights; they are scaled too.
+        copies_over: the mesh (seen from this rank) of the ranks with the same parameters, if other ranks have different
+            ones, such as the ranks of one pipeline stage; default: all ranks.
+        not_counted: those of `parameters` that other ranks count, such as copies of tied weights. They are scaled too.
 
     Returns:
-        The total norm, a plain 0-d float32 tensor, the same on every rank.
+        The total norm, a plain 0-d float32 tensor, equal on every rank.
 
     Raises:
-        MeshError: a parameter whose mesh does not tile those ranks, or that this rank is outside of.
-        RankMismatchError: without `copies_over`, ranks have gradients of different shapes, so that each would
-            count as copied to ranks that have it not. On devices with a queue the norm is NaN instead.
+        MeshError: the size of a parameter's mesh does not divide the number of those ranks, or this rank is outside it.
+        RankMismatchError: without `copies_over`, ranks have gradients of different shapes, which would be counted
+            wrongly. On an asynchronous device the norm is NaN instead, because reading the result would synchronize.
 
     Example:
         >>> def program():
@@ -77,10 +76,10 @@ def clip_grad_norm_(
         raise ValueError(f"clip_grad_norm_: norm_type must be 2 or inf, got {norm_type}")
     found = list(parameters)
     platform = platform if platform is not None else _platform_of(found)
-    elsewhere = {id(parameter) for parameter in not_counted}
+    excluded = {id(parameter) for parameter in not_counted}
     pairs = [(id(p), grad) for p in found if (grad := platform.get_grad(p)) is not None]
     grads = [grad for _, grad in pairs]
-    total = total_norm([grad for key, grad in pairs if key not in elsewhere], norm_type, platform, copies_over)
+    total = total_norm([grad for key, grad in pairs if key not in excluded], norm_type, platform, copies_over)
     factor = platform.ops.clamp(platform.ops.div(float(max_norm), platform.ops.add(total, 1e-6)), max=1.0)
     with platform.no_grad():
         platform.scale_([local_of(platform, grad) for grad in grads], factor)
@@ -90,7 +89,7 @@ def clip_grad_norm_(
 def total_norm(
     tensors: Iterable[Tensor], norm_type: float, platform: Platform, copies_over: DeviceMesh | None = None
 ) -> Tensor:
-    """Return the joint norm of tensors of any layouts; see `clip_grad_norm_`."""
+    """Return the total norm of tensors with any placements; see `clip_grad_norm_`."""
     ops, world = platform.ops, current_world(platform)
     holders = world.size if copies_over is None else copies_over.size()
     tensors = list(tensors)
@@ -100,12 +99,13 @@ def total_norm(
             return _reduce(platform, world, _largest(platform, tensors), "max", tensors, copies_over)
         total = platform.zeros((), platform.dtype("float32"))
         for distinct, locals_ in _by_distinct_shards(platform, tensors).items():
+            # The reduction below sums every shard once per replica; this factor makes it count once.
             total = ops.add(total, ops.mul(platform.sum_of_squares(locals_), distinct / holders))
         return ops.sqrt(_reduce(platform, world, total, "sum", tensors, copies_over))
 
 
 def _check_tiling(tensors: Iterable[Tensor], holders: int, world: World) -> None:
-    """Refuse meshes of which no number of equal ones makes up the ranks that have the same parameters."""
+    """Check that the size of each mesh divides the number of ranks with the same parameters."""
     meshes = dict.fromkeys(x.spec.mesh for x in tensors if isinstance(x, DTensor))
     problems = [
         f"{mesh.describe()}" + (" does not hold this rank" if mesh.get_coordinate() is None else "")
@@ -114,14 +114,14 @@ def _check_tiling(tensors: Iterable[Tensor], holders: int, world: World) -> None
     ]
     if problems:
         raise MeshError(
-            f"clip_grad_norm_ on rank {world.rank}: parameters lie on meshes of which copies cannot make up {holders} "
-            f"ranks: {', '.join(problems)}. Pass a rank's own parameters only, and copies_over=, the mesh of the ranks "
-            "that have the same ones."
+            f"clip_grad_norm_ on rank {world.rank}: parameters are on meshes whose sizes do not divide {holders} "
+            f"ranks: {', '.join(problems)}. Pass this rank's own parameters only, and the mesh of the ranks with the "
+            "same parameters as copies_over."
         )
 
 
 def _by_distinct_shards(platform: Platform, tensors: Iterable[Tensor]) -> dict[int, list[Tensor]]:
-    """Group local shards by the number of different shards that exist: each is held by holders / number ranks."""
+    """Group local shards by the number of distinct shards of their tensors."""
     groups: dict[int, list[Tensor]] = defaultdict(list)
     for x in tensors:
         distinct = x.spec.mesh.size() // x.spec.num_replicas() if isinstance(x, DTensor) else 1
@@ -143,36 +143,36 @@ def _largest(platform: Platform, tensors: Iterable[Tensor]) -> Tensor:
 def _reduce(
     platform: Platform, world: World, x: Tensor, op: str, tensors: Sequence[Tensor], copies_over: DeviceMesh | None
 ) -> Tensor:
-    """Return `x` reduced over all ranks, together with two numbers by which ranks know that they reduce the same."""
-    mark = 0.0 if copies_over is not None else _mark(tensors, world.size)
-    marks = (mark, -mark) if op == "max" else (mark, mark * mark)
-    both = platform.ops.cat([platform.ops.reshape(x, (1,)), _on_device(platform, x, marks)], 0)
-    world.all.all_reduce(both, op)
-    total, first, second = (platform.ops.reshape(part, ()) for part in platform.ops.split(both, [1, 1, 1], 0))
+    """Return `x` reduced over all ranks, after checking that all ranks reduce tensors of the same shapes.
+
+    The check takes two more numbers in the same all-reduce: each rank adds a hash of its shapes.
+    """
+    code = 0.0 if copies_over is not None else _shape_code(tensors, world.size)
+    codes = (code, -code) if op == "max" else (code, code * code)
+    on_device = platform.from_numpy(numpy.array(codes, numpy.float32), platform.device_of(x))
+    packed = platform.ops.cat([platform.ops.reshape(x, (1,)), on_device], 0)
+    world.all.all_reduce(packed, op)
+    total, first, second = (platform.ops.reshape(each, ()) for each in platform.ops.split(packed, [1, 1, 1], 0))
     if op == "max":
         same = platform.ops.eq(first, platform.ops.neg(second))
     else:
-        # The mean of the squares is the square of the mean where all are equal; whole numbers, so exact.
+        # The mean of the squares equals the square of the mean only if all codes are equal. Exact for integers.
         same = platform.ops.eq(platform.ops.mul(second, float(world.size)), platform.ops.mul(first, first))
-    if str(platform.device_of(both)).startswith("cpu") and not bool(platform.to_numpy(same)):
+    if str(platform.device_of(packed)).startswith("cpu") and not bool(platform.to_numpy(same)):
         raise RankMismatchError(
-            f"clip_grad_norm_: rank {world.rank} has {len(tensors)} gradients whose number or shapes are not those of "
-            "the other ranks. Where ranks hold different modules (pipeline stages), pass the mesh of those that hold "
-            "the same ones as copies_over; otherwise give every rank the same parameters, and unused ones zeros"
+            f"clip_grad_norm_: rank {world.rank} has {len(tensors)} gradients whose number or shapes differ from "
+            "the other ranks. If ranks hold different modules (pipeline stages), pass the mesh of the ranks with the "
+            "same ones as copies_over; otherwise pass the same parameters on every rank, with zeros for unused ones"
         )
     return platform.ops.where(same, total, platform.ops.mul(total, math.nan))
 
 
-def _on_device(platform: Platform, like: Tensor, values: Sequence[float]) -> Tensor:
-    return platform.from_numpy(numpy.array(values, numpy.float32), platform.device_of(like))
+def _shape_code(tensors: Sequence[Tensor], size: int) -> float:
+    """Return a small integer that depends on the global shapes of the tensors and on their meshes.
 
-
-def _mark(tensors: Sequence[Tensor], size: int) -> float:
-    """Return a small whole number that depends on the tensors' global shapes and the sizes of their meshes.
-
-    Sums of `size` of its squares are exact in float32.
+    The sum of `size` squares of such integers is exact in float32.
     """
-    # Hashes of tuples of integers are the same in every process.
+    # Unlike those of strings, hashes of tuples of integers are equal in all processes.
     facts = tuple((tuple(x.shape), x.spec.mesh.shape if isinstance(x, DTensor) else ()) for x in tensors)
     return float(hash(facts) % max(2, math.isqrt((1 << 24) // size)))
 
@@ -184,18 +184,21 @@ def _platform_of(parameters: list[Tensor]) -> Platform:
     return get_platform()
 
 
+# Owner computation ----------------------------------------------------------------------------------------
+
 Compute = Callable[[Tensor], Tensor]
 
 
 def at_owners(locals_: Sequence[Tensor], specs: Sequence[TensorSpec], compute: Compute) -> list[Tensor]:
-    """Return the shards of `compute(whole)` for every tensor, each computed by one rank.
+    """Return the shards of `compute(full tensor)` for every tensor, each computed by one rank.
 
     Args:
-        locals_: this rank's shards, plain and all of one dtype; specs of the same mesh may mix any placements.
-        compute: keeps shape and dtype; not differentiated.
+        locals_: this rank's shards, plain and all of one dtype.
+        specs: the spec of each tensor. Placements may differ.
+        compute: function that preserves shape and dtype. Not differentiated.
 
     Returns:
-        New shards, in the order given.
+        The new shards, in the order of `locals_`.
 
     Raises:
         PlacementError: partial tensors.
@@ -204,24 +207,24 @@ def at_owners(locals_: Sequence[Tensor], specs: Sequence[TensorSpec], compute: C
     for index, spec in enumerate(specs):
         if spec.is_partial:
             raise PlacementError(
-                f"tensor {index} is partial ({spec!r}) and has no whole to compute on; reduce it first"
+                f"tensor {index} is partial ({spec!r}), not a full tensor to compute on; reduce it first"
             )
         by_mesh[spec.mesh].append(index)
     results: list[Tensor] = list(locals_)
     for mesh, indices in by_mesh.items():
         if mesh.get_coordinate() is None:
             continue
-        trip = _trip(tuple(specs[i] for i in indices))
+        assignment = _assignment(tuple(specs[i] for i in indices))
         platform = mesh.platform
         with platform.no_grad():
-            made = _Traveller(platform, trip).run([locals_[i] for i in indices], compute)
-        for i, x in zip(indices, made, strict=True):
+            computed = _OwnerExchange(platform, assignment).run([locals_[i] for i in indices], compute)
+        for i, x in zip(indices, computed, strict=True):
             results[i] = x
     return results
 
 
 def assign_owners(costs: Sequence[float], num_owners: int) -> list[int]:
-    """Return an owner per task: the dearest first, each to the least loaded (the longest-processing-time rule)."""
+    """Return an owner per task: the most expensive first, each to the least loaded (longest-processing-time rule)."""
     loads = [0.0] * num_owners
     owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -231,30 +234,30 @@ def assign_owners(costs: Sequence[float], num_owners: int) -> list[int]:
 
 
 Coordinate = tuple[int, ...]
-Piece = tuple[int, Coordinate]
-"""(tensor, coordinate of the rank that holds the shard)."""
 
 
 @dataclass(frozen=True)
-class _Trip:
-    """Owners of a list of tensors, and what this rank sends and gets, by rank of the mesh in its order.
+class _Assignment:
+    """Owners of a list of tensors, and the shards that this rank sends to and receives from each rank of the mesh.
 
     Attributes:
-        leaving: per rank, the tensors whose shard of this rank it needs as owner.
-        arriving: per rank, the own tensors of which it sends its shard.
-        kept: the tensors that this rank owns.
-        owners: per tensor, the owner's position in the mesh.
+        coordinates: the mesh coordinates, in mesh order.
+        me: the index of this rank in `coordinates`.
+        owners: for each tensor, the index of its owner.
+        outgoing: for each rank, the tensors that it owns and needs this rank's shard of.
+        incoming: for each rank, the tensors of this rank that it sends its shard of.
     """
 
     specs: tuple[TensorSpec, ...]
     coordinates: tuple[Coordinate, ...]
     me: int
     owners: tuple[int, ...]
-    leaving: tuple[tuple[int, ...], ...]
-    arriving: tuple[tuple[int, ...], ...]
+    outgoing: tuple[tuple[int, ...], ...]
+    incoming: tuple[tuple[int, ...], ...]
 
     @property
-    def kept(self) -> list[int]:
+    def owned(self) -> list[int]:
+        """The tensors that this rank owns."""
         return [index for index, owner in enumerate(self.owners) if owner == self.me]
 
     def numel(self, tensor: int, position: int) -> int:
@@ -264,7 +267,7 @@ class _Trip:
 
 
 @functools.lru_cache(maxsize=64)
-def _trip(specs: tuple[TensorSpec, ...]) -> _Trip:
+def _assignment(specs: tuple[TensorSpec, ...]) -> _Assignment:
     mesh = specs[0].mesh
     coordinates = tuple(itertools.product(*map(range, mesh.shape)))
     owners = assign_owners([_cost(spec.shape) for spec in specs], len(coordinates))
@@ -274,111 +277,115 @@ def _trip(specs: tuple[TensorSpec, ...]) -> _Trip:
         for spec, owner in zip(specs, owners, strict=True)
     ]
     positions = range(len(coordinates))
-    leaving = tuple(tuple(t for t, o in enumerate(owners) if o == rank and me in senders[t]) for rank in positions)
-    arriving = tuple(tuple(t for t, o in enumerate(owners) if o == me and rank in senders[t]) for rank in positions)
-    return _Trip(specs, coordinates, me, tuple(owners), leaving, arriving)
+    outgoing = tuple(tuple(t for t, o in enumerate(owners) if o == rank and me in senders[t]) for rank in positions)
+    incoming = tuple(tuple(t for t, o in enumerate(owners) if o == me and rank in senders[t]) for rank in positions)
+    return _Assignment(specs, coordinates, me, tuple(owners), outgoing, incoming)
 
 
 def _cost(shape: tuple[int, ...]) -> float:
-    # Of a product of a matrix with itself; what has more dimensions is a stack of matrices.
+    # Operations of a product of a matrix with its transpose. Outer dimensions are a stack of matrices.
     return float(math.prod(shape) * min(shape[-2:], default=1))
 
 
 def _sends(spec: TensorSpec, coordinate: Coordinate, owner: Coordinate) -> bool:
-    """Return whether a rank sends its shard: of replicas, the one does that has the owner's place on the replicated
-    axes.
-    """
+    """Return whether a rank sends its shard: of replicas, the one on the owner's replicated coordinates does."""
     return all(
         not placement.is_replicate() or mine == its
         for placement, mine, its in zip(spec.placements, coordinate, owner, strict=True)
     )
 
 
-class _Traveller:
-    def __init__(self, platform: Platform, trip: _Trip) -> None:
-        self.platform, self.ops, self.trip = platform, platform.ops, trip
-        mesh = trip.specs[0].mesh
+class _OwnerExchange:
+    """Sends shards to their owners, computes there, and sends the results back."""
+
+    def __init__(self, platform: Platform, assignment: _Assignment) -> None:
+        self.platform, self.ops, self.assignment = platform, platform.ops, assignment
+        mesh = assignment.specs[0].mesh
         self.group = mesh.world.group(mesh.ranks())
 
     def run(self, shards: Sequence[Tensor], compute: Compute) -> list[Tensor]:
-        trip, dtype = self.trip, shards[0].dtype
-        sizes = [sum(math.prod(shards[t].shape) for t in tensors) for tensors in trip.leaving]
-        expected = [sum(trip.numel(t, rank) for t in tensors) for rank, tensors in enumerate(trip.arriving)]
-        arrived = self._exchange([shards[t] for tensors in trip.leaving for t in tensors], sizes, expected, dtype)
-        wholes = {t: self.platform.zeros(trip.specs[t].shape, dtype) for t in trip.kept}
-        for (t, rank), piece in self._pieces(arrived, trip.arriving):
-            for box, part in _parts(self, t, rank, piece):
-                self.platform.copy_(box(wholes[t]), part)
-        done = {t: compute(whole) for t, whole in wholes.items()}
-        return self._back(done, shards, dtype)
+        assignment, dtype = self.assignment, shards[0].dtype
+        sizes = [sum(math.prod(shards[t].shape) for t in tensors) for tensors in assignment.outgoing]
+        expected = [sum(assignment.numel(t, rank) for t in tensors) for rank, tensors in enumerate(assignment.incoming)]
+        received = self._all_to_all(
+            [shards[t] for tensors in assignment.outgoing for t in tensors], sizes, expected, dtype
+        )
+        full = {t: self.platform.zeros(assignment.specs[t].shape, dtype) for t in assignment.owned}
+        for (t, rank), elements in self._messages(received, assignment.incoming):
+            for view_of, box in _boxes(self, t, rank, elements):
+                self.platform.copy_(view_of(full[t]), box)
+        return self._return_shards({t: compute(x) for t, x in full.items()}, shards, dtype)
 
-    def _back(self, done: dict[int, Tensor], shards: Sequence[Tensor], dtype: Any) -> list[Tensor]:
-        trip = self.trip
-        positions = range(len(trip.coordinates))
-        pieces = [self._cut(done[t], t, rank) for rank in positions for t in trip.kept]
-        sizes = [sum(trip.numel(t, rank) for t in trip.kept) for rank in positions]
-        owned = tuple(tuple(t for t, owner in enumerate(trip.owners) if owner == rank) for rank in positions)
-        expected = [sum(trip.numel(t, trip.me) for t in tensors) for tensors in owned]
-        arrived = self._exchange(pieces, sizes, expected, dtype)
-        results = list(shards)
+    def _return_shards(self, results: dict[int, Tensor], shards: Sequence[Tensor], dtype: Any) -> list[Tensor]:
+        """Send the shards of the owners' results to the ranks that hold them; replicas all receive one."""
+        assignment = self.assignment
+        positions = range(len(assignment.coordinates))
+        sent = [self._shard_of(results[t], t, rank) for rank in positions for t in assignment.owned]
+        sizes = [sum(assignment.numel(t, rank) for t in assignment.owned) for rank in positions]
+        owned = tuple(tuple(t for t, owner in enumerate(assignment.owners) if owner == rank) for rank in positions)
+        expected = [sum(assignment.numel(t, assignment.me) for t in tensors) for tensors in owned]
+        received = self._all_to_all(sent, sizes, expected, dtype)
+        new = list(shards)
         start = 0
         for t in itertools.chain.from_iterable(owned):
-            count = trip.numel(t, trip.me)
-            results[t] = self.ops.reshape(self.ops.narrow(arrived, 0, start, count), tuple(shards[t].shape))
+            count = assignment.numel(t, assignment.me)
+            new[t] = self.ops.reshape(self.ops.narrow(received, 0, start, count), tuple(shards[t].shape))
             start += count
-        return results
+        return new
 
-    def _exchange(self, pieces: Sequence[Tensor], sizes: list[int], expected: list[int], dtype: Any) -> Tensor:
-        """Run one all-to-all of elements; `pieces` are in rank order."""
-        flat = [self.ops.reshape(piece, (-1,)) for piece in pieces if math.prod(piece.shape)]
+    def _all_to_all(self, tensors: Sequence[Tensor], sizes: list[int], expected: list[int], dtype: Any) -> Tensor:
+        """Run one all-to-all of elements. `tensors` are in the order of their receivers."""
+        flat = [self.ops.reshape(x, (-1,)) for x in tensors if math.prod(x.shape)]
         sent = self.platform.contiguous(self.ops.cat(flat, 0)) if flat else self.platform.empty((0,), dtype)
-        arrived = self.platform.empty((sum(expected),), dtype)
-        self.group.all_to_all_into(arrived, sent, expected, sizes)
-        return arrived
+        received = self.platform.empty((sum(expected),), dtype)
+        self.group.all_to_all_into(received, sent, expected, sizes)
+        return received
 
-    def _pieces(self, flat: Tensor, tensors: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, int], Tensor]]:
-        """Yield ((tensor, rank), its elements) of what has arrived."""
+    def _messages(self, flat: Tensor, tensors: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, int], Tensor]]:
+        """Yield ((tensor, sender), elements) of a received buffer."""
         start = 0
-        for rank, theirs in enumerate(tensors):
-            for t in theirs:
-                count = self.trip.numel(t, rank)
+        for rank, from_rank in enumerate(tensors):
+            for t in from_rank:
+                count = self.assignment.numel(t, rank)
                 yield (t, rank), self.ops.narrow(flat, 0, start, count)
                 start += count
 
-    def _cut(self, whole: Tensor, tensor: int, rank: int) -> Tensor:
-        """Return a rank's shard of a whole tensor."""
-        for dim, ranges in enumerate(self.trip.specs[tensor].ranges(self.trip.coordinates[rank])):
-            parts = [self.ops.narrow(whole, dim, start, stop - start) for start, stop in ranges if start < stop]
-            if not parts:
-                return self.ops.narrow(whole, dim, 0, 0)
-            whole = parts[0] if len(parts) == 1 else self.ops.cat(parts, dim)
-        return whole
+    def _shard_of(self, full: Tensor, tensor: int, rank: int) -> Tensor:
+        """Return a rank's shard of a full tensor."""
+        for dim, ranges in enumerate(self.assignment.specs[tensor].ranges(self.assignment.coordinates[rank])):
+            slices = [self.ops.narrow(full, dim, start, stop - start) for start, stop in ranges if start < stop]
+            if not slices:
+                return self.ops.narrow(full, dim, 0, 0)
+            full = slices[0] if len(slices) == 1 else self.ops.cat(slices, dim)
+        return full
 
 
-def _parts(traveller: _Traveller, tensor: int, rank: int, piece: Tensor) -> Iterator[tuple[Compute, Tensor]]:
-    """Yield, per contiguous box of a shard, a function to the view of a whole tensor there, and the shard's elements
-    for it.
-    """
-    ops = traveller.ops
-    ranges = traveller.trip.specs[tensor].ranges(traveller.trip.coordinates[rank])
+def _boxes(exchange: _OwnerExchange, tensor: int, rank: int, elements: Tensor) -> Iterator[tuple[Compute, Tensor]]:
+    """Yield (function to the view of the full tensor, elements) for each contiguous box of a shard."""
+    ops = exchange.ops
+    ranges = exchange.assignment.specs[tensor].ranges(exchange.assignment.coordinates[rank])
     sizes = tuple(sum(stop - start for start, stop in dim) for dim in ranges)
     if not math.prod(sizes):
         return
-    shard = ops.reshape(piece, sizes)
+    shard = ops.reshape(elements, sizes)
     offsets = [itertools.accumulate((stop - start for start, stop in dim), initial=0) for dim in ranges]
     for box in itertools.product(
         *(zip(dim, begins, strict=False) for dim, begins in zip(ranges, offsets, strict=True))
     ):
-        part = shard
+        of_box = shard
         for dim, ((start, stop), begin) in enumerate(box):
-            part = ops.narrow(part, dim, begin, stop - start)
+            of_box = ops.narrow(of_box, dim, begin, stop - start)
 
-        def view(whole: Tensor, box: Any = box) -> Tensor:
+        # `box` is bound as a default: a closure would see the last value of the loop.
+        def view(full: Tensor, box: Any = box) -> Tensor:
             for dim, ((start, stop), _) in enumerate(box):
-                whole = ops.narrow(whole, dim, start, stop - start)
-            return whole
+                full = ops.narrow(full, dim, start, stop - start)
+            return full
 
-        yield view, part
+        yield view, of_box
+
+
+# Muon -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -386,11 +393,11 @@ class MuonOptions:
     """Options of `Muon`.
 
     Attributes:
-        momentum, nesterov: of the running mean of gradients.
-        weight_decay: decoupled, times the learning rate.
-        steps, coefficients, eps: of the Newton-Schulz iteration.
-        match_rms: scale updates to the size of AdamW's (arXiv 2502.16982); else by the root of rows per column.
-        compute_dtype: of the iteration and of what travels.
+        momentum, nesterov: options of the moving average of gradients.
+        weight_decay: decoupled weight decay; it is multiplied by the learning rate.
+        steps, coefficients, eps: options of the Newton-Schulz iteration.
+        match_rms: scale updates to the RMS of AdamW's (arXiv 2502.16982); otherwise by sqrt(rows / columns).
+        compute_dtype: dtype of the iteration and of the communication.
 
     Example:
         >>> MuonOptions(momentum=0.9).steps
@@ -407,26 +414,26 @@ class MuonOptions:
     compute_dtype: str = "bfloat16"
 
     def scale(self, shape: tuple[int, ...]) -> float:
-        """Return the factor of the learning rate for a matrix, or a stack of matrices, of `shape`."""
+        """Return the factor on the learning rate for matrices, or stacks of them, of `shape`."""
         rows, columns = shape[-2:]
         return 0.2 * math.sqrt(max(rows, columns)) if self.match_rms else math.sqrt(max(1.0, rows / columns))
 
 
 class Muon:
-    """Optimizer of matrices: parameters of two dimensions or stacks of them, DTensors not partial, or plain.
+    """The Muon optimizer for matrices and stacks of matrices, which are plain or DTensors that are not partial.
 
-    Every rank of the parameters' meshes calls `step`, which communicates: two all-to-alls per mesh, for everything but
-    stacks that are cut between their matrices alone. Other stacks visit one owner as a whole.
+    Every rank of the parameters' meshes calls `step`, which communicates in two all-to-alls per mesh. A stack that is
+    sharded only between its matrices is not communicated; any other stack is computed by one owner.
 
     Args:
-        parameters: (name, parameter).
-        platform: default: that of a DTensor among them, else the selected one.
+        parameters: (name, parameter) pairs.
+        platform: default: that of a DTensor among the parameters, else the selected one.
 
     Attributes:
-        num_steps: updates done.
+        num_steps: number of updates so far.
 
     Raises:
-        PlacementError: parameters that are no matrices, or partial; all of them listed.
+        PlacementError: parameters that are not matrices, or partial. Lists all of them.
 
     Example:
         >>> def program():
@@ -450,8 +457,8 @@ class Muon:
         self.num_steps = 0
         self.options = options if options is not None else MuonOptions()
         self._parameters = dict(parameters)
-        _check(self._parameters)
-        self.platform = platform if platform is not None else _platform_of_weights(self._parameters.values())
+        _check_matrices(self._parameters)
+        self.platform = platform if platform is not None else _platform_of(list(self._parameters.values()))
         with self.platform.no_grad():
             self._momenta = {name: zeros_placed_like(self.platform, x) for name, x in self._parameters.items()}
 
@@ -466,16 +473,16 @@ class Muon:
         self.num_steps += 1
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Set all gradients to None."""
         for parameter in self._parameters.values():
             self.platform.set_grad(parameter, None)
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the momentum of each parameter by name, laid out as the parameter."""
+        """Return the momentum of each parameter by name, with the placements of the parameter."""
         return {name: {"momentum_buffer": momentum} for name, momentum in self._momenta.items()}
 
     def _direction(self, name: str, grad: Tensor) -> Tensor:
-        """Return the momentum with `grad` taken in, on the shard, in the dtype of the iteration."""
+        """Update the momentum by `grad` and return the shard of the update direction, in the dtype of the iteration."""
         ops, options = self.platform.ops, self.options
         momentum = self.platform.unwrap(self._momenta[name])
         new = _mix(ops, momentum, grad, 1.0 - options.momentum)
@@ -484,27 +491,27 @@ class Muon:
         return ops.cast(direction, self.platform.dtype(options.compute_dtype))
 
     def _orthogonalised(self, directions: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        names = [name for name in directions if _travels(self._parameters[name])]
+        names = [name for name in directions if _needs_owner(self._parameters[name])]
         specs = [self._parameters[name].spec for name in names]
         shards = at_owners([directions[name] for name in names], specs, self._newton_schulz)
         updates = dict(zip(names, shards, strict=True))
         return {name: updates[name] if name in updates else self._newton_schulz(x) for name, x in directions.items()}
 
     def _newton_schulz(self, matrix: Tensor) -> Tensor:
-        """Return the nearest matrix with singular values near one, or those of a stack."""
+        """Return the matrix (or stack) with the same singular vectors and singular values close to one."""
         shape, ops, (a, b, c) = tuple(matrix.shape), self.platform.ops, self.options.coefficients
         if not math.prod(shape):
             return matrix
         row, column = len(shape) - 2, len(shape) - 1
-        # Of a matrix and its transpose, the wide one has the smaller Gram matrix.
+        # A wide matrix has a smaller Gram matrix x x^T than its transpose.
         tall = shape[row] > shape[column]
         x = ops.transpose(matrix, row, column) if tall else matrix
-        # The Frobenius norm bounds the largest singular value, which may not be above 1 for the iteration to converge.
+        # The iteration converges for singular values up to 1. The Frobenius norm bounds the largest one.
         squares = ops.square(ops.cast(x, self.platform.dtype("float32")))
         norm = ops.sqrt(ops.sum(ops.sum(squares, column, True), row, True))
         x = ops.div(x, ops.cast(ops.clamp(norm, min=self.options.eps), x.dtype))
         for _ in range(self.options.steps):
-            # x <- a x + (b A + c A A) x with A = x x^T: a polynomial of fifth degree of the singular values.
+            # x <- a x + (b A + c A A) x with A = x x^T: a polynomial of degree five in the singular values.
             gram = ops.matmul(x, ops.transpose(x, row, column))
             polynomial = ops.add(ops.mul(gram, b), ops.mul(ops.matmul(gram, gram), c))
             x = ops.add(ops.mul(x, a), ops.matmul(polynomial, x))
@@ -518,13 +525,13 @@ class Muon:
         self.platform.copy_(local, ops.sub(decayed, scaled))
 
 
-def _travels(parameter: Tensor) -> bool:
-    """Tell whether a parameter must be put together somewhere: ranks hold parts of its matrices."""
+def _needs_owner(parameter: Tensor) -> bool:
+    """Return whether ranks hold only shards of the parameter's matrices, or may share the work on a single one."""
     if not isinstance(parameter, DTensor):
         return False
     spec = parameter.spec
-    cut = [getattr(placement, "dim", None) for placement in spec.placements]
-    return spec.ndim == 2 or any(dim is not None and dim >= spec.ndim - 2 for dim in cut)
+    sharded = [getattr(placement, "dim", None) for placement in spec.placements]
+    return spec.ndim == 2 or any(dim is not None and dim >= spec.ndim - 2 for dim in sharded)
 
 
 def _mix(ops: Any, x: Tensor, y: Tensor, share: float) -> Tensor:
@@ -532,7 +539,7 @@ def _mix(ops: Any, x: Tensor, y: Tensor, share: float) -> Tensor:
     return ops.add(x, ops.mul(ops.sub(y, x), share))
 
 
-def _check(parameters: Mapping[str, Tensor]) -> None:
+def _check_matrices(parameters: Mapping[str, Tensor]) -> None:
     problems = []
     for name, x in parameters.items():
         if len(x.shape) < 2:
@@ -541,7 +548,3 @@ def _check(parameters: Mapping[str, Tensor]) -> None:
             problems.append(f"{name} is partial: {x.spec.describe_placements()}")
     if problems:
         raise PlacementError(f"Muon takes matrices and stacks of them, sharded or replicated; {'; '.join(problems)}")
-
-
-def _platform_of_weights(parameters: Iterable[Tensor]) -> Platform:
-    return next((x.device_mesh.platform for x in parameters if isinstance(x, DTensor)), None) or get_platform()

@@ -1,4 +1,4 @@
-"""Pictures of a sharding: which ranks hold which part of a tensor, as text or as an image."""
+"""Visualization of shardings: which ranks hold which region of a tensor, as text or as an image."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _COLORS = ("blue", "green", "magenta", "cyan", "yellow", "red", "white")
 
 @dataclass(frozen=True)
 class ShardingPicture:
-    """A tensor's first dimensions cut into cells, each with the ranks that hold it.
+    """One or two dimensions of a tensor split into cells, each with the ranks that hold it.
 
     Attributes:
-        spec: of the tensor.
-        dims: the tensor dimensions shown as rows and columns; one of them only for a vector, none for a scalar.
-        rows, columns: (start, stop) of each line of cells; one (0, 1) where the dimension is missing.
-        holders: ranks by (row, column), in rank order.
+        spec: the spec of the tensor.
+        dims: the tensor dimensions shown as rows and columns; a single one for a vector, none for a scalar.
+        rows, columns: (start, stop) of each row and column of cells; a single (0, 1) for a missing dimension.
+        holders: (row, column) -> ranks, ascending.
     """
 
     spec: TensorSpec
@@ -37,16 +37,16 @@ class ShardingPicture:
     holders: dict[tuple[int, int], tuple[int, ...]]
 
     def cell(self, row: int, column: int) -> str:
-        """Return the ranks of a cell, shortened."""
+        """Return the ranks of a cell as a short text."""
         ranks = self.holders.get((row, column), ())
         return shorten(ranks) if ranks else "-"
 
 
 def sharding_picture(x: TensorSpec | Any, dims: Sequence[int] = (0, 1)) -> ShardingPicture:
-    """Return the cells of a spec or a DTensor with the ranks that hold them; needs no processes and no framework.
+    """Return the cells of a spec or a DTensor and the ranks that hold them. Needs no processes and no framework.
 
     Args:
-        dims: the one or two tensor dimensions to show; the others are not cut in the picture.
+        dims: the one or two tensor dimensions to show. Shardings of other dimensions are not shown.
 
     Raises:
         PlacementError: dimensions that the tensor does not have, or more than 1024 cells.
@@ -68,11 +68,11 @@ def sharding_picture(x: TensorSpec | Any, dims: Sequence[int] = (0, 1)) -> Shard
 
 
 def visualize_sharding(x: TensorSpec | Any, dims: Sequence[int] = (0, 1), *, color: bool | None = None) -> str:
-    """Return a table of a spec or a DTensor: cells are parts of the tensor, in them the ranks that hold them.
+    """Return a table of a spec or a DTensor with the ranks that hold each region of the tensor.
 
     Args:
         dims: the one or two tensor dimensions to show.
-        color: colored by holders, with `rich`; default: plain text. `print_sharding` colors a terminal.
+        color: color cells by their ranks (needs `rich`); default: plain text.
 
     Example:
         >>> with fake_world(2):
@@ -85,7 +85,7 @@ def visualize_sharding(x: TensorSpec | Any, dims: Sequence[int] = (0, 1), *, col
 
 
 def print_sharding(x: TensorSpec | Any, dims: Sequence[int] = (0, 1)) -> None:
-    """Print `visualize_sharding`, colored where `rich` is installed and the output is a terminal.
+    """Print `visualize_sharding`, in color if `rich` is installed and the output is a terminal.
 
     Example:
         >>> with fake_world(2):
@@ -100,7 +100,7 @@ def print_sharding(x: TensorSpec | Any, dims: Sequence[int] = (0, 1)) -> None:
 
 
 def draw_sharding(x: TensorSpec | Any, path: str, dims: Sequence[int] = (0, 1)) -> None:
-    """Write an image (`.png`, `.svg`, `.pdf`, by the path's ending) of a spec or a DTensor.
+    """Save an image of a spec or a DTensor. The suffix of `path` selects the format (`.png`, `.svg`, `.pdf`).
 
     Needs matplotlib: `pip install 'hp-dtensor[image]'`.
 
@@ -135,7 +135,7 @@ def draw_sharding(x: TensorSpec | Any, path: str, dims: Sequence[int] = (0, 1)) 
 
 
 def _held(spec: TensorSpec, dims: tuple[int, ...]) -> dict[int, tuple[Sequence[Boundary], Sequence[Boundary]]]:
-    """Return, per rank, the ranges of the two shown dimensions; nothing for a rank whose shard is empty."""
+    """Return rank -> its ranges of the two shown dimensions, without ranks whose shard is empty."""
     held: dict[int, tuple[Sequence[Boundary], Sequence[Boundary]]] = {}
     for coordinate in itertools.product(*map(range, spec.mesh.shape)):
         ranges = spec.ranges(coordinate)
@@ -147,7 +147,7 @@ def _held(spec: TensorSpec, dims: tuple[int, ...]) -> dict[int, tuple[Sequence[B
 
 
 def _cells(held: Sequence[Sequence[Boundary]]) -> tuple[Boundary, ...]:
-    """Return the finest pieces that no rank's ranges cut."""
+    """Return the (start, stop) of the cells: between any two neighbouring boundaries of all ranks' ranges."""
     edges = sorted({edge for ranges in held for boundary in ranges for edge in boundary})
     return tuple(itertools.pairwise(edges)) or ((0, 0),)
 
@@ -169,7 +169,7 @@ def _covered(cells: tuple[Boundary, ...], ranges: Sequence[Boundary]) -> list[in
 
 
 def shorten(ranks: Sequence[int]) -> str:
-    """Return ranks in short: `0,2`, `0-3`, `0-6:2`, and the first of many irregular ones."""
+    """Return ranks as a short text: `0,2`, `0-3`, `0-6:2`, or the first six of an irregular list."""
     if len(ranks) <= 2:
         return ",".join(map(str, ranks))
     steps = {b - a for a, b in itertools.pairwise(ranks)}
@@ -200,9 +200,9 @@ def _notes(picture: ShardingPicture) -> list[str]:
     ]
     if partial:
         notes.append(f"partial results along {', '.join(partial)}: a cell's value is their reduction")
-    cut = [d for d in range(spec.ndim) if d not in picture.dims and any(p.is_shard(d) for p in spec.placements)]
-    if cut:
-        notes.append(f"dimensions {cut} are cut too, and not shown")
+    hidden = [d for d in range(spec.ndim) if d not in picture.dims and any(p.is_shard(d) for p in spec.placements)]
+    if hidden:
+        notes.append(f"dimensions {hidden} are sharded too, and not shown")
     return notes
 
 
