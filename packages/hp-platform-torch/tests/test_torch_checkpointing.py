@@ -75,7 +75,7 @@ def test_reentrant_parts_give_no_contributions_but_to_sums(op: str) -> None:
             return (x * 2.0).redistribute(placements=[Partial(op)])
 
         if op != "sum":
-            with pytest.raises(ShardingRuleError, match=r"returns .*Redistribute .* or say use_reentrant=False"):
+            with pytest.raises(ShardingRuleError, match=r"returns .*Redistribute .* or pass use_reentrant=False"):
                 checkpoint(part, x, use_reentrant=True)
         checkpoint(part, x, use_reentrant=op == "sum").sum().backward()
         return x.grad.full_tensor()

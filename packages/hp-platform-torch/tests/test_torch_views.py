@@ -148,9 +148,9 @@ def _written_slices() -> list[str]:
 def test_slices_are_written_and_copies_are_refused() -> None:
     for messages in run_ranks(_written_slices, 2, "torch"):
         assert messages[0] == (
-            "zero_ on the result of getitem, which is a copy: the dimension that getitem takes apart was cut, and "
-            "writing does not reach the tensor itself. Write the part of the tensor (x[index] = value), clone the "
-            "result to write it alone, or redistribute the tensor before getitem."
+            "zero_ on the result of getitem, which is a copy: the dimension that getitem splits was sharded, and "
+            "a write does not reach the tensor itself. Write to the tensor (x[index] = value), clone the "
+            "result to write to it alone, or redistribute the tensor before getitem."
         )
         assert all("does not reach the tensor itself" in message for message in messages)
 

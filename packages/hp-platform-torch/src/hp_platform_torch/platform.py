@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.attention import BlockScores
-from hp_dtensor.platform.autograd import KeptOperations
+from hp_dtensor.platform.autograd import SavedOperations
 from hp_dtensor.platform.interface import DTYPE_NAMES, ModuleInterface, Platform, Removable
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_platform_torch.ops import attention
@@ -29,7 +29,7 @@ from hp_platform_torch.tensor.autograd import automatic_precision_of, custom_fun
 from hp_platform_torch.tensor.dtensor import TorchDTensor
 from hp_platform_torch.tensor.handlers import handler_of
 from hp_platform_torch.tensor.operations import LocalOperations, NoGrad
-from hp_platform_torch.tensor.saved_tensors import TorchHostCopies, kept_operations
+from hp_platform_torch.tensor.saved_tensors import TorchHostCopies, saved_operations
 
 Tensor = torch.Tensor
 Removable.register(RemovableHandle)
@@ -284,8 +284,8 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         is_wider = x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type)
         return torch.float32 if is_wider else x.dtype
 
-    def kept_operations(self, kinds: Collection[str]) -> KeptOperations:
-        return kept_operations(kinds)
+    def saved_operations(self, kinds: Collection[str]) -> SavedOperations:
+        return saved_operations(kinds)
 
     def uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         # Whoever compiles has imported this, which takes a second.

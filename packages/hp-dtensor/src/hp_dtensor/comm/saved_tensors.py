@@ -209,7 +209,7 @@ class RecomputeRecord:
         self.is_computing = False
         self.platform = platform
         self._outer = outer
-        self._operations = platform.kept_operations(self.kinds)
+        self._operations = platform.saved_operations(self.kinds)
         self._values: list[Any] = []
         # Index of the next value to return during recomputation; None on the first run.
         self._position: int | None = None

@@ -1,4 +1,4 @@
-"""The arguments of an operation: by parameter name, their DTensors, and the key of the call's plan."""
+"""Arguments of an operation: binding to parameter names, locating DTensors, checks of mixed operands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Location = tuple[int | str, ...]
 
 
 def bind(registration: Registration, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by parameter name, with the signature's defaults; further keyword arguments as they are."""
+    """Return the arguments by parameter name, with the signature's defaults; unknown keywords keep their names."""
     bound = {_parameter_name(registration, keyword): value for keyword, value in kwargs.items()}
     for index, parameter in enumerate(registration.parameters):
         if index < len(args):
@@ -34,7 +34,7 @@ def bind(registration: Registration, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def check_known(registration: Registration, call: OpCall, args: tuple[Any, ...]) -> None:
-    """Refuse arguments that the rule does not know, as they may change what it says."""
+    """Raise for arguments that the sharding rule does not know, because they could make it wrong."""
     if registration.open:
         return
     parameters = registration.parameters
@@ -48,12 +48,16 @@ def check_known(registration: Registration, call: OpCall, args: tuple[Any, ...])
 
 
 def rule_of(registration: Registration, call: OpCall) -> Factorization:
-    """Return the factors of a call as its rule says; DTensors where a rule expects no tensor are refused."""
+    """Return the factors of a call by its sharding rule.
+
+    Raises:
+        ShardingRuleError: the rule refuses the call, or got a DTensor where it expects a number.
+    """
     try:
         rule = registration.rule(call)
     except HPError:
         raise
-    except (TypeError, ValueError, AttributeError) as error:  # a spec where the rule computes with a number
+    except (TypeError, ValueError, AttributeError) as error:  # the rule may have computed with a spec as a number
         numbers = _numbers_among(call)
         if not numbers:
             raise
@@ -67,7 +71,7 @@ def rule_of(registration: Registration, call: OpCall) -> Factorization:
 
 
 def _numbers_among(call: OpCall) -> list[str]:
-    """Names of the arguments, but the first tensor, that are DTensors without dimensions or hold such."""
+    """Return the names of arguments, other than the first tensor, that are or contain 0-d DTensors."""
     found = []
     for name, value in call.arguments.items():
         items = value if isinstance(value, (tuple, list)) else (value,)
@@ -80,14 +84,15 @@ def _no_number(call: OpCall, names: list[str]) -> ShardingRuleError:
     specs = ", ".join(map(repr, call.tensors))
     values = ", ".join(f"float({name}) or int({name})" for name in names)
     return ShardingRuleError(
-        f"{call.name}({specs}): a DTensor as {' and '.join(names)} is no number to its sharding rule. Give the value: "
-        f"{values}; it communicates unless replicated, so every rank calls it."
+        f"{call.name}({specs}): its sharding rule takes a number, not a DTensor, as {' and '.join(names)}. Pass "
+        f"the value: {values}; that communicates unless it is replicated, so every rank must call it."
     )
 
 
 def replace_static(
     registration: Registration, args: list[Any], kwargs: dict[str, Any], replaced: Mapping[str, Any]
 ) -> list[Any]:
+    """Return `args` with static arguments replaced by parameter name; keywords are replaced in `kwargs` itself."""
     for index, parameter in enumerate(registration.parameters):
         if parameter.name not in replaced:
             continue
@@ -109,9 +114,10 @@ def _parameter_name(registration: Registration, keyword: str) -> str:
 
 
 def replace_at(args: list[Any], kwargs: dict[str, Any], location: Location, change: Callable[[Any], Any]) -> None:
+    """Replace the argument at a location by `change` of it."""
     where: Any = args if isinstance(location[0], int) else kwargs
     if len(location) == 2:
-        # A list among the arguments belongs to the caller, who may use it again: a copy is changed.
+        # The list belongs to the caller, who may use it again: change a copy.
         items: Any = list(where[location[0]])
         items[location[1]] = change(items[location[1]])
         where[location[0]] = tuple(items) if isinstance(where[location[0]], tuple) else items
@@ -120,6 +126,7 @@ def replace_at(args: list[Any], kwargs: dict[str, Any], location: Location, chan
 
 
 def locate_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Location, Any]]:
+    """Return (location, DTensor) of each DTensor among the arguments and in lists among them."""
     located: list[tuple[Location, Any]] = []
     places: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
     for place, value in places:
@@ -131,7 +138,7 @@ def locate_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tup
 
 
 def specs_of(value: Any) -> Any:
-    """An argument as rules see it: specs for DTensors, Python's numbers for NumPy's."""
+    """Return an argument as rules get it: DTensors become their specs, NumPy's numbers Python's."""
     if isinstance(value, DTensor):
         return value.spec
     if isinstance(value, numpy.generic):
@@ -144,7 +151,7 @@ def specs_of(value: Any) -> Any:
 
 @functools.cache
 def dtype_classes(platform: Platform) -> frozenset[type]:
-    """The classes of a platform's dtypes, less those of ordinary values."""
+    """Return the classes of a platform's dtypes, without those that other values have too (`str`, `int`, `type`)."""
     classes = set()
     for name in DTYPE_NAMES:
         with contextlib.suppress(ValueError, HPError):
@@ -153,7 +160,7 @@ def dtype_classes(platform: Platform) -> frozenset[type]:
 
 
 def check_lists(platform: Platform, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse plain scalars in a list of DTensors: there they are operands as the others, not factors."""
+    """Raise for plain tensors, even 0-d ones, in a list of DTensors: elements of lists are operands, not scalars."""
     for listed in (*args, *kwargs.values()):
         if isinstance(listed, (tuple, list)) and any(isinstance(x, DTensor) for x in listed):
             plain = [x for x in listed if isinstance(x, platform.Tensor) and not isinstance(x, DTensor)]
@@ -166,14 +173,14 @@ def mixed(name: str, value: Tensor, kind: str = "tensor") -> MixedOperandsError:
     return MixedOperandsError(
         f"{name}: a plain {kind} of shape {list(value.shape)} among DTensors. Say how it is placed: "
         "distribute_tensor, DTensor.from_local, or replicate_like for a constant that is equal on all ranks. A "
-        "parameter that no plan has placed is replicated by distribute_module; one that fully_shard has cut is plain "
-        "in its module's forward, and in methods named to register_fsdp_forward_method; the output of a "
+        "parameter that no plan has placed is replicated by distribute_module; one that fully_shard has sharded is "
+        "plain in its module's forward, and in methods named to register_fsdp_forward_method; the output of a "
         f"module with a parallel style is plain unless the style has use_local_output=False.{_more_about(name, value)}"
     )
 
 
 def _more_about(name: str, value: Tensor) -> str:
-    """Advice to users who gave this operation a plain tensor: the likely meanings of it."""
+    """Return advice for operations that users often call with plain tensors, guessing what they intended."""
     if name == "stack" and not value.shape:
         return " hp_dtensor.clip_grad_norm_ takes plain and distributed parameters together."
     if name == "copy_":
@@ -182,6 +189,7 @@ def _more_about(name: str, value: Tensor) -> str:
 
 
 def check_one_mesh(name: str, specs: tuple[TensorSpec, ...]) -> None:
+    """Raise unless all operands are on one mesh."""
     meshes = dict.fromkeys(spec.mesh for spec in specs)
     if len(meshes) > 1:
         listed = " and ".join(map(_where, meshes))
@@ -194,6 +202,7 @@ def _where(mesh: DeviceMesh) -> str:
 
 
 def no_rule(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Return the message of the error for an operation without a sharding rule."""
     specs = ", ".join(repr(x.spec) for _, x in locate_tensors(args, kwargs))
     return (
         f"operation {name!r} has no sharding rule; called with {specs}. Redistribute and use to_local(), "

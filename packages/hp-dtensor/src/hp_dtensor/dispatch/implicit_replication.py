@@ -1,4 +1,4 @@
-"""Regions where DTensors behave in another way than by sharding rules."""
+"""Blocks in which plain tensors count as replicated DTensors, or in which DTensors are local tensors."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ _replicating = ThreadRegion()
 
 
 def implicit_replication() -> AbstractContextManager[None]:
-    """Inside the block, plain tensors among DTensors are taken as replicated, and operations without a sharding
-    rule run on gathered operands and give a replicated result.
+    """Treat plain tensors among DTensors as replicated inside the block.
+
+    Operations without a sharding rule run on gathered operands there, and return replicated results.
 
     Raises:
         RankMismatchError: in `check_mode`, from the operation whose plain operand is not the same on all ranks.
@@ -43,7 +44,7 @@ def implicit_replication() -> AbstractContextManager[None]:
 
 
 def implicit_replication_of(operation: str) -> AbstractContextManager[None]:
-    """Inside the block, plain tensors among the DTensors that one operation is given are taken as replicated.
+    """Treat plain tensors among the DTensors of one operation as replicated inside the block.
 
     Args:
         operation: its platform-neutral name, such as `cross_entropy`.
@@ -52,19 +53,19 @@ def implicit_replication_of(operation: str) -> AbstractContextManager[None]:
 
 
 def is_replicating() -> bool:
-    """Return whether this thread is in `implicit_replication`."""
+    """Return whether this thread is inside `implicit_replication`."""
     return _replicating.depth > 0
 
 
 def takes_plain_operands(operation: str) -> bool:
-    """Return whether plain tensors among DTensors are taken as replicated for an operation in this thread."""
+    """Return whether this thread treats plain tensors among the DTensors of an operation as replicated."""
     return _replicating.has(operation)
 
 
 class SkipDTensorDispatch:
-    """Inside the block, operations on DTensors run on their local data and give plain tensors.
+    """Run operations on DTensors on their local data inside the block; results are plain tensors.
 
-    For code that is right on every shard by itself, such as an optimizer's update.
+    For code that is correct on each shard separately, such as an elementwise optimizer's update.
 
     Args:
         platform: default: the selected one.
@@ -93,22 +94,22 @@ class SkipDTensorDispatch:
         self._region.__exit__(*exception)
 
 
-def lifted(
+def with_replicated_operands(
     platform: Platform, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with plain tensors as replicated DTensors; 0-d ones need no lifting."""
+    """Return the arguments with plain tensors converted to replicated DTensors; 0-d ones stay plain."""
     mesh = mesh_of((args, tuple(kwargs.values())))
 
-    def lift(value: Any) -> Any:
+    def replicated(value: Any) -> Any:
         if isinstance(value, (tuple, list)):
-            return type(value)([lift(item) for item in value]) if type(value) in (tuple, list) else value
+            return type(value)([replicated(item) for item in value]) if type(value) in (tuple, list) else value
         if mesh is None or isinstance(value, DTensor) or not isinstance(value, platform.Tensor) or not len(value.shape):
             return value
         if rank_checks.is_checking():
             rank_checks.check_replicated(f"{name}: a plain operand in implicit_replication", value, mesh)
         return platform.wrap(value, replicated_spec(mesh, value))
 
-    return tuple(lift(value) for value in args), {key: lift(value) for key, value in kwargs.items()}
+    return tuple(replicated(value) for value in args), {key: replicated(value) for key, value in kwargs.items()}
 
 
 def mesh_of(value: Any) -> DeviceMesh | None:
@@ -121,5 +122,5 @@ def mesh_of(value: Any) -> DeviceMesh | None:
 
 
 def replicated_spec(mesh: DeviceMesh, x: Tensor) -> TensorSpec:
-    """Return the spec of plain tensor `x` replicated over `mesh`."""
+    """Return the spec of a plain tensor `x` that is replicated over `mesh`."""
     return TensorSpec(mesh, (Replicate(),) * mesh.ndim, tuple(x.shape), x.dtype)

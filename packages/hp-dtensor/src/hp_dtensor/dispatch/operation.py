@@ -1,11 +1,14 @@
-"""Operations by name, the keys of their calls, and the plans that are kept by these keys.
+"""One operation on DTensors: the key of a call, the cache of plans, and `dispatch`, which runs a call.
 
-A plan depends on the operation, the specs of its tensors and its static arguments. There is one key function and one
-cache, for the platforms' own fast ways too: the functions of a framework that mean one operation share its plans.
+The way of `x + y`: a platform intercepts its framework's function and looks its `Operation` up. `Operation.key` is made
+of the specs and the static arguments, and the plan cached under it runs (`plan.py`). Without a plan, `strategies.py`
+makes
+one: it binds the arguments (`arguments.py`), asks the sharding rule, and chooses a strategy for each mesh axis.
 
-Running one operation on DTensors: find its plan, and run that.
-
-In steady state an operation costs the key of its call, a dictionary look-up, the local operation and a wrapper.
+All platforms, and all functions of a framework that mean the same operation, share keys and plans. In steady state a
+call costs its key, a dictionary look-up, the local operation and the wrapper of the result. PyTorch's
+`__torch_function__` does these steps itself (`hp_platform_torch/tensor/dtensor.py`), because each Python call costs a
+few per cent of them.
 """
 
 from __future__ import annotations
@@ -21,12 +24,12 @@ import numpy
 from hp_dtensor.dispatch import implicit_replication
 from hp_dtensor.dispatch.arguments import dtype_classes, mixed, no_rule
 from hp_dtensor.dispatch.plan import (
-    GatheringPlan,
+    InPlacePlan,
     ListedPlan,
+    ReplicatedPlan,
     ShardingFunction,
-    WritingPlan,
-    refusal_in_place,
-    writes_result_of,
+    has_out_of_place_form,
+    in_place_refusal,
 )
 from hp_dtensor.dispatch.strategies import Plan as RulePlan
 from hp_dtensor.dispatch.strategies import make_plan
@@ -43,25 +46,25 @@ Key = tuple[Any, ...]
 Plan = RulePlan | ListedPlan
 
 CACHE_SIZE = 4096
-"""Plans that are kept of one operation; when there are more, all of them go."""
+"""Most plans cached per operation; when there are more, all of them are dropped."""
 
-# By name: `Operation`s of several platforms may share one, and `forget_plans` must find them all.
+# By name: `Operation`s of several platforms may share plans, and `forget_plans` must find them all.
 _plans: dict[str, dict[Key, Plan]] = {}
 _operations: dict[tuple[str, str], Operation] = {}
 _sharding_functions: dict[str, ShardingFunction] = {}
 
 
 class Uncached(Exception):
-    """An argument that no plan may be kept for, or that `dispatch` must look at before there is a plan."""
+    """The call has no key: an argument's value may change, or `dispatch` must convert it before there is a plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentKinds:
-    """The classes of a framework that a plan's key tells apart.
+    """The classes of a framework that keys distinguish.
 
     Attributes:
         tensor: the class of plain tensors.
-        by_value: classes whose instances are part of a key as they are: they stand for themselves and hold nothing.
+        by_value: classes whose instances go into a key unchanged, because they are immutable and hold no tensor.
         check_scalar: called with an operation's name and a plain 0-d tensor; raises if it may not be an operand.
     """
 
@@ -77,11 +80,11 @@ class Operation:
     """One operation by its canonical name.
 
     Attributes:
-        name: under which the sharding rule is registered.
-        registration: its rule; None: it has none.
-        by_type: scalars count in keys by their type only.
+        name: name under which the sharding rule is registered.
+        registration: its sharding rule, or None.
+        by_type: keys contain the types of scalars only, because the plan does not depend on their values.
         indexes: lists among its arguments are positions, which become DTensors before there is a key.
-        plans: by key; shared by all `Operation`s of this name.
+        plans: cached plans by key; shared by all `Operation`s of this name.
     """
 
     __slots__ = ("by_type", "indexes", "kinds", "name", "plans", "registration")
@@ -93,28 +96,32 @@ class Operation:
         self.plans = plans_of(name)
 
     def key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Key:
-        """Return the key of a call: a part per argument, then the names of keywords and a part for each of them."""
-        parts = [x._spec if isinstance(x, DTensor) else self.key_of(x) for x in args]
-        if kwargs:
-            parts += [*kwargs, *[self.key_of(x) for x in kwargs.values()]]
-        return tuple(parts)
-
-    def key_of(self, value: Any) -> Any:
-        """Return an argument's part of the key. It keeps nothing alive but values and specs.
+        """Return the key of a call: an entry per argument, then the names of keywords and an entry for each of them.
 
         Raises:
-            Uncached: no plan may be kept for it.
+            Uncached: no plan may be cached for an argument.
+        """
+        key = tuple([x._spec if isinstance(x, DTensor) else self.key_of(x) for x in args])
+        if kwargs:
+            key += (*kwargs, *[self.key_of(x) for x in kwargs.values()])
+        return key
+
+    def key_of(self, value: Any) -> Any:
+        """Return the key's entry for one argument. It refers to values and specs only, so it keeps no tensor alive.
+
+        Raises:
+            Uncached: no plan may be cached for it.
             MixedOperandsError: a plain scalar that may not be an operand.
         """
         kind = type(value)
         if kind is int or kind is float or kind is bool:
-            # With the type: 1, 1.0 and True are equal as keys, and mean different things to an operation.
+            # With the type: 1, 1.0 and True are equal as dictionary keys, but give results of different dtypes.
             return kind if self.by_type else (kind, value)
         if isinstance(value, DTensor):
             return value._spec
         if kind in self.kinds.by_value:
             return value
-        if isinstance(value, (tuple, list)):  # told apart: as an index they mean different things
+        if isinstance(value, (tuple, list)):  # with the class: an index of a tuple and of a list differ
             if kind is list and self.indexes:
                 raise Uncached
             return kind, *[x._spec if isinstance(x, DTensor) else self.key_of(x) for x in value]
@@ -133,29 +140,28 @@ class Operation:
         if issubclass(kind, numpy.number):
             return kind if self.by_type else (kind, value)
         if isinstance(value, dict):
-            # A generator counts by its type: its state, and so the draw, is another one each time, and keeping it in a
-            # key would keep it alive.
+            # Of a generator only the type: its state changes with every draw, and a key would keep it alive.
             return kind, *[(key, type(x) if key == "generator" else self.key_of(x)) for key, x in value.items()]
         if isinstance(value, (str, type)):
             return value
         if self.registration is not None and self.registration.own:
             return kind
-        # What can be held weakly is an object with an identity and, it may be, a state: equal today is not equal
-        # tomorrow.
+        # Classes that support weak references have objects with an identity and perhaps a state: two that are equal now
+        # may differ later.
         if not kind.__weakrefoffset__:  # a device, a complex number
             return kind, value
         raise Uncached
 
-    def keep(self, key: Key, plan: Plan) -> None:
-        """Keep a plan under its key."""
-        # Shapes that grow without end (a cache of keys and values, say) would fill any cache. To drop all is cheap
-        # beside making plans, and needs no order of use on the way of every call.
+    def cache(self, key: Key, plan: Plan) -> None:
+        """Store a plan under its key."""
+        # Shapes that grow without end (a key-value cache, say) would fill any cache. Dropping everything is cheap
+        # compared with making plans, and needs no bookkeeping of recent use in every call.
         if len(self.plans) >= CACHE_SIZE:
             self.plans.clear()
         self.plans[key] = plan
 
     def plan_for(self, platform: Platform, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
-        """Return the plan of a call, a kept one unless an argument forbids it.
+        """Return the plan of a call, from the cache unless an argument forbids caching.
 
         Raises:
             ShardingRuleError: the operation has no rule, or its rule refuses these specs.
@@ -164,28 +170,28 @@ class Operation:
         try:
             key = self.key(args, kwargs)
         except Uncached:
-            # Without a key nothing has looked at the arguments yet; a plain tensor must not pass as if it were
-            # replicated.
+            # `key_of` stopped at the argument that forbids caching, so the others are unchecked: a plain tensor among
+            # them must not pass as if it were replicated.
             _check_no_plain(self, (*args, *kwargs.values()))
             return self.new_plan(platform, args, kwargs)
         plan = self.plans.get(key)
         if plan is None:
             plan = self.new_plan(platform, args, kwargs)
             if self.registration is not None:
-                self.keep(key, plan)
+                self.cache(key, plan)
         return plan
 
     def new_plan(self, platform: Platform, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
-        """Return a plan of a call, made now; see `plan_for`."""
+        """Make the plan of a call; see `plan_for` for the errors."""
         listed = registered_sharding(self.name)
         if listed is not None:
             return ListedPlan(platform, self.name, listed)
         if self.registration is not None:
             return make_plan(platform, self.name, self.registration, args, kwargs)
-        if writes_result_of(self.name):
-            return WritingPlan(platform, self.name, refusal_in_place(self.name, args, kwargs))
+        if has_out_of_place_form(self.name):
+            return InPlacePlan(platform, self.name, in_place_refusal(self.name, args, kwargs))
         if implicit_replication.is_replicating():
-            return GatheringPlan(platform, self.name, no_rule(self.name, args, kwargs))
+            return ReplicatedPlan(platform, self.name, no_rule(self.name, args, kwargs))
         raise ShardingRuleError(no_rule(self.name, args, kwargs))
 
 
@@ -200,24 +206,24 @@ def registered_sharding(name: str) -> ShardingFunction | None:
 
 
 def plans_of(name: str) -> dict[Key, Plan]:
-    """Return the plans that are kept under a name, by key."""
+    """Return the cached plans of an operation's name, by key."""
     return _plans.setdefault(name, {})
 
 
 def operation_of(platform: Platform, name: str) -> Operation:
-    """Return the operation that `name` means on a platform."""
+    """Return the operation of a platform that has this name."""
     operation = _operations.get((platform.name, name))
     if operation is None:
         registration = rule_registry().get(name)
         operation = Operation(name, registration, argument_kinds(platform))
-        if registration is not None:  # a rule may come later
+        if registration is not None:  # without one it is looked up again: a rule may be registered later
             _operations[platform.name, name] = operation
     return operation
 
 
 @functools.cache
 def argument_kinds(platform: Platform) -> ArgumentKinds:
-    """Return what keys must know of a platform's framework."""
+    """Return the classes of a platform's framework that keys distinguish."""
 
     def check_scalar(name: str, value: Tensor) -> None:
         if platform.is_grad_enabled() and platform.requires_grad(value):
@@ -248,22 +254,22 @@ def _check_no_plain(operation: Operation, values: Iterable[Any]) -> None:
 
 
 def bounds_of(value: slice) -> tuple[int | None, ...]:
-    """Return start, stop and step as integers now: a tensor among them may hold another one at the next call."""
+    """Return start, stop and step as integers: the value of a 0-d tensor among them may differ in the next call."""
     return tuple([None if x is None else operator.index(x) for x in (value.start, value.stop, value.step)])
 
 
 def count_plans() -> int:
-    """Return how many plans are kept, of all operations."""
+    """Return the number of cached plans of all operations."""
     return sum(map(len, _plans.values()))
 
 
 def planned_operations() -> set[str]:
-    """Return the names of operations of which plans are kept."""
+    """Return the names of operations that have cached plans."""
     return {name for name, plans in _plans.items() if plans}
 
 
 def forget_plans() -> None:
-    """Drop every kept plan, and with them the meshes and worlds they hold; for platforms that leave a job."""
+    """Drop all cached plans, and with them their references to meshes and worlds; for platforms that leave a job."""
     for plans in _plans.values():
         plans.clear()
     plan_between.cache_clear()
@@ -275,7 +281,7 @@ def dispatch(
     """Run operation `name` on arguments of which at least one is a DTensor.
 
     Args:
-        func: the framework's own function; called with local data in the given argument structure.
+        func: the framework's own function; called with local tensors in the given argument structure.
 
     Raises:
         ShardingRuleError: the operation has no rule, or its rule refuses these specs.
@@ -291,10 +297,10 @@ def run(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Run `operation`; as `dispatch`, for a platform that has looked it up."""
-    # Before there is a key: what is lifted to a DTensor is part of it.
+    """Run a call of `operation`, as `dispatch` does after it has looked the operation up."""
+    # Before the key is made: operands that are converted to DTensors enter it as their specs.
     if implicit_replication.takes_plain_operands(operation.name):
-        args, kwargs = implicit_replication.lifted(platform, operation.name, args, kwargs)
+        args, kwargs = implicit_replication.with_replicated_operands(platform, operation.name, args, kwargs)
     if operation.indexes:
         args = with_positions(args)
     return operation.plan_for(platform, args, kwargs).run(func, args, kwargs)

@@ -1,17 +1,18 @@
-"""Operations in place that cannot work on the parts alone: what the one that makes a new tensor gives is written.
+"""Plans: how a call of an operation runs on this rank. Four forms, all with `run(func, args, kwargs)`.
 
-Plan of one call, and how it runs: redistribute the inputs, run locally, attach the specs of the results.
+- `LocalPlan`: redistribute the inputs, run the operation on local tensors, wrap the results; made from a sharding rule.
+- `ListedPlan`: the same by placements that `register_sharding` lists.
+- `InPlacePlan`: compute out of place, then `copy_` into the first argument.
+- `ReplicatedPlan`: gather all operands and run the operation on full tensors.
 
-Plan of an operation on whole operands, for one that has no sharding rule or whose result's shape depends on data.
-
-Plan of a call by the placements that a registered function lists.
+A `LocalPlan` may also have a `DirectCall`, which a platform runs without the steps that change nothing.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
@@ -31,59 +32,86 @@ from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.local_map import local_map
 
 
-class KeptPlacementError(ShardingRuleError):
-    """The first argument would have to be placed differently, and is not partial."""
+class Plan:
+    """How the calls of one operation with one key run on this rank.
+
+    Attributes:
+        operation: the operation's name.
+        direct: shortcut for calls that need none of the plan's steps; see `DirectCall`.
+    """
+
+    __slots__ = ("direct", "operation", "platform")
+
+    def __init__(self, platform: Platform, operation: str) -> None:
+        self.platform, self.operation = platform, operation
+        self.direct: DirectCall | None = None
+
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the call. `args` and `kwargs` have the structure that the plan was made for."""
+        raise NotImplementedError
 
 
-def writes_result_of(name: str) -> bool:
-    """Tell if an operation writes into its first argument the result of the one without the underscore."""
+class PlacementChangeError(ShardingRuleError):
+    """An operation in place would have to redistribute its first argument, which is not partial."""
+
+
+def has_out_of_place_form(name: str) -> bool:
+    """Return True if `name` ends in an underscore and the operation without it has a rule and makes no view."""
     registration = rule_registry().get(name.removesuffix("_")) if name.endswith("_") else None
     return registration is not None and not registration.view
 
 
-def refusal_in_place(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """The message for a partial first argument of an operation that has no rule of its own in place."""
+def in_place_refusal(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Return the message for an in-place operation without a rule whose first argument is partial."""
     specs = ", ".join(repr(x.spec) for _, x in locate_tensors(args, kwargs))
     return f"{name}({specs}): in place it would have to change the placement of its first argument; redistribute that."
 
 
 def check_reaches_original(operation: str, first: Any) -> None:
-    """Refuse to write what is a view on one device and a copy here: the original would not change."""
+    """Raise if `first` is a copy here but a view on one device: a write would not reach the original tensor.
+
+    Raises:
+        ShardingRuleError: says which operation made the copy.
+    """
     view = first._copied_by
     if view is not None:
         raise ShardingRuleError(
-            f"{operation} on the result of {view}, which is a copy: the dimension that {view} takes apart was cut, and "
-            f"writing does not reach the tensor itself. Write the part of the tensor (x[index] = value), clone the "
-            f"result to write it alone, or redistribute the tensor before {view}."
+            f"{operation} on the result of {view}, which is a copy: the dimension that {view} splits was sharded, and "
+            f"a write does not reach the tensor itself. Write to the tensor (x[index] = value), clone the "
+            f"result to write to it alone, or redistribute the tensor before {view}."
         )
 
 
-class WritingPlan:
-    """Runs an operation in place as the one that makes a new tensor, and `copy_`; one of the plans of `dispatch`.
-    Placements stay, so what the rule had to make whole is cut again."""
+class InPlacePlan(Plan):
+    """Runs an in-place operation as its out-of-place form followed by `copy_`.
 
-    def __init__(self, platform: Platform, name: str, refusal: str) -> None:
-        self.platform, self.name, self.refusal = platform, name, refusal
-        self.direct: Any = None
+    The first argument keeps its placements, so a result that the rule needed replicated is sharded again.
+    """
+
+    __slots__ = ("refusal",)
+
+    def __init__(self, platform: Platform, operation: str, refusal: str) -> None:
+        super().__init__(platform, operation)
+        self.refusal = refusal
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The first argument, written. The arguments are those of the operation in place, a keyword `inplace` or not.
+        """Write the result into the first argument and return that. A keyword `inplace` is dropped.
 
-        A partial one can only be written where the other operation leaves it partial.
+        A partial argument can only be written where the out-of-place form leaves it partial.
         """
-        make, write = (self.platform.own_function(name) for name in (self.name.removesuffix("_"), "copy_"))
+        make, write = (self.platform.own_function(name) for name in (self.operation.removesuffix("_"), "copy_"))
         kwargs = {name: value for name, value in kwargs.items() if name != "inplace"}
         x, *rest = args or (kwargs.pop(self._first_name(kwargs)),)
-        check_reaches_original(self.name, x)
+        check_reaches_original(self.operation, x)
         if make is None or write is None:
             raise ShardingRuleError(self.refusal)
-        # The result's backward may have saved the very values that are overwritten below: `x *= y` needs the old x. The
-        # copy keeps them, and their version counter, out of the write's way.
+        # The result's backward may save the values that are overwritten below: the gradient of `x *= y` needs the old
+        # x. It saves those of the clone instead, whose version counter the write does not change.
         recorded = self.platform.is_grad_enabled() and self.platform.requires_grad(x)
-        source = self.platform.ops.clone(x) if recorded else x  # backward may need it as it was
+        source = self.platform.ops.clone(x) if recorded else x
         result = make(source, *rest, **kwargs)
         if result is source:
-            return x  # nothing to write, as of dropout in evaluation
+            return x  # for example dropout in evaluation: nothing to write
         if result.spec.placements != x.spec.placements and x.spec.is_partial:
             raise ShardingRuleError(self.refusal)
         if tuple(result.shape) != x.spec.shape:
@@ -92,8 +120,8 @@ class WritingPlan:
         return x
 
     def _first_name(self, kwargs: Mapping[str, Any]) -> str:
-        registration = rule_registry().get(self.name.removesuffix("_"))
-        assert registration is not None, self.name
+        registration = rule_registry().get(self.operation.removesuffix("_"))
+        assert registration is not None, self.operation
         return registration.first_among(kwargs)
 
 
@@ -101,14 +129,14 @@ Tensor = Any
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Redistribution:
     """Redistribution, or varying view, of one tensor argument before the local operation.
 
     Attributes:
-        operation: named in errors.
-        location: the argument's position or keyword, and its index where it is in a list.
-        target: the spec that it is redistributed to; None: it stays.
-        vary: mesh axes over which its gradient is summed, since ranks use the replicated value differently.
+        operation: its name, for errors.
+        location: the argument's position or keyword, and its index if it is in a list.
+        target: spec to redistribute to; None: the argument keeps its placements.
+        vary: mesh axes over which the gradient is summed, because ranks use the replicated value differently.
     """
 
     operation: str
@@ -117,7 +145,7 @@ class Move:
     vary: tuple[int, ...]
 
     def apply(self, x: Any) -> Any:
-        """Return the argument as the local operation needs it."""
+        """Return the redistributed argument, as a varying view where `vary` has axes."""
         if self.target is not None:
             check_explicit(self.operation, self.location, x.spec, self.target)
             try:
@@ -132,17 +160,17 @@ class Inputs:
     """Changes to the arguments of a call before the local operation.
 
     Attributes:
-        moves: one per tensor argument that is redistributed or enters through a varying view.
+        redistributions: one per tensor argument that is redistributed or enters through a varying view.
         replaced: static arguments by parameter name -> the value to use on this rank, such as a local shape.
     """
 
-    moves: tuple[Move, ...]
+    redistributions: tuple[Redistribution, ...]
     replaced: Mapping[str, Any]
 
     @property
-    def stay(self) -> bool:
-        """True if the local operation gets the arguments as they are."""
-        return not self.moves and not self.replaced
+    def are_unchanged(self) -> bool:
+        """Return True if the local operation gets the arguments as they are."""
+        return not self.redistributions and not self.replaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +178,9 @@ class Outputs:
     """Results of a call.
 
     Attributes:
-        placed: (placements, global shape) of each.
-        view: they share the storage of the first argument.
-        copies: on one device they would share it, but the rule's own local function makes copies.
+        placed: (placements, global shape) of each result.
+        view: results share the storage of the first argument.
+        copies: results would share it on one device, but the rule's own local function makes copies.
     """
 
     placed: tuple[tuple[tuple[Placement, ...], tuple[int, ...]], ...]
@@ -161,15 +189,15 @@ class Outputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FactorCuts:
-    """Factors of a call, and how those that are cut lie on the ranks.
+class FactorShardings:
+    """Sizes of the factors of a call, and how the sharded ones are divided among ranks.
 
     Attributes:
         sizes: factor -> its global number of elements.
-        axes: cut factor -> the mesh axes that cut it, outermost first.
-        spans: cut factor -> (start, length) of this rank's part.
-        lengths: cut factor -> per axis, the lengths of the parts of its ranks; nothing outside the mesh.
-        parts: cut factor of which a rule needs every part (`Factorization.known`) -> (start, length) per rank.
+        axes: sharded factor -> the mesh axes that shard it, outermost first.
+        spans: sharded factor -> (start, length) of this rank's shard.
+        lengths: sharded factor -> per axis, the lengths of its ranks' shards; empty on a rank outside the mesh.
+        parts: sharded factor of which a rule needs all shards (`Factorization.known`) -> (start, length) per rank.
     """
 
     sizes: Mapping[str, int]
@@ -179,34 +207,67 @@ class FactorCuts:
     parts: Mapping[str, tuple[Span, ...]]
 
 
-@dataclass(slots=True, kw_only=True)
-class OpPlan:
-    """The way in which a call of one operation, with given specs and static arguments, runs on this rank.
+class DirectCall:
+    """Shortcut for calls whose first run showed that a plan changes nothing, or little, around the operation.
+
+    A platform calls the operation on local data and gives the result `spec`, without the plan's own steps.
 
     Attributes:
-        operation: the operation's name.
-        local: the rule's own function to run in place of the operation, or None.
-        direct: a platform's note of how to run the call without `run`, kept from the first time; None at first.
+        spec: spec of the result.
+        static: where the plan replaces static arguments, all arguments after the first tensor, by position and name.
+        views: (position, axes) of arguments that become varying views where autograd records them.
+        is_number: the result is a partial number.
+        is_unchanged: none of the three; the operation runs on the local data of the given arguments.
     """
 
-    operation: str
-    platform: Platform
-    mesh: DeviceMesh
-    registration: Registration
-    inputs: Inputs
-    outputs: Outputs
-    cuts: FactorCuts
-    local: Callable[[LocalCall], Any] | None
-    direct: Any = None
-    _specs: list[TensorSpec | None] = field(default_factory=list)
+    __slots__ = ("is_number", "is_unchanged", "spec", "static", "views")
+
+    def __init__(
+        self,
+        spec: TensorSpec,
+        static: tuple[tuple[Any, ...], dict[str, Any]] | None,
+        views: tuple[tuple[int, tuple[int, ...]], ...],
+        is_number: bool,
+    ) -> None:
+        self.spec, self.static, self.views, self.is_number = spec, static, views, is_number
+        self.is_unchanged = not views and static is None and not is_number
+
+
+class LocalPlan(Plan):
+    """Plan of a sharding rule: redistribute inputs, run on local tensors, give the results their specs.
+
+    Attributes:
+        cuts: the factors of the call, and how they are sharded.
+        local: the rule's own function to run instead of the operation, or None.
+    """
+
+    __slots__ = ("_specs", "cuts", "inputs", "local", "mesh", "outputs", "registration")
+
+    def __init__(
+        self,
+        platform: Platform,
+        operation: str,
+        *,
+        mesh: DeviceMesh,
+        registration: Registration,
+        inputs: Inputs,
+        outputs: Outputs,
+        cuts: FactorShardings,
+        local: Callable[[LocalCall], Any] | None,
+    ) -> None:
+        super().__init__(platform, operation)
+        self.mesh, self.registration = mesh, registration
+        self.inputs, self.outputs, self.cuts, self.local = inputs, outputs, cuts, local
+        self._specs: list[TensorSpec | None] = [None] * len(outputs.placed)
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the call on `args` and `kwargs`, which have the structure the plan was made for."""
+        """Run the call; an in-place operation returns its first argument, the same object, as on one device."""
         if self.registration.in_place:
             check_reaches_original(self.operation, self._first(args, kwargs))
         try:
-            # The common case, nothing to move, calls the function with its own arguments: no list, no dictionary.
-            if self.local is not None or not self.inputs.stay:
+            # In the common case, no redistribution, the function gets the arguments as they came: no list or
+            # dictionary.
+            if self.local is not None or not self.inputs.are_unchanged:
                 return self._run_changed(func, args, dict(kwargs))
             with self.platform.local_op():
                 result = func(*args, **kwargs)
@@ -215,14 +276,13 @@ class OpPlan:
             raise
         if self.registration.in_place:
             return self._first(args, kwargs)
-        # What writes returns its first argument, the object itself, as on one device.
         wrapped = self._wrap(result)
         if self.outputs.view and self._first(args, kwargs)._copied_by is not None:
             self._mark_copies(wrapped, self._first(args, kwargs)._copied_by)
         return wrapped
 
     def _check_inside(self, error: Exception) -> None:
-        """Raise a MeshError for an error of the framework that comes of working on nothing, outside the mesh."""
+        """Raise a MeshError if the framework failed on a rank outside the mesh, which has empty shards only."""
         if isinstance(error, HPError) or self.mesh.get_coordinate() is not None:
             return
         raise MeshError(
@@ -235,15 +295,16 @@ class OpPlan:
 
     def _run_changed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first, new_args = self._first(args, kwargs), list(args)
-        for move in self.inputs.moves:
-            replace_at(new_args, kwargs, move.location, move.apply)
+        for each in self.inputs.redistributions:
+            replace_at(new_args, kwargs, each.location, each.apply)
         result = self._run_local(func, new_args, kwargs)
         if self.registration.in_place:
             return first
         wrapped = self._wrap(result)
-        # A view of what was redistributed is one of the copy that came of that: to write it would not reach the
-        # argument, and is refused later (`check_reaches_original`).
-        if self.outputs.copies or (self.outputs.view and any(move.target is not None for move in self.inputs.moves)):
+        # A view of a redistributed argument shares the storage of the redistribution's copy, not of the argument.
+        # Writes to it would be lost, so `check_reaches_original` refuses them later.
+        is_redistributed = any(each.target is not None for each in self.inputs.redistributions)
+        if self.outputs.copies or (self.outputs.view and is_redistributed):
             self._mark_copies(wrapped, self.operation)
         elif self.outputs.view and first._copied_by is not None:
             self._mark_copies(wrapped, first._copied_by)
@@ -268,7 +329,7 @@ class OpPlan:
             name: unwrap(value) if isinstance(value, DTensor) else value
             for name, value in bind(self.registration, tuple(args), kwargs).items()
         }
-        inside = self.mesh.get_coordinate() is not None  # a rank outside the mesh works on nothing, alone
+        inside = self.mesh.get_coordinate() is not None  # a rank outside the mesh has empty shards and no groups
         groups = {
             factor: tuple(self.mesh.group_along(axis) for axis in axes if inside)
             for factor, axes in self.cuts.axes.items()
@@ -305,30 +366,28 @@ class OpPlan:
         )
 
     def _wrap(self, result: Any) -> Any:
-        if result is NotImplemented:  # an operator and an operand of a foreign type: Python asks that one
+        if result is NotImplemented:  # an operator with an operand of a foreign type: Python tries that type's operator
             return result
         if isinstance(result, (tuple, list)):
-            wrapped = [self._adopt(x, index) for index, x in enumerate(result)]
+            wrapped = [self._as_dtensor(x, index) for index, x in enumerate(result)]
             return tuple(wrapped) if type(result) is tuple else type(result)(wrapped)
-        return self._adopt(result, 0)
+        return self._as_dtensor(result, 0)
 
-    def _adopt(self, local: Any, index: int) -> Any:
-        if not self._specs:
-            self._specs = [None] * len(self.outputs.placed)
+    def _as_dtensor(self, local: Any, index: int) -> Any:
         spec = self._specs[index]
-        # Made at the first result, whose dtype only the framework knows; under autocast the same call may give another
-        # one.
+        # Created for the first result, whose dtype only the framework knows. Under autocast the same call may return
+        # another dtype.
         if spec is None or spec.dtype != local.dtype:
             placements, shape = self.outputs.placed[index]
             spec = TensorSpec(self.mesh, placements, shape, local.dtype)
             self._check_shape(local, spec)
             self._specs[index] = spec
-        elif self.registration.own:  # another function of this name may have come here
+        elif self.registration.own:  # a user's function of the same name may return another shape
             self._check_shape(local, spec)
         if not self.registration.own:
             return self.platform.adopt(local, spec)
-        # A function of the user's may return what it keeps elsewhere, or an argument as it is. To adopt changes the
-        # object, so these get a tensor of their own.
+        # A user's function may return an argument itself, or a tensor that it also stores elsewhere. `adopt` changes
+        # the object, so these results get a tensor object of their own.
         if self.platform.is_grad_enabled() and self.platform.requires_grad(local):
             return self.platform.wrap(local, spec)
         return self.platform.adopt(self.platform.detach(local), spec)
@@ -343,35 +402,38 @@ class OpPlan:
             )
 
 
-class GatheringPlan:
-    """Runs an operation that has no rule on whole operands; one of the plans of `dispatch`.
+class ReplicatedPlan(Plan):
+    """Runs an operation on full operands, for operations without a rule or with a data-dependent result shape.
 
     Args:
-        always: outside `implicit_replication` too, for operands that are whole.
+        refusal: the error's message where the operation may not run.
+        always: also outside `implicit_replication`, for operands that are replicated already.
     """
 
-    def __init__(self, platform: Platform, name: str, refusal: str, always: bool = False) -> None:
-        self.platform, self.name, self.refusal, self.always = platform, name, refusal, always
-        self.direct: Any = None
+    __slots__ = ("always", "refusal")
+
+    def __init__(self, platform: Platform, operation: str, refusal: str, always: bool = False) -> None:
+        super().__init__(platform, operation)
+        self.refusal, self.always = refusal, always
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The operation on whole operands, its tensor results as replicated DTensors."""
+        """Gather the operands, run the operation, and return its tensors as replicated DTensors."""
         mesh = mesh_of((args, tuple(kwargs.values())))
         if not (self.always or is_replicating()) or mesh is None:
             raise ShardingRuleError(self.refusal)
-        if self.name.endswith("_"):
+        if self.operation.endswith("_"):
             raise ShardingRuleError(
                 f"{self.refusal} It works in place, which implicit_replication cannot do on gathered operands."
             )
-        whole_args, whole_kwargs = self._whole(args), {key: self._whole(value) for key, value in kwargs.items()}
+        full_args, full_kwargs = self._full(args), {key: self._full(value) for key, value in kwargs.items()}
         with self.platform.local_op():
-            result = func(*whole_args, **whole_kwargs)
+            result = func(*full_args, **full_kwargs)
         return self._wrapped(result, mesh)
 
-    def _whole(self, value: Any) -> Any:
+    def _full(self, value: Any) -> Any:
         if isinstance(value, DTensor):
-            return gathered(self.name, value)
-        return type(value)(self._whole(item) for item in value) if type(value) in (tuple, list) else value
+            return gathered(self.operation, value)
+        return type(value)(self._full(item) for item in value) if type(value) in (tuple, list) else value
 
     def _wrapped(self, value: Any, mesh: DeviceMesh) -> Any:
         if isinstance(value, (tuple, list)):
@@ -383,26 +445,28 @@ class GatheringPlan:
 
 
 Sharding = tuple[Sequence[Placement], Sequence[Placement | None]]
-"""Along one mesh axis: a placement per output, and one per positional argument, None for what is no tensor."""
+"""Along one mesh axis: a placement per output, and one per positional argument (None for one that is no tensor)."""
 ShardingFunction = Callable[..., Sequence[Sharding]]
 
 
-class ListedPlan:
-    """Plan of a call by the placements that a registered function lists; one of the plans of `dispatch`."""
+class ListedPlan(Plan):
+    """Runs an operation with the cheapest of the shardings that a function given to `register_sharding` lists."""
 
-    def __init__(self, platform: Platform, name: str, listed: ShardingFunction) -> None:
-        self.platform, self.name, self._listed = platform, name, listed
-        self.direct: Any = None
+    __slots__ = ("_listed",)
+
+    def __init__(self, platform: Platform, operation: str, listed: ShardingFunction) -> None:
+        super().__init__(platform, operation)
+        self._listed = listed
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the operation on local tensors, its arguments placed as the cheapest acceptable sharding says."""
+        """Redistribute the arguments to the cheapest acceptable sharding, and run the operation on local tensors."""
         specs = [x.spec if isinstance(x, DTensor) else None for x in args]
         mesh = next(spec.mesh for spec in specs if spec is not None)
         shardings = self._acceptable(args, kwargs)
         # O(shardings ** axes of the mesh): lists are short, and meshes have few axes.
         choices = [each for each in itertools.product(shardings, repeat=mesh.ndim) if _fits(each, specs)]
         if not choices:
-            raise ShardingRuleError(f"{self.name}: none of the {len(shardings)} registered shardings fits {specs}")
+            raise ShardingRuleError(f"{self.operation}: none of the {len(shardings)} registered shardings fits {specs}")
         outputs, wanted = _placements(min(choices, key=lambda each: _wire_bytes(each, specs)), specs)
         return local_map(func, outputs, wanted, device_mesh=mesh, redistribute_inputs=True)(*args, **kwargs)
 
@@ -412,14 +476,14 @@ class ListedPlan:
             missing = [i for i, x in enumerate(args) if isinstance(x, DTensor) and (i >= len(inputs) or not inputs[i])]
             if missing or not outputs:
                 raise ShardingRuleError(
-                    f"{self.name}: a registered sharding ({list(outputs)}, {list(inputs)}) has no placement for "
+                    f"{self.operation}: a registered sharding ({list(outputs)}, {list(inputs)}) has no placement for "
                     f"{f'argument {missing[0]}' if missing else 'the output'}"
                 )
         return shardings
 
 
 def _fits(choice: Sequence[Sharding], specs: Sequence[TensorSpec | None]) -> bool:
-    """Return whether every dimension that a choice cuts exists and has an element for each rank, as torch asks for."""
+    """Return whether each dimension that a choice shards exists and has an element per rank, as torch requires."""
     for axis, (_, inputs) in enumerate(choice):
         for spec, placement in zip(specs, inputs, strict=False):
             dim = getattr(placement, "dim", None)
@@ -431,7 +495,7 @@ def _fits(choice: Sequence[Sharding], specs: Sequence[TensorSpec | None]) -> boo
 
 
 def _placements(choice: Sequence[Sharding], specs: Sequence[TensorSpec | None]) -> tuple[list[Any], list[Any]]:
-    """Return the placements of the outputs, and of the arguments, over all mesh axes."""
+    """Return the placements of the outputs and of the arguments over all mesh axes."""
     outputs = [tuple(each) for each in zip(*(outputs for outputs, _ in choice), strict=True)]
     wanted = [
         None if spec is None else tuple(inputs[index] for _, inputs in choice) for index, spec in enumerate(specs)
@@ -440,7 +504,7 @@ def _placements(choice: Sequence[Sharding], specs: Sequence[TensorSpec | None]) 
 
 
 def _wire_bytes(choice: Sequence[Sharding], specs: Sequence[TensorSpec | None]) -> float:
-    """Return the bytes that bringing the arguments to a choice sends per rank."""
+    """Return the bytes that each rank sends to redistribute the arguments to a choice."""
     total = 0.0
     for spec, placements in zip(specs, _placements(choice, specs)[1], strict=True):
         if spec is not None:

@@ -1,7 +1,4 @@
-"""Sharding rules of users' own operations: a line of factors beside the function.
-
-`register_sharding`: acceptable placements of an operation, listed by its user; the cheapest ones are taken.
-"""
+"""Sharding of users' own operations: `sharding_rule` (a line of factors), `register_sharding` (listed placements)."""
 
 from __future__ import annotations
 
@@ -28,29 +25,29 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def sharding_rule(
     factors: str, *, reduced: Mapping[str, str] | None = None, whole: Sequence[str] = (), linear: bool = False
 ) -> Callable[[Function], Function]:
-    """Make a function on tensors (a kernel, a custom operation) one operation on DTensors, by naming its dimensions.
+    """Make a function on tensors (a kernel, a custom operation) an operation on DTensors, by naming its dimensions.
 
         @sharding_rule("... k, n k -> ... n", reduced={"k": "sum"}, linear=True)
         def quantized_linear(x, weight): ...
 
-    On DTensors the function runs on plain local tensors; what it needs whole is redistributed before, and gradients are
-    summed where ranks compute parts of them, as for any other operation. On plain tensors it is the function itself.
+    On DTensors the function runs on plain local tensors. Arguments are redistributed first where the rule requires it,
+    and gradients are reduced over ranks as for any other operation. On plain tensors the function is called unchanged.
 
     Args:
-        factors: per tensor argument, in order, a name for each dimension, then `->`, then the outputs. Equal names are
-            equal sizes, each computed by itself along all of them; `...` is any number of such dimensions, broadcast
-            from the last.
-        reduced: names that outputs lack -> how results of parts are put together: sum, avg, max, min or product. Other
-            names that outputs lack are made whole; so are those of avg unless all parts are equal, and those of max and
-            min where a part would be empty.
-        whole: names along which elements depend on each other; they are made whole.
-        linear: the outputs are products of all arguments, so that partial sums may pass through one of them.
+        factors: a name for each dimension of each tensor argument, in order, then `->`, then those of the outputs.
+            Dimensions of one name have one size and are sharded together; `...` stands for any number of dimensions
+            that broadcast from the last.
+        reduced: name that the outputs lack -> reduction that combines the shards' results: sum, avg, max, min or
+            product. Dimensions of other such names are replicated, as are those of avg with uneven shards, and of max
+            and min with empty ones.
+        whole: names of dimensions along which elements depend on each other; they are replicated.
+        linear: the outputs are linear in each argument, so that one argument may be a partial sum.
 
     Raises:
-        ValueError: factors that cannot be read, or names among the arguments that they do not have.
-        ShardingRuleError: from a call whose tensors do not fit the factors, or are in mappings or in lists inside
-            others; of a function that writes an argument which was redistributed (where the framework counts that), or
-            that returns other than the outputs' tensors.
+        ValueError: `factors` cannot be parsed, or another argument has a name that it lacks.
+        ShardingRuleError: raised by a call whose tensors do not fit the factors, or are in mappings or nested lists;
+            whose function writes to an argument that was redistributed (where the framework counts versions), or does
+            not return the outputs' tensors.
 
     Example:
         >>> @sharding_rule("m k, k n -> m n", reduced={"k": "sum"}, linear=True)
@@ -80,14 +77,14 @@ def sharding_rule(
 
 
 def _function_name(function: Callable[..., Any]) -> str:
-    """Its name with its module's: a framework's operation of the same name is another one."""
+    """Return the function's name with its module, which differs from a framework's operation of the same name."""
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
     return f"{getattr(function, '__module__', None) or 'own'}.{name}"
 
 
 @dataclass
 class _OwnOperation:
-    """A function with its rule, which is registered when it first meets a DTensor."""
+    """A user's function and its rule, which is registered when the function is first called with a DTensor."""
 
     name: str
     function: Callable[..., Any]
@@ -95,7 +92,7 @@ class _OwnOperation:
     is_registered: bool = False
 
     def run(self, located: Sequence[tuple[Location, Any]], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The function on arguments among which DTensors are `located`."""
+        """Call the function on arguments whose DTensors are `located`."""
         if not self.is_registered:
             registration = _registration(self.function, self.notation)
             identity = self.notation.identity, repr(registration.parameters), registration.open
@@ -119,21 +116,21 @@ class _OwnOperation:
         return dispatch(platform, self.name, local, args, kwargs)
 
     def _check_depth(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Refuse DTensors that the rule does not see: it counts arguments, and tensors in lists of them."""
+        """Raise for DTensors that the rule does not see, because they are nested deeper than in one list."""
         places: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
         for place, value in places:
             items = value if isinstance(value, (tuple, list)) else (value,)
             if any(tensors_in(item, DTensor) for item in items if not isinstance(item, DTensor)):
                 raise ShardingRuleError(
                     f"{self.name}: argument {self._shown(place)} holds DTensors inside a {type(value).__name__}, where "
-                    f"its rule {self.notation.text!r} does not see them. Give them as arguments, or in one list."
+                    f"its rule {self.notation.text!r} does not see them. Pass them as arguments, or in one list."
                 )
 
     def _refuse_write(self, location: Location) -> NoReturn:
         raise ShardingRuleError(
             f"{self.name} writes its argument {self._shown(location[0])}, which its rule {self.notation.text!r} had to "
-            "redistribute: the write does not reach the tensor that was given. Redistribute it before the call, or let "
-            "the function write a clone."
+            "redistribute: the write does not reach the caller's tensor. Redistribute it before the call, or let "
+            "the function write to a clone."
         )
 
     def _check_results(self, result: Any, platform: Platform) -> None:
@@ -141,7 +138,7 @@ class _OwnOperation:
         kinds = [type(x).__name__ for x in results if isinstance(x, DTensor) or not isinstance(x, platform.Tensor)]
         if kinds or len(results) != len(self.notation.outputs):
             raise ShardingRuleError(
-                f"{self.name}: its rule {self.notation.text!r} is of {len(self.notation.outputs)} plain tensors as "
+                f"{self.name}: its rule {self.notation.text!r} has {len(self.notation.outputs)} plain tensors as "
                 f"results, the function returned {', '.join(kinds) or len(results)}"
             )
 
@@ -153,7 +150,7 @@ class _OwnOperation:
 
 
 def _moved(originals: Mapping[Location, Any], placed: Any, given: Any) -> dict[Location, Any]:
-    """By location, the local tensors that are not those of the caller's arguments: redistributed ones."""
+    """Return location -> local tensor of the arguments that were redistributed, and so are not the caller's."""
     found = {}
     for location, original in originals.items():
         x, local = _at(placed, location), _at(given, location)
@@ -193,21 +190,21 @@ Found = TypeVar("Found", bound=ShardingFunction)
 
 
 def register_sharding(op: Any) -> Callable[[Found], Found]:
-    """Return a decorator that registers a function which lists the acceptable placements of an operation.
+    """Return a decorator for a function that lists the acceptable placements of an operation.
 
-    Follows torch's `torch.distributed.tensor.experimental.register_sharding`. The function is called with the arguments
-    of the operation, of which tensors are `TensorSpec`s (`ndim`, `shape`). It returns (outputs, arguments) pairs, along
-    one mesh axis: a placement per output and one per positional argument, None for what is no tensor. Of all
-    combinations over the mesh's axes the one is taken that sends the fewest bytes; the operation runs on local tensors,
+    Follows torch's `torch.distributed.tensor.experimental.register_sharding`. The function gets the arguments of the
+    operation, with `TensorSpec`s (`ndim`, `shape`) instead of tensors. It returns pairs (outputs, arguments) for one
+    mesh axis: a placement per output and one per positional argument, None for an argument that is no tensor. Of all
+    combinations over the mesh axes, the one that sends the fewest bytes is used. The operation runs on local tensors,
     and gradients follow from the placements as in `local_map`.
 
     Args:
         op: an operation or several: an operator overload of torch (`torch.ops.mylib.op.default`), a function of the
-            framework, or the name by which an error told that there is no rule. It comes before a rule that there is.
+            framework, or the name in the error about a missing rule. It takes precedence over a sharding rule.
 
     Raises:
         ShardingRuleError: for an overload of torch's own operators (`torch.ops.aten`), which DTensors do not see; and
-            from calls for which nothing acceptable fits.
+            in calls that no listed sharding fits.
 
     Example:
         >>> @register_sharding("mylib.scale.default")

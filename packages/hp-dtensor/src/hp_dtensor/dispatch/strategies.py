@@ -1,8 +1,6 @@
-"""Choice of one strategy per mesh axis for a call, and the parts of its factors that follow from the choice.
+"""Making a plan from a sharding rule: one strategy per mesh axis, the cheapest by bytes, and what follows from it.
 
-Making the plan of a call from its sharding rule and the specs of its tensors.
-
-The cost of bringing an operation's inputs to a strategy, in bytes that a rank sends.
+A strategy of an axis shards one factor of the call, or replicates all operands, or keeps a partial sum.
 """
 
 from __future__ import annotations
@@ -25,16 +23,16 @@ from hp_dtensor.dispatch.arguments import (
     specs_of,
 )
 from hp_dtensor.dispatch.plan import (
-    FactorCuts,
-    GatheringPlan,
+    FactorShardings,
+    InPlacePlan,
     Inputs,
-    KeptPlacementError,
-    Move,
-    OpPlan,
+    LocalPlan,
     Outputs,
-    WritingPlan,
+    PlacementChangeError,
+    Redistribution,
+    ReplicatedPlan,
     check_reaches_original,
-    writes_result_of,
+    has_out_of_place_form,
 )
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.platform.interface import Platform
@@ -48,7 +46,7 @@ from hp_dtensor.spec.tensor_spec import TensorSpec
 def choose_strategies(
     platform: Platform, rule: Factorization, call: OpCall, registration: Registration
 ) -> list[Strategy]:
-    """One strategy per mesh axis, earlier axes first, since they cut first."""
+    """Return one strategy per mesh axis, outermost first, which is the order in which axes shard a dimension."""
     if _is_element_by_element(rule) and _stay_strided(call.tensors, registration.in_place):
         placements = next(spec.placements for spec in call.tensors if spec.ndim)
         return [
@@ -60,14 +58,14 @@ def choose_strategies(
     mesh = call.tensors[0].mesh
 
     def span_of(factor: str) -> Span:
-        """Return the part of a factor that earlier axes leave; a rank outside the mesh gives that of the first rank."""
+        """Return the span of a factor on this rank after the axes so far; outside the mesh, that of the first rank."""
         where = mesh.get_coordinate() or (0,) * mesh.ndim
         return _span(mesh, rule.sizes[factor], _cut_axes(chosen).get(factor, ()), chosen, where)
 
     nbytes = [_mean_bytes(platform, spec) for spec in call.tensors]
-    # Greedy, axis by axis in the mesh's order, which is the order in which placements cut: a later axis cuts what
-    # earlier ones leave. All choices together would be exponential in the axes; the search of redistributions then
-    # brings inputs there in the fewest bytes, whatever was chosen.
+    # Greedy, axis by axis in the mesh's order: a later axis shards what earlier ones leave. Searching all combinations
+    # would be exponential in the number of axes. Whatever is chosen, the planner of redistributions then brings the
+    # inputs there with the fewest bytes.
     for axis, ranks in enumerate(mesh.shape):
         found = strategies(rule, _placed(call, axis), ranks, cut, _untouched(call, chosen), span_of)
         strategy = _choose(rule, call, registration, axis, found, nbytes)
@@ -79,10 +77,10 @@ def choose_strategies(
 
 
 def _is_element_by_element(rule: Factorization) -> bool:
-    """Tell if each element of the outputs depends on the inputs' at the same place and on scalars only."""
+    """Return True if each output element depends only on the input elements at the same index, and on scalars."""
     dims = rule.outputs[0]
-    # Strided shards have no factor of their own. Where elements do not meet, any layout that all operands share is
-    # right, whatever its order.
+    # Factors cannot express strided shards. For elementwise operations any layout that all operands share is correct,
+    # whatever the order of its elements.
     known = all(other == dims for other in rule.outputs) and all(other in (dims, ()) for other in rule.inputs)
     alike = known and all(len(dim) == 1 for dim in dims)
     special = (
@@ -98,8 +96,9 @@ def _is_element_by_element(rule: Factorization) -> bool:
 
 
 def _stay_strided(specs: Sequence[TensorSpec], in_place: bool) -> bool:
-    """Tell if the first has strided shards, and the others are cut in this way, scalars replicated. Where the first is
-    written, the others are brought to it. Factors know chunks and ragged parts only.
+    """Return True if the first operand has strided shards and the others have the same, with scalars replicated.
+
+    In place, the others are redistributed to the first one's layout. Factors express only chunks and ragged shards.
     """
     first = next((spec for spec in specs if spec.ndim), specs[0])
     strided = any(isinstance(p, StridedShard) for p in first.placements)
@@ -120,7 +119,7 @@ def _placed(call: OpCall, axis: int) -> list[Placement]:
 
 
 def _untouched(call: OpCall, chosen: list[Strategy]) -> list[bool]:
-    """Per tensor whether earlier axes cut it as they do now, so that ragged units on later ones still fit."""
+    """Return per tensor whether earlier axes leave its sharding as it is, so that later ragged shards still fit."""
     return [
         all(
             strategy.inputs[index] == placement or not (strategy.inputs[index].is_shard() or placement.is_shard())
@@ -140,13 +139,13 @@ def _choose(
 ) -> Strategy:
     ranks, current = call.tensors[0].mesh.shape[axis], _placed(call, axis)
     if registration.in_place:
-        # What is written keeps its placement: other views and the optimizer's state rely on it.
+        # The written tensor keeps its placement: views of it and the optimizer's state rely on that.
         found = [strategy for strategy in found if strategy.inputs[0] == strategy.outputs[0] == current[0]]
         if not found:
             refusal = call.refuse(f"in place it would have to change the placement {current[0]} of its first argument")
-            if current[0].is_partial() or not writes_result_of(call.name):
+            if current[0].is_partial() or not has_out_of_place_form(call.name):
                 raise refusal
-            raise KeptPlacementError(str(refusal))
+            raise PlacementChangeError(str(refusal))
     if rule.operands.written:
         found = [strategy for strategy in found if all(strategy.inputs[i] == current[i] for i in rule.operands.written)]
         if not found:
@@ -156,16 +155,16 @@ def _choose(
 
 
 def _mean_bytes(platform: Platform, spec: TensorSpec) -> float:
-    """Bytes of a shard, the mean over ranks: a choice must not depend on which rank makes it."""
+    """Return the bytes of a shard, averaged over ranks: all ranks must make the same choice."""
     cut = (n for n, placement in zip(spec.mesh.shape, spec.placements, strict=True) if placement.is_shard())
     return math.prod(spec.shape) * platform.itemsize(spec.dtype) / math.prod(cut)
 
 
-def factor_cuts(rule: Factorization, mesh: DeviceMesh, chosen: list[Strategy]) -> FactorCuts:
-    """Return how the factors that `chosen`, one strategy per mesh axis, cuts lie on the ranks."""
+def factor_cuts(rule: Factorization, mesh: DeviceMesh, chosen: list[Strategy]) -> FactorShardings:
+    """Return how the strategies `chosen`, one per mesh axis, divide the factors among the ranks."""
     axes_of, sizes = _cut_axes(chosen), rule.sizes
     where = mesh.get_coordinate()
-    return FactorCuts(
+    return FactorShardings(
         sizes=sizes,
         axes=axes_of,
         spans={f: _span(mesh, sizes[f], axes, chosen, where) if where else (0, 0) for f, axes in axes_of.items()},
@@ -185,7 +184,7 @@ def _cut_axes(chosen: list[Strategy]) -> dict[str, tuple[int, ...]]:
 def _span(
     mesh: DeviceMesh, size: int, axes: tuple[int, ...], chosen: list[Strategy], coordinate: Sequence[int]
 ) -> tuple[int, int]:
-    """(start, length) of the part at a coordinate of a factor cut over `axes`."""
+    """Return (start, length) of the shard at a coordinate, of a factor that `axes` shard."""
     start, length = 0, size
     for axis in axes:
         kind = chosen[axis].kind
@@ -196,7 +195,7 @@ def _span(
 
 
 def _lengths(mesh: DeviceMesh, size: int, axes: tuple[int, ...], chosen: list[Strategy]) -> tuple[tuple[int, ...], ...]:
-    """Per axis the lengths of the parts of its ranks, of a factor cut over `axes`; none outside the mesh."""
+    """Return per axis the lengths of its ranks' shards, of a factor that `axes` shard; nothing outside the mesh."""
     coordinate, found = mesh.get_coordinate(), []
     for axis in axes if coordinate else ():
         kind = chosen[axis].kind
@@ -207,7 +206,7 @@ def _lengths(mesh: DeviceMesh, size: int, axes: tuple[int, ...], chosen: list[St
 
 
 def _all_parts(mesh: DeviceMesh, size: int, axes: tuple[int, ...], chosen: list[Strategy]) -> tuple[Span, ...]:
-    """Every rank's part of a factor cut over `axes`, the first axis outermost."""
+    """Return the shard of every rank, of a factor that `axes` shard, the first axis outermost."""
     parts: list[Span] = [(0, size)]
     for axis in axes:
         kind = chosen[axis].kind
@@ -216,7 +215,7 @@ def _all_parts(mesh: DeviceMesh, size: int, axes: tuple[int, ...], chosen: list[
     return tuple(parts)
 
 
-Plan = OpPlan | GatheringPlan | WritingPlan
+Plan = LocalPlan | ReplicatedPlan | InPlacePlan
 
 
 def make_plan(
@@ -224,24 +223,23 @@ def make_plan(
 ) -> Plan:
     """Return the plan of a call.
 
-    An operation in place that cannot work on the parts as they are writes the result of the one without underscore. A
-    form that no rule covers runs on whole operands; so does an operation whose shapes depend on data, if all ranks
-    have the data.
+    An in-place operation that cannot run on the shards becomes an `InPlacePlan`. A call that needs replicated operands
+    becomes a `ReplicatedPlan`, and so does one with a data-dependent result shape whose operands are all replicated.
     """
     try:
         return _plan_by_rule(platform, name, registration, args, kwargs)
-    except KeptPlacementError as error:
-        return WritingPlan(platform, name, str(error))
+    except PlacementChangeError as error:
+        return InPlacePlan(platform, name, str(error))
     except NeedsReplicatedError as error:
         if registration.in_place:
-            return WritingPlan(platform, name, str(error))
-        return GatheringPlan(platform, name, str(error), always=True)
+            return InPlacePlan(platform, name, str(error))
+        return ReplicatedPlan(platform, name, str(error), always=True)
     except ShardingRuleError as error:
         tensors = [x.spec for _, x in locate_tensors(args, kwargs)]
         if not registration.data_dependent or not all(spec.is_replicated() for spec in tensors):
             raise
         check_one_mesh(name, tuple(tensors))
-        return GatheringPlan(platform, name, str(error), always=True)
+        return ReplicatedPlan(platform, name, str(error), always=True)
 
 
 def _plan_by_rule(
@@ -250,8 +248,8 @@ def _plan_by_rule(
     registration: Registration,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> OpPlan:
-    # Rules see tensors in the order of the signature, whatever the order in which a call names them.
+) -> LocalPlan:
+    # Rules get tensors in the order of the signature, whatever the order of the call's keywords.
     located = locate_tensors(args, dict(sorted(kwargs.items(), key=lambda item: registration.position(item[0]))))
     specs = tuple(x.spec for _, x in located)
     check_one_mesh(name, specs)
@@ -261,23 +259,23 @@ def _plan_by_rule(
     call = OpCall(name, arguments, specs)
     check_known(registration, call, args)
     if registration.in_place and _is_first(registration, located[0][0]):
-        check_reaches_original(name, located[0][1])  # no other placement would help
+        check_reaches_original(name, located[0][1])  # no other placements would help
     rule = rule_of(registration, call)
     if _makes_integers(platform, specs, args, kwargs):
-        # round(a) + round(b) is not round(a + b): a partial sum is reduced before it is rounded.
+        # round(a) + round(b) is not round(a + b): partial sums must be reduced before they are rounded.
         rule = replace(rule, partial=replace(rule.partial, terms=None))
     chosen = choose_strategies(platform, rule, call, registration)
     outputs = tuple(
         (tuple(strategy.outputs[i] for strategy in chosen), rule.output_shape(i)) for i in range(len(rule.outputs))
     )
     cuts = factor_cuts(rule, mesh, chosen)
-    return OpPlan(
-        operation=name,
-        platform=platform,
+    return LocalPlan(
+        platform,
+        name,
         mesh=mesh,
         registration=registration,
         inputs=Inputs(
-            moves=_moves(name, located, chosen),
+            redistributions=_redistributions(name, located, chosen),
             replaced=_replacements(rule, mesh, outputs, specs[0].dtype, cuts.spans),
         ),
         outputs=Outputs(
@@ -298,26 +296,28 @@ def _is_first(registration: Registration, location: Location) -> bool:
 def _makes_integers(
     platform: Platform, specs: tuple[TensorSpec, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Tell if data is rounded to a dtype among the arguments, or becomes truth values: then nothing is linear."""
+    """Return True if a dtype among the arguments rounds the data or makes it bool, so that the call is not linear."""
     given = [platform.dtype_meant(value) for value in (*args, *kwargs.values())]
     wanted = [value for value in given if type(value) in dtype_classes(platform)]
     return any(rounds(platform, spec.dtype, dtype) for spec in specs for dtype in wanted)
 
 
-def _moves(operation: str, located: list[tuple[Location, Any]], chosen: list[Strategy]) -> tuple[Move, ...]:
-    moves = []
+def _redistributions(
+    operation: str, located: list[tuple[Location, Any]], chosen: list[Strategy]
+) -> tuple[Redistribution, ...]:
+    found = []
     for index, (location, x) in enumerate(located):
         placements = tuple(strategy.inputs[index] for strategy in chosen)
         target = x.spec.with_placements(placements)
-        # Where ranks use a replicated value in different ways, R -> V: its gradient is a sum over them.
+        # Ranks use a replicated value with different operands (R -> V): its gradient is the sum over ranks.
         vary = tuple(
             axis
             for axis, strategy in enumerate(chosen)
             if not strategy.is_replicated and strategy.inputs[index].is_replicate() and x.spec.mesh.shape[axis] > 1
         )
         if target is not x.spec or vary:
-            moves.append(Move(operation, location, target if target is not x.spec else None, vary))
-    return tuple(moves)
+            found.append(Redistribution(operation, location, target if target is not x.spec else None, vary))
+    return tuple(found)
 
 
 def _replacements(
@@ -327,8 +327,8 @@ def _replacements(
     dtype: Any,
     spans: Mapping[str, Span],
 ) -> Mapping[str, Any]:
-    # A static shape among the arguments (of `view`, `expand`, a factory) is the whole's; the local operation needs that
-    # of the part.
+    # A static shape among the arguments (of `view`, `expand`, a factory) is global; the local operation needs the local
+    # one.
     if rule.work.localize is None:
         return {}
     shapes = [TensorSpec(mesh, placements, shape, dtype).local_shape for placements, shape in outputs]
@@ -352,9 +352,9 @@ INFINITE = float("inf")
 
 
 def cheapest(found: Sequence[Strategy], current: Sequence[Placement], nbytes: Sequence[float], ranks: int) -> Strategy:
-    """The strategy of fewest bytes; then the one that changes fewest inputs; then the first."""
-    # All operands whole on this axis: every rank does the same work, and nothing is sent forward or backward. To cut
-    # here would be free too, but would change the placements that a user sees.
+    """Return the strategy with the fewest bytes, then the fewest redistributed inputs, then the first."""
+    # If all operands are replicated on this axis, nothing is sent in forward or backward. Sharding would be free too,
+    # but the result would have placements that the user did not ask for.
     if all(placement.is_replicate() for placement in current):
         return found[0]
     return min(found, key=lambda strategy: _cost(strategy, current, nbytes, ranks))
@@ -370,20 +370,20 @@ def _cost(
 
 
 def move_bytes(source: Placement, target: Placement, nbytes: float, ranks: int) -> float:
-    """Bytes sent per rank to bring a tensor with `nbytes` on a rank from one placement to another."""
+    """Return the bytes that each rank sends to redistribute a tensor of `nbytes` per rank between two placements."""
     if source == target:
         return 0.0
     match source, target:
         case (Partial(), Replicate()):
-            # Of rings: an all-reduce is a reduce-scatter and an all-gather, each of which sends (ranks - 1) / ranks of
-            # the tensor per rank (Patarasuk and Yuan, 2009).
+            # Ring algorithms: an all-reduce is a reduce-scatter and an all-gather, each of which sends (ranks - 1) /
+            # ranks of the tensor per rank (Patarasuk and Yuan, 2009).
             return 2 * nbytes * (ranks - 1) / ranks
         case (Partial(), Shard() | RaggedShard() | StridedShard()):
             return nbytes * (ranks - 1) / ranks
         case (Shard() | RaggedShard() | StridedShard(), Shard() | RaggedShard() | StridedShard()):
             return nbytes * (ranks - 1) / ranks
         case (Shard() | RaggedShard() | StridedShard(), Partial()):
-            return 2 * nbytes * (ranks - 1)  # nothing is sent now, and all of it when the result is made whole
+            return 2 * nbytes * (ranks - 1)  # sends nothing now, but the result is all-reduced later
         case (Shard() | RaggedShard() | StridedShard(), _):
             return nbytes * (ranks - 1)
         case (Replicate(), Partial()) if target == Partial("sum"):

@@ -55,7 +55,7 @@ class HostCopies(ABC):
         """Return the tensor of a form over what has been copied, outside the graph."""
 
 
-class KeptOperations:
+class SavedOperations:
     """Keeps results of a framework's own operations from a computation to its repetition; the default: of none."""
 
     def first(self) -> AbstractContextManager[Any]:
@@ -200,7 +200,7 @@ class AutogradInterface(ABC):
         """Return whether users have registered hooks on `x` that are called with its gradient, or after that."""
         return False
 
-    def kept_operations(self, kinds: Collection[str]) -> KeptOperations:
+    def saved_operations(self, kinds: Collection[str]) -> SavedOperations:
         """Return what keeps results of the framework's own operations from a computation to its repetition.
 
         Args:
@@ -214,7 +214,7 @@ class AutogradInterface(ABC):
                 "this platform cannot keep products of matrices for a recomputation: nothing takes their place in its "
                 "graph; keep attention or collectives, or recompute whole blocks"
             )
-        return KeptOperations()
+        return SavedOperations()
 
     def saving(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> AbstractContextManager[Any]:
         """Call `pack` with each tensor that operations of this thread save in the block, and keep what it returns.

@@ -1,4 +1,7 @@
-"""Kinds of device and the table of what their backends can do by themselves; the rest is composed in `groups.py`."""
+"""Device types, and the table of the collectives that their backends have; `groups.py` composes the others.
+
+To add a device type: a line in `BACKEND_NAMES` and `CAPABILITIES`, and a function in `_BACKENDS` of `world.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,18 @@ from hp_dtensor.exceptions import CapabilityError, PlatformError
 Tensor = torch.Tensor
 
 BACKEND_NAMES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-"""Kind of device -> the backend of torch.distributed that carries its tensors."""
+"""Device type -> the backend of torch.distributed that communicates its tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Abilities of one backend of torch.distributed; a collective that is missing is composed from others.
+    """What one backend of torch.distributed can do.
 
     Attributes:
-        reduce_scatter: native; else parts are sent to their ranks and reduced there, in rank order. On gloo that
-            is faster than the native one at every size measured (2 to 4 ranks, 1 KB to 16 MB), takes less memory
-            (none between two ranks), and bfloat16 accumulates in float32.
-        as_bytes: dtypes that are moved as bytes; complex ones always are, and are summed as two real numbers each.
+        reduce_scatter: use the native one. Otherwise shards are sent to their ranks and reduced there in rank order. On
+            gloo that is faster than the native one at every size measured (2 to 4 ranks, 1 KB to 16 MB), needs less
+            memory (none between two ranks), and accumulates bfloat16 in float32.
+        as_bytes: dtypes that are sent as bytes. Complex ones always are; they are summed as pairs of real numbers.
         as_int32: dtypes that are reduced as int32.
     """
 
@@ -45,7 +48,7 @@ CAPABILITIES = {
 
 
 def shares_devices() -> bool:
-    """Tell whether ranks may share an accelerator, because their collectives go over gloo: `HP_BACKEND=gloo`.
+    """Return True if ranks may share an accelerator because their collectives use gloo (`HP_BACKEND=gloo`).
 
     Raises:
         PlatformError: `HP_BACKEND` names another backend.

@@ -1,6 +1,8 @@
-"""Replacements around `torch.autograd.Function`, whose backward gets local gradients of what forward saw whole.
+"""Replacements around `torch.autograd.Function` and the backward engine.
 
-Notes on the backward that runs: whether it was told inputs (`inputs=`), and what its failure would mean.
+The backward of an `autograd.Function` gets local gradients of tensors that its forward got as DTensors, so it is
+refused. The engine's replacement records each running backward: whether it has `inputs=`, and how to explain its
+errors.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from hp_platform_torch.tensor.operations import is_intercepting
 Tensor = torch.Tensor
 
 _TRANSPARENT = ("torch.utils.checkpoint", "torch.distributed.fsdp", "torch.distributed._composable")
-"""Modules whose functions hand on what they get, or run forward and backward on DTensors again."""
+"""Modules whose functions return their inputs, or run forward and backward on DTensors again."""
 
 
-def asking_for_dtensors(apply: Any) -> Any:
-    """Return `Function.apply` that refuses DTensors, but in torch's own checkpoints and module hooks."""
-    plain = getattr(apply, "__func__", apply)  # torch 2.15's is C++'s own class method, which takes the class as it is
+def refusing_dtensors(apply: Any) -> Any:
+    """Return a `Function.apply` that refuses DTensors, except in torch's own checkpoints and module hooks."""
+    plain = getattr(apply, "__func__", apply)  # in torch 2.15 a class method of C++
 
     @functools.wraps(plain)
     def asked(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +40,7 @@ def asking_for_dtensors(apply: Any) -> Any:
                 break
         else:
             return plain(cls, *args, **kwargs)
-        if not is_intercepting():  # the shard is meant
+        if not is_intercepting():  # inside `LocalOperations` DTensors stand for their shards
             return plain(cls, *args, **kwargs)
         if cls is BackwardHookFunction:
             return _with_dtensor_hooks(plain(cls, *args), args)
@@ -54,28 +56,29 @@ def asking_for_dtensors(apply: Any) -> Any:
 
 def _refuse_function(cls: type, x: TorchDTensor) -> NoReturn:
     raise ShardingRuleError(
-        f"{cls.__qualname__}.apply on {x.spec!r}: torch hands the backward of an autograd.Function plain local "
-        f"gradients, whatever its forward got. Let it work on local tensors, with the placements said: "
+        f"{cls.__qualname__}.apply on {x.spec!r}: torch passes the backward of an autograd.Function plain local "
+        f"gradients, even if its forward got DTensors. Call it on local tensors and state the placements: "
         f"hp_dtensor.local_map({cls.__qualname__}.apply, out_placements, in_placements)."
     )
 
 
 def _refuse_contributions(outputs: Any) -> None:
-    """Refuse results whose contributions have other gradients than the whole: all partial ones but sums.
+    """Raise for partial results with another reduction than a sum.
 
-    The backward of a reentrant checkpoint would take the one for the other.
+    The gradient of their contributions differs from that of the reduced value, and the backward of a reentrant
+    checkpoint would confuse the two.
     """
     for x in tree_leaves(outputs):
         if isinstance(x, TorchDTensor) and x.requires_grad and not has_gradient(x.spec):
             raise ShardingRuleError(
                 f"torch.utils.checkpoint with use_reentrant=True of a function that returns {x.spec!r}: its backward "
-                "would take gradients of contributions for those of the whole. Redistribute the result to Replicate() "
-                "or Shard, or say use_reentrant=False."
+                "would use gradients of contributions as those of the reduced value. Redistribute the result to "
+                "Replicate() or Shard, or pass use_reentrant=False."
             )
 
 
-def giving_shards(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Unwrap the gradients that a reentrant checkpoint returns: DTensors, where autograd takes local ones."""
+def returning_local_gradients(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a backward that unwraps the DTensor gradients of a reentrant checkpoint: autograd expects local ones."""
 
     @functools.wraps(backward)
     def giving(*args: Any) -> tuple[Any, ...]:
@@ -85,7 +88,7 @@ def giving_shards(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_dtensor_hooks(outputs: tuple[Tensor, ...], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Let hooks registered on the identity that carries a module's backward hooks get gradients as DTensors."""
+    """Wrap hooks registered on the identity node of a module's backward hooks, so that they get DTensor gradients."""
     specs = [x._spec if isinstance(x, TorchDTensor) else None for x in inputs]
     node = next((x.grad_fn for x in outputs if x.grad_fn is not None), None)
     if node is not None:
@@ -113,48 +116,49 @@ def _placed(grads: tuple[Tensor | None, ...], specs: Sequence[TensorSpec | None]
 
 @dataclass(slots=True)
 class _Running:
-    """One call of a backward.
+    """One running backward.
 
     Attributes:
-        is_named: it was told inputs.
-        explanations: parts of errors' texts, and the function that returns what to raise instead.
+        is_named: it has `inputs=`.
+        explanations: (substrings of error messages, function that returns the error to raise instead).
     """
 
     is_named: bool
     explanations: list[tuple[Sequence[str], Callable[[], Exception | None]]] = field(default_factory=list)
 
 
-# Thread -> each backward that it waits for, the innermost last.
-_waiting: dict[int, list[_Running]] = {}
+# Thread -> the backwards that it has called and that have not returned, innermost last.
+_running: dict[int, list[_Running]] = {}
 
 
 def are_named() -> bool:
-    """Tell whether the innermost backward is that of `torch.autograd.grad` or of `backward(inputs=...)`."""
-    own = _waiting.get(threading.get_ident())
+    """Return True if the innermost running backward is `torch.autograd.grad` or `backward(inputs=...)`."""
+    own = _running.get(threading.get_ident())
     if own:
         return own[-1].is_named
-    # A thread of a device works for one of those that wait: where there are several, most likely they do alike.
-    others = list(_waiting.values())
+    # A device thread of the engine works for one of the calling threads. If there are several, it is not known which:
+    # assume that they all do the same.
+    others = list(_running.values())
     return bool(others) and all(running[-1].is_named for running in others if running)
 
 
 def explain(texts: Sequence[str], explanation: Callable[[], Exception | None]) -> None:
-    """Raise what `explanation` returns where the innermost backward fails with an error that has one of `texts`."""
-    own = _waiting.get(threading.get_ident())
-    for running in [own] if own else list(_waiting.values()):
+    """Raise what `explanation` returns if the innermost backward fails with an error that contains one of `texts`."""
+    own = _running.get(threading.get_ident())
+    for running in [own] if own else list(_running.values()):
         if running:
             running[-1].explanations.append((texts, explanation))
 
 
-def noting(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `torch.autograd._engine_run_backward` that notes every call while it runs, and explains its errors."""
+def recording_backward(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an `_engine_run_backward` that records each call while it runs, and replaces errors by explanations."""
 
     @functools.wraps(run)
     def noted(
         outputs: Any, grads: Any, retain_graph: bool, create_graph: bool, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         thread = threading.get_ident()
-        calls = _waiting.setdefault(thread, [])
+        calls = _running.setdefault(thread, [])
         running = _Running(bool(inputs))
         calls.append(running)
         try:
@@ -167,7 +171,7 @@ def noting(run: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             calls.pop()
             if not calls:
-                del _waiting[thread]
+                del _running[thread]
 
     return noted
 

@@ -1,10 +1,10 @@
-"""`torch.compile` around DTensors: operations on them run as they do without it, everything else is compiled.
+"""`torch.compile` with DTensors: operations on them run eagerly, everything else is compiled.
 
-Dynamo would read global shapes where its graphs see local ones. It leaves operations on DTensors out of its graphs, and
-looks neither into them nor into the functions of hp_dtensor, of hp_fsdp, whose hooks run between compiled forwards, or
-of hp_moe, whose sizes depend on the tokens. It does look into the modules of `hp_dtensor.nn` and the names of `ops`,
-through which models call torch's functions: on the plain weights of a gathered module they are compiled with the rest
-of its block.
+Dynamo would read global shapes where its graphs have local ones, so it leaves operations on DTensors out of its graphs.
+It does not trace into functions of hp_dtensor, of hp_fsdp (whose hooks run between compiled forwards) or of hp_moe
+(whose sizes depend on the tokens). It does trace into the modules of `hp_dtensor.nn` and the functions of `ops`, which
+models
+call: on the plain weights of an unsharded module they are compiled with the rest of its block.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOOKED_INTO = (
 
 
 def prepare_if_loaded() -> None:
-    """Prepare dynamo where a program has loaded it already; else `torch.compile` does, since loading takes long."""
+    """Prepare dynamo if the program has loaded it. Otherwise `torch.compile` does, since loading takes a second."""
     if "torch._dynamo" in sys.modules:
         _leave_dtensors_out()
 
@@ -46,7 +46,7 @@ def _leave_dtensors_out() -> None:
     from torch._dynamo import config
 
     _leave_them_out_in_every_thread()
-    config.nontraceable_tensor_subclasses.add(TorchDTensor)  # this thread may have its own settings already
+    config.nontraceable_tensor_subclasses.add(TorchDTensor)  # this thread may have settings of its own
 
 
 @functools.cache
@@ -55,11 +55,11 @@ def _leave_them_out_in_every_thread() -> None:
     from torch._dynamo import config, trace_rules
     from torch._dynamo.types import FrameAction, FrameExecStrategy
 
-    # From torch 2.13 on settings are per thread; each begins with a copy of these.
+    # From torch 2.13 on settings are per thread, and each thread starts with a copy of these.
     config._config["nontraceable_tensor_subclasses"].default.add(TorchDTensor)
     for package in _LEFT_ALONE:
         trace_rules.add(package)
-    # Files whose functions are inlined where a compiled one calls them, though their package is left alone.
+    # Files whose functions dynamo inlines, although it skips their package.
     files = [sys.modules[name].__file__ for name in _LOOKED_INTO if name in sys.modules]
     trace_rules.get_mod_inlinelist().update(str(file) for file in files)
     skipped = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)  # with all that they call

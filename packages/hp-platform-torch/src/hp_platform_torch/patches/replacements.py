@@ -1,8 +1,6 @@
-"""Refusals where torch would take the local shard for the tensor without asking `__torch_function__`.
+"""Replacements of functions that would use the local shard as the tensor: refusals, and conversions of values.
 
-Refusals of torch's own ways to train one model on many ranks, around models that are sharded already.
-
-Replacements of functions that make a plain tensor of a DTensor's value, or fill the whole tensor at once.
+Refusals name a way out. Models that are sharded already are refused by torch's own wrappers for data parallelism.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ _WORKS_ON_A_SHARD = (
     "would work on this rank's shard alone. Call it on local tensors inside hp_dtensor.local_map, or the function "
     "that it was made of."
 )
-EXPORTS_A_SHARD = "would give this rank's shard; say so with x.to_local()"
+EXPORTS_A_SHARD = "would use this rank's shard; if that is intended, pass x.to_local()"
 
 
 def refusing(function: Callable[..., Any], name: str, effect: str) -> Callable[..., Any]:
-    """Return `function` that refuses a DTensor as its first argument; the error says `name` and `effect`."""
+    """Return a `function` that raises for a DTensor as its first argument; the message has `name` and `effect`."""
 
     @functools.wraps(function)
     def refused(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +45,7 @@ def refusing(function: Callable[..., Any], name: str, effect: str) -> Callable[.
 
 
 def refusing_arguments(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return `method` that refuses DTensors anywhere among its arguments."""
+    """Return a `method` that raises for DTensors anywhere in its arguments."""
 
     @functools.wraps(method)
     def refused(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +59,7 @@ def refusing_arguments(method: Callable[..., Any], name: str) -> Callable[..., A
 
 
 def refusing_source(set_: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `Tensor.set_` of plain tensors that refuses a DTensor as the source of the storage."""
+    """Return a `Tensor.set_` that raises for a DTensor as the source of the storage."""
 
     @functools.wraps(set_)
     def refused(self: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +79,7 @@ _WHAT_TO_PREPARE = (
 
 
 def refusing_sharded(init: Callable[..., None], name: str) -> Callable[..., None]:
-    """Return a wrapper's `__init__` that refuses modules with DTensor parameters; the error says `name`."""
+    """Return a wrapper's `__init__` that raises for modules with DTensor parameters; the message has `name`."""
 
     @functools.wraps(init)
     def refused(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -92,7 +90,7 @@ def refusing_sharded(init: Callable[..., None], name: str) -> Callable[..., None
 
 
 def refusing_sharded_parameters(init: Callable[..., None]) -> Callable[..., None]:
-    """Return the `__init__` of what torch's `fully_shard` makes of each parameter so that it refuses DTensors."""
+    """Return an `__init__` of torch's `FSDPParam`, created by `fully_shard` per parameter, that raises for DTensors."""
 
     @functools.wraps(init)
     def refused(self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
@@ -110,7 +108,7 @@ PATCHES_OF_FSDP = (
         REFUSED,
         lambda init: refusing_sharded(init, "FullyShardedDataParallel"),
     ),
-    # Each `from torch.distributed.fsdp import fully_shard` has the function itself; this it calls for each parameter.
+    # Programs import `fully_shard` by name, so replacing the function would miss them; it creates this per parameter.
     Patch(
         "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.__init__", WHY, REFUSED, refusing_sharded_parameters
     ),
@@ -118,9 +116,9 @@ PATCHES_OF_FSDP = (
 
 
 def refuse_if_loaded() -> None:
-    """Let torch's `FullyShardedDataParallel` and `fully_shard` refuse, where a program has loaded them already.
+    """Install the refusals in torch's `FullyShardedDataParallel` and `fully_shard`, if the program has loaded them.
 
-    To load them takes as long as torch itself.
+    Loading them takes as long as torch itself.
     """
     if "torch.distributed.fsdp" in sys.modules:
         _refuse_in_fsdp()
@@ -136,14 +134,14 @@ def _refuse_dtensors(name: str, parameters: Iterable[tuple[str, Any]]) -> None:
     for path, parameter in parameters:
         if isinstance(parameter, TorchDTensor):
             raise ShardingRuleError(
-                f"{name} of a model whose {path} is {parameter.spec!r}: it would take shards for replicas, or cut them "
-                "once more. A model of hp_fsdp.fully_shard reduces its gradients itself: use it as it is; one of "
+                f"{name} of a model whose {path} is {parameter.spec!r}: it would treat shards as replicas, or shard "
+                "them again. A model of hp_fsdp.fully_shard reduces its gradients itself: use it as it is; one of "
                 f"parallelize_module is given to hp_fsdp.fully_shard. {_WHAT_TO_PREPARE}"
             )
 
 
 def taking_numbers(new_full: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `new_full` that takes a DTensor without dimensions for its number, as `float(x)`: every rank calls it."""
+    """Return a `new_full` that converts 0-d DTensors to numbers like `float(x)`, so every rank must call it."""
 
     @functools.wraps(new_full)
     def filled(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -157,7 +155,7 @@ def _number(x: Any) -> Any:
 
 
 def copying_as_new(new_tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `new_tensor` that makes a DTensor of a DTensor, placed alike."""
+    """Return a `new_tensor` that copies a DTensor to a DTensor with the same placements."""
 
     @functools.wraps(new_tensor)
     def copied(self: Tensor, data: Any, **options: Any) -> Tensor:
@@ -178,17 +176,17 @@ def _copy(
 
 
 def keeping_the_shard(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return an initialiser of DTensors: every rank fills the whole, from generators in step, and keeps its shard."""
+    """Return an initializer in which each rank fills the full tensor, with synchronized generators, for its shard."""
 
     @functools.wraps(function)
     def filled(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(tensor, TorchDTensor) or not is_intercepting():
             return function(tensor, *args, **kwargs)
         spec = tensor._spec
-        whole = torch.empty(spec.shape, dtype=spec.dtype, device=tensor.device)
-        function(whole, *args, **kwargs)
+        full = torch.empty(spec.shape, dtype=spec.dtype, device=tensor.device)
+        function(full, *args, **kwargs)
         with torch.no_grad():
-            tensor.copy_(distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None))
+            tensor.copy_(distribute_tensor(full, spec.mesh, spec.placements, src_data_rank=None))
         return tensor
 
     return filled

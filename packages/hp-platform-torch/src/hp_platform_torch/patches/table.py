@@ -1,7 +1,11 @@
-"""Table of everything in torch that this platform replaces, and why; installed when the platform is first made.
+"""Table of the functions of torch that this platform replaces, installed when the platform is first created.
 
-A replacement asks whether a DTensor is among its arguments. Where none is, it calls torch's own function with what it
-was given: to plain tensors nothing happens.
+`__torch_function__` gets only calls that torch routes to it. Some functions pass a tensor to C++ or autograd directly;
+there a DTensor would count as this rank's shard, and the result would be wrong without an error. Each replacement looks
+for DTensors among its arguments, and calls torch's own function if there is none.
+
+To add one: write it (`functools.wraps`, plain tensors first), and add a line to `PATCHES`, a call to `PLAIN_CALLS` of
+`tests/test_torch_patches.py`, and the new table to the package's README, which a test compares.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from hp_platform_torch.patches import autograd_function, compile, replacements
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """One of torch's own hooks or settings that the platform uses; fields as those of `Patch`."""
+    """A hook or setting of torch that the platform uses; fields as those of `Patch`."""
 
     name: str
     why: str
@@ -31,8 +35,8 @@ _BYPASSED = "C++ treats the local shard as the tensor"
 _REFUSED = "refused"
 
 
-def _refused(name: str, replacement: Callable[..., Any], *told: str) -> Patch:
-    return Patch(name, _BYPASSED, _REFUSED, lambda function: replacement(function, *told))
+def _refused(name: str, replacement: Callable[..., Any], *words: str) -> Patch:
+    return Patch(name, _BYPASSED, _REFUSED, lambda function: replacement(function, *words))
 
 
 def _full(name: str) -> Patch:
@@ -49,19 +53,19 @@ PATCHES = (
         "torch.autograd.Function.apply",
         "forward would get DTensors and backward plain local gradients",
         "refused, except in torch's own checkpoints and module hooks, which get DTensors in both",
-        autograd_function.asking_for_dtensors,
+        autograd_function.refusing_dtensors,
     ),
     Patch(
         "torch.utils.checkpoint.CheckpointFunction.backward",
         "returns DTensors to autograd, which expects local gradients",
         "their local data is returned",
-        autograd_function.giving_shards,
+        autograd_function.returning_local_gradients,
     ),
     Patch(
         "torch.autograd._engine_run_backward",
         "does not report whether a backward has `inputs=`",
         "recorded while it runs: `fully_shard` reduces gradients of parameters only when they are requested",
-        autograd_function.noting,
+        autograd_function.recording_backward,
     ),
     _refused(
         "torch._functorch.eager_transforms._wrap_for_grad",
@@ -136,7 +140,7 @@ REGISTRATIONS = (
 
 @functools.cache
 def install() -> Mapping[str, Any]:
-    """Put every replacement in its place, once in a process; return torch's own functions by their full names."""
+    """Install all replacements, once per process; return torch's own functions by their full names."""
     replaced = {patch.name: patch.install() for patch in PATCHES}
     for registration in REGISTRATIONS:
         registration.register()
@@ -144,6 +148,6 @@ def install() -> Mapping[str, Any]:
 
 
 def as_markdown() -> str:
-    """Return the table as the README of this package shows it."""
+    """Return the table as Markdown, for the README of this package."""
     rows = [f"| `{entry.name}` | {entry.why} | {entry.dtensors} |" for entry in (*PATCHES, *REGISTRATIONS)]
     return "\n".join(["| in torch | without it | DTensors |", "|---|---|---|", *rows])

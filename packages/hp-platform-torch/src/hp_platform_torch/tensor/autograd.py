@@ -1,12 +1,9 @@
-"""Two kinds of autograd node: linear maps with a dual, and functions with a given backward.
+"""Autograd for the platform: linear maps with a dual, functions with a given backward, backward in two parts, autocast.
 
-A backward in two parts: the gradients of given inputs now, those of the parameters later.
-
-The graph between the outputs and the inputs is walked once. Some of its nodes have a further branch, towards a
-parameter; the gradients that reach these are results of the first part (Zero Bubble, arXiv 2401.10241;
-torch.distributed.pipelining keeps them too), and the second part computes the branches from there.
-
-The state of torch.autocast, taken along from forward to a recomputation in backward.
+`split_backward` computes the gradients of given inputs first and those of the parameters later (Zero Bubble, arXiv
+2401.10241; torch.distributed.pipelining has it too). It walks the graph between outputs and inputs once. Some of its
+nodes have another branch, towards a parameter. The first part also returns the gradients that reach these nodes, and
+the second part continues from there.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ def linear_map(x: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
 
 
 def _no_view(result: torch.Tensor) -> torch.Tensor:
-    """Detach a view from its base: results of a node may be written in place, and torch refuses to write such views."""
+    """Detach a view from its base: torch refuses in-place writes to views that a custom node returns."""
     return result.detach() if result._is_view() else result
 
 
@@ -41,15 +38,15 @@ class _LinearMap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
         ctx.dual = backward, forward
-        # A result that is the input would become a view that holds it: with a view kept on its source,
-        # as `vary` keeps it, neither could ever be freed.
+        # Torch would turn a result that is the input itself into a view that refers to the input. `vary` stores the
+        # view on its source, so the two would refer to each other and never be freed.
         result = forward(x)
         return result.detach() if result is x else _no_view(result)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        # Itself a linear map with the roles exchanged, so that second derivatives (`create_graph=True`) are right
-        # without further code.
+        # The backward is a linear map with the roles exchanged, which makes second derivatives (`create_graph=True`)
+        # right.
         return linear_map(grad, *ctx.dual), None, None
 
 
@@ -58,8 +55,8 @@ def custom_function(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Run `forward(*inputs)` as one node with the given backward; see `Platform.custom_function`."""
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    # The gradient is not differentiable, but torch must know that it depends on the inputs: silent zeros as a second
-    # derivative would be wrong. The anchor carries that edge without their data.
+    # The gradient is not differentiable, but torch must know that it depends on the inputs: otherwise second
+    # derivatives would silently be zero. The anchor is an edge to the inputs without their data.
     anchor = _Anchor.apply(*inputs) if recorded else None
     return _CustomFunction.apply(forward, backward, anchor, *inputs)
 
@@ -71,9 +68,9 @@ class _CustomFunction(torch.autograd.Function):
     ) -> Any:
         ctx.backward_function, ctx.anchor = backward, anchor
         outputs = forward(*inputs)
-        # Of several outputs the unused ones give None, not zeros that have to be made; a single one that is unused has
-        # no backward at all.
-        # `split_backward` calls nodes by itself, and torch does not tell it what has been set.
+        # With several outputs, unused ones have gradient None instead of allocated zeros. With a single unused output
+        # there is no backward at all. `split_backward` calls nodes itself and cannot read what `set_materialize_grads`
+        # was given, so the node stores it.
         ctx.materializes = isinstance(outputs, torch.Tensor)
         ctx.set_materialize_grads(ctx.materializes)
         ctx.mark_non_differentiable(*_not_differentiable(outputs))
@@ -84,8 +81,8 @@ class _CustomFunction(torch.autograd.Function):
         with torch.no_grad():
             result = ctx.backward_function(*grads)
         if not _keeps_graph():
-            # As torch frees what its own nodes have saved, once they have run: whoever holds the loss holds this node.
-            # One that has raised may be tried again.
+            # Free what the backward refers to, as torch frees the saved tensors of its own nodes: a reference to the
+            # loss keeps this node alive. A backward that has raised may be tried again.
             ctx.backward_function = _refuse_again
         grads_of_inputs = (result,) if result is None or isinstance(result, torch.Tensor) else tuple(result)
         expected = len(ctx.needs_input_grad) - 3
@@ -111,7 +108,7 @@ def _refuse_again(*grads: Any) -> Any:
 
 
 class _Anchor(torch.autograd.Function):
-    """Empty tensor that depends on tensors in the graph without keeping their data."""
+    """Empty tensor that depends on tensors in the graph without saving their data."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
@@ -123,7 +120,7 @@ class _Anchor(torch.autograd.Function):
 
 
 def _differentiated_once(grad: torch.Tensor | None, depends_on: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return `grad` as the result of a node that refuses to be differentiated: its derivative is not recorded."""
+    """Return `grad` as the result of a node whose backward raises, since its derivative was not recorded."""
     return None if grad is None else _Refusal.apply(grad, *depends_on)
 
 
@@ -135,8 +132,8 @@ class _Refusal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(
-            "no second derivative: the gradient of a custom_function is not recorded. Such are reductions over ranks "
-            "by max, min or product"
+            "no second derivative: the gradient of a custom_function is not recorded. Reductions over ranks by max, "
+            "min or product are such functions"
         )
 
 
@@ -155,7 +152,7 @@ def split_backward(
 ) -> tuple[list[Tensor | None], Callable[[], None]]:
     """Return the gradients of leaves `inputs`, and a function that accumulates those of all other leaves.
 
-    Nodes written in Python compute all their gradients at once, so theirs are computed twice.
+    Nodes written in Python compute all their gradients at once, so the second part runs them again.
     """
     seeds = [torch.ones_like(y) if grad is None else grad for y, grad in zip(outputs, grads, strict=True)]
     roots = [get_gradient_edge(y) for y in outputs]
@@ -172,26 +169,27 @@ def split_backward(
     forks = graph.forks()
     found = torch.autograd.grad(
         [y for y, _ in reaching],
-        # One pass gives the gradients of the forks too, without a call of Python for each of them.
+        # One pass also returns the gradients at the forks, without a Python call for each.
         [*inputs, *(edge for fork in forks for edge in fork.edges)],
         [seed for _, seed in reaching],
         retain_graph=True,
         allow_unused=True,
     )
     kept = list(found[len(inputs) :])
-    # torch 2.11 keeps a node that is written in Python only as long as what comes before it in the backward: the roots.
+    # torch 2.11 frees a node written in Python with the nodes before it in the backward, so the second part holds the
+    # roots.
     return list(found[: len(inputs)]), lambda: _finish(apart, forks, kept, roots)
 
 
 @dataclass(slots=True)
 class _Fork:
-    """A node between outputs and inputs that has edges to elsewhere.
+    """A node between outputs and inputs with edges that do not lead to an input.
 
     Attributes:
-        edges: the places where gradients reach it.
-        slots: which of its own gradients belong to `branches`.
-        branches: its edges that lead away from the inputs.
-        is_alone: no other node leads to the ends of these.
+        edges: the gradient edges by which gradients reach the node.
+        slots: indices of its gradients that belong to `branches`.
+        branches: its edges that lead to no input.
+        is_alone: no other node has edges to the targets of `branches`.
     """
 
     node: Node
@@ -202,17 +200,17 @@ class _Fork:
 
 
 class _Graph:
-    """The nodes that gradients of outputs go through.
+    """The autograd nodes reachable from the outputs.
 
     Attributes:
-        between: those from which an input is reached, the inputs' own among them.
+        between: nodes from which an input is reachable, including the inputs' own.
     """
 
     def __init__(self, roots: Sequence[GradientEdge], targets: set[Node]) -> None:
         self._roots, self._targets = roots, targets
-        # Python's objects for nodes are made anew unless somebody holds them.
+        # Torch creates another Python object for a node unless one is alive, so the keys also keep them comparable.
         self._following: dict[Node, tuple[tuple[Node, int], ...]] = {}
-        # The nodes that lead to each; a pipeline comes here for each micro-batch, hence no second pass over the edges.
+        # Predecessors of each node, built in the same pass, because a pipeline does this for each micro-batch.
         self._leading: dict[Node, list[Node]] = {root.node: [] for root in roots}
         self._walk()
         self.between = {target for target in targets if target in self._leading}
@@ -237,14 +235,14 @@ class _Graph:
                     waiting.append(child)
 
     def forks(self) -> list[_Fork]:
-        """Return the forks in the order of their forward."""
+        """Return the forks in forward order."""
         between, targets = self.between, self._targets
         found = [
             self._fork(node, edges)
             for node, edges in self._following.items()
             if len(edges) > 1 and node in between and node not in targets
         ]
-        # Those that share a parameter add to its gradient from the last on, in the order of a whole backward.
+        # Sorted, so that forks that share a parameter add to its gradient in the order of an ordinary backward.
         return sorted((fork for fork in found if fork.branches), key=lambda fork: fork.node._sequence_nr())
 
     def _fork(self, node: Node, edges: tuple[tuple[Node, int], ...]) -> _Fork:
@@ -261,7 +259,7 @@ class _Graph:
 
 
 def _finish(apart: Sums, forks: list[_Fork], kept: list[Tensor | None], graph: Sequence[GradientEdge]) -> None:
-    """Compute what the branches get, then run one backward over all of them; `graph` keeps their nodes until then."""
+    """Compute the gradients of the branches, then run one backward over all; `graph` keeps their nodes alive."""
     while forks:
         fork = forks.pop()
         own = [kept.pop() for _ in fork.edges][::-1]
@@ -283,10 +281,10 @@ def _branch_gradients(fork: _Fork, grads: Sequence[Tensor | None]) -> list[tuple
 
 
 def _run(edges: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: Sequence[GradientEdge] = ()) -> Any:
-    """Return the gradients of `inputs` as `torch.autograd.grad`, or without them accumulate as `backward`.
+    """Return the gradients of `inputs` as `torch.autograd.grad` does, or without inputs accumulate as `backward` does.
 
-    These two check the shape of each gradient in Python, which takes as long as a small weight's part itself; ours are
-    those that autograd has just given for the same places.
+    Those functions check the shape of each gradient in Python, which takes as long as the backward of a small weight.
+    Here the gradients come from autograd itself, for the same edges.
     """
     return torch.autograd._engine_run_backward(
         tuple(edges), tuple(grads), False, False, tuple(inputs), True, accumulate_grad=not inputs
@@ -294,9 +292,9 @@ def _run(edges: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: Sequenc
 
 
 def _by_the_node(fork: _Fork, given: Sequence[tuple[GradientEdge, Tensor]]) -> list[tuple[GradientEdge, Tensor]]:
-    """Compute the gradients of a fork's branches by the node alone, and those of its other edges for nothing.
+    """Compute the gradients of a fork's branches by calling its node directly; those of its other edges are dropped.
 
-    Something on a branch is used elsewhere too, and autograd would also come to it by way of the other use.
+    Needed where something on a branch is used elsewhere too: a backward would also follow the other use.
     """
     grads: list[Tensor | None] = [None] * len(fork.node._input_metadata)
     for edge, grad in given:
@@ -311,9 +309,8 @@ def _by_the_node(fork: _Fork, given: Sequence[tuple[GradientEdge, Tensor]]) -> l
 def _of_python(node: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Return the gradients for all edges of a `torch.autograd.Function`'s node, as autograd gets them.
 
-    Its backward returns something for every argument of its forward, where edges are of tensors alone. For outputs that
-    nothing has used it is given zeros, as by default; torch tells nobody that a function of someone else's has asked
-    for None by `set_materialize_grads(False)`.
+    Its backward returns a value for every argument of forward, but only tensors have edges. Unused outputs get zeros,
+    torch's default: whether another author's function called `set_materialize_grads(False)` cannot be read.
     """
     if getattr(node, "materializes", True):
         metas = zip(grads, node._input_metadata, strict=True)
@@ -325,7 +322,7 @@ def _of_python(node: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None
 
 
 def _reduced(grad: Tensor, edge: GradientEdge) -> Tensor:
-    """Sum a gradient over what was expanded, and cast it, as autograd does between two nodes."""
+    """Sum a gradient over expanded dimensions and cast it, as autograd does between two nodes."""
     meta = edge.node._input_metadata[edge.output_nr]
     return grad.sum_to_size(meta.shape).to(meta.dtype)
 
@@ -335,7 +332,7 @@ def _add(sums: Sums, edge: GradientEdge, grad: Tensor) -> None:
 
 
 def automatic_precision_of(kinds: Collection[str]) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what makes a block compute under the autocast of here, on these kinds of devices.
+    """Return a function whose context manager restores the current autocast state, on these device types.
 
     Example:
         >>> import torch
@@ -352,7 +349,7 @@ def automatic_precision_of(kinds: Collection[str]) -> Callable[[], AbstractConte
             return contextlib.nullcontext()
         stack = contextlib.ExitStack()
         for kind, is_enabled, dtype in here:
-            # Casts are not cached: one of a weight that is made without recording hides its gradient later.
+            # Without the cache of casts: a weight's cast that was cached under no_grad would later hide its gradient.
             stack.enter_context(torch.autocast(kind, dtype, is_enabled, cache_enabled=False))
         return stack
 

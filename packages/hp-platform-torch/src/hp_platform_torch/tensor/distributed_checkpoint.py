@@ -1,7 +1,7 @@
-"""DTensors in `torch.distributed.checkpoint`: the boxes that this rank holds, and their memory.
+"""DTensors in `torch.distributed.checkpoint`: the boxes of the global tensor on this rank, and their memory.
 
-`TorchDTensor` has the three methods by which torch asks any tensor for this; parts are boxes, so every way to cut a
-tensor goes, ragged and strided ones too.
+`TorchDTensor` has the three methods with which torch asks a tensor for them. A shard may consist of several boxes, so
+ragged and strided placements work too.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def chunks(spec: TensorSpec) -> list[ChunkStorageMetadata]:
-    """Return the boxes of the tensor that this rank holds."""
+    """Return the boxes of the global tensor that are stored on this rank."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for offset, shape in _boxes(spec)]
 
 
 def write_items(name: str, spec: TensorSpec, local: Tensor) -> list[WriteItem]:
-    """Return an item for each box that this rank could write; torch leaves out what another rank writes too."""
+    """Return a write item per box of this rank; torch drops duplicates that another rank writes too."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -56,11 +56,11 @@ def part(spec: TensorSpec, local: Tensor, index: MetadataIndex) -> Tensor:
             for dim, (begin, length) in enumerate(zip(start, shape, strict=True)):
                 local = local.narrow(dim, begin, length)
             return local
-    raise ValueError(f"{index.fqn}: this rank holds no part at {index.offset} of {spec!r}")
+    raise ValueError(f"{index.fqn}: this rank has no box at {index.offset} of {spec!r}")
 
 
 def _boxes(spec: TensorSpec) -> list[Box]:
-    """Return a box for each combination of ranges; one for a tensor without elements, so that its shape is written."""
+    """Return a box per combination of ranges; one for a tensor without elements, so that its shape is saved."""
     if spec.is_partial:
         raise PlacementError(f"a checkpoint of partial values, {spec!r}: reduce them first, x.reduce_partial()")
     if spec.mesh.get_coordinate() is None:

@@ -1,14 +1,8 @@
-"""Shape, dtype and sizes of a DTensor: those of the whole tensor, by torch's names for them.
+"""`TorchDTensor`: a `torch.Tensor` subclass whose data is this rank's shard, with a spec. Intercepted above autograd.
 
-Values of a DTensor on the host: those of the whole tensor, by torch's names for them.
-
-`TorchDTensor`: a torch tensor that is its own local shard, intercepted above autograd.
-
-`__torch_function__` looks the operation up by the function, the specs and the static arguments. Where the
-plan found there runs on the local data as it is, the operation costs that look-up, torch's own function and
-the assignment of the result's class and spec; anything else is `hp_dtensor.dispatch.operation`.
-
-Everything below torch's Python functions (autograd, hooks, memory) sees plain tensors of the local shape.
+Torch calls `__torch_function__` for each function that gets a DTensor. In steady state a call costs the look-up of its
+plan by (function, specs, static arguments), torch's own function on the local data, and setting the class and the spec
+of the result. Autograd, hooks and memory below torch's Python functions see plain tensors of the local shape.
 """
 
 from __future__ import annotations
@@ -19,7 +13,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from hp_dtensor.dispatch.operation import Uncached, run
+from hp_dtensor.dispatch.operation import Key, Uncached
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.redistribute.explicit import gathered
 from hp_dtensor.spec.tensor_spec import TensorSpec, visible_grad_spec
@@ -31,15 +25,13 @@ from hp_platform_torch.comm.groups import is_watched
 from hp_platform_torch.tensor import distributed_checkpoint as checkpointing
 from hp_platform_torch.tensor.operations import (
     LocalOperations,
-    first_spec,
     is_intercepting,
     is_partial_number,
     locally,
     operations,
     operations_in_place,
-    refuse_transforms,
-    run_into,
     run_locally,
+    with_views,
 )
 
 Tensor = torch.Tensor
@@ -49,10 +41,11 @@ _local_dtype = _plain.dtype.__get__
 
 
 class GlobalView:
-    """Attributes of a DTensor that need its spec alone, so that no rank waits for another.
+    """Shape, dtype and sizes of the global tensor, under torch's names. They need the spec only and communicate
+    nothing.
 
-    Torch's own code (optimizers, `grad_fn`, printing) asks for them too, while it works on the local data: inside
-    `LocalOperations` they are those of the shard, or an optimizer would give its state the shape of the whole.
+    Torch's own code (optimizers, `grad_fn`, printing) reads them while it works on local data. Inside `LocalOperations`
+    they are therefore those of the shard; otherwise an optimizer would create its state in the global shape.
     """
 
     _spec: Any
@@ -108,7 +101,7 @@ class GlobalView:
 
 
 class HostValues:
-    """Methods of a DTensor that give Python numbers and NumPy arrays of the whole tensor.
+    """Methods that return values of the global tensor as Python numbers, lists and NumPy arrays.
 
     Each communicates unless the tensor is replicated, so every rank of the mesh must call it.
     """
@@ -117,46 +110,46 @@ class HostValues:
 
     def item(self) -> Any:
         """Return the value of a one-element tensor."""
-        return _whole("item", self).item()
+        return _full_value("item", self).item()
 
     def tolist(self) -> Any:
         """Return all values as nested lists."""
-        return _whole("tolist", self).tolist()
+        return _full_value("tolist", self).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the whole tensor as a NumPy array."""
-        return (_whole("numpy", self) if force else gathered("numpy", self)).numpy(force=force)
+        """Return the full tensor as a NumPy array."""
+        return (_full_value("numpy", self) if force else gathered("numpy", self)).numpy(force=force)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return gathered("__array__", self).__array__(dtype)
 
     def __bool__(self) -> bool:
-        return bool(_whole("bool", self))
+        return bool(_full_value("bool", self))
 
     def __int__(self) -> int:
-        return int(_whole("int", self))
+        return int(_full_value("int", self))
 
     def __float__(self) -> float:
-        return float(_whole("float", self))
+        return float(_full_value("float", self))
 
     def __index__(self) -> int:
-        return _whole("index", self).__index__()
+        return _full_value("index", self).__index__()
 
     def __complex__(self) -> complex:
-        return complex(_whole("complex", self))
+        return complex(_full_value("complex", self))
 
     def __format__(self, format_spec: str) -> str:
         return (
-            format(_whole("format", self), format_spec)
+            format(_full_value("format", self), format_spec)
             if not self._spec.shape
             else object.__format__(self, format_spec)
         )
 
 
-def _whole(operation: str, x: Any) -> Tensor:
+def _full_value(operation: str, x: Any) -> Tensor:
     with torch.no_grad():
-        whole: Tensor = gathered(operation, x)
-    return whole
+        full: Tensor = gathered(operation, x)
+    return full
 
 
 _BelowDispatch = torch._C._DisableTorchDispatch
@@ -171,7 +164,7 @@ _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
-    """DTensor on torch: the local shard as a tensor, with a spec; made by `wrap`. See `hp_dtensor.DTensor`."""
+    """DTensor on torch: the local shard as a tensor, with a spec. Created by `wrap`; see `hp_dtensor.DTensor`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError("a DTensor is made by hp_dtensor.distribute_tensor or DTensor.from_local")
@@ -184,72 +177,61 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        # The steps of `hp_dtensor.dispatch.operation.run`, written out where the steady state spends its time:
+        # benchmarks/torch_dispatch.py measures each microsecond.
         operation = operations[func]
-        # Arguments of `y.__rsub__(x)` come in reverse, and the rule's in order.
         if operation.is_special:
             if operation.handler is locally and not kwargs:
                 return run_locally(func, (), args)
             if operation.handler is not None:
                 return operation.handler(func, args, kwargs or {})
-            args = args[::-1]
+            args = args[::-1]  # `y.__rsub__(x)`: rules get the arguments in canonical order
         if kwargs and kwargs.get("inplace"):
             operation = operations_in_place[operation]
         call = operation.call
         if operation.saves:
-            # Asked at each call: checkpoints and offloading install hooks for a while only. Without them autograd saves
-            # the DTensors themselves, which costs nothing.
+            # Checked in every call: checkpoints and offloading install hooks only for a while. Without hooks autograd
+            # saves the DTensors themselves, at no cost.
             if _saved_tensor_hooks(True) is not None:
                 call = operation.call_with_plain
             elif is_watched():
                 call = operation.call_with_local
         try:
-            if len(args) == 2:  # written out: the most frequent
+            if len(args) == 2 and not kwargs:
+                # `Operation.key` written out for the most frequent number of arguments: the call of a method takes 3 %
+                # of an addition.
                 x, y = args
-                key: tuple[Any, ...] = (
+                key: Key = (
                     x._spec if type(x) is TorchDTensor else operation.key_of(x),
                     y._spec if type(y) is TorchDTensor else operation.key_of(y),
                 )
             else:
-                key = tuple([x._spec if type(x) is TorchDTensor else operation.key_of(x) for x in args])
-            if kwargs:
-                key += (
-                    *kwargs,
-                    *[x._spec if type(x) is TorchDTensor else operation.key_of(x) for x in kwargs.values()],
-                )
+                key = operation.key(args, kwargs or {})
         except Uncached:
-            if kwargs and kwargs.get("out") is not None:
-                return run_into(call, args, kwargs)
-            if torch._C._are_functorch_transforms_active():
-                refuse_transforms(operation.name)
-            if operation.check is not None:
-                operation.check(*args, **(kwargs or {}))
-            platform = first_spec(args, kwargs or {}).mesh.platform
-            return operation.named(run(operation, platform, call, args, kwargs or {}))
-        # From here on the way of a call in steady state, of which benchmarks/torch_dispatch.py measures each
-        # microsecond.
+            return operation.run_uncached(call, args, kwargs or {})
         plan = operation.plans.get(key)
         if plan is None:
             return operation.run_first(call, key, args, kwargs or {})
         direct = plan.direct
-        # A view, or a write, of what is already a copy here must be marked, or refused, by the plan.
+        # If the argument is already a copy of a view, the plan must mark the result too, or refuse the write.
         if direct is None or (operation.shares and args and args[0]._copied_by is not None):
             return operation.named(plan.run(call, args, kwargs or {}))
         spec = direct.spec
-        if direct.as_given and not kwargs:
+        if direct.is_unchanged and not kwargs:
             result = run_locally(call, (), args)
         elif direct.static is not None:
             result = run_locally(call, (), (args[0], *direct.static[0]), direct.static[1])
         else:
-            local_args = direct.viewed(args) if direct.views and torch.is_grad_enabled() else args
+            local_args = with_views(direct, args) if direct.views and torch.is_grad_enabled() else args
             result = run_locally(call, (), local_args, kwargs or {})
             if direct.is_number and not result.requires_grad:
                 return adopt(result, spec.with_dtype(result.dtype))
         if operation.in_place:
             return args[0]
-        if result.dtype is not spec.dtype:  # under autocast the same call has another result
+        if result.dtype is not spec.dtype:  # autocast may change the dtype from one call to the next
             spec = spec.with_dtype(result.dtype)
-        # No wrapper: the result becomes a DTensor by its class, as autograd's node, storage and version counter stay
-        # its own.
+        # The result object itself becomes the DTensor, by its class: a wrapper would have another autograd node,
+        # version counter and lifetime of storage, and would cost more.
         result.__class__ = TorchDTensor
         result._spec = spec
         return result
@@ -262,28 +244,30 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Give torch the number of the whole where it reads one unasked; reached by partial numbers, see `adopt`."""
+        """Return the global value where C++ reads a partial 0-d DTensor as a number; see `adopt`."""
         if func in READS_NUMBER and is_intercepting():
             return args[0].item()
         with LocalOperations(), _BelowDispatch():
             return func(*args, **(kwargs or {}))
 
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ShardingRuleError("set_ of a DTensor would leave its spec behind; use x.data = another DTensor")
+        raise ShardingRuleError("set_ of a DTensor would not change its spec; use x.data = another DTensor")
 
-    __hash__ = torch.Tensor.__hash__  # that of the plain tensor which an optimizer's step sees
+    # Equal to the hash of the plain tensor that it is during an optimizer's step: optimizer state is keyed by
+    # parameters.
+    __hash__ = torch.Tensor.__hash__
 
-    # Optimizers ask for each parameter; `check_dense` takes no tensor of which one of these is true.
+    # Class attributes, because optimizers read them for each parameter; `check_dense` admits only tensors without them.
     is_sparse = is_sparse_csr = is_quantized = is_mkldnn = is_nested = False
 
     # Gradients -------------------------------------------------------------------------------------------
 
     @property
     def grad(self) -> Any:
-        """The accumulated gradient: a DTensor placed as this one, replicated where this one is a partial sum.
+        """The accumulated gradient: a DTensor with the same placements, but replicated where this one is a partial sum.
 
         Raises:
-            GradientPathError: this one is partial by something else.
+            GradientPathError: this one is partial by another reduction than a sum.
         """
         local = run_locally(_local_grad, (), (self,))
         if local is None and self._deferred_gradient is not None:
@@ -291,12 +275,13 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
             local = run_locally(_local_grad, (), (self,))
         if local is None or type(local) is TorchDTensor or not is_intercepting():
             return local
-        # Autograd accumulates plain local gradients, for the node of a leaf knows nothing of specs; the first who looks
-        # at one dresses it.
+        # Autograd accumulates plain local gradients, because a leaf's node knows no spec. The first access converts the
+        # gradient to a DTensor.
         spec = visible_grad_spec(self._spec)
         if local.requires_grad and spec is not self._spec:
             return wrap_gradient(self._spec, local)
-        # Autograd made it and nobody else holds it: it becomes the DTensor itself, the same at every access.
+        # Autograd created it and nothing else refers to it, so the object itself becomes the DTensor: every access
+        # returns the same one.
         return adopt(local, spec.with_dtype(local.dtype))
 
     @grad.setter
@@ -316,10 +301,10 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
 
     @property
     def _post_accumulate_grad_hooks(self) -> Any:
-        """Hooks that `register_post_accumulate_grad_hook` has added.
+        """Hooks added by `register_post_accumulate_grad_hook`.
 
-        Where hp-fsdp sets the gradient, it calls them, and autograd must not know of them: it would call them with
-        its own part of the gradient.
+        Where hp-fsdp sets the gradient it also calls these hooks. Autograd must not have them then: it would call them
+        with its unreduced gradient.
         """
         if self._gradient_from:
             return self.__dict__.get("_gradient_hooks")
@@ -348,9 +333,9 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
     def data(self, value: Tensor) -> None:
         if is_intercepting() and not isinstance(value, TorchDTensor):
             raise MixedOperandsError("data of a DTensor: expected a DTensor, got a plain tensor; distribute it first")
-        # New data has nothing to do with what the old one was gathered from: its gradient must not go there.
+        # The new data was not gathered from the old one's source: its gradient must not flow there.
         forget_source(self)
-        # Before its memory is taken: to look at `_spec` waits for a value that is under way.
+        # Read before the memory is taken over: the access of `_spec` waits for a pending value.
         spec = value._spec if isinstance(value, TorchDTensor) else self._spec
         with LocalOperations():
             _set_local_data(self, value)
@@ -363,10 +348,11 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
         create_graph: bool = False,
         inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """Accumulate gradients, as `torch.Tensor.backward`; of a partial loss each rank drives its own part.
+        """Accumulate gradients as `torch.Tensor.backward` does. For a partial loss each rank starts from its own
+        summand.
 
         Args:
-            gradient: a DTensor of any placements, or the local gradient; None for a scalar.
+            gradient: a DTensor with any placements, or the local gradient; None for a scalar.
         """
         handler = operations[_plain.backward].handler
         assert handler is not None
@@ -375,7 +361,7 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         with LocalOperations():
             plain = self.detach()
-            # FSDP frees the storage of a gathered parameter and keeps the tensor: there is nothing to read.
+            # FSDP frees the storage of a gathered parameter but not the tensor object: there is no data to print.
             is_freed = plain.numel() > 0 and plain.untyped_storage().nbytes() == 0 and not plain.is_meta
             local = "<freed>" if is_freed else torch.Tensor.__repr__(plain)
             recorded = f", grad_fn=<{self.grad_fn.name()}>" if self.grad_fn else ", requires_grad=True"
@@ -394,7 +380,7 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
         check_copied(self.is_leaf)
         with torch.no_grad():
             twin = adopt(unwrap(self).clone(), self._spec)
-        # Before its gradient is copied, which may refer to the tensor again.
+        # Entered before the gradient is copied, which may refer to this tensor again.
         memo[id(self)] = twin
         twin.requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):
@@ -423,20 +409,20 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
 
 
 class PendingTorchDTensor(PendingDTensor, TorchDTensor):
-    """A `TorchDTensor` whose data is on its way."""
+    """A `TorchDTensor` whose data has not arrived yet."""
 
     facts: ClassVar[dict[str, Callable[[TensorSpec], Any]]] = {**FACTS, "shape": lambda spec: torch.Size(spec.shape)}
 
 
 def adopt_later(result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) -> TorchDTensor:
-    """Turn `result`, which nobody else holds, into a DTensor that takes its data from `finish` when it is used."""
+    """Turn `result`, which has no other reference, into a DTensor that gets its data from `finish` on first use."""
     in_inference = torch.is_inference_mode_enabled()
 
     def arrive(x: Any) -> None:
-        # As where it began: data that inference mode makes would take the tensor out of the graph.
+        # In the inference mode of the start: inference tensors as data would take the tensor out of the autograd graph.
         with torch.inference_mode(in_inference), torch.no_grad(), LocalOperations():
             data = finish()
-            _set_local_data(x, data)  # the place in the graph, and the version, stay
+            _set_local_data(x, data)  # leaves the autograd node and the version counter as they are
 
     made = adopt(result, spec)
     made.__class__ = PendingTorchDTensor
@@ -445,9 +431,10 @@ def adopt_later(result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) 
 
 
 def wrap(local: Tensor, spec: TensorSpec) -> TorchDTensor:
-    """Return `local` as a DTensor; `local` itself stays plain.
+    """Return a DTensor that shares `local`'s data and autograd node; `local` itself stays plain.
 
-    A leaf must be no view: of one that is, torch loses the gradient once a view of it is written under `no_grad`.
+    A leaf is detached instead of aliased: if a leaf is a view, torch loses its gradient once another view of the same
+    base is written under `no_grad`.
     """
     with LocalOperations():
         recorded = local.requires_grad and torch.is_grad_enabled()
@@ -459,9 +446,10 @@ def _is_read_unasked(result: Tensor, spec: TensorSpec) -> bool:
 
 
 def adopt_output(result: Tensor, spec: TensorSpec) -> TorchDTensor:
-    """Adopt one of several results of an operation, which autograd may have saved: positions, say.
+    """Turn one of several results of an operation into a DTensor.
 
-    A hook gets a saved result that requires no gradient as the object it is, which must stay the local tensor.
+    Autograd may have saved the result (indices of a maximum, say). A saved-tensor hook gets one that requires no
+    gradient as the object itself, which must stay the local tensor; so it is wrapped, not converted.
     """
     if _saved_tensor_hooks(True) is not None and not result.requires_grad:
         return wrap(result, spec)
@@ -469,10 +457,10 @@ def adopt_output(result: Tensor, spec: TensorSpec) -> TorchDTensor:
 
 
 def adopt(result: Tensor, spec: TensorSpec) -> TorchDTensor:
-    """Turn `result`, which nobody else holds, into a DTensor.
+    """Turn the object `result`, to which there is no other reference, into a DTensor.
 
-    torch takes tensors without dimensions for numbers (`torch.full((2,), x)`, `alpha=x`), unless they require a
-    gradient, and does not ask `__torch_function__`. Made by `as_subclass`, partial ones pass `__torch_dispatch__`.
+    C++ reads 0-d tensors without a gradient as numbers (`torch.full((2,), x)`, `alpha=x`) without calling
+    `__torch_function__`. A partial one is created by `as_subclass`, so that the read passes `__torch_dispatch__`.
     """
     if not spec.shape and _is_read_unasked(result, spec):
         with LocalOperations():
@@ -483,7 +471,7 @@ def adopt(result: Tensor, spec: TensorSpec) -> TorchDTensor:
 
 
 def unwrap(x: Tensor) -> Tensor:
-    """Return the local data of a DTensor as a plain tensor; a plain tensor as it is."""
+    """Return the local data of a DTensor as a plain tensor; a plain tensor is returned unchanged."""
     if not isinstance(x, TorchDTensor):
         return x
     with LocalOperations():
@@ -491,10 +479,10 @@ def unwrap(x: Tensor) -> Tensor:
 
 
 def wrap_gradient(spec: TensorSpec, local: Tensor) -> TorchDTensor:
-    """Return the local gradient of a value of `spec` as a DTensor."""
+    """Return the local gradient of a tensor of `spec` as a DTensor."""
     return wrap(as_replicated(spec, local), visible_grad_spec(spec).with_dtype(local.dtype))
 
 
 def unwrap_gradient(spec: TensorSpec, grad: Tensor) -> Tensor:
-    """Return the local gradient of a value of `spec`; a plain tensor is that already."""
+    """Return the local data of a gradient of a tensor of `spec`; a plain tensor is local already."""
     return as_contributed(spec, unwrap(grad)) if isinstance(grad, TorchDTensor) else grad

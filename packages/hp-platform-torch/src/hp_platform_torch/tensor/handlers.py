@@ -1,8 +1,7 @@
-"""Handlers of torch's autograd functions: `backward`, `torch.autograd.grad`, and hooks of tensors.
+"""Handlers of torch's functions that no sharding rule decides: autograd, hooks, accessors, lists of tensors,
+comparisons.
 
-Handler of torch's functions of lists of tensors, `_foreach_*` and `_fused_*`, which optimizers call.
-
-Handlers of torch's functions that no sharding rule decides: accessors, autograd, lists of tensors.
+To give a function a handler, add it to `HANDLERS`. A function with a sharding rule needs none.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Tensor = torch.Tensor
 
 
 def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Handle `torch.Tensor.backward`. Interception stays on, so that hooks and recomputation see DTensors."""
+    """Handler of `torch.Tensor.backward`. Interception stays on, so that hooks and recomputation get DTensors."""
     _run_backward(*args, **kwargs)
 
 
@@ -44,8 +43,8 @@ def _run_backward(
     create_graph: bool = False,
     inputs: Sequence[Tensor] | Tensor | None = None,
 ) -> None:
-    # Plain tensors drive the backward. Of a partial loss each rank starts from its own part with the seed of the whole:
-    # d(sum of parts)/d(part) = 1, so no reduction comes first.
+    # Backward runs on plain tensors. For a partial loss each rank starts from its own summand, with the seed of the
+    # sum: d(sum)/d(summand) = 1, so the loss need not be reduced first.
     root, seed = differentiated(loss, gradient)
     if inputs is not None:
         check_reached("backward(inputs=...)", _listed(inputs))
@@ -54,7 +53,7 @@ def _run_backward(
 
 
 def _backward_of_several(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Handle `torch.autograd.backward` of one or several tensors."""
+    """Handler of `torch.autograd.backward` for one or several tensors."""
     call = inspect.signature(func).bind(*args, **kwargs).arguments
     outputs = _listed(call.pop("tensors"))
     seeds = call.pop("grad_tensors", None)
@@ -67,7 +66,7 @@ def _backward_of_several(func: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 
 def _accumulating(x: Any) -> Any:
-    """Return the `_edge` of a tensor that is to get a `grad`; refuse one past which part of the gradient goes."""
+    """Return the `_edge` of a tensor whose `grad` is requested; raise if part of its gradient bypasses it."""
     if isinstance(x, TorchDTensor) and shortcut_views(x):
         raise GradientPathError(
             f"backward with {x._spec!r} among its inputs: part of its gradient goes straight to what it was "
@@ -77,7 +76,7 @@ def _accumulating(x: Any) -> Any:
 
 
 def _edge(x: Any) -> Any:
-    """Return the place of a DTensor in the graph, so that asking for its gradient is no operation on it."""
+    """Return the gradient edge of a DTensor, so that requesting its gradient is not intercepted as an operation."""
     if not isinstance(x, TorchDTensor):
         return x
     with LocalOperations():
@@ -85,7 +84,7 @@ def _edge(x: Any) -> Any:
 
 
 def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Handle `torch.autograd.grad`: gradients of DTensors are DTensors."""
+    """Handler of `torch.autograd.grad`; gradients of DTensors are DTensors."""
     call = inspect.signature(func).bind(*args, **kwargs).arguments
     outputs, inputs = _listed(call.pop("outputs")), _listed(call.pop("inputs"))
     check_reached("torch.autograd.grad", inputs)
@@ -111,7 +110,7 @@ def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
 
 
 def _joined(inputs: Sequence[Any], past: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return one gradient per input: the one through it plus those in the rest of `grads` that went past it."""
+    """Return one gradient per input: the one through it plus those of its varying views, the rest of `grads`."""
     rest = iter(grads[len(inputs) :])
     return [
         with_shortcuts(x, grad, [(axes, next(rest)) for axes, _ in views]) if views else grad
@@ -130,7 +129,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Handle `Tensor.register_hook`: the hook gets, and may return, the gradient as a DTensor."""
+    """Handler of `Tensor.register_hook`: the hook gets the gradient as a DTensor, and may return one."""
     x, hook = inspect.signature(func).bind(*args, **kwargs).args
     check_hook(x)
     spec = x._spec
@@ -158,7 +157,7 @@ AUTOGRAD_FUNCTIONS: dict[Callable[..., Any], Handler] = {
 
 
 def on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run a function of lists once on the local data of all tensors, after checking that layouts agree."""
+    """Handler of list functions (`_foreach_*`, `_fused_*`): one call on all local tensors, if layouts agree."""
     name = func.__name__
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         return _unscale(func, *args, **kwargs)
@@ -181,7 +180,7 @@ def on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def _unscale(func: Callable[..., Any], grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Unscale gradients for `torch.amp.GradScaler`; `found_inf` becomes that of all ranks that hold parts of them."""
+    """Unscale gradients for `torch.amp.GradScaler`; `found_inf` is reduced over all ranks that have shards of them."""
     specs = [spec for spec in _common_specs(func.__name__, [grads]) if spec is not None]
     with LocalOperations():
         func(grads, found_inf, inv_scale)
@@ -195,7 +194,7 @@ _REDUCED: dict[str, Callable[..., Tensor]] = {
     "_foreach_norm": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype),
     "_foreach_powsum": lambda x, ord=2, dtype=None: torch.sum(x.abs().pow(ord), dtype=dtype),
 }
-"""Functions of lists that reduce each tensor -> the reduction of one, which knows of the other ranks' parts."""
+"""List functions that reduce each tensor -> the reduction of one DTensor, which includes the other ranks' shards."""
 
 
 def _reduced(name: str, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -203,7 +202,7 @@ def _reduced(name: str, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) ->
 
 
 def _common_specs(name: str, lists: Sequence[Sequence[Tensor]]) -> list[TensorSpec | None]:
-    """Return the spec at each position of the lists, after checking that they agree there."""
+    """Return the spec at each position of the lists, after checking that the lists agree."""
     specs = [_specs_of(tensors) for tensors in lists]
     first = specs[0]
     for spec in set(first):
@@ -221,8 +220,8 @@ def _check_numbers(name: str, values: Sequence[Any]) -> None:
     for x in values:
         if type(x) is TorchDTensor and (x._spec.is_partial or (torch.is_grad_enabled() and x.requires_grad)):
             raise ShardingRuleError(
-                f"{name}: a number that is partial or requires a gradient ({x._spec!r}) would be another one on each "
-                "rank; give its value, float(x), which every rank calls"
+                f"{name}: a number that is partial or requires a gradient ({x._spec!r}) would differ between "
+                "ranks; pass its value, float(x), which every rank must call"
             )
 
 
@@ -262,7 +261,7 @@ def refuse_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
 
 
 _CLIPPING = frozenset({"linalg_vector_norm"})
-# Answered by the local tensor, the result returned as it is.
+# Called on the local tensor; the result is returned unchanged.
 _LOCAL_NAMES = """
     requires_grad_ register_post_accumulate_grad_hook is_contiguous storage_offset
     element_size is_floating_point is_complex is_signed is_inference is_conj is_neg is_pinned is_shared
@@ -274,7 +273,7 @@ _TENSOR_VALUED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 
 
 def handler_of(func: Callable[..., Any]) -> Handler | None:
-    """Return the handler of a function; None where a sharding rule decides."""
+    """Return the handler of a function, or None if it has a sharding rule."""
     accessed = property_of(func)
     if accessed is not None and func not in DECOMPOSED:
         return None if accessed in _TENSOR_VALUED_PROPERTIES else locally
@@ -300,9 +299,9 @@ def handler_of(func: Callable[..., Any]) -> Handler | None:
 
 
 def _below_autograd(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Handle an operation of torch's dispatcher: a custom one, or one that a dispatch mode calls in a backward.
+    """Handler of operators of torch's dispatcher: custom ones, or those that a dispatch mode calls in a backward.
 
-    Such a mode works with what autograd has saved and does not know of shards.
+    Such a mode works with the tensors that autograd saved, and would take their global shapes for local ones.
     """
     if func in READS_NUMBER:
         return args[0].item()
@@ -324,7 +323,7 @@ def _run_decomposed(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 
 def _detach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TorchDTensor:
-    """Handle `detach`: the result shares the storage, whatever the placements, so no rule may redistribute."""
+    """Handler of `detach`: its result shares the storage with any placements, so no rule may redistribute."""
     x: TorchDTensor = args[0] if args else kwargs["input"]
     with LocalOperations():
         result = torch.Tensor.detach(x)
@@ -347,9 +346,9 @@ def _like_other(method: str) -> Handler:
 
 
 def _view_as_it_is(x: Tensor) -> Tensor:
-    """Return a view of `x` of its own shape, whatever the placements.
+    """Return a view of `x` in its own shape, with any placements.
 
-    torch makes such views of what an `autograd.Function` hands on, and takes their gradients for those of `x`.
+    Torch creates such views of inputs that an `autograd.Function` returns, and treats their gradients as those of `x`.
     """
     if not isinstance(x, TorchDTensor):
         return x.view(x.shape)
@@ -364,11 +363,11 @@ def _stride(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def _data_ptr(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Handle `data_ptr`: whoever reads as many elements as `numel()` tells would read past the end of a shard."""
+    """Handler of `data_ptr`: reading `numel()` elements from the address would run past the end of a shard."""
     x: TorchDTensor = args[0]
     if x._spec.is_partial or x._spec.local_shape != x._spec.shape:
         raise ShardingRuleError(
-            f"data_ptr of {x._spec!r}: this rank's memory holds a shard or a summand of it. Give the address of "
+            f"data_ptr of {x._spec!r}: this rank's memory holds a shard or a summand of it. Use the address of "
             "to_local(). To save a sharded model with safetensors or save_pretrained, call on every rank "
             "hp_fsdp.get_model_state_dict(model, options=hp_fsdp.StateDictOptions(full_state_dict=True)), and give "
             "rank 0's to save_file, or to save_pretrained(folder, state_dict=...)"
@@ -377,13 +376,13 @@ def _data_ptr(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def _equal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Handle `torch.equal`, which communicates: every rank must call it."""
+    """Handler of `torch.equal`. It communicates, so every rank must call it."""
     x, y = inspect.signature(lambda input, other: None).bind(*args, **kwargs).args
     return x.shape == y.shape and bool((x == y).all())
 
 
 def _allclose(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Handle `torch.allclose`, which communicates: every rank must call it."""
+    """Handler of `torch.allclose`. It communicates, so every rank must call it."""
     return bool(torch.isclose(*args, **kwargs).all())
 
 
@@ -393,7 +392,7 @@ def _number_of_elements(func: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 
 def _initialize(method: str) -> Handler:
-    """Make the handler of a function of `torch.nn.init`, which torch passes on with keywords of its own: `method`."""
+    """Return the handler of a function of `torch.nn.init` that fills by a method; torch passes keywords of its own."""
 
     def handler(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         values = dict(kwargs)

@@ -1,7 +1,7 @@
 """Conversions to and from torch's own DTensor and DeviceMesh, without copies, over the same process groups.
 
-So torch's tools take our tensors. `torch.distributed.checkpoint` needs this for its `async_save` only: `save` and
-`load` take DTensors as they are (`distributed_checkpoint.py`).
+With them torch's tools work on our tensors. `torch.distributed.checkpoint` needs them for `async_save` only: `save` and
+`load` take DTensors directly (`distributed_checkpoint.py`).
 """
 
 from __future__ import annotations
@@ -81,9 +81,10 @@ def from_torch_dtensor(x: TorchDTensor, platform: Platform | None = None) -> Any
 
 
 def _check_gradient(what: str, x: torch.Tensor, spec: TensorSpec) -> None:
-    """Refuse a gradient through a partial value that is no sum.
+    """Raise for a gradient through a partial value with another reduction than a sum.
 
-    torch's gradient of a partial value is that of the whole, ours that of this rank's part: alike for sums only.
+    Torch's gradient of a partial value is that of the reduced value, ours that of this rank's contribution. Only for
+    sums they are equal.
     """
     if x.requires_grad and torch.is_grad_enabled() and not has_gradient(spec):
         placement = next(p for p in spec.placements if p.is_partial() and p != Partial())
@@ -94,7 +95,7 @@ def _check_gradient(what: str, x: torch.Tensor, spec: TensorSpec) -> None:
 
 
 def to_torch_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict (nested ones too) with its DTensors as torch's, over the same memory, the rest as it is.
+    """Return a (nested) state dict with its DTensors as torch's, over the same memory, and other values unchanged.
 
     Raises:
         PlacementError: ragged shards, which torch does not have.
@@ -114,7 +115,7 @@ def _converted(value: Any) -> Any:
 
 
 def to_torch_placements(placements: tuple[Placement, ...]) -> tuple[TorchPlacement, ...]:
-    """Return our placements as torch's; a ragged shard that happens to be in chunk order is torch's `Shard`.
+    """Return our placements as torch's; a ragged shard with the lengths of even chunks is torch's `Shard`.
 
     Raises:
         PlacementError: other ragged shards.
@@ -146,7 +147,7 @@ def from_torch_placements(placements: tuple[TorchPlacement, ...]) -> tuple[Place
     """Return torch's placements as ours.
 
     Raises:
-        PlacementError: those that have no counterpart, such as the ones inside torch's own embedding.
+        PlacementError: placements without a counterpart, such as those inside torch's own embedding.
     """
     return tuple(_from_torch(placement) for placement in placements)
 
@@ -171,7 +172,7 @@ def to_torch_mesh(mesh: DeviceMesh) -> TorchMesh:
     """Return `mesh` as torch's, over the same process groups; the same object each time.
 
     Raises:
-        MeshError: ranks that are simulated or alone, or this rank is outside the mesh.
+        MeshError: the ranks are simulated or a single one, or this rank is outside the mesh.
     """
     world = mesh.world
     if not isinstance(world, TorchWorld) or not dist.is_initialized():
@@ -198,7 +199,7 @@ def to_torch_mesh(mesh: DeviceMesh) -> TorchMesh:
 def from_torch_mesh(mesh: TorchMesh, platform: Platform | None = None) -> DeviceMesh:
     """Return torch's mesh as ours, over the same process groups.
 
-    Where the program has started torch.distributed by itself, the platform joins that job first.
+    If the program has initialized torch.distributed itself, the platform joins that job first.
 
     Raises:
         MeshError: its ranks are in another order than those of its process groups, which torch sorts.
@@ -217,7 +218,7 @@ def from_torch_mesh(mesh: TorchMesh, platform: Platform | None = None) -> Device
 def from_torch_group(group: dist.ProcessGroup, platform: Platform | None = None) -> ProcessGroup:
     """Return torch's process group as ours, with the same ranks and communicating through it.
 
-    Where the program has started torch.distributed by itself, the platform joins that job first.
+    If the program has initialized torch.distributed itself, the platform joins that job first.
 
     Raises:
         MeshError: this rank is outside the group.
@@ -232,17 +233,17 @@ def from_torch_group(group: dist.ProcessGroup, platform: Platform | None = None)
 
 
 def _joined(platform: Platform | None) -> World:
-    """Return the platform's world, after joining the job that the program has started by itself."""
+    """Return the platform's world, after joining the job if the program initialized torch.distributed itself."""
     platform = platform if platform is not None else get_platform("torch")
     world: World | None = platform.world
     return world if world is not None else platform.connect(dist.get_rank(), dist.get_world_size(), "")
 
 
 def _share(world: World, ranks: tuple[int, ...], group: dist.ProcessGroup) -> None:
-    """Let `world` communicate among `ranks` by torch's group, where it has no group of its own for them yet.
+    """Make `world` use torch's group for `ranks`, unless it has a group for them.
 
     Raises:
-        MeshError: the group has them in another order.
+        MeshError: the group has the ranks in another order.
     """
     theirs = tuple(dist.get_process_group_ranks(group))
     if theirs != ranks:
@@ -255,7 +256,7 @@ def _share(world: World, ranks: tuple[int, ...], group: dist.ProcessGroup) -> No
     assert isinstance(world, TorchWorld)
 
     def connect(device_type: str) -> Any:
-        # torch's group has no connection for facts of the host, so this world makes one.
+        # Torch's group has no connection for host data, so this world opens one.
         return world.connect(ranks, FACTS) if device_type == FACTS else group._get_backend(torch.device(device_type))
 
     world._groups[ranks] = TorchGroup(ranks, ranks.index(world.rank), world.platform, connect)

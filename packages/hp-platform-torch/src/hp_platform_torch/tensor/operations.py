@@ -1,6 +1,7 @@
-"""Contexts in which torch's functions see the local data of DTensors, and record nothing.
+"""Torch's functions as operations on DTensors, and the contexts in which they run on local data.
 
-Torch's functions as `TorchDTensor` sees them: their names, handlers and local forms, and plans of their calls.
+`TorchDTensor.__torch_function__` (in `dtensor.py`) looks a function up in `operations`. A `TorchOperation` adds to
+`hp_dtensor.dispatch.operation.Operation` how torch runs it: its local form, and what the first call of a plan does.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hp_dtensor.dispatch.operation import VALUES, ArgumentKinds, Key, Operation, plans_of, scalar_with_gradient
-from hp_dtensor.dispatch.plan import Move, OpPlan
+from hp_dtensor.dispatch.operation import VALUES, ArgumentKinds, Key, Operation, plans_of, run, scalar_with_gradient
+from hp_dtensor.dispatch.plan import DirectCall, LocalPlan, Redistribution
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.spec.tensor_spec import TensorSpec
@@ -23,14 +24,17 @@ from hp_dtensor.trees import map_tensors
 from hp_platform_torch.ops.decompositions import CHECKS, LOCAL_FORMS
 from hp_platform_torch.ops.names import canonical_name
 
-# What torch's own tensor subclasses use (see README.md on torch internals).
+Tensor = torch.Tensor
+Handler = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
+
+# Torch's own tensor subclasses use these too (the package's README lists the internals of torch that are used).
 LocalOperations = torch._C.DisableTorchFunctionSubclass
 is_intercepting = torch._C._is_torch_function_enabled  # False inside of LocalOperations
-run_locally = torch._C._disabled_torch_function_impl  # (function, types, args): as inside LocalOperations
+run_locally = torch._C._disabled_torch_function_impl  # (function, types, args) -> result, inside LocalOperations
 
 
 class NoGrad:
-    """Context like `torch.no_grad()` at a third of its cost, for what runs several times per module and step."""
+    """Context like `torch.no_grad()` at a third of its cost, for code that runs several times per module and step."""
 
     __slots__ = ("_before",)
 
@@ -43,10 +47,10 @@ class NoGrad:
 
 
 class LocalMode(TorchDispatchMode):
-    """Dispatch mode by which a function runs this thread's operations itself, below autograd and on local data.
+    """Dispatch mode that passes each operation of this thread to a function, below autograd and on local data.
 
     Args:
-        run: called with an operation, its arguments and its keyword arguments; returns the result.
+        run: called with an operation, its arguments and keyword arguments; returns the result.
     """
 
     knows_shards = True  # see `hp_platform_torch.comm.groups.is_watched`
@@ -58,60 +62,33 @@ class LocalMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Below autograd a DTensor is its shard: its own functions would take the operation for one on the whole.
+        # Below autograd a DTensor stands for its shard: `__torch_function__` would treat it as the global tensor.
         with LocalOperations():
             return self._run(func, args, kwargs or {})
 
 
 def locally(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Handle a function that the local tensor answers; the result is returned as it is."""
+    """Handler that calls a function on local tensors and returns the result unchanged."""
     with LocalOperations():
         return func(*args, **kwargs)
 
 
-Tensor = torch.Tensor
-Handler = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
-
-
+# Autograd saves no argument of these, so that saved-tensor hooks need not be looked for.
 _SAVE_NOTHING = frozenset({"add", "add_", "sub", "sub_"})
 
 
-class _DirectRun:
-    """Shortcut of a call that runs without its plan, where the operation takes local data without redistribution.
-
-    Attributes:
-        spec: that of the result.
-        static: where the plan replaces static arguments, all arguments after the first tensor, by position and by
-            name.
-        views: positions of arguments that take a varying view where they are recorded, and over which axes.
-        is_number: the result is a partial number.
-        as_given: none of the three: the local data of the arguments is what it runs on.
-    """
-
-    __slots__ = ("as_given", "is_number", "spec", "static", "views")
-
-    def __init__(
-        self,
-        spec: TensorSpec,
-        static: tuple[tuple[Any, ...], dict[str, Any]] | None,
-        views: tuple[tuple[int, tuple[int, ...]], ...],
-        is_number: bool,
-    ) -> None:
-        self.spec, self.static, self.views, self.is_number = spec, static, views, is_number
-        self.as_given = not views and static is None and not is_number
-
-    def viewed(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the arguments with varying views in place of those that need them."""
-        result = list(args)
-        with LocalOperations():
-            for position, axes in self.views:
-                if result[position].requires_grad:
-                    result[position] = recorded_view(result[position], result[position], axes)
-        return tuple(result)
+def with_views(direct: DirectCall, args: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the arguments with varying views in place of those that need them."""
+    result = list(args)
+    with LocalOperations():
+        for position, axes in direct.views:
+            if result[position].requires_grad:
+                result[position] = recorded_view(result[position], result[position], axes)
+    return tuple(result)
 
 
 def _check_scalar(name: str, value: Tensor) -> None:
-    """Refuse a plain 0-d operand that requires a gradient, or that torch.func transforms."""
+    """Raise for a plain 0-d operand that requires a gradient, or that torch.func transforms."""
     if torch._C._are_functorch_transforms_active():
         refuse_transforms(name)
     if torch.is_grad_enabled() and value.requires_grad:
@@ -119,9 +96,9 @@ def _check_scalar(name: str, value: Tensor) -> None:
 
 
 def refuse_transforms(name: str) -> NoReturn:
-    """Refuse an operation on a DTensor and a plain tensor inside a transform of torch.func."""
+    """Raise for an operation on a DTensor and a tensor that torch.func transforms."""
     raise ShardingRuleError(
-        f"{name} of a DTensor and a tensor that torch.func transforms would give this rank's part alone. Use "
+        f"{name} of a DTensor and a tensor that torch.func transforms would use this rank's part alone. Use "
         "torch.autograd.grad, or transform local tensors inside hp_dtensor.local_map."
     )
 
@@ -134,17 +111,18 @@ _KINDS = ArgumentKinds(
 
 
 class TorchOperation(Operation):
-    """One function of torch as `__torch_function__` sees it; with `inplace=True` it is another operation.
+    """One function of torch as `__torch_function__` gets it; a function called with `inplace=True` is another one.
 
     Attributes:
-        call: runs it on arguments in canonical order.
-        check: raises where torch refuses the global arguments; asked once per plan.
-        handler: does all there is to do, for functions that no rule is about.
-        in_place: it writes and returns its first argument.
+        call: torch's function, or its local form, with arguments in canonical order.
+        check: raises where torch refuses the global arguments; called once per plan.
+        handler: runs the whole call, for functions without a sharding rule.
+        in_place: the operation writes and returns its first argument.
+        reflected: torch gets the arguments in reverse order, as in `__rsub__`.
         saves: autograd may save its arguments.
         shares: it writes its first argument, or its result is a view of it.
-        is_special: it has a handler, or its arguments come in reverse.
-        several: what torch gives several results as, whose fields have names; None: it has none.
+        is_special: it has a handler, or is reflected.
+        several: torch's named tuple for several results, or None.
     """
 
     __slots__ = (
@@ -170,39 +148,49 @@ class TorchOperation(Operation):
         self.call = (lambda x, y: func(y, x)) if self.reflected else LOCAL_FORMS.get(func, func)
         self.check = CHECKS.get(func)
         if self.check is not None:
-            self.plans = plans_of(f"{name} checked")  # another function of the name checks nothing
+            self.plans = plans_of(f"{name} checked")  # functions of this name without a check have other plans
         self.in_place = registration is not None and registration.in_place
         self.shares = self.in_place or (registration is not None and registration.view)
         self.saves = self.name not in _SAVE_NOTHING
         self.several: Callable[..., Any] | None = getattr(torch.return_types, self.name, None)
 
     def named(self, result: Any) -> Any:
-        """Give several results the names that torch has for them (`values`, `indices`), where a rule made a tuple."""
+        """Return a tuple that a rule made as torch's named tuple (fields `values`, `indices`, ...)."""
         return self.several(result) if type(result) is tuple and self.several is not None else result
 
     def call_with_plain(self, *args: Any, **kwargs: Any) -> Any:
-        """Run `call` where hooks take the tensors that autograd saves, such as those of activation checkpointing.
+        """Run `call` under saved-tensor hooks, such as those of activation checkpointing.
 
-        A hook gets an argument that requires no gradient as the object it is. It would look at a DTensor now,
-        inside the operation, and see the local shape, and later, in backward, the global one.
+        A hook gets a saved argument that requires no gradient as the object itself. A DTensor would have the local
+        shape now, inside the operation, and the global one later in backward; so such arguments are unwrapped first.
         """
         if not self.in_place:
             return self.call(*_plain_where_constant(args), **_plain_where_constant(kwargs))
-        if not args:  # what is written is among the keywords, and stays what it is
+        if not args:  # the written tensor is a keyword argument and must stay the same object
             return self.call(**kwargs)
         return self.call(args[0], *_plain_where_constant(args[1:]), **_plain_where_constant(kwargs))
 
     def call_with_local(self, *args: Any, **kwargs: Any) -> Any:
-        """Run `call` on local tensors alone, under a dispatch mode (`FlopCounterMode`, torch's `CommDebugMode`).
+        """Run `call` on plain local tensors under a dispatch mode (`FlopCounterMode`, torch's `CommDebugMode`).
 
-        Autograd saves an argument as the object it is. In backward the mode would get a saved DTensor, ask it for its
-        shape outside of any operation, and be told the global one.
+        Autograd saves the argument objects. In backward the mode would get a saved DTensor outside of any operation,
+        and its global shape with it.
         """
         if not self.in_place:
             return self.call(*_local(args), **_local(kwargs))
         if not args:
             return self.call(**kwargs)
         return self.call(args[0], *_local(args[1:]), **_local(kwargs))
+
+    def run_uncached(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a call for which no plan may be cached."""
+        if kwargs.get("out") is not None:
+            return run_into(call, args, kwargs)
+        if torch._C._are_functorch_transforms_active():
+            refuse_transforms(self.name)
+        if self.check is not None:
+            self.check(*args, **kwargs)
+        return self.named(run(self, first_spec(args, kwargs).mesh.platform, call, args, kwargs))
 
     def run_first(
         self,
@@ -211,7 +199,7 @@ class TorchOperation(Operation):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Make the plan of a call, run it, and keep it together with how it ran."""
+        """Make the plan of a call, run it, and cache it together with its `DirectCall`, if the run shows one."""
         if kwargs.get("out") is not None:
             return run_into(self.call, args, kwargs)
         if self.check is not None:
@@ -223,41 +211,41 @@ class TorchOperation(Operation):
             seen.append((local_args, local_kwargs))
             return call(*local_args, **local_kwargs)
 
-        # The first run goes through the plan and is watched. What it gave the local function tells whether later calls
-        # can do without the plan's own steps.
+        # The first run records what the plan passes to the local function. From that `_direct_call` decides whether
+        # later calls can skip the plan's own steps.
         result = plan.run(recorded, args, kwargs)
-        if isinstance(plan, OpPlan) and plan.local is None and isinstance(result, DTensor) and seen:
-            plan.direct = self._direct_run(plan, result._spec, args, *seen[0])
+        if isinstance(plan, LocalPlan) and plan.local is None and isinstance(result, DTensor) and seen:
+            plan.direct = self._direct_call(plan, result._spec, args, *seen[0])
         if self.registration is not None:
-            self.keep(key, plan)
+            self.cache(key, plan)
         return self.named(result)
 
-    def _direct_run(
+    def _direct_call(
         self,
-        plan: OpPlan,
+        plan: LocalPlan,
         spec: TensorSpec,
         args: tuple[Any, ...],
         local_args: tuple[Any, ...],
         local_kwargs: Mapping[str, Any],
-    ) -> _DirectRun | None:
-        """Return how the call runs next time, from how it ran now; None: by its plan."""
-        views, replaced = _views_only(plan.inputs.moves), plan.inputs.replaced
+    ) -> DirectCall | None:
+        """Return the shortcut for later calls, given the local arguments of the first; None if the plan is needed."""
+        views, replaced = _views_only(plan.inputs.redistributions), plan.inputs.replaced
         if views is None:
             return None
         if self.in_place and (replaced or not args or any(position == 0 for position, _ in views)):
             return None
         is_number = is_partial_number(spec) and not self.in_place
         if not replaced:
-            return _DirectRun(spec, None, views, is_number)
-        # Kept arguments must hold no tensor: they would be this call's data at the next one, and stay alive.
+            return DirectCall(spec, None, views, is_number)
+        # Cached arguments must not hold tensors: the next call would run on this call's data, which would stay alive.
         first_stays = bool(args) and local_args[0] is args[0]
         if is_number or self.by_type or not first_stays or not _holds_no_tensor(local_args[1:], local_kwargs):
             return None
-        return _DirectRun(spec, (local_args[1:], dict(local_kwargs)), views, is_number)
+        return DirectCall(spec, (local_args[1:], dict(local_kwargs)), views, is_number)
 
 
 def run_into(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run `call` without its keyword `out` and write the result into the tensors given as that."""
+    """Run `call` without its keyword `out`, and copy the result into the tensors given as `out`."""
     rest, out = dict(kwargs), kwargs["out"]
     del rest["out"]
     result = call(*args, **rest)
@@ -267,7 +255,7 @@ def run_into(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _written(out: Tensor, result: Tensor) -> Tensor:
-    """Write `result` into `out`; refuse what would need broadcasting, as torch does."""
+    """Copy `result` into `out`. Unlike `copy_`, refuse broadcasting, as torch does for `out=`."""
     if out.shape != result.shape or not torch.can_cast(result.dtype, out.dtype):
         raise ShardingRuleError(
             f"out= takes a tensor {list(result.shape)} to which {result.dtype} can be cast, as the result is; "
@@ -277,18 +265,18 @@ def _written(out: Tensor, result: Tensor) -> Tensor:
 
 
 def is_partial_number(spec: TensorSpec) -> bool:
-    """Tell whether a tensor of `spec` has no dimensions and several ranks hold parts of its value."""
+    """Return True for the spec of a partial 0-d tensor."""
     return spec.is_partial and not spec.shape
 
 
-def _views_only(moves: Sequence[Move]) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
-    """Return (position, axes) per move where all are varying views of positional arguments, else None."""
+def _views_only(redistributions: Sequence[Redistribution]) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
+    """Return (position, axes) of each varying view; None if an argument is redistributed, in a list or by keyword."""
     found = []
-    for move in moves:
-        position, *inside = move.location
-        if move.target is not None or inside or not isinstance(position, int):
+    for each in redistributions:
+        position, *inside = each.location
+        if each.target is not None or inside or not isinstance(position, int):
             return None
-        found.append((position, move.vary))
+        found.append((position, each.vary))
     return tuple(found)
 
 
@@ -307,11 +295,11 @@ def _holds_no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 class Operations(dict[Callable[..., Any], TorchOperation]):
-    """torch's functions -> their operations, made when a function first meets a DTensor.
+    """torch's functions -> their operations, created when a function first gets a DTensor.
 
     Attributes:
-        handler_of: gives the handler of a function, or None; set by the platform, since handlers make DTensors and
-            the module of these looks operations up here.
+        handler_of: function that returns the handler of a function, or None. The platform sets it: handlers need the
+            class of DTensors, whose module imports this one.
     """
 
     handler_of: Callable[[Callable[..., Any]], Handler | None] = staticmethod(lambda func: None)
@@ -322,7 +310,7 @@ class Operations(dict[Callable[..., Any], TorchOperation]):
 
 
 class _OperationsInPlace(dict[TorchOperation, TorchOperation]):
-    """An operation that makes a new tensor -> the one that it is with `inplace=True`."""
+    """Out-of-place operation -> its in-place form, for calls with `inplace=True`."""
 
     def __missing__(self, operation: TorchOperation) -> TorchOperation:
         written = self[operation] = TorchOperation(operation.call, inplace=True)

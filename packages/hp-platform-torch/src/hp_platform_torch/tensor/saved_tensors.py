@@ -1,11 +1,8 @@
-"""Results of torch's operations that stay from a computation to its repetition, below autograd.
+"""What torch's autograd saves: copies in host memory until backward, and operation results saved for recomputation.
 
-A dispatch mode sees each operation after autograd has recorded it: what stands in for a result is part of a graph like
-what the operation itself would have given. `torch.utils.checkpoint`'s selective policies rest on the same.
-
-Copies in host memory of what torch's autograd saves, by its saved-tensor hooks.
-
-On an accelerator the host's memory is page-locked, and each direction has a stream of its own.
+`SavedResults` works below autograd: a dispatch mode sees each operation after autograd has recorded it, so a saved
+result becomes part of the graph just as the operation's own would. The selective policies of `torch.utils.checkpoint`
+do the same. On an accelerator, host copies are in page-locked memory, and each direction has a stream of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from hp_dtensor.comm.saved_tensors import ATTENTION, PRODUCTS, RECOMPUTED_DIFFERENTLY
-from hp_dtensor.platform.autograd import HostCopies, KeptOperations, Wait
+from hp_dtensor.platform.autograd import HostCopies, SavedOperations, Wait
 from hp_platform_torch.tensor.dtensor import TorchDTensor
 from hp_platform_torch.tensor.operations import LocalMode, LocalOperations, NoGrad, is_intercepting
 
@@ -38,17 +35,17 @@ _NAMES = {
 }
 
 
-def kept_operations(kinds: Collection[str]) -> KeptOperations:
-    """Return what keeps the results of these kinds; see `Platform.kept_operations`."""
+def saved_operations(kinds: Collection[str]) -> SavedOperations:
+    """Return an object that saves the results of these kinds of operations; see `Platform.saved_operations`."""
     operations = _operations_of(frozenset(kinds))
-    return KeptResults(operations) if operations else KeptOperations()
+    return SavedResults(operations) if operations else SavedOperations()
 
 
 @functools.cache
 def _operations_of(kinds: frozenset[str]) -> frozenset[Any]:
     names = [name for kind in kinds for name in _NAMES.get(kind, ())]
     packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
-    # Variants that write into a given tensor are not repeated by giving a result.
+    # Without overloads that write into an `out` tensor: returning a saved result would not repeat the write.
     return frozenset(
         getattr(packet, overload)
         for packet in packets
@@ -57,63 +54,63 @@ def _operations_of(kinds: frozenset[str]) -> frozenset[Any]:
     )
 
 
-class KeptResults(KeptOperations):
-    """Keeps the results of some operations, in the order of their calls."""
+class SavedResults(SavedOperations):
+    """Saves the results of some operations, in the order of their calls."""
 
     def __init__(self, operations: Collection[Any]) -> None:
         self._operations = operations
-        self._kept: list[tuple[Any, Any]] = []
+        self._saved: list[tuple[Any, Any]] = []
         self._is_paused = False
 
     def first(self) -> LocalMode:
-        """See `KeptOperations`."""
-        return LocalMode(self._keep)
+        """See `SavedOperations`."""
+        return LocalMode(self._save)
 
     def again(self) -> LocalMode:
-        """See `KeptOperations`."""
-        rest = iter(self._kept)
+        """See `SavedOperations`."""
+        rest = iter(self._saved)
         return LocalMode(lambda func, args, kwargs: self._take(rest, func, args, kwargs))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """See `KeptOperations`."""
+        """See `SavedOperations`."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
         finally:
             self._is_paused = before
 
-    def _keep(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _save(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         if func in self._operations and not self._is_paused:
-            self._kept.append((func, tree_map_only(torch.Tensor, _Versioned, result)))
+            self._saved.append((func, tree_map_only(torch.Tensor, _Versioned, result)))
         return result
 
     def _take(self, rest: Iterator[tuple[Any, Any]], func: Any, args: Any, kwargs: Any) -> Any:
         if func not in self._operations or self._is_paused:
             return func(*args, **kwargs)
-        kept, result = next(rest, (None, None))
-        if kept is not func:
-            raise RuntimeError(f"{RECOMPUTED_DIFFERENTLY}; {func} came where {kept or 'nothing'} had been kept")
+        saved, result = next(rest, (None, None))
+        if saved is not func:
+            raise RuntimeError(f"{RECOMPUTED_DIFFERENTLY}; {func} was called where {saved or 'nothing'} had been saved")
         return tree_map_only(_Versioned, _Versioned.alias, result)
 
 
 class _Versioned:
-    """A result as it was; reading one that has been written since is refused."""
+    """A saved result with its version; reading it after a write raises."""
 
     def __init__(self, result: torch.Tensor) -> None:
-        # Without the graph that autograd makes it a part of, which holds this. Torch counts the writes to such an alias
-        # together with the result's only if it is told to, below autograd.
+        # Detached, because the autograd graph that the result becomes part of refers to this object. Below autograd, an
+        # alias shares the result's version counter only if ADInplaceOrView is included again.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             self._result = result.detach()
         self._version = self._result._version
 
     def alias(self) -> torch.Tensor:
-        """Return a tensor that shares the memory: autograd makes those that it is given part of its graph."""
+        """Return a new tensor over the same memory, because autograd makes a returned tensor part of its graph."""
         if self._result._version != self._version:
             raise RuntimeError(
-                f"a kept result of shape {list(self._result.shape)} has been modified in place since; write to a clone "
-                "of it, use an operation that is not in place, or keep other kinds of results"
+                f"a saved result of shape {list(self._result.shape)} has been modified in place since; write to a "
+                "clone of it, use an operation that is not in place, or save other kinds of results"
             )
         with torch.no_grad():
             return self._result.detach()
@@ -131,7 +128,7 @@ class _Form(NamedTuple):
 
 
 def stay_on_device(storage: torch.UntypedStorage) -> None:
-    """Mark memory as no activation's: whoever frees and refills it himself would have it freed by nobody else."""
+    """Exclude memory from host copies, because its owner frees and refills it itself (FSDP's gathered parameters)."""
     setattr(storage, _STAYS, True)
 
 
@@ -140,7 +137,7 @@ class TorchHostCopies(HostCopies):
 
     def memory_of(self, x: torch.Tensor) -> tuple[Hashable, int] | None:
         """See `HostCopies`."""
-        # A function of the user's that is given DTensors wants them back; anywhere else they are their shards.
+        # A user's function with DTensors must get them back as DTensors; everywhere else they stand for their shards.
         is_shard = isinstance(x, TorchDTensor) and not is_intercepting()
         if type(x) not in _PLAIN and not is_shard:
             return None
@@ -164,7 +161,7 @@ class TorchHostCopies(HostCopies):
 
     def to_host(self, memory: torch.Tensor) -> tuple[torch.Tensor, Wait]:
         """See `HostCopies`."""
-        # Modes that count memory count the device's, also where that is the host.
+        # Outside dispatch modes: those that count memory should count the device's only, also where that is the CPU.
         with _disable_current_modes(), NoGrad():
             if memory.device.type == "cpu":
                 return torch.empty(memory.shape, dtype=torch.uint8).copy_(memory), _nothing
@@ -176,7 +173,7 @@ class TorchHostCopies(HostCopies):
         with NoGrad(), LocalOperations():
             if not host.is_pinned():
                 return torch.empty_like(host).copy_(host), _nothing
-            # Of the computation's memory, which it is to be freed to.
+            # Allocated on the computing stream, to whose memory pool it returns when it is freed.
             memory = torch.empty(host.shape, dtype=torch.uint8, device=torch.accelerator.current_accelerator())
             return memory, _copy_beside("to device", memory, host)
 
@@ -193,7 +190,7 @@ def _over(storage: torch.UntypedStorage, form: _Form) -> torch.Tensor:
 
 
 def _copy_beside(purpose: str, target: torch.Tensor, source: torch.Tensor) -> Wait:
-    """Copy between host and device, after what the computation has begun, beside what comes."""
+    """Copy on a stream of its own: after work already queued on the computing stream, in parallel with later work."""
     stream, current = _stream(purpose, torch.accelerator.current_device_index()), torch.accelerator.current_stream()
     stream.wait_stream(current)
     torch.accelerator.set_stream(stream)
@@ -201,7 +198,7 @@ def _copy_beside(purpose: str, target: torch.Tensor, source: torch.Tensor) -> Wa
         target.copy_(source, non_blocking=True)
     finally:
         torch.accelerator.set_stream(current)
-    # A graph that is dropped frees memory that may still be copied.
+    # Dropping the graph may free memory during its copy; the allocator must not reuse it before the stream is done.
     (source if purpose == "to host" else target).record_stream(stream)
     event = stream.record_event()
 
@@ -209,7 +206,7 @@ def _copy_beside(purpose: str, target: torch.Tensor, source: torch.Tensor) -> Wa
         computing = torch.accelerator.current_stream()
         computing.wait_event(event)
         if purpose == "to device":
-            # Backward may have begun the copy on the stream of another block.
+            # The copy may have started while backward used another stream.
             target.record_stream(computing)
 
     return wait
@@ -218,9 +215,9 @@ def _copy_beside(purpose: str, target: torch.Tensor, source: torch.Tensor) -> Wa
 @functools.cache
 def _stream(purpose: str, device: int) -> torch.Stream:
     accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None  # the memory that is copied lies on it
+    assert accelerator is not None  # its memory is being copied
     return torch.Stream(torch.device(accelerator.type, device))
 
 
 def _nothing() -> None:
-    """Wait for nothing: a copy within the host is over when it returns."""
+    """Do nothing: a copy within the host has finished when it returns."""

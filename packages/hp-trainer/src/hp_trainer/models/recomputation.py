@@ -109,14 +109,14 @@ def saved_kinds(requested: Sequence[Kind] | None, platform: Platform) -> tuple[K
         CapabilityError: the platform cannot save a requested kind.
     """
     if requested is not None:
-        platform.kept_operations(requested)
+        platform.saved_operations(requested)
         return tuple(requested)
     return tuple(kind for kind in KINDS if _can_save(kind, platform))
 
 
 def _can_save(kind: Kind, platform: Platform) -> bool:
     try:
-        platform.kept_operations((kind,))
+        platform.saved_operations((kind,))
     except CapabilityError:
         return False
     return True
