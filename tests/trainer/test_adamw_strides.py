@@ -41,10 +41,10 @@ def test_any_layout_of_weight_and_gradient(shape, of_weight, of_gradient):
     torch.testing.assert_close(parameter, plain)
 
 
-def test_tensors_that_are_read_alike():
+def test_tensors_that_have_one_layout():
     turned = torch.empty(4, 6).t()
-    assert optimizers.are_read_alike(turned, torch.empty_like(turned))
-    assert not optimizers.are_read_alike(turned, torch.empty(6, 4))
+    assert optimizers.have_one_layout(turned, torch.empty_like(turned))
+    assert not optimizers.have_one_layout(turned, torch.empty(6, 4))
     gaps = torch.empty(6, 7)[:, :4]
-    assert not optimizers.are_read_alike(gaps, gaps)
-    assert optimizers.are_read_alike(torch.empty(3, 0), torch.empty(3, 0))
+    assert not optimizers.have_one_layout(gaps, gaps)
+    assert optimizers.have_one_layout(torch.empty(3, 0), torch.empty(3, 0))

@@ -98,14 +98,14 @@ HOSTILE = {
     "no metadata": (pickle.dumps({"a": 1}), "expected Metadata, got Pairs"),
     "another class": (pickle.dumps(torch.nn.Linear), "got the name torch.nn.modules.linear.Linear"),
     "nothing": (b"", "pickle exhausted before seeing STOP"),
-    "no pickle": (b"damaged", "byte 0 says DICT, which no metadata need"),
-    "a class attribute": (of_metadata(b"}\x8c\x05owned\x88sb."), "gives a state to something that it has not made"),
+    "no pickle": (b"damaged", "byte 0 has opcode DICT, which metadata do not need"),
+    "a class attribute": (of_metadata(b"}\x8c\x05owned\x88sb."), "sets the state of something that it did not create"),
     "another field": (of_metadata(b")\x81}\x8c\x05owned\x88sb."), "Metadata has no field 'owned'"),
     "a far memo": (of_metadata(b"r\xff\xff\xff\xff."), "expected Metadata, got the name"),
     "memory": (b"\x80\x05\x96" + b"\xff" * 7 + b"\x7f.", "bytes in a bytearray8, but only 1 remain"),
-    "a persistent object": (b"\x80\x04\x8c\x01xQ.", "says BINPERSID, which no metadata need"),
+    "a persistent object": (b"\x80\x04\x8c\x01xQ.", "has opcode BINPERSID, which metadata do not need"),
     "an endless key": (of_metadata(b")\x81}" + NESTED + b"\x88sb."), "Metadata has no field tuple"),
-    "an empty stack": (b"\x80\x04b.", "it is no sound pickle"),
+    "an empty stack": (b"\x80\x04b.", "it is not a valid pickle"),
 }
 
 
@@ -161,7 +161,7 @@ def with_a_file_elsewhere(metadata):
         (with_a_piece_twice, "tensor 'x': Box(offset=(0,), shape=(2,)) and Box(offset=(0,), shape=(2,)) overlap"),
         (without_a_dtype, "tensor 'x' has no dtype"),
         (with_pieces_as_the_size_of_another, "expected a torch.Size, got list"),
-        (with_a_compressed_file, "its tensors are transformed, such as compressed"),
+        (with_a_compressed_file, "its tensors are transformed, for example compressed"),
         (with_a_file_elsewhere, "names the file '../elsewhere', which is not in the folder"),
     ],
 )
@@ -200,7 +200,7 @@ def test_a_tensor_larger_than_its_file_is_refused_before_memory_is_reserved(tmp_
     saved.size = saved.chunks[0].sizes = torch.Size([2**40])
     file.write_bytes(pickle.dumps(metadata))
     told = refused(capsys, "import", tmp_path / "dcp", f"--to={tmp_path / 'out'}")
-    assert "tensor 'x' cannot be read: no file holds all of its bytes" in told
+    assert "tensor 'x' cannot be read: no file has all of its bytes" in told
     for stored in metadata.storage_data.values():
         stored.length = 2**43
     file.write_bytes(pickle.dumps(metadata))

@@ -58,7 +58,7 @@ def test_a_slice_by_a_tensor_is_that_of_its_present_value() -> None:
 def test_adding_to_a_position_of_a_cut_dimension_says_how() -> None:
     def program(mesh: DeviceMesh) -> Tensor:
         x = cut(torch.arange(12.0), mesh)
-        with pytest.raises(ShardingRuleError, match="Write the part of the tensor"):
+        with pytest.raises(ShardingRuleError, match="Write to the tensor"):
             x[3] += 5.0
         x[3] = x[3] + 5.0
         return x.full_tensor()

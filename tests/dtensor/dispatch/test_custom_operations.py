@@ -313,7 +313,7 @@ def test_results_that_are_no_tensors_are_refused(hp_platform: Platform) -> None:
         for shown, result in results.items():
             function = result if callable(result) else lambda x, result=result: result
             with pytest.raises(
-                ShardingRuleError, match=f"of 1 plain tensors as results, the function returned {shown}"
+                ShardingRuleError, match=f"has 1 plain tensors as results, the function returned {shown}"
             ):
                 sharding_rule("a b -> a b")(function)(x)
 

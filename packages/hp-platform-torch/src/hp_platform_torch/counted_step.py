@@ -1,6 +1,6 @@
-"""Bytes of tensors that a block of code leaves alive, counted by torch's dispatch on any device.
+"""Memory and operations of a forward and backward, counted on tensors without memory (`count_step`).
 
-One forward and backward of a module on tensors without memory, whose bytes and operations are counted.
+`LiveBytes` counts the bytes of tensors that operations create, from torch's dispatch, on any device.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from hp_platform_torch.tensor.operations import LocalMode
 
 @contextlib.contextmanager
 def counted_bytes() -> Iterator[LiveBytes]:
-    """Count what operations of this thread make inside the block; see `Platform.live_bytes`."""
+    """Count the bytes that operations of this thread allocate inside the block; see `Platform.live_bytes`."""
     live = LiveBytes()
     with LocalMode(live.run):
         yield live
 
 
 class LiveBytes:
-    """Counts the storages that operations make, from there until they are freed.
+    """Counts the storages that operations create, until they are freed.
 
-    Autograd's own backward on the CPU runs in the same thread and is counted too. A view is no storage of its own, nor
-    is a tensor that there was before.
+    Autograd's backward on the CPU runs in the same thread and is counted too. Views and tensors that existed before
+    have no new storage.
 
     Attributes:
-        now: bytes alive.
-        peak: the most so far.
+        now: live bytes.
+        peak: most live bytes so far.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class LiveBytes:
         self._known: set[int] = set()
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation, and count what it makes."""
+        """Run an operation and count the storages of its results."""
         self._see((args, kwargs), is_new=False)
         result = func(*args, **kwargs)
         self._see(result, is_new=True)
@@ -80,8 +80,8 @@ def count_step(
     dtype: torch.dtype | None,
 ) -> CountedStep:
     """Count a forward and backward; see `Platform.count_step`."""
-    # Tensors that claim to lie on the CPU, whose fused attention keeps what those of accelerators do: that of the meta
-    # device would keep all scores. Modules are built on the meta device, where conversions of whole modules work.
+    # Fake tensors on the CPU, whose fused attention saves what accelerators' kernels save; on the meta device attention
+    # would save all scores. Modules are built on the meta device, where `Module.to` and the like work.
     model = build()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), _without_logs():
         _make_fake(model)
@@ -111,7 +111,7 @@ def count_step(
 
 @contextlib.contextmanager
 def _without_logs() -> Iterator[None]:
-    """Keep torch from logging the traceback of an operation that it cannot run: the caller gets its exception."""
+    """Silence torch's log of operations that fail on fake tensors: the caller gets the exception."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -121,7 +121,7 @@ def _without_logs() -> Iterator[None]:
 
 
 def _make_fake(model: torch.nn.Module) -> None:
-    """Put tensors without memory, which claim to lie on the CPU, in the place of a module's tensors."""
+    """Replace a module's tensors by fake tensors on the CPU."""
     made: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ def _make_fake(model: torch.nn.Module) -> None:
 
 
 def _compute_in(dtype: torch.dtype, model: torch.nn.Module, parts: list[torch.nn.Module]) -> None:
-    """Give parameters a dtype, and cast what parts are called with, as sharded modules do."""
+    """Convert parameters to a dtype, and cast the inputs of the parts, as mixed precision of sharded modules does."""
 
     def cast(x: Any) -> Any:
         return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
@@ -170,7 +170,7 @@ def _parameters(
 
 @dataclass
 class _Watched:
-    """Bytes that were alive at the events of one part; None: the event has not come."""
+    """Live bytes at the events of one part; None before the event."""
 
     before: int | None = None
     after: int = 0
@@ -180,7 +180,7 @@ class _Watched:
 
 
 class _Mark(torch.autograd.Function):
-    """The tensors themselves; `event` is called when backward comes by."""
+    """Identity; `event` is called when backward passes."""
 
     @staticmethod
     def forward(ctx: Any, event: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -195,8 +195,10 @@ class _Mark(torch.autograd.Function):
 
 
 def _marked(event: Callable[[], None], tree: Any) -> Any:
-    """Return a tree whose tensors that require gradients have their backward marked; torch's own hooks of modules
-    see no named arguments, and no results but tensors and tuples."""
+    """Return the tree with `_Mark` on its tensors that require gradients.
+
+    Torch's own module hooks see neither keyword arguments nor results other than tensors and tuples.
+    """
     leaves, spec = tree_flatten(tree)
     is_marked = [isinstance(x, torch.Tensor) and x.requires_grad for x in leaves]
     if not any(is_marked):
@@ -206,10 +208,10 @@ def _marked(event: Callable[[], None], tree: Any) -> Any:
 
 
 class _Meter:
-    """Reads the bytes that are alive when the forwards and backwards of parts begin and end.
+    """Reads the live bytes when the forwards and backwards of parts start and end.
 
     Attributes:
-        outside: most bytes before the backward of the first part that backward comes to.
+        outside: peak bytes before backward reaches the first part.
     """
 
     def __init__(self, model: torch.nn.Module, live: LiveBytes) -> None:
@@ -220,15 +222,15 @@ class _Meter:
         self.outside = 0
 
     def watch(self, name: str, module: torch.nn.Module) -> None:
-        """Read at this module's events."""
+        """Read the bytes at this module's events."""
         self._names.append(name)
         module.register_forward_pre_hook(functools.partial(self._pre_forward, name), with_kwargs=True)
         module.register_forward_hook(functools.partial(self._post_forward, name))
 
     def parts(self) -> tuple[CountedPart, ...]:
-        """Return what was read, in the order of forward; of parts that it has not called nothing, in front."""
+        """Return the readings in forward order, preceded by the parts that forward did not call, with zeros."""
         for name, each in self._watched.items():
-            if each.peak is not None and not each.is_ended:  # nothing is trained in front of it
+            if each.peak is not None and not each.is_ended:  # no input of it requires a gradient
                 self._post_backward(name)
         if not any(each.peak is not None for each in self._watched.values()):
             self.outside = self._live.peak - self._gradients()
@@ -271,7 +273,7 @@ class _Meter:
         each.end = self._live.now - self._gradients()
 
     def _gradients(self) -> int:
-        """Return the bytes of all gradients of parameters that there are."""
+        """Return the bytes of all existing gradients of parameters."""
         gradients = (parameter.grad for parameter in self._model.parameters())
         return sum(grad.untyped_storage().nbytes() for grad in gradients if grad is not None)
 
@@ -284,7 +286,7 @@ def _backward_flops(grad: Any, query: Any, key: Any, value: Any, *_: Any, out_sh
     return int(sdpa_backward_flop_count(grad, query, key, value))
 
 
-# torch counts the fused attention of accelerators alone.
+# Torch's counter knows the fused attention of accelerators only.
 _CPU_ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _forward_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,

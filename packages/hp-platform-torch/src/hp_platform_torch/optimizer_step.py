@@ -1,12 +1,12 @@
-"""Steps of torch's elementwise optimizers, taken on local data at the price of plain tensors.
+"""Steps of torch's elementwise optimizers on local data, at the cost of plain tensors.
 
-Such a step computes every element from its own gradient and state. Where these are laid out as the parameter, the
-step on DTensors is the step on their local data: for its duration they are plain tensors, and nothing is intercepted.
-What a step collects in its loop over the parameters is known from the one before, which pays for looking at layouts.
-Any other step, such as the first one, which makes the state, is intercepted operation by operation.
+Such a step computes each element from its own gradient and state. If all of these have the parameter's layout, the step
+on DTensors equals the step on their local data: during it they are plain tensors, and nothing is intercepted. Other
+steps, such as the first one, which creates the state, are intercepted operation by operation.
 
-Both things that are kept from one step to the next pay: benchmarks/torch_dispatch.py has AdamW fused over 60 parameters
-at 1.21 times plain tensors; 1.35 without what `_init_group` collected, 1.40 without the plan either (the goal is 1.2).
+Two things are cached between steps: the layouts (`_Plan`), and what torch's `_init_group` collects in its loop over the
+parameters (`_Collected`). Both pay: in benchmarks/torch_dispatch.py a fused AdamW step over 60 parameters takes 1.21
+times as long as on plain tensors, 1.35 without the second and 1.40 without both (the goal is 1.2).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hp_platform_torch.tensor.operations import LocalOperations
 
 Tensor = torch.Tensor
 
-# Exactly these: what a subclass adds need not be elementwise.
+# Exactly these classes: a subclass may add steps that are not elementwise.
 _ELEMENTWISE = frozenset(
     {
         optim.Adadelta,
@@ -51,7 +51,7 @@ _spec = operator.attrgetter("_spec")
 
 @functools.cache
 def install() -> None:
-    """Register torch's hook before every step of an optimizer, once in a process."""
+    """Register a hook that torch calls before each optimizer step, once per process."""
     register_optimizer_step_pre_hook(_before_step)
 
 
@@ -66,9 +66,9 @@ def _before_step(
 
 
 class _StandIn:
-    """Stand-in that torch's `step` takes for the optimizer; asked for the parameter groups, it takes the step itself.
+    """Object that torch's `step` gets instead of the optimizer; it takes the step when asked for the parameter groups.
 
-    That is after the other hooks and the closure, which see DTensors and can change gradients.
+    Torch asks for them after the other hooks and the closure, which get DTensors and may change gradients.
     """
 
     __slots__ = ("_optimizer", "defaults")
@@ -78,7 +78,7 @@ class _StandIn:
         self.defaults = optimizer.defaults
 
     def _accelerator_graph_capture_health_check(self) -> None:
-        """Do nothing: the step itself checks."""
+        """Do nothing; the step on the optimizer itself checks this."""
 
     def __getattr__(self, name: str) -> Any:
         if name != "param_groups":
@@ -106,12 +106,12 @@ def _take_step(optimizer: optim.Optimizer) -> None:
 
 @functools.cache
 def _without_hooks(kind: type[optim.Optimizer]) -> Callable[[optim.Optimizer], Any]:
-    """Return the bare `step` of an optimizer class, without its decorators: hooks, profiling, gradient mode."""
+    """Return an optimizer class's `step` without its decorators (hooks, profiling, gradient mode)."""
     return inspect.unwrap(kind.step)
 
 
 def _all_local(optimizer: optim.Optimizer) -> tuple[_Plan | None, list[Any]]:
-    """Return the plan of a step that needs only local data, and the DTensors it works on; else None and nothing."""
+    """Return the plan of a step that needs local data only, and its DTensors; otherwise (None, [])."""
     for group in optimizer.param_groups:
         if group["differentiable"] or TorchDTensor in map(type, (*group.values(), *group.get("betas", ()))):
             return None, []
@@ -125,17 +125,17 @@ def _all_local(optimizer: optim.Optimizer) -> tuple[_Plan | None, list[Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Layouts that a step expects to find as they were in the step before; holds no state, which others may free.
+    """Layouts that must be unchanged since the step before. Refers to no state tensors, so that others can free them.
 
     Attributes:
         given: all parameters of the optimizer.
         parameters: the DTensors among them.
-        without_state: those of `parameters` whose state a step would make, had they a gradient.
-        owners: the parameters that have state, in its order.
-        slots: the kinds of state that are laid out as the parameters.
-        specs: of `parameters`, then of each slot in the order of `owners`.
+        without_state: those of `parameters` for which a step would create state if they had a gradient.
+        owners: the parameters with state, in the state's order.
+        slots: names of the state tensors that have the parameters' layouts.
+        specs: specs of `parameters`, then of each slot in the order of `owners`.
         needed: see `_needed`.
-        collected: by group, what torch's `_init_group` made of it.
+        collected: group index -> the result of torch's `_init_group`.
     """
 
     given: list[Tensor]
@@ -148,7 +148,7 @@ class _Plan:
     collected: dict[int, _Collected] = field(default_factory=dict)
 
     def tensors(self, optimizer: optim.Optimizer) -> list[Any] | None:
-        """Return all DTensors that a step works on; None where something changed, or a gradient does not fit."""
+        """Return all DTensors of a step; None if something changed, or a gradient has another layout."""
         state = optimizer.state
         if self.needed != _needed(optimizer) or not (
             _are_same(self.given, _given(optimizer)) and _are_same(self.owners, state)
@@ -167,13 +167,13 @@ class _Plan:
         with LocalOperations():
             grads = list(map(_local_grad, self.parameters))
         if type(None) in map(type, grads):
-            grads = [x.grad for x in self.parameters]  # which brings those that lie elsewhere
+            grads = [x.grad for x in self.parameters]  # also fetches gradients that are stored elsewhere (offloaded)
         distributed = [x for x in grads if type(x) is TorchDTensor]
         fit = _specs(distributed) == self.specs[: len(grads)] or all(map(_fits, grads, self.specs))
         return found + distributed if fit else None
 
     def collector(self, optimizer: optim.Optimizer) -> Callable[..., Any]:
-        """Return what stands for `_init_group` during one step, which goes through the groups in their order."""
+        """Return a replacement of `_init_group` for one step, which calls it for the groups in their order."""
         first = type(optimizer)._init_group.__get__(optimizer)  # type: ignore[attr-defined]
         if len(self.parameters) < len(self.given) or (self.owners and not _are_same(self.given, self.owners)):
             return first
@@ -200,9 +200,9 @@ class _Collected:
     """Result of torch's `_init_group` for a group whose parameters all have dense gradients.
 
     Attributes:
-        options: of the group, as far as they decide.
-        names: for each of the lists of state the kind that it holds; None for an empty one.
-        result: what was returned.
+        options: the group's options on which the result depends.
+        names: name of the state tensors in each list; None for an empty list.
+        result: the returned value.
     """
 
     options: list[Any]
@@ -217,7 +217,7 @@ class _Collected:
         grads: list[Any],
         lists: Sequence[list[Any]],
     ) -> bool:
-        """Fill the lists as in the step before; return False, and do nothing, where gradients are missing or sparse."""
+        """Fill the lists as in the step before; do nothing and return False if gradients are missing or sparse."""
         dense = [grad for x in group["params"] if (grad := x.grad) is not None and not grad.is_sparse]
         if len(dense) < len(group["params"]):
             return False
@@ -230,7 +230,7 @@ class _Collected:
 
 
 def _options(group: Mapping[str, Any]) -> list[Any]:
-    """Return the options of a group that decide what `_init_group` does; of numbers, whether they are zero."""
+    """Return the options of a group on which `_init_group` depends; of numbers only whether they are zero."""
     given = [bool(x) if type(x) is float else x for name, x in group.items() if name not in _NOT_COLLECTED]
     return [type(group["lr"]), *given]
 
@@ -239,7 +239,7 @@ _NOT_COLLECTED = frozenset({"params", "lr", "initial_lr", "betas"})
 
 
 def _names(states: Sequence[Mapping[str, Any]], lists: Sequence[list[Any]]) -> list[str | None] | None:
-    """Return the kind of state that each list holds; None where one holds something else."""
+    """Return the name of the state tensors in each list; None if a list has other contents."""
     names: list[str | None] = []
     for values in lists:
         kinds = [name for own in states[:1] for name in own if _are_same(values, [own.get(name) for own in states])]
@@ -250,7 +250,7 @@ def _names(states: Sequence[Mapping[str, Any]], lists: Sequence[list[Any]]) -> l
 
 
 def _plan(optimizer: optim.Optimizer) -> _Plan | None:
-    """Make the plan of the coming step; None where it needs more than local data."""
+    """Return the plan of the next step; None if it needs more than local data."""
     state, needed, given = optimizer.state, _needed(optimizer), _given(optimizer)
     parameters = list(filter(_is_dtensor, given))
     if any(x._spec.is_partial for x in parameters):
@@ -269,7 +269,7 @@ def _plan(optimizer: optim.Optimizer) -> _Plan | None:
 
 
 def _slots(spec: TensorSpec, state: Mapping[str, Any]) -> list[str] | None:
-    """Return the names of state laid out as its parameter; None where other state is more than a number."""
+    """Return the names of state tensors with the parameter's layout; None if others are more than numbers."""
     tensors = {name: x for name, x in state.items() if isinstance(x, Tensor)}
     names = [name for name, x in tensors.items() if _is_dtensor(x) and _fits(x, spec)]
     others = [x for name, x in tensors.items() if name not in names]
@@ -277,7 +277,7 @@ def _slots(spec: TensorSpec, state: Mapping[str, Any]) -> list[str] | None:
 
 
 def _needed(optimizer: optim.Optimizer) -> list[str | None]:
-    """Return, per group, the entry of state without which a step would make the state; None if it makes none."""
+    """Return per group the name of a state entry whose absence makes a step create state; None if it creates none."""
     if type(optimizer) is not optim.SGD:
         return ["step"] * len(optimizer.param_groups)
     return ["momentum_buffer" if group["momentum"] else None for group in optimizer.param_groups]
@@ -303,7 +303,7 @@ def _are_same(a: Sequence[Any], b: Collection[Any]) -> bool:
 
 
 def _fits(x: Any, spec: TensorSpec) -> bool:
-    """Tell whether `x` is laid out as `spec` says, or is no DTensor."""
+    """Return True if `x` has the layout of `spec`, or is no DTensor."""
     if type(x) is not TorchDTensor:
         return True
     return (x._spec.mesh, x._spec.placements, x._spec.shape) == (spec.mesh, spec.placements, spec.shape)

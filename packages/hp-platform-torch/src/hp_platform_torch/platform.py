@@ -1,4 +1,4 @@
-"""`TorchPlatform`: everything that hp_dtensor asks of a framework, in terms of torch."""
+"""`TorchPlatform`: the interface that hp_dtensor requires of a framework, implemented with torch."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ Removable.register(RemovableHandle)
 
 
 class TorchModules(ModuleInterface):
-    """The part of the platform that walks through `nn.Module`s."""
+    """The part of the platform that handles `nn.Module`s: parameters and buffers by name, and hooks."""
 
     def compile_module(self, module: nn.Module, backend: str) -> None:
-        """Compile as `torch.nn.Module.compile` does; hooks of sharding stay outside of the compiled forward.
+        """Compile as `torch.nn.Module.compile` does; the hooks of sharding stay outside of the compiled forward.
 
         Raises:
             CapabilityError: torch has no backend of this name.
@@ -61,7 +61,7 @@ class TorchModules(ModuleInterface):
         return module.named_parameters(recurse=recurse, remove_duplicate=remove_duplicate)
 
     def set_parameter(self, module: nn.Module, name: str, value: Tensor) -> None:
-        # nn.Module's own assignment refuses a plain tensor under a parameter's name.
+        # Assignment on an nn.Module refuses a plain tensor under a parameter's name.
         parameters = module._parameters
         if name not in parameters:
             owned = ", ".join(parameters) or "none"
@@ -97,17 +97,17 @@ DTYPES: dict[str, torch.dtype] = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
-"""Dtypes that NumPy does not know -> those under which it sees their bits."""
+"""Dtypes that NumPy lacks -> integer dtypes with the same number of bits."""
 _DTYPES_OF_CLASSES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
 class TorchPlatform(TorchProcesses, TorchModules, Platform):
     """PyTorch on CPU, CUDA or Ascend.
 
-    `HP_DEVICE` (`cpu`, `cuda`, `npu`) limits it to one kind of device where it could use several.
+    `HP_DEVICE` (`cpu`, `cuda`, `npu`) limits it to one device type where several are available.
 
     Attributes:
-        device: this rank's default device, or that of `default_device` around it.
+        device: this rank's default device, or that of an enclosing `default_device`.
     """
 
     name = "torch"
@@ -145,7 +145,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         return DTYPES[name]
 
     def dtype_of_number(self, value: complex) -> torch.dtype:
-        # `torch.set_default_dtype` decides on real and complex numbers.
+        # Depends on `torch.set_default_dtype` for real and complex numbers.
         return torch.full((), value, device="cpu").dtype
 
     def dtype_name(self, dtype: torch.dtype) -> str:
@@ -154,7 +154,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         return NAMES[dtype]
 
     def dtype_meant(self, value: Any) -> Any:
-        """Return the dtype that `x.to(int)`, `x.type("torch.LongTensor")` or `x.type(torch.LongTensor)` means."""
+        """Return the dtype of `x.to(int)`, `x.type("torch.LongTensor")` or `x.type(torch.LongTensor)`."""
         kind = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
         if type(kind) is type(torch.LongTensor):
             return kind.dtype
@@ -201,8 +201,8 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
             target.copy_(source if target.shape == source.shape else source.reshape(target.shape))
 
     def contiguous(self, x: Tensor) -> Tensor:
-        # Backends send storage as it lies: not conjugated or negated yet, or, of the ZeroTensors that torch gives for
-        # gradients known to be zero (of `sgn`), no storage at all.
+        # Backends send the storage as it is in memory, without pending conjugation or negation. The ZeroTensors that
+        # torch returns for gradients known to be zero (of `sgn`) have no storage at all.
         if x._is_zerotensor():
             return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         return x.contiguous().resolve_conj().resolve_neg()
@@ -288,7 +288,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         return saved_operations(kinds)
 
     def uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        # Whoever compiles has imported this, which takes a second.
+        # A program that compiles has imported dynamo already; importing it here would take a second.
         if "torch._dynamo" not in sys.modules:
             return function
         disabled: Callable[..., Any] = torch.compiler.disable(function)
@@ -355,7 +355,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         return dtensor.adopt_output(result, spec)
 
     def promised(self, shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
-        # One element for all: no memory beside that into which the data comes.
+        # One element expanded to the shape, so that no memory is used in addition to that of the arriving data.
         return torch.empty((1,) * len(shape), dtype=dtype, device=device).expand(*shape)
 
     def adopt_later(self, result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) -> TorchDTensor:
@@ -372,7 +372,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         inner_first = list(reversed(range(x.dim())))
         for place in range(1, x.dim()):
             for inner in reversed(range(place)):
-                wrong = _lies_further_in(x, inner_first[place], inner_first[inner])
+                wrong = _is_inner_to(x, inner_first[place], inner_first[inner])
                 if wrong:
                     inner_first[inner], inner_first[place] = inner_first[place], inner_first[inner]
                     place = inner
@@ -429,7 +429,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         for together in _by_device(tensors).values():
-            # Torch narrows no norm of its own accord.
+            # `_foreach_norm` refuses to reduce float64 in float32.
             dtype = torch.float64 if any(x.dtype is torch.float64 for x in together) else torch.float32
             total = total + torch.stack(torch._foreach_norm(together, 2, dtype=dtype)).square_().sum().float()
         return total
@@ -449,8 +449,8 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         return draw(tuple(shape), dtype=dtype, device=self.device)
 
 
-def _lies_further_in(x: Tensor, dim: int, than: int) -> bool | None:
-    """Tell whether `dim` lies further in than another, as torch's TensorIterator does; None if strides do not tell."""
+def _is_inner_to(x: Tensor, dim: int, than: int) -> bool | None:
+    """Return True if `dim` is inner to `than` in memory, as TensorIterator decides; None if strides do not show it."""
     (stride, size), (other, other_size) = ((x.stride(d), x.shape[d]) for d in (dim, than))
     if not stride or not other or (stride == other and size >= other_size):
         return None
@@ -458,7 +458,7 @@ def _lies_further_in(x: Tensor, dim: int, than: int) -> bool | None:
 
 
 def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
-    """Sort tensors by device: offloaded gradients lie on the host, those of replicated parameters on the device."""
+    """Group tensors by device: offloaded gradients are on the host, those of replicated parameters on the device."""
     found: dict[torch.device, list[Tensor]] = {}
     for x in tensors:
         found.setdefault(x.device, []).append(x)

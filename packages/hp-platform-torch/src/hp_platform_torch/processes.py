@@ -1,4 +1,4 @@
-"""Processes of torch: joining a job, this rank's devices, and torch's own meshes and groups as ours."""
+"""Processes of torch: joining a job, this rank's device, and conversion of torch's own meshes and groups."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class TorchProcesses(Platform):
-    """The part of the platform that joins jobs over torch.distributed.
+    """The part of the platform that joins jobs over torch.distributed, and knows this rank's devices.
 
     Attributes:
         device: this rank's default device.
@@ -41,12 +41,12 @@ class TorchProcesses(Platform):
         self.device_types = _device_types()
         self._owns_process_group = False
         self._connections = 0
-        # The program's own default group that `_world` was made for without a call of `connect`, or that was left.
+        # The program's own default group for which `_world` was created without `connect`, or which was left.
         self._adopted: Any = None
 
     @property
     def world(self) -> World | None:
-        """The world of the job that this process has joined by `connect`, or by torch's own `init_process_group`."""
+        """The job that this process joined by `connect` or torch's own `init_process_group`; None without one."""
         if self._world is None and dist.is_initialized() and dist.group.WORLD is not self._adopted:
             self.connect(dist.get_rank(), dist.get_world_size(), "", local_rank=self._local_rank())
             self._adopted = dist.group.WORLD
@@ -61,8 +61,8 @@ class TorchProcesses(Platform):
     def connect(self, rank: int, size: int, address: str, timeout_seconds: float = 300.0, local_rank: int = 0) -> World:
         """See `Platform.connect`.
 
-        A default process group that the program has made itself is used and left as it is. Where a peer has
-        died, collectives fail at once or within `timeout_seconds`.
+        A default process group that the program created itself is used, and not destroyed. If a peer dies, collectives
+        fail at once or within `timeout_seconds`.
 
         Raises:
             PlatformError: this process has joined a job already, or the job cannot be joined.
@@ -79,7 +79,7 @@ class TorchProcesses(Platform):
         store = None
         if dist.is_initialized():
             _check_same_job(rank, size)
-            # Once, however often this process joins.
+            # Registered once, however often this process joins.
             atexit.unregister(self._follow_destruction)
             atexit.register(self._follow_destruction)
             store = joined_store(self._connections)
@@ -99,14 +99,15 @@ class TorchProcesses(Platform):
         return from_torch_mesh(mesh, self) if isinstance(mesh, TorchMesh) else None
 
     def adopt_group(self, group: Any) -> ProcessGroup | None:
-        """Return a process group of torch.distributed as ours, communicating through it."""
+        """Return a process group of torch.distributed as ours, which communicates through it."""
         from hp_platform_torch.tensor.interop import from_torch_group
 
         return from_torch_group(group, self) if isinstance(group, dist.ProcessGroup) else None
 
     def disconnect(self) -> None:
         world, self._world = self._world, None
-        # Of the program's own group; one of ours that outlived its destruction would end the process with an abort.
+        # True for the program's own group. A group of ours that outlived torch's destruction of it could abort the
+        # process.
         is_left = dist.is_initialized() and not self._owns_process_group
         self._adopted = dist.group.WORLD if is_left else None
         if world is not None:
@@ -117,16 +118,16 @@ class TorchProcesses(Platform):
             leave()
 
     def _follow_destruction(self) -> None:
-        """Leave a job whose default group the program has destroyed.
+        """Leave a job whose default group the program has destroyed; called at exit.
 
-        At exit: threads of our groups that outlive it abort a process now and then while Python shuts down. Where the
-        group is still there, a peer may be gone, and to leave would wait for it.
+        Threads of our groups would otherwise sometimes abort the process while Python shuts down. If the group still
+        exists nothing is done: a peer may be gone, and leaving would wait for it.
         """
         if self._world is not None and not dist.is_initialized():
             self.disconnect()
 
     def environment(self, local_rank: int, local_size: int) -> dict[str, str]:
-        """Return settings of a new rank: threads, the cores of this machine divided among its ranks, unless set."""
+        """Return environment variables of a new rank: its share of the machine's cores as threads, unless set."""
         threads = max(1, len(os.sched_getaffinity(0)) // max(1, local_size))
         return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
 
@@ -170,7 +171,7 @@ class TorchProcesses(Platform):
         return profiled(folder, rank)
 
     def _local_rank(self) -> int:
-        """Return the index of the device that a program which has joined by itself uses."""
+        """Return the device index of a program that initialized torch.distributed itself."""
         kind = self.device_types[0]
         return 0 if kind == "cpu" else int(os.environ.get("LOCAL_RANK") or getattr(torch, kind).current_device())
 
@@ -182,7 +183,7 @@ class TorchProcesses(Platform):
             getattr(torch, kind).set_device(self.device)
 
     def rank_state(self) -> torch.Tensor:
-        """Return the state of the CPU generator: every simulated rank draws its own numbers."""
+        """Return the state of the CPU generator; each simulated rank has its own."""
         return torch.get_rng_state()
 
     def set_rank_state(self, state: torch.Tensor) -> None:

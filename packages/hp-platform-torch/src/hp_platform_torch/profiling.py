@@ -1,7 +1,4 @@
-"""Traces of what a rank runs, by torch's own profiler, and of what its memory holds.
-
-Peak rates of matrix products, from the makers' data sheets: dense, 16-bit operands, 32-bit sums.
-"""
+"""Profiles of a rank by torch's profiler, and the peak rates of devices."""
 
 from __future__ import annotations
 
@@ -13,17 +10,17 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-_ROWS = 40  # of a table of operations
-_MOST_EVENTS = 200_000  # allocations that a memory snapshot keeps
+_ROWS = 40  # in the tables of operations
+_MOST_EVENTS = 200_000  # allocations in a memory snapshot
 
 
 @contextlib.contextmanager
 def profiled(folder: Path, rank: int) -> Iterator[None]:
     """Profile the block; see `Platform.profile`.
 
-    Beside the trace: `rank0-operations.txt` and `rank0-memory.txt`, tables of operations by their own time and by the
-    memory that they allocate, and on CUDA `rank0-memory.pickle`, a snapshot for https://pytorch.org/memory_viz, which
-    is never read here.
+    Besides the trace it writes `rank0-operations.txt` and `rank0-memory.txt`, tables of operations by their own time
+    and by allocated memory, and on CUDA `rank0-memory.pickle`, a snapshot for https://pytorch.org/memory_viz, which is
+    never read here.
     """
     has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_cuda else [])]
@@ -44,7 +41,8 @@ def profiled(folder: Path, rank: int) -> Iterator[None]:
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
-# Parts of the names that the driver gives, of which the longest counts: `NVIDIA H100 PCIe` is no `H100`. In TFLOP/s.
+# In TFLOP/s: dense products of 16-bit operands with 32-bit sums, from the makers' data sheets. Keys are parts of the
+# driver's device names; the longest match counts, since an `NVIDIA H100 PCIe` is slower than an `H100`.
 _TERAFLOPS = {
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
@@ -75,15 +73,15 @@ _FLOAT16_ALONE = ("V100", "T4")
 
 
 def peak_flops(device: str, dtype: str) -> float | None:
-    """Return the peak rate of a device in floating-point operations per second, or None where it is not known.
+    """Return the peak rate of a device in floating-point operations per second, or None if it is unknown.
 
     Args:
-        device: its name as the driver tells it, `NVIDIA H100 80GB HBM3`.
-        dtype: name of the operands' dtype; the rates of float32 depend on what is allowed to be rounded.
+        device: the driver's name of it, such as `NVIDIA H100 80GB HBM3`.
+        dtype: name of the operands' dtype. float32 has no rate here: it depends on the allowed precision (TF32).
     """
     if dtype not in ("bfloat16", "float16"):
         return None
-    # Followed by a digit it is another device's: an RTX A1000 is no A100.
+    # A name followed by a digit belongs to another device: an RTX A1000 is no A100.
     part = max((each for each in _TERAFLOPS if re.search(rf"{each}(?!\d)", device)), key=len, default=None)
     if part is None or (part in _FLOAT16_ALONE and dtype == "bfloat16"):
         return None

@@ -66,13 +66,13 @@ def movable(x: Tensor) -> Tensor:
     """Return `x`, or a view of it as bytes with the same number of rows where the backend cannot send its dtype."""
     if x.dtype not in CAPABILITIES[x.device.type].as_bytes and not x.is_complex():
         return x
-    # By way of one dimension, since empty tensors may have any strides, with which torch reinterprets nothing.
+    # Flattened first: empty tensors may have any strides, and torch reinterprets the dtype of contiguous ones only.
     rows = x.shape[0] if x.dim() else 1
     return x.view(-1).view(torch.uint8).view(rows, x.numel() * x.element_size() // max(rows, 1))
 
 
 def check_reduction(x: Tensor, op: str) -> None:
-    """Raise CapabilityError where the numbers of `x` have no reduction `op`: an average of integers, say."""
+    """Raise CapabilityError if the dtype of `x` has no reduction `op`, for example an average of integers."""
     if x.is_complex() and op != "sum":
         raise CapabilityError(f"the reduction {op!r} of complex numbers, got {x.dtype}; they can be reduced with 'sum'")
     if op == "avg" and not x.is_floating_point():
@@ -80,7 +80,7 @@ def check_reduction(x: Tensor, op: str) -> None:
 
 
 def device_types() -> tuple[str, ...]:
-    """Kinds of device that torch can use on this machine, best first; `cpu` is always the last."""
+    """Return the device types that torch can use on this machine, fastest first; the last is `cpu`."""
     found = ["cpu"]
     if torch.cuda.is_available():
         found.insert(0, "cuda")

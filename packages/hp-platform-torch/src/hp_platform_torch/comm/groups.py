@@ -1,16 +1,9 @@
-"""Dispatch modes of torch that watch this thread, and whose they are.
+"""Process groups over the backends of torch.distributed: gloo on CPU, NCCL on CUDA, HCCL on Ascend.
 
-Works: communications under way, which the caller waits for.
-
-Process groups over the backends of torch.distributed: gloo on CPU, NCCL on CUDA, HCCL on Ascend.
-
-A group connects one backend per device type, and one for host-side facts, on first use: these always travel by gloo,
-whatever the device of the tensors. What a backend lacks is composed from what it has, by the one table `CAPABILITIES`.
-
-Ranks that share an accelerator: their collectives go by way of host memory, over gloo.
-
-NCCL refuses two ranks of a job on one device. With `HP_BACKEND=gloo` several may share one, so that a program of
-several processes runs, and is tested, where there is one card; it is slow.
+A group calls the backends directly. It connects one per device type, and one for host data, on first use and among its
+members only; host data is always sent by gloo. A collective that a backend lacks is composed from others, as the table
+`CAPABILITIES` says. In `StagedGroup`, ranks share an accelerator: NCCL refuses two ranks on one device, so with
+`HP_BACKEND=gloo` their collectives copy through host memory, slowly. That tests a job of several processes on one card.
 """
 
 from __future__ import annotations
@@ -31,28 +24,26 @@ from hp_platform_torch.comm.backends import BACKEND_NAMES, CAPABILITIES, check_r
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
 
+Tensor = torch.Tensor
+
+POLL_SECONDS = 0.0001
 
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack  # of this thread
 
 
 def is_watched() -> bool:
-    """Return True if a dispatch mode of this thread is somebody's who does not know of shards.
+    """Return True if a dispatch mode of this thread does not know DTensors.
 
-    Such a mode (torch's `FlopCounterMode`, say) takes what it is given for the whole, so it is shown plain tensors and
-    torch's own process groups. Our own modes say `knows_shards` and change nothing of what is computed.
+    Such a mode (torch's `FlopCounterMode`, say) must get plain tensors and torch's own process groups, because it would
+    use a DTensor's global shape. Our own modes have `knows_shards` and do not change what is computed.
     """
     return bool(_num_dispatch_modes()) and any(
         not getattr(mode, "knows_shards", False) for mode in _get_current_dispatch_mode_stack()
     )
 
 
-Tensor = torch.Tensor
-
-POLL_SECONDS = 0.0001
-
-
 class Then:
-    """A communication with local work after it: `wait` waits for the first and then calls `finish`, once."""
+    """A communication followed by local work: `wait` waits for the communication, then calls `finish`, once."""
 
     def __init__(self, work: Work, finish: Callable[[], object]) -> None:
         self._work = work
@@ -66,20 +57,21 @@ class Then:
 
 
 class Exchange:
-    """The sends and receives that one composed collective consists of.
+    """The sends and receives of one composed collective.
 
-    Gloo matches those of two ranks in the order in which they begin, and one that is let go of under way takes what
-    follows with it. So a group keeps them, also those that nobody waits for after an error, and ends them in order.
+    Gloo matches the messages between two ranks in the order in which they start, and dropping an unfinished one breaks
+    all later ones. So the group keeps references to them, even if no caller waits for them after an error, and finishes
+    them in order.
 
     Args:
-        works: each is waited for once, as gloo's point-to-point works can be.
-        unfinished: of the group, in the order in which they began.
-        kept: what must live until they are over.
+        works: the messages; each is waited for once, since gloo allows no second wait.
+        unfinished: the group's list of unfinished exchanges, in the order of their start.
+        buffers: tensors that must stay alive until the messages are finished.
     """
 
-    def __init__(self, works: Sequence[Work], unfinished: list[Exchange], kept: object = None) -> None:
+    def __init__(self, works: Sequence[Work], unfinished: list[Exchange], buffers: object = None) -> None:
         self._works = list(works)
-        self._kept = kept
+        self._buffers = buffers
         self._unfinished = unfinished
         unfinished.append(self)
 
@@ -92,18 +84,18 @@ class Exchange:
         while self._works:
             self._works[0].wait()
             del self._works[0]
-        self._kept = None
+        self._buffers = None
 
 
 class PendingFacts:
-    """An all-gather of bytes under way; row `i` of `gathered` `[ranks, bytes]` is that of rank `i`."""
+    """A running all-gather of bytes; row `i` of `gathered` `[ranks, bytes]` is rank `i`'s."""
 
     def __init__(self, work: Any, gathered: Tensor) -> None:
         self._work = work
         self._gathered = gathered
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes] | None:
-        """Return the bytes of all ranks in rank order, or None if some rank did not answer in time."""
+        """Return the bytes of all ranks in rank order, or None on a timeout."""
         if timeout_seconds is not None:
             deadline = time.monotonic() + timeout_seconds
             while not self._work.is_completed():
@@ -115,7 +107,7 @@ class PendingFacts:
 
 
 def settle(work: Work | None, async_op: bool) -> Work:
-    """Return `work` to a caller that waits for it later; else wait now and return `DONE`."""
+    """Return `work` if `async_op`, for the caller to wait for; otherwise wait now and return `DONE`."""
     if async_op and work is not None:
         return work
     if work is not None:
@@ -124,10 +116,10 @@ def settle(work: Work | None, async_op: bool) -> Work:
 
 
 FACTS = "facts"
-"""The connection for host-side facts, beside one for each kind of device."""
+"""Name of the connection for host data, in addition to one per device type."""
 
 _SUMMED_NATIVELY = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
-"""Dtypes whose reduce-scatter is gloo's own under a dispatch mode, which could not tell what a composed one is."""
+"""Dtypes for which gloo's own reduce-scatter runs under a dispatch mode, which would not recognize a composed one."""
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -139,14 +131,13 @@ REDUCE_OPS = {
 
 
 class TorchGroup(ProcessGroup):
-    """A process group of two ranks or more.
+    """A process group of two or more ranks that calls torch's backends directly.
 
-    It calls torch's backends themselves. `dist.new_group(use_local_synchronization=True)` is no help: it
-    names a group after the number of groups that *this* rank has (torch 2.13), so that members which are in
-    different numbers of other groups wait for each other for ever; and it sorts the ranks.
+    It cannot use `dist.new_group(use_local_synchronization=True)`: that names a group by the number of groups that this
+    rank already has (torch 2.13), so members with different numbers of groups deadlock. It also sorts the ranks.
 
     Args:
-        connect: makes the backend for a device type; called once for each that is used.
+        connect: function that creates the backend of a device type; called once per device type in use.
     """
 
     platform: Platform
@@ -162,14 +153,14 @@ class TorchGroup(ProcessGroup):
         self._exchanges: list[Exchange] = []
 
     def close(self) -> None:
-        """Release the backends, which ends their threads: one that still works while Python shuts down aborts it."""
+        """Release the backends, which ends their threads: one that runs while Python shuts down can abort it."""
         super().close()
         self._exchanges.clear()
         self._seen_by_modes.clear()
         self._connections.clear()
 
     def connection(self, device_type: str) -> Any:
-        """Return the backend that carries tensors of a device type, or `FACTS`; make it at the first call."""
+        """Return the backend for tensors of a device type, or for `FACTS`; it connects on the first call."""
         found = self._connections.get(device_type)
         if found is None:
             if self.is_closed:
@@ -178,9 +169,9 @@ class TorchGroup(ProcessGroup):
         return found
 
     def _channel(self, device_type: str) -> Any:
-        """Return what carries tensors: the backend, or under a dispatch mode a process group around it.
+        """Return the backend of a device type, or under a dispatch mode a torch process group around it.
 
-        The mode (torch's `CommDebugMode`, say) sees the calls of a process group, which go through torch's dispatcher.
+        Calls of a process group pass torch's dispatcher, where the mode (torch's `CommDebugMode`, say) sees them.
         """
         if not is_watched():
             return self.connection(device_type)
@@ -196,15 +187,14 @@ class TorchGroup(ProcessGroup):
             return DONE
         check_reduction(x, op)
         buffer = x.to(torch.int32) if x.dtype in CAPABILITIES[x.device.type].as_int32 else x
-        # A sum of complex numbers is one of pairs of real ones; backends know only these.
+        # Backends sum real numbers only; a complex sum is the sum of (real, imaginary) pairs.
         summed = torch.view_as_real(x) if x.is_complex() else buffer
         options = _options(distributed_c10d.AllreduceOptions, async_op, reduceOp=REDUCE_OPS[op])
         work: Work = self._channel(x.device.type).allreduce([summed], options)
         if buffer is not x:
             work = Then(work, lambda: x.copy_(buffer))
         if op == "avg":
-            # Not every backend has an average; divided after the sum it is rounded once, in the same way on all of
-            # them.
+            # Not every backend has an average. Dividing after the sum rounds once, in the same way on all backends.
             work = Then(work, lambda: x.div_(self.size))
         return settle(work, async_op)
 
@@ -235,9 +225,9 @@ class TorchGroup(ProcessGroup):
         return settle(work, async_op)
 
     def _exchange_and_reduce(self, output: Tensor, rows: Tensor, op: str) -> Work:
-        """Send each rank its row of `rows` `[ranks, elements]`; reduce what arrives, in rank order, into `output`."""
-        # One buffer less than ranks: what the first other rank sends lands in the output itself, the own row stays
-        # where it is.
+        """Send each rank its row of `rows` `[ranks, elements]`; reduce received ones in rank order into `output`."""
+        # Needs `size - 2` buffers: the first other rank's row is received into the output, and the own row is not
+        # copied.
         others = [j for j in range(self.size) if j != self.rank]
         arriving = [output, *output.new_empty(self.size - 2, output.numel())]
         connection = self._channel(rows.device.type)
@@ -245,7 +235,8 @@ class TorchGroup(ProcessGroup):
         works += [connection.send([movable(rows[j])], j, 0) for j in others]
 
         def reduce() -> None:
-            # The first two in either order; one of them is in `output`.
+            # `output` has one row already; its position among the first two does not matter, since the operation
+            # commutes.
             parts = {**dict(zip(others, arriving, strict=True)), self.rank: rows[self.rank]}
             reduce_into(output, [parts[j] for j in range(self.size) if parts[j] is not output], op)
             if op == "avg":
@@ -265,7 +256,7 @@ class TorchGroup(ProcessGroup):
 
     def _start_exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Work:
         tensors = [x for x in (*sends, *receives) if x is not None]
-        # Neither sends nor receives: the other ranks leave this one out as well, so nobody waits for it.
+        # This rank neither sends nor receives, and the others know that: none of them waits for it.
         if not tensors:
             return DONE
         nothing = tensors[0].new_empty(0)
@@ -277,7 +268,7 @@ class TorchGroup(ProcessGroup):
         gloo = self._channel("cpu")  # its all-to-all takes one tensor only
         works = [gloo.send([x], j, 0) for j, x in enumerate(leaving) if x.numel()]
         works += [gloo.recv([x], j, 0) for j, x in enumerate(arriving) if x.numel()]
-        # Gloo's works do not hold their tensors.
+        # Gloo's works hold no references to their tensors.
         return Exchange(works, self._exchanges, (leaving, arriving))
 
     def _for_others(self, j: int, x: Tensor | None, nothing: Tensor) -> Tensor:
@@ -296,8 +287,8 @@ class TorchGroup(ProcessGroup):
         return settle(self._channel(x.device.type).recv([movable(x)], source, 0), async_op)
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
-        # Facts are exchanged in host memory, also inside of `torch.device("meta")`, where a model is built.
-        # Two rounds, for lengths differ between ranks: those first, then the bytes, padded to the longest.
+        # On the CPU explicitly: this is also called inside `torch.device("meta")`, where models are built.
+        # Lengths differ between ranks, so they are gathered first, then the bytes, padded to the longest.
         lengths = torch.empty(self.size, dtype=torch.int64, device="cpu")
         self._gather_facts(lengths, torch.tensor([len(data)], device="cpu")).wait()
         longest = int(lengths.max())
@@ -317,14 +308,14 @@ class TorchGroup(ProcessGroup):
         )
 
     def _gather_facts(self, output: Tensor, x: Tensor) -> Any:
-        """Gather over the connection for facts, whose messages match even where ranks disagree on other collectives."""
+        """Gather over the connection for host data, which works even if ranks are in different tensor collectives."""
         return self.connection(FACTS)._allgather_base(
             output.view(-1), x, _options(distributed_c10d.AllgatherOptions, True)
         )
 
 
 def around(backend: dist.Backend, device_type: str, rank: int, size: int) -> dist.ProcessGroup:
-    """Return a process group around the backend of a kind of device; it communicates by no connection of its own."""
+    """Return a torch process group around a backend; it opens no connection of its own."""
     group = dist.ProcessGroup(dist.HashStore(), rank, size)
     kind = dist.Backend.backend_type_map[BACKEND_NAMES[device_type]]
     group._set_default_backend(kind)
@@ -345,10 +336,10 @@ _COMBINE_BOOL = {**_COMBINE, "sum": torch.logical_or, "product": torch.logical_a
 
 
 def reduce_into(output: Tensor, others: Sequence[Tensor], op: str) -> None:
-    """Combine `output` with `others` in turn; of 16-bit numbers, sums and products of several are rounded once."""
+    """Reduce `others` into `output` in order; 16-bit sums and products of several operands are rounded once."""
     combine = (_COMBINE_BOOL if output.dtype == torch.bool else _COMBINE)[op]
     is_rounded_once = len(others) == 1 or output.dtype not in (torch.bfloat16, torch.float16)
-    # In 16 bits each partial sum would be rounded, and the more ranks, the further from a sum over one device.
+    # In 16 bits each partial sum would be rounded, and the error would grow with the number of ranks.
     total = output if is_rounded_once else output.float()
     for other in others:
         combine(total, other, out=total)
@@ -357,10 +348,10 @@ def reduce_into(output: Tensor, others: Sequence[Tensor], op: str) -> None:
 
 
 class StagedGroup(TorchGroup):
-    """A process group whose collectives copy tensors to the host, and results back when they return.
+    """A process group whose collectives run on copies in host memory and copy the results back.
 
-    Asynchronous ones are done when they return, too, but for messages between two ranks: a send that waited would wait
-    for its receive, and ranks that send to each other first would wait for ever.
+    Asynchronous ones have finished when they return. Messages between two ranks have not: ranks that first send to each
+    other would deadlock if a send waited for its receive.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -392,7 +383,7 @@ class StagedGroup(TorchGroup):
         arriving = [None if x is None else _like_on_host(x) for x in receives]
         super()._start_exchange(leaving, arriving).wait()
         for index, (x, host) in enumerate(zip(receives, arriving, strict=True)):
-            # What a rank sends to itself is not exchanged here.
+            # A rank's message to itself is not exchanged here.
             if x is not None and host is not None and index != self.rank:
                 x.copy_(host)
         return DONE
@@ -412,7 +403,7 @@ class StagedGroup(TorchGroup):
 
 
 def _to_host(x: Tensor) -> Tensor:
-    """Return a contiguous copy in host memory, also of a tensor that is there."""
+    """Return a contiguous copy in host memory, even of a tensor on the CPU."""
     return x.detach().to("cpu", copy=True).contiguous()
 
 

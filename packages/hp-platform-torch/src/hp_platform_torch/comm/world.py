@@ -1,7 +1,4 @@
-"""The ranks of a job over torch.distributed, and the backends that their groups communicate by.
-
-Meeting of the ranks of a job: torch's default process group, and the store where members of a group connect.
-"""
+"""The ranks of a job over torch.distributed: how they meet, under torchrun too, and how their groups connect."""
 
 from __future__ import annotations
 
@@ -30,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class TorchWorld(World):
-    """Ranks of a job joined through torch.distributed, whose default group is the group of all ranks.
+    """Ranks of a job over torch.distributed; its default group is the group of all ranks.
 
     Args:
-        store: the key-value store where members of a new group connect; None for a job of one rank.
-        timeout: the longest that a collective waits for a peer.
+        store: key-value store through which members of a new group connect; None in a job of one rank.
+        timeout: the longest time that a collective waits for a peer.
     """
 
     platform: Platform
@@ -69,7 +66,7 @@ class TorchWorld(World):
                 dist.destroy_process_group(found)
 
     def connect(self, ranks: tuple[int, ...], device_type: str) -> dist.Backend:
-        """Return a backend that carries tensors of a device type, or `FACTS`, between `ranks`; all of them call it."""
+        """Return a backend for tensors of a device type, or for `FACTS`, among `ranks`; all of them must call it."""
         if ranks == tuple(range(self.size)) and device_type != FACTS:
             return dist.group.WORLD._get_backend(torch.device(device_type))  # type: ignore[union-attr]
         members = hashlib.sha256(repr(ranks).encode()).hexdigest()
@@ -107,10 +104,10 @@ _LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def join(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store:
-    """Make torch's default process group, which must not exist yet; return the store where members of groups connect.
+    """Create torch's default process group, which must not exist; return the store through which groups connect.
 
     Raises:
-        PlatformError: the address is wrong or not reached in time, or not all ranks came.
+        PlatformError: the address is wrong or not reached in time, or some ranks did not join.
     """
     store = _store(rank, size, address, timeout)
     try:
@@ -123,17 +120,17 @@ def join(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store:
 
 
 def joined_store(connection: int) -> dist.Store:
-    """Return the store of the default process group that the program has made itself.
+    """Return the store of a default process group that the program created itself.
 
     Args:
-        connection: number of times that this process, like every rank, has connected; no key is used twice.
+        connection: how often this process, like every rank, has connected; keys differ between connections.
     """
     return dist.PrefixStore(f"hp/{connection}", distributed_c10d._get_default_store())
 
 
 def leave() -> None:
-    """Destroy torch's process groups, also those of a job that has failed."""
-    if dist.is_initialized():  # else the program has destroyed them
+    """Destroy torch's process groups, even those of a failed job."""
+    if dist.is_initialized():  # otherwise the program has destroyed them already
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
 
@@ -142,7 +139,7 @@ def _store(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store
     host, port = _host_and_port(address)
     by_agent = _served_by_agent(rank, size, port)
     if _is_loopback(host):
-        # The members' own connections are made on the interface of this machine's name, unless one is chosen.
+        # Without this, gloo connects members through the network interface of the host name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
     serves = rank == 0 and not by_agent
     try:
@@ -159,9 +156,9 @@ def _store(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store
 
 
 def _serve_locally(host: str, port: int, size: int, timeout: timedelta) -> dist.TCPStore | None:
-    """Serve the store on this machine's loopback alone where the ranks meet there; None: they meet elsewhere.
+    """Serve the store on the loopback interface if `host` is there; otherwise return None.
 
-    By itself torch listens on every interface, and whoever reaches the port can read and delete all keys.
+    Torch itself listens on every interface, and any host that reaches the port can read and delete all keys.
     """
     if not _is_loopback(host):
         return None
@@ -173,7 +170,7 @@ def _serve_locally(host: str, port: int, size: int, timeout: timedelta) -> dist.
     except OSError as error:
         listener.close()
         raise RuntimeError(str(error)) from error
-    # The store closes it.
+    # The store closes the socket.
     return dist.TCPStore(host, port, size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
 
 
@@ -185,7 +182,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _served_by_agent(rank: int, size: int, port: int) -> bool:
-    """Tell whether torchrun's agent serves the store at MASTER_PORT already, for every restart of this very rank."""
+    """Return True if torchrun's agent serves the store at MASTER_PORT, and started this rank."""
     expected = {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "MASTER_PORT": str(port),
@@ -198,12 +195,12 @@ def _served_by_agent(rank: int, size: int, port: int) -> bool:
 def _host_and_port(address: str) -> tuple[str, int]:
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isdigit():
-        raise PlatformError(f"the meeting point must be host:port, such as 127.0.0.1:29500; got {address!r}")
+        raise PlatformError(f"the address of the job must be host:port, such as 127.0.0.1:29500; got {address!r}")
     return host.strip("[]"), int(port)
 
 
 def _backend_names() -> str:
-    """Name a backend for each kind of device on this machine as torch wants it: `cpu:gloo,cuda:nccl`."""
+    """Return the backend per device type in torch's notation: `cpu:gloo,cuda:nccl`."""
     if shares_devices():
         return "cpu:gloo"
     return ",".join(f"{device}:{BACKEND_NAMES[device]}" for device in device_types())

@@ -1,9 +1,7 @@
-"""Blocks of attention by torch's flash kernels: on the CPU in any floating dtype.
+"""Attention: blocks by torch's flash kernel for CPUs, and multi-head attention composed of operations with rules.
 
-`torch.nn.functional.multi_head_attention_forward` put together from operations that have sharding rules.
-
-So `nn.MultiheadAttention` and the layers of `nn.Transformer` take DTensors. Random numbers of dropout are drawn in the
-shapes in which torch draws them.
+`multi_head_attention` lets `nn.MultiheadAttention` and the layers of `nn.Transformer` take DTensors. Dropout draws its
+random numbers in the shapes in which torch draws them.
 """
 
 from __future__ import annotations
@@ -23,22 +21,23 @@ Tensor = torch.Tensor
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _STRIP, _MOST_IN_STRIPS = 256, 1024
-"""Keys of a strip of a causal square in backward, and the longest square that is cut: in longer ones adding up the
-strips takes more time than they save."""
+"""Keys per strip of a causal square in backward, and the longest square that is split into strips: in longer ones,
+adding
+up the strips takes more time than they save."""
 
 
 def takes(query: Tensor, value: Tensor) -> bool:
-    """Return whether the kernels take such tensors."""
+    """Return whether the kernels support these tensors."""
     return query.device.type == "cpu" and 0 < query.shape[-1] == value.shape[-1] and query.numel() > 0
 
 
 def takes_scores(scores: BlockScores) -> bool:
-    """Return whether the kernels compute such scores; their own dropout does not know the places of entries."""
+    """Return whether the kernels support these scores; their own dropout ignores the global positions of entries."""
     return scores.soft_cap is None and scores.dropout is None
 
 
 def dropout_factors(p: float, rows: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """Compute `Platform.dropout_factors`, the same as `kept_entries` does, on the device of these int64 vectors."""
+    """Compute `Platform.dropout_factors` on the device of these int64 vectors."""
     numbers = rows
     for places in (heads, queries, keys):
         numbers = _mixed(numbers[..., None] + (places + 1) * _signed(GAMMA))
@@ -53,7 +52,7 @@ def _mixed(z: Tensor) -> Tensor:
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Shift 64-bit numbers without a sign to the right; torch's int64 would shift its sign in."""
+    """Shift right as unsigned 64-bit numbers; torch's int64 would shift the sign in."""
     return (z >> bits).bitwise_and_(2 ** (64 - bits) - 1)
 
 
@@ -66,7 +65,7 @@ def block(query: Tensor, key: Tensor, value: Tensor, scores: BlockScores) -> tup
     bias = _bias(scores.mask, query)
     out, lse = _forward(query, key, value, 0.0, scores.is_causal, attn_mask=bias, scale=scores.scale)
     if scores.mask is not None:
-        # The kernel gives 0 for a query that sees no key.
+        # The kernel returns 0 for a query without visible keys.
         lse = lse.masked_fill(~scores.mask.any(-1), -torch.inf)
     return out, lse
 
@@ -91,10 +90,10 @@ def block_grad(
 def _causal_grad(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `block_grad` of a causal square, keys strip by strip.
+    """Compute `block_grad` of a causal square in strips of keys.
 
-    The kernel computes whole blocks of 512 keys, also where most of them are not seen. Given the keys of a strip, and
-    the queries from its first one on, it computes but the strip's own corner in vain.
+    The kernel computes full blocks of 512 keys, even where most are masked. Given one strip of keys, and the queries
+    from its first position on, it wastes only the strip's own masked corner.
     """
     d_q, d_k, d_v = query, [], []
     for start in range(0, query.shape[2], _STRIP):
@@ -122,7 +121,7 @@ def merge(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, .
 
 
 def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """Return a mask as what is added to the scores, of the queries' dtype, as the kernels want it."""
+    """Return a mask as a bias of the scores in the queries' dtype, as the kernels require."""
     if mask is None:
         return None
     bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, -torch.inf)
@@ -160,7 +159,7 @@ def multi_head_attention(
 
     Raises:
         ShardingRuleError: extra keys and values (`bias_k`, `add_zero_attn`, `static_k`), or causal without a mask
-            where weights are wanted.
+            where weights are requested.
     """
     if any(x is not None for x in (bias_k, bias_v, static_k, static_v)) or add_zero_attn:
         raise ShardingRuleError(
@@ -173,7 +172,7 @@ def multi_head_attention(
     projected = [F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]  # type: ignore[arg-type]
     q, k, v = (x.reshape(*x.shape[:2], num_heads, -1).permute(1, 2, 0, 3) for x in projected)
     dropout_p = dropout_p if training else 0.0
-    explicit = need_weights or dropout_p > 0  # the fused operation of DTensors has no dropout
+    explicit = need_weights or dropout_p > 0  # the rule of the fused operation has no dropout
     is_causal = is_causal and key_padding_mask is None and not explicit
     mask = None if is_causal else _merged(attn_mask, key_padding_mask, (q.shape[0], num_heads), q)
     if explicit:
@@ -194,7 +193,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: flo
 
 
 def _merged(attn_mask: Tensor | None, padding: Tensor | None, batch: Sequence[int], q: Tensor) -> Tensor | None:
-    """Merge both masks into one that is added to the scores `[batch, heads, length, keys]`."""
+    """Merge both masks into one bias of the scores `[batch, heads, length, keys]`."""
     masks: list[Any] = []
     if attn_mask is not None:
         masks.append(attn_mask.reshape(*batch, *attn_mask.shape[1:]) if attn_mask.dim() == 3 else attn_mask)

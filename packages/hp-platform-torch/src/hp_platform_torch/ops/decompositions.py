@@ -1,6 +1,8 @@
-"""Functions of torch written as compositions of others: on DTensors they run so, by the sharding rules of these.
+"""Torch's functions in other forms: compositions of functions with sharding rules, and forms for local shards.
 
-Forms of torch's functions for local data, where its own fail on a part or check what only the whole can tell.
+`DECOMPOSED` functions run on DTensors as other functions, by the rules of these. `LOCAL_FORMS` run on local data
+instead of functions that fail on some shards, such as empty ones. `CHECKS` test global arguments where torch's function
+would test those of the shard.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def _rot90(x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
 
 def _diff(x: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None) -> Tensor:
     if n == 0:
-        return x.clone()  # as torch, whatever is to be put before and behind it
+        return x.clone()  # as torch, which ignores `prepend` and `append` then
     parts = [part for part in (prepend, x, append) if part is not None]
     x = torch.cat(parts, dim) if len(parts) > 1 else x
     for _ in range(n):
@@ -165,7 +167,7 @@ def _addr(x: Tensor, vec1: Tensor, vec2: Tensor, *, beta: float = 1, alpha: floa
 
 def _addbmm(x: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     if not (x.is_floating_point() or x.is_complex()):
-        beta, alpha = int(beta), int(alpha)  # as torch, which cuts off their fractions
+        beta, alpha = int(beta), int(alpha)  # as torch, which truncates them
     return _plus(torch.einsum("bij,bjk->ik", batch1, batch2), x, beta, alpha)
 
 
@@ -216,13 +218,13 @@ def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) 
 
 
 def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    shape = torch.broadcast_shapes(x1.shape, x2.shape)  # norms and `dim` are those of the broadcast operands
-    left, right = (x / _kept_from_zero(x.norm(2, dim, keepdim=True), eps) for x in (x1.expand(shape), x2.expand(shape)))
+    shape = torch.broadcast_shapes(x1.shape, x2.shape)  # torch takes norms and `dim` of the broadcast operands
+    left, right = (x / _at_least_eps(x.norm(2, dim, keepdim=True), eps) for x in (x1.expand(shape), x2.expand(shape)))
     return (left * right).sum(dim)
 
 
-def _kept_from_zero(norm: Tensor, eps: float) -> Tensor:
-    """Return `norm` with values below `eps` raised to it, and the gradient of `norm` everywhere, as torch does."""
+def _at_least_eps(norm: Tensor, eps: float) -> Tensor:
+    """Return `norm` clamped to at least `eps`, with the gradient of `norm` everywhere, as torch does."""
     kept = norm.clone()
     with torch.no_grad():
         return kept.clamp_min_(eps)
@@ -326,11 +328,11 @@ DECOMPOSED |= {
     torch.Tensor.mH.__get__: _adjoint,  # type: ignore[attr-defined]
     torch.Tensor.H.__get__: _adjoint,  # type: ignore[attr-defined]
 }
-"""torch's function or method -> what runs in its place on DTensors."""
+"""torch's function or method -> the function that runs instead on DTensors."""
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run torch's attention, also on a rank without heads, by whose number torch 2.11 divides in its fused kernel."""
+    """Run torch's attention, even on a rank without heads: torch 2.11's fused kernel divides by their number."""
     if query.numel():
         return scaled_dot_product_attention(query, key, value, *args, **kwargs)
     if query.shape[-3:-2] == (0,):
@@ -340,14 +342,14 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: 
 
 
 def _as_complex(x: Tensor) -> Tensor:
-    """Run `torch.view_as_complex`, also of a part without elements, whose strides may be any."""
+    """Run `torch.view_as_complex`, even on an empty shard, whose strides torch may refuse."""
     return torch.view_as_complex(x if x.numel() else x.clone(memory_format=torch.contiguous_format))
 
 
 def _group_norm(
     input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """Run torch's group norm without its check of the batch, of which a rank may have one row."""
+    """Run torch's group norm without its check of the batch size, since a rank may have one row of it."""
     return torch.group_norm(input, num_groups, weight, bias, eps, torch.backends.cudnn.enabled)
 
 
@@ -368,7 +370,7 @@ def _refuse_one_value(shape: torch.Size, statistics: int) -> None:
 
 
 def _pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
-    """Run torch's `pad`; of a part without elements, which torch takes in mode `constant` only, pad zeros and cut."""
+    """Run torch's `pad`. Of an empty shard, which torch pads in mode `constant` only, pad zeros and slice."""
     if x.numel() or mode == "constant":
         return torch.nn.functional.pad(x, pad, mode, value)
     empty = [dim for dim, size in enumerate(x.shape) if not size]
@@ -377,9 +379,9 @@ def _pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | N
 
 
 def _contiguous(x: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-    """Run torch's `contiguous`, but give dimensions of one element the strides of a contiguous tensor too.
+    """Run torch's `contiguous`, and also give dimensions of size 1 the strides of a contiguous tensor.
 
-    Random operations tell the order of the whole tensor's memory by them.
+    Random operations infer the memory order of the global tensor from the strides.
     """
     result = x.contiguous(memory_format=memory_format)
     if memory_format is not torch.contiguous_format or 1 not in result.shape:
@@ -389,7 +391,7 @@ def _contiguous(x: Tensor, memory_format: torch.memory_format = torch.contiguous
 
 
 def _sgn(x: Tensor) -> Tensor:
-    """Return torch's; of real numbers as `sign`, since the gradient of `sgn` has no storage that could be sent."""
+    """Run `torch.sgn`, as `sign` for real numbers: the gradient of `sgn` has no storage that could be sent."""
     return torch.sgn(x) if x.is_complex() else torch.sign(x)
 
 
@@ -402,5 +404,5 @@ LOCAL_FORMS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.pad: _pad,
     torch.Tensor.contiguous: _contiguous,
 }
-# Checks that torch makes of the whole tensor; run before the rule, on every rank alike.
+# Checks that torch makes of the global tensor; they run before the rule, on all ranks alike.
 CHECKS: dict[Callable[..., Any], Callable[..., None]] = {group_norm: _check_group_norm, batch_norm: _check_batch_norm}

@@ -1,4 +1,4 @@
-"""Less common losses of torch as compositions of other operations, term by term; see `decompositions`."""
+"""Less common losses of torch as compositions of operations with sharding rules; see `decompositions`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _reduced(loss: Tensor, reduction: str, size_average: bool | None = None, red
 
 
 def _reduced_as_called(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Give a loss of rows or elements the last three parameters of torch's losses, which reduce it."""
+    """Add the parameters `size_average`, `reduce` and `reduction` of torch's losses to an unreduced loss."""
     parameters = list(inspect.signature(loss).parameters.values())
     defaults = {"size_average": None, "reduce": None, "reduction": "mean"}
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -65,7 +65,7 @@ def _gaussian_nll_loss(
         var = var.unsqueeze(-1)
     elif var.shape != input.shape and (input.shape[:-1] != var.shape[:-1] or var.shape[-1] != 1):
         raise ValueError(f"var of shape {list(var.shape)} does not fit an input {list(input.shape)}")
-    var = var + (var.clamp_min(eps) - var).detach()  # the gradient is that of no clamp, as in torch
+    var = var + (var.clamp_min(eps) - var).detach()  # the clamp does not change the gradient, as in torch
     loss = 0.5 * (var.log() + (input - target) ** 2 / var)
     return _reduced(loss + 0.5 * math.log(2 * math.pi) if full else loss, reduction)
 
@@ -166,7 +166,7 @@ def _multi_margin_loss(
         )
         return loss.reshape(target.shape) if loss.dim() else loss
     index = target.unsqueeze(-1)
-    loss = (margin - input.gather(-1, index) + input).relu()  # clamp_min has a gradient at 0
+    loss = (margin - input.gather(-1, index) + input).relu()  # not clamp_min, whose gradient at 0 is 1
     if p == 2:
         loss = loss * loss
     if weight is not None:
@@ -183,7 +183,7 @@ def _multilabel_margin_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Compare all pairs of classes at once; a row of the target lists classes up to the first -1."""
+    """Compare all pairs of classes at once. A row of the target lists classes up to the first -1."""
     if not input.dim():
         loss = _multilabel_margin_loss(input.reshape(1), target.reshape(1), size_average, reduce, reduction)
         return loss.reshape(())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-# Operators whose name is not the method's own between underscores.
+# Operator methods whose names differ from those of the functions.
 _OPERATORS = {
     "truediv": "div",
     "floordiv": "floor_divide",
@@ -47,7 +47,7 @@ _SYNONYMS = {
     "_threshold": "threshold",
 }
 
-# Functions whose name another operation has too.
+# Functions that share their name with another operation (`Tensor.unfold`).
 _RENAMED = {F.unfold: "im2col", F.fold: "col2im"}
 
 _PROPERTIES = {"T": "t", "mT": "mT"}
@@ -63,14 +63,14 @@ _IN_PLACE = frozenset(f"__i{name[3:]}" for name in _REFLECTED)
 
 
 def property_of(func: Callable[..., Any]) -> str | None:
-    """Return the name of the tensor property that `func` gets, sets or deletes; None where it is no accessor."""
+    """Return the name of the tensor property that `func` gets, sets or deletes; None if it is no accessor."""
     if getattr(func, "__name__", "") not in ("__get__", "__set__", "__delete__"):
         return None
     return getattr(func.__self__, "__name__", None)  # type: ignore[attr-defined]
 
 
 def canonical_name(func: Callable[..., Any]) -> tuple[str, bool]:
-    """Return (name, reflected): `Tensor.__iadd__` is `add_`; `__rsub__` is `sub` with its operands exchanged."""
+    """Return (name, reflected): `Tensor.__iadd__` is `add_`, and `__rsub__` is `sub` with reversed operands."""
     if func in _RENAMED:
         return _RENAMED[func], False
     accessed = property_of(func)
@@ -87,7 +87,7 @@ def canonical_name(func: Callable[..., Any]) -> tuple[str, bool]:
 
 
 def names_of(name: str) -> list[str]:
-    """List the functions, methods and properties of torch that have a canonical name, for documentation."""
+    """Return the functions, methods and properties of torch with a canonical name, for documentation."""
     return sorted(_names().get(name, ())) or [
         f"{path}.{name}"
         for path, owner in (
@@ -111,7 +111,7 @@ def _names() -> dict[str, set[str]]:
 
 
 def function_named(name: str) -> Callable[..., Any] | None:
-    """Return torch's function of a canonical name, else its method or property; None where there is none."""
+    """Return torch's function with a canonical name, or else the method or property; None if there is none."""
     renamed = next((func for func, other in _RENAMED.items() if other == name), None)
     if renamed is not None or name == "unfold":  # torch.nn.functional's is another operation
         return renamed or torch.Tensor.unfold

@@ -15,7 +15,7 @@ Number = int | float | bool
 
 
 def build_ops(default_device: Callable[[], torch.device]) -> SimpleNamespace:
-    """Make the namespace; its creation functions put their results on `default_device()`."""
+    """Return the namespace; its creation functions allocate on `default_device()`."""
     return SimpleNamespace(**_SAME_IN_TORCH, **_ADAPTED, **_creation(default_device))
 
 
@@ -124,14 +124,14 @@ def argsort(x: Tensor, dim: int = -1, stable: bool = True, descending: bool = Fa
 
 def bincount(x: Tensor, minlength: int) -> Tensor:
     if type(x) is Tensor and x.is_cuda and 0 < minlength < 2**31 - 1:
-        # torch.bincount reads the largest value on the host, to know how long its result is.
+        # torch.bincount waits for the device to read the largest value, which decides the length of its result.
         counts = torch.histc(x.int(), minlength + 1, 0, minlength)
         return counts[:minlength].long()
     return torch.bincount(x, minlength=minlength)
 
 
 _ADAPTED: dict[str, Callable[..., Any]] = {
-    # the operators also take a number first
+    # Python's operators, because they also accept a number as the first operand
     "add": operator.add,
     "sub": operator.sub,
     "mul": operator.mul,

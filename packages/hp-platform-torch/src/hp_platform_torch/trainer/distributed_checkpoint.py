@@ -1,12 +1,9 @@
-"""The file `.metadata` of a folder of `torch.distributed.checkpoint`: a pickle, read as data.
+"""Folders of `torch.distributed.checkpoint`: written for its `load`, and read without trusting their pickles.
 
-Its dataclasses are made here, field by field, of what was checked; nothing of the pickle is called.
-
-Folders of `torch.distributed.checkpoint`: written for its `load`, and read without trusting their pickles.
-
-Such a folder is files of tensors in torch's own format and `.metadata`, a pickle of a few dataclasses, which is read as
-data (`checkpoint_metadata.py`). Tensors are read by torch's own `weights_only` unpickler, which makes nothing but
-tensors.
+Such a folder has files of tensors in torch's format, and `.metadata`, a pickle of a few dataclasses. The pickle is
+parsed as
+data (`pickle_tree.py`), and the dataclasses are created here from checked fields; no code of the pickle runs. Tensors
+are read by torch's `weights_only` unpickler, which creates tensors only.
 """
 
 from __future__ import annotations
@@ -49,23 +46,23 @@ def parse_metadata(data: bytes) -> Metadata:
     """Return the metadata that the bytes of a `.metadata` describe.
 
     Raises:
-        ValueError: they are damaged or of something else, name a file outside of the folder, or have a tensor whose
-            pieces do not cover it exactly (torch would leave memory unwritten).
+        ValueError: the bytes are damaged or no metadata, name a file outside of the folder, or have a tensor whose
+            chunks do not cover it exactly (torch would leave memory uninitialized).
 
     Example:
         >>> parse_metadata(b"damaged")
         Traceback (most recent call last):
         ...
-        ValueError: byte 0 says DICT, which no metadata need
+        ValueError: byte 0 has opcode DICT, which metadata do not need
     """
     return _Parser().metadata(read_pickle_tree(data))
 
 
 class _Parser:
-    """Turns a tree into metadata. What the pickle holds once and refers to often is turned once."""
+    """Converts a pickle tree to metadata. Objects that the pickle shares are converted once."""
 
     def __init__(self) -> None:
-        self._turned: dict[tuple[int, Callable[[Any], Any]], Any] = {}
+        self._converted: dict[tuple[int, Callable[[Any], Any]], Any] = {}
         self._covered: set[tuple[int, torch.Size]] = set()
 
     def metadata(self, tree: Any) -> Metadata:
@@ -76,7 +73,7 @@ class _Parser:
 
     def tensor(self, name: Any, tree: Any) -> TensorStorageMetadata | BytesStorageMetadata:
         if type(name) is not str:
-            raise ValueError("a tensor has a name that is no text")
+            raise ValueError("the name of a tensor is not a string")
         if _is(tree, BytesStorageMetadata):
             return BytesStorageMetadata()
         fields = _fields(tree, TensorStorageMetadata)
@@ -86,7 +83,7 @@ class _Parser:
         return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
     def _check_cover(self, name: str, chunks: list[ChunkStorageMetadata], size: torch.Size) -> None:
-        # Once for a list of pieces that tensors share, or a short file would take hours.
+        # Once per list of chunks: a small file whose tensors share a long list would otherwise take hours.
         if (id(chunks), size) in self._covered:
             return
         reason = cover_exactly([Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks], tuple(size))
@@ -96,7 +93,7 @@ class _Parser:
 
     def _chunks(self, tree: Any) -> list[ChunkStorageMetadata]:
         if type(tree) is not list:
-            raise ValueError("a tensor has no list of pieces")
+            raise ValueError("a tensor has no list of chunks")
         return [self._once(chunk, self._chunk) for chunk in tree]
 
     def _chunk(self, tree: Any) -> ChunkStorageMetadata:
@@ -117,17 +114,17 @@ class _Parser:
         if type(name) is not str or name in ("", ".", "..") or Path(name).name != name:
             raise ValueError(f"it names the file {_shown(name)}, which is not in the folder")
         if fields.get("transform_descriptors"):
-            raise ValueError("its tensors are transformed, such as compressed; save them as they are")
+            raise ValueError("its tensors are transformed, for example compressed; save them untransformed")
         return _StorageInfo(name, _count(fields.get("offset")), _count(fields.get("length")))
 
-    def _once(self, tree: Any, turn: Callable[[Any], _T]) -> _T:
-        # The tree stays alive as long as this, so that no other object gets the same id. What was good as one thing may
-        # stand where another has to.
-        key = id(tree), turn
-        if key not in self._turned:
-            self._turned[key] = turn(tree)
-        turned: _T = self._turned[key]
-        return turned
+    def _once(self, tree: Any, convert: Callable[[Any], _T]) -> _T:
+        # Keyed by id: the tree stays alive as long as this parser, so no other object gets the same id. And by
+        # `convert`: an object that was valid as one kind may be used where another is required.
+        key = id(tree), convert
+        if key not in self._converted:
+            self._converted[key] = convert(tree)
+        converted: _T = self._converted[key]
+        return converted
 
 
 def _is(tree: Any, kind: type) -> bool:
@@ -138,7 +135,7 @@ def _fields(tree: Any, kind: type) -> dict[str, Any]:
     """Return the fields of a dataclass of this kind.
 
     Raises:
-        ValueError: it is something else, or has fields that the dataclass has not.
+        ValueError: it is something else, or has fields that the dataclass lacks.
     """
     if not _is(tree, kind) or tree.arguments:
         raise ValueError(f"expected {kind.__name__}, got {_shown(tree)}")
@@ -165,13 +162,13 @@ def _size(tree: Any) -> torch.Size:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError("a size or a place in a file is no whole number from 0 to 2**63")
+        raise ValueError("a size or a file offset is not an integer from 0 to 2**63")
     return value
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise ValueError(f"expected a text, got {_shown(value)}")
+        raise ValueError(f"expected a string, got {_shown(value)}")
     return value
 
 
@@ -188,7 +185,7 @@ def _dtype_of(name: str, tree: Any) -> torch.dtype:
 
 
 def _shown(tree: Any) -> str:
-    """Name what a tree is, for a message; its contents may be endless."""
+    """Describe a tree for a message, briefly: it may be huge or contain itself."""
     if type(tree) is str:
         return repr(tree[:100])
     if type(tree) is Made:
@@ -205,28 +202,28 @@ class DistributedCheckpoints:
     def write(self, folder: Path, tensors: Mapping[str, SavedTensor], read: ReadBox) -> None:
         """Write a folder that `torch.distributed.checkpoint.load(state, checkpoint_id=folder)` reads.
 
-        One saved piece of a tensor is in memory at a time.
+        One saved chunk of a tensor is in memory at a time.
 
         Raises:
             ExportError: torch could not write it.
         """
         try:
-            # No process group: one process writes all of it.
-            with _alone():
-                dcp.save({}, checkpoint_id=str(folder), planner=_Pieces(tensors, read), no_dist=True)
+            # Without a process group: one process writes everything.
+            with _without_group():
+                dcp.save({}, checkpoint_id=str(folder), planner=_ChunkPlanner(tensors, read), no_dist=True)
         except dcp.api.CheckpointException as error:
             raise ExportError(f"{folder} cannot be written: {_reasons(error)}") from error
 
     def open(self, folder: Path) -> DistributedCheckpoint:
-        """Open a folder; `DistributedCheckpoint` says what is raised."""
+        """Open a folder; for errors see `DistributedCheckpoint`."""
         return DistributedCheckpoint(folder)
 
 
 class DistributedCheckpoint:
-    """A folder that `torch.distributed.checkpoint.save` has written on any number of ranks.
+    """A folder that `torch.distributed.checkpoint.save` wrote on any number of ranks.
 
     Raises:
-        CheckpointError: there is no such folder, or its metadata are damaged or name something that is no metadata.
+        CheckpointError: there is no such folder, or its metadata are damaged or contain other objects.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -235,7 +232,7 @@ class DistributedCheckpoint:
         self._saved = self._reader.metadata.state_dict_metadata
 
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return dtype and shape of each tensor by name; objects of other kinds, pickles, are left out."""
+        """Return name -> (dtype, shape) of the tensors; other objects, which are pickled, are left out."""
         return {
             name: (str(saved.properties.dtype).removeprefix("torch."), tuple(saved.size))
             for name, saved in self._saved.items()
@@ -243,33 +240,33 @@ class DistributedCheckpoint:
         }
 
     def read(self, name: str) -> np.ndarray:
-        """Return a whole tensor in its storage dtype (uint16 for bfloat16).
+        """Return a full tensor in its storage dtype (uint16 for bfloat16).
 
         Raises:
             CheckpointError: it is damaged.
         """
         saved = self._saved[name]
         try:
-            whole = torch.empty(saved.size, dtype=saved.properties.dtype)
-            with _alone():
-                dcp.load({name: whole}, storage_reader=self._reader, no_dist=True)
+            full = torch.empty(saved.size, dtype=saved.properties.dtype)
+            with _without_group():
+                dcp.load({name: full}, storage_reader=self._reader, no_dist=True)
         except (Exception, dcp.api.CheckpointException) as error:
-            # Whatever a damaged file makes torch raise; its own error is no Exception.
+            # A damaged file can make torch raise anything; its own CheckpointException is no subclass of Exception.
             raise CheckpointError(f"{self._folder}: tensor {name!r} cannot be read: {_reasons(error)}") from error
-        return (whole.view(torch.uint16) if whole.dtype == torch.bfloat16 else whole).numpy()
+        return (full.view(torch.uint16) if full.dtype == torch.bfloat16 else full).numpy()
 
 
-class _Pieces(SavePlanner):
-    """Plans the writing of saved tensors, piece by piece as they are saved already."""
+class _ChunkPlanner(SavePlanner):
+    """Plans writing saved tensors, chunk by chunk as they are saved already."""
 
     def __init__(self, tensors: Mapping[str, SavedTensor], read: ReadBox) -> None:
         self._tensors, self._read = tensors, read
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Take nothing over: the tensors are not in memory."""
+        """Do nothing: the tensors are not in memory."""
 
     def create_local_plan(self) -> SavePlan:
-        """Return one item for each piece."""
+        """Return one item per chunk."""
         return SavePlan([item for name, saved in self._tensors.items() for item in _items(name, saved)])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -277,11 +274,11 @@ class _Pieces(SavePlanner):
         return create_default_global_save_plan(all_plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Read the piece that is to be written next."""
+        """Read the chunk to be written next."""
         name, data = write_item.index.fqn, write_item.tensor_data
         assert data is not None
         values = self._read(name, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
@@ -290,7 +287,7 @@ class _Pieces(SavePlanner):
 
 
 class _Reader(dcp.FileSystemReader):
-    """torch's reader of a folder, with metadata that were checked."""
+    """Torch's reader of a folder, with checked metadata."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -303,8 +300,8 @@ class _Reader(dcp.FileSystemReader):
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Silence torch's guess that a process without a group is meant to be alone: it is."""
+def _without_group() -> Iterator[None]:
+    """Silence torch's warning that it assumes a single process because there is no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
@@ -321,7 +318,7 @@ def _read_metadata(folder: Path) -> Metadata:
 
 
 def _check_files(folder: Path, metadata: Metadata) -> None:
-    """Refuse pieces that the files are too short for, before memory is reserved for the tensors.
+    """Raise if files are too short for their chunks, before memory is allocated for the tensors.
 
     Raises:
         CheckpointError: naming the tensor and the file.
@@ -332,7 +329,7 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
             stored = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
             needed = math.prod(chunk.sizes) * saved.properties.dtype.itemsize
             if stored is None or stored.length < needed:
-                raise CheckpointError(f"{folder}: tensor {name!r} cannot be read: no file holds all of its bytes")
+                raise CheckpointError(f"{folder}: tensor {name!r} cannot be read: no file has all of its bytes")
             file = folder / stored.relative_path
             if stored.relative_path not in lengths:
                 lengths[stored.relative_path] = file.stat().st_size if file.is_file() else -1
@@ -356,7 +353,7 @@ def _items(name: str, saved: SavedTensor) -> list[WriteItem]:
 
 
 def _reasons(error: BaseException) -> str:
-    """Return the errors of the ranks in a `CheckpointException`, or the error itself, on one line."""
+    """Return the ranks' errors of a `CheckpointException`, or the error itself, on one line."""
     failures = getattr(error, "failures", None)
     found = [failure[0] for failure in failures.values()] if failures else [error]
     return "; ".join(f"{type(one).__name__}: {one}".splitlines()[0] for one in found)

@@ -1,7 +1,4 @@
-"""Optimizers for hp-trainer: torch's own kernels on the local shards.
-
-Kernels of 8-bit AdamW: the search for codes, and torch's own update of float32 moments.
-"""
+"""AdamW for hp-trainer by torch's fused or foreach kernels on local shards, and the kernels of its 8-bit form."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-# Where torch has the fused kernel; on CPU it takes a fifth of the time of the others.
+# Device types with torch's fused kernel; on CPU it takes a fifth of the time of the foreach kernels.
 _FUSED_DEVICES = ("cpu", "cuda")
 
 
@@ -73,14 +70,14 @@ def apply_adamw(
     learning_rate: float,
     options: AdamWConfig | AdamW8bitConfig,
 ) -> None:
-    """Update weights and moments in place, by torch's fused kernel where there is one and it reads all of them alike.
+    """Update weights and moments in place, by torch's fused kernel if it exists and all tensors have one memory layout.
 
     Args:
-        num_steps: updates that have been made before.
+        num_steps: number of earlier updates.
     """
-    grads = [laid_out_as(x, grad) for x, grad in zip(weights, grads, strict=True)]
+    grads = [with_strides_of(x, grad) for x, grad in zip(weights, grads, strict=True)]
     fused = all(
-        x.device.type in _FUSED_DEVICES and are_read_alike(x, *others)
+        x.device.type in _FUSED_DEVICES and have_one_layout(x, *others)
         for x, *others in zip(weights, grads, means, squares, strict=True)
     )
     beta1, beta2 = options.betas
@@ -103,38 +100,38 @@ def apply_adamw(
     )
 
 
-def laid_out_as(x: Tensor, grad: Tensor) -> Tensor:
-    """Return a gradient with the strides of its parameter, as autograd makes them; one set by hand may have others."""
+def with_strides_of(x: Tensor, grad: Tensor) -> Tensor:
+    """Return a gradient with the parameter's strides. Autograd's gradients have them; others may not."""
     return grad if grad.stride() == x.stride() else torch.empty_like(x, dtype=grad.dtype).copy_(grad)
 
 
-def are_read_alike(x: Tensor, *others: Tensor) -> bool:
-    """Return True if elements of one place lie at one offset in all of these, and nothing lies between elements.
+def have_one_layout(x: Tensor, *others: Tensor) -> bool:
+    """Return True if equal indices have equal offsets in all tensors, and the memory has no gaps.
 
-    torch's fused kernel goes through the memory of parameters, gradients and averages side by side, whatever their
-    strides, and on CPU it does not look at these.
+    Torch's fused kernel walks through the memory of parameters, gradients and moments in parallel. On CPU it ignores
+    their strides.
     """
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.numel() == 0 or (extent == x.numel() and all(each.stride() == x.stride() for each in others))
 
 
 def _step_count(count: int, device: torch.device | str) -> Tensor:
-    """Return a count of steps as torch's own optimizers keep it: float32, whatever torch's default dtype is."""
-    # Filled on the device: to copy a number there would wait for all that the device has to do.
+    """Return a step count as torch's optimizers store it: in float32, whatever torch's default dtype is."""
+    # Filled on the device: copying a number from the host would wait for the device's queue.
     return torch.full((), count, dtype=torch.float32, device=device)
 
 
 def _zeros(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return zeros placed as each parameter, by its name."""
+    """Return name -> zeros with the placements of the parameter."""
     with torch.no_grad():
         return {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
 
 
 def find_codes(x: torch.Tensor, search: CodeSearch) -> torch.Tensor:
-    """Return in which stretch between the bounds of a search each element lies, as uint8; see `FindCodes`."""
+    """Return the index of the interval between bounds that contains each element, as uint8; see `FindCodes`."""
     if x.device.type != "cpu":
         return torch.bucketize(x, torch.from_numpy(search.bounds).to(x.device), out_int32=True).to(torch.uint8)
-    # On a CPU bucketize takes 20 times as long as the table.
+    # On a CPU bucketize takes 20 times as long as this table of the upper 16 bits of each float.
     bits = x.contiguous().view(torch.int32).view(-1)
     halves = (bits >> 16).bitwise_and_(0xFFFF)
     sums = torch.from_numpy(search.addends).index_select(0, halves)
@@ -151,6 +148,6 @@ def update(
     learning_rate: float,
     options: AdamW8bitConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do update `num_steps` (from 1) of AdamW by torch's fused kernel, where there is one; see `Update`."""
+    """Do update number `num_steps` (from 1) of AdamW, by torch's fused kernel if there is one; see `Update`."""
     apply_adamw([weight], [grad], [mean], [square], num_steps - 1, learning_rate, options)
     return mean, square

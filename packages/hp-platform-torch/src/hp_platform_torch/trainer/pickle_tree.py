@@ -1,8 +1,8 @@
-"""Pickles read as data: what they would make and call is noted, and nothing is made or called.
+"""Pickles parsed as data: objects and calls are described, and nothing is created or called.
 
-Python's own unpickler, restricted to some classes, still sets attributes on whatever these names give, and reserves
-memory for any index of its memo. Here a pickle is a text in a small language, of which the few words are read that
-dataclasses, containers, numbers and texts need. The work and the memory grow with the length of the file alone.
+Python's unpickler, even restricted to some classes, sets attributes on objects found by name and allocates memory for
+any memo index. This reader knows only the opcodes that dataclasses, containers, numbers and strings need. Its time and
+memory grow with the length of the file only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _IGNORED = {"PROTO", "FRAME"}
 
 @dataclass(frozen=True, eq=False)
 class Name:
-    """A thing of a module, by name."""
+    """A global name of a module, not imported."""
 
     module: str
     name: str
@@ -27,7 +27,7 @@ class Name:
 
 @dataclass(eq=False)
 class Made:
-    """An object that the pickle would make by calling `kind` with `arguments`, and then give a state."""
+    """An object that unpickling would create by calling `kind` with `arguments`, and then give a state."""
 
     kind: Name
     arguments: tuple[Any, ...]
@@ -35,14 +35,14 @@ class Made:
 
 
 class Pairs(list[tuple[Any, Any]]):
-    """A dictionary, as its keys and values in order; nothing is hashed."""
+    """A dictionary as a list of (key, value); nothing is hashed."""
 
 
 def read_pickle_tree(data: bytes) -> Any:
-    """Return what a pickle describes: constants, whole numbers, texts, tuples, lists, `Pairs`, `Name` and `Made`.
+    """Return the contents of a pickle: constants, integers, strings, tuples, lists, `Pairs`, `Name` and `Made`.
 
     Raises:
-        ValueError: it is damaged, or says something that is none of these.
+        ValueError: it is damaged, or has contents of other kinds.
 
     Example:
         >>> import pickle
@@ -56,28 +56,28 @@ def read_pickle_tree(data: bytes) -> Any:
                 return reader.stack[-1]
             reader.read(opcode.name, argument, position)
     except (IndexError, KeyError, TypeError) as error:
-        raise ValueError("it is no sound pickle") from error
+        raise ValueError("it is not a valid pickle") from error
     raise ValueError("it ends too early")
 
 
 class _Reader:
-    """The state of reading: values so far, where marked stretches of them begin, and those to come back to."""
+    """State of the parser: the stack of values, the positions of marks in it, and the memo."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
 
-    def read(self, word: str, argument: Any, position: int) -> None:
-        """Take in one word of the pickle."""
-        if word in _CONSTANTS:
-            self.stack.append(_CONSTANTS[word])
-        elif word in _LITERALS:
+    def read(self, opcode: str, argument: Any, position: int) -> None:
+        """Process one opcode."""
+        if opcode in _CONSTANTS:
+            self.stack.append(_CONSTANTS[opcode])
+        elif opcode in _LITERALS:
             self.stack.append(argument)
-        elif word in _WORDS:
-            _WORDS[word](self, argument)
-        elif word not in _IGNORED:
-            raise ValueError(f"byte {position} says {word}, which no metadata need")
+        elif opcode in _OPCODES:
+            _OPCODES[opcode](self, argument)
+        elif opcode not in _IGNORED:
+            raise ValueError(f"byte {position} has opcode {opcode}, which metadata do not need")
 
     def empty_list(self, _: Any) -> None:
         self.stack.append([])
@@ -112,14 +112,14 @@ class _Reader:
     def make(self, _: Any) -> None:
         kind, arguments = self._last(2)
         if type(kind) is not Name or type(arguments) is not tuple:
-            raise ValueError("it calls something that is no name")
+            raise ValueError("it calls something other than a global name")
         self.stack.append(Made(kind, arguments))
 
     def build(self, _: Any) -> None:
         made, state = self._last(2)
-        # Not a name: setting attributes of a class changes it for everybody.
+        # Not on a `Name`: unpickling would set attributes of a class or module then.
         if type(made) is not Made or made.state is not None:
-            raise ValueError("it gives a state to something that it has not made, or twice")
+            raise ValueError("it sets the state of something that it did not create, or twice")
         made.state = state
         self.stack.append(made)
 
@@ -131,30 +131,30 @@ class _Reader:
 
     def _last(self, count: int) -> list[Any]:
         if len(self.stack) < count:
-            raise ValueError("it is no sound pickle")
+            raise ValueError("it is not a valid pickle")
         found = self.stack[-count:]
         del self.stack[-count:]
         return found
 
     def _marked(self) -> list[Any]:
-        begin = self._marks.pop()
-        found = self.stack[begin:]
-        del self.stack[begin:]
+        start = self._marks.pop()
+        found = self.stack[start:]
+        del self.stack[start:]
         return found
 
     def _extend(self, values: list[Any]) -> None:
         if type(self.stack[-1]) is not list:
-            raise ValueError("it appends to something that is no list")
+            raise ValueError("it appends to something other than a list")
         self.stack[-1].extend(values)
 
     def _add_pairs(self, flat: list[Any]) -> None:
         if type(self.stack[-1]) is not Pairs or len(flat) % 2:
-            raise ValueError("it sets items of something that is no dictionary")
+            raise ValueError("it sets items of something other than a dictionary")
         self.stack[-1].extend(zip(flat[::2], flat[1::2], strict=True))
 
     def _push_name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
-            raise ValueError("it names something by no text")
+            raise ValueError("it has a global name that is not a string")
         self.stack.append(Name(module, name))
 
 
@@ -162,7 +162,7 @@ def _tuple_of(count: int) -> Callable[[_Reader, Any], None]:
     return lambda reader, _: reader.stack.append(tuple(reader._last(count)))
 
 
-_WORDS: dict[str, Callable[[_Reader, Any], None]] = {
+_OPCODES: dict[str, Callable[[_Reader, Any], None]] = {
     "EMPTY_LIST": _Reader.empty_list,
     "EMPTY_DICT": _Reader.empty_pairs,
     "MARK": _Reader.mark,
