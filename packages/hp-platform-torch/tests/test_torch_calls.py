@@ -263,7 +263,9 @@ def test_a_dtensor_as_a_number_is_refused_by_name(name: str, call: Call) -> None
     def rank() -> None:
         mesh = DeviceMesh("cpu", (2,))
         x, zero = (distribute_tensor(t, mesh, [Shard(0)]) for t in (floats(4, 3), torch.zeros(4, dtype=torch.long)))
-        with pytest.raises(ShardingRuleError, match=rf"takes a number, not a DTensor, as {name}\..*float\({name}\) or int\({name}\)"):
+        with pytest.raises(
+            ShardingRuleError, match=rf"takes a number, not a DTensor, as {name}\..*float\({name}\) or int\({name}\)"
+        ):
             call(x, zero, x.sum())
 
     run_ranks(rank, 2, "torch")
