@@ -189,6 +189,8 @@ class DeviceMesh(MeshCoordinates):
         self.device_type = device_type
         self._place(axes, base, ranks, world, aliases)
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        # Computed once: meshes are part of the key of every cached plan. Worlds are compared by identity, as in
+        # `__eq__`.
         self._hash = hash((device_type, axes, base, ranks, id(world)))
 
     def _derive(self, axes: tuple[MeshAxis, ...], base: int) -> DeviceMesh:

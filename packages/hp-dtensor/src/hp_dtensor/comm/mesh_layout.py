@@ -148,6 +148,7 @@ class MeshCoordinates:
         self.world = world
         self._base = base
         self._ranks = ranks
+        # One dict for all meshes derived from the same one, so that a flattened axis is known in all of them.
         self._aliases = aliases
         self._coordinate = self._find_coordinate()
 
@@ -248,6 +249,7 @@ class MeshCoordinates:
             return None
         coordinate = tuple(axis.coordinate(index) for axis in self.axes)
         here = self._base + sum(axis.offset(c) for axis, c in zip(self.axes, coordinate, strict=True))
+        # `MeshAxis.coordinate` returns a value for any index. Only inside the mesh does it lead back to that index.
         return coordinate if here == index else None
 
     def _base_of(self, axes: Iterable[MeshAxis]) -> int:

@@ -271,6 +271,7 @@ class ProcessGroup(ABC):
         return DONE
 
     def _count(self, name: str) -> None:
+        # Counted before the call, so that after a hang the last call is the one that hangs.
         self.num_calls += 1
         self.last_call = name
 

@@ -289,7 +289,7 @@ class _StagePlanner:
         name = "reduce_to_owners" if reduces else "exchange" if volume.total else "slice"
         axes = (axis,) if volume.total else ()
         if reduces:
-            # Axis 0 of the 1-D mesh is `axis` of the whole mesh.
+            # Axis 0 of the 1-D mesh is `axis` of the full mesh.
             volume = replace(volume, reduced_axes=(axis,), divided_axes=())
         move = Move(name, axes, source, target, volume.total, volume if reduces else None)
         lines = self.mesh.size() // self.mesh_shape[axis]

@@ -84,6 +84,7 @@ class Shard(Placement):
 
     def shard_ranges(self, size: int, ranks: int) -> list[list[tuple[int, int]]]:
         chunk = -(-size // ranks)
+        # Rounding up may leave the last ranks with no rows: `min` makes their ranges empty.
         return [[(min(chunk * i, size), min(chunk * (i + 1), size))] for i in range(ranks)]
 
     def __repr__(self) -> str:
@@ -146,6 +147,7 @@ class RaggedShard(Placement):
 
     def __post_init__(self) -> None:
         _check_dim(self)
+        # A list of units would make the placement unhashable.
         if type(self.units) is not tuple:
             object.__setattr__(self, "units", tuple(self.units))
         if not all(isinstance(unit, int) and unit >= 0 for unit in self.units):

@@ -47,6 +47,7 @@ class TensorSpec:
     is_partial: bool
 
     def __new__(cls, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: Any) -> TensorSpec:
+        # Interning makes equality an identity test, which keeps the lookup of cached plans for every operation cheap.
         key = (mesh, tuple(placements), tuple(shape), dtype)
         found = _interned.get(key)
         return found if found is not None else _intern(key)
@@ -165,12 +166,14 @@ def _intern(key: tuple[Any, ...]) -> Any:
     if any(size < 0 for size in shape):
         raise ShardShapeError(f"a tensor has sizes of at least 0, got {list(shape)}")
     key = (mesh, placements, shape, dtype)
+    # Simulated ranks are threads of one process.
     with _lock:
         found = _interned.get(key)
         if found is not None:
             return found
         spec = object.__new__(TensorSpec)
         spec.mesh, spec.placements, spec.shape, spec.dtype = mesh, placements, shape, dtype
+        # Computed once, because every operation reads them.
         spec.local_shape = _local_shape(spec)
         spec.is_partial = any(placement.is_partial() for placement in placements)
         _interned[key] = spec

@@ -103,6 +103,7 @@ def _distributed(tensor: Tensor, target: TensorSpec, src_data_rank: int | None) 
     if not platform.is_meta(tensor):
         tensor = _broadcast(tensor, mesh, src_data_rank)
     replicated = target.with_placements(replicated_on(mesh))
+    # A rank outside the mesh holds an empty tensor of the same number of dimensions.
     if mesh.get_coordinate() is None:
         return platform.wrap(platform.empty((0,) * target.ndim, tensor.dtype), target)
     return platform.wrap(plan_between(replicated, target, platform.itemsize(target.dtype)).run(tensor), target)
@@ -306,7 +307,9 @@ def _broadcast(tensor: Tensor, mesh: DeviceMesh, source: int | None) -> Tensor:
         return tensor
     platform = mesh.platform
     with platform.no_grad():
+        # A broadcast writes its buffer, which must not be the tensor of the caller.
         tensor = platform.contiguous(platform.ops.clone(tensor))
+        # Axis by axis: after the last one every rank has the data of the rank with coordinate `source` on all axes.
         for axis in range(mesh.ndim):
             mesh.group_along(axis).broadcast(tensor, source)
     return tensor

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hp_dtensor.comm.links import Links
+from hp_dtensor.comm.links import BANDWIDTH, Links
 from hp_dtensor.parallel.attention import (
     AttentionShape,
     ContextChoice,
@@ -21,8 +21,8 @@ from hp_trainer.parallel.axes import divisors
 if TYPE_CHECKING:
     from hp_trainer.config import TrainingConfig
 
-# Bytes per second that a rank sends, and operations per second, by which methods are compared.
-_BANDWIDTH, _FLOPS = 50e9, 1e14
+# Operations per second by which methods are compared. Bytes per second are those of the default `Links`.
+_FLOPS = 1e14
 # Least number of tokens in a rank's head or tail chunk for which costs are counted. With fewer, the diagonal of a
 # causal mask is too large a share of the products (with two tokens they take an eighth more).
 _HALF_TOKENS = 32
@@ -96,9 +96,9 @@ def _compare(shape: AttentionShape, ranks: int, method: str | None, degree: int 
         half = shape.length // (2 * ranks)
         factor = max((each for each in divisors(half) if half // each >= _HALF_TOKENS), default=1)
     shorter = dataclasses.replace(shape, length=shape.length // factor)
-    rates = Links(bandwidth=_BANDWIDTH / factor)
+    rates = Links(bandwidth=BANDWIDTH / factor)
     found = choose_context_parallel(
-        shorter, ranks, method=method, ulysses_degree=degree, costs=rates, flops=_FLOPS / factor**2
+        shorter, ranks, method=method, ulysses_degree=degree, links=rates, flops=_FLOPS / factor**2
     )
     return ContextChoice(ranks, tuple(_times(cost, factor) for cost in found.costs))
 

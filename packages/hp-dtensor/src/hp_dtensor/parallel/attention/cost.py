@@ -127,7 +127,7 @@ def choose_context_parallel(
     *,
     method: str | None = None,
     ulysses_degree: int | None = None,
-    costs: Links = DEFAULT_LINKS,
+    links: Links = DEFAULT_LINKS,
     axis: str = "cp",
     flops: float = 1e14,
 ) -> ContextChoice:
@@ -136,8 +136,8 @@ def choose_context_parallel(
     Args:
         method: `"ring"` or `"all_gather"` among the ranks that do not exchange heads; None: either.
         ulysses_degree: number of ranks that exchange heads; None: any divisor of `ranks` up to the number of heads.
-        costs: latency and bandwidth of mesh axes.
-        axis: name of the axis in `costs`.
+        links: latency and bandwidth of mesh axes.
+        axis: name of the axis in `links`.
         flops: operations per second of a rank's attention kernels.
 
     Raises:
@@ -162,14 +162,14 @@ def choose_context_parallel(
             f"expected one of {degrees}"
         )
     chosen = degrees if ulysses_degree is None else [ulysses_degree]
-    found = [cost for degree in chosen for cost in _costs_of(shape, ranks, degree, method, costs, axis, flops)]
+    found = [cost for degree in chosen for cost in _costs_of(shape, ranks, degree, method, links, axis, flops)]
     return ContextChoice(
         ranks, tuple(sorted(found, key=lambda each: (each.seconds, each.wire_bytes, each.extra_bytes)))
     )
 
 
 def _costs_of(
-    shape: AttentionShape, ranks: int, degree: int, method: str | None, costs: Links, axis: str, flops: float
+    shape: AttentionShape, ranks: int, degree: int, method: str | None, links: Links, axis: str, flops: float
 ) -> Iterator[ContextCost]:
     # Without a causal mask all tokens cost the same, and contiguous spans need fewer kernel calls.
     is_balanced = shape.causal or shape.documents is not None
@@ -182,14 +182,14 @@ def _costs_of(
         inner = (_Ring if each == "ring" else _Gather)(shape, sharding, heads)
         forward, backward = heads.wire_bytes + inner.forward_bytes, heads.wire_bytes + inner.backward_bytes
         # Four exchanges per layer: heads and result, in forward and in backward; none overlaps with computation.
-        alone = costs.seconds("exchange", (axis,), heads.wire_bytes) * 4 if degree > 1 else 0.0
+        alone = links.seconds("exchange", (axis,), heads.wire_bytes) * 4 if degree > 1 else 0.0
         yield ContextCost(
             method=each,
             ulysses_degree=degree,
             forward_bytes=forward,
             backward_bytes=backward,
             heads_bytes=heads.wire_bytes,
-            seconds=alone + inner.seconds(costs, axis, flops),
+            seconds=alone + inner.seconds(links, axis, flops),
             extra_bytes=inner.extra_bytes,
         )
 
@@ -242,12 +242,12 @@ class _Ring:
         block = max(plans[0].lengths) * 2 * shape.batch * heads.kv_heads * shape.head_dim
         self.extra_bytes = 0.0 if size == 1 else block * (2 * shape.itemsize + 3 * _sum_itemsize(shape))
 
-    def seconds(self, costs: Links, axis: str, flops: float) -> float:
+    def seconds(self, links: Links, axis: str, flops: float) -> float:
         compute = [work / flops for work in self._work]
         if not self.hops:
             return 3.5 * sum(compute)
-        forward = costs.seconds("exchange", (axis,), self.forward_bytes / self.hops)
-        backward = costs.seconds("exchange", (axis,), self.backward_bytes / self.hops)
+        forward = links.seconds("exchange", (axis,), self.forward_bytes / self.hops)
+        backward = links.seconds("exchange", (axis,), self.backward_bytes / self.hops)
         # Each hop overlaps with attention over the block before it. Backward has 2.5 times the products of forward:
         # five (S, dP, dQ, dK, dV) against two (S, O).
         forward_seconds = sum(max(forward, work) for work in compute[: self.hops]) + sum(compute[self.hops :])
@@ -277,9 +277,9 @@ class _Gather:
         most = max(others) * 2 * shape.batch * heads.kv_heads * shape.head_dim
         self.extra_bytes = most * (shape.itemsize + _sum_itemsize(shape))
 
-    def seconds(self, costs: Links, axis: str, flops: float) -> float:
-        forward = costs.seconds("exchange", (axis,), self.forward_bytes)
-        return forward + costs.seconds("exchange", (axis,), self.backward_bytes) + 3.5 * self._work / flops
+    def seconds(self, links: Links, axis: str, flops: float) -> float:
+        forward = links.seconds("exchange", (axis,), self.forward_bytes)
+        return forward + links.seconds("exchange", (axis,), self.backward_bytes) + 3.5 * self._work / flops
 
 
 def _sum_hops(first: int, last: int) -> int:
