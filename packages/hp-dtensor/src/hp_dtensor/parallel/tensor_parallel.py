@@ -112,7 +112,7 @@ class _ShardedLayer(ParallelStyle):
         """Return the placements of the sharded parameters; the others are replicated."""
 
     @abstractmethod
-    def _ways(self, module: Module) -> tuple[Placement, Placement, Placement]:
+    def _boundary(self, module: Module) -> tuple[Placement, Placement, Placement]:
         """Return the placements of a plain input, of the input that the layer computes with, and of the output."""
 
     def unfit(self, module: Module, platform: Platform) -> str | None:
@@ -137,7 +137,7 @@ class _ShardedLayer(ParallelStyle):
         platform = device_mesh.platform
         for name, placement in self.placements(module, platform).items():
             place_parameter(module, name, device_mesh, (placement,), self.src_data_rank)
-        given, wanted, result = self._ways(module)
+        given, wanted, result = self._boundary(module)
 
         def before(m: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             return (bring(first_input(m, args), device_mesh, given, wanted), *args[1:]), kwargs
@@ -177,7 +177,7 @@ class ColwiseParallel(_ShardedLayer):
         table = _table_of(module)
         return {"weight": Shard(0), "bias": Shard(0)} if table is None else {table: Shard(1)}
 
-    def _ways(self, module: Module) -> tuple[Placement, Placement, Placement]:
+    def _boundary(self, module: Module) -> tuple[Placement, Placement, Placement]:
         return self.input_layouts or Replicate(), Replicate(), self.output_layouts or Shard(-1)
 
 
@@ -205,7 +205,7 @@ class RowwiseParallel(_ShardedLayer):
         table = _table_of(module)
         return {"weight": Shard(1)} if table is None else {table: Shard(0)}
 
-    def _ways(self, module: Module) -> tuple[Placement, Placement, Placement]:
+    def _boundary(self, module: Module) -> tuple[Placement, Placement, Placement]:
         wanted = Replicate() if _table_of(module) is not None else Shard(-1)
         return self.input_layouts or wanted, wanted, self.output_layouts or Replicate()
 

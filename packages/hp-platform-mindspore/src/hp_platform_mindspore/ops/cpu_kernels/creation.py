@@ -36,10 +36,12 @@ def arange(end: int, dtype: Any) -> Tensor:
 
 
 def made(values: np.ndarray[Any, Any], dtype: Any) -> Tensor:
+    # bfloat16 is written as its bit pattern.
     return share(encode(values) if dtype == ms.bfloat16 else values.astype(HOST_DTYPES[dtype]), dtype)
 
 
 def one_hot(x: Tensor, num_classes: int) -> Tensor:
+    # Integers have no gradient, so the result is computed on the host.
     ids = numbers(x)
     return share((ids[..., None] == np.arange(num_classes)).astype(np.int64))
 
@@ -119,6 +121,7 @@ def _filling_integers(generator: Generator) -> Callable[..., Tensor]:
 
 
 def _largest(dtype: Any) -> int:
+    # All integers up to 2 ** (bits of the significand) are exact; bool has two values.
     exact = {ms.float16: 2**11, ms.bfloat16: 2**8, ms.float32: 2**24, ms.float64: 2**53, ms.bool_: 2}
     return exact[dtype] if dtype in exact else int(np.iinfo(ms.dtype_to_nptype(dtype)).max)
 
@@ -132,6 +135,7 @@ def _dropout(generator: Generator, dims: int | None) -> Callable[..., Tensor]:
         if not training or p == 0:
             return pointwise.clone(x)
         shape = tuple(x.shape) if dims is None else (*x.shape[:dims], *[1] * (x.ndim - dims))
+        # One number per element, or per channel, broadcast over the rest.
         mask = _uniform(generator(), shape) >= p
         return pointwise.mul(x, _made(mask / (1 - p) if p < 1 else mask * 0.0, x.dtype))
 
@@ -154,6 +158,7 @@ def _multinomial(generator: Generator) -> Callable[..., Tensor]:
             return share((np.cumsum(weights / total, -1)[..., None, :] <= numbers_drawn).sum(-1))
         if ((weights > 0).sum(-1) < num_samples).any():
             raise ValueError(f"multinomial: fewer than {num_samples} positive weights in a row")
+        # Sampling without replacement with probabilities proportional to the weights.
         scores = weights / generator().standard_exponential(weights.shape)
         return share(np.ascontiguousarray(np.argsort(-scores, axis=-1, kind="stable")[..., :num_samples]))
 

@@ -32,6 +32,7 @@ def per_dimension(value: Any, count: int) -> Sizes:
 def windows(x: Tensor, counts: Sizes, kernel: Sizes, steps: Sizes, gaps: Sizes) -> Tensor:
     """Gather the windows of a padded image: `[batch, channels, windows..., positions inside...]`."""
     for i, (count, size, step, gap) in enumerate(zip(counts, kernel, steps, gaps, strict=True)):
+        # [windows, positions inside]: each spatial dimension becomes two.
         index = np.arange(count)[:, None] * step + np.arange(size) * gap
         x = shapes.index_select(x, 2 + 2 * i, share(index))
     inside = range(2, x.ndim, 2)
@@ -101,6 +102,7 @@ def _convolved(x: Tensor, weight: Tensor, steps: Sizes, gaps: Sizes, groups: int
     counts = _counts(tuple(sizes), tuple(kernel), steps, gaps)
     picked = windows(x, counts, tuple(kernel), steps, gaps)
     positions, inside = math.prod(counts), math.prod(kernel)
+    # The im2col layout: channels and positions inside the window first, windows last.
     order = (0, 1, *range(2 + len(counts), picked.ndim), *range(2, 2 + len(counts)))
     columns = mint.reshape(mint.permute(picked, order), (batch, groups, channels // groups * inside, positions))
     filters = mint.reshape(weight, (groups, out // groups, into * inside))
@@ -155,6 +157,7 @@ def _covered(
         count = (size + 2 * pad - reach + (step - 1 if ceil_mode else 0)) // step + 1
         if ceil_mode and (count - 1) * step >= size + pad:
             count -= 1
+        # The last window may end before the padded end, so the padding after is what it needs.
         counts.append(count)
         around.append((pad, max(0, (count - 1) * step + reach - size - pad)))
     return tuple(counts), around
@@ -169,6 +172,7 @@ def _largest(picked: Tensor, coordinates: Sequence[Array], sizes: Sizes, with_pl
     """
     count = len(sizes)
     flat = mint.reshape(picked, (*picked.shape[: 2 + count], math.prod(picked.shape[2 + count :])))
+    # `argmax` returns the first of equal values.
     best = np.expand_dims(np.argmax(numbers(flat), axis=-1), -1)
     values = mint.squeeze(shapes.gather(flat, -1, share(best)), -1)
     if not with_places:
@@ -274,6 +278,7 @@ def interpolate(
     # recompute_scale_factor is set.
     known = [None] * count if recompute_scale_factor else scales
     for dim, (before, after, scale) in enumerate(zip(sizes, wanted, known, strict=True), 2):
+        # Positions in the old image per position in the new one.
         ratio = 1 / scale if scale else before / after
         if mode == "nearest":
             matrix = _nearest(np.arange(after) * ratio, before)
@@ -306,6 +311,7 @@ def _weights(terms: Sequence[tuple[Array, Array]], size: int) -> Array:
     """
     matrix = np.zeros((len(terms[0][0]), size))
     for places, weights in terms:
+        # As torch, edges are replicated.
         inside = np.clip(places, 0, size - 1).astype(np.int64)
         np.add.at(matrix, (np.arange(len(places)), inside), weights)
     return matrix

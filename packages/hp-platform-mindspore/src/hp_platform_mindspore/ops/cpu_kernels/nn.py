@@ -36,6 +36,7 @@ def softmin(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalize over the last dimension, in float32 (RMSNorm, arXiv 1910.07467)."""
+    # The mean of squares overflows in float16, and loses digits in bfloat16.
     wide = x.astype(ms.float32) if x.dtype in LOW_PRECISION else x
     normalized = pointwise.mul(wide, mint.rsqrt(reductions.mean(wide * wide, -1, keepdim=True) + eps))
     return pointwise.mul(pointwise.cast(normalized, x.dtype), weight)
@@ -93,6 +94,7 @@ def batch_norm(
         mean = reductions.mean(x, others, True)
         centered = x - mean
         variance = reductions.mean(pointwise.mul(centered, centered), others, True)
+        # Running variances are unbiased, that of the normalization is not, as in torch.
         count = math.prod(x.shape[dim] for dim in others)
         for running, value in ((running_mean, mean), (running_var, variance * (count / max(1, count - 1)))):
             if running is not None:
@@ -131,6 +133,7 @@ def nll_loss(
         x, target = mint.unsqueeze(x, 0), mint.unsqueeze(target, 0)
         loss = nll_loss(x, target, weight, ignore_index=ignore_index, reduction=reduction)
         return mint.squeeze(loss, 0) if reduction == "none" else loss
+    # Ignored targets are set to class 0, so that the gather is valid, and get weight 0.
     valid = (target != ignore_index).astype(target.dtype)
     target = target * valid
     weights = valid.astype(x.dtype)
@@ -157,6 +160,7 @@ def kl_div(x: Tensor, target: Tensor, *, reduction: str = "mean", log_target: bo
     if log_target:
         losses = pointwise.mul(mint.exp(target), pointwise.sub(target, x))
     else:
+        # t log t is 0 at t = 0, but its logarithm is not finite.
         zero = target == 0
         entropy = pointwise.mul(target, mint.log(pointwise.masked_fill(target, zero, 1.0)))
         losses = pointwise.sub(entropy, pointwise.mul(target, x))

@@ -90,6 +90,7 @@ def cast(x: Tensor, dtype: Any) -> Tensor:
 
 
 def clone(x: Tensor) -> Tensor:
+    # The CPU has no Clone kernel. Multiplying by 1 copies every dtype but bool.
     return mint.logical_or(x, x) if x.dtype == ms.bool_ else mint.mul(x, 1)
 
 
@@ -98,6 +99,7 @@ def bitwise_not(x: Tensor) -> Tensor:
 
 
 def copysign(x: Tensor, y: Any) -> Tensor:
+    # `signbit` distinguishes -0.0 from 0.0, which a comparison does not.
     negative = share(np.signbit(numbers(y) if isinstance(y, Tensor) else np.asarray(y)))
     size = mint.abs(x)
     return where(negative, mul(size, -1), size)
@@ -122,6 +124,7 @@ def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
 
 
 def logaddexp(x: Tensor, y: Tensor) -> Tensor:
+    # inf - inf is NaN; the difference of equal values is 0.
     difference = masked_fill(sub(x, y), x == y, 0.0)
     return maximum(x, y) + mint.log1p(mint.exp(-mint.abs(difference)))
 
@@ -139,6 +142,7 @@ def logsigmoid(x: Tensor) -> Tensor:
 def selu(x: Tensor) -> Tensor:
     """Compute SELU (arXiv 1706.02515), whose gradient MindSpore's own kernel gets wrong on CPU."""
     scale, alpha = 1.0507009873554805, 1.6732632423543772
+    # Clamped, so that the branch that `where` does not select cannot overflow: infinity times a zero gradient is NaN.
     below = mul(mint.expm1(clamp(x, max=0.0)), alpha)
     return mul(where(x > 0, x, below), scale)
 

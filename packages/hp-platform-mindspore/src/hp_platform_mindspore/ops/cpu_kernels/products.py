@@ -83,6 +83,7 @@ def scaled_dot_product_attention(
     if enable_gqa and key.shape[1] and query.shape[1] != key.shape[1]:
         repeats = query.shape[1] // key.shape[1]
         key, value = shapes.repeat_interleave(key, repeats, 1), shapes.repeat_interleave(value, repeats, 1)
+    # A width of 0 would divide by zero; the scores are empty then.
     scale = 1.0 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0
     scores = matmul(query * scale, mint.transpose(key, -2, -1))
     if is_causal:
@@ -97,6 +98,7 @@ def _future(queries: int, keys: int) -> Tensor:
 
 def times_matrix(x: Tensor, dim: int, matrix: np.ndarray[Any, Any]) -> Tensor:
     """Multiply dimension `dim` of `x` by a constant host matrix `[new size, old size]`."""
+    # A constant, so only `x` gets a gradient.
     weight = share(matrix.astype(HOST_DTYPES[x.dtype]))
     return mint.transpose(matmul(mint.transpose(x, dim, -1), mint.transpose(weight, 0, 1)), dim, -1)
 
@@ -108,6 +110,7 @@ def einsum(equation: str, *operands: Any) -> Tensor:
     named = [_diagonals(x, term) for x, term in zip(tensors, terms, strict=True)]
     while len(named) > 1:
         (x, first), (y, second), *rest = named
+        # Dimensions that no later operand and not the result need are summed in the product.
         later = {*result, *(letter for _, term in rest for letter in term)}
         named = [_product(x, first, y, second, later), *rest]
     x, names = named[0]
@@ -164,6 +167,7 @@ def _product(x: Tensor, first: list[str], y: Tensor, second: list[str], later: s
     y, second = _without_broadcast(y, second, x, first)
     x, first = _summed(x, first, later | set(second))
     y, second = _summed(y, second, later | set(first))
+    # Shared names are batch dimensions if needed later, else contracted.
     both = [name for name in first if name in second]
     batch = [name for name in both if name in later]
     inner = [name for name in both if name not in later]

@@ -117,6 +117,7 @@ def spread(name: str) -> Callable[..., Any]:
             dim, unbiased = None, dim
         dims = tuple(range(x.ndim)) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
         count = math.prod(x.shape[d] for d in dims)
+        # Bessel's correction by default, as in torch.
         degrees = count - ((1 if correction is None else correction) if unbiased else 0)
         average = mean(x, dims, True)
         centered = x - average
@@ -132,6 +133,7 @@ def spread(name: str) -> Callable[..., Any]:
 
 def nanmean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     x = x if dtype is None else x.astype(dtype)
+    # Masks and counts have no gradient, so NumPy computes them.
     there = ~np.isnan(numbers(x))
     axes = dim if dim is None or isinstance(dim, int) else tuple(dim)
     counts = np.asarray(there.sum(axis=axes, keepdims=keepdim)).astype(HOST_DTYPES[x.dtype])
@@ -183,6 +185,7 @@ def cumulative_extreme(better: Callable[[Array, Array], Array]) -> Callable[...,
         values = np.moveaxis(numbers(x), dim, 0)
         position = np.zeros(values.shape, np.int64)
         for i in range(1, len(values)):
+            # O(n) steps, each vectorized over the other dimensions.
             best = np.take_along_axis(values, position[i - 1 : i], 0)[0]
             # `>=` selects the later of equal indices; a NaN stays selected once it occurs.
             position[i] = np.where(better(values[i], best) | np.isnan(values[i]), i, position[i - 1])
@@ -276,6 +279,7 @@ def by_position(find: Position, alone: bool = True) -> Callable[..., Any]:
 def _median(values: Array, dim: int) -> Array:
     """Return the index of the median, the lower of two; of a NaN if there is one, as torch."""
     order = np.argsort(values, axis=dim, kind="stable")
+    # In torch a NaN among the values is their median.
     nans = np.isnan(values).sum(axis=dim, keepdims=True)
     # NaNs are sorted last, so this is the rank of the first of them if there is one.
     rank = np.where(nans > 0, values.shape[dim] - nans, (values.shape[dim] - 1) // 2)
@@ -323,6 +327,7 @@ def quantile(skip_nan: bool) -> Callable[..., Tensor]:
         last = values.shape[dim] - 1 - (nans if skip_nan else 0)
         place = np.where(nans * (not skip_nan) > 0, values.shape[dim] - 1.0, q * np.maximum(last, 0))
         low, weight = _interpolated(place, interpolation)
+        # Both neighbours are gathered and interpolated by differentiable operations.
         pair = [_picked(x, dim, np.take_along_axis(order, rank, dim), keepdim)[0] for rank in _ranks(low, weight)]
         shape = tuple(pair[0].shape)
         return _between(*pair, share(weight.reshape(shape).astype(HOST_DTYPES[x.dtype])))

@@ -26,6 +26,7 @@ def flattened(x: Tensor) -> Tensor:
 
 def _along(shape: tuple[int, ...], dim: int, index: Array) -> Array:
     """Return the flat indices of `x[..., index[i], ...]` for an index of the shape of what is written."""
+    # All dimensions index themselves, except `dim`.
     grids = np.indices(index.shape)
     grids[dim] = np.where(index < 0, index + shape[dim], index)
     _check_inside(grids[dim], shape[dim])
@@ -112,6 +113,7 @@ def _reduced(x: Tensor, places: Array, values: Tensor, reduce: str, include_self
     neutral = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "amax": -math.inf, "amin": math.inf}
     if reduce not in neutral:
         raise ValueError(f"reduce must be one of {', '.join(neutral)}, got {reduce!r}")
+    # One row per element of `x`, so that each reduction is a dense one with the right gradient.
     table, counts = _by_element(places.reshape(-1), x.size, places.size)
     padded = shapes.cat([flattened(values), creation.full((1,), neutral[reduce], values.dtype)], 0)
     rows = ops.gather(padded, share(table), 0)
@@ -214,6 +216,7 @@ def unique_consecutive(x: Tensor, return_inverse: bool = False, return_counts: b
         raise TypeError("unique_consecutive of DTensors takes no dim")
     flat = numbers(x).reshape(-1)
     first = np.ones(flat.size, np.bool_)
+    # True where a run of equal values starts.
     first[1:] = flat[1:] != flat[:-1]
     inverse = np.cumsum(first) - 1
     return _chosen(flat[first], inverse.reshape(x.shape), np.bincount(inverse), return_inverse, return_counts)

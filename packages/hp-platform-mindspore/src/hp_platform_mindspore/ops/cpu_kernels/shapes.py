@@ -37,6 +37,7 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
 
 def getitem(x: Tensor, index: Any) -> Tensor:
     """Index with integers, slices, None and Ellipsis, as NumPy does."""
+    # NumPy computes the shape of the result on an array without memory.
     shape = np.broadcast_to(np.int8(0), x.shape)[index].shape
     if not math.prod(shape):
         return nothing(x, shape)
@@ -54,6 +55,7 @@ def _without_steps(x: Tensor, index: Any) -> tuple[Tensor, tuple[Any, ...]]:
     dim, rest = 0, []
     for item in items:
         if item is Ellipsis:
+            # An Ellipsis covers the dimensions that no other item indexes; None indexes none.
             dim += x.ndim - sum(other is not None and other is not Ellipsis for other in items)
         elif item is not None:
             if isinstance(item, slice) and item.step not in (None, 1):
@@ -123,6 +125,7 @@ def chunk(x: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
 def repeat_interleave(x: Tensor, repeats: int, dim: int) -> Tensor:
     dim %= x.ndim
     shape = x.shape
+    # Repetition by broadcasting: the gradient is a sum.
     repeated = expand(mint.unsqueeze(x, dim + 1), (*shape[: dim + 1], repeats, *shape[dim + 1 :]))
     return mint.reshape(repeated, (*shape[:dim], shape[dim] * repeats, *shape[dim + 1 :]))
 
@@ -145,6 +148,7 @@ def diag_embed(x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Te
     """Write the last dimension on the diagonals of matrices in two new last dimensions."""
     length = x.shape[-1]
     size = length + abs(offset)
+    # Off the diagonal all indices point to the zero appended below.
     places = np.full((size, size), length)
     steps = np.arange(length)
     places[steps + max(0, -offset), steps + max(0, offset)] = steps
@@ -156,6 +160,7 @@ def diag_embed(x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Te
 def diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
     order = [dim for dim in range(x.ndim) if dim not in (dim1 % x.ndim, dim2 % x.ndim)]
     rows, columns = x.shape[dim1], x.shape[dim2]
+    # Negative offsets lose rows, positive ones columns.
     length = max(0, min(rows + min(offset, 0), columns - max(offset, 0)))
     steps = np.arange(length)
     places = (steps + max(0, -offset)) * columns + steps + max(0, offset)
@@ -200,6 +205,7 @@ def triangle(name: str) -> Callable[..., Tensor]:
 def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
     """Pad as torch does: a negative amount crops, which MindSpore's own does not support for integers."""
     if mode == "constant" and any(n < 0 for n in pad):
+        # As in torch, pairs are given from the last dimension backwards.
         for i, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
             start, cropped = max(0, -before), max(0, -before) + max(0, -after)
             x = mint.narrow(x, x.ndim - 1 - i, start, x.shape[x.ndim - 1 - i] - cropped)
