@@ -373,11 +373,11 @@ class WithBias(LoopExperts):
 def test_what_a_style_cannot_place_is_refused(platform):
     def rank():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",), platform=platform)
-        with pytest.raises(ExpertParallelError, match="WithBias has bias too: override _partition_fn"):
+        with pytest.raises(ExpertParallelError, match="WithBias also has bias: override _partition_fn"):
             ExpertParallel().apply(built(platform, WithBias), mesh)
         with nn.building(platform):
             linear = nn.Linear(2, 2)
-        with pytest.raises(ExpertParallelError, match=r"w1, w2 \(and w3\) of three dimensions, got"):
+        with pytest.raises(ExpertParallelError, match=r"3-D weights w1, w2 \(and w3\), got"):
             ExpertParallel().apply(linear, mesh)
         experts = ExpertParallel().apply(built(platform), mesh)
         x = platform.from_numpy(numpy.zeros((3, DIM), numpy.float32))

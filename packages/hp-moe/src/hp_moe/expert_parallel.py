@@ -1,7 +1,7 @@
-"""Parallel styles of experts: layouts of their weights over a mesh, and the tokens' way to them.
+"""Parallel styles of experts: they shard the weights over a mesh and set how tokens are sent to their experts.
 
-Every style applies to a `MoE`, or to its `GroupedExperts` alone. On a `MoE` it also takes care of what cut
-experts need around them: the same tokens on every rank that shares an expert, and the sum of their parts.
+A style is applied to a `MoE`, or to experts alone. On a `MoE` it also sets what experts with a sharded hidden dimension
+need: the same tokens on every rank that shares an expert, and the reduction of partial sums.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BuildDispatcher = Callable[[ProcessGroup, int], TokenDispatcher]
 COPYING = ("all_to_all", "all_to_all_int8", "all_to_all_fp8")
 CHUNKED = (*COPYING, "auto")
 
-# The hidden dimension is the second of w1 and w3, and the last of w2; every rank has the bias of results.
+# The hidden dimension is dimension 1 of w1 and w3, and dimension 2 of w2. b2, added to results, is replicated.
 _HIDDEN_SHARDING: dict[str, Placement] = {
     "w1": Shard(1),
     "w2": Shard(2),
@@ -39,24 +39,24 @@ _HIDDEN_SHARDING: dict[str, Placement] = {
 
 
 class BaseExpertParallel(ParallelStyle):
-    """Base of the styles: checks the module, places the weights, and sets the tokens' way to the experts.
+    """Base class of the styles: checks the module, shards the weights and sets the dispatcher.
 
-    Subclasses say how: `_placements` of each weight, `_dispatcher` to the experts of other ranks,
-    `_partial_mesh` over which an expert itself is cut, `_split_mesh` of ranks that share tokens. A style holds
-    no state of a call, so one object may be applied to any number of layers.
+    Subclasses define `_placements` of the weights, the `_dispatcher` of tokens, the `_partial_mesh` over which the
+    hidden dimension is sharded, and the `_split_mesh` of ranks that are given the same tokens. A style holds no state
+    of a call, so one object may be applied to any number of layers.
 
-    A style of one's own may instead override, as in torchtitan:
+    A custom style may instead override, as in torchtitan:
 
-    - `_partition_fn(name, module, device_mesh)`, which places the weights;
-    - `_token_dispatch(module, inputs, device_mesh)`, from the call's arguments to those of the experts: rows in
-      expert-major order and this rank's counts;
-    - `_token_combine(module, output, device_mesh)`, the way back.
+    - `_partition_fn(name, module, device_mesh)`, which shards the weights;
+    - `_token_dispatch(module, inputs, device_mesh)`, which maps the arguments of a call to those of the experts: rows
+      in expert-major order and this rank's counts;
+    - `_token_combine(module, output, device_mesh)`, which maps the experts' results to the output of the call.
 
-    Besides `GroupedExperts` any module is laid out that has weights `w1` `[num_experts, hidden_dim, dim]` and `w2`
-    `[num_experts, dim, hidden_dim]`, perhaps `w3` like `w1`, biases `b1`, `b3` `[num_experts, hidden_dim]` and `b2`
-    `[num_experts, dim]`, and takes rows in expert-major order and the number of rows of each expert. Within its forward
-    the weights are plain, those of this rank's experts. Where the hidden dimension is cut, each rank returns a part of
-    a sum, and all but one are given zeros for `b2`.
+    Besides `GroupedExperts`, a style applies to any module called with rows in expert-major order and the number of
+    rows of each expert. It needs weights `w1` `[num_experts, hidden_dim, dim]` and `w2`
+    `[num_experts, dim, hidden_dim]`; `w3` like `w1` and biases `b1`, `b3` `[num_experts, hidden_dim]` and `b2`
+    `[num_experts, dim]` are optional. During its forward the weights are plain local tensors. If the hidden dimension
+    is sharded, each rank returns a partial sum, and all ranks but one get zeros for `b2`.
 
     Example:
         >>> [style.mesh_ndims for style in (ExpertParallel, ExpertTensorParallel)]
@@ -66,10 +66,10 @@ class BaseExpertParallel(ParallelStyle):
     mesh_ndims: tuple[int, ...] = (1,)
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        """Lay out `module`, a `MoE` or experts, whose weights are plain; returns it.
+        """Apply the style to `module`, a `MoE` or experts with plain weights, and return it.
 
         Raises:
-            ExpertParallelError: another kind of module, or a mesh with another number of axes.
+            ExpertParallelError: the module is not supported, or the mesh has another number of axes.
         """
         experts = module.experts if isinstance(module, MoE) else module
         self._check(experts, device_mesh)
@@ -102,14 +102,14 @@ class BaseExpertParallel(ParallelStyle):
         name = type(self).__name__
         if not all(len(getattr(getattr(experts, weight, None), "shape", ())) == 3 for weight in ("w1", "w2")):
             raise ExpertParallelError(
-                f"{name} lays out a MoE, GroupedExperts, or experts with weights w1, w2 (and w3) of three dimensions, "
+                f"{name} applies to a MoE, GroupedExperts, or experts with 3-D weights w1, w2 (and w3), "
                 f"got {type(experts).__name__}"
             )
         others = [each for each, _ in mesh.platform.named_parameters(experts) if each not in WEIGHTS]
         if others and type(self)._partition_fn is BaseExpertParallel._partition_fn:
             raise ExpertParallelError(
-                f"{name} places {', '.join(WEIGHTS)}; {type(experts).__name__} has {', '.join(others)} too: override "
-                "_partition_fn in a style of your own"
+                f"{name} shards {', '.join(WEIGHTS)}; {type(experts).__name__} also has {', '.join(others)}: override "
+                "_partition_fn in a custom style"
             )
         if mesh.ndim not in self.mesh_ndims:
             wanted = " or ".join(map(str, self.mesh_ndims))
@@ -117,16 +117,16 @@ class BaseExpertParallel(ParallelStyle):
 
     @abstractmethod
     def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
-        """Return the placements of weights and biases by name, of those too that some experts do not have."""
+        """Return the placements of all weights and biases by name, including optional ones."""
 
     def _partition_fn(self, name: str, module: Any, device_mesh: DeviceMesh) -> None:
-        """Place the weights of experts, whose name in the module that they were found in is `name`."""
+        """Shard the weights of experts. `name` is the name of `module` in its parent."""
         for weight, placements in self._placements(device_mesh).items():
             if getattr(module, weight, None) is not None:
                 place_parameter(module, weight, device_mesh, placements)
 
     def _token_dispatch(self, module: Any, inputs: tuple[Any, ...], device_mesh: DeviceMesh) -> tuple[Any, ...]:
-        """Take tokens to their experts; for experts of another kind, or called by an override.
+        """Dispatch tokens to experts other than `GroupedExperts`; overrides may call it.
 
         Args:
             inputs: `(x, routing)`, or `(rows, counts)` in expert-major order with the counts of all experts.
@@ -137,11 +137,11 @@ class BaseExpertParallel(ParallelStyle):
         return hooks_of(module).dispatch(module, inputs)
 
     def _token_combine(self, module: Any, output: Any, device_mesh: DeviceMesh) -> Any:
-        """Bring the results of `_token_dispatch`'s rows back, in the order in which the call's rows came."""
+        """Send the results for the rows of `_token_dispatch` back, in the order of the call's rows."""
         return hooks_of(module).combine(output)
 
     def _expert_flop(self, experts: GroupedExperts, mesh: DeviceMesh) -> int:
-        """Return the multiplications and additions of one expert for one row, on one rank."""
+        """Return the floating-point operations of one expert for one row, on one rank."""
         partial = self._partial_mesh(mesh)
         products = 2 if experts.w3 is None else 3
         width, dim = (int(size) for size in experts.w1.shape[1:])
@@ -152,24 +152,24 @@ class BaseExpertParallel(ParallelStyle):
         return (own._token_dispatch, own._token_combine) != (base._token_dispatch, base._token_combine)
 
     def _dispatcher(self, num_experts: int, mesh: DeviceMesh) -> TokenDispatcher | None:
-        """Return the dispatcher that takes tokens to the experts; None: all experts are on every rank."""
+        """Return the dispatcher, or None if all experts are on every rank."""
         return None
 
     def _partial_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
-        """Return the 1-D mesh over which each expert's hidden dimension is cut; None: it is not."""
+        """Return the 1-D mesh over which each expert's hidden dimension is sharded, or None."""
         return None
 
     def _split_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
-        """Return the 1-D mesh of ranks that are given the same tokens and each route a share; None: none are."""
+        """Return the 1-D mesh of ranks that are given the same tokens and each route a share, or None."""
         return None
 
     def _router_mesh(self, mesh: DeviceMesh) -> DeviceMesh | None:
-        """Return the axes over which the input of a `MoE` is the same or distributed; None: each rank has its own."""
+        """Return the axes over which the input of a `MoE` is replicated or sharded; None if each rank has its own."""
         return mesh
 
 
 class ExpertParallel(BaseExpertParallel):
-    """Expert parallelism: whole experts on each rank of a 1-D mesh, in chunk order; tokens travel.
+    """Expert parallelism: each rank of a 1-D mesh owns a chunk of the experts, and tokens are sent to their experts.
 
     On a 2-D mesh the experts are spread over the axis named `ep`, or over the first one if none has that name. The
     input is distributed over the other axis, whose ranks hold the same experts and route different tokens; the experts'
@@ -179,10 +179,10 @@ class ExpertParallel(BaseExpertParallel):
         dispatcher: name of the token dispatcher (hook `hp_token_dispatcher`): `all_to_all`, `copy_per_expert`,
             `all_gather`, `all_to_all_int8`, `all_to_all_fp8`, `auto`; or a function from a process group and the number
             of experts to one, such as `functools.partial(TwoLevelDispatcher, inner_size=8)`.
-        num_chunks: parts that the tokens travel in, so that experts, and shared experts, work overlap_with: for the
-            `all_to_all` dispatchers, and for `auto`, which chooses it where None; None elsewhere: 1.
-        split_tokens: ranks of the experts' axis are given the same tokens, as where it is an axis of its own
-            beside data parallelism; each then routes a share of them, and all get all results.
+        num_chunks: number of chunks in which tokens are sent, so that communication overlaps with experts and shared
+            experts; for the `all_to_all` dispatchers and `auto`. None: 1, or chosen by `auto`.
+        split_tokens: set it if ranks of the experts' axis are given the same tokens, as for an axis of its own in
+            addition to data parallelism. Each rank then routes a share of the tokens and gets all results.
 
     Example:
         >>> def program():
@@ -235,7 +235,7 @@ class ExpertParallel(BaseExpertParallel):
 
 
 class TensorParallel(BaseExpertParallel):
-    """Tensor parallelism within experts: each hidden dimension is cut over a 1-D mesh, and no token travels.
+    """Tensor parallelism within experts: hidden dimensions are sharded over a 1-D mesh, and no tokens are sent.
 
     Example:
         >>> def program():
@@ -295,9 +295,9 @@ def _other_axis(mesh: DeviceMesh) -> DeviceMesh:
 
 
 class ReplicatedExperts(BaseExpertParallel):
-    """Replicated experts: every rank of a 1-D mesh holds all of them and routes its own share of a distributed input.
+    """Replicated experts: every rank of a 1-D mesh holds all experts and routes its shard of a distributed input.
 
-    The experts' gradients are summed over it.
+    The experts' gradients are summed over the mesh.
 
     Example:
         >>> def program():
@@ -316,15 +316,15 @@ class ReplicatedExperts(BaseExpertParallel):
 
 
 def expert_shard_dim(num_experts: int, expert_ranks: int, shard_ranks: int) -> int:
-    """Return the dimension along which fully sharded data parallel best cuts the weights of a rank's experts.
+    """Return the dimension along which fully sharded data parallelism should shard the weights of experts.
 
-    Experts themselves (0) where every rank then has some; else their second dimension (1), the hidden one of `w1` and
-    `w3`, because some ranks would hold nothing and others a whole expert more.
+    Dimension 0, the experts, if every rank gets at least one. Otherwise dimension 1, the hidden one of `w1` and `w3`:
+    sharding experts would leave some ranks with none and others with one expert more.
 
     Args:
-        num_experts: experts of all ranks.
-        expert_ranks: ranks that the experts are spread over by expert parallelism.
-        shard_ranks: ranks that hold the same experts and cut them.
+        num_experts: number of experts of all ranks.
+        expert_ranks: number of ranks over which expert parallelism spreads the experts.
+        shard_ranks: number of ranks that hold the same experts and shard them.
 
     Example:
         >>> expert_shard_dim(num_experts=64, expert_ranks=4, shard_ranks=8), expert_shard_dim(8, 4, 8)

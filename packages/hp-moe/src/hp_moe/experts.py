@@ -1,12 +1,10 @@
-"""The experts of one layer, as grouped matrix products.
+"""The routed experts of a layer, and the hooks that apply a parallel style to other experts modules.
 
-Whole experts in kernels of the platform's own, where it has them.
+`GroupedExperts` calls its dispatcher itself and computes grouped matrix products, or the platform's fused experts.
 
-Hooks that put a parallel style around any experts module: rows in expert-major order and counts in, results out.
-
-`GroupedExperts` takes a `Routing` and its dispatcher itself. Someone else's experts, or a style that overrides the
-dispatch, get these hooks: before forward tokens are dispatched and weights become this rank's plain parts, after it
-both are undone. What one half leaves for the other is kept per call, so a style object may serve many layers.
+Other experts modules, and styles that override the dispatch, get `ExpertHooks`: a forward pre-hook dispatches tokens
+and replaces the weights by this rank's plain local tensors, and a forward hook undoes both. State between the two is
+stored per call, so that one style object can serve many layers.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ ScorePosition = Literal["before", "inside", "after"]
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of this rank's experts, plain; None for those that the experts do not have.
+    """The plain local weights of this rank's experts; None for weights that the experts do not have.
 
     Example:
         >>> up = platform.zeros((2, 6, 4), platform.dtype("float32"))  # two experts, hidden 6, dim 4
@@ -54,30 +52,30 @@ class ExpertWeights(NamedTuple):
 
 
 class GroupedExperts(nn.Module):
-    """`num_experts` feed-forward networks; a parallel style lays their weights and the way to them over a mesh.
+    """`num_experts` feed-forward networks, each applied to the tokens routed to it.
 
     Weights are `w1`, `w3` `[num_experts, hidden_dim, dim]` and `w2` `[num_experts, dim, hidden_dim]`, biases `b1`, `b3`
     `[num_experts, hidden_dim]` and `b2` `[num_experts, dim]`: `w2(activation(w1(row) + b1, w3(row) + b3)) + b2`. For an
-    activation without a gate `w3` is None; biases are None unless asked for.
+    activation without a gate `w3` is None; biases are None unless `bias` is set. A parallel style shards the weights
+    and sets the dispatcher.
 
-    A subclass computes something else by overriding `_hidden` or `_results`.
+    Override `_hidden` or `_results` in a subclass to compute something else.
 
     Args:
-        score_before_experts: short for `score_position="before"`.
+        score_before_experts: shorthand for `score_position="before"`.
         activation: a name (`swiglu`, `geglu`, `geglu_tanh`, `reglu`, `relu_squared`, `gelu`, `clamped_swiglu`) or an
             `Activation`.
-        bias: the experts have biases.
-        score_position: the token's score weighs an expert's input (`before`), its hidden row and `b2` (`inside`), or
-            its result (`after`). The last two are the same but for rounding; inside is less work where `hidden_dim` is
-            below `dim`.
+        bias: give the experts biases.
+        score_position: multiply the score with an expert's input (`before`), its hidden row and `b2` (`inside`), or its
+            result (`after`). The last two differ only by rounding; `inside` is cheaper if `hidden_dim` is below `dim`.
 
     Attributes:
-        dispatcher: takes rows to their experts; a style that spreads the experts replaces it.
-        partial_mesh: 1-D mesh over which each expert's hidden dimension is cut: every rank then takes the
-            same rows and returns a part of the sum, which `MoE` (or the caller) reduces; None: not cut.
+        dispatcher: sends rows to their experts; set by parallel styles.
+        partial_mesh: 1-D mesh over which each expert's hidden dimension is sharded, or None. Every rank of it then
+            takes the same rows and returns a partial sum, which `MoE` (or the caller) reduces.
 
     Raises:
-        MoEConfigError: no such activation or position.
+        MoEConfigError: `activation` or `score_position` is unknown.
 
     Example:
         >>> with nn.building(platform):
@@ -118,7 +116,7 @@ class GroupedExperts(nn.Module):
 
     @property
     def score_before_experts(self) -> bool:
-        """The token's score weighs an expert's input."""
+        """Whether the input of an expert is multiplied by the score."""
         return self.score_position == "before"
 
     def forward(
@@ -129,28 +127,28 @@ class GroupedExperts(nn.Module):
         num_tokens_per_expert: Tensor | None = None,
         overlap_with: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Run rows through their experts.
+        """Apply the experts to their tokens.
 
         Args:
-            x: plain `[tokens, dim]`, or `[rows, dim]` in expert-major order where counts are given.
+            x: plain `[tokens, dim]`, or `[rows, dim]` in expert-major order if counts are given.
             routing: the experts of each token, or the counts.
-            num_tokens_per_expert: the counts by name: integers `[num_experts]` that add up to `rows`.
-            overlap_with: called once the first tokens are under way, where they travel in chunks; else not.
+            num_tokens_per_expert: the counts as keyword argument: integers `[num_experts]` that add up to `rows`.
+            overlap_with: function called while the first chunk of tokens is sent; not called if tokens are not sent in
+                chunks.
 
         Returns:
-            `[tokens, dim]`, the (weighted) sum over each token's experts; one result per row, in the same
-            order, when counts were given. With `partial_mesh`, this rank's part of it.
+            `[tokens, dim]`, the (weighted) sum over each token's experts, or one result per row in the same order if
+            counts are given. With `partial_mesh`, the partial sum of this rank.
 
         Raises:
-            ExpertParallelError: the counts do not describe the rows, or are given twice or not at all; experts out of
-                range, scores that are no finite numbers, shapes or dtypes that do not fit. Ranks that exchange tokens
-                raise together, after the exchange of sizes. Values on an accelerator are not looked at by a rank that
-                has all experts.
+            ExpertParallelError: the counts do not describe the rows, or are given twice or not at all; experts are out
+                of range, scores are not finite, or shapes or dtypes do not fit. Ranks that exchange tokens raise
+                together, after the exchange of sizes. Without an exchange, values on an accelerator are not checked.
         """
         with reported_faults(self.dispatcher, self.platform, x):
             routing = self._routing(x, routing, num_tokens_per_expert)
-            held = {name: each for name in ExpertWeights._fields if (each := getattr(self, name)) is not None}
-            check_inputs(self.platform, x, held, routing, int(self.w1.shape[0]))
+            weights = {name: each for name in ExpertWeights._fields if (each := getattr(self, name)) is not None}
+            check_inputs(self.platform, x, weights, routing, int(self.w1.shape[0]))
         dispatcher = self.dispatcher.resolve(x, routing)
         if isinstance(dispatcher, ChunkedDispatcher) and dispatcher.num_chunks > 1:
             return self._forward_in_chunks(dispatcher, x, routing, overlap_with)
@@ -161,19 +159,19 @@ class GroupedExperts(nn.Module):
     def _forward_in_chunks(
         self, dispatcher: ChunkedDispatcher, x: Tensor, routing: Routing, overlap_with: Callable[[], None] | None
     ) -> Tensor:
-        """Work on one chunk of the tokens while others travel.
+        """Compute one chunk of the tokens while others are sent.
 
-        The order of these steps is also that of backward, from the last to the first: gradients of all results are sent
-        at once, those of a chunk's rows return while the next chunk is worked on, and what was done `overlap_with` is
-        differentiated before the rows' gradients are waited for.
+        Backward runs these steps in reverse order: the gradients of all results are sent at once, the gradients of a
+        chunk's rows are sent back while the next chunk is computed, and the backward of `overlap_with` runs before the
+        gradients of rows are waited for.
         """
-        begun = dispatcher.start_dispatch(x, routing)
-        # Copies of experts travel after the sizes, which tell of faults: a rank that raises sends no weights.
+        pending = dispatcher.start_dispatch(x, routing)
+        # After the exchange of sizes, which reports faults: a rank that raises there must not send copies of weights.
         weights = self._local_weights()
         if overlap_with is not None:
             overlap_with()
         returning = []
-        for chunk in begun:
+        for chunk in pending:
             sent = dispatcher.finish_dispatch(chunk)
             saved_value(functools.partial(self._count_bytes, sent))
             returning.append(dispatcher.start_combine(self._run_experts(sent, weights), sent))
@@ -182,11 +180,11 @@ class GroupedExperts(nn.Module):
     def _run_experts(self, sent: Dispatched, weights: ExpertWeights) -> Tensor:
         results = self._fused(sent, weights)
         results = self._one_step_at_a_time(sent, weights) if results is None else results
-        # A subclass's steps may save nothing for a rank without rows.
+        # On a rank without rows, a subclass may save no tensor for backward; recomputation must still reach this point.
         return reached(self.platform, results)
 
     def take_sent_bytes(self) -> int:
-        """Return and forget the bytes that have left this rank for experts and back, in forward."""
+        """Return and reset the bytes that this rank sent for dispatch and combine in forward."""
         taken, self._sent_bytes = self._sent_bytes, 0
         return taken
 
@@ -197,9 +195,9 @@ class GroupedExperts(nn.Module):
         if isinstance(routing, Routing) and counts is None:
             return routing
         if (routing is None) == (counts is None):
-            raise ExpertParallelError("GroupedExperts takes a Routing, or the number of rows of each expert; give one")
+            raise ExpertParallelError("GroupedExperts takes a Routing or the number of rows of each expert; give one")
         counts = routing if counts is None else counts
-        # Of the weights: within a style's own dispatch they are this rank's experts alone.
+        # From the weights, which within a custom dispatch are those of this rank's experts only.
         return Routing.expert_major(self.platform, counts, int(x.shape[0]), int(self.w1.shape[0]))
 
     def _local_weights(self) -> ExpertWeights:
@@ -207,15 +205,15 @@ class GroupedExperts(nn.Module):
         return ExpertWeights(**{name: self.dispatcher.with_copies(weight) for name, weight in own.items()})
 
     def _fused(self, sent: Dispatched, weights: ExpertWeights) -> Tensor | None:
-        """Return the results by the platform's own kernels, or None where these experts are not what those compute."""
+        """Return the results of the platform's fused experts, or None if they do not compute these experts."""
         own, plain = type(self), GroupedExperts
-        is_changed = (own._hidden, own._results, own._weigh) != (plain._hidden, plain._results, plain._weigh)
-        if is_changed or self.activation is not SWIGLU or weights.b1 is not None:
+        is_overridden = (own._hidden, own._results, own._weigh) != (plain._hidden, plain._results, plain._weigh)
+        if is_overridden or self.activation is not SWIGLU or weights.b1 is not None:
             return None
         return fused_experts(sent, (weights.w1, weights.w2, weights.w3), self.score_before_experts)
 
     def _one_step_at_a_time(self, sent: Dispatched, weights: ExpertWeights) -> Tensor:
-        """Each step an operation of its own: for all platforms, and the oracle of fused experts."""
+        """Compute the results by separate operations, on all platforms; the reference for fused experts."""
         permutation, rows, scores = sent.permutation, sent.rows, sent.scores
         if permutation is not None:
             rows = permutation.permute(rows)
@@ -233,7 +231,7 @@ class GroupedExperts(nn.Module):
         return self.activation.apply(self.ops, gate, up)
 
     def _results(self, hidden: Tensor, weights: ExpertWeights, sizes: GroupSizes, scores: Tensor | None) -> Tensor:
-        """Return the results `[rows, dim]` of hidden rows; their biases are weighted with `scores` if there are any."""
+        """Return the results `[rows, dim]` of hidden rows; the bias is multiplied by `scores` if given."""
         return self._product(hidden, weights.w2, weights.b2, sizes, scores)
 
     def _product(
@@ -257,7 +255,7 @@ def _score_position(score_before_experts: bool, position: ScorePosition | None) 
 
 
 class FusedExperts(Protocol):
-    """A platform's whole experts, as the hook `hp_fused_experts` returns them."""
+    """A platform's fused experts, as returned by the hook `hp_fused_experts`."""
 
     def __call__(
         self,
@@ -271,14 +269,14 @@ class FusedExperts(Protocol):
 
 
 def fused_experts(sent: Dispatched, weights: tuple[Tensor, ...], score_before_experts: bool) -> Tensor | None:
-    """Run dispatched rows through their SwiGLU experts in the platform's own kernels; differentiable.
+    """Apply SwiGLU experts to dispatched rows with the platform's fused kernels. Differentiable.
 
     Args:
-        weights: `w1`, `w2`, `w3` as in `GroupedExperts`, this rank's own.
+        weights: local `w1`, `w2`, `w3` as in `GroupedExperts`.
 
     Returns:
-        `[rows, dim]`, for each of `sent.rows` the (weighted) sum of its experts' results; None where the platform
-        has no kernels for this, or the rows came in expert-major order.
+        `[rows, dim]`, for each of `sent.rows` the (weighted) sum of its experts' results. None if the platform has no
+        kernels for this, or the rows are already in expert-major order.
     """
     if sent.permutation is None:
         return None
@@ -307,11 +305,11 @@ WEIGHTS = ("w1", "w2", "w3", "b1", "b2", "b3")
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an experts module, from before its forward to after it.
+    """State of one call of an experts module, from its forward pre-hook to its forward hook.
 
     Attributes:
-        dispatched: what the dispatcher needs back.
-        scores: float32 `[rows, 1]` to weight results with; None: they are not weighted, or were before the experts.
+        dispatched: the record for the dispatcher's `combine`.
+        scores: float32 `[rows, 1]`, factors of the results; None if results are not weighted or inputs were.
     """
 
     dispatched: Dispatched
@@ -322,9 +320,9 @@ class ExpertHooks:
     """The dispatch around one experts module.
 
     Args:
-        module: has weights by some of the names `WEIGHTS`, whose first dimension is the experts of all ranks.
-        dispatcher: the tokens' way to other ranks; None: all experts are on every rank.
-        partial_mesh: 1-D mesh over which the experts' hidden dimension is cut; None: it is not.
+        module: a module with weights named as in `WEIGHTS`, whose first dimension is the experts of all ranks.
+        dispatcher: sends tokens to other ranks; None if all experts are on every rank.
+        partial_mesh: 1-D mesh over which the experts' hidden dimension is sharded, or None.
     """
 
     def __init__(
@@ -350,7 +348,7 @@ class ExpertHooks:
         """Return the rows of this rank's experts in expert-major order, and the number of rows of each.
 
         Args:
-            inputs: tokens and their `Routing`, or rows in expert-major order and their counts, of all experts.
+            inputs: tokens and their `Routing`, or rows in expert-major order and the counts of all experts.
 
         Raises:
             ExpertParallelError: the counts do not describe the rows.
@@ -371,53 +369,53 @@ class ExpertHooks:
         return rows, sent.sizes.tensor
 
     def combine(self, results: Tensor) -> Tensor:
-        """Return the results of the rows, or the sums of the tokens, that the last `dispatch` was given."""
+        """Return the results for the rows or tokens that were given to the last `dispatch`."""
         call = self.calls[-1]
         if call.scores is not None:
             results = weighted(self.platform, results, call.scores)
         if call.dispatched.permutation is not None:
             results = call.dispatched.permutation.unpermute(results)
-        # Experts of someone else's may save nothing for a rank without rows.
+        # As in GroupedExperts: other modules may save no tensor for a rank without rows.
         return self.dispatcher.combine(reached(self.platform, results), call.dispatched)
 
     def use_local_weights(self, module: Module) -> None:
-        """Let `module.w1` and the others be this rank's plain parts until `restore_weights`."""
-        held = {name: getattr(module, name) for name in WEIGHTS if getattr(module, name, None) is not None}
+        """Replace the weights of `module` by this rank's plain local tensors until `restore_weights`."""
+        original = {name: getattr(module, name) for name in WEIGHTS if getattr(module, name, None) is not None}
         local = local_weights(self.platform, module, self.partial_mesh)
-        self.weights.append(held)
-        for name in held:
+        self.weights.append(original)
+        for name in original:
             self.platform.set_parameter(module, name, self.dispatcher.with_copies(local[name]))
 
     def restore_weights(self, module: Module) -> None:
-        """Give `module` the weights back that it had before."""
+        """Restore the weights that `use_local_weights` replaced."""
         for name, weight in self.weights.pop().items():
             self.platform.set_parameter(module, name, weight)
 
 
 def hooks_of(module: Module) -> ExpertHooks:
-    """Return the hooks that a style has put around `module`."""
+    """Return the hooks that a style installed on `module`."""
     found: ExpertHooks = vars(module)[_STATE]
     return found
 
 
 def partial_mesh_of(module: Module) -> DeviceMesh | None:
-    """Return the 1-D mesh over which experts' hidden dimension is cut, ours or someone else's; None: it is not."""
+    """Return the 1-D mesh over which the hidden dimension of any experts module is sharded, or None."""
     own: DeviceMesh | None = getattr(module, "partial_mesh", None)
     hooks: ExpertHooks | None = vars(module).get(_STATE)
     return own if hooks is None else hooks.partial_mesh
 
 
 def dispatcher_of(module: Module, platform: Platform) -> TokenDispatcher:
-    """Return what takes tokens to experts, ours or someone else's."""
+    """Return the dispatcher of any experts module."""
     hooks: ExpertHooks | None = vars(module).get(_STATE)
     own: TokenDispatcher | None = getattr(module, "dispatcher", None) if hooks is None else hooks.dispatcher
     return own or LocalDispatcher(platform)
 
 
 def run_experts(module: Module, platform: Platform, x: Tensor, routing: Routing) -> Tensor:
-    """Return the sums `[tokens, dim]` of someone else's experts, which take rows in expert-major order and counts.
+    """Apply an experts module that takes rows in expert-major order and counts; returns `[tokens, dim]`.
 
-    A style has put the dispatch around them; without one, all experts are on this rank.
+    The module's hooks dispatch tokens. Without hooks, no style was applied and all experts are on this rank.
     """
     if _STATE in vars(module):
         results: Tensor = module(x, routing)
@@ -435,30 +433,30 @@ def install(
     """Call `dispatch` before every forward of `module` and `combine` after it.
 
     Args:
-        dispatch: from the arguments of the call to those of the forward.
-        combine: from the output of the forward to that of the call.
+        dispatch: maps the arguments of the call to those of the forward.
+        combine: maps the output of the forward to that of the call.
     """
     platform = hooks.platform
     object.__setattr__(module, _STATE, hooks)
 
     def before(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # Counts may come by the name that they have in the interface.
+        # Counts may also be passed as keyword arguments.
         counts = [kwargs.pop(name) for name in ("num_tokens_per_expert", "routing") if name in kwargs]
         depth = len(hooks.calls)
         args = dispatch((*args, *counts))
         if len(hooks.calls) == depth:
-            # A dispatch of the user's own keeps what it needs itself.
+            # A dispatch overridden by the user stores its state itself; the entry keeps both lists in step.
             hooks.calls.append(Call(None, None))  # type: ignore[arg-type]
         hooks.use_local_weights(module)
         return args, kwargs
 
     def after(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if not hooks.weights:
-            # The dispatch itself raised, before anything was changed.
+            # The dispatch raised before weights were replaced.
             return None
         hooks.restore_weights(module)
         try:
-            # No output: the forward raised.
+            # The output is None if the forward raised.
             return None if output is None else combine(output)
         finally:
             hooks.calls.pop()
@@ -468,10 +466,11 @@ def install(
 
 
 def local_weights(platform: Platform, module: Module, partial_mesh: DeviceMesh | None) -> dict[str, Tensor]:
-    """Return the plain weights of this rank's experts by name, those of `WEIGHTS` that `module` has.
+    """Return the plain local weights of this rank's experts by name.
 
-    Where ranks hold the same part of a weight, each adds its own tokens' gradient. Ranks that cut the hidden dimension
-    return parts of a sum, in which the bias `b2` must be once: all but the first get zeros for it.
+    Gradients of a replicated weight are partial sums, since each rank has other tokens. If the hidden dimension is
+    sharded over `partial_mesh`, results are partial sums in which the bias `b2` may occur once only: all ranks but the
+    first get zeros for it.
     """
     found = {name: getattr(module, name, None) for name in WEIGHTS}
     local = {name: _local_weight(weight) for name, weight in found.items() if weight is not None}
@@ -488,6 +487,6 @@ def _local_weight(weight: Tensor) -> Tensor:
 
 
 def weighted(platform: Platform, rows: Tensor, scores: Tensor) -> Tensor:
-    """Return rows `[rows, dim]` times their scores `[rows, 1]`, multiplied in the dtype of the scores, in their own."""
+    """Multiply rows `[rows, dim]` by scores `[rows, 1]` in the dtype of the scores; returns the dtype of the rows."""
     ops = platform.ops
     return ops.cast(ops.mul(ops.cast(rows, scores.dtype), scores), rows.dtype)

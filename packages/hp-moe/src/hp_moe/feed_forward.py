@@ -26,10 +26,10 @@ class Activation:
     """An activation by name.
 
     Args:
-        name: shown in messages.
-        apply: from the platform's operations, `gate` and `up` (None without a gate), both `[..., hidden_dim]`, to the
-            hidden row of the same shape; differentiable, element by element.
-        is_gated: there is an `up`, so the network has a weight `w3`.
+        name: name in messages.
+        apply: differentiable element-wise function of (ops, gate, up) that returns the hidden row. `gate` and `up` are
+            `[..., hidden_dim]`; `up` is None without a gate. `ops` are the platform's operations.
+        is_gated: whether `up` is used, so that the network has a weight `w3`.
 
     Example:
         >>> cubed = Activation("cubed", lambda ops, gate, up: ops.pow(gate, 3.0), is_gated=False)
@@ -119,12 +119,12 @@ def find_activation(activation: str | Activation) -> Activation:
 
 
 class FeedForward(nn.Module):
-    """`w2(activation(w1(x), w3(x)))`, SwiGLU (arXiv 2002.05202) unless said otherwise.
+    """Feed-forward network `w2(activation(w1(x), w3(x)))`, by default with SwiGLU (arXiv 2002.05202).
 
     Args:
         activation: a name (`swiglu`, `geglu`, `geglu_tanh`, `reglu`, `relu_squared`, `gelu`, `clamped_swiglu`) or an
             `Activation`; `w3` is None for one without a gate.
-        bias: the three products have biases.
+        bias: give the three linear layers biases.
 
     Raises:
         MoEConfigError: no activation has this name.

@@ -19,7 +19,7 @@ class GroupSizes:
 
     Args:
         tensor: int64 `[groups]`, on the device.
-        host: the same numbers; None: they are read from the device when first asked for, which waits for it.
+        host: the same numbers on the host; None to read them from the device on first use, which waits for it.
 
     Example:
         >>> sizes = GroupSizes(platform, platform.from_numpy(np.array([2, 0, 1])))
@@ -49,13 +49,13 @@ class GroupSizes:
 
 
 class GroupedMatmul(Protocol):
-    """A platform's grouped matrix product, as the hook `hp_grouped_matmul` returns it."""
+    """A platform's grouped matrix product, as returned by the hook `hp_grouped_matmul`."""
 
     def __call__(self, x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor: ...
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
-    """Multiply each group of rows with its matrix, `x[rows of group e] @ weight[e].T`; differentiable.
+    """Multiply each group of rows by its matrix, `x[rows of group e] @ weight[e].T`. Differentiable.
 
     Args:
         x: `[rows, in]` in group-major order.
@@ -76,10 +76,10 @@ def grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
 
 
 def grouped_bias(bias: Tensor, sizes: GroupSizes, num_rows: int, scores: Tensor | None = None) -> Tensor:
-    """Return the bias of each row's group, times the row's score: differentiable in both.
+    """Return the bias of each row's group, multiplied by the row's score. Differentiable in both.
 
-    It is a grouped product with a column of ones, or of scores. Its gradient is therefore summed in a fixed order, and
-    exactly zero for a group without rows.
+    It is computed as a grouped product with a column of scores (or ones), so that its gradient is summed in a fixed
+    order and exactly zero for a group without rows.
 
     Args:
         bias: `[groups, out]`.
@@ -97,7 +97,7 @@ def grouped_bias(bias: Tensor, sizes: GroupSizes, num_rows: int, scores: Tensor 
     """
     ops, (groups, out) = sizes.platform.ops, bias.shape
     column = ops.ones((num_rows, 1), bias.dtype) if scores is None else ops.cast(scores, bias.dtype)
-    # Zeros fill the row up to 16 bytes, which is what kernels of grouped products ask for.
+    # Padded with zeros to rows of 16 bytes, the alignment that kernels of grouped products require.
     fill = 16 // sizes.platform.itemsize(bias.dtype) - 1
     column = ops.cat([column, ops.zeros((num_rows, fill), bias.dtype)], 1)
     matrix = ops.cat([ops.unsqueeze(bias, 2), ops.zeros((groups, out, fill), bias.dtype)], 2)
@@ -110,9 +110,9 @@ def _implementation(platform: Platform) -> GroupedMatmul:
 
 
 def loop_grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
-    """`grouped_matmul` as one product per group that has rows.
+    """`grouped_matmul` as a loop with one product per non-empty group.
 
-    It works on every platform and dtype, and is the oracle of the faster ones.
+    It works on every platform and dtype, and is the reference for faster implementations.
 
     Example:
         >>> sizes = GroupSizes(platform, platform.from_numpy(np.array([2, 1])))
@@ -137,7 +137,7 @@ def loop_grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
     def backward(grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = kept.tensors
         to_x = [ops.matmul(_rows(ops, grad, rows), _matrix(ops, weight, group)) for group, rows in slices]
-        # One tensor of zeros stands for all groups; those that have rows replace it.
+        # All groups share one tensor of zeros; groups with rows replace their entry.
         to_weight = [ops.zeros(tuple(weight.shape[1:]), weight.dtype)] * len(sizes.host)
         for group, rows in slices:
             to_weight[group] = ops.matmul(ops.transpose(_rows(ops, grad, rows), 0, 1), _rows(ops, x, rows))

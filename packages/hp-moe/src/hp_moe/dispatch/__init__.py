@@ -1,4 +1,4 @@
-"""Token dispatchers: take tokens to the ranks of their experts and bring the results back."""
+"""Token dispatchers, which send tokens to the ranks of their experts and the results back."""
 
 from hp_moe.dispatch.all_gather import AllGatherDispatcher
 from hp_moe.dispatch.all_to_all import AllToAllDispatcher, CopyPerExpertDispatcher

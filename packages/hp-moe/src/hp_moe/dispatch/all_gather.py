@@ -1,4 +1,4 @@
-"""Expert parallel in which every rank gets all tokens."""
+"""Expert parallelism in which every rank gets all tokens."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Tensor = Any
 
 
 class AllGatherDispatcher(TokenDispatcher):
-    """Gathers the tokens of all ranks, and reduce-scatters what each rank's experts make of them.
+    """All-gathers the tokens of all ranks, and reduce-scatters the results of each rank's experts.
 
-    It sends no more than `AllToAllDispatcher` where nearly every token has experts on nearly every rank, and then with
-    fewer and evener messages.
+    If nearly every token has experts on nearly every rank, it sends as much as `AllToAllDispatcher`, in fewer messages
+    of more equal size.
 
     Args:
         group: the ranks that share the experts; rank i owns the i-th chunk, and the last ones may own none.
-        num_experts: number of experts of all ranks together.
+        num_experts: number of experts of all ranks.
 
     Example:
         >>> def program():
@@ -54,7 +54,7 @@ class AllGatherDispatcher(TokenDispatcher):
         scores = None if routing.scores is None else all_gather_varying(routing.scores, group, 0, lengths)
 
         def order() -> TokenPermutation:
-            # Numbers have no gradient; rows and scores went by the gather that has a dual.
+            # Expert numbers have no gradient, so the gather without a backward is used.
             experts = gather_data(self.platform.contiguous(routing.experts), group, 0, lengths)
             local = local_numbers(self.platform, experts, self.first, self.num_local)
             return TokenPermutation(self.platform, local, sum(sizes.host))
@@ -62,17 +62,17 @@ class AllGatherDispatcher(TokenDispatcher):
         return Dispatched(rows, sizes, scores, saved_value(order), lengths, self._sent_bytes(lengths, x, routing))
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        """Add up what all ranks made of this rank's tokens; see `TokenDispatcher`."""
+        """Sum the results of all ranks for this rank's tokens; see `TokenDispatcher`."""
         return reduce_scatter(y, self.group, 0, dispatched.route)
 
     def report_fault(self, code: int, device: Any = None) -> None:
-        """Gather a fault in place of sizes; see `TokenDispatcher`."""
+        """Gather an error code instead of sizes; see `TokenDispatcher`."""
         sizes = numpy.zeros((1, 1 + self.num_experts), numpy.int64)
         sizes[0, 0] = code * FAULTY
         gather_data(self.platform.from_numpy(sizes, device), self.group, 0, [1] * self.group.size)
 
     def _exchange_sizes(self, num_tokens: int, routing: Routing) -> tuple[tuple[int, ...], GroupSizes]:
-        """Return the tokens of each rank, and the rows of each own expert; the host waits for the device here."""
+        """Return the number of tokens of each rank, and of rows of each own expert. The host waits for the device."""
         ops, n = self.platform.ops, self.group.size
         tokens = self.platform.from_numpy(numpy.array([num_tokens]), self.platform.device_of(routing.counts))
         faulty = faults(self.platform, routing, self.num_experts, self.group.ranks[self.group.rank])
@@ -85,7 +85,7 @@ class AllGatherDispatcher(TokenDispatcher):
         return tuple(int(length) for length in every[:, 0]), GroupSizes(self.platform, sizes, host)
 
     def _sent_bytes(self, lengths: tuple[int, ...], x: Tensor, routing: Routing) -> int:
-        """Return the bytes of sizes, of tokens with experts and scores to all others, and of others' results."""
+        """Return the bytes that this rank sends: sizes, tokens with experts and scores to all others, and results."""
         others, mine = self.group.size - 1, lengths[self.group.rank]
         row = int(x.shape[1]) * self.platform.itemsize(x.dtype)
         choices = int(routing.experts.shape[1]) * (8 if routing.scores is None else 12)

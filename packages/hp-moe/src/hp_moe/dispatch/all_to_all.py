@@ -27,22 +27,22 @@ Tensor = Any
 class AllToAllDispatcher(ChunkedDispatcher):
     """Expert parallelism over a process group: rank i owns the i-th chunk of the experts.
 
-    One row per token and destination rank crosses the wire in each direction, however many experts of that rank
-    the token has: rows are copied for the experts there, and their results are summed there before they return.
+    A token is sent once to each rank that owns experts of it, however many these are: the receiving rank copies the row
+    for its experts, and sums their results before they are sent back.
 
-    Forward takes four all-to-alls (sizes; rows; expert numbers and scores; results) and waits for the device
-    once, for the sizes; backward takes three. A recomputation (`hp_dtensor.parallel.recompute`) reuses the
-    sizes and permutations of forward.
+    Forward uses four all-to-alls (sizes; rows; expert numbers and scores; results) and waits for the device once, for
+    the sizes. Backward uses three. Recomputation (`hp_dtensor.parallel.recompute`) reuses the sizes and permutations of
+    forward.
 
     Args:
-        group: the ranks that share the experts; where experts run out, the last ranks own none.
-        num_experts: number of experts of all ranks together.
-        chunk: experts of a rank; None: as many as all have when they share them evenly.
-        wire_format: `int8` or `fp8`: rows go to the experts in 8 bits, a float32 scale for each 128 of a row. Results
-            and gradients return as they are; the gradient is that of rows which were not rounded. None: no rounding.
-        num_chunks: parts of the tokens that travel one after the other. `GroupedExperts` works on one part while the
-            next ones come and the results of those before return; in backward as in forward. Sizes are exchanged once.
-            Gradients of weights are then sums over the parts, in another order than without.
+        group: the ranks that share the experts; the last ranks may own none.
+        num_experts: number of experts of all ranks.
+        chunk: number of experts of a rank; None to divide them evenly.
+        wire_format: `int8` or `fp8` to send rows to the experts in 8 bits, with a float32 scale for each 128 elements.
+            Results and gradients are not rounded, and gradients are those of unrounded rows. None for no rounding.
+        num_chunks: number of chunks in which tokens are sent. `GroupedExperts` computes one chunk while the next ones
+            and the results of earlier ones are sent, in forward and backward. Sizes are exchanged once. Gradients of
+            weights are summed over chunks, so they differ by rounding.
 
     Example:
         >>> def program():
@@ -78,7 +78,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
 
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
         """Send each token to every rank that owns experts of it; see `TokenDispatcher`."""
-        # Kept: a recomputation in backward replays the exchange with the sizes that forward agreed on.
+        # Recomputation in backward repeats the exchange with the sizes that forward agreed on.
         ((route, sizes),) = saved_value(lambda: self._plan_routes(routing, [int(x.shape[0])]))
         if self.wire_format is None:
             rows = self._send(route, x)
@@ -89,54 +89,53 @@ class AllToAllDispatcher(ChunkedDispatcher):
         return self._dispatched(rows, choices, route, sizes, routing)
 
     def start_dispatch(self, x: Tensor, routing: Routing) -> list[PendingDispatch]:
-        """Begin to send all chunks of the tokens; see `ChunkedDispatcher`."""
+        """Start to send all chunks of the tokens; see `ChunkedDispatcher`."""
         lengths = self._chunk_lengths(int(x.shape[0]))
         routes = saved_value(lambda: self._plan_routes(routing, lengths))
-        ops, begun = self.platform.ops, []
+        ops, pending = self.platform.ops, []
         tokens, choices = ops.split(x, lengths, 0), ops.split(self._choices(routing), lengths, 0)
-        for part, chosen, (route, sizes) in zip(tokens, choices, routes, strict=True):
-            # All ranks begin the exchanges of a chunk in this order: the messages of a group match by it.
+        for chunk, chunk_choices, (route, sizes) in zip(tokens, choices, routes, strict=True):
+            # All ranks start the exchanges in this order, by which the messages of a group are matched.
             rows, others = self._exchange(route), RowExchange(self.group, route.sent, route.received)
-            arriving = rows.start(route.permutation.permute(part)), others.start(route.permutation.permute(chosen))
-            begun.append(PendingDispatch(rows, others, *arriving, route, sizes, routing))
-        return begun
+            rows_handle = rows.start(route.permutation.permute(chunk))
+            choices_handle = others.start(route.permutation.permute(chunk_choices))
+            pending.append(PendingDispatch(rows, others, rows_handle, choices_handle, route, sizes, routing))
+        return pending
 
-    def finish_dispatch(self, underway: PendingDispatch) -> Dispatched:
+    def finish_dispatch(self, pending: PendingDispatch) -> Dispatched:
         """Wait for the rows of a chunk; see `ChunkedDispatcher`."""
-        rows, choices = underway.rows.wait(underway.arriving), underway.choices.wait(underway.arriving_choices)
-        return self._dispatched(rows, choices, underway.route, underway.sizes, underway.routing)
+        rows, choices = pending.rows.wait(pending.rows_handle), pending.choices.wait(pending.choices_handle)
+        return self._dispatched(rows, choices, pending.route, pending.sizes, pending.routing)
 
     def start_combine(self, y: Tensor, dispatched: Dispatched) -> PendingCombine:
-        """Begin to return the results of a chunk; see `ChunkedDispatcher`."""
+        """Start to send the results of a chunk back; see `ChunkedDispatcher`."""
         route = dispatched.route
         exchange = RowExchange(self.group, route.received, route.sent)
         return PendingCombine(exchange, exchange.start(y), route)
 
-    def finish_combine(self, returning: PendingCombine) -> Tensor:
-        """Wait for the results of a chunk's tokens, and add them up; see `ChunkedDispatcher`."""
-        return returning.route.permutation.unpermute(returning.exchange.wait(returning.arriving))
+    def finish_combine(self, pending: PendingCombine) -> Tensor:
+        """Wait for the results of a chunk's tokens and sum them; see `ChunkedDispatcher`."""
+        return pending.route.permutation.unpermute(pending.exchange.wait(pending.handle))
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        """Return sums to their tokens' ranks and add them up there; see `TokenDispatcher`."""
+        """Send results back to their tokens' ranks and sum them there; see `TokenDispatcher`."""
         route = dispatched.route
         assert route is not None
         returned = all_to_all_rows(y, self.group, route.received, route.sent)
         return route.permutation.unpermute(returned)
 
     def report_fault(self, code: int, device: Any = None) -> None:
-        """Send a fault in place of sizes; see `TokenDispatcher`."""
+        """Send an error code instead of sizes; see `TokenDispatcher`."""
         n = self.group.size
         sizes = numpy.zeros((n, self.num_chunks * (1 + self.chunk)), numpy.int64)
         sizes[:, 0] = code * FAULTY
         all_to_all_rows_data(self.platform.from_numpy(sizes, device), self.group, [1] * n, [1] * n)
 
-    # Sizes and order of rows ------------------------------------------------------------------------------
-
     def _plan_routes(self, routing: Routing, lengths: list[int]) -> list[tuple[Route, GroupSizes]]:
-        """Agree with all ranks on the rows that travel, and on the rows of each of this rank's experts, by chunk.
+        """Exchange sizes with all ranks; returns the route and the rows of each own expert, for each chunk.
 
         Args:
-            lengths: tokens of each chunk.
+            lengths: number of tokens of each chunk.
         """
         destinations = self._without_repeats(self._owners(routing.experts))
         by_chunk = self._parts(destinations, lengths)
@@ -144,7 +143,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
             counts = [routing.counts]
         else:
             experts = self._parts(routing.experts, lengths)
-            # Numbers out of range are reported; they must not be counted with.
+            # Numbers out of range are reported below; `_counts` ignores them.
             counts = [self._counts(each) for each in experts]
         faulty = faults(self.platform, routing, self.num_experts, self.group.ranks[self.group.rank])
         plans = self._exchange_sizes(by_chunk, counts, faulty)
@@ -166,21 +165,21 @@ class AllToAllDispatcher(ChunkedDispatcher):
         return [x] if len(lengths) == 1 else [*self.platform.ops.split(x, lengths, 0)]
 
     def _owners(self, experts: Tensor) -> Tensor:
-        """Map expert numbers, int64 `[tokens, top_k]`, to the group ranks that own them; none: the group's size."""
+        """Map experts, int64 `[tokens, top_k]`, to the ranks that own them, and dropped choices to the group's size."""
         ops = self.platform.ops
         size = _numel(experts)
         if size == 0:
             return ops.zeros_like(experts)
-        # Numbers out of range, which are reported once all ranks know of them, must not be read with.
+        # Numbers out of range are reported after the exchange of sizes; here they must not index the table.
         experts = ops.clamp(experts, min=0, max=self.num_experts)
         owners = numpy.append(numpy.arange(self.num_experts) // self.chunk, self.group.size)
         table = self._constant(owners, experts)
         return ops.reshape(ops.index_select(table, 0, ops.reshape(experts, (size,))), tuple(experts.shape))
 
     def _without_repeats(self, owners: Tensor) -> Tensor:
-        """Return the ranks of each token, each once, as keys `[tokens, slots]`; the group's size in empty slots.
+        """Return the distinct ranks of each token as keys `[tokens, slots]`, with the group's size in empty slots.
 
-        There are no more slots than ranks or experts of a token: sums over slots read every one of them.
+        The number of slots is the smaller one of ranks and `top_k`, since sums over slots read all of them.
         """
         top_k, size = int(owners.shape[1]), self.group.size
         if top_k == 1:
@@ -188,7 +187,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
         return self._by_rank(owners) if size <= top_k else self._first_ones(owners)
 
     def _by_rank(self, owners: Tensor) -> Tensor:
-        """Return a slot for each rank. O(top_k * ranks)."""
+        """Return keys with one slot for each rank. O(top_k * ranks)."""
         ops, int64, size = self.platform.ops, self.platform.dtype("int64"), self.group.size
         ranks = self._constant(numpy.arange(size).reshape(1, 1, size), owners)
         found = ops.sum(ops.cast(ops.eq(ops.unsqueeze(owners, 2), ranks), int64), 1)
@@ -196,7 +195,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
         return ops.masked_fill(every, ops.eq(found, 0), size)
 
     def _first_ones(self, owners: Tensor) -> Tensor:
-        """Empty each slot whose owner an earlier slot of the same token has. O(top_k**2)."""
+        """Return keys with `top_k` slots, of which repeated ranks are empty. O(top_k**2)."""
         ops, int64, top_k = self.platform.ops, self.platform.dtype("int64"), int(owners.shape[1])
         earlier = self._constant(numpy.tril(numpy.ones((1, top_k, top_k), numpy.int64), -1), owners)
         same = ops.cast(ops.eq(ops.unsqueeze(owners, 2), ops.unsqueeze(owners, 1)), int64)
@@ -206,30 +205,30 @@ class AllToAllDispatcher(ChunkedDispatcher):
     def _exchange_sizes(
         self, destinations: list[Tensor], counts: list[Tensor], faulty: Tensor
     ) -> list[tuple[tuple[int, ...], tuple[int, ...], GroupSizes]]:
-        """Return for each chunk the rows sent to each rank, those received from each, and those of each own expert.
+        """Return for each chunk the rows sent to and received from each rank, and the rows of each own expert.
+
+        The host waits for the device here, once per call, and reads both directions together.
 
         Args:
             destinations: keys of the rows of each chunk.
             counts: choices of each expert, int64 `[num_experts]`, by chunk.
-            faulty: as `faults` returns it; it goes to all ranks, which then raise together.
-
-        This is where the host waits for the device, once per call: both directions are read together.
+            faulty: result of `faults`, which is sent to all ranks, so that they raise together.
         """
         ops, n, width = self.platform.ops, self.group.size, 1 + self.chunk
         columns: list[Tensor] = []
         for keys, count in zip(destinations, counts, strict=True):
             rows = ops.narrow(count_keys(self.platform, keys, n + 1), 0, 0, n)
             padding = ops.zeros((n * self.chunk - self.num_experts,), count.dtype)
-            # The fault of this rank goes with the first chunk, to every rank, also to those that get no row.
+            # The error code is added to the sizes of the first chunk, which every rank receives, even without rows.
             rows = rows if columns else ops.add(rows, faulty)
             columns += [ops.reshape(rows, (n, 1)), ops.reshape(ops.cat([count, padding], 0), (n, self.chunk))]
         if len(counts) < self.num_chunks:
-            # As wide as for all chunks: a rank that reports a fault does not know which others send.
+            # Padded to the width for all chunks: a rank that reports a fault does not know how many chunks others send.
             columns.append(ops.zeros((n, (self.num_chunks - len(counts)) * width), counts[0].dtype))
         mine = ops.cat(columns, 1)
         theirs = all_to_all_rows_data(mine, self.group, [1] * n, [1] * n)
         host = self.platform.to_numpy(ops.cat([mine, theirs], 0))
-        # Only now: every rank has sent its fault to all others, so that all of them raise and none is left waiting.
+        # Checked after the exchange, in which every rank has sent its error code to all others.
         refuse_faulty([*host[:, 0]])
         plans = []
         for first in range(0, len(counts) * width, width):
@@ -239,7 +238,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
         return plans
 
     def _sent_bytes(self, route: Route, dim: int, itemsize: int, routing: Routing) -> int:
-        """Return the bytes that leave this rank: sizes, rows with their experts and scores, and results."""
+        """Return the bytes that this rank sends: sizes, rows with their experts and scores, and results."""
         others = [rank for rank in range(self.group.size) if rank != self.group.rank]
         row = result = dim * itemsize
         if self.wire_format is not None:
@@ -247,8 +246,6 @@ class AllToAllDispatcher(ChunkedDispatcher):
         choices = int(routing.experts.shape[1]) * (4 if routing.scores is None else 8)
         sizes = len(others) * (1 + self.chunk) * 8
         return sizes + sum(route.sent[rank] * (row + choices) + route.received[rank] * result for rank in others)
-
-    # Rows -------------------------------------------------------------------------------------------------
 
     def _exchange(self, route: Route) -> RowExchange:
         if self.wire_format is None:
@@ -260,9 +257,9 @@ class AllToAllDispatcher(ChunkedDispatcher):
         return all_to_all_rows(route.permutation.permute(x), self.group, route.sent, route.received)
 
     def _choices(self, routing: Routing) -> Tensor:
-        """Return the expert numbers and scores of each token, to travel in one message.
+        """Return the expert numbers and scores of each token in one tensor, to be sent as one message.
 
-        Numbers travel as float32 beside the scores, which is exact up to 2**24 experts.
+        Numbers are converted to float32, which is exact up to 2**24 experts.
         """
         experts = self.platform.ops.cast(routing.experts, self.platform.dtype("float32"))
         return experts if routing.scores is None else self.platform.ops.cat([experts, routing.scores], 1)
@@ -270,12 +267,12 @@ class AllToAllDispatcher(ChunkedDispatcher):
     def _dispatched(
         self, rows: Tensor, choices: Tensor, route: Route, sizes: GroupSizes, routing: Routing
     ) -> Dispatched:
-        """Return the record of rows that have arrived with their `_choices`, in the order of this rank's experts."""
+        """Return the record of received rows and their `_choices`."""
         platform, ops, top_k = self.platform, self.platform.ops, int(routing.experts.shape[1])
         scores = None if routing.scores is None else ops.narrow(choices, 1, top_k, top_k)
 
         def order() -> TokenPermutation:
-            # The numbers of experts have no gradient; the scores that came beside them have.
+            # Detached: only the scores in the same message have gradients.
             experts = ops.cast(ops.narrow(platform.detach(choices), 1, 0, top_k), platform.dtype("int64"))
             local = local_numbers(platform, experts, self.first, self.num_local)
             return TokenPermutation(platform, local, sum(sizes.host))
@@ -284,7 +281,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
         return Dispatched(rows, sizes, scores, saved_value(order), route, sent_bytes)
 
     def _constant(self, array: numpy.ndarray, like: Tensor) -> Tensor:
-        """An int64 tensor on the device of `like`."""
+        """Return an int64 tensor on the device of `like`."""
         return self.platform.from_numpy(array.astype(numpy.int64), self.platform.device_of(like))
 
 
@@ -297,9 +294,9 @@ def _ints(values: numpy.ndarray) -> tuple[int, ...]:
 
 
 class CopyPerExpertDispatcher(AllToAllDispatcher):
-    """Sends `top_k` copies of every token, even those that go to the same rank, and brings as many results back.
+    """Sends `top_k` copies of every token, even to the same rank, and as many results back.
 
-    It is an oracle of `AllToAllDispatcher`, and what that is compared with.
+    It is the usual method, and the reference for `AllToAllDispatcher`.
 
     Example:
         >>> def program():
@@ -324,7 +321,7 @@ class CopyPerExpertDispatcher(AllToAllDispatcher):
         return replace(super().dispatch(copies.permute(x), single), copies=copies)
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        """Bring every copy's result back and add up those of a token; see `TokenDispatcher`."""
+        """Send the result of every copy back and sum those of a token; see `TokenDispatcher`."""
         assert dispatched.copies is not None
         return dispatched.copies.unpermute(super().combine(y, dispatched))
 

@@ -1,14 +1,10 @@
-"""The dispatcher that is the quickest by the cost model.
-
-Bytes and time of the dispatchers, by formula, and the choice of the quickest.
+"""Choice of a dispatcher: the registry of names, a cost model, and `AutoDispatcher`, which selects the fastest.
 
 With P ranks, K experts per token, evenly chosen from E, and rows of B bytes, a token sends per direction, on average:
 
 - one copy per expert: `K * B * (P - 1) / P`;
 - one row per rank: `D * B * (P - 1) / P`, where `D = P * (1 - C(E - E/P, K) / C(E, K))` ranks have experts for it;
 - all-gather and reduce-scatter: `(P - 1) * B`.
-
-Token dispatchers by name: the built-in one and those of plugins.
 """
 
 from __future__ import annotations
@@ -37,19 +33,19 @@ _KINDS: dict[str, type[AllToAllDispatcher | AllGatherDispatcher]] = {
 
 
 class AutoDispatcher(TokenDispatcher):
-    """Chooses a dispatcher at the first call, from the sizes that all ranks have in common.
+    """Selects the fastest dispatcher by the cost model at the first call, in the same way on all ranks.
 
     Args:
         group: the ranks that share the experts; rank i owns the i-th chunk, and the last ones may own none.
-        num_experts: number of experts of all ranks together.
-        link: rates of the links; None: those of `Link`, on the CPU those of `Link.between_processes`.
-            `functools.partial(AutoDispatcher, link=...)` gives a style its own.
-        num_chunks: parts that tokens travel in by `all_to_all`; None: chosen too.
+        num_experts: number of experts of all ranks.
+        link: rates of the links; None for the defaults of `Link`, or of `Link.between_processes` on the CPU. Use
+            `functools.partial(AutoDispatcher, link=...)` to pass it to a style.
+        num_chunks: number of chunks for `all_to_all`; None to choose it too.
 
     Attributes:
-        expert_flop: multiplications and additions of one expert for one row, which a style sets; they tell how much
-            work there is while rows travel.
-        reason: which one was chosen, and what each sends per token; empty before the first call.
+        expert_flop: floating-point operations of one expert for one row, set by the style, from which the computation
+            that overlaps with communication is estimated.
+        reason: the selected dispatcher and the bytes that each one sends per token; empty before the first call.
 
     Example:
         >>> def program():
@@ -78,34 +74,34 @@ class AutoDispatcher(TokenDispatcher):
 
     @property
     def num_chunks(self) -> int:
-        """Parts that tokens travel in; 1 before the first call, and by dispatchers that send all at once."""
+        """Number of chunks; 1 before the first call, and for dispatchers that do not send in chunks."""
         return self._chosen.num_chunks if isinstance(self._chosen, ChunkedDispatcher) else 1
 
     def resolve(self, x: Tensor, routing: Routing) -> TokenDispatcher:
-        """Choose at the first call, on all ranks together; see `TokenDispatcher`."""
+        """Select a dispatcher at the first call, a collective of all ranks; see `TokenDispatcher`."""
         if self._chosen is None:
             mean_tokens = max(1, self._mean_tokens(0, int(x.shape[0])))
             self._chosen = self._choose(x, int(routing.experts.shape[1]), mean_tokens)
         return self._chosen
 
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
-        """Send tokens by the chosen dispatcher; see `TokenDispatcher`."""
+        """Send tokens with the selected dispatcher; see `TokenDispatcher`."""
         return self.resolve(x, routing).dispatch(x, routing)
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        """Return results by the chosen dispatcher; see `TokenDispatcher`."""
+        """Send results back with the selected dispatcher; see `TokenDispatcher`."""
         assert self._chosen is not None
         return self._chosen.combine(y, dispatched)
 
     def report_fault(self, code: int, device: Any = None) -> None:
-        """Let the chosen dispatcher tell the other ranks; see `TokenDispatcher`."""
+        """Report a fault with the selected dispatcher, or in the collective that selects one."""
         if self._chosen is None:
             self._mean_tokens(code, 0)
         else:
             self._chosen.report_fault(code, device)
 
     def _mean_tokens(self, code: int, num_tokens: int) -> int:
-        """Hear of all ranks' tokens, or of ranks that cannot choose; `code` is this rank's fault, or 0."""
+        """Return the mean number of tokens of all ranks; raise if any rank reports a fault (`code`, 0 for none)."""
         every = [tuple(map(int, each.split())) for each in self.group.all_gather_bytes(f"{code} {num_tokens}".encode())]
         codes = {each[0] for each in every} - {0}
         if codes and code == 0:
@@ -144,18 +140,17 @@ class AutoDispatcher(TokenDispatcher):
 
 @dataclass(frozen=True)
 class Link:
-    """Rates of the links between the ranks.
+    """Rates of links and devices, as seen by one rank, for the cost model.
 
     Attributes:
-        bytes_per_second: what one rank sends by an all-to-all to other nodes.
-        gathered_bytes_per_second: the same by an all-gather or reduce-scatter, which hardware may speed up; None:
-            equal.
-        seconds_per_exchange: what a collective costs, however little it sends.
-        inner_size: ranks of a node; None: all links are alike.
-        inner_bytes_per_second: what one rank sends within a node.
-        copied_bytes_per_second: what one rank copies in its own memory: rows into the order of their ranks and back,
-            which an all-gather does without.
-        flop_per_second: what one rank computes of experts.
+        bytes_per_second: send rate of an all-to-all to other nodes.
+        gathered_bytes_per_second: rate of an all-gather or reduce-scatter, which hardware may speed up; None if equal.
+        seconds_per_exchange: latency of a collective.
+        inner_size: number of ranks of a node; None if all links are alike.
+        inner_bytes_per_second: send rate within a node.
+        copied_bytes_per_second: rate of copies in local memory, which sort rows by rank and back; an all-gather needs
+            none.
+        flop_per_second: rate of the experts' computation.
 
     Example:
         >>> nodes = Link(bytes_per_second=25e9, inner_size=8, inner_bytes_per_second=300e9)
@@ -173,23 +168,23 @@ class Link:
 
     @classmethod
     def between_processes(cls) -> Link:
-        """Return rates between processes of one machine, as measured by gloo on two cores; the default on the CPU."""
-        # A reduce-scatter is put together from sends and sums there.
+        """Return the default rates on the CPU, measured between gloo processes on two cores."""
+        # gloo implements a reduce-scatter by sends and sums, which is slower.
         return cls(2e9, 8e8, seconds_per_exchange=5e-4, copied_bytes_per_second=4e9, flop_per_second=5e10)
 
 
 @dataclass(frozen=True)
 class DispatchCost:
-    """The forward of one layer by one dispatcher.
+    """Estimated cost of one layer's forward with one dispatcher.
 
     Example:
         >>> DispatchCost("all_to_all", sent_bytes=1e6, seconds=1e-4).name
         'all_to_all'
 
     Attributes:
-        name: of the dispatcher; `two_level` where nodes are told.
-        sent_bytes: rows that one rank sends for its tokens and returns for others', on average.
-        seconds: of those and of the exchanges.
+        name: name of the dispatcher; `two_level` only if `Link.inner_size` is given.
+        sent_bytes: mean bytes of rows that one rank sends, for its own tokens and in results for others.
+        seconds: time of these bytes, of local copies and of the collectives' latency.
     """
 
     name: str
@@ -198,7 +193,7 @@ class DispatchCost:
 
 
 def ranks_per_token(num_experts: int, top_k: int, num_ranks: int) -> float:
-    """Return the mean number of ranks that have experts for a token, for evenly chosen distinct experts.
+    """Return the mean number of ranks with experts for a token, for uniformly chosen distinct experts.
 
     Example:
         >>> round(ranks_per_token(num_experts=256, top_k=8, num_ranks=8), 2)  # DeepSeek-V3
@@ -208,7 +203,7 @@ def ranks_per_token(num_experts: int, top_k: int, num_ranks: int) -> float:
 
 
 def _reached(num_experts: int, top_k: int, owners: int, chunk: int) -> float:
-    """Return the mean number of owners of `chunk` consecutive experts each that have experts for a token."""
+    """Return the mean number of owners with experts for a token, if each owns `chunk` consecutive experts."""
     owned = [max(0, min(chunk, num_experts - owner * chunk)) for owner in range(owners)]
     return sum(1 - math.comb(num_experts - own, top_k) / math.comb(num_experts, top_k) for own in owned)
 
@@ -216,12 +211,12 @@ def _reached(num_experts: int, top_k: int, owners: int, chunk: int) -> float:
 def dispatch_costs(
     num_tokens: int, row_bytes: int, num_experts: int, top_k: int, num_ranks: int, link: Link | None = None
 ) -> list[DispatchCost]:
-    """Return the costs of the dispatchers that do not round, the quickest first.
+    """Return the costs of the dispatchers that do not round, the fastest one first.
 
     Args:
-        num_tokens: of one rank.
+        num_tokens: number of tokens of one rank.
         row_bytes: bytes of one row.
-        link: rates; None: 10 GB/s between any two ranks.
+        link: rates of the links; None for the defaults, 10 GB/s between any two ranks.
 
     Example:
         >>> costs = dispatch_costs(num_tokens=4096, row_bytes=4096, num_experts=128, top_k=8, num_ranks=8)
@@ -229,7 +224,8 @@ def dispatch_costs(
         'all_to_all'
     """
     link = link or Link()
-    # Rows of a token to other nodes, within the node and copied; exchanges; bytes of experts and scores in a row.
+    # For each dispatcher: rows of a token sent to other nodes, sent within the node, and copied; number of collectives;
+    # bytes of experts and scores in a row.
     node = 1 if link.inner_size is None else link.inner_size
     outside, inside = (num_ranks - node) / num_ranks, (node - 1) / num_ranks
     reached = ranks_per_token(num_experts, top_k, num_ranks)
@@ -254,15 +250,14 @@ def dispatch_costs(
 
 
 def best_num_chunks(sent_seconds: float, expert_seconds: float, link: Link, most: int = 8) -> tuple[int, float]:
-    """Return the number of chunks, a power of two, in which tokens are quickest there and back, and the seconds.
+    """Return the fastest number of chunks, a power of two, and the seconds of dispatch, experts and combine.
 
-    Of C chunks either all travel while experts work, and the first one's way there and the last one's way back are
-    added; or experts work on all but one while rows travel, and that one's work is added. Every chunk costs three
-    exchanges, and sizes one.
+    With C chunks, either communication is hidden behind computation except for sending the first chunk and returning
+    the last one, or computation is hidden except for one chunk. Each chunk costs three collectives, and the sizes one.
 
     Args:
-        sent_seconds: of the rows of all chunks, one way.
-        expert_seconds: of the work overlap_with, shared experts included.
+        sent_seconds: time of sending the rows of all chunks, in one direction.
+        expert_seconds: time of the overlapping computation, including shared experts.
 
     Example:
         >>> best_num_chunks(sent_seconds=2e-3, expert_seconds=4e-3, link=Link())[0]
@@ -280,17 +275,17 @@ def best_num_chunks(sent_seconds: float, expert_seconds: float, link: Link, most
 
 
 def explain(costs: list[DispatchCost], num_tokens: int) -> str:
-    """Return the choice in words: what each dispatcher sends per token, the chosen one first."""
+    """Return a description of the bytes that each dispatcher sends per token, the selected one first."""
     best, *others = costs
-    told = ", ".join(f"{cost.name} {cost.sent_bytes / num_tokens:.0f}" for cost in others)
-    return f"{best.name}: {best.sent_bytes / num_tokens:.0f} bytes per token and forward; {told}"
+    rest = ", ".join(f"{cost.name} {cost.sent_bytes / num_tokens:.0f}" for cost in others)
+    return f"{best.name}: {best.sent_bytes / num_tokens:.0f} bytes per token and forward; {rest}"
 
 
 @functools.cache
 def dispatchers() -> Registry:
     """Return the registry of token dispatchers, filled on first use.
 
-    An entry's `build(group, num_experts)` makes the `TokenDispatcher` of a process group.
+    `build(group, num_experts)` of an entry creates the `TokenDispatcher` of a process group.
     """
     registry = Registry("token dispatcher", "hp_moe", ExpertParallelError)
     registry.add("all_to_all", AllToAllDispatcher)

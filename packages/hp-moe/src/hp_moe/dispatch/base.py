@@ -1,11 +1,7 @@
-"""Permutation of tokens into key order, and its transpose: two linear maps that are each other's backward.
+"""The interfaces of token dispatchers, the permutation of tokens into key order, and the local dispatcher.
 
-Every sum runs over a row's copies in slot order. Results therefore do not depend on scheduling, which a
-scatter-add on a GPU would.
-
-The interface of a token dispatcher, and the record that its two halves share.
-
-The dispatcher of a rank that owns all experts.
+All sums over the copies of a token are gathers in slot order. Unlike those of a scatter-add on a GPU, their results do
+not depend on scheduling.
 """
 
 from __future__ import annotations
@@ -27,16 +23,15 @@ Tensor = Any
 
 
 class TokenPermutation:
-    """One copy of a row for each of its keys, sorted by key; copies with equal keys keep the order of rows.
+    """A linear map that copies each row once for each of its keys and sorts the copies by key; and its transpose.
 
-    A key is what the copies are sorted by: an expert, or a destination rank. A row has `slots` of them
-    (`top_k`, usually), not all of which need a copy.
+    Copies with equal keys stay in the order of rows. A key is an expert or a destination rank. A row has `slots` keys
+    (usually `top_k`), some of which may be empty. Sorting is deferred to the first use, since fused experts may compute
+    the order themselves.
 
     Args:
-        keys: int `[rows, slots]`; a slot without a copy holds a key above all others.
-        num_copies: number of slots with a copy.
-
-    The orders are sorted when first asked for: fused experts may have a quicker way to them.
+        keys: int `[rows, slots]`; empty slots hold a key larger than all others.
+        num_copies: number of slots that are not empty.
 
     Attributes:
         keys: as given.
@@ -56,19 +51,19 @@ class TokenPermutation:
 
     @functools.cached_property
     def entries(self) -> Tensor:
-        """The flat index of each copy's slot, int `[copies]`."""
+        """Flat index of the slot of each copy, int `[copies]`."""
         return self.platform.ops.narrow(self._order, 0, 0, self.num_copies)
 
     @functools.cached_property
     def positions(self) -> Tensor:
-        """The copy of each slot, int `[rows * slots]`; `num_copies` for a slot without one."""
+        """Index of the copy of each slot, int `[rows * slots]`; `num_copies` for empty slots."""
         ops = self.platform.ops
-        # The argsort of a permutation is its inverse_permutation: from slots to places in the sorted order.
+        # The argsort of a permutation is its inverse_permutation: from slots to positions in the sorted order.
         return ops.clamp(ops.argsort(self._order, 0, stable=True), max=self.num_copies)
 
     @functools.cached_property
     def rows(self) -> Tensor:
-        """The row that each copy is of, int `[copies]`."""
+        """Index of the row of each copy, int `[copies]`."""
         if self.num_slots == 1 or self.num_copies == 0:
             return self.entries
         ops = self.platform.ops
@@ -77,7 +72,7 @@ class TokenPermutation:
 
     @functools.cached_property
     def _order(self) -> Tensor:
-        """The flat indices of all slots, sorted by key."""
+        """Flat indices of all slots, sorted by key."""
         ops = self.platform.ops
         # Stable, so that copies with equal keys keep the order of rows: every sum over them has one order.
         return ops.argsort(ops.reshape(self.keys, (self.num_rows * self.num_slots,)), 0, stable=True)
@@ -91,7 +86,7 @@ class TokenPermutation:
         return self.platform.linear_map(y, self._unpermute, self._permute)
 
     def permute_scores(self, scores: Tensor) -> Tensor:
-        """Take the score of each copy's slot: `[rows, slots]` -> `[copies, 1]`; differentiable."""
+        """Gather the score of each copy: `[rows, slots]` -> `[copies, 1]`; differentiable."""
         shape = (self.num_rows, self.num_slots)
         ops = self.platform.ops
 
@@ -112,10 +107,10 @@ class TokenPermutation:
         return ops.sum(ops.reshape(at_slots, (self.num_rows, self.num_slots, y.shape[1])), 1)
 
     def _at_slots(self, y: Tensor) -> Tensor:
-        """Put copies back at their slots, zeros elsewhere: `[copies, dim]` -> `[rows * slots, dim]`."""
+        """Gather the copy of each slot, zeros for empty slots: `[copies, dim]` -> `[rows * slots, dim]`."""
         size = self.num_rows * self.num_slots
         if self.num_copies < size:
-            # A slot without a copy reads the row of zeros that is added at the end.
+            # Empty slots read the row of zeros appended here.
             y = self.platform.ops.cat([y, self.platform.ops.zeros((1, y.shape[1]), y.dtype)], 0)
         return self._select(y, self.positions, size)
 
@@ -127,10 +122,10 @@ class TokenPermutation:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The rows that travel between ranks in one call; every row is one token on its way to one rank.
+    """The rows exchanged between ranks in one call; each row is one token sent to one rank.
 
     Attributes:
-        permutation: own tokens -> rows to send, ordered by destination rank.
+        permutation: from this rank's tokens to the rows that it sends, ordered by destination rank.
         sent: number of rows sent to each rank, in rank order.
         received: number of rows received from each rank, in rank order.
     """
@@ -142,20 +137,19 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """The result of `TokenDispatcher.dispatch`; `combine` needs it back.
+    """The result of `TokenDispatcher.dispatch`, which is passed to `combine`.
 
-    It belongs to one call, so several micro-batches may be in flight through one dispatcher.
+    It holds all state of one call, so several micro-batches may be in flight through one dispatcher.
 
     Attributes:
-        rows: `[rows, dim]`, own tokens or received ones, each once however many of this rank's experts it has.
+        rows: `[rows, dim]`, local or received tokens, each one once even if it has several experts on this rank.
         sizes: number of inputs of each of this rank's experts.
-        scores: float32 `[rows, slots]`; None: results are not weighted.
-        permutation: `rows` -> inputs of this rank's experts in expert-major order; None: they are the same rows in
-            the same order.
-        route: the way from and to the other ranks, in the dispatcher's own terms; None: no row left its rank.
-        sent_bytes: bytes that leave this rank in dispatch and combine.
-        copies: own tokens -> rows that were dispatched, where those are more; None: they are the same.
-        outer: record of the way between nodes, where there are two levels.
+        scores: float32 `[rows, slots]`; None if results are not weighted.
+        permutation: from `rows` to the inputs of this rank's experts in expert-major order; None if they are equal.
+        route: the exchange with other ranks, as the dispatcher describes it; None if no row leaves its rank.
+        sent_bytes: bytes that this rank sends in dispatch and combine.
+        copies: from this rank's tokens to the rows that were dispatched, if there are several per token; else None.
+        outer: record of the exchange between nodes, if there are two levels.
 
     Example:
         >>> x = platform.ops.ones((3, 4), platform.dtype("float32"))
@@ -178,19 +172,20 @@ class Dispatched:
 
 @dataclass(frozen=True, slots=True)
 class PendingDispatch:
-    """The tokens of one chunk on their way; `ChunkedDispatcher.arrived` waits for them.
+    """A chunk of tokens being sent; `ChunkedDispatcher.finish_dispatch` waits for it.
 
     Attributes:
-        rows, choices: exchanges of the rows, and of their experts and scores.
-        arriving, arriving_choices: tokens to wait for them with.
+        rows: exchange of the rows.
+        choices: exchange of their experts and scores.
+        rows_handle, choices_handle: tensors to pass to `RowExchange.wait` of both.
         route, sizes: as in `Dispatched`.
-        routing: of all chunks.
+        routing: routing of all chunks.
     """
 
     rows: RowExchange
     choices: RowExchange
-    arriving: Tensor
-    arriving_choices: Tensor
+    rows_handle: Tensor
+    choices_handle: Tensor
     route: Route
     sizes: GroupSizes
     routing: Routing
@@ -198,18 +193,18 @@ class PendingDispatch:
 
 @dataclass(frozen=True, slots=True)
 class PendingCombine:
-    """The results of one chunk on their way back; `ChunkedDispatcher.combined` waits for them."""
+    """The results of a chunk being sent back; `ChunkedDispatcher.finish_combine` waits for them."""
 
     exchange: RowExchange
-    arriving: Tensor
+    handle: Tensor
     route: Route
 
 
 class TokenDispatcher(ABC):
-    """Takes tokens to their experts and brings the sum of each token's results back.
+    """Sends tokens to their experts (`dispatch`) and the sum of each token's results back (`combine`).
 
-    Both methods are differentiable. Every rank of a group calls them in the same order, also a rank that has no tokens
-    or whose experts get none.
+    Both methods are differentiable. Every rank of a group calls them in the same order, including ranks without tokens
+    and ranks whose experts get none.
 
     Example:
         >>> issubclass(AllToAllDispatcher, TokenDispatcher)
@@ -221,50 +216,50 @@ class TokenDispatcher(ABC):
         """Send tokens to the ranks that own their experts.
 
         Args:
-            x: plain `[tokens, dim]`, this rank's own tokens.
-            routing: the experts of each token, with scores to differentiate through.
+            x: plain `[tokens, dim]`, this rank's tokens.
+            routing: the experts of each token and their differentiable scores.
         """
 
     def with_copies(self, weight: Tensor) -> Tensor:
-        """Return the weights of the experts that `dispatch` brings rows for, from those that this rank owns.
+        """Return the weights of all experts that `dispatch` returns rows for: those of this rank, and of copies.
 
         Args:
-            weight: plain `[own experts, ...]`. Gradients of copies go back to it.
+            weight: plain `[own experts, ...]`, to which gradients of copies are added.
         """
         return weight
 
     def resolve(self, x: Tensor, routing: Routing) -> TokenDispatcher:
-        """Return the dispatcher that takes these tokens; one that chooses among others does so at the first call."""
+        """Return the dispatcher to use for these tokens. `AutoDispatcher` chooses one at the first call."""
         return self
 
     def report_fault(self, code: int, device: Any = None) -> None:
-        """Take part in the exchanges that `dispatch` begins with, so that all ranks raise instead of waiting.
+        """Report invalid inputs in the first exchange of `dispatch`, so that all ranks raise.
 
-        Called in place of `dispatch` by a rank whose inputs are at fault, which then raises. A dispatcher that does not
-        override it leaves the other ranks waiting until the job is ended.
+        A rank with invalid inputs calls this instead of `dispatch`, and then raises. If a dispatcher does not override
+        it, the other ranks wait until the job is terminated.
 
         Args:
-            code: of `hp_moe.routing.fault_code`.
-            device: of the tokens; None: the platform's default.
+            code: error code from `hp_moe.routing.fault_code`.
+            device: device of the tokens; None for the platform's default.
         """
 
     @abstractmethod
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        """Return `[tokens, dim]`, for each token of `dispatch` the sum of its experts' results.
+        """Return `[tokens, dim]`, the sum of its experts' results for each token given to `dispatch`.
 
         Args:
-            y: `[rows, dim]`, for each of `dispatched.rows` the (weighted) sum of this rank's experts' results.
-            dispatched: the record that `dispatch` returned for these tokens.
+            y: `[rows, dim]`, the (weighted) sum of the results of this rank's experts for each of `dispatched.rows`.
+            dispatched: the record returned by `dispatch`.
         """
 
 
 class ChunkedDispatcher(TokenDispatcher):
-    """Lets experts work on a part of the tokens while others travel, where `num_chunks` is above 1.
+    """A dispatcher that can send tokens in chunks, so that experts compute one chunk while others are sent.
 
-    All its methods are differentiable, and called by every rank of a group in the same order.
+    All methods are differentiable, and called by every rank of a group in the same order.
 
     Attributes:
-        num_chunks: parts that tokens travel in; 1: `dispatch` and `combine` alone are called.
+        num_chunks: number of chunks; with 1, only `dispatch` and `combine` are called.
 
     Example:
         >>> issubclass(AllToAllDispatcher, ChunkedDispatcher)
@@ -275,23 +270,23 @@ class ChunkedDispatcher(TokenDispatcher):
 
     @abstractmethod
     def start_dispatch(self, x: Tensor, routing: Routing) -> list[PendingDispatch]:
-        """Begin to send the tokens of all chunks, in order; arguments as for `dispatch`."""
+        """Start to send all chunks, in order; arguments as for `dispatch`."""
 
     @abstractmethod
-    def finish_dispatch(self, underway: PendingDispatch) -> Dispatched:
-        """Wait for one chunk; its record is as that of `dispatch`."""
+    def finish_dispatch(self, pending: PendingDispatch) -> Dispatched:
+        """Wait for one chunk and return its record, as `dispatch` does."""
 
     @abstractmethod
     def start_combine(self, y: Tensor, dispatched: Dispatched) -> PendingCombine:
-        """Begin to return the results of one chunk; arguments as for `combine`."""
+        """Start to send the results of one chunk back; arguments as for `combine`."""
 
     @abstractmethod
-    def finish_combine(self, returning: PendingCombine) -> Tensor:
-        """Wait for the results of one chunk; `[tokens of the chunk, dim]`."""
+    def finish_combine(self, pending: PendingCombine) -> Tensor:
+        """Wait for the results of one chunk, `[tokens of the chunk, dim]`."""
 
 
 class LocalDispatcher(TokenDispatcher):
-    """Leaves rows where they are and finds their expert-major order; nothing is communicated.
+    """Dispatcher of a rank with all experts: sorts rows by expert, without communication.
 
     Example:
         >>> x = platform.ops.ones((3, 4), platform.dtype("float32"))
@@ -306,7 +301,7 @@ class LocalDispatcher(TokenDispatcher):
         self.platform = platform
 
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
-        """Find the order of tokens by expert; see `TokenDispatcher`."""
+        """Compute the order of tokens by expert; see `TokenDispatcher`."""
         sizes = GroupSizes(self.platform, routing.counts)
         if routing.is_expert_major:
             return Dispatched(x, sizes, routing.scores, None)

@@ -1,6 +1,6 @@
-"""Rows in fewer bits on their way to the experts: blocks of a row, each with a scale.
+"""Asynchronous exchanges of rows between ranks, with start and wait as separate autograd nodes, and 8-bit formats.
 
-Exchanges of rows that are begun and waited for apart, so that other work is done overlap_with, in both directions.
+Computation between start and wait overlaps with the exchange, in forward and in backward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK = 128
 
 
 class WireFormat(Protocol):
-    """A platform's way to write rows in 8 bits, as the hook `hp_wire_format` returns it."""
+    """An 8-bit format for rows sent between ranks, as returned by the hook `hp_wire_format`."""
 
     def encode(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Return int8 codes like `blocks`, float32 `[rows, blocks, width]`, and scales float32 `[rows, blocks, 1]`."""
@@ -31,7 +31,7 @@ class WireFormat(Protocol):
 
 
 class Int8Format:
-    """Whole numbers from -127 to 127 times the largest magnitude of the block over 127; the error is half a step."""
+    """Integers from -127 to 127, scaled by the largest magnitude of the block; the error is at most half a step."""
 
     def __init__(self, platform: Platform) -> None:
         self.platform = platform
@@ -39,9 +39,9 @@ class Int8Format:
     def encode(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         ops = self.platform.ops
         scales = ops.div(ops.amax(ops.abs(blocks), 2, keepdim=True), 127.0)
-        # A block of zeros has a scale of zero; any divisor does.
+        # A block of zeros has a scale of zero and is divided by one instead.
         steps = ops.div(blocks, ops.where(ops.gt(scales, 0.0), scales, ops.ones_like(scales)))
-        # A cast cuts off: half a step away from zero rounds.
+        # The cast truncates; adding half a step away from zero makes it round to nearest.
         half = ops.sub(ops.cast(ops.ge(steps, 0.0), steps.dtype), 0.5)
         return ops.cast(ops.add(steps, half), self.platform.dtype("int8")), scales
 
@@ -50,11 +50,11 @@ class Int8Format:
 
 
 def find_wire_format(platform: Platform, name: str) -> WireFormat:
-    """Return the format of this name.
+    """Return the wire format of this name.
 
     Raises:
-        CapabilityError: the platform has no such format.
-        ExpertParallelError: there is no such name.
+        CapabilityError: the platform does not provide this format.
+        ExpertParallelError: the name is unknown.
     """
     if name == "int8":
         return Int8Format(platform)
@@ -67,18 +67,19 @@ def find_wire_format(platform: Platform, name: str) -> WireFormat:
 
 
 def block_width(dim: int) -> int:
-    """Return the width of a row's blocks: 128, or the whole row where that does not divide it."""
+    """Return the block width of rows: 128, or `dim` if 128 does not divide it."""
     return BLOCK if dim % BLOCK == 0 else dim
 
 
 class RowExchange:
-    """One variable all-to-all as two autograd nodes, `begin` and `wait`.
+    """One variable all-to-all as two autograd nodes, `start` and `wait`.
 
-    In backward `wait` begins the reverse exchange and `begin` waits for it. Autograd runs the nodes that were made last
-    first: what is recorded between the two in forward is computed while rows travel in backward too.
+    In backward, `wait` starts the reverse exchange and `start` waits for it. Autograd runs the most recently created
+    nodes first, so operations recorded between the two in forward also overlap with the exchange in backward.
 
     Args:
-        sent, received: rows to and from each rank, in forward.
+        sent: number of rows sent to each rank in forward.
+        received: number of rows received from each rank in forward.
     """
 
     def __init__(self, group: ProcessGroup, sent: tuple[int, ...], received: tuple[int, ...]) -> None:
@@ -87,30 +88,31 @@ class RowExchange:
         self.platform = group.platform
         self.sent = sent
         self.received = received
-        # What waits for the exchanges under way, the first begun first.
-        self._underway: deque[Callable[[], Tensor]] = deque()
+        # Functions that wait for pending exchanges, oldest first.
+        self._pending: deque[Callable[[], Tensor]] = deque()
 
     def start(self, rows: Tensor) -> Tensor:
-        """Begin to send `[rows sent, width]`; returns a token for `wait`."""
-        return self.platform.linear_map(rows, saving_result(self._begin_there), self._end)
+        """Start to send `[rows sent, width]`; returns a handle for `wait`."""
+        return self.platform.linear_map(rows, saving_result(self._start_forward), self._end)
 
-    def wait(self, token: Tensor) -> Tensor:
-        """Return the rows that `begin` asked for, `[rows received, width]`, when they are there."""
-        return self.platform.linear_map(token, saving_result(self._end), self._begin_back)
+    def wait(self, handle: Tensor) -> Tensor:
+        """Wait for the exchange, and return the received rows `[rows received, width]`."""
+        return self.platform.linear_map(handle, saving_result(self._end), self._start_backward)
 
-    def _begin_there(self, rows: Tensor) -> Tensor:
-        self._underway.append(self._start(rows, self.sent, self.received))
-        return self._token(rows)
+    def _start_forward(self, rows: Tensor) -> Tensor:
+        self._pending.append(self._start(rows, self.sent, self.received))
+        return self._handle(rows)
 
-    def _begin_back(self, grad: Tensor) -> Tensor:
-        self._underway.append(self._start(grad, self.received, self.sent))
-        return self._token(grad)
+    def _start_backward(self, grad: Tensor) -> Tensor:
+        self._pending.append(self._start(grad, self.received, self.sent))
+        return self._handle(grad)
 
-    def _end(self, token: Tensor) -> Tensor:
-        return self._underway.popleft()()
+    def _end(self, handle: Tensor) -> Tensor:
+        return self._pending.popleft()()
 
-    def _token(self, rows: Tensor) -> Tensor:
-        # Rows have another number in each direction, and a gradient the shape of its value: they go beside the graph.
+    def _handle(self, rows: Tensor) -> Tensor:
+        # A gradient must have the shape of its value, but the number of rows differs between directions. So the graph
+        # carries a dummy tensor, and the rows themselves go through `_pending`.
         return self.platform.zeros((1,), rows.dtype)
 
     def _start(self, rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...]) -> Callable[[], Tensor]:
@@ -118,7 +120,8 @@ class RowExchange:
         arriving = self.platform.empty((sum(received), *rows.shape[1:]), rows.dtype)
         work = self.group.all_to_all_into(arriving, rows, received, sent, async_op=True)
 
-        def wait(sending: Tensor = rows) -> Tensor:  # which must live until it is sent
+        # The default argument keeps the send buffer alive until the exchange is complete.
+        def wait(sending: Tensor = rows) -> Tensor:
             work.wait()
             return arriving
 
@@ -126,7 +129,7 @@ class RowExchange:
 
 
 class RoundedExchange(RowExchange):
-    """`RowExchange` that sends rows in 8 bits with a scale for each block, and gradients back as they are."""
+    """`RowExchange` that sends rows in 8 bits with a scale per block. Gradients are sent back unrounded."""
 
     def __init__(
         self, group: ProcessGroup, sent: tuple[int, ...], received: tuple[int, ...], wire_format: WireFormat
@@ -134,7 +137,7 @@ class RoundedExchange(RowExchange):
         super().__init__(group, sent, received)
         self.wire_format = wire_format
 
-    def _begin_there(self, rows: Tensor) -> Tensor:
+    def _start_forward(self, rows: Tensor) -> Tensor:
         platform, ops, dim = self.platform, self.platform.ops, int(rows.shape[1])
         width = block_width(dim)
         blocks = ops.reshape(ops.cast(rows, platform.dtype("float32")), (-1, dim // width, width))
@@ -147,5 +150,5 @@ class RoundedExchange(RowExchange):
             decoded = self.wire_format.decode(blocks, ops.reshape(wait_for_scales(), (-1, dim // width, 1)))
             return ops.cast(ops.reshape(decoded, (-1, dim)), rows.dtype)
 
-        self._underway.append(wait)
-        return self._token(rows)
+        self._pending.append(wait)
+        return self._handle(rows)

@@ -156,17 +156,17 @@ class ReplicatingDispatcher(ChunkedDispatcher):
         """Start to send all chunks of the tokens; see `ChunkedDispatcher`."""
         return self._inner.start_dispatch(x, self._to_slots(routing))
 
-    def finish_dispatch(self, underway: PendingDispatch) -> Dispatched:
+    def finish_dispatch(self, pending: PendingDispatch) -> Dispatched:
         """Wait for the rows of a chunk; see `ChunkedDispatcher`."""
-        return self._inner.finish_dispatch(underway)
+        return self._inner.finish_dispatch(pending)
 
     def start_combine(self, y: Tensor, dispatched: Dispatched) -> PendingCombine:
         """Start to send the results of a chunk back; see `ChunkedDispatcher`."""
         return self._inner.start_combine(y, dispatched)
 
-    def finish_combine(self, returning: PendingCombine) -> Tensor:
+    def finish_combine(self, pending: PendingCombine) -> Tensor:
         """Wait for the results of a chunk's tokens; see `ChunkedDispatcher`."""
-        return self._inner.finish_combine(returning)
+        return self._inner.finish_combine(pending)
 
     def report_fault(self, code: int, device: Any = None) -> None:
         """Send a fault in place of sizes; see `TokenDispatcher`."""

@@ -1,4 +1,4 @@
-"""Expert parallel over two kinds of links: slow ones between nodes, quick ones within."""
+"""Expert parallelism over slow links between nodes and fast links within a node."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Tensor = Any
 
 
 class TwoLevelDispatcher(TokenDispatcher):
-    """Sends a token once to each node that has experts for it, and from there to the ranks within.
+    """Sends a token once to each node with experts for it, and from there to the ranks of the node.
 
-    Results are summed within the node before they return, so one row per token and node crosses the slow links in each
-    direction. The host waits for the device twice, once for each level's sizes.
+    Results are summed within the node before they are sent back, so one row for each token and node is sent over the
+    slow links in each direction. The host waits for the device twice, for the sizes of both levels.
 
     Args:
         group: the ranks that share the experts; rank i owns the i-th chunk, and the last ones may own none.
-        num_experts: number of experts of all ranks together.
-        inner_size: ranks of a node; consecutive ranks of the group are on one.
+        num_experts: number of experts of all ranks.
+        inner_size: number of ranks of a node; consecutive ranks of the group form a node.
 
     Raises:
         ExpertParallelError: `inner_size` does not divide the ranks.
@@ -64,12 +64,12 @@ class TwoLevelDispatcher(TokenDispatcher):
         try:
             arrived = self.outer.dispatch(x, routing)
         except RefusedRouting as refused:
-            # The others of the node have not heard of it: they are in other groups between nodes.
+            # Other ranks of this node are in other groups between nodes, and are informed here.
             self.inner.report_fault(refused.code, self.platform.device_of(x))
             raise
         assert arrived.permutation is not None
-        # Its keys are experts by their number within the node; those of other nodes have the first number beyond.
-        # Scores have been looked at on the way here.
+        # The keys are expert numbers within the node; experts of other nodes have the number of experts, which marks
+        # dropped choices. Scores were already checked by the exchange between nodes.
         within = Routing(
             arrived.permutation.keys,
             arrived.sizes.tensor,
@@ -81,11 +81,11 @@ class TwoLevelDispatcher(TokenDispatcher):
         return replace(sent, outer=arrived, sent_bytes=sent.sent_bytes + arrived.sent_bytes)
 
     def report_fault(self, code: int, device: Any = None) -> None:
-        """Send a fault in place of both levels' sizes; see `TokenDispatcher`."""
+        """Send an error code instead of the sizes of both levels; see `TokenDispatcher`."""
         self.outer.report_fault(code, device)
         self.inner.report_fault(code, device)
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        """Sum results within the node, then return them; see `TokenDispatcher`."""
+        """Sum results within the node, then send them back; see `TokenDispatcher`."""
         assert dispatched.outer is not None
         return self.outer.combine(self.inner.combine(y, dispatched), dispatched.outer)

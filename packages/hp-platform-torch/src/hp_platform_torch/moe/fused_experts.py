@@ -1,12 +1,10 @@
-"""The order of rows by expert, and its inverse, from each slot's expert.
+"""SwiGLU experts of one rank as one autograd node over Triton kernels.
 
-Tiles of ragged row groups: a table made on the device, so that no kernel waits for the host to know the counts.
+Forward saves the tokens and the products before the activation; everything else is recomputed in backward. The gradient
+of the scores needs no outputs of experts: `d_score = d_act · act` with `d_act = w2.T @ d_out`, as in SonicMoE (arXiv
+2512.14080).
 
-SwiGLU experts of one rank as one autograd node over Triton kernels.
-
-Forward keeps the tokens and the products before the activation; everything else is computed again in backward, from
-the output's gradient: `d_act = w2.T @ d_out` gives the gradient of the scores without the experts' outputs
-(`d_score = d_act · act`), as in SonicMoE (arXiv 2512.14080).
+The table of row tiles is computed on the device, so that the host need not know the token counts of experts.
 """
 
 from __future__ import annotations
@@ -35,11 +33,11 @@ from hp_platform_torch.moe.triton_kernels import (
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
-    """The row of each slot, and the token of each row.
+    """The order of rows by expert, and its inverse.
 
     Attributes:
-        entries: int32 `[num_rows]`: flat index of each row's slot, `token * num_slots + slot`.
-        positions: int32 `[num_tokens * num_slots]`: each slot's row; `num_rows` or more where it has none.
+        entries: int32 `[num_rows]`, flat index of each row's slot, `token * num_slots + slot`.
+        positions: int32 `[num_tokens * num_slots]`, row of each slot; `num_rows` or more for empty slots.
     """
 
     entries: torch.Tensor
@@ -50,8 +48,9 @@ class RowOrder:
 
 
 def order_rows(permutation: TokenPermutation, num_experts: int) -> RowOrder:
-    """The order of a `permutation`, by fewer and quicker operations: sorting takes time for each byte of a key."""
+    """Return the order of a `permutation`, computed faster than by its own methods."""
     keys = permutation.keys.reshape(-1)
+    # A radix sort takes time for each byte of a key, so keys are narrowed first.
     narrow = torch.int16 if num_experts < 2**15 else torch.int64
     order = torch.sort(keys.to(narrow), stable=True).indices
     positions = torch.empty(order.shape, dtype=torch.int32, device=order.device)
@@ -70,14 +69,14 @@ _TABLE_ELEMENTS = 16384
 
 @dataclass(frozen=True, slots=True)
 class TileSchedule:
-    """The rows of each tile of `rows_per_tile` rows; no tile crosses from one group to the next.
+    """Tiles of `rows_per_tile` consecutive rows, none of which spans two groups.
 
     Attributes:
-        table: int32 `[max_tiles, 3]`: group, first row and end of the group's rows, of each tile.
-        num_tiles: int32 `[1]`: how many lines of the table are tiles.
-        row_ends: int32 `[groups]`: the end of each group's rows.
-        max_tiles: as many as there can be with this number of rows; known on the host.
-        rows_per_tile: rows of a tile; a group's last tile may have fewer.
+        table: int32 `[max_tiles, 3]`: group, first row, and end of the group's rows, for each tile.
+        num_tiles: int32 `[1]`, number of valid lines of the table.
+        row_ends: int32 `[groups]`, end of each group's rows.
+        max_tiles: upper bound of the number of tiles, known on the host; it sizes the grids of kernels.
+        rows_per_tile: rows of a tile; the last tile of a group may have fewer.
     """
 
     table: torch.Tensor
@@ -88,7 +87,7 @@ class TileSchedule:
 
 
 def schedule_tiles(counts: torch.Tensor, num_rows: int, rows_per_tile: int) -> TileSchedule:
-    """Cut groups of `counts` (int64 `[groups]`, on the device, `num_rows` together) into tiles."""
+    """Split groups of `counts` rows (int64 `[groups]` on the device, `num_rows` in total) into tiles."""
     num_groups = counts.shape[0]
     max_tiles = num_rows // rows_per_tile + min(num_groups, num_rows)
     int32 = {"dtype": torch.int32, "device": counts.device}
@@ -109,21 +108,21 @@ _SCORE_NONE, _SCORE_AFTER, _SCORE_BEFORE = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """Sizes and choices of one call; its rows are the copies of tokens in expert-major order.
+    """Sizes and options of one call; its rows are the copies of tokens in expert-major order.
 
     Attributes:
-        order: of the rows.
-        counts: int64 `[experts]`, rows of each.
-        score: how scores enter.
+        order: order of the rows.
+        counts: int64 `[experts]`, number of rows of each expert.
+        score: one of the `_SCORE_` constants.
         tiles: sizes of tiles.
-        keep: what backward needs is kept.
+        saves: save what backward needs.
     """
 
     order: RowOrder
     counts: torch.Tensor
     score: int
     tiles: TileSizes
-    keep: bool
+    saves: bool
 
     def schedule(self) -> TileSchedule:
         return schedule_tiles(self.counts, self.order.num_rows, self.tiles.rows)
@@ -138,15 +137,15 @@ def fused_experts(
     score_before_experts: bool,
     tiles: TileSizes,
 ) -> torch.Tensor:
-    """The weighted sum of each token's experts, `[tokens, dim]`; see `hp_moe.hookspecs.hp_fused_experts`.
+    """Return the weighted sum of each token's experts, `[tokens, dim]`; see `hp_moe.hookspecs.hp_fused_experts`.
 
-    There is at least one row, all tensors but the float32 `scores` have one dtype, and `counts` (int64 `[experts]`)
-    are those of `order`.
+    There must be at least one row. All tensors but the float32 `scores` have the same dtype, and `counts` (int64
+    `[experts]`) belong to `order`.
     """
     score = _SCORE_NONE if scores is None else _SCORE_BEFORE if score_before_experts else _SCORE_AFTER
     inputs = (x, scores, *weights)
-    keep = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)
-    return _FusedExperts.apply(_Problem(order, counts, score, tiles, keep), *inputs)
+    saves = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)
+    return _FusedExperts.apply(_Problem(order, counts, score, tiles, saves), *inputs)
 
 
 class _FusedExperts(torch.autograd.Function):
@@ -163,7 +162,7 @@ class _FusedExperts(torch.autograd.Function):
         x, w1, w2, w3 = (tensor.contiguous() for tensor in (x, w1, w2, w3))
         scores = None if scores is None else scores.contiguous()
         schedule = problem.schedule()
-        pre, act = _gate_up(problem, schedule, x, scores, w1, w3, problem.keep)
+        pre, act = _gate_up(problem, schedule, x, scores, w1, w3, problem.saves)
         y = _down(problem, schedule, act, w2)
         ctx.problem, ctx.schedule = problem, schedule
         ctx.save_for_backward(x, scores, w1, w2, w3, pre)
@@ -216,7 +215,7 @@ def _gate_up(
     w3: torch.Tensor,
     keep: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The products before the activation, `[rows, 2 * hidden_dim]` where they are kept, and the activation."""
+    """Return the products before the activation, `[rows, 2 * hidden_dim]`, if they are saved, and the activation."""
     (_, width, dim), tile = w1.shape, problem.tiles.gate_up
     act = x.new_empty((problem.order.num_rows, width))
     pre = x.new_empty((problem.order.num_rows, 2 * width)) if keep else None

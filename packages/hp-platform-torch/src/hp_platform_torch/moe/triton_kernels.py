@@ -1,17 +1,12 @@
-"""The table of tiles, on the device.
+"""Triton kernels of SwiGLU experts: the table of tiles, grouped products and their backwards, and the combine.
 
-Products of row groups with each group's matrices: the two forward kernels of SwiGLU experts and their duals.
+Rows are in expert-major order. Operands that belong to tokens are gathered by the loads of a product, so there is no
+permuted copy of the tokens. All sums are in float32 and in a fixed order, without atomics, so that results are
+deterministic. Gradients of the weights of experts without rows are exactly zero.
 
-Rows are in expert-major order. Where the other operand belongs to tokens, its rows are gathered by the loads of the
-product, so no permuted copy of tokens exists. All sums are in float32 and in a fixed order.
-
-Names in the kernels: H width of a token, I width of an expert, BM, BN, BK the sizes of a tile, SLOTS experts per
-token; `entries[row] = token * SLOTS + slot` says which choice of which token a row is for. SCORE is 0 where rows have
-no scores, 1 where scores weigh results, 2 where they weigh what goes into the activation.
-
-Sums of each token's rows in the order of its slots: deterministic, without atomics.
-
-Gradients of experts' matrices: sums of outer products over ragged rows, exactly zero for experts without rows.
+Names in the kernels: H is the width of a token, I the width of an expert, BM, BN, BK the sizes of a tile, SLOTS the
+number of experts per token. `entries[row] = token * SLOTS + slot` identifies the choice that a row belongs to. SCORE is
+0 without scores, 1 if scores multiply results, 2 if they multiply the input of the experts.
 """
 
 from __future__ import annotations
@@ -32,7 +27,7 @@ def schedule_kernel(
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Fill BLOCK lines of the table; every program adds up all counts anew, which is cheaper than a second launch."""
+    """Fill BLOCK lines of the table; every program sums all counts itself, which is cheaper than a second launch."""
     group = tl.arange(0, GROUPS)
     count = tl.load(counts + group, mask=group < num_groups, other=0).to(tl.int32)
     tiles_of_group = (count + ROWS - 1) // ROWS
@@ -99,7 +94,7 @@ def gate_up_kernel(
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
-    """`pre[r] = (w1 @ x[token], w3 @ x[token])` where it is kept, `act[r] = silu(gate) * up`, for rows r of a tile."""
+    """`pre[r] = (w1 @ x[token], w3 @ x[token])` if it is saved, `act[r] = silu(gate) * up`, for rows r of a tile."""
     num_m, num_n = tl.load(num_tiles), tl.cdiv(I, BN)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         m, n = _place(tile, num_m, num_n, GROUP)
