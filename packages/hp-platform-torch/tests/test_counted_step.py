@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hp_dtensor.platform.selection import get_platform
+from hp_platform_torch.trainer.plugin import hp_step_counter
 
 ROWS, WIDTH = 6, 8
 
@@ -31,7 +32,7 @@ def count(build=Chain, dtype: str | None = None):
         x = torch.ones(ROWS, WIDTH, dtype=model.head.weight.dtype)
         return model(x).sum()
 
-    return get_platform("torch").count_step(build, run, lambda model: dict(model.parts.named_children()), dtype)
+    return hp_step_counter(get_platform("torch"))(build, run, lambda model: dict(model.parts.named_children()), dtype)
 
 
 def test_parameters_are_those_of_the_module_and_of_their_part():
@@ -161,7 +162,7 @@ def test_fused_attention_is_counted_without_its_scores():
         def forward(self):
             return torch.nn.functional.scaled_dot_product_attention(self.x, self.x, self.x, is_causal=True)
 
-    step = get_platform("torch").count_step(Attention, lambda model: model().sum(), lambda model: {}, None)
+    step = hp_step_counter(get_platform("torch"))(Attention, lambda model: model().sum(), lambda model: {}, None)
     products = 2 * heads * length * length * width
     assert step.flops == 2 * products + 5 * products
     assert step.outside < 4 * heads * length * length

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +22,6 @@ from hp_dtensor.platform.interface import Platform
 from hp_platform_torch.comm.backends import device_types, shares_devices
 from hp_platform_torch.comm.world import TorchWorld, join, joined_store, leave
 from hp_platform_torch.profiling import peak_flops
-
-if TYPE_CHECKING:
-    from hp_dtensor.platform.counted_step import CountedStep
 
 
 class TorchProcesses(Platform):
@@ -143,24 +139,9 @@ class TorchProcesses(Platform):
         return super().peak_memory() if kind == "cpu" else int(getattr(torch, kind).max_memory_allocated())
 
     def live_bytes(self) -> AbstractContextManager[Any]:
-        from hp_platform_torch.counted_step import counted_bytes
+        from hp_platform_torch.live_bytes import counted_bytes
 
         return counted_bytes()
-
-    def count_step(
-        self,
-        build: Callable[[], torch.nn.Module],
-        run: Callable[[Any], torch.Tensor],
-        parts: Callable[[Any], Mapping[str, torch.nn.Module]],
-        dtype: str | None = None,
-    ) -> CountedStep:
-        from hp_platform_torch.counted_step import count_step
-
-        def build_without_data() -> torch.nn.Module:
-            with self.default_device("meta"):
-                return build()
-
-        return count_step(build_without_data, run, parts, None if dtype is None else getattr(torch, dtype))
 
     def peak_flops(self, dtype: str) -> float | None:
         return peak_flops(torch.cuda.get_device_name(), dtype) if self.device_types[0] == "cuda" else None

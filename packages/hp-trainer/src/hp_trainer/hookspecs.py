@@ -6,12 +6,15 @@ module that implements them must import none, and leave that to the builders it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pluggy
 
 if TYPE_CHECKING:
+    from hp_dtensor.platform.interface import Platform
     from hp_dtensor.platform.registry import Registry
+    from hp_trainer.planning.user_modules import CountedStep
     from hp_trainer.records import CheckpointRecord, ErrorRecord, EvaluationRecord, RunRecord, StepRecord
 
 
@@ -76,6 +79,19 @@ def hp_checkpoint_formats(registry: Registry) -> None:
 
     `build()` returns a `hp_trainer.checkpoint.CheckpointFormat`, by which `hp-train export --format` writes and
     `hp-train import --format` reads.
+    """
+
+
+@hookspec(firstresult=True)
+def hp_step_counter(platform: Platform) -> Callable[..., CountedStep] | None:
+    """Return a function that counts a step of a module on tensors without memory, or None for other platforms. Since
+    0.1.
+
+    Called by `hp-train plan` for a module without estimates of its own. `count(build, run, parts, dtype)` returns a
+    `hp_trainer.planning.CountedStep` of one forward and backward. `build()` returns the module. `run(module)` returns
+    the scalar that backward starts from. `parts(module)` returns modules by dotted name, none within another, whose
+    bytes are counted apart. `dtype` is the name of the dtype of computation, or None for the dtypes the module was
+    built with.
     """
 
 

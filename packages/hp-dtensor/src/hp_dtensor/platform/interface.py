@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import resource
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,6 @@ import numpy
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.attention import AttentionInterface
 from hp_dtensor.platform.autograd import AutogradInterface
-from hp_dtensor.platform.counted_step import CountedStep
 
 OP_SIGNATURES: dict[str, str] = {
     # creation (plain tensors on the default device)
@@ -499,26 +498,6 @@ class ProcessInterface(ABC):
             CapabilityError: the framework does not tell, which is the default.
         """
         raise CapabilityError("this platform does not tell when the memory of a tensor is freed")
-
-    def count_step(
-        self,
-        build: Callable[[], Module],
-        run: Callable[[Module], Tensor],
-        parts: Callable[[Module], Mapping[str, Module]],
-        dtype: str | None = None,
-    ) -> CountedStep:
-        """Count bytes and operations of one forward and backward of a module, on tensors without memory.
-
-        Args:
-            build: makes the module, whose tensors have shapes alone.
-            run: returns the scalar that backward begins at.
-            parts: returns the parts to be told apart, by dotted names; none lies within another.
-            dtype: of computation: parameters have it in the two passes; None: as the module is built.
-
-        Raises:
-            CapabilityError: the framework does not compute without memory, which is the default.
-        """
-        raise CapabilityError("this platform does not compute on tensors without memory")
 
     def peak_flops(self, dtype: str) -> float | None:
         """Return the matrix products' peak rate of this rank's device, in floating-point operations per second.

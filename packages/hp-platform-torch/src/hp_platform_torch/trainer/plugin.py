@@ -5,7 +5,7 @@ Importing this module imports no framework: torch comes in when an optimizer is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.platform.plugins import hookimpl
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hp_trainer.checkpoint import CheckpointFormat
     from hp_trainer.config import AdamWConfig
     from hp_trainer.optimizers import AdamW8bitConfig
+    from hp_trainer.planning.user_modules import CountedStep
     from hp_trainer.training import Optimizer
 
 
@@ -33,6 +34,23 @@ def hp_optimizers(registry: Registry) -> None:
 def hp_checkpoint_formats(registry: Registry) -> None:
     """Register the folders of `torch.distributed.checkpoint` as `dcp`."""
     registry.add("dcp", _build_distributed_checkpoints)
+
+
+@hookimpl
+def hp_step_counter(platform: Platform) -> Callable[..., CountedStep] | None:
+    """Return the counter of a module's step by torch's fake tensors."""
+    if platform.name != "torch":
+        return None
+    from hp_platform_torch.trainer.counted_step import count_step
+
+    def count(build: Any, *args: Any) -> CountedStep:
+        def build_without_data() -> Any:
+            with platform.default_device("meta"):
+                return build()
+
+        return count_step(build_without_data, *args)
+
+    return count
 
 
 def _build_distributed_checkpoints() -> CheckpointFormat:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hp_dtensor.exceptions import CapabilityError
-from hp_dtensor.platform.counted_step import CountedParameter, CountedPart, CountedStep
 from hp_dtensor.platform.selection import get_platform
 from hp_fsdp import PlannedParameter
 from hp_trainer.config import TrainerConfig
@@ -26,7 +24,7 @@ from hp_trainer.models.estimates import (
 from hp_trainer.models.plain_module import PlainModel
 from hp_trainer.models.recomputation import BlockRecompute
 from hp_trainer.parallel import ParallelDims
-from hp_trainer.plugins import registries
+from hp_trainer.plugins import plugin_manager, registries
 from hp_trainer.registries import is_python_name, register_python_name
 from hp_trainer.training.setup import build_plain_model
 
@@ -34,6 +32,66 @@ if TYPE_CHECKING:
     from hp_dtensor.parallel.attention import ContextCost
 
 Tensor = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedParameter:
+    """A parameter of a counted module.
+
+    Attributes:
+        name: dotted name.
+        shape: global shape.
+        itemsize: bytes of an element as the module was built.
+        trainable: whether it gets a gradient.
+        part: index in `CountedStep.parts` of the part that has it; None: it is outside of all parts.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    trainable: bool
+    part: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedPart:
+    """Bytes alive during one part of a counted module, without parameters and their gradients.
+
+    Attributes:
+        name: dotted name.
+        before, after: bytes alive when its forward starts and ends.
+        peak: most bytes alive during its backward, including gradients of its own parameters.
+        end: bytes alive when its backward ends.
+        is_reached: backward reaches it; otherwise `peak` and `end` are 0.
+    """
+
+    name: str
+    before: int
+    after: int
+    peak: int = 0
+    end: int = 0
+    is_reached: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedStep:
+    """Counts of one forward and backward of a module.
+
+    Attributes:
+        parameters: every parameter once, in the module's order.
+        buffers: bytes of the module's other tensors, such as tables of positions.
+        parts: the parts in the order of forward, preceded by those it does not call.
+        after_forward: bytes alive between forward and backward.
+        outside: most bytes alive from the end of the last part's forward to the start of its backward.
+        flops: operations of matrix products and of attention regardless of its mask, forward and backward.
+    """
+
+    parameters: tuple[CountedParameter, ...]
+    buffers: int
+    parts: tuple[CountedPart, ...]
+    after_forward: int
+    outside: int
+    flops: int
 
 
 class ModuleCounter:
@@ -82,6 +140,13 @@ def _count(config: TrainerConfig, platform_name: str, micro_batch: int) -> Count
     """
     platform = get_platform(platform_name)
     training, name = config.training, config.model.name
+    count_step = plugin_manager().hook.hp_step_counter(platform=platform)
+    if count_step is None:
+        raise PlanError(
+            f"model {name!r} is a module of your own, which plans count by running it on tensors without memory: "
+            f"{platform_name}: this platform does not compute on tensors without memory. Plan it on torch, or "
+            "model.name=decoder on any platform"
+        )
     if is_python_name(name):
         # Plans read configurations with registries of their own, because no platform need be installed for them.
         register_python_name(registries().models, name, Path())
@@ -102,12 +167,7 @@ def _count(config: TrainerConfig, platform_name: str, micro_batch: int) -> Count
 
     dtype = None if training.dtype == "float32" else training.dtype
     try:
-        return CountedModule(platform.count_step(build, run, _outermost_units, dtype), micro_batch)
-    except CapabilityError as error:
-        raise PlanError(
-            f"model {name!r} is a module of your own, which plans count by running it on tensors without memory: "
-            f"{platform_name}: {error}. Plan it on torch, or model.name=decoder on any platform"
-        ) from error
+        return CountedModule(count_step(build, run, _outermost_units, dtype), micro_batch)
     except (PlanError, ConfigError):
         raise
     except Exception as error:

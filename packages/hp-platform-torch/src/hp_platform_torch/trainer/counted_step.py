@@ -1,94 +1,39 @@
-"""Memory and operations of a forward and backward, counted on tensors without memory (`count_step`).
-
-`LiveBytes` counts the bytes of tensors that operations create, from torch's dispatch, on any device.
-"""
+"""One forward and backward of a module on tensors without memory, whose bytes and operations are counted."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import logging
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from hp_dtensor.platform.counted_step import CountedParameter, CountedPart, CountedStep
-from hp_platform_torch.tensor.operations import LocalMode
-
-
-@contextlib.contextmanager
-def counted_bytes() -> Iterator[LiveBytes]:
-    """Count the bytes that operations of this thread allocate inside the block; see `Platform.live_bytes`."""
-    live = LiveBytes()
-    with LocalMode(live.run):
-        yield live
-
-
-class LiveBytes:
-    """Counts the storages that operations create, until they are freed.
-
-    Autograd's backward on the CPU runs in the same thread and is counted too. Views and tensors that existed before
-    have no new storage.
-
-    Attributes:
-        now: live bytes.
-        peak: most live bytes so far.
-    """
-
-    def __init__(self) -> None:
-        self.now = 0
-        self.peak = 0
-        self._known: set[int] = set()
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation and count the storages of its results."""
-        self._see((args, kwargs), is_new=False)
-        result = func(*args, **kwargs)
-        self._see(result, is_new=True)
-        return result
-
-    def _see(self, values: Any, *, is_new: bool) -> None:
-        for storage in _storages(tree_iter(values)):
-            key = storage._cdata
-            if key in self._known:
-                continue
-            self._known.add(key)
-            num_bytes = storage.nbytes() if is_new else 0
-            self.now += num_bytes
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._forget, key, num_bytes)
-
-    def _forget(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.now -= num_bytes
-
-
-def _storages(values: Iterable[Any]) -> Iterable[torch.UntypedStorage]:
-    return (x.untyped_storage() for x in values if isinstance(x, torch.Tensor))
+from hp_platform_torch.live_bytes import LiveBytes, counted_bytes
+from hp_trainer.planning.user_modules import CountedParameter, CountedPart, CountedStep
 
 
 def count_step(
     build: Callable[[], torch.nn.Module],
     run: Callable[[Any], torch.Tensor],
     parts: Callable[[Any], Mapping[str, torch.nn.Module]],
-    dtype: torch.dtype | None,
+    dtype: str | None = None,
 ) -> CountedStep:
-    """Count a forward and backward; see `Platform.count_step`."""
-    # Fake tensors on the CPU, whose fused attention saves what accelerators' kernels save; on the meta device attention
-    # would save all scores. Modules are built on the meta device, where `Module.to` and the like work.
+    """Count a forward and backward; see the hook `hp_step_counter`."""
+    # Tensors that claim to lie on the CPU, whose fused attention keeps what those of accelerators do: that of the meta
+    # device would keep all scores. Modules are built on the meta device, where conversions of whole modules work.
     model = build()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), _without_logs():
         _make_fake(model)
         chosen = parts(model)
         itemsizes = [parameter.element_size() for parameter in model.parameters()]
         if dtype is not None:
-            _compute_in(dtype, model, list(chosen.values()))
+            _compute_in(getattr(torch, dtype), model, list(chosen.values()))
         flops = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
         with counted_bytes() as live, flops:
             meter = _Meter(model, live)
