@@ -14,8 +14,7 @@ import pluggy
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
     from hp_dtensor.platform.registry import Registry
-    from hp_trainer.planning.user_modules import CountedStep
-    from hp_trainer.records import CheckpointRecord, ErrorRecord, EvaluationRecord, RunRecord, StepRecord
+    from hp_trainer.records import CheckpointRecord, CountedStep, ErrorRecord, EvaluationRecord, RunRecord, StepRecord
 
 
 hookspec = pluggy.HookspecMarker("hp")
@@ -88,7 +87,7 @@ def hp_step_counter(platform: Platform) -> Callable[..., CountedStep] | None:
     0.1.
 
     Called by `hp-train plan` for a module without estimates of its own. `count(build, run, parts, dtype)` returns a
-    `hp_trainer.planning.CountedStep` of one forward and backward. `build()` returns the module. `run(module)` returns
+    `hp_trainer.records.CountedStep` of one forward and backward. `build()` returns the module. `run(module)` returns
     the scalar that backward starts from. `parts(module)` returns modules by dotted name, none within another, whose
     bytes are counted apart. `dtype` is the name of the dtype of computation, or None for the dtypes the module was
     built with.

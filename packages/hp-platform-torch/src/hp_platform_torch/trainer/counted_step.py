@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from hp_platform_torch.live_bytes import LiveBytes, counted_bytes
-from hp_trainer.planning.user_modules import CountedParameter, CountedPart, CountedStep
+from hp_trainer.records import CountedParameter, CountedPart, CountedStep
 
 
 def count_step(

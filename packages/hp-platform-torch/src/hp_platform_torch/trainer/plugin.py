@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hp_trainer.checkpoint import CheckpointFormat
     from hp_trainer.config import AdamWConfig
     from hp_trainer.optimizers import AdamW8bitConfig
-    from hp_trainer.planning.user_modules import CountedStep
+    from hp_trainer.records import CountedStep
     from hp_trainer.training import Optimizer
 
 

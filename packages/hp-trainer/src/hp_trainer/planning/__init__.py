@@ -8,12 +8,9 @@ from hp_trainer.planning.advice import Settings, changes_as_json, describe_chang
 from hp_trainer.planning.devices import Device, find_device
 from hp_trainer.planning.plan import StepPlan, describe_plan, draw_memory, plan_as_json, plan_step
 from hp_trainer.planning.search import describe_fitting, describe_ranking, ranking_as_json, search_layouts
-from hp_trainer.planning.user_modules import CountedParameter, CountedPart, CountedStep, ModuleCounter
+from hp_trainer.planning.user_modules import ModuleCounter
 
 __all__ = [
-    "CountedParameter",
-    "CountedPart",
-    "CountedStep",
     "Device",
     "ModuleCounter",
     "Settings",

@@ -25,6 +25,7 @@ from hp_trainer.models.plain_module import PlainModel
 from hp_trainer.models.recomputation import BlockRecompute
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.plugins import plugin_manager, registries
+from hp_trainer.records import CountedParameter, CountedPart, CountedStep
 from hp_trainer.registries import is_python_name, register_python_name
 from hp_trainer.training.setup import build_plain_model
 
@@ -32,66 +33,6 @@ if TYPE_CHECKING:
     from hp_dtensor.parallel.attention import ContextCost
 
 Tensor = Any
-
-
-@dataclass(frozen=True, kw_only=True)
-class CountedParameter:
-    """A parameter of a counted module.
-
-    Attributes:
-        name: dotted name.
-        shape: global shape.
-        itemsize: bytes of an element as the module was built.
-        trainable: whether it gets a gradient.
-        part: index in `CountedStep.parts` of the part that has it; None: it is outside of all parts.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    itemsize: int
-    trainable: bool
-    part: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CountedPart:
-    """Bytes alive during one part of a counted module, without parameters and their gradients.
-
-    Attributes:
-        name: dotted name.
-        before, after: bytes alive when its forward starts and ends.
-        peak: most bytes alive during its backward, including gradients of its own parameters.
-        end: bytes alive when its backward ends.
-        is_reached: backward reaches it; otherwise `peak` and `end` are 0.
-    """
-
-    name: str
-    before: int
-    after: int
-    peak: int = 0
-    end: int = 0
-    is_reached: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class CountedStep:
-    """Counts of one forward and backward of a module.
-
-    Attributes:
-        parameters: every parameter once, in the module's order.
-        buffers: bytes of the module's other tensors, such as tables of positions.
-        parts: the parts in the order of forward, preceded by those it does not call.
-        after_forward: bytes alive between forward and backward.
-        outside: most bytes alive from the end of the last part's forward to the start of its backward.
-        flops: operations of matrix products and of attention regardless of its mask, forward and backward.
-    """
-
-    parameters: tuple[CountedParameter, ...]
-    buffers: int
-    parts: tuple[CountedPart, ...]
-    after_forward: int
-    outside: int
-    flops: int
 
 
 class ModuleCounter:
