@@ -25,8 +25,8 @@ def count_step(
     dtype: str | None = None,
 ) -> CountedStep:
     """Count a forward and backward; see the hook `hp_step_counter`."""
-    # Tensors that claim to lie on the CPU, whose fused attention keeps what those of accelerators do: that of the meta
-    # device would keep all scores. Modules are built on the meta device, where conversions of whole modules work.
+    # Fake tensors on the CPU, whose fused attention saves what accelerators' kernels save; on the meta device attention
+    # would save all scores. Modules are built on the meta device, where `Module.to` and the like work.
     model = build()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), _without_logs():
         _make_fake(model)
