@@ -60,6 +60,7 @@ class PlainModel(nn.Module):
             )
         with contextlib.nullcontext() if self.platform.is_grad_enabled() else self._evaluating():
             logits = _logits_of(self.module(ids))
+        # The loss is computed in float32, also when the module computes in 16 bits.
         logits = self.ops.cast(logits, self.platform.dtype("float32"))
         return to_full(logits if targets is None else self._loss.summed(self.platform, logits, targets))
 
@@ -80,6 +81,7 @@ class PlainModel(nn.Module):
         raise_if_any(self._problems(dims, training, names), ParallelDimsError, "a plain module")
         if training is not None:
             self._loss = TokenLoss(training.label_smoothing, training.z_loss)
+        # Before sharding: afterwards each rank would have a shard of its own values.
         self._share_initial_values(mesh)
         if dims.tp_enabled:
             plan = {name: _STYLES[style]() for p, style in self._tp_plan.items() for name in _matching(p, names)}

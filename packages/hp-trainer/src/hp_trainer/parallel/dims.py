@@ -89,6 +89,7 @@ class ParallelDims:
 
     def __post_init__(self) -> None:
         raise_if_any(find_problems(self), ParallelDimsError, "parallel degrees")
+        # Frozen, so inferred fields are set past the dataclass.
         object.__setattr__(self, "expert_mesh", chosen_expert_mesh(self))
         if self.dp_shard == -1:
             object.__setattr__(self, "dp_shard", self.world_size // product(self, around_dp_shard(self._experts)))

@@ -178,6 +178,8 @@ class _Search:
         least = self._planned((("training.activation_budget", "null"), ("training.recompute", "full"), *settings))
         if least is None or least.peak > self._memory:
             return None
+        # What is left for activations on the rank with least room. The peak may move to another moment with more
+        # activations, so the budget is lowered by the excess a few times.
         budget = min(self._memory - each.total + each.activations + each.loss for each in least.memory)
         for _ in range(_BUDGET_TRIES):
             text = _size_text(budget)

@@ -92,6 +92,7 @@ class _Moments(ABC):
         self.shape, self.stage = shape, stage
         self.head = activations_of(shape).head
         self.costs = list(layer_costs(shape))
+        # Backward does not reach these blocks, so autograd saves nothing of them.
         for layer in stage.unreached:
             self.costs[layer] = _NOTHING
         self.weights = stage.total("shard") + shape.model.buffer_bytes
@@ -99,7 +100,7 @@ class _Moments(ABC):
         # Keys and values of other ranks while a block exchanges them.
         exchanges = shape.dims.cp_enabled and bool(stage.layers)
         self.communication = shape.attention_cost().extra_bytes if exchanges else 0.0
-        # Blocks of one kind share their buffers.
+        # Blocks of one kind share their buffers, so bytes are summed once per kind.
         kinds = {layer: stage.kind(layer) for layer in stage.layers}
         of_kind = {kind: _BlockBytes.of(stage, layer) for kind, layer in {b: a for a, b in kinds.items()}.items()}
         self.bytes = {layer: of_kind[kind] for layer, kind in kinds.items()}
@@ -300,6 +301,7 @@ class _GatheredForStep(_Moments):
         yield from self._in_flight(pipeline.before_gradients[stage.rank], 0.0)
         if pipeline.with_gradients[stage.rank].live:
             yield from self._in_flight(pipeline.with_gradients[stage.rank], full_gradient)
+        # Gradients of all micro-batches are reduced at once, when activations and gathered weights are freed.
         yield self.at("the reduction", gradients=full_gradient + stage.total("reduced"))
         yield self.update(stage.total("gradient"))
 

@@ -73,6 +73,7 @@ def search_layouts(config: TrainerConfig, world_size: int, device: Device, memor
     fitting: list[StepPlan] = []
     planner = _Planner(config, device, memory)
     num_illegal = 0
+    # A schedule is built and simulated to check it, so its problems are cached by its sizes.
     pipelines: dict[tuple[int, int], tuple[str, ...]] = {}
     has_experts = bool(getattr(config.model.options, "num_experts", None))
     for degrees in list_degrees(world_size, ("folded", "peer"), has_experts=has_experts):
@@ -131,6 +132,7 @@ class _Planner:
         tried = [] if recomputes else [self._plan(self._recomputed, dims, self._memory)]
         if often:
             tried.append(self._plan(self._often, dims, self._memory))
+        # Both together only if neither is enough alone: each of them costs time.
         if often and not recomputes and all(each.peak > self._memory for each in tried):
             tried.append(self._plan(self._both, dims, self._memory))
         fitting = [each for each in tried if each.peak <= self._memory]
@@ -154,6 +156,7 @@ class _Planner:
         """Return the plan of the layout that needs least memory among those that do not fit."""
         found: StepPlan | None = None
         for plan in sorted(self.too_large, key=lambda each: each.peak):
+            # Peaks are lower bounds in increasing order, so no later layout can need less than the one found.
             if found is not None and plan.peak >= found.peak:
                 break
             complete = self._plan(plan.shape.config, plan.shape.dims, math.inf)
@@ -162,6 +165,7 @@ class _Planner:
         return found
 
     def _plan(self, config: TrainerConfig, dims: ParallelDims, limit: float) -> StepPlan:
+        # Results are shared between layouts of one configuration only, so each variant has a memo of its own.
         memo = self._memos.setdefault(id(config), {})
         return plan_step(config, dims, self._device, memo, every_rank=False, limit=limit)
 

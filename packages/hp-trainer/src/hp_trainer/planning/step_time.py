@@ -71,6 +71,7 @@ def step_time(shape: StepShape, stage: StageBuffers, device: Device, state_bytes
     memory = count * (4 * saved + sum(cost.recomputed_bytes for cost in costs)) / device.memory_bandwidth
     recomputation = count * sum(cost.recomputed_flops for cost in costs) / rate
     exchanges: dict[str, float] = {}
+    # Gathers that overlap are summed: they share the links, and only what exceeds the computation counts.
     overlapping = waited = 0.0
     for each in stage_traffic(shape, stage):
         seconds = seconds_of(each, shape, device)
@@ -91,6 +92,7 @@ def step_time(shape: StepShape, stage: StageBuffers, device: Device, state_bytes
         idle = shape.pipeline.bubble * inside + 2 * (shape.dims.pp - 1) * hop
         # Messages are sent while the ranks compute, except the first and the last ones, which count as idle time.
         exchanges.pop("pp", None)
+    # Each byte of weights, gradients and state counts twice: it is read and written.
     shards = stage.total("shard") + stage.total("gradient")
     update = (2 * shards + 2 * state_bytes) / device.memory_bandwidth
     if shape.config.training.offload_optimizer:

@@ -255,6 +255,7 @@ def _shard_over_data(
     # The block casts its inputs, so experts get rows in the right dtype; their scores must remain float32.
     expert_policy = replace(policy, cast_forward_inputs=False)
     options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
+    # From the inside out: `fully_shard` of an outer module takes only parameters that no inner group has.
     for block in model.layers:
         if block.moe is not None:
             # Experts move as full rows of the stack, so their owners may be sharded along other dimensions only.
@@ -292,4 +293,5 @@ def _shard(
 ) -> None:
     placement = None if along is None else lambda weight: along
     fully_shard(module, mesh, mp_policy=policy, shard_placement_fn=placement, **options)
+    # The loss is a sum over tokens, divided once by their global number, so gradients are summed, not averaged.
     module.set_reduce_op_type("sum", recurse=False)
