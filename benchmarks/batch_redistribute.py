@@ -1,4 +1,4 @@
-"""Many small DTensors made whole: together, one by one, and one by one by torch's DTensor, on two gloo ranks.
+"""Redistribution of many small shards to replicas: together, one by one, and by torch's DTensor, on two gloo ranks.
 
     python benchmarks/batch_redistribute.py [--tensors 60] [--rows 64] [--rounds 15]
 
@@ -35,10 +35,10 @@ def contenders(num_tensors, rows):
     )
 
     platform = connected_platform()
-    wholes = [torch.randn(rows, COLUMNS) for _ in range(num_tensors)]
+    full_tensors = [torch.randn(rows, COLUMNS) for _ in range(num_tensors)]
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",), platform=platform)
-    ours = [distribute_tensor(x, mesh, (Shard(0),)) for x in wholes]
-    theirs = [torch_distribute(x, torch_mesh("cpu", (2,)), (TorchShard(0),)) for x in wholes]
+    ours = [distribute_tensor(x, mesh, (Shard(0),)) for x in full_tensors]
+    theirs = [torch_distribute(x, torch_mesh("cpu", (2,)), (TorchShard(0),)) for x in full_tensors]
     sent = torch.cat([x.to_local().flatten() for x in ours])
     everybody = current_world(platform).all
     landed = torch.empty(2 * sent.numel())
@@ -70,7 +70,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     medians = run_torch_ranks(measure, 2, options)
-    print(f"{options.tensors} tensors [{options.rows}, {COLUMNS}], float32, from shards to whole")
+    print(f"{options.tensors} tensors [{options.rows}, {COLUMNS}], float32, from shards to replicas")
     for name, microseconds in medians.items():
         print(f"{name:12}{microseconds:10.0f} us{microseconds / medians['torch']:8.2f} of torch")
 
