@@ -1,8 +1,11 @@
-"""Names and options of the Hugging Face families that have routed experts.
+"""Weights of a layer from and to Hugging Face's layouts, and from a dense network (upcycling).
 
-Options and weights of `MoE` from and to the layers of Hugging Face's families.
+Everything here is NumPy arrays by name, on the host, without modules, frameworks or meshes. Values are moved, stacked
+and transposed, never computed with (except by `upcycle`), so any dtype that NumPy can hold works, bfloat16 as `uint16`
+bits too. Names are those within the layer; the caller removes the prefix of a checkpoint.
 
-Experts from a dense feed-forward network that has been trained.
+Checkpoints of a family have one tensor per expert, as in files, or all experts in one, as in `transformers` 5.
+`from_huggingface` reads both; gpt-oss has only the second layout.
 """
 
 from __future__ import annotations
@@ -24,15 +27,15 @@ _GATED_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 @dataclass(frozen=True)
 class Family:
-    """Names of a family's tensors within one layer, and the options of its layer.
+    """Tensor names and options of the MoE layer of one family of models.
 
     Attributes:
-        read_options: from a configuration to keyword arguments of `MoE`.
-        gate: name of the gate's weight; its bias, if any, is beside it.
-        experts: names of `w1`, `w2` and `w3` in checkpoints with one tensor per expert; None: there are none such.
+        read_options: maps a configuration to keyword arguments of `MoE`.
+        gate: prefix of the gate's weight and bias.
+        experts: names of `w1`, `w2` and `w3` in checkpoints with one tensor per expert; None if there are none.
         shared: prefix of the shared experts.
-        plain: other tensors by our names.
-        is_interleaved: the joint tensor of gate and up alternates their rows, and is transposed, as `down_proj` is.
+        plain: maps names of other tensors in `MoE` to those of the family.
+        is_interleaved: whether the joint tensor of gate and up alternates their rows, and joint tensors are transposed.
     """
 
     read_options: Callable[[Config], dict[str, Any]]
@@ -46,7 +49,7 @@ class Family:
         """Return the keyword arguments of `MoE` for a configuration.
 
         Raises:
-            MoEConfigError: an entry is missing, or asks for what no layer here computes.
+            MoEConfigError: an entry is missing or not supported.
         """
         try:
             return self.read_options(config)
@@ -58,7 +61,7 @@ def family_of(config: Config) -> Family:
     """Return the family of a Hugging Face configuration.
 
     Raises:
-        MoEConfigError: its `model_type` is not one of those known.
+        MoEConfigError: the `model_type` is unknown.
     """
     kind = config.get("model_type")
     if kind not in FAMILIES:
@@ -148,10 +151,10 @@ def moe_options(config: Config) -> dict[str, Any]:
     """Return the arguments of `MoE` for a Hugging Face configuration (the content of `config.json`).
 
     Args:
-        config: of a model of type `mixtral`, `qwen2_moe`, `qwen3_moe`, `olmoe`, `deepseek_v3` or `gpt_oss`.
+        config: configuration of a `mixtral`, `qwen2_moe`, `qwen3_moe`, `olmoe`, `deepseek_v3` or `gpt_oss` model.
 
     Raises:
-        MoEConfigError: another type, an activation that no expert has here, or a missing entry.
+        MoEConfigError: the model type or activation is not supported, or an entry is missing.
 
     Example:
         >>> config = {"model_type": "mixtral", "hidden_size": 4, "intermediate_size": 8}
@@ -166,12 +169,12 @@ def from_huggingface(tensors: Mapping[str, Array], config: Config) -> dict[str, 
     """Return the parameters and buffers of `MoE(**moe_options(config))` by name.
 
     Args:
-        tensors: of one layer, by their names within it (`gate.weight`, `experts.0.gate_proj.weight`, ... or
+        tensors: tensors of one layer by their names within it (`gate.weight`, `experts.0.gate_proj.weight`, ... or
             `experts.gate_up_proj`), one per expert or all experts in one.
         config: the model's configuration.
 
     Raises:
-        MoEConfigError: tensors are missing, or there are others, or their shapes are not the configuration's.
+        MoEConfigError: tensors are missing or unexpected, or their shapes do not match the configuration.
 
     Example:
         >>> config = {"model_type": "mixtral", "hidden_size": 4, "intermediate_size": 8}
@@ -204,10 +207,10 @@ def to_huggingface(weights: Mapping[str, Array], config: Config, *, joint: bool 
     """Return the tensors of one layer by Hugging Face's names, from the parameters and buffers of `MoE`.
 
     Args:
-        joint: all experts in one tensor, as `transformers` 5 holds them; else one per expert, as its files do.
+        joint: all experts in one tensor, as `transformers` 5 holds them in memory, instead of one per expert.
 
     Raises:
-        MoEConfigError: weights are missing, or there are others; the message lists them.
+        MoEConfigError: weights are missing or unexpected; the message lists them.
 
     Example:
         >>> config = {"model_type": "mixtral", "hidden_size": 4, "intermediate_size": 8}
@@ -236,7 +239,7 @@ def to_huggingface(weights: Mapping[str, Array], config: Config, *, joint: bool 
 
 
 def _check_shapes(weights: Mapping[str, Array], options: Mapping[str, Any], config: Config) -> None:
-    """Refuse experts and gates of other sizes than the configuration's, which would be read as another layer's."""
+    """Raise if the sizes of experts or gate do not match the configuration."""
     experts, hidden, dim = (options[name] for name in ("num_experts", "hidden_dim", "dim"))
     expected = {"router.gate.weight": (experts, dim), "experts.w2": (experts, dim, hidden)}
     expected |= dict.fromkeys(("experts.w1", "experts.w3"), (experts, hidden, dim))
@@ -250,7 +253,7 @@ def _check_shapes(weights: Mapping[str, Array], options: Mapping[str, Any], conf
 
 
 def _names(family: Family, options: Mapping[str, Any]) -> dict[str, str]:
-    """Map our names of everything but the routed experts to theirs."""
+    """Map names in `MoE` to those of the family, for all tensors but the routed experts."""
     names = {"router.gate.weight": f"{family.gate}.weight", **family.plain}
     if options.get("gate_bias"):
         names["router.gate.bias"] = f"{family.gate}.bias"
@@ -329,25 +332,24 @@ def upcycle(
     noise: float = 0.0,
     seed: int = 0,
 ) -> dict[str, Array]:
-    """Return the weights of a `MoE` that begins as the dense network: sparse upcycling (arXiv 2212.05055).
+    """Return weights of a `MoE` initialized from a dense network (sparse upcycling, arXiv 2212.05055).
 
-    Every expert is a copy of the network. With `granularity` above 1, copies are cut along the hidden dimension into as
-    many experts, consecutive ones being the parts of one copy, and the parts of a copy share a row of the gate, so that
-    a token takes all of them (arXiv 2410.07524). The layer's scores must add up to one: `route_norm=True` (or
-    `softmax_of_top_k`), and `top_k` must be a multiple of `granularity`. Without noise its output then equals the dense
-    network's.
+    Every expert is a copy of the network. With `granularity` above 1, each copy is split along the hidden dimension
+    into that many consecutive experts, which share a row of the gate, so that a token selects all of them (arXiv
+    2410.07524). The scores of the layer must sum to one (`route_norm=True` or `softmax_of_top_k`), and `top_k` must be
+    a multiple of `granularity`. Without noise, the output of the layer then equals that of the dense network.
 
     Args:
-        dense: `w1.weight`, `w3.weight` `[hidden, dim]`, `w2.weight` `[dim, hidden]`, as in `FeedForward`, with biases
-            `w1.bias`, `w2.bias`, `w3.bias` or without; no `w3` where there is no gate.
-        num_experts: experts of the layer, each of `hidden / granularity`.
+        dense: `w1.weight`, `w3.weight` `[hidden, dim]` and `w2.weight` `[dim, hidden]`, as in `FeedForward`, and
+            optional biases `w1.bias`, `w2.bias`, `w3.bias`; no `w3` without a gate.
+        num_experts: number of experts of the layer, each with hidden width `hidden / granularity`.
         gate: one row for each copy, `[num_experts / granularity, dim]`, small and random.
-        granularity: experts that one copy is cut into.
-        noise: standard deviation of what is added to the experts' weights, as a multiple of each weight's own.
-        seed: of the noise.
+        granularity: number of experts into which a copy is split.
+        noise: standard deviation of noise added to the experts' weights, relative to that of each weight.
+        seed: seed of the noise.
 
     Raises:
-        MoEConfigError: weights are missing, or there are others; sizes that do not divide; a gate of another shape.
+        MoEConfigError: weights are missing or unexpected, sizes are not divisible, or the gate has another shape.
 
     Example:
         >>> dense = {"w1.weight": np.ones((8, 4)), "w2.weight": np.ones((4, 8)), "w3.weight": np.ones((8, 4))}
@@ -362,21 +364,21 @@ def upcycle(
     experts = {}
     for name, array in sorted(dense.items()):
         weight, _, kind = name.partition(".")
-        parts = _parts(array, weight, kind, granularity)
-        copies = numpy.concatenate([parts] * (num_experts // granularity))
+        experts_of_copy = _split(array, weight, kind, granularity)
+        copies = numpy.concatenate([experts_of_copy] * (num_experts // granularity))
         if noise and kind == "weight":
             copies = copies + noise * array.std() * random.standard_normal(copies.shape)
         experts[f"experts.{weight if kind == 'weight' else 'b' + weight[1:]}"] = copies.astype(array.dtype)
     return {"router.gate.weight": numpy.repeat(gate, granularity, axis=0), **experts}
 
 
-def _parts(array: Array, weight: str, kind: str, granularity: int) -> Array:
-    """Cut a dense weight or bias along the hidden dimension: `[granularity, ...]`."""
+def _split(array: Array, weight: str, kind: str, granularity: int) -> Array:
+    """Split a dense weight or bias along the hidden dimension: `[granularity, ...]`."""
     if weight == "w2" and kind == "bias":
-        # Each part adds the bias, weighted with its share of the copy's score.
+        # Every expert of a copy adds the bias, multiplied by its share of the copy's score; the shares sum to one.
         return numpy.stack([array] * granularity)
     if weight == "w2":
-        # A part has its share of the copy's score, and a part of the sum.
+        # An expert's result is a partial sum, multiplied by 1 / granularity of the copy's score: compensate for that.
         return numpy.stack(numpy.split(array * granularity, granularity, axis=1))
     return numpy.stack(numpy.split(array, granularity, axis=0))
 

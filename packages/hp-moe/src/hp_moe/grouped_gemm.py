@@ -123,7 +123,7 @@ def loop_grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
     """
     ops = sizes.platform.ops
     slices = _group_slices(sizes.host)
-    kept = SavedTensors(sizes.platform, x, weight)
+    saved = SavedTensors(sizes.platform, x, weight)
 
     def forward(x: Tensor, weight: Tensor) -> Tensor:
         return saved_result(PRODUCTS, lambda: products(x, weight))
@@ -135,7 +135,7 @@ def loop_grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
         return _cat(sizes.platform, each, (0, weight.shape[1]), x.dtype)
 
     def backward(grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = kept.tensors
+        x, weight = saved.tensors
         to_x = [ops.matmul(_rows(ops, grad, rows), _matrix(ops, weight, group)) for group, rows in slices]
         # All groups share one tensor of zeros; groups with rows replace their entry.
         to_weight = [ops.zeros(tuple(weight.shape[1:]), weight.dtype)] * len(sizes.host)

@@ -185,7 +185,7 @@ def _agreed_placements(movable: Movable, choose: ChoosePlacements) -> dict[str, 
     try:
         placements = _checked(movable, choose(movable))
     except Exception as error:
-        # Any error: a rank that raised here without telling the others would leave them waiting for its rows.
+        # Any error: a rank that raised here without reporting it would leave them waiting for its rows.
         fault = error
     before = {name: dispatcher.expert_placement for name, (_, dispatcher) in movable.items()}
     mine = [list(placements), _digest([before, placements])]

@@ -306,7 +306,7 @@ class LocalDispatcher(TokenDispatcher):
         if routing.is_expert_major:
             return Dispatched(x, sizes, routing.scores, None)
         num_rows = sum(sizes.host) if routing.has_dropped else int(numpy.prod(routing.experts.shape))
-        # Kept: a recomputation in backward must see the order of forward, and need not sort again.
+        # Saved, so that recomputation in backward uses the order of forward and need not sort again.
         permutation = saved_value(lambda: TokenPermutation(self.platform, routing.experts, num_rows))
         return Dispatched(x, sizes, routing.scores, permutation)
 
