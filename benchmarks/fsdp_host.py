@@ -1,4 +1,4 @@
-"""Host time that sharding adds per layer and step: 40 small linear layers, a group each, collectives that do nothing.
+"""Host time that sharding adds per layer and step, for 40 small linear layers with a group each and no-op collectives.
 
     python benchmarks/fsdp_host.py
 
@@ -22,7 +22,7 @@ NUM_LAYERS, NUM_RANKS, ROUNDS = 40, 8, 30
 
 
 class NothingGroup(ProcessGroup):
-    """Collectives that return at once and leave their buffers as they are."""
+    """Collectives that return at once and write nothing."""
 
     def _nothing(self, *_: object) -> Work:
         return DONE

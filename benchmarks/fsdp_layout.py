@@ -1,9 +1,9 @@
-"""Time to lay out a model of DeepSeek-V3's shapes: 61 layers, 3 of them dense, 256 routed experts in each other one.
+"""Time to plan the layout of a model of DeepSeek-V3's shapes: 61 layers, 58 of them with 256 routed experts.
 
     python benchmarks/fsdp_layout.py
 
-One group per layer, over 8 to 2048 ranks. Layers of the same shapes are planned once; the second column plans each
-of them anew. Goal: under a second. The last column is the padding as a share of the parameters.
+One group per layer, over 8 to 2048 ranks. Layers of the same shapes are planned once; the second column is without
+that cache. Goal: under a second. The last column is the padding as a fraction of the parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def feed_forward(width: int) -> tuple[tuple[int, int], ...]:
 
 
 def layer(index: int) -> tuple[Block, ...]:
-    """Rows of 16 bytes or more in bfloat16, each expert's matrices apart."""
+    """Return the blocks of a layer in bfloat16. The matrices of each expert are separate parameters."""
     if index < DENSE_LAYERS:
         shapes = (*ATTENTION, *feed_forward(DENSE), *NORMS)
     else:
@@ -33,8 +33,8 @@ def layer(index: int) -> tuple[Block, ...]:
     return tuple(Block(rows * row, math.lcm(row, 8)) for rows, row in shapes)
 
 
-def plan(layers: Sequence[tuple[Block, ...]], num_ranks: int, anew: bool) -> tuple[float, float]:
-    """(seconds, padding over parameters)."""
+def plan(layers: Sequence[tuple[Block, ...]], num_ranks: int, uncached: bool) -> tuple[float, float]:
+    """Plan all layers; return (seconds, padding / parameters)."""
     plan_layout.cache_clear()
     padding = parameters = 0
     start = time.perf_counter()
@@ -42,7 +42,7 @@ def plan(layers: Sequence[tuple[Block, ...]], num_ranks: int, anew: bool) -> tup
         for _, layout in plan_buffers(blocks, num_ranks):
             padding += layout.padding
             parameters += layout.numel - layout.padding
-        if anew:
+        if uncached:
             plan_layout.cache_clear()
     return time.perf_counter() - start, padding / parameters
 
@@ -51,11 +51,11 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     layers = [layer(index) for index in range(LAYERS)]
     print(f"{sum(map(len, layers))} parameters")
-    print(f"{'ranks':>6} {'seconds':>9} {'each anew':>10} {'padding':>9}")
+    print(f"{'ranks':>6} {'seconds':>9} {'uncached':>10} {'padding':>9}")
     for num_ranks in (8, 64, 256, 2048):
-        seconds, padding = plan(layers, num_ranks, anew=False)
-        anew, _ = plan(layers, num_ranks, anew=True)
-        print(f"{num_ranks:6d} {seconds:9.3f} {anew:10.3f} {padding:9.3%}")
+        seconds, padding = plan(layers, num_ranks, uncached=False)
+        uncached, _ = plan(layers, num_ranks, uncached=True)
+        print(f"{num_ranks:6d} {seconds:9.3f} {uncached:10.3f} {padding:9.3%}")
 
 
 if __name__ == "__main__":

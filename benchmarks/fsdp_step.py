@@ -3,10 +3,10 @@
     python benchmarks/fsdp_step.py [--size 25 | --size 100] [--rounds 7]
     python benchmarks/fsdp_step.py --device cuda          # one rank: what sharding costs over the plain module
 
-A transformer of about 25 or 100 million parameters. Prints the median step time of each contender, measured in
-turns in the same processes; what of the step is not the forward and backward of the plain module; and the largest
-resident memory of each, measured in processes of its own (on CUDA: allocated, by the device's own count). In
-brackets what ours takes of it.
+A transformer of about 25 or 100 million parameters. Prints the median step time of each contender, measured
+alternately in the same processes; the part of it beyond the forward and backward of the plain module; and the peak
+resident memory of each, measured in separate processes (on CUDA: allocated memory). The ratios of ours to each are in
+brackets.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SIZES = {25: (8, 416), 100: (12, 768)}
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks, norm, head."""
+    """A transformer: embedding, blocks, norm, head."""
 
     def __init__(self, layers: int, dim: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ CONTENDERS: dict[str, Callable[[Transformer, str], nn.Module]] = {
 
 @dataclass
 class Measured:
-    """Of each contender on rank 0: seconds of steps, and of their forwards and backwards; losses; and peak bytes."""
+    """Results on rank 0 by contender: seconds of steps, of their forwards and backwards, losses, and peak bytes."""
 
     steps: dict[str, list[float]]
     passes: dict[str, list[float]]
@@ -110,7 +110,7 @@ def peak_bytes(device: str) -> int:
 
 
 def measure(names: Sequence[str], options: argparse.Namespace) -> Measured:
-    """One rank: every contender takes each step in turn."""
+    """Run one rank, on which the contenders alternate step by step."""
     device = options.device
     measured = Measured({name: [] for name in names}, {name: [] for name in names}, {name: [] for name in names}, 0)
     trained = {}
@@ -138,7 +138,7 @@ def measure(names: Sequence[str], options: argparse.Namespace) -> Measured:
 
 
 def run(names: Sequence[str], options: argparse.Namespace) -> Measured:
-    """All ranks with these contenders; the figures of rank 0."""
+    """Run all ranks with these contenders; return the results of rank 0."""
     backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
     return run_torch_ranks(measure, options.ranks, names, options, backend=backend)
 

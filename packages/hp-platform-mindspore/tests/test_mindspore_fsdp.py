@@ -19,7 +19,7 @@ STEPS = 3
 
 
 class Block(nn.Cell):
-    """A Cell with a parameter of its own, beside those of the cells that it holds."""
+    """A Cell with its own parameter, besides those of the cells that it contains."""
 
     def __init__(self, *cells):
         super().__init__()
@@ -44,7 +44,7 @@ MODELS = {
 
 
 def _build(name):
-    """The model, its weights the same on every rank; not called yet, so that no Cell has looked at its parameters."""
+    """Return the model with the same weights on every rank, not called yet, so that no Cell has cached parameters."""
     model = MODELS[name]()
     rng = np.random.default_rng(0)
     for parameter in model.get_parameters():
@@ -76,7 +76,7 @@ def _values(platform, model):
 
 
 def _sharded(platform, name):
-    """The model, sharded in two groups, and this rank."""
+    """Return the model, sharded in two groups, and this rank."""
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",), platform=platform)
     model = _build(name)
     fsdp.fully_shard(model[0], mesh=mesh)
@@ -106,7 +106,7 @@ def test_ordinary_cells_train_as_on_one_rank(platform, name):
 
 
 class Penalized(nn.Cell):
-    """Lists its parameters in its forward, also in the very first one."""
+    """Lists its parameters in its forward, also in the first one."""
 
     def __init__(self):
         super().__init__()
@@ -190,7 +190,7 @@ def test_statistics_of_normalizations_stay_with_their_rank(platform):
 
 
 def test_gradients_of_rows_alone_are_refused_by_name(platform):
-    """MindSpore gives EmbeddingLookup's table the gradients of the rows that were looked up, on CPU."""
+    """On CPU MindSpore returns sparse gradients of the table of EmbeddingLookup."""
 
     def rank():
         mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",), platform=platform)
