@@ -190,7 +190,7 @@ def test_statistics_of_normalizations_stay_with_their_rank(platform):
 
 
 def test_gradients_of_rows_alone_are_refused_by_name(platform):
-    """On CPU MindSpore returns sparse gradients of the table of EmbeddingLookup."""
+    """On CPU, MindSpore's gradient of EmbeddingLookup's table contains only the rows that were looked up."""
 
     def rank():
         mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",), platform=platform)
