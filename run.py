@@ -70,7 +70,7 @@ def main(arguments):
         print("run.py: %s" % error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("run.py: stopped; the next run starts this step anew", file=sys.stderr)
+        print("run.py: stopped; the next run repeats this step", file=sys.stderr)
         return 130
     os.chdir(ROOT)
     os.execv(str(python), [str(python), "-m", "nox"] + nox)

@@ -68,8 +68,8 @@ def reference_page(package: str) -> str:
     source = ROOT / "packages" / package.replace("_", "-") / "src" / package
     tree = ast.parse((source / "__init__.py").read_text(encoding="utf-8"))
     lines = [f"# {package}", "", ast.get_docstring(tree) or ""]
-    for name, home in sorted(public_names(source), key=lambda each: each[0].lower()):
-        lines += ["", f"::: {home}.{name}"]
+    for name, module_name in sorted(public_names(source), key=lambda each: each[0].lower()):
+        lines += ["", f"::: {module_name}.{name}"]
     return "\n".join(lines) + "\n"
 
 
@@ -79,9 +79,9 @@ def public_names(source: Path) -> Iterator[tuple[str, str]]:
     for file in (source / "__init__.pyi", source / "__init__.py", *sorted(source.glob("[a-z]*/__init__.py"))):
         if file.is_file():
             for name, module in imported_names(file, source.name):
-                home = defining_module(source, module, name)
-                if home is not None:
-                    found.setdefault(name, home)
+                module_name = defining_module(source, module, name)
+                if module_name is not None:
+                    found.setdefault(name, module_name)
     yield from found.items()
 
 

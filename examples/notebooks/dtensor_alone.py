@@ -4,7 +4,7 @@ Needs hp-dtensor and a platform. Four ranks are simulated in this process; under
 ones.
 """
 
-# %% A mesh of ranks, and a matrix whose rows they share
+# %% A mesh of ranks, and a matrix that is sharded by rows
 from hp_dtensor import Replicate, Shard, init_device_mesh, randn
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.testing import run_ranks
@@ -20,7 +20,7 @@ def shapes():
 
 print("global and local shapes:", run_ranks(shapes, 4, platform)[0])
 
-# %% Operations are the framework's own; the result's placement follows from the arguments'
+# %% Operations are the framework's own; the placements of results follow from those of the arguments
 
 
 def product():
@@ -31,9 +31,9 @@ def product():
     return y.placements, tuple(y.full_tensor().shape)
 
 
-print("cut along its columns, then whole:", run_ranks(product, 4, platform)[0])
+print("sharded by columns, and its full shape:", run_ranks(product, 4, platform)[0])
 
-# %% Gradients need nothing more: a replicated leaf gets the whole gradient
+# %% Gradients need no further code: a replicated leaf gets the full gradient
 
 
 def gradient():

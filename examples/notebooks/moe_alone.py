@@ -30,9 +30,9 @@ def alone():
     return platform.to_numpy(platform.detach(layer(tokens())))
 
 
-whole = run_ranks(alone, 1, platform)[0]
+one_device = run_ranks(alone, 1, platform)[0]
 
-# %% The same layer with its experts spread over four ranks: tokens travel to them and back
+# %% The same layer with its experts spread over four ranks: tokens are sent to them and back
 
 
 def spread():
@@ -46,5 +46,5 @@ def spread():
 
 
 results = run_ranks(spread, 4, platform)
-assert all(abs(result - whole).max() < 1e-5 for result, _ in results)
+assert all(abs(result - one_device).max() < 1e-5 for result, _ in results)
 print("every rank holds experts of shape", results[0][1], "and gets the output of one device")

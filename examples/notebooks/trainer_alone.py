@@ -1,9 +1,9 @@
 """The trainer as a library: `python examples/notebooks/trainer_alone.py`, or cell by cell in an editor.
 
-Needs hp-trainer and a platform. The command `hp-train` does all of this from a YAML file; here are its pieces.
+Needs hp-trainer and a platform. The command `hp-train` does all of this from a YAML file.
 """
 
-# %% A layout of many ranks, checked without any
+# %% A layout of many ranks, checked without processes
 import tempfile
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def train():
 
 run_ranks(train, 2, platform)
 
-# %% What it has left behind
+# %% The files of the run
 losses = [event["loss"] for event in read_metrics(run.metrics_file) if event["event"] == "step"]
 print(f"loss: {losses[0]:.3f} -> {losses[-1]:.3f};", sorted(path.name for path in run.path.iterdir()))
 assert losses[-1] < losses[0]
