@@ -122,7 +122,7 @@ def test_a_stage_that_is_computed_again_is_not_split(hp_platform, model):
 def test_a_platform_that_cannot_says_so(hp_platform):
     if hp_platform.splits_backward:
         pytest.skip("it can")
-    with pytest.raises(CapabilityError, match="cannot split a backward; call backward for both parts at once"):
+    with pytest.raises(CapabilityError, match="cannot split a backward; call backward instead"):
         hp_platform.split_backward([], [], [])
 
 

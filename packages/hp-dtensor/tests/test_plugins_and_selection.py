@@ -83,9 +83,9 @@ def test_a_plugin_that_does_not_import_is_named_with_its_distribution(install):
     with pytest.raises(PluginError) as caught:
         plugin_manager()
     assert str(caught.value) == (
-        "plugin 'broken' of distribution 'broken-dist' (entry-point group 'hp_dtensor', broken_module) does not "
-        "import: ModuleNotFoundError: No module named 'no_such_framework'. Repair or uninstall it, or set "
-        "HP_LOAD_PLUGINS to the plugins wanted."
+        "plugin 'broken' of distribution 'broken-dist' (entry-point group 'hp_dtensor', broken_module) cannot be "
+        "imported: ModuleNotFoundError: No module named 'no_such_framework'. Repair or uninstall it, or set "
+        "HP_LOAD_PLUGINS to the plugins to load."
     )
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
@@ -110,10 +110,10 @@ def test_unknown_hooks_are_refused_with_the_known_ones(install):
     ("source", "found"),
     [
         ("x = 1", ""),
-        ("def hp_sharding_rules(registry): ...", " (hp_sharding_rules is there without the mark)"),
+        ("def hp_sharding_rules(registry): ...", " (hp_sharding_rules is not marked)"),
         (
             "import pluggy\nhookimpl = pluggy.HookimplMarker('other')\n@hookimpl\ndef hp_platform(): ...",
-            " (hp_platform is there without the mark)",
+            " (hp_platform is not marked)",
         ),
     ],
     ids=["nothing", "unmarked", "marked for another project"],
@@ -125,7 +125,7 @@ def test_a_plugin_without_hooks_is_told_as_such(install, source, found):
     message = re.sub(r"<module .*?>", "<module>", str(caught.value))
     assert message == (
         "plugin 'empty' of distribution 'empty-dist' implements no hook of group 'hp_dtensor': expected a function "
-        "marked @hookimpl (hp_dtensor.hookimpl) under the name of a hook, got none in <module>"
+        "with the name of a hook marked @hookimpl (hp_dtensor.hookimpl), got none in <module>"
         f"{found}. Known hooks: hp_platform, hp_sharding_rules."
     )
 
@@ -133,9 +133,9 @@ def test_a_plugin_without_hooks_is_told_as_such(install, source, found):
 @pytest.mark.parametrize(
     ("hook", "problem"),
     [
-        ("hp_sharding_rules(rules)", "hp_sharding_rules(registry), which gives no 'rules'"),
-        ("hp_sharding_rules(registry, first, more=1, last=2)", "hp_sharding_rules(registry), which gives no 'first'"),
-        ("hp_platform(a, b)", "hp_platform(), which gives no 'a', 'b'"),
+        ("hp_sharding_rules(rules)", "hp_sharding_rules(registry), without 'rules'"),
+        ("hp_sharding_rules(registry, first, more=1, last=2)", "hp_sharding_rules(registry), without 'first'"),
+        ("hp_platform(a, b)", "hp_platform(), without 'a', 'b'"),
     ],
 )
 def test_a_misnamed_argument_names_plugin_distribution_and_hook(install, hook, problem):
@@ -344,15 +344,15 @@ def test_a_framework_that_does_not_import_names_the_platform(install):
 
 def test_a_plugin_without_platform_is_not_said_to_be_missing(install):
     install("some-rules", {"rules": "rules_module"}, rules_module=WITHOUT_PLATFORM)
-    with pytest.raises(PlatformError, match=r"'rules' of distribution 'some-rules' is installed but gives no platform"):
+    with pytest.raises(
+        PlatformError, match=r"'rules' of distribution 'some-rules' is installed but provides no platform"
+    ):
         get_platform("rules")
 
 
 def test_a_platform_asked_for_by_its_plugins_name(install):
     install("some-arrows", {"bow": "arrow_module"}, arrow_module=PLATFORM.format(name="arrow"))
-    with pytest.raises(
-        PlatformError, match=r"'bow' of distribution 'some-arrows' gives a platform that calls itself 'arrow'"
-    ):
+    with pytest.raises(PlatformError, match=r"'bow' of distribution 'some-arrows' provides a platform called 'arrow'"):
         get_platform("bow")
 
 

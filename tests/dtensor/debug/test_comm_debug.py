@@ -177,7 +177,7 @@ def _checkpointed(platform: Platform) -> Told:
 
 def test_what_is_computed_again_belongs_to_the_backward_of_its_module(hp_platform: Platform) -> None:
     up, down = (UP[0], {"all_gather": (1, 48), "reduce_scatter": (1, 48)}), DOWN
-    if not hp_platform.repeats_for_saved:  # else the sums at the end of a block are not sent again
+    if not hp_platform.recomputes_on_unpack:  # else the sums at the end of a block are not sent again
         down = DOWN[0], up[1]
     for told in run_ranks(_checkpointed, 2, hp_platform, hp_platform):
         assert told == {"first.up": up, "first.down": down, "second.up": up, "second.down": down} | {

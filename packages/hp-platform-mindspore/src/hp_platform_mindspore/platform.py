@@ -74,7 +74,7 @@ class MindSporePlatform(MindSporeBase):
     Parameter = Parameter
     Module = modules.Module
     DTensor = dtensor.MindSporeDTensor
-    repeats_for_saved = hasattr(ms, "saved_tensors_hooks")
+    recomputes_on_unpack = hasattr(ms, "saved_tensors_hooks")
 
     def __init__(self) -> None:
         self.capabilities = choose_device()
@@ -291,8 +291,8 @@ class MindSporePlatform(MindSporeBase):
     def wrap(self, local: Tensor, spec: TensorSpec) -> Tensor:
         return dtensor.wrap(local, spec)
 
-    def adopt_later(self, result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) -> Tensor:
-        return dtensor.adopt_later(result, spec, finish)
+    def wrap_deferred(self, result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) -> Tensor:
+        return dtensor.wrap_deferred(result, spec, finish)
 
     def local_shape(self, x: Tensor) -> tuple[int, ...]:
         return tuple(x._shape)

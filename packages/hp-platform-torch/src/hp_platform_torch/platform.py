@@ -119,7 +119,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
     picks_integers_first = True
     masks_of_bytes = True
     splits_backward = True
-    repeats_for_saved = True
+    recomputes_on_unpack = True
 
     def __init__(self) -> None:
         TorchProcesses.__init__(self)
@@ -351,15 +351,15 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
     def operation_names(self, name: str) -> list[str]:
         return names_of(name)
 
-    def adopt(self, result: Tensor, spec: TensorSpec) -> TorchDTensor:
+    def wrap_fresh(self, result: Tensor, spec: TensorSpec) -> TorchDTensor:
         return dtensor.adopt_output(result, spec)
 
-    def promised(self, shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
+    def empty_deferred(self, shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
         # One element expanded to the shape, so that no memory is used in addition to that of the arriving data.
         return torch.empty((1,) * len(shape), dtype=dtype, device=device).expand(*shape)
 
-    def adopt_later(self, result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) -> TorchDTensor:
-        return dtensor.adopt_later(result, spec, finish)
+    def wrap_deferred(self, result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) -> TorchDTensor:
+        return dtensor.wrap_deferred(result, spec, finish)
 
     def local_shape(self, x: Tensor) -> tuple[int, ...]:
         with LocalOperations():

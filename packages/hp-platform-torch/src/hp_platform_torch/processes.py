@@ -86,7 +86,7 @@ class TorchProcesses(Platform):
         self._adopted = None
         return self._world
 
-    def adopt_mesh(self, mesh: Any) -> DeviceMesh | None:
+    def wrap_mesh(self, mesh: Any) -> DeviceMesh | None:
         """Return a `torch.distributed.device_mesh.DeviceMesh` as ours, over the same process groups."""
         from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
@@ -94,7 +94,7 @@ class TorchProcesses(Platform):
 
         return from_torch_mesh(mesh, self) if isinstance(mesh, TorchMesh) else None
 
-    def adopt_group(self, group: Any) -> ProcessGroup | None:
+    def wrap_group(self, group: Any) -> ProcessGroup | None:
         """Return a process group of torch.distributed as ours, which communicates through it."""
         from hp_platform_torch.tensor.interop import from_torch_group
 

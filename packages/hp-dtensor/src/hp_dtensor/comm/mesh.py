@@ -487,7 +487,7 @@ def require_mesh(what: str, mesh: Any) -> DeviceMesh:
     if isinstance(mesh, DeviceMesh):
         return mesh
     platform = _platform_of_object(mesh)
-    found = None if platform is None else platform.adopt_mesh(mesh)
+    found = None if platform is None else platform.wrap_mesh(mesh)
     if not isinstance(found, DeviceMesh):
         raise MeshError(f"{what}: device_mesh must be a DeviceMesh, got {mesh!r}")
     return found
@@ -509,7 +509,7 @@ def _own_group(group: Any) -> ProcessGroup | None:
     if isinstance(group, ProcessGroup):
         return group
     platform = _platform_of_object(group)
-    found = None if platform is None else platform.adopt_group(group)
+    found = None if platform is None else platform.wrap_group(group)
     return found if isinstance(found, ProcessGroup) else None
 
 

@@ -171,7 +171,7 @@ def reached(platform: Platform, x: Tensor) -> Tensor:
         >>> reached(platform, platform.zeros((2,), platform.dtype("float32"))).shape
         torch.Size([2])
     """
-    if current_record.get() is None or not platform.repeats_for_saved or not platform.requires_grad(x):
+    if current_record.get() is None or not platform.recomputes_on_unpack or not platform.requires_grad(x):
         return x
     mark = SavedTensors(platform, platform.zeros((0,), x.dtype))
 

@@ -33,16 +33,19 @@ ModuleOrFunction = Any
 
 
 def shard_module(model: ModuleOrFunction, device_mesh: DeviceMesh, sharding_plan: ShardingPlan) -> ModuleOrFunction:
-    """Apply a plan to a module (in place, also returned) or to a function (a wrapped one is returned).
+    """Apply a sharding plan to a module, in place, or to a function.
 
-    Parameters become DTensor parameters, tied ones under all their names: placed as the plan says, and replicated where
-    it does not name them, as buffers are. DTensor arguments and outputs of the named modules are redistributed;
-    arguments that are no DTensor pass through unchanged. The same for one rank as for many.
+    Parameters become DTensor parameters with the placements of the plan, tied ones under all their names. Parameters
+    that the plan does not name, and buffers, are replicated. DTensors among the inputs and outputs of named modules are
+    redistributed; other arguments pass through unchanged.
+
+    Returns:
+        The module, or a wrapped function.
 
     Raises:
-        TypeError: `sharding_plan` is no `ShardingPlan`, or `model` neither a module nor a function.
-        MeshError: `device_mesh` is no mesh.
-        PlanError: everything that is wrong with the plan, at once; nothing has been changed then.
+        TypeError: `sharding_plan` is not a `ShardingPlan`, or `model` is neither a module nor a function.
+        MeshError: `device_mesh` is not a mesh.
+        PlanError: the plan has problems. The message lists all of them, and nothing has been changed.
 
     Example:
         >>> def program():
@@ -64,7 +67,7 @@ def shard_module(model: ModuleOrFunction, device_mesh: DeviceMesh, sharding_plan
 
 
 class _ModulePlan:
-    """A plan looked up in a module; `apply` raises for all its problems together, before it changes anything."""
+    """A plan resolved for a module. `apply` raises for all problems together before it changes anything."""
 
     def __init__(self, model: Module, mesh: DeviceMesh, plan: ShardingPlan) -> None:
         self._model, self._mesh, self._plan = model, mesh, plan
@@ -108,7 +111,7 @@ class _ModulePlan:
             self._placed[id(parameter)] = self._owners[id(parameter)], normal
 
     def _check_unnamed(self) -> None:
-        """Note what keeps parameters that the plan does not name from being replicated."""
+        """Collect the problems of replicating the parameters that the plan does not name."""
         named = {id(self._parameters[name]) for name in self._plan.plan if name in self._parameters}
         replicated = [Replicate()] * self._mesh.ndim
         for name, parameter in self._parameters.items():
@@ -146,7 +149,7 @@ class _ModulePlan:
 def _read_side(
     mesh: DeviceMesh, boundary: Boundary, label: str, side: str, specifications: Any, problems: list[str]
 ) -> None:
-    """Read an entry of the plan into `boundary`, noting what is wrong with it."""
+    """Read an entry of the plan into `boundary`, and collect its problems."""
     placements = read_several(mesh, specifications, label, problems)
     if side == "output":
         boundary.outputs = placements
@@ -193,18 +196,18 @@ class ShardingPlan:
     dimension), or a `Layout`.
 
     Attributes:
-        plan: parameter name (dotted) -> specification. Parameters that it does not name are replicated.
-        input_plan: `"input"` or `"<module>.input"` -> a specification, a list or tuple of them (by position,
-            None leaves that argument alone), a dict (by parameter name), or None, which leaves all arguments alone. An
-            input may be given by keyword either way; the name of `*args` stands for all of those.
-        output_plan: `"output"` or `"<module>.output"` -> likewise; a dict goes by the keys of a dict, or by the
-            fields of a named tuple or dataclass, and leaves the others alone.
+        plan: dotted parameter name -> specification. Other parameters are replicated.
+        input_plan: `"input"` or `"<module>.input"` -> a specification, a list or tuple of specifications by position, a
+            dict of specifications by parameter name, or None. None, also for a single input, means no redistribution.
+            Inputs may be passed by position or keyword. The name of `*args` stands for all of these arguments.
+        output_plan: `"output"` or `"<module>.output"` -> the same. A dict refers to the keys of a dict, or to the
+            fields of a named tuple or dataclass; the others are not redistributed.
         return_local_tensor: modules whose outputs become plain local tensors.
 
-    `input_plan` may also hold entries for outputs, and `output_plan` entries for inputs; the end of the key decides.
+    `input_plan` may also have entries for outputs, and `output_plan` for inputs. The end of the key decides.
 
     Raises:
-        TypeError: a plan is no dict with names as keys, or `return_local_tensor` no list of names.
+        TypeError: a plan is not a dict with string keys, or `return_local_tensor` is not a list of strings.
 
     Example:
         >>> plan = ShardingPlan(plan={"weight": (Shard(0),)}, output_plan={"": (Replicate(),)})
@@ -225,7 +228,7 @@ class ShardingPlan:
             elif not isinstance(value, Mapping):
                 raise TypeError(f"ShardingPlan: {name} must be a dict, got {type(value).__name__}")
             elif not all(isinstance(key, str) for key in value):
-                raise TypeError(f"ShardingPlan: {name} has keys that are no names: {[*value]}")
+                raise TypeError(f"ShardingPlan: {name} must have strings as keys, got {[*value]}")
         paths = self.return_local_tensor or ()
         listed = isinstance(paths, (tuple, list, set, frozenset))
         if not listed or not all(isinstance(path, str) for path in paths):
@@ -236,7 +239,7 @@ class ShardingPlan:
         """Return (label, module path, `"input"` or `"output"`, specifications) of every entry for inputs or outputs.
 
         Args:
-            problems: gets a sentence for each key with another ending, and for each that both plans have.
+            problems: list to which messages about invalid or duplicate keys are appended.
         """
         entries = []
         for name in ("input_plan", "output_plan"):
@@ -252,7 +255,7 @@ class ShardingPlan:
 
 
 def read_one(mesh: DeviceMesh, value: Specification, label: str, problems: list[str]) -> tuple[Placement, ...] | None:
-    """Return the placements on `mesh` that one specification means, or None after noting what is wrong with it."""
+    """Return the placements of a specification, or None after appending a message to `problems`."""
     try:
         placements = placements_for(mesh, value)
     except (TypeError, ValueError) as error:
@@ -265,16 +268,16 @@ def read_one(mesh: DeviceMesh, value: Specification, label: str, problems: list[
 
 
 def read_several(mesh: DeviceMesh, value: Any, label: str, problems: list[str]) -> Any:
-    """Return one specification or several as placements: a list by position, a dict by name, or None for None.
+    """Return one or several specifications as placements: a list by position, a dict by name, or None for None.
 
     Args:
-        problems: gets a sentence for everything that is wrong.
+        problems: list to which messages are appended.
     """
     if value is None:
         return None
     if isinstance(value, Mapping):
         return {name: _read_optional(mesh, item, f"{label}[{name!r}]", problems) for name, item in value.items()}
-    # A list of aliases is several specifications, a tuple of them is one.
+    # A tuple of alias names is one specification, a list of them is several.
     if is_specification(value) and not (isinstance(value, list) and not isinstance(value[0], Placement)):
         return [read_one(mesh, value, label, problems)]
     if isinstance(value, (tuple, list)):
@@ -289,13 +292,13 @@ def _read_optional(mesh: DeviceMesh, value: Any, label: str, problems: list[str]
 
 @dataclass
 class Boundary:
-    """Redistributions at the entry and exit of one module or function.
+    """Redistributions of the inputs and outputs of one module or function.
 
     Attributes:
-        where: names it in messages.
-        names: of its inputs.
-        inputs, outputs: placements, a list by position or a dict by name; None: nothing is redistributed.
-        local_output: give plain local shards.
+        where: its name in messages.
+        names: names of its inputs.
+        inputs, outputs: placements as a list by position or a dict by name. None: no redistribution.
+        local_output: whether outputs become plain local shards.
     """
 
     where: str
@@ -305,7 +308,7 @@ class Boundary:
     local_output: bool = False
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call with the DTensors among them placed as planned."""
+        """Return the arguments of a call with their DTensors redistributed."""
         if self.inputs is None:
             return args, kwargs
         if isinstance(self.inputs, dict):
@@ -318,10 +321,10 @@ class Boundary:
         return new_args, {name: _redistributed(x, by_name.get(name)) for name, x in kwargs.items()}
 
     def leave(self, output: Any) -> Any:
-        """Return the output of a call with the DTensors in it placed as planned.
+        """Return the output of a call with its DTensors redistributed.
 
         Raises:
-            PlanError: it has another number of values, or other names, than the plan.
+            PlanError: the number or the names of the values differ from the plan.
         """
         if self.outputs is not None:
             output = self._placed(output)
@@ -355,10 +358,10 @@ class InputNames:
     """Names of a function's inputs.
 
     Attributes:
-        positional: those that may be given by position, in order.
-        rest: the name of `*args`, or None.
-        keyword_only: those that can be given by keyword only.
-        keywords: the name of `**kwargs`, or None.
+        positional: names of positional inputs, in order.
+        rest: name of `*args`, or None.
+        keyword_only: names of keyword-only inputs.
+        keywords: name of `**kwargs`, or None.
     """
 
     positional: tuple[str, ...] = ()
@@ -367,12 +370,12 @@ class InputNames:
     keywords: str | None = None
 
     def at(self, index: int) -> str | None:
-        """Return the name of the input at a position; those after the named ones are `*args`."""
+        """Return the name of the input at a position. Further inputs have the name of `*args`."""
         return self.positional[index] if index < len(self.positional) else self.rest
 
 
 def input_names(function: Callable[..., Any]) -> InputNames:
-    """Return the names of a function's inputs; a builtin without a signature has any number of unnamed ones."""
+    """Return the names of a function's inputs. A builtin without a signature has only `*args`."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:
@@ -390,7 +393,7 @@ def input_names(function: Callable[..., Any]) -> InputNames:
 
 
 def input_problems(label: str, inputs: Any, names: InputNames) -> list[str]:
-    """Return a sentence for each specification of an input that a function with these inputs does not have.
+    """Return a message for each specified input that the function does not have.
 
     Args:
         inputs: a list by position, a dict by name, or None.
@@ -408,7 +411,7 @@ def input_problems(label: str, inputs: Any, names: InputNames) -> list[str]:
 
 
 def describe_unknown(kind: str, name: str, known: Mapping[str, Any]) -> str:
-    """Return a sentence that there is no `name`, with the closest known names or the first of them."""
+    """Return the message about an unknown name, with the closest known names or some of all."""
     close = difflib.get_close_matches(name, [key for key in known if key], n=3)
     hint = f"; closest: {', '.join(close)}" if close else f"; there are: {', '.join(sorted(filter(None, known))[:10])}"
     return f"there is no {kind} {name!r}{hint}"

@@ -385,12 +385,12 @@ class LocalPlan(Plan):
         elif self.registration.own:  # a user's function of the same name may return another shape
             self._check_shape(local, spec)
         if not self.registration.own:
-            return self.platform.adopt(local, spec)
+            return self.platform.wrap_fresh(local, spec)
         # A user's function may return an argument itself, or a tensor that it also stores elsewhere. `adopt` changes
         # the object, so these results get a tensor object of their own.
         if self.platform.is_grad_enabled() and self.platform.requires_grad(local):
             return self.platform.wrap(local, spec)
-        return self.platform.adopt(self.platform.detach(local), spec)
+        return self.platform.wrap_fresh(self.platform.detach(local), spec)
 
     def _check_shape(self, local: Any, spec: TensorSpec) -> None:
         got = self.platform.local_shape(local)

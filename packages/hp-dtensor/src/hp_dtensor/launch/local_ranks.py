@@ -27,22 +27,22 @@ _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[4]); "
     "from hp_dtensor.launch.rank_process import main; main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == 'True')"
 )
-_IMPORT_SECONDS = 300.0  # at least, to start an interpreter and import a framework on a busy machine
-_OTHERS_SECONDS = 1.0  # how long to wait for other ranks' errors after the first
-_STACK_SECONDS = 10.0  # at most, until the ranks have written their stacks
-_END_SECONDS = 10.0  # at most, from the end of a rank's pipe to that of its process, which may give back much memory
+_IMPORT_SECONDS = 300.0  # minimal limit for starting an interpreter and importing a framework on a busy machine
+_OTHERS_SECONDS = 1.0  # waiting time for errors of other ranks after the first one
+_STACK_SECONDS = 10.0  # maximal time for the ranks to write their stacks
+_END_SECONDS = 10.0  # maximal time from a closed pipe to the end of the process, which may have to free much memory
 _STOPPED_STATES = ("T", "t")
 _SILENT_STATES = (*_STOPPED_STATES, "Z", "X")  # stopped or ended
 _TAIL_LINES = 30
 _TAIL_BYTES = 20_000
-# Python lists the main thread last; this is the frame that all of its others are in.
+# faulthandler writes the main thread last, and this is its outermost frame: the dump is complete after it.
 _LAST_FRAME = b'File "<string>", line 1 in <module>'
 _START_ATTEMPTS = 3
 
 
 @dataclass(slots=True)
 class _Process:
-    """One rank's process. `output` is its log; None when it writes to this process's terminal."""
+    """The process of one rank. `output` is its log, or None if it writes to this process's terminal."""
 
     rank: int
     popen: subprocess.Popen[bytes]
@@ -52,7 +52,7 @@ class _Process:
     gone: bool = False
 
     def signal(self, signum: int) -> None:
-        """Signal the rank and what it has started; its process group exists until it is reaped."""
+        """Send a signal to the rank and its children. The process group exists until the rank is reaped."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.popen.pid, signum)
 
@@ -61,10 +61,10 @@ class _Process:
         return "\n".join(self.end_of_output().decode(errors="replace").splitlines()[-_TAIL_LINES:])
 
     def end_of_output(self, begin: int = 0) -> bytes:
-        """Return what the log holds from its byte `begin` on, or the end of that."""
+        """Return the log from byte `begin` on, limited to its last `_TAIL_BYTES`."""
         if self.output is None:
             return b""
-        # Not by `seek`: the rank writes at the position of the same open file.
+        # `pread` instead of `seek`: the rank writes at the shared position of the same open file.
         size = self.output_size()
         return os.pread(self.output.fileno(), _TAIL_BYTES, max(begin, size - _TAIL_BYTES))
 
@@ -74,15 +74,16 @@ class _Process:
 
 @dataclass(slots=True)
 class Output:
-    """Destination of the ranks' output: rank 0's the terminal or, as the others', a log in `folder` or a file without
-    name.
+    """Destination of the ranks' output: logs in `folder`, or temporary files if it is None.
+
+    With `terminal`, rank 0 writes to the terminal instead.
     """
 
     folder: Path | None = None
     terminal: bool = True
 
     def file_of(self, rank: int) -> IO[bytes] | None:
-        """Return the open file for a rank's output, or None for the terminal."""
+        """Return an open file for a rank's output, or None for the terminal."""
         if rank == 0 and self.terminal:
             return None
         if self.folder is None:
@@ -93,11 +94,11 @@ class Output:
 
 @dataclass(slots=True)
 class LocalRanks:
-    """A number of connected ranks on this machine.
+    """Connected ranks of one job on this machine.
 
     Args:
-        timeout_seconds: for joining the job, and for each collective where the platform can limit that.
-        grace_seconds: between asking ranks to end and killing them.
+        timeout_seconds: limit for joining the job and, if the platform supports it, for each collective.
+        grace_seconds: time between asking the ranks to end and killing them.
     """
 
     platform: Platform
@@ -111,10 +112,10 @@ class LocalRanks:
         """Start all ranks and wait until each has joined the job.
 
         Args:
-            check: called after each process has been started; what it raises ends all of them.
+            check: called after each started process. If it raises, all ranks are ended.
 
         Raises:
-            LaunchError: a rank failed; none is left then.
+            LaunchError: a rank failed. All ranks have been ended.
         """
         for attempt in range(_START_ATTEMPTS):
             try:
@@ -144,7 +145,7 @@ class LocalRanks:
         """Run the function named `target` on every rank and return the results by rank.
 
         Raises:
-            LaunchError: a rank failed or the time is up; none is left then.
+            LaunchError: a rank failed or the time is up. All ranks have been ended.
         """
         try:
             self._tell(Run(target, pickle.dumps(args)))
@@ -159,27 +160,27 @@ class LocalRanks:
             process.signal(signum)
 
     def write_stacks(self) -> None:
-        """Make every rank write its Python stacks where its output goes; not its children, which it would end."""
+        """Make every rank write its Python stacks to its output. Its children get no signal, which would end them."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process.popen.pid, signal.SIGUSR1)
 
     def stop(self) -> None:
-        """End the ranks in the normal way, killing those that do not within the grace time."""
+        """End the ranks normally, and kill those that have not ended within the grace time."""
         self._tell(None)
         self._await_end(self.grace_seconds)
         self._clear()
 
     def terminate(self) -> None:
-        """End the ranks now: SIGTERM, and SIGKILL after the grace time."""
+        """End the ranks by SIGTERM, and by SIGKILL after the grace time."""
         self.signal(signal.SIGTERM)
-        # One that is stopped takes no other signal before this.
+        # A stopped process handles SIGTERM only after SIGCONT.
         self.signal(signal.SIGCONT)
         self._await_end(self.grace_seconds)
         self._clear()
 
     def kill(self) -> None:
-        """End the ranks without grace."""
+        """Kill the ranks without a grace time."""
         self._clear()
 
     # Internals -------------------------------------------------------------------------------------------
@@ -192,14 +193,14 @@ class LocalRanks:
             is_main = threading.current_thread() is threading.main_thread()
             path = json.dumps([entry or os.getcwd() for entry in sys.path])
             popen = subprocess.Popen(
-                # -P: a json.py in the working directory is not ours to run.
+                # -P: modules in the working directory, such as a json.py, must not shadow the imports of _START.
                 [sys.executable, "-P", "-u", "-c", _START, str(fd), str(os.getpid()), str(is_main), path],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=None if output is None else subprocess.STDOUT,
                 env=self._environment(rank),
                 pass_fds=[fd],
-                # Ctrl-C in the terminal reaches only this process, which decides what the ranks get.
+                # In a new session, Ctrl-C reaches only this process, which then decides which signal the ranks get.
                 start_new_session=True,
             )
         return _Process(rank, popen, ours, output)
@@ -221,12 +222,12 @@ class LocalRanks:
             self._send(process, message)
 
     def _send(self, process: _Process, message: Any) -> None:
-        # A rank that is gone is noticed, and its end reported, where its answer is read.
+        # The end of a rank is detected and reported where its answer is read.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             process.connection.send(message)
 
     def _collect(self, processes: Sequence[_Process], timeout_seconds: float | None) -> list[Any]:
-        """Return one answer of each of `processes`; raise as soon as any rank fails."""
+        """Return one answer of each process. Raise as soon as any rank fails."""
         answers: dict[int, Any] = {}
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while len(answers) < len(processes):
@@ -239,7 +240,7 @@ class LocalRanks:
         return [answers[process.rank] for process in processes]
 
     def _messages(self, timeout_seconds: float | None) -> Iterator[tuple[_Process, Any]]:
-        """Yield the answers that are there or come first; note failures in their processes."""
+        """Wait until messages are available, yield the answers, and store failures in their processes."""
         alive = {process.connection: process for process in self._processes if not process.gone}
         for connection in wait(list(alive), timeout_seconds):
             process = alive[connection]  # type: ignore[index]
@@ -259,14 +260,14 @@ class LocalRanks:
             process.failure = failure_of_end(_exit_code(process), process.tail())
 
     def _failed(self) -> LaunchError:
-        """Return the error for the user, after giving other ranks a moment to tell theirs: the cause may be there."""
+        """Return the error for the user, after a short wait for errors of other ranks, which may be the cause."""
         deadline = time.monotonic() + _OTHERS_SECONDS
         while any(not p.failure and not p.gone for p in self._processes) and time.monotonic() < deadline:
             for _ in self._messages(_remaining(deadline)):
                 pass
         failed = [(process.rank, process.failure) for process in self._processes if process.failure]
-        # A rank that died without a word is the cause of the errors that its partners saw, perhaps before its
-        # end was noticed here; else the first error is the cause of the others.
+        # A rank that died without an exception caused the errors of its peers, which may arrive here before its end is
+        # detected. Otherwise the earliest error is the cause of the others.
         (rank, first), *others = sorted(failed, key=lambda item: (not item[1].died, item[1].when))
         lines = [f"rank {rank} of {self.size} {first.headline}", first.details]
         lines += [f"rank {other} {failure.headline}" for other, failure in others]
@@ -282,7 +283,7 @@ class LocalRanks:
         return LaunchError(f"no answer from rank {who} of {self.size} within {seconds:g} s\n{stacks}", missing[0].rank)
 
     def _await_stacks(self, processes: Sequence[_Process]) -> None:
-        """Make every rank write its Python stacks, and wait for those of `processes` that write to a log."""
+        """Make every rank write its Python stacks, and wait until the logs of `processes` contain them."""
         begins = [(process, process.output_size()) for process in processes if process.output is not None]
         self.write_stacks()
         deadline = time.monotonic() + _STACK_SECONDS
@@ -301,7 +302,7 @@ class LocalRanks:
                 pass
 
     def _clear(self) -> None:
-        """Kill what is left of every rank, its own children too, and forget them."""
+        """Kill all remaining processes of the ranks, including their children, and release their resources."""
         for process in self._processes:
             process.signal(signal.SIGKILL)
         for process in self._processes:
@@ -313,12 +314,12 @@ class LocalRanks:
 
 
 class _AddressTaken(LaunchError):
-    """Failure to start because another process took the port between its choice and its use."""
+    """A failed start, because another process took the chosen port before it was used."""
 
 
 @contextlib.contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT inside the block, and in the processes started there until they unblock it (`rank_process.main`)."""
+    """Block SIGINT in this thread and in processes started in the block, until `rank_process.main` unblocks it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -331,7 +332,7 @@ def _remaining(deadline: float | None) -> float | None:
 
 
 def _is_launchers(name: str) -> bool:
-    """Return whether a variable is a launcher's above this process; ranks of another job must not see it."""
+    """Return whether a variable belongs to the launcher of this process. Ranks of a new job must not inherit it."""
     return name.startswith(("TORCHELASTIC_", "MS_SCHED_", "MS_NODE_", "MS_WORKER_")) or name in (
         "GROUP_RANK",
         "ROLE_RANK",
@@ -344,12 +345,12 @@ def _is_launchers(name: str) -> bool:
 
 
 def _is_stopped(process: _Process) -> bool:
-    """Return whether a rank is stopped by a signal or a debugger; False where the system does not tell."""
+    """Return whether a rank is stopped by a signal or a debugger. False if the system does not report it."""
     return _state(process) in _STOPPED_STATES
 
 
 def _state(process: _Process) -> str:
-    """Return the letter for the state of a rank's process (proc(5)); empty where the system does not tell."""
+    """Return the state letter of a rank's process (proc(5)), or an empty string if the system does not report it."""
     try:
         stat = Path(f"/proc/{process.popen.pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -358,8 +359,9 @@ def _state(process: _Process) -> str:
 
 
 def _exit_code(process: _Process) -> int | None:
-    """Return the exit code of a rank whose pipe is closed. The process is left to be reaped, so that its group can be
-    signalled.
+    """Return the exit code of a rank whose pipe is closed.
+
+    The process is not reaped (WNOWAIT), so that its process group can still be signalled.
     """
     deadline = time.monotonic() + _END_SECONDS
     while time.monotonic() < deadline:
@@ -375,7 +377,15 @@ _ADDRESS_IN_USE = re.compile(r"EADDRINUSE|address (is )?already in use|errno: 98
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The failure of one rank: a line, its details, when it was noticed, and the class of its error (`kind`)."""
+    """The failure of one rank.
+
+    Attributes:
+        headline: what happened, in one line.
+        details: traceback or last output.
+        when: time of detection.
+        died: whether the process ended without reporting an exception.
+        kind: class name of the exception.
+    """
 
     headline: str
     details: str
@@ -396,7 +406,7 @@ def failure_of_end(code: int | None, tail: str) -> Failure:
     details, now = f"its last output:\n{tail}" if tail else "", time.monotonic()
     if code is not None and code < 0:
         hint = "; the machine may have run out of memory" if -code == signal.SIGKILL else ""
-        # Frameworks abort a process whose partner is gone.
+        # SIGABRT is a consequence: frameworks abort a process whose peer has ended.
         died = -code != signal.SIGABRT
         return Failure(f"was killed by {signal.Signals(-code).name}{hint}", details, now, died, signal=-code)
     return Failure(f"ended without a result, exit code {code}", details, now, died=True)

@@ -159,7 +159,7 @@ class _Block:
         if memory is None or memory[1] < self._smallest or memory[0] in self._left:
             return SavedReference(self._platform, x)
         # Where whole storages cannot be copied, views with different forms need copies of their own.
-        shared = None if self._copies.copies_whole_memory else self._copies.form(x)
+        shared = None if self._copies.copies_full_storage else self._copies.form(x)
         # The version: a storage that is written between two saves is two sets of values.
         key = memory[0], self._platform.version(x), shared
         with self._platform.no_grad(), self._platform.local_op():

@@ -448,7 +448,7 @@ def checkpoint(
     if (calls := _calls.get()) is not None:
         calls.append(1)
     call = CheckpointedCall(platform, function, x, local, args, save)
-    return with_placeholders(call, local) if platform.repeats_for_saved else as_one_node(call, local)
+    return with_placeholders(call, local) if platform.recomputes_on_unpack else as_one_node(call, local)
 
 
 def is_checkpointed() -> bool:

@@ -16,80 +16,76 @@ Wait = Callable[[], None]
 
 
 class HostCopies(ABC):
-    """Moves memory of saved tensors to the host and back, beside the computation where the device can do that.
+    """Copies saved tensors to host memory and back, overlapped with computation where the device supports it.
 
     Attributes:
-        copies_whole_memory: views that lie in one memory share its copy; else each tensor is copied by itself.
+        copies_full_storage: whether views of one storage share one copy. Otherwise each tensor is copied separately.
     """
 
-    copies_whole_memory = True
+    copies_full_storage = True
 
     @abstractmethod
     def memory_of(self, x: Tensor) -> tuple[Hashable, int] | None:
-        """Return what identifies the memory that a tensor lies in, as long as that lives, and its bytes.
+        """Return a key for the storage of a tensor, unique while that storage lives, and its size in bytes.
 
-        None where it must stay: memory that parameters are gathered to, or tensors of other kinds.
+        None for tensors that must stay on the device: views of gathered parameters, and unsupported kinds of tensors.
         """
 
     @abstractmethod
     def form(self, x: Tensor) -> Hashable:
-        """Return what `tensor` needs to make a tensor like `x`: its dtype, and how it lies in its memory."""
+        """Return the dtype and the layout in storage of `x`, from which `tensor` rebuilds it."""
 
     @abstractmethod
     def memory(self, x: Tensor) -> Tensor:
-        """Return what is copied of a tensor: the whole memory that it lies in as a flat tensor of bytes, or itself."""
+        """Return the tensor to copy: the full storage of `x` as flat bytes, or `x` itself."""
 
     @abstractmethod
     def to_host(self, memory: Tensor) -> tuple[Tensor, Wait]:
-        """Begin to copy memory to the host.
-
-        Once the function beside the copy has returned, the computation may free or write `memory`.
-        """
+        """Start a copy to the host. Return it, and a function that waits until `memory` may be freed or written."""
 
     @abstractmethod
     def to_device(self, host: Tensor) -> tuple[Tensor, Wait]:
-        """Begin to copy back; the function beside the copy makes the computation wait for it."""
+        """Start a copy back to the device. Return it, and a function that makes the computation wait for it."""
 
     @abstractmethod
     def tensor(self, memory: Tensor, form: Hashable) -> Tensor:
-        """Return the tensor of a form over what has been copied, outside the graph."""
+        """Return the tensor with the given form in copied memory, outside the autograd graph."""
 
 
 class SavedOperations:
-    """Keeps results of a framework's own operations from a computation to its repetition; the default: of none."""
+    """Saves results of the framework's own operations for recomputation. The default saves none."""
 
     def first(self) -> AbstractContextManager[Any]:
-        """Keep the results of the operations in the block."""
+        """Save the results of the operations in the block."""
         return nullcontext()
 
     def again(self) -> AbstractContextManager[Any]:
-        """Take the results of the operations in the block from those that are kept, call by call."""
+        """Replace the operations in the block by their saved results, call by call."""
         return nullcontext()
 
     def paused(self) -> AbstractContextManager[Any]:
-        """Neither keep nor take results in the block, which is within one of `first` and is not repeated."""
+        """Save nothing in the block, which is inside a block of `first` and is not recomputed."""
         return nullcontext()
 
 
 class AutogradInterface(ABC):
-    """The part of `Platform` that adds nodes to the framework's autograd graph and drives it.
+    """The part of `Platform` for autograd: custom nodes, backward, gradients and saved tensors.
 
     Attributes:
         splits_backward: whether `split_backward` works.
-        repeats_for_saved: whether what `saving` calls in backward may record operations, and what it calls in forward
-            may raise an exception that ends it.
+        recomputes_on_unpack: whether the `unpack` of `saving` may record operations, and its `pack` may raise an
+            exception that ends the forward.
     """
 
     splits_backward: bool = False
-    repeats_for_saved: bool = False
+    recomputes_on_unpack: bool = False
 
     def linear_map(
         self, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Return `forward(x)` as one autograd node whose gradient is `backward(grad)`: a linear map and its dual.
+        """Return `forward(x)`, a linear map, as one autograd node with the backward `backward(grad)`, its dual.
 
-        Both take and return plain tensors and run without recording. Differentiating the backward again
-        uses `forward` as its dual.
+        Both functions take and return plain tensors and run without recording. The backward of `backward` is `forward`.
         """
         if is_recording():
             forward, backward = located(forward), located(backward)
@@ -103,12 +99,12 @@ class AutogradInterface(ABC):
     ) -> Any:
         """Return `forward(*inputs)`, a tensor or a tuple of tensors, as one autograd node.
 
-        Values needed in backward are kept by the closure, in a `hp_dtensor.comm.saved_tensors.Kept`. Neither function
-        is recorded, and a second derivative is refused where a framework could take one.
+        Values needed in backward are saved by the closure in a `hp_dtensor.comm.saved_tensors.SavedTensors`. Neither
+        function is recorded, and second derivatives are refused.
 
         Args:
-            backward: `backward(*grads)` gets the gradient of a single output, and one or None per output of a tuple;
-                it returns one or None per input.
+            backward: `backward(*grads)` gets the gradient of a single output, or one gradient or None per output of a
+                tuple. It returns one gradient or None per input.
         """
         return self._custom_function(forward, located(backward), *inputs)
 
@@ -122,18 +118,18 @@ class AutogradInterface(ABC):
 
     @abstractmethod
     def is_in_backward(self) -> bool:
-        """Return whether a backward of the framework called the code that runs now in this thread."""
+        """Return whether this thread is running inside a backward of the framework."""
 
     @abstractmethod
     def is_for_parameters(self) -> bool:
-        """Return whether the backward that runs accumulates gradients of leaves, rather than those asked for by `grad`.
+        """Return whether the running backward accumulates into leaves, rather than being a call of `grad`.
 
-        It is called during a backward only.
+        Called only during a backward.
         """
 
     @abstractmethod
     def backward(self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
-        """Accumulate gradients of every leaf below `loss` (a scalar when `gradient` is None) into `.grad`."""
+        """Accumulate the gradients of `loss` into the `.grad` of all leaves. Without `gradient`, `loss` is a scalar."""
 
     @abstractmethod
     def grad(
@@ -142,7 +138,7 @@ class AutogradInterface(ABC):
         inputs: Sequence[Tensor],
         output_grads: Sequence[Tensor | None] | None = None,
     ) -> list[Tensor | None]:
-        """Return the gradients of `inputs`, touching no `.grad`; None where an input is unused.
+        """Return the gradients of `inputs`, or None for unused ones, without changing any `.grad`.
 
         Raises:
             CapabilityError: the framework has no derivative of an operation.
@@ -151,22 +147,22 @@ class AutogradInterface(ABC):
     def split_backward(
         self, outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
     ) -> tuple[list[Tensor | None], Callable[[], None]]:
-        """Run a backward in two parts: return the gradients of leaves `inputs`, and the function that does the rest.
+        """Compute the gradients of the leaves `inputs`, and return them with a function that runs the rest of backward.
 
-        Once the function has been called, every other leaf has accumulated its gradient as by `backward`.
+        That function accumulates the gradients of all other leaves, as `backward` does.
 
         Args:
-            outputs: plain tensors, in the graph.
-            output_grads: their gradients; None for that of a scalar loss.
+            outputs: plain tensors in the autograd graph.
+            output_grads: their gradients. None for a scalar loss.
 
         Raises:
-            CapabilityError: the framework cannot (`splits_backward` is False).
+            CapabilityError: `splits_backward` is False.
         """
-        raise CapabilityError("this platform cannot split a backward; call backward for both parts at once")
+        raise CapabilityError("this platform cannot split a backward; call backward instead")
 
     @abstractmethod
     def no_grad(self) -> AbstractContextManager[None]:
-        """Record no operations of this thread inside the block."""
+        """Do not record operations of this thread inside the block."""
 
     @abstractmethod
     def enable_grad(self) -> AbstractContextManager[None]:
@@ -178,98 +174,98 @@ class AutogradInterface(ABC):
 
     @abstractmethod
     def requires_grad(self, x: Tensor) -> bool:
-        """Return whether `x` is part of a graph through which gradients come."""
+        """Return whether `x` requires a gradient."""
 
     @abstractmethod
     def set_requires_grad(self, x: Tensor, flag: bool) -> None:
-        """Make a leaf require a gradient, or not."""
+        """Set whether a leaf requires a gradient."""
 
     @abstractmethod
     def is_leaf(self, x: Tensor) -> bool:
-        """Return whether `x` was made by the user, not by a recorded operation."""
+        """Return whether `x` is a leaf: created by the user, not by a recorded operation."""
 
     @abstractmethod
     def get_grad(self, x: Tensor) -> Tensor | None:
-        """Return the accumulated gradient of a leaf; a DTensor for a DTensor."""
+        """Return the accumulated gradient of a leaf. For a DTensor it is a DTensor."""
 
     @abstractmethod
     def set_grad(self, x: Tensor, grad: Tensor | None) -> None:
         """Replace the accumulated gradient of a leaf."""
 
     def has_gradient_hooks(self, x: Tensor) -> bool:
-        """Return whether users have registered hooks on `x` that are called with its gradient, or after that."""
+        """Return whether users have registered hooks on the gradient of `x` or on its accumulation."""
         return False
 
     def saved_operations(self, kinds: Collection[str]) -> SavedOperations:
-        """Return what keeps results of the framework's own operations from a computation to its repetition.
+        """Return an object that saves results of the framework's own operations for recomputation.
 
         Args:
-            kinds: some of `hp_dtensor.comm.saved_tensors.KINDS`, whose nodes of ours keep results by themselves.
+            kinds: some of `hp_dtensor.comm.saved_tensors.KINDS`. Custom nodes of these kinds save their own results.
 
         Raises:
-            CapabilityError: the framework cannot keep one of the kinds: the default for products.
+            CapabilityError: the framework cannot save one of the kinds. By default these are products.
         """
         if "products" in kinds:
             raise CapabilityError(
-                "this platform cannot keep products of matrices for a recomputation: nothing takes their place in its "
-                "graph; keep attention or collectives, or recompute whole blocks"
+                "this platform cannot save matrix products for recomputation, because nothing can replace them in its "
+                "graph; save attention or collectives, or recompute full blocks"
             )
         return SavedOperations()
 
     def saving(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> AbstractContextManager[Any]:
-        """Call `pack` with each tensor that operations of this thread save in the block, and keep what it returns.
+        """Replace each tensor that operations of this thread save in the block by `pack(tensor)`.
 
-        Backward calls `unpack` with that, wherever it runs, and computes with the tensor that it returns.
+        Backward calls `unpack` on that value, in any thread, and uses the tensor that it returns.
 
         Raises:
-            CapabilityError: the framework lets nobody replace them, which is the default.
+            CapabilityError: the framework has no saved tensor hooks, which is the default.
         """
-        raise CapabilityError("this platform lets nobody replace what its autograd saves for backward")
+        raise CapabilityError("this platform has no hooks for the tensors that its autograd saves for backward")
 
     def host_copies(self) -> HostCopies:
-        """Return what moves tensors that autograd saves to host memory and back.
+        """Return the object that copies saved tensors to host memory and back.
 
         Raises:
-            CapabilityError: the framework lets nobody replace them, which is the default.
+            CapabilityError: the framework has no saved tensor hooks, which is the default.
         """
         raise CapabilityError(
-            "this platform cannot offload activations: nothing takes the place of what its autograd saves for "
+            "this platform cannot offload activations: it has no hooks for the tensors that its autograd saves for "
             "backward; recompute blocks instead"
         )
 
     def random_state(self) -> Any:
-        """Return the state of the generators that operations of this rank draw from; the default: there are none."""
+        """Return the state of this rank's random generators. By default there are none."""
         return None
 
     def set_random_state(self, state: Any) -> None:
-        """Restore what `random_state` returned."""
+        """Restore a value of `random_state`."""
 
     def is_random_state(self, state: Any) -> bool:
-        """Return whether the generators are in the state that `random_state` returned: nothing has been drawn since."""
+        """Return whether the generators still have the state of `random_state`, because nothing was drawn since."""
         return True
 
     def automatic_precision(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Return what makes a block compute in the dtypes of here, whatever automatic mixed precision is on there.
+        """Return a factory of contexts that restore the current automatic mixed precision, whatever is active later.
 
-        Within such a block casts of weights are not cached: one that was made while nothing is recorded would be used
-        where something is, and hide its gradient. The default: there is no automatic mixed precision.
+        Inside such a context, casts of weights are not cached: a cast made without recording would be reused with
+        recording and hide the gradient. By default there is no automatic mixed precision.
         """
         return contextlib.nullcontext
 
     def uncompiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` as it is written, where a compiler of the framework follows the code that calls it.
+        """Return `function` excluded from a compiler of the framework that traces its callers.
 
-        What is compiled within it stays so. The default: no compiler does that.
+        Code that is compiled inside `function` stays compiled. By default there is no such compiler.
         """
         return function
 
     def loss_dtype(self, x: Tensor) -> Any:
-        """Return the dtype of a loss of logits `x`: theirs, unless automatic mixed precision makes it wider."""
+        """Return the dtype of a loss of the logits `x`: theirs, or a wider one under automatic mixed precision."""
         return x.dtype
 
     def version(self, x: Tensor) -> int:
-        """Return how often the storage of a plain tensor has been written in place, as far as autograd counts that.
+        """Return autograd's version counter of a plain tensor: the number of in-place writes to its storage.
 
-        What was derived from `x` and kept is good only as long as the number stays the same.
+        A value derived from `x` and saved is valid only while the counter is unchanged.
         """
         return 0

@@ -27,6 +27,9 @@ from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.attention import AttentionInterface
 from hp_dtensor.platform.autograd import AutogradInterface
 
+# The functions that every platform's `ops` namespace provides, with torch's names and argument orders. Model code
+# written against `platform.ops` runs on every platform, on plain tensors and on DTensors. Arguments that are not shown
+# are not part of the contract. `dtype` arguments are the platform's dtypes.
 OP_SIGNATURES: dict[str, str] = {
     # creation (plain tensors on the default device)
     "zeros": "(shape, dtype)",
@@ -83,7 +86,7 @@ OP_SIGNATURES: dict[str, str] = {
     "log_softmax": "(x, dim)",
     "rms_norm": "(x, weight, eps): over the last dimension",
     "cross_entropy": "(logits, targets, reduction='mean' | 'sum' | 'none'): logits [rows, classes], targets [rows], "
-    "-100 where a row takes no part",
+    "-100 for rows to ignore",
     "embedding": "(ids, weight)",
     # shapes
     "reshape": "(x, shape)",
@@ -95,14 +98,14 @@ OP_SIGNATURES: dict[str, str] = {
     "cat": "(tensors, dim)",
     "stack": "(tensors, dim)",
     "split": "(x, sizes, dim): list of sizes",
-    "chunk": "(x, chunks, dim): pieces of ceil(size / chunks), the last smaller, perhaps fewer; of size 0: all empty",
+    "chunk": "(x, chunks, dim): chunks of ceil(size / chunks), perhaps fewer; all empty if size is 0",
     "narrow": "(x, dim, start, length)",
     "repeat_interleave": "(x, repeats: int, dim)",
     # selection
     "index_select": "(x, dim, index): differentiable in x",
     "gather": "(x, dim, index): differentiable in x",
-    "index_put": "(x, index, values): a copy of x with rows index of dim 0 replaced; differentiable in x and values",
-    "topk": "(x, k, dim) -> (values, indices), largest first; ties by lower index are not promised",
+    "index_put": "(x, index, values): a copy of x with rows of dim 0 replaced; differentiable in x and values",
+    "topk": "(x, k, dim) -> (values, indices), largest first; the order of ties is not specified",
     "argsort": "(x, dim, stable=True, descending=False)",
     "bincount": "(x, minlength) -> int64 [minlength]; x int, 1-D, all below minlength",
     "one_hot": "(x, num_classes) -> int64",
@@ -113,7 +116,7 @@ OP_NAMES: tuple[str, ...] = tuple(OP_SIGNATURES)
 
 DType: TypeAlias = Any
 TensorSpec: TypeAlias = Any
-"""`hp_dtensor.TensorSpec`, which is built on platforms and therefore not named here."""
+"""Stands for `hp_dtensor.TensorSpec`, which is built on platforms, so it cannot be imported here."""
 
 DTYPE_NAMES = (
     "float64",
@@ -130,23 +133,23 @@ DTYPE_NAMES = (
 
 
 class TensorInterface(ABC):
-    """The part of `Platform` that handles tensors and dtypes, both opaque to hp_dtensor.
+    """The part of `Platform` for tensors and dtypes, both opaque to hp_dtensor.
 
     Attributes:
-        name: `torch`, `mindspore`, ...; what `HP_PLATFORM` and `platform=` name.
+        name: `torch`, `mindspore`, ..., as used by `HP_PLATFORM` and `platform=`.
         Tensor: the framework's tensor class.
-        Parameter: its parameter class; `Parameter(tensor, requires_grad=...)`.
-        DTensor: its subclass of `hp_dtensor.DTensor` and `Tensor` that is the local shard.
-        ops: functions over tensors, torch's names and argument orders, the same on every platform
-            (`OP_NAMES` in `hp_dtensor.platform.interface` lists what must be there).
-        picks_integers_first: whether an index's integers are taken before its tensors: `x[0, :, positions]` is
-            `x[0][:, positions]`, where in NumPy the picked dimension would come first.
-        host_device: what `device=` takes for a tensor on the host; None: the framework's default.
-        masks_of_bytes: whether uint8 in an index means truth values; elsewhere it is refused.
+        Parameter: its parameter class, called as `Parameter(tensor, requires_grad=...)`.
+        DTensor: its subclass of `hp_dtensor.DTensor` and `Tensor`. An instance is the local shard.
+        ops: functions of tensors with torch's names and argument orders, the same on every platform. `OP_NAMES` lists
+            the required ones.
+        picks_integers_first: whether integers in an index apply before its tensors, so that `x[0, :, positions]` is
+            `x[0][:, positions]`. In NumPy the dimension of positions would come first.
+        host_device: the `device=` argument for a tensor on the host. None: the framework's default.
+        masks_of_bytes: whether a uint8 index is a mask. Otherwise such an index is refused.
     """
 
     name: str
-    if TYPE_CHECKING:  # in this class the name is a type of annotations too
+    if TYPE_CHECKING:  # annotations in this class use the name as a type
         Tensor: TypeAlias = Any
     else:
         Tensor: type
@@ -166,7 +169,7 @@ class TensorInterface(ABC):
         """Return the name in `DTYPE_NAMES` of a framework dtype."""
 
     def dtype_meant(self, value: Any) -> Any:
-        """Return the dtype that an operation's argument names in another form; anything else as it is."""
+        """Return the dtype of an argument that denotes one in another form, such as a string, else the argument."""
         return value
 
     @abstractmethod
@@ -175,20 +178,20 @@ class TensorInterface(ABC):
 
     @abstractmethod
     def is_floating(self, dtype: DType) -> bool:
-        """Return whether `dtype` is a real floating-point one."""
+        """Return whether `dtype` is real floating-point."""
 
     def is_complex(self, dtype: DType) -> bool:
-        """Return whether `dtype` is a complex one, which no platform needs to have; it is not floating then."""
+        """Return whether `dtype` is complex, and thus not floating. A platform may have no complex dtypes."""
         return False
 
     def dtype_of_number(self, value: complex) -> DType:
-        """Return the dtype of a tensor filled with a number where none is given: bool, int64, complex64 or float32."""
+        """Return the default dtype of a tensor filled with a number: bool, int64, complex64 or float32."""
         kind = numpy.asarray(value).dtype.kind
         return self.dtype({"b": "bool", "i": "int64", "u": "int64", "c": "complex64"}.get(kind, "float32"))
 
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: DType, device: Any = None) -> Tensor:
-        """Return an uninitialised tensor that owns its contiguous storage. `device` None: this rank's default."""
+        """Return an uninitialised tensor that owns its contiguous storage, by default on this rank's device."""
 
     @abstractmethod
     def zeros(self, shape: Sequence[int], dtype: DType, device: Any = None) -> Tensor:
@@ -196,11 +199,11 @@ class TensorInterface(ABC):
 
     @abstractmethod
     def from_numpy(self, array: numpy.ndarray, device: Any = None) -> Tensor:
-        """Return a tensor with the array's values; on CPU it may share the array's memory."""
+        """Return a tensor with the array's values. On CPU it may share the array's memory."""
 
     @abstractmethod
     def to_numpy(self, x: Tensor) -> numpy.ndarray:
-        """Return the values on the host, detached. A bfloat16 tensor comes as uint16 bit patterns."""
+        """Return the values on the host, detached. A bfloat16 tensor becomes an array of uint16 bit patterns."""
 
     @abstractmethod
     def from_bits(self, array: numpy.ndarray, dtype: DType, device: Any = None) -> Tensor:
@@ -208,11 +211,11 @@ class TensorInterface(ABC):
 
     @abstractmethod
     def copy_(self, target: Tensor, source: Tensor) -> None:
-        """Overwrite `target` (also a view) with `source` of its shape, casting; untracked by autograd."""
+        """Copy `source`, of the same shape, into `target`, which may be a view. Casts; not tracked by autograd."""
 
     @abstractmethod
     def contiguous(self, x: Tensor) -> Tensor:
-        """Return `x` if it is contiguous and fit to be communicated, else such a copy; tracked by autograd."""
+        """Return `x` if it is contiguous and can be communicated, else a copy that is. Tracked by autograd."""
 
     @abstractmethod
     def detach(self, x: Tensor) -> Tensor:
@@ -220,31 +223,31 @@ class TensorInterface(ABC):
 
     @abstractmethod
     def device_of(self, x: Tensor) -> Any:
-        """Return the framework's name or object for the device that `x` lies on."""
+        """Return the device of `x`, as the framework's name or object."""
 
     @abstractmethod
     def is_meta(self, x: Tensor) -> bool:
         """Return whether `x` has a shape but no data."""
 
     def check_dense(self, x: Tensor) -> None:
-        """Refuse a plain tensor whose data is not an array of its shape (sparse, quantized), or of a dtype not taken.
+        """Check that a plain tensor is dense (neither sparse nor quantized) and has a supported dtype.
 
         Raises:
-            CapabilityError: `x` is such a tensor.
+            CapabilityError: it is not.
         """
         self.check_dtype(x.dtype)
 
     def check_dtype(self, dtype: DType) -> None:
-        """Refuse a dtype that tensors of the framework may have and DTensors not.
+        """Check that DTensors support a dtype of the framework.
 
         Raises:
-            CapabilityError: naming it, and those that there are.
+            CapabilityError: they do not. The message lists the supported dtypes.
         """
 
     def default_device(self, device: Any) -> AbstractContextManager[None]:
-        """Make tensors of this thread on `device` inside the block, where no other is named.
+        """Make `device` the default device of this thread inside the block.
 
-        `"meta"` gives tensors that have a shape but no data.
+        Tensors on `"meta"` have a shape but no data.
 
         Raises:
             CapabilityError: the framework has no such device.
@@ -252,36 +255,36 @@ class TensorInterface(ABC):
         raise CapabilityError(f"platform {self.name!r} cannot make tensors on {device!r} instead of its own device")
 
     def strides(self, x: Tensor) -> tuple[int, ...]:
-        """Return the strides (in elements) of a plain tensor; by default those of a contiguous one."""
+        """Return the strides of a plain tensor in elements. The default assumes that it is contiguous."""
         return tuple(math.prod(x.shape[dim + 1 :]) for dim in range(len(x.shape)))
 
     def memory_order(self, x: Tensor) -> tuple[int, ...] | None:
-        """Return the dimensions of a plain tensor, outermost in memory first, as random operations go through them.
+        """Return the order in which random operations fill the dimensions of a plain tensor, outermost first.
 
-        None, the default, where they go through every tensor as through a contiguous one.
+        None, the default: they fill every tensor as a contiguous one.
         """
         return None
 
     @abstractmethod
     def wrap(self, local: Tensor, spec: TensorSpec) -> Tensor:
-        """Return `local` (plain, kept in the autograd graph) as a DTensor of `spec`, sharing storage."""
+        """Return the plain tensor `local` as a DTensor of `spec` that shares its storage and autograd history."""
 
-    def adopt(self, result: Tensor, spec: TensorSpec) -> Tensor:
-        """Return a fresh result that nobody else holds as a DTensor of `spec`; it may be converted in place."""
+    def wrap_fresh(self, result: Tensor, spec: TensorSpec) -> Tensor:
+        """Return a new result, which has no other references, as a DTensor of `spec`. It may be converted in place."""
         return self.wrap(result, spec)
 
-    def promised(self, shape: Sequence[int], dtype: DType, device: Any) -> Tensor:
-        """Return a plain tensor for `adopt_later`, whose values do not matter; by default one of its own memory."""
+    def empty_deferred(self, shape: Sequence[int], dtype: DType, device: Any) -> Tensor:
+        """Return a plain tensor of arbitrary values for `wrap_deferred`. By default it has its own memory."""
         return self.empty(shape, dtype, device)
 
-    def adopt_later(self, result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) -> Tensor:
-        """Return `result`, a recorded `promised` tensor, as a DTensor of `spec` with the data that `finish` gives.
+    def wrap_deferred(self, result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) -> Tensor:
+        """Return a recorded tensor of `empty_deferred` as a DTensor of `spec` whose data `finish` returns.
 
-        `finish` is called once, at the latest when the data is first used (`hp_dtensor.tensor.base`); by
-        default at once.
+        `finish` is called once, at the latest when the data is first used (`hp_dtensor.tensor.base`), by default
+        immediately.
         """
         self.copy_(self.detach(result), finish())
-        return self.adopt(result, spec)
+        return self.wrap_fresh(result, spec)
 
     @abstractmethod
     def unwrap(self, x: Tensor) -> Tensor:
@@ -293,21 +296,21 @@ class TensorInterface(ABC):
 
     @abstractmethod
     def local_op(self) -> AbstractContextManager[None]:
-        """Run operations on DTensors inside the block on their local data, with plain tensors as results."""
+        """Inside the block, operations on DTensors use their local data and return plain tensors."""
 
     def operation(self, name: str) -> Callable[..., Any] | None:
-        """Return the framework's own function for an operation that sharding rules name, with torch's argument order.
+        """Return the framework's function for an operation of the sharding rules, with torch's argument order.
 
-        None where the framework has none that works here. The default knows those of `ops`.
+        None if the framework has no such function here. The default knows the functions of `ops`.
         """
         return getattr(self.ops, name, None)
 
     def own_function(self, name: str) -> Callable[..., Any] | None:
-        """Return the function of `operation`, taking the arguments that the framework's users give."""
+        """Return the function of `operation` with the framework's own signature."""
         return self.operation(name)
 
     def operation_names(self, name: str) -> list[str]:
-        """Return what users of the framework write for an operation of the rules, sorted; for documentation."""
+        """Return the framework's names of an operation of the sharding rules, sorted. Used by the documentation."""
         return []
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -328,13 +331,13 @@ class TensorInterface(ABC):
         """Seed the default generator of this rank."""
 
     def random(self, distribution: str, shape: Sequence[int], dtype: DType) -> Tensor:
-        """Return a whole tensor drawn by the default generator.
+        """Return a plain tensor drawn from the default generator.
 
         Args:
             distribution: `"uniform"` in [0, 1), or standard `"normal"`.
 
         Raises:
-            CapabilityError: the platform draws none.
+            CapabilityError: the platform has no random tensors, which is the default.
         """
         raise CapabilityError(
             f"platform {self.name!r} draws no random tensors; use hp_dtensor.tensor.init.init_parameters"
@@ -349,25 +352,25 @@ class Removable(ABC):
 
     @abstractmethod
     def remove(self) -> None:
-        """Take the hook off."""
+        """Unregister the hook."""
 
 
 class ModuleInterface(ABC):
-    """The part of `Platform` that walks modules and hooks into them; modules are opaque to hp_dtensor.
+    """The part of `Platform` for modules, which are opaque to hp_dtensor: their names, parameters and hooks.
 
     Attributes:
-        Module: the framework's module class, with `forward` as entry point, whose instances register parameters
-            and sub-modules on attribute assignment (`hp_dtensor.parallel.nn.Module` derives from it).
+        Module: the framework's module class. Its entry point is `forward`, and attribute assignment registers
+            parameters and submodules (`hp_dtensor.parallel.nn.Module` derives from it).
     """
 
-    if TYPE_CHECKING:  # in this class the name is a type of annotations too
+    if TYPE_CHECKING:  # annotations in this class use the name as a type
         Module: TypeAlias = Any
     else:
         Module: type
 
     @abstractmethod
     def named_modules(self, module: Module) -> Iterator[tuple[str, Module]]:
-        """Yield all modules with dotted names, `module` itself as "" first, each once."""
+        """Yield each module once with its dotted name, starting with `module` itself as ""."""
 
     @abstractmethod
     def named_parameters(
@@ -381,32 +384,32 @@ class ModuleInterface(ABC):
 
     @abstractmethod
     def set_parameter(self, module: Module, name: str, value: Tensor) -> None:
-        """Replace the directly owned parameter `name`, so that `module.<name>` gives `value`.
+        """Replace the directly owned parameter `name`, so that `module.<name>` is `value`.
 
-        The value is a parameter, or for the time of a forward pass any tensor.
+        The value is a parameter or, during a forward pass, any tensor.
         """
 
     def is_container(self, module: Module) -> bool:
-        """Return whether `module` only holds others, as the framework's own lists do; nobody calls its forward."""
+        """Return whether `module` only holds other modules, as a module list does, and its forward is never called."""
         return False
 
     def is_statistic(self, module: Module, name: str) -> bool:
-        """Return whether forwards write the directly owned parameter `name` and nobody trains it."""
+        """Return whether the directly owned parameter `name` is written by forward and not trained."""
         return False
 
     def compile_module(self, module: Module, backend: str) -> None:
-        """Let the framework compile the forward of a module, in place, when it is first called.
+        """Compile the forward of a module in place, when it is first called.
 
         Args:
             backend: the compiler, by the framework's name for it.
 
         Raises:
-            CapabilityError: the framework cannot, which is the default.
+            CapabilityError: the framework does not compile modules, which is the default.
         """
         raise CapabilityError("this platform does not compile modules; train with training.compile=false")
 
     def compile_backends(self) -> tuple[str, ...]:
-        """Return the names that `compile_module` takes as `backend`; by default none, since it cannot compile."""
+        """Return the `backend` names of `compile_module`, by default none."""
         return ()
 
     @abstractmethod
@@ -416,7 +419,7 @@ class ModuleInterface(ABC):
         hook: Callable[[Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]] | None],
         prepend: bool = False,
     ) -> Removable:
-        """Call `hook(module, args, kwargs)` before every forward; it may return new `(args, kwargs)`."""
+        """Call `hook(module, args, kwargs)` before every forward. It may return new `(args, kwargs)`."""
 
     @abstractmethod
     def add_forward_hook(
@@ -426,23 +429,23 @@ class ModuleInterface(ABC):
         prepend: bool = False,
         always_call: bool = False,
     ) -> Removable:
-        """Call `hook(module, args, kwargs, output)` after every forward; it may return another output.
+        """Call `hook(module, args, kwargs, output)` after every forward. It may return another output.
 
         Args:
-            always_call: also after a forward that raises; `output` means nothing then.
+            always_call: also call it after a forward that raised. `output` has no meaning then.
         """
 
 
 Module: TypeAlias = Any
 World: TypeAlias = Any
-"""`hp_dtensor.World`, which is built on platforms and therefore not named here."""
+"""Stands for `hp_dtensor.World`, which is built on platforms, so it cannot be imported here."""
 
 
 class ProcessInterface(ABC):
-    """The part of `Platform` that joins jobs and tells what a rank can do.
+    """The part of `Platform` for processes: joining a job, devices, memory and profiling.
 
     Attributes:
-        device_types: the kinds of device that it can use here, best first (`("cuda", "cpu")`).
+        device_types: the device types available here, best first (`("cuda", "cpu")`).
     """
 
     device_types: tuple[str, ...]
@@ -450,71 +453,70 @@ class ProcessInterface(ABC):
 
     @property
     def world(self) -> World | None:
-        """The `World` of the job that this process has joined; None before.
+        """The `World` of the job that this process has joined, else None.
 
-        The default: `_world`, which `connect` and `disconnect` set.
+        By default this is `_world`, which `connect` and `disconnect` set.
         """
         return self._world
 
     @abstractmethod
     def connect(self, rank: int, size: int, address: str, timeout_seconds: float = 300.0, local_rank: int = 0) -> World:
-        """Join a job of `size` ranks that meets at `address` (`host:port`, served by rank 0); returns its `world`."""
+        """Join a job of `size` ranks that meet at `address` (`host:port`, served by rank 0), and return its world."""
 
     def join_launched(self) -> None:
-        """Join the job of the launcher that has started this process, if one has; the default: stay alone."""
+        """Join the job of the launcher that started this process, if any. By default nothing happens."""
 
     @abstractmethod
     def disconnect(self) -> None:
-        """Leave the job; safe to call twice and after an error."""
+        """Leave the job. It is safe to call this twice, and after an error."""
 
     def environment(self, local_rank: int, local_size: int) -> dict[str, str]:
         """Return extra environment variables for a rank started on this machine (thread counts, log levels)."""
         return {}
 
     def num_accelerators(self) -> int:
-        """Return how many accelerators of its best kind this machine offers to ranks; 0: ranks run on the CPU."""
+        """Return the number of accelerators of the best type on this machine. With 0, ranks run on the CPU."""
         return 0
 
     def max_local_ranks(self) -> int | None:
-        """Return how many ranks this machine can have: one for each accelerator; None: any number."""
+        """Return the maximal number of ranks on this machine, one per accelerator. None: any number."""
         return self.num_accelerators() or None
 
     def peak_memory(self) -> int:
-        """Return the largest number of bytes that this rank's device has held at once for it so far.
+        """Return this rank's peak device memory so far, in bytes.
 
-        The default, for ranks on the CPU: that of the process, in main memory.
+        By default this is the peak memory of the process, for ranks on the CPU.
         """
-        # Kibibytes on Linux.
+        # Linux reports kibibytes.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def live_bytes(self) -> AbstractContextManager[Any]:
-        """Count the bytes of tensors that operations of this thread make inside the block, while they are alive.
+        """Count the live bytes of tensors that operations of this thread create inside the block.
 
         Returns:
-            A context manager that gives an object with two attributes: `now`, the bytes alive, and `peak`, the most so
-            far.
+            A context manager whose target has two attributes: `now`, the live bytes, and `peak`, their maximum so far.
 
         Raises:
-            CapabilityError: the framework does not tell, which is the default.
+            CapabilityError: the framework does not report this, which is the default.
         """
-        raise CapabilityError("this platform does not tell when the memory of a tensor is freed")
+        raise CapabilityError("this platform does not report when the memory of a tensor is freed")
 
     def peak_flops(self, dtype: str) -> float | None:
-        """Return the matrix products' peak rate of this rank's device, in floating-point operations per second.
+        """Return the peak rate of matrix products on this rank's device, in floating-point operations per second.
 
         Args:
             dtype: name of the operands' dtype.
 
         Returns:
-            The figure of the maker's data sheet, without sparsity; None, the default, where it is not known.
+            The figure of the vendor's data sheet, without sparsity, or None (the default) if it is unknown.
         """
         return None
 
     def profile(self, folder: Path, rank: int) -> AbstractContextManager[None]:
-        """Profile what this rank runs inside the block.
+        """Profile this rank inside the block.
 
-        Writes `rank<rank>-trace.json` (or `.json.gz`) for trace viewers such as Perfetto into the folder, and beside it
-        what the framework tells of operations and of memory.
+        Writes `rank<rank>-trace.json` (or `.json.gz`), for trace viewers such as Perfetto, and the framework's reports
+        of operations and memory into the folder.
 
         Raises:
             CapabilityError: the framework has no profiler, which is the default.
@@ -522,54 +524,54 @@ class ProcessInterface(ABC):
         raise CapabilityError("this platform has no profiler")
 
     def collective_dtypes(self, reducing: bool) -> tuple[str, ...]:
-        """Return the names of the dtypes that its process groups can move here.
+        """Return the names of the dtypes that the platform's process groups support here.
 
-        The conformance suite tries each of them.
+        The conformance suite tests each of them.
 
         Args:
-            reducing: also reduce.
+            reducing: for reductions, not only for sending.
         """
         return tuple(name for name in DTYPE_NAMES if not (reducing and name == "bool"))
 
     @property
     def records_by_thread(self) -> bool:
-        """Return whether threads record operations for their gradients apart from each other, as simulated ranks do."""
+        """Whether each thread records its own autograd graph, which simulated ranks need."""
         return True
 
     def rank_state(self) -> Any:
-        """Return process-wide state that belongs to one rank, such as a global grad flag.
+        """Return the process-wide state that belongs to one rank, such as a global grad flag.
 
-        Simulated ranks share a process: the state is read when a rank's thread gives up its turn, and given back to
-        `set_rank_state` when that thread goes on. A framework that keeps such state per thread has none.
+        Simulated ranks share a process. The state is read when the thread of a rank is suspended, and passed to
+        `set_rank_state` when that thread continues. A framework with thread-local state returns None.
         """
         return None
 
     def set_rank_state(self, state: Any) -> None:
-        """Restore what `rank_state` returned; called in the thread of the rank that goes on."""
+        """Restore the value of `rank_state`. Called in the thread of the rank that continues."""
 
-    def adopt_mesh(self, mesh: Any) -> Any | None:
-        """Return a device mesh of the framework's own as a `hp_dtensor.DeviceMesh` over the same groups.
+    def wrap_mesh(self, mesh: Any) -> Any | None:
+        """Return the framework's own device mesh as a `hp_dtensor.DeviceMesh` over the same groups.
 
-        None, the default, for something else.
+        Returns None for any other object, and by default.
         """
         return None
 
-    def adopt_group(self, group: Any) -> Any | None:
-        """Return a process group of the framework's own as a `hp_dtensor.ProcessGroup` that communicates through it.
+    def wrap_group(self, group: Any) -> Any | None:
+        """Return the framework's own process group as a `hp_dtensor.ProcessGroup` that communicates through it.
 
-        None, the default, for something else.
+        Returns None for any other object, and by default.
         """
         return None
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was asked of it (nothing on CPU)."""
+        """Wait until the device has completed all its work. On the CPU there is nothing to wait for."""
 
 
 class Platform(TensorInterface, AutogradInterface, AttentionInterface, ModuleInterface, ProcessInterface):
     """One framework on one kind of process: its tensors, autograd, modules and processes.
 
-    The methods are those of the five interfaces. What is abstract must be there; what has a body is a default that
-    a framework may do better. `hp_dtensor.testing` checks an implementation (the conformance suite).
+    It combines the five interfaces. Abstract methods are required, the others have defaults. The conformance suite in
+    `hp_dtensor.testing` checks an implementation.
 
     Example:
         >>> platform.to_numpy(platform.zeros((2,), platform.dtype("float32"))).tolist()

@@ -1,4 +1,4 @@
-"""One function of a framework that a platform replaces; each platform has a table of them."""
+"""`Patch`: a function of a framework that a platform replaces. Each platform lists its patches in a table."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One entry point of a framework that is replaced for everybody in this process.
+    """A function of a framework that is replaced in the whole process.
 
     Attributes:
         name: the full name, such as `torch.nn.init.eye_`.
-        why: what the framework would do to a DTensor by itself.
+        why: what the framework would do to a DTensor without the patch.
         dtensors: what happens to DTensors instead.
-        replacement: makes of the framework's function the one that takes its place.
+        replacement: returns the new function, given the framework's.
     """
 
     name: str
@@ -26,18 +26,18 @@ class Patch:
     replacement: Callable[[Any], Any]
 
     def is_there(self) -> bool:
-        """Return True if this version of the framework has the function."""
+        """Return whether this version of the framework has the function."""
         try:
-            # By name, when it is installed: the table itself imports none of the modules that it names.
+            # Resolved by name at installation, so that the table imports none of the modules that it names.
             owner, attribute = self.place()
         except (ImportError, AttributeError):
             return False
         return hasattr(owner, attribute)
 
     def install(self) -> Any:
-        """Put the replacement in its place, and return the framework's own function."""
+        """Install the replacement and return the framework's function."""
         owner, attribute = self.place()
-        # Static: a class method as it is, not bound to the class that defines it.
+        # Static lookup: a class method must not be bound to the class that defines it.
         own = inspect.getattr_static(owner, attribute)
         setattr(owner, attribute, self.replacement(own.__func__ if isinstance(own, staticmethod) else own))
         return own

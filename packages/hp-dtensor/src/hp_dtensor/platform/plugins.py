@@ -1,7 +1,7 @@
-"""Plugin managers: one per component, all with the same rules.
+"""Plugin managers: each component has one, and all follow the same rules.
 
-`HP_LOAD_PLUGINS` (comma-separated entry-point names or distributions; empty: none) limits what is loaded;
-`HP_TRACE_PLUGINS=1` prints every hook call with its result to standard error.
+`HP_LOAD_PLUGINS` limits the plugins that are loaded: comma-separated names of entry points or distributions, where an
+empty value means none. `HP_TRACE_PLUGINS=1` prints every hook call and its result to standard error.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class PluginManager(pluggy.PluginManager):
     """pluggy's manager with errors that name the plugin, its distribution and the hook.
 
     Attributes:
-        group: the entry-point group it serves.
-        distributions: plugin name -> the distribution it comes from; absent for plugins registered in code.
+        group: its entry-point group.
+        distributions: plugin name -> its distribution, except for plugins registered in code.
     """
 
     def __init__(self, group: str, hookspecs: ModuleType) -> None:
@@ -38,10 +38,10 @@ class PluginManager(pluggy.PluginManager):
         self.add_hookspecs(hookspecs)
 
     def register(self, plugin: Any, name: str | None = None) -> str | None:
-        """Register a plugin whose hooks, when they raise, are named with it.
+        """Register a plugin, so that errors of its hooks name it.
 
         Raises:
-            PluginError: a hook of it has arguments that its specification does not have.
+            PluginError: one of its hooks has arguments that the specification lacks.
         """
         try:
             registered = super().register(plugin, name)
@@ -51,14 +51,13 @@ class PluginManager(pluggy.PluginManager):
         for caller in self.get_hookcallers(plugin) or ():
             for implementation in caller.get_hookimpls():
                 if implementation.plugin is plugin and not (implementation.wrapper or implementation.hookwrapper):
-                    # Guarded once, when it is registered, and not at each call: hooks are looked up on ways that are
-                    # taken often.
+                    # Wrapped once at registration and not at each call, because hooks are also called in hot code.
                     guarded = _guarded(implementation.function, f"{origin_of(self, str(registered))}", caller.name)
                     implementation.function = guarded  # type: ignore[misc]
         return registered
 
     def _unknown_arguments(self, plugin: Any) -> str | None:
-        """Return the message about the first hook of `plugin` that wants what its specification lacks."""
+        """Return a message about the first hook of `plugin` with arguments that the specification lacks."""
         for name in dir(plugin):
             spec = getattr(getattr(self.hook, name, None), "spec", None)
             if spec is None or self.parse_hookimpl_opts(plugin, name) is None:
@@ -67,14 +66,14 @@ class PluginManager(pluggy.PluginManager):
             unknown = [x.name for x in arguments if x.default is x.empty and x.name not in spec.argnames]
             if unknown:
                 known = ", ".join(spec.argnames)
-                return f"hook {name} is called as {name}({known}), which gives no {', '.join(map(repr, unknown))}"
+                return f"hook {name} is called as {name}({known}), without {', '.join(map(repr, unknown))}"
         return None
 
 
 def _guarded(function: Callable[..., Any], origin: str, hook: str) -> Callable[..., Any]:
-    """Return the hook `function` with its errors told as those of the plugin that `origin` names.
+    """Return the hook `function` with its errors converted to `PluginError`s that name the plugin.
 
-    An error that the packages raise on purpose keeps its type and its message, and gets a note.
+    An `HPError` keeps its type and message and gets a note.
     """
 
     @functools.wraps(function)
@@ -100,9 +99,9 @@ class PluginHook(NamedTuple):
     """One plugin's implementation of a hook.
 
     Attributes:
-        name: the plugin's.
-        call: calls it alone, with the hook's arguments by keyword; returns what pluggy does for one plugin: a list
-            of one result (empty for None), or the result itself of a hook with `firstresult`.
+        name: name of the plugin.
+        call: calls this implementation only, with the hook's arguments by keyword. It returns what pluggy returns for
+            one plugin: a list of one result (empty for None), or the result itself if the hook is `firstresult`.
     """
 
     name: str
@@ -110,7 +109,7 @@ class PluginHook(NamedTuple):
 
 
 def call_each(manager: pluggy.PluginManager, hook: str) -> Iterator[PluginHook]:
-    """Yield every plugin's implementation of `hook`, in the order in which the plugins were registered."""
+    """Yield every plugin's implementation of `hook`, in order of registration."""
     plugins = manager.list_name_plugin()
     for implementation in getattr(manager.hook, hook).get_hookimpls():
         others = [plugin for _, plugin in plugins if plugin is not implementation.plugin]
@@ -118,11 +117,11 @@ def call_each(manager: pluggy.PluginManager, hook: str) -> Iterator[PluginHook]:
 
 
 def create_plugin_manager(group: str, hookspecs: ModuleType) -> PluginManager:
-    """Return a manager with every wanted plugin of the entry-point `group` loaded and checked against `hookspecs`.
+    """Return a manager with the plugins of an entry-point group loaded and checked against `hookspecs`.
 
     Raises:
-        PluginError: a plugin does not import, implements no hook or one that `hookspecs` does not have, or takes
-            arguments that a hook does not have.
+        PluginError: a plugin cannot be imported, implements no hook or an unknown one, or has a hook with unknown
+            arguments.
     """
     manager = PluginManager(group, hookspecs)
     for entry_point in _wanted_entry_points(group):
@@ -137,21 +136,21 @@ def create_plugin_manager(group: str, hookspecs: ModuleType) -> PluginManager:
 
 @functools.cache
 def plugin_manager() -> PluginManager:
-    """Return hp_dtensor's own manager, made on first use."""
+    """Return the plugin manager of hp_dtensor, created on first use."""
     from hp_dtensor.platform import hookspecs
 
     return create_plugin_manager("hp_dtensor", hookspecs)
 
 
 def check_version(framework: str, minimum: tuple[int, int], beside: str = "") -> None:
-    """Check that a platform's framework is installed, by its metadata alone: nothing is imported.
+    """Check from package metadata, without an import, that a platform's framework is installed.
 
     Args:
-        minimum: the oldest release that serves, as (major, minor).
-        beside: what pip must be told besides the framework, such as `"'numpy<2'"`.
+        minimum: the oldest supported release, as (major, minor).
+        beside: further requirements for the pip command in the message, such as `"'numpy<2'"`.
 
     Raises:
-        PlatformError: it is missing or too old.
+        PlatformError: the framework is missing or too old.
     """
     wanted = f"{framework} >= {minimum[0]}.{minimum[1]}"
     install = f"'{wanted.replace(' ', '')}'" + (f" {beside}" if beside else "")
@@ -181,7 +180,7 @@ def _wanted_entry_points(group: str) -> Iterator[importlib.metadata.EntryPoint]:
         name, distribution = entry_point.name, _distribution(entry_point)
         if wanted is not None and not wanted & {name, distribution}:
             continue
-        # A distribution may be found twice, through several entries of sys.path.
+        # The same distribution may be found twice, through several entries of sys.path.
         first = distributions.get(name)
         if first is None:
             distributions[name] = distribution
@@ -189,7 +188,7 @@ def _wanted_entry_points(group: str) -> Iterator[importlib.metadata.EntryPoint]:
         elif first != distribution:
             raise PluginError(
                 f"distributions {first!r} and {distribution!r} both have a plugin {name!r} in group {group!r}; "
-                f"uninstall one, or set HP_LOAD_PLUGINS to the distribution wanted"
+                f"uninstall one, or set HP_LOAD_PLUGINS to the one to load"
             )
 
 
@@ -203,8 +202,8 @@ def _load(entry_point: importlib.metadata.EntryPoint, group: str) -> object:
     except Exception as error:
         raise PluginError(
             f"plugin {entry_point.name!r} of distribution {_distribution(entry_point)!r} (entry-point group "
-            f"{group!r}, {entry_point.value}) does not import: {type(error).__name__}: {error}. Repair or "
-            "uninstall it, or set HP_LOAD_PLUGINS to the plugins wanted."
+            f"{group!r}, {entry_point.value}) cannot be imported: {type(error).__name__}: {error}. Repair or "
+            "uninstall it, or set HP_LOAD_PLUGINS to the plugins to load."
         ) from error
 
 
@@ -212,10 +211,10 @@ def _reject_plugins_without_hooks(manager: pluggy.PluginManager, group: str) -> 
     for name, plugin in manager.list_name_plugin():
         if not manager.get_hookcallers(plugin):
             unmarked = [hook for hook in _known_hooks(manager) if callable(getattr(plugin, hook, None))]
-            found = f" ({', '.join(unmarked)} is there without the mark)" if unmarked else ""
+            found = f" ({', '.join(unmarked)} is not marked)" if unmarked else ""
             raise PluginError(
-                f"{origin_of(manager, name)} implements no hook of group {group!r}: expected a function marked "
-                f"@hookimpl (hp_dtensor.hookimpl) under the name of a hook, got none in {plugin!r}"
+                f"{origin_of(manager, name)} implements no hook of group {group!r}: expected a function with the name "
+                f"of a hook marked @hookimpl (hp_dtensor.hookimpl), got none in {plugin!r}"
                 f"{found}. Known hooks: {', '.join(_known_hooks(manager))}."
             )
 

@@ -1,7 +1,7 @@
-"""Records of the collectives that a rank starts: inside which module, in forward or in backward.
+"""Records of the collectives that a rank starts, with the module that caused them, in forward and backward.
 
-A thread is at one `Place` per open log. What a forward leaves to be done in backward takes its places along
-(`located`), so that the collectives there belong to the module that caused them, in whatever thread they run.
+A thread has one `Place` per open log. Functions that a forward leaves for backward carry their places along
+(`located`), so that collectives in backward are recorded for the module that caused them, in whatever thread they run.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class CollectiveRecord:
     Attributes:
         group: global ranks.
         wire_bytes: what this rank sends to others, in bytes.
-        module: the innermost module that the log knows whose forward made it, or for whose forward a backward did; ""
-            outside of all.
-        in_backward: whether it was made while a backward ran, or to reduce its gradients.
+        module: the innermost module of the log whose forward, or the backward of whose forward, started it. "" outside
+            of all modules.
+        in_backward: whether it was started during a backward, or to reduce gradients.
     """
 
     name: str
@@ -41,7 +41,7 @@ class CollectiveLog:
 
     Attributes:
         modules: names of modules by `id`.
-        is_open: whether more are to come.
+        is_open: whether the log still records.
     """
 
     records: list[CollectiveRecord] = field(default_factory=list)
@@ -55,12 +55,12 @@ class CollectiveLog:
         return sum(record.wire_bytes for record in self.records if name in (None, record.name))
 
     def name_of(self, modules: Sequence[Module]) -> Path:
-        """Return the first of `modules` that is known, as a path; an empty path when none is."""
+        """Return the first module that the log knows, as a path. The path is empty if it knows none."""
         return next(((self.modules[id(module)],) for module in modules if id(module) in self.modules), ())
 
 
 class Place(NamedTuple):
-    """The position of a thread, as a log sees it: the modules that it is inside of, outermost first."""
+    """The position of a thread in one log: the modules that it is inside of, outermost first."""
 
     log: CollectiveLog
     path: Path = ()
@@ -68,7 +68,7 @@ class Place(NamedTuple):
 
 
 class KnowsBackward(Protocol):
-    """The one thing that a record asks of a platform."""
+    """The part of a platform that records need."""
 
     def is_in_backward(self) -> bool: ...
 
@@ -83,7 +83,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def recorded(modules: Mapping[int, str]) -> Iterator[CollectiveLog]:
-    """Record what this thread starts in the block, and what a backward there does for it; see `CollectiveLog`."""
+    """Record the collectives of this thread in the block, including those of backwards that it runs."""
     log = CollectiveLog(modules=modules)
     _thread.places += (Place(log),)
     try:
@@ -94,7 +94,7 @@ def recorded(modules: Mapping[int, str]) -> Iterator[CollectiveLog]:
 
 
 def is_recording() -> bool:
-    """Return whether a log is open in this thread."""
+    """Return whether this thread has an open log."""
     return bool(_thread.places)
 
 
@@ -112,15 +112,15 @@ def add_record(platform: KnowsBackward | None, name: str, group: tuple[int, ...]
 def located(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function` with its collectives recorded for the modules that this thread is inside of now.
 
-    Without that, those of a backward would be recorded for the place where the backward runs.
+    Otherwise collectives of a backward would be recorded for the place where backward runs.
     """
-    # Where the forward is now. Autograd may run the backward in a thread of its own, which is nowhere.
+    # Autograd may run backward in a thread of its own, which has no places, so those of the forward are captured now.
     then = _thread.places
     if not then:
         return function
 
     def run(*args: Any) -> Any:
-        # A log may be closed between forward and backward; another one may have been opened around the backward.
+        # A log may have been closed between forward and backward, and another one opened around the backward.
         places = tuple(place for place in then if place.log.is_open)
         others = (here for here in _thread.places if all(here.log is not place.log for place in places))
         with _at((*places, *others)):
@@ -133,7 +133,7 @@ def inside(modules: Sequence[Module], in_backward: bool = False) -> contextlib.A
     """Record the collectives in the block for the first of `modules` that a log knows.
 
     Args:
-        in_backward: they reduce gradients, whether a backward still runs or not.
+        in_backward: the collectives reduce gradients, even if no backward is running any more.
     """
     if not _thread.places:
         return contextlib.nullcontext()
@@ -141,10 +141,10 @@ def inside(modules: Sequence[Module], in_backward: bool = False) -> contextlib.A
 
 
 def enter(log: CollectiveLog, module: str, arrive: bool) -> None:
-    """Note that the forward of a module begins.
+    """Record that the forward of a module starts.
 
     Args:
-        arrive: whether to follow this thread too where the log does not know it, as one that runs a backward.
+        arrive: whether to add the log to this thread if it is new to the log, such as a thread that runs backward.
     """
     if arrive and all(place.log is not log for place in _thread.places):
         _thread.places += (Place(log),)
@@ -152,9 +152,9 @@ def enter(log: CollectiveLog, module: str, arrive: bool) -> None:
 
 
 def leave(log: CollectiveLog, module: str) -> None:
-    """Note that the forward of a module is over, and that of all modules inside it.
+    """Record that the forward of a module, and of all modules inside it, has ended.
 
-    A module whose forward has not begun is passed over.
+    A module whose forward has not started is ignored.
     """
     _step(log, lambda path: path[: len(path) - path[::-1].index(module) - 1] if module in path else path)
 

@@ -1,7 +1,6 @@
-"""Named things that plugins provide: communications, token dispatchers, models, datasets, optimizers, trackers.
+"""Registries of named objects from plugins: communications, token dispatchers, models, datasets, optimizers, trackers.
 
-One class serves every package that lets plugins add things by name. A registry is filled by `fill_registry`, which
-calls the hook of one plugin after the other, so that an entry, and an error about it, names who registered it.
+`fill_registry` calls the hook of each plugin separately, so that an entry and every error about it name the plugin.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from hp_dtensor.platform.plugins import call_each, origin_of
 
 @dataclass(frozen=True, kw_only=True)
 class NoOptions:
-    """The options of an entry that has none."""
+    """Options of an entry without options."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One named thing.
+    """One entry of a registry.
 
     Attributes:
-        name: what a configuration or an argument writes.
-        build: makes it; its arguments are those that the registry's hook states.
-        options: frozen, keyword-only dataclass: the schema of its options, `name` aside.
-        platform: name of the only platform it works on; None: any.
-        plugin: who registered it.
-        origin: who registered it, for messages: `plugin 'q8' of distribution 'hp-q8'`.
+        name: its name in configurations and arguments.
+        build: creates the object. The registry's hook specification states its arguments.
+        options: frozen, keyword-only dataclass with the schema of its options, without `name`.
+        platform: name of the only supported platform. None: any platform.
+        plugin: name of the plugin that registered it.
+        origin: description of that plugin for messages: `plugin 'q8' of distribution 'hp-q8'`.
     """
 
     name: str
@@ -45,12 +44,12 @@ class Entry:
 
 
 class Registry:
-    """Entries of one kind, by name and, where they differ, by platform.
+    """Entries of one kind, by name and platform.
 
     Args:
-        kind: the field's word for an entry, such as `token dispatcher`, for messages.
-        owner: the package whose own entries are added outside of `registering`.
-        error: the exception raised for users' mistakes.
+        kind: the kind of entry for messages, such as `token dispatcher`.
+        owner: the package that registers entries outside of `registering`.
+        error: the exception for invalid names and entries.
     """
 
     def __init__(self, kind: str, owner: str, error: type[HPError] = RegistryError) -> None:
@@ -71,13 +70,13 @@ class Registry:
         """Register an entry.
 
         Raises:
-            RegistryError (or the registry's `error`): the name is no text or `build` cannot be called, the name is
-                taken for this platform, `options` is no dataclass, or it differs from the options that the same name
-                has on another platform.
+            RegistryError (or the registry's `error`): the name is not a string, `build` is not callable, the name is
+                taken for this platform, `options` is not a dataclass, or the name has other options on another
+                platform.
         """
         if not isinstance(name, str) or not callable(build):
             raise self._error(
-                f"{self.kind} of {self._origin}: expected add(name, build) with a name and what builds it, got "
+                f"{self.kind} of {self._origin}: expected add(name, build) with a string and a callable, got "
                 f"{name!r} and {build!r}"
             )
         if not (isinstance(options, type) and is_dataclass(options)):
@@ -96,11 +95,11 @@ class Registry:
         self._entries[name, platform] = Entry(name, build, options, platform, self._plugin, self._origin)
 
     def names(self) -> list[str]:
-        """Return every name, sorted."""
+        """Return all names, sorted."""
         return sorted({name for name, _ in self._entries})
 
     def options(self, name: str) -> type:
-        """Return the dataclass of a name's options, the same on every platform.
+        """Return the options dataclass of a name, which is the same on every platform.
 
         Raises:
             RegistryError (or the registry's `error`): the name is unknown.
@@ -111,8 +110,8 @@ class Registry:
         """Return the entry for a platform, else the one for any platform.
 
         Raises:
-            RegistryError (or the registry's `error`): the name is unknown (the message gives the nearest one), or
-                there is none for this platform.
+            RegistryError (or the registry's `error`): the name is unknown (the message suggests the nearest one), or it
+                has no entry for this platform.
         """
         entries = {entry.platform: entry for entry in self._require(name)}
         entry = entries.get(platform) or entries.get(None)
@@ -122,15 +121,15 @@ class Registry:
         return entry
 
     def suggest(self, name: str) -> str:
-        """Return the registered name closest to `name`, or an empty string when none is close."""
+        """Return the registered name closest to `name`, or an empty string if none is close."""
         return next(iter(difflib.get_close_matches(name, self.names(), n=1)), "")
 
     @contextlib.contextmanager
     def registering(self, plugin: str, origin: str | None = None) -> Iterator[Registry]:
-        """Make `plugin` the one that registers the entries added inside the block.
+        """Attribute the entries added inside the block to `plugin`.
 
         Args:
-            origin: how messages name it; default: by its name alone.
+            origin: description of the plugin for messages. Default: its name.
         """
         before = self._plugin, self._origin
         self._plugin, self._origin = plugin, origin or f"plugin {plugin!r}"
@@ -145,7 +144,7 @@ class Registry:
     def _require(self, name: str) -> list[Entry]:
         entries = self._named(name)
         if not entries:
-            known = ", ".join(self.names()) or "none is registered"
+            known = ", ".join(self.names()) or "none"
             nearest = self.suggest(name)
             hint = f". Did you mean {nearest!r}?" if nearest else ""
             raise self._error(f"no {self.kind} is called {name!r}; known: {known}{hint}")
@@ -153,10 +152,10 @@ class Registry:
 
 
 def fill_registry(registry: Registry, manager: pluggy.PluginManager, hook: str) -> Registry:
-    """Call `hook(registry=registry)` of every plugin, each by itself, so that an entry knows who registered it.
+    """Call `hook(registry=registry)` of each plugin separately, so that entries name the plugin that added them.
 
     Returns:
-        The registry given.
+        `registry`.
     """
     for plugin in call_each(manager, hook):
         with registry.registering(plugin.name, origin_of(manager, plugin.name)):

@@ -1,4 +1,4 @@
-"""Choice of a platform: an explicit argument, else `HP_PLATFORM`, else the only one installed."""
+"""`get_platform`: the platform of an argument, else of `HP_PLATFORM`, else the only installed one."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ OUR_PLATFORMS = ("mindspore", "torch")
 
 
 def get_platform(name: str | Platform | None = None) -> Platform:
-    """Return the platform called `name`, or `name` itself when it is one.
+    """Return the platform called `name`, or `name` itself if it is a platform.
 
-    Asked for by name, only its framework is imported.
+    With a name, only that platform's framework is imported.
 
     Args:
-        name: default: what `HP_PLATFORM` says, else the only platform installed.
+        name: default: the value of `HP_PLATFORM`, else the only installed platform.
 
     Raises:
-        PlatformError: none is installed, several are and none was chosen, there is none of that name (the message
-            gives the nearest one), or its framework is missing or too old.
+        PlatformError: no platform is installed, several are and none was chosen, the name is unknown (the message
+            suggests the nearest one), or the framework is missing or too old.
 
     Example:
         >>> get_platform().name in ("torch", "mindspore")
@@ -51,7 +51,7 @@ def platform_here() -> Platform | None:
 
 
 def platform_of(module: Any, platform: Platform | str | None = None) -> Platform:
-    """Return the platform given, else the one that `module` was built for (`hp_dtensor.nn`), else the selected one.
+    """Return `platform` if given, else the platform of a module of `hp_dtensor.nn`, else the selected one.
 
     Raises:
         PlatformError: as `get_platform`.
@@ -62,7 +62,7 @@ def platform_of(module: Any, platform: Platform | str | None = None) -> Platform
 
 
 def platform_of_tensor(x: Any) -> Platform:
-    """Return the platform whose framework made the plain tensor `x`, else the selected one.
+    """Return the platform of the framework that created the plain tensor `x`, else the selected one.
 
     Raises:
         PlatformError: as `get_platform`.
@@ -77,7 +77,7 @@ def _framework_among(roots: tuple[str, ...]) -> str | None:
 
 
 def _named(wanted: str, source: str) -> Platform:
-    """Return the platform called `wanted`; errors begin with `source`, which tells where the name stands."""
+    """Return the platform called `wanted`. Error messages start with `source`, the origin of the name."""
     found = _load(wanted) if wanted in _plugins() else None
     if isinstance(found, Platform) and found.name == wanted:
         return found
@@ -88,14 +88,16 @@ def _named(wanted: str, source: str) -> Platform:
         raise PlatformError(f"{source}platform {wanted!r} is installed but cannot be used: {errors[wanted]}")
     origin = origin_of(plugin_manager(), wanted)
     if isinstance(found, Platform):
-        raise PlatformError(f"{source}{origin} gives a platform that calls itself {found.name!r}; ask for that name.")
+        raise PlatformError(f"{source}{origin} provides a platform called {found.name!r}; use that name.")
     if plugin_manager().has_plugin(wanted):
-        raise PlatformError(f"{source}{origin} is installed but gives no platform: it has no @hookimpl hp_platform().")
+        raise PlatformError(
+            f"{source}{origin} is installed but provides no platform: it has no @hookimpl hp_platform()."
+        )
     raise PlatformError(source + _unknown(wanted, sorted({*available, *errors})))
 
 
 def _unknown(wanted: str, installed: list[str]) -> str:
-    """Return the message about a name that no installed platform has."""
+    """Return the message about the name of a platform that is not installed."""
     found = ", ".join(installed) or "none"
     if wanted in OUR_PLATFORMS:
         return f"platform {wanted!r} is not installed; found: {found}. Install hp-platform-{wanted}."
@@ -118,7 +120,7 @@ def _no_choice(available: dict[str, Platform], errors: dict[str, str]) -> str:
 
 
 def _platforms() -> tuple[dict[str, Platform], dict[str, str]]:
-    """Return the usable platforms by name, and by plugin name the reason of each one that is not."""
+    """Return the usable platforms by name, and the errors of the others by plugin name."""
     available: dict[str, Platform] = {}
     errors: dict[str, str] = {}
     for plugin in _plugins():
@@ -136,7 +138,7 @@ def _plugins() -> list[str]:
 
 @functools.cache
 def _load(plugin: str) -> Platform | str:
-    """Return a plugin's platform, or why it cannot be used."""
+    """Return a plugin's platform, or the reason why it cannot be used."""
     manager = plugin_manager()
     hook = next(each for each in call_each(manager, "hp_platform") if each.name == plugin)
     try:

@@ -1,4 +1,4 @@
-"""Regions of a program in which operations behave in another way, each thread being in its own."""
+"""`ThreadRegion`: `with` blocks in which operations of the current thread behave differently."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 
 class ThreadRegion(threading.local):
-    """A way to behave that `with` blocks of this thread ask for, of all operations or of single ones.
+    """A mode that `with` blocks enable for this thread, for all operations or for single ones.
 
-    Simulated ranks are threads of one process, so a region of one rank must be none of the others.
+    It is thread-local because simulated ranks are threads of one process.
 
     Attributes:
-        depth: blocks for all operations that this thread is inside of.
+        depth: number of blocks for all operations that this thread is inside of.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class ThreadRegion(threading.local):
 
     @contextlib.contextmanager
     def of_all(self) -> Iterator[None]:
-        """Be in the region inside the block."""
+        """Enable the mode inside the block."""
         self.depth += 1
         try:
             yield
@@ -31,7 +31,7 @@ class ThreadRegion(threading.local):
 
     @contextlib.contextmanager
     def of(self, operation: str) -> Iterator[None]:
-        """Be in the region inside the block for one operation, by its platform-neutral name."""
+        """Enable the mode inside the block for one operation, by its platform-neutral name."""
         self._operations.append(operation)
         try:
             yield
@@ -39,5 +39,5 @@ class ThreadRegion(threading.local):
             self._operations.remove(operation)
 
     def has(self, operation: str) -> bool:
-        """Return True if this thread is in the region as far as an operation is concerned."""
+        """Return whether the mode is enabled for an operation."""
         return self.depth > 0 or operation in self._operations

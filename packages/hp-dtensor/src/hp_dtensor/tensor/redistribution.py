@@ -209,10 +209,10 @@ def _started(local: Tensor, plan: RedistributePlan, target: TensorSpec) -> Any:
         finish = plan.start_data(platform.detach(local))
     # Autograd records the node now, in the order of the forward, on memory without values. So the collective may go on
     # while the forward continues. Storage and version counter are those of the final result from the start.
-    promised = platform.promised(target.local_shape, target.dtype, platform.device_of(local))
+    promised = platform.empty_deferred(target.local_shape, target.dtype, platform.device_of(local))
     moved = plan.record(local, promised)
     memory = _memory_of(local, plan, moved)
-    result = platform.adopt_later(moved, target, finish)
+    result = platform.wrap_deferred(moved, target, finish)
     result.__dict__.update(memory)  # setting an attribute would wait for the data
     return result
 

@@ -339,7 +339,7 @@ class PendingMindSporeDTensor(PendingDTensor, MindSporeDTensor):
         return self._spec.mesh.platform.call_primitive(func, args, kwargs or {})
 
 
-def adopt_later(result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) -> MindSporeDTensor:
+def wrap_deferred(result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) -> MindSporeDTensor:
     """Make a DTensor of `result` that takes its data from `finish` when it is first used."""
     made = wrap(result, spec)
     # Changed on the object, and changed back when the data has arrived: complete DTensors pay nothing.

@@ -133,7 +133,7 @@ class MindSporeHostCopies(HostCopies):
         CapabilityError: MindSpore has no `saved_tensors_hooks` (before 2.10).
     """
 
-    copies_whole_memory = False
+    copies_full_storage = False
 
     def __init__(self, is_on_host: bool) -> None:
         if not hasattr(ms, "saved_tensors_hooks"):

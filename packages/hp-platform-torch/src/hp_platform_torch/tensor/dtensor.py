@@ -414,7 +414,7 @@ class PendingTorchDTensor(PendingDTensor, TorchDTensor):
     facts: ClassVar[dict[str, Callable[[TensorSpec], Any]]] = {**FACTS, "shape": lambda spec: torch.Size(spec.shape)}
 
 
-def adopt_later(result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) -> TorchDTensor:
+def wrap_deferred(result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]) -> TorchDTensor:
     """Turn `result`, which has no other reference, into a DTensor that gets its data from `finish` on first use."""
     in_inference = torch.is_inference_mode_enabled()
 

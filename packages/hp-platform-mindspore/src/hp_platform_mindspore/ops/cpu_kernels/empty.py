@@ -60,7 +60,7 @@ def as_saved_by(kernel: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     That is found by calling it on single elements.
     """
     record = current_record.get()
-    if record is None or not record.platform.repeats_for_saved or not is_recording(*args):
+    if record is None or not record.platform.recomputes_on_unpack or not is_recording(*args):
         return result
     saved: list[int] = []
     single = _single_elements(args)
