@@ -87,5 +87,5 @@ def test_hooks_that_nobody_implements_do_nothing() -> None:
 
 def test_every_hook_says_when_it_is_called_and_since_when() -> None:
     hooks = [value for name, value in vars(hookspecs).items() if name.startswith("hp_")]
-    assert len(hooks) == 16
+    assert len(hooks) == 17
     assert all("Called" in hook.__doc__ and "Since 0." in hook.__doc__ for hook in hooks)
