@@ -113,7 +113,7 @@ def test_weights_are_not_copied_also_where_they_are_parts_of_a_packed_one(platfo
     def run(gate, up):
         sent = Dispatched(rows, GroupSizes(platform, counts), scores, TokenPermutation(platform, keys, 20))
         with CopiesOf(down.numel()) as copies:
-            y = layer._results_of(sent, ExpertWeights(gate, down, up))
+            y = layer._run_experts(sent, ExpertWeights(gate, down, up))
         return copies.found, y, *torch.autograd.grad(y, [rows, packed, down], torch.ones_like(y))
 
     copied, *views = run(*packed.chunk(2, 1))
