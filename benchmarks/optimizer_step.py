@@ -1,9 +1,9 @@
-"""Processor time and state of a step of 8-bit AdamW beside AdamW, on parameters of a small decoder.
+"""Processor time and state of a step of 8-bit AdamW compared with AdamW, on parameters of a small decoder.
 
     python benchmarks/optimizer_step.py [--hidden 128] [--layers 4]
 
 Prints the milliseconds of a step on one thread, the ratio to `adamw`, and the bytes of state for each parameter, of
-hp-train's `adamw` and `adamw_8bit` and of `torch.optim.AdamW` as it comes and fused.
+hp-trainer's `adamw` and `adamw_8bit` and of `torch.optim.AdamW`, unfused and fused.
 """
 
 from __future__ import annotations

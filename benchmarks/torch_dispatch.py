@@ -2,11 +2,12 @@
 
     python benchmarks/torch_dispatch.py [--seconds 0.3] [--only softmax]
 
-Both kinds of DTensor live on one mesh of eight ranks over the same group of torch's `fake` backend, which
-communicates nothing, so that what is measured is the way to the kernels and back. Shards are tiny; plain
-tensors have the shape of a shard. Each number is the best of several rounds, in microseconds of processor
-time; the contestants take turns, so that a busy machine is fair. Goals: at most 0.6 of torch's time on every
-line, 0.4 for forward and backward, and optimizer steps within 1.2 of plain tensors.
+Both kinds of DTensor use one mesh of eight ranks over torch's `fake` backend, which communicates nothing, so that only
+the host's overhead is measured. Shards are tiny; plain tensors have the shape of a shard. Each number is the best of
+several rounds, in microseconds of processor time. The contestants take turns, so that a busy machine affects all of
+them.
+Goals: at most 0.6 of torch's time on every line, 0.4 for forward and backward, and optimizer steps within 1.2 of plain
+tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ RANKS = 8
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to have tensors; `distribute` takes a placement as `R`, `P` or the dimension that is cut."""
+    """One implementation of tensors; `distribute` takes a placement as `R`, `P` or the sharded dimension."""
 
     name: str
     mesh: Any = None
@@ -98,7 +99,7 @@ def operations(c):
 
 
 def _training(parameters, forward):
-    """With gradients as an optimizer needs them: torch leaves those of replicated parameters partial."""
+    """A training step whose gradients an optimizer can use: torch leaves those of replicated parameters partial."""
 
     def step():
         forward().sum().backward()
@@ -112,7 +113,7 @@ def _training(parameters, forward):
 
 
 def networks(c):
-    """Forward and backward at tiny sizes, cut by rows (data) and by columns (tensor)."""
+    """Forward and backward at tiny sizes, sharded by rows (data) and by columns (tensor)."""
     rows, whole = c.distribute(torch.randn(4, 8), 0), c.distribute(torch.randn(4, 8), "R")
     w, w1, w2 = c.parameter((8, 8), "R"), c.parameter((8, 8), "R"), c.parameter((8, 8), "R")
     yield "fwd+bwd: matmul, silu, sum", _training([w], lambda: F.silu(rows @ w))
@@ -167,7 +168,7 @@ def clipping(c):
 
 
 GROUPS = {operations: (0.6, None), networks: (0.4, None), optimizers: (0.6, 1.2), clipping: (0.6, None)}
-"""Lines -> at most this part of torch's time, of that of plain tensors."""
+"""Lines -> the largest fraction of torch's time, and of the time of plain tensors."""
 
 
 # Measuring --------------------------------------------------------------------------------------------------

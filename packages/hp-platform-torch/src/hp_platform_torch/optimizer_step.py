@@ -81,6 +81,7 @@ class _StandIn:
         """Do nothing; the step on the optimizer itself checks this."""
 
     def __getattr__(self, name: str) -> Any:
+        # `step` loops over the groups: it gets none, because the real step has been taken by then.
         if name != "param_groups":
             return getattr(self._optimizer, name)
         _take_step(self._optimizer)
@@ -93,6 +94,8 @@ def _take_step(optimizer: optim.Optimizer) -> None:
     if plan is None:
         step(optimizer)
         return
+    # As an attribute of the instance it hides the method, and `step` calls it instead. The classes change, not the
+    # objects: the parameters are keys of the state, and others refer to them.
     optimizer._init_group = plan.collector(optimizer)  # type: ignore[attr-defined]
     try:
         for x in tensors:
@@ -113,6 +116,7 @@ def _without_hooks(kind: type[optim.Optimizer]) -> Callable[[optim.Optimizer], A
 def _all_local(optimizer: optim.Optimizer) -> tuple[_Plan | None, list[Any]]:
     """Return the plan of a step that needs local data only, and its DTensors; otherwise (None, [])."""
     for group in optimizer.param_groups:
+        # A differentiable step must be recorded on DTensors, and a DTensor as learning rate may be partial.
         if group["differentiable"] or TorchDTensor in map(type, (*group.values(), *group.get("betas", ()))):
             return None, []
     plan = optimizer.__dict__.get("_local_step")

@@ -352,7 +352,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         return names_of(name)
 
     def wrap_fresh(self, result: Tensor, spec: TensorSpec) -> TorchDTensor:
-        return dtensor.adopt_output(result, spec)
+        return dtensor.wrap_output(result, spec)
 
     def empty_deferred(self, shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
         # One element expanded to the shape, so that no memory is used in addition to that of the arriving data.

@@ -108,6 +108,7 @@ class TorchProcesses(Platform):
         self._adopted = dist.group.WORLD if is_left else None
         if world is not None:
             world.close()
+        # Cached plans refer to meshes, and so to this world and its connections.
         forget_plans()
         if self._owns_process_group:
             self._owns_process_group = False

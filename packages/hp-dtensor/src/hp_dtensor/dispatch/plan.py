@@ -237,11 +237,11 @@ class LocalPlan(Plan):
     """Plan of a sharding rule: redistribute inputs, run on local tensors, give the results their specs.
 
     Attributes:
-        cuts: the factors of the call, and how they are sharded.
+        factors: the factors of the call, and how they are sharded.
         local: the rule's own function to run instead of the operation, or None.
     """
 
-    __slots__ = ("_specs", "cuts", "inputs", "local", "mesh", "outputs", "registration")
+    __slots__ = ("_specs", "factors", "inputs", "local", "mesh", "outputs", "registration")
 
     def __init__(
         self,
@@ -252,12 +252,12 @@ class LocalPlan(Plan):
         registration: Registration,
         inputs: Inputs,
         outputs: Outputs,
-        cuts: FactorShardings,
+        factors: FactorShardings,
         local: Callable[[LocalCall], Any] | None,
     ) -> None:
         super().__init__(platform, operation)
         self.mesh, self.registration = mesh, registration
-        self.inputs, self.outputs, self.cuts, self.local = inputs, outputs, cuts, local
+        self.inputs, self.outputs, self.factors, self.local = inputs, outputs, factors, local
         self._specs: list[TensorSpec | None] = [None] * len(outputs.placed)
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -332,11 +332,11 @@ class LocalPlan(Plan):
         inside = self.mesh.get_coordinate() is not None  # a rank outside the mesh has empty shards and no groups
         groups = {
             factor: tuple(self.mesh.group_along(axis) for axis in axes if inside)
-            for factor, axes in self.cuts.axes.items()
+            for factor, axes in self.factors.axes.items()
         }
         parts = {
-            factor: (self.mesh.group_over(self.cuts.axes[factor]), held)
-            for factor, held in self.cuts.parts.items()
+            factor: (self.mesh.group_over(self.factors.axes[factor]), held)
+            for factor, held in self.factors.parts.items()
             if inside
         }
         placements, shape = self.outputs.placed[0]
@@ -356,11 +356,11 @@ class LocalPlan(Plan):
             platform=self.platform,
             name=self.operation,
             arguments=bound,
-            spans=self.cuts.spans,
-            lengths=self.cuts.lengths,
+            spans=self.factors.spans,
+            lengths=self.factors.lengths,
             groups=groups,
             all_spans=parts,
-            sizes=self.cuts.sizes,
+            sizes=self.factors.sizes,
             output=output,
             on=on,
         )
@@ -386,8 +386,8 @@ class LocalPlan(Plan):
             self._check_shape(local, spec)
         if not self.registration.own:
             return self.platform.wrap_fresh(local, spec)
-        # A user's function may return an argument itself, or a tensor that it also stores elsewhere. `adopt` changes
-        # the object, so these results get a tensor object of their own.
+        # A user's function may return an argument itself, or a tensor that it also stores elsewhere. `wrap_fresh`
+        # changes the object, so these results get a tensor object of their own.
         if self.platform.is_grad_enabled() and self.platform.requires_grad(local):
             return self.platform.wrap(local, spec)
         return self.platform.wrap_fresh(self.platform.detach(local), spec)

@@ -93,6 +93,7 @@ class _OwnOperation:
 
     def run(self, located: Sequence[tuple[Location, Any]], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the function on arguments whose DTensors are `located`."""
+        # Not at decoration: the registry would load all rules and plugins then.
         if not self.is_registered:
             registration = _registration(self.function, self.notation)
             identity = self.notation.identity, repr(registration.parameters), registration.open
@@ -105,6 +106,8 @@ class _OwnOperation:
         def local(*args: Any, **kwargs: Any) -> Any:
             given = map_tensors((args, kwargs), DTensor, platform.unwrap)
             moved = _moved(originals, (args, kwargs), given)
+            # A redistributed argument is a copy, so a write by the function would be lost. The version counter shows
+            # writes; where a framework has none, `version` is constant and such writes are not noticed.
             versions = [platform.version(x) for x in moved.values()]
             result = self.function(*given[0], **given[1])
             for (location, x), version in zip(moved.items(), versions, strict=True):

@@ -54,25 +54,25 @@ def choose_strategies(
             for p in placements
         ]
     chosen: list[Strategy] = []
-    cut: dict[str, float] = {}
+    num_shards: dict[str, float] = {}
     mesh = call.tensors[0].mesh
 
     def span_of(factor: str) -> Span:
         """Return the span of a factor on this rank after the axes so far; outside the mesh, that of the first rank."""
         where = mesh.get_coordinate() or (0,) * mesh.ndim
-        return _span(mesh, rule.sizes[factor], _cut_axes(chosen).get(factor, ()), chosen, where)
+        return _span(mesh, rule.sizes[factor], _sharding_axes(chosen).get(factor, ()), chosen, where)
 
     nbytes = [_mean_bytes(platform, spec) for spec in call.tensors]
     # Greedy, axis by axis in the mesh's order: a later axis shards what earlier ones leave. Searching all combinations
     # would be exponential in the number of axes. Whatever is chosen, the planner of redistributions then brings the
     # inputs there with the fewest bytes.
     for axis, ranks in enumerate(mesh.shape):
-        found = strategies(rule, _placed(call, axis), ranks, cut, _untouched(call, chosen), span_of)
+        found = strategies(rule, _placed(call, axis), ranks, num_shards, _untouched(call, chosen), span_of)
         strategy = _choose(rule, call, registration, axis, found, nbytes)
         chosen.append(strategy)
         if strategy.factor is not None:
-            parts = math.inf if isinstance(strategy.kind, RaggedShard) else ranks
-            cut[strategy.factor] = cut.get(strategy.factor, 1) * parts
+            shards = math.inf if isinstance(strategy.kind, RaggedShard) else ranks
+            num_shards[strategy.factor] = num_shards.get(strategy.factor, 1) * shards
     return chosen
 
 
@@ -156,13 +156,13 @@ def _choose(
 
 def _mean_bytes(platform: Platform, spec: TensorSpec) -> float:
     """Return the bytes of a shard, averaged over ranks: all ranks must make the same choice."""
-    cut = (n for n, placement in zip(spec.mesh.shape, spec.placements, strict=True) if placement.is_shard())
-    return math.prod(spec.shape) * platform.itemsize(spec.dtype) / math.prod(cut)
+    shards = (n for n, placement in zip(spec.mesh.shape, spec.placements, strict=True) if placement.is_shard())
+    return math.prod(spec.shape) * platform.itemsize(spec.dtype) / math.prod(shards)
 
 
-def factor_cuts(rule: Factorization, mesh: DeviceMesh, chosen: list[Strategy]) -> FactorShardings:
+def factor_shardings(rule: Factorization, mesh: DeviceMesh, chosen: list[Strategy]) -> FactorShardings:
     """Return how the strategies `chosen`, one per mesh axis, divide the factors among the ranks."""
-    axes_of, sizes = _cut_axes(chosen), rule.sizes
+    axes_of, sizes = _sharding_axes(chosen), rule.sizes
     where = mesh.get_coordinate()
     return FactorShardings(
         sizes=sizes,
@@ -173,7 +173,7 @@ def factor_cuts(rule: Factorization, mesh: DeviceMesh, chosen: list[Strategy]) -
     )
 
 
-def _cut_axes(chosen: list[Strategy]) -> dict[str, tuple[int, ...]]:
+def _sharding_axes(chosen: list[Strategy]) -> dict[str, tuple[int, ...]]:
     axes: dict[str, tuple[int, ...]] = {}
     for axis, strategy in enumerate(chosen):
         if strategy.factor is not None:
@@ -268,7 +268,7 @@ def _plan_by_rule(
     outputs = tuple(
         (tuple(strategy.outputs[i] for strategy in chosen), rule.output_shape(i)) for i in range(len(rule.outputs))
     )
-    cuts = factor_cuts(rule, mesh, chosen)
+    shardings = factor_shardings(rule, mesh, chosen)
     return LocalPlan(
         platform,
         name,
@@ -276,15 +276,15 @@ def _plan_by_rule(
         registration=registration,
         inputs=Inputs(
             redistributions=_redistributions(name, located, chosen),
-            replaced=_replacements(rule, mesh, outputs, specs[0].dtype, cuts.spans),
+            replaced=_replacements(rule, mesh, outputs, specs[0].dtype, shardings.spans),
         ),
         outputs=Outputs(
             placed=outputs,
             view=registration.view and len(specs) == 1,
             copies=registration.view and any(strategy.factor in rule.partial.reduced for strategy in chosen),
         ),
-        cuts=cuts,
-        local=_local_function(rule, cuts.axes, chosen),
+        factors=shardings,
+        local=_local_function(rule, shardings.axes, chosen),
     )
 
 
@@ -336,13 +336,13 @@ def _replacements(
 
 
 def _local_function(
-    rule: Factorization, cut_axes: Mapping[str, Any], chosen: Sequence[Strategy]
+    rule: Factorization, sharding_axes: Mapping[str, Any], chosen: Sequence[Strategy]
 ) -> Callable[[LocalCall], Any] | None:
     if rule.work.on_shards is not None and not all(
         p.is_replicate() or p.is_partial() for s in chosen for p in s.outputs
     ):
         return rule.work.on_shards
-    for factor in cut_axes:
+    for factor in sharding_axes:
         if factor in rule.work.by_factor:
             return rule.work.by_factor[factor]
     return None

@@ -76,6 +76,7 @@ class Exchange:
         unfinished.append(self)
 
     def wait(self) -> None:
+        # Earlier exchanges first, in the order in which gloo matches messages.
         while self in self._unfinished:
             self._unfinished[0]._end()
             del self._unfinished[0]
@@ -201,6 +202,7 @@ class TorchGroup(ProcessGroup):
     def _all_gather_into(self, output: Tensor, x: Tensor, async_op: bool) -> Work:
         if x.numel() == 0:
             return DONE
+        # As bytes where the backend lacks the dtype: an all-gather only copies, so any view of the memory will do.
         into, sent = movable(output).view(-1), movable(x).view(-1)
         options = _options(distributed_c10d.AllgatherOptions, async_op)
         return settle(self._channel(x.device.type)._allgather_base(into, sent, options), async_op)
@@ -259,6 +261,7 @@ class TorchGroup(ProcessGroup):
         # This rank neither sends nor receives, and the others know that: none of them waits for it.
         if not tensors:
             return DONE
+        # The all-to-all wants a tensor per rank: an empty one stands for no message.
         nothing = tensors[0].new_empty(0)
         leaving = [self._for_others(j, x, nothing) for j, x in enumerate(sends)]
         arriving = [self._for_others(j, x, nothing) for j, x in enumerate(receives)]

@@ -228,12 +228,14 @@ def _torch_name(ranks: tuple[int, ...], device_type: str) -> str:
 
 def _registered(ranks: tuple[int, ...], device_type: str) -> dist.ProcessGroup | None:
     name = _torch_name(ranks, device_type)
+    # Looked up in torch's tables, not in one of ours: `destroy_process_group` of the program clears them.
     return next((pg for pg, known in distributed_c10d._world.pg_names.items() if known == name), None)
 
 
 def _register(group: ProcessGroup, name: str, device_type: str) -> dist.ProcessGroup:
     """Register a group in torch's tables, as `dist.new_group` does."""
     store = dist.PrefixStore(name, distributed_c10d._get_default_store())
+    # The steps of torch's `_new_process_group_helper`, but with our connection instead of a new backend.
     made = dist.ProcessGroup(store, group.rank, group.size)
     kind = dist.Backend.backend_type_map[BACKEND_NAMES[device_type]]
     made._set_default_backend(kind)

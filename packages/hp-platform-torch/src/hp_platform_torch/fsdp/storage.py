@@ -28,7 +28,7 @@ from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_fsdp.storage import GatherExtension, Gradients, ParameterStorage, moved_to_front
 from hp_platform_torch.fsdp.gather_extension import find_extension
 from hp_platform_torch.patches import autograd_function
-from hp_platform_torch.tensor.dtensor import TorchDTensor, adopt
+from hp_platform_torch.tensor.dtensor import TorchDTensor, wrap_in_place
 from hp_platform_torch.tensor.operations import LocalOperations, NoGrad
 from hp_platform_torch.tensor.saved_tensors import stay_on_device
 
@@ -182,7 +182,7 @@ class TorchParameterStorage(ParameterStorage):
     def parameter(self, local: Tensor, spec: TensorSpec, requires_grad: bool) -> Tensor:
         # The same as nn.Parameter of a subclass, without an operation that would be dispatched to a sharding rule.
         local.requires_grad_(requires_grad)
-        parameter = adopt(local, spec)
+        parameter = wrap_in_place(local, spec)
         parameter._is_param = True  # type: ignore[attr-defined]
         return parameter
 
@@ -246,7 +246,7 @@ class TorchParameterStorage(ParameterStorage):
         with LocalOperations():
             joined = _Join.apply(token, *tensors)
         return [
-            adopt(after, before._spec) if isinstance(before, TorchDTensor) else after
+            wrap_in_place(after, before._spec) if isinstance(before, TorchDTensor) else after
             for before, after in zip(tensors, joined, strict=True)
         ]
 

@@ -71,6 +71,7 @@ def property_of(func: Callable[..., Any]) -> str | None:
 
 def canonical_name(func: Callable[..., Any]) -> tuple[str, bool]:
     """Return (name, reflected): `Tensor.__iadd__` is `add_`, and `__rsub__` is `sub` with reversed operands."""
+    # By the function object, before its name: the name alone is ambiguous.
     if func in _RENAMED:
         return _RENAMED[func], False
     accessed = property_of(func)

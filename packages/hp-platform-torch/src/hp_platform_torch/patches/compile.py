@@ -63,6 +63,7 @@ def _leave_them_out_in_every_thread() -> None:
     files = [sys.modules[name].__file__ for name in _LOOKED_INTO if name in sys.modules]
     trace_rules.get_mod_inlinelist().update(str(file) for file in files)
     skipped = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)  # with all that they call
+    # Dynamo would trace the methods of the class when a compiled function calls them on a DTensor.
     for member in vars(TorchDTensor).values():
         code = _code_of(member)
         if code is not None:

@@ -58,6 +58,7 @@ class GlobalView:
     def dtype(self) -> torch.dtype:
         return self._spec.dtype if is_intercepting() else _local_dtype(self)
 
+    # The number of dimensions is the same for the shard, so it needs no check of the context.
     @property
     def ndim(self) -> int:
         return len(self._spec.shape)
@@ -91,7 +92,7 @@ class GlobalView:
         return _plain.type(self, dtype, non_blocking=non_blocking, **kwargs)
 
     def __len__(self) -> int:
-        shape = self.shape
+        shape = self.shape  # the shard's inside `LocalOperations`
         if not shape:
             raise TypeError("len() of a 0-d tensor")
         return shape[0]
@@ -225,7 +226,7 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
             local_args = with_views(direct, args) if direct.views and torch.is_grad_enabled() else args
             result = run_locally(call, (), local_args, kwargs or {})
             if direct.is_number and not result.requires_grad:
-                return adopt(result, spec.with_dtype(result.dtype))
+                return wrap_in_place(result, spec.with_dtype(result.dtype))
         if operation.in_place:
             return args[0]
         if result.dtype is not spec.dtype:  # autocast may change the dtype from one call to the next
@@ -244,7 +245,7 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Return the global value where C++ reads a partial 0-d DTensor as a number; see `adopt`."""
+        """Return the global value where C++ reads a partial 0-d DTensor as a number; see `wrap_in_place`."""
         if func in READS_NUMBER and is_intercepting():
             return args[0].item()
         with LocalOperations(), _BelowDispatch():
@@ -282,7 +283,7 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
             return wrap_gradient(self._spec, local)
         # Autograd created it and nothing else refers to it, so the object itself becomes the DTensor: every access
         # returns the same one.
-        return adopt(local, spec.with_dtype(local.dtype))
+        return wrap_in_place(local, spec.with_dtype(local.dtype))
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -325,7 +326,7 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
             local = _local_data(self)
         if not is_intercepting():
             return local
-        data = adopt(local, self._spec)
+        data = wrap_in_place(local, self._spec)
         data._copied_by = self._copied_by
         return data
 
@@ -379,10 +380,11 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
             return memo[id(self)]
         check_copied(self.is_leaf)
         with torch.no_grad():
-            twin = adopt(unwrap(self).clone(), self._spec)
+            twin = wrap_in_place(unwrap(self).clone(), self._spec)
         # Entered before the gradient is copied, which may refer to this tensor again.
         memo[id(self)] = twin
         twin.requires_grad_(self.requires_grad)
+        # `nn.Parameter` recognizes tensors of other classes by this attribute.
         if getattr(self, "_is_param", False):
             twin._is_param = True
         if self.grad is not None:
@@ -391,7 +393,7 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
 
     def __copy__(self) -> TorchDTensor:
         """Return another tensor over the same data, outside the graph."""
-        twin = adopt(unwrap(self.detach()), self._spec).requires_grad_(self.requires_grad)
+        twin = wrap_in_place(unwrap(self.detach()), self._spec).requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):
             twin._is_param = True
         return twin
@@ -424,7 +426,7 @@ def wrap_deferred(result: Tensor, spec: TensorSpec, finish: Callable[[], Tensor]
             data = finish()
             _set_local_data(x, data)  # leaves the autograd node and the version counter as they are
 
-    made = adopt(result, spec)
+    made = wrap_in_place(result, spec)
     made.__class__ = PendingTorchDTensor
     set_pending(made, arrive)
     return made
@@ -438,14 +440,14 @@ def wrap(local: Tensor, spec: TensorSpec) -> TorchDTensor:
     """
     with LocalOperations():
         recorded = local.requires_grad and torch.is_grad_enabled()
-        return adopt(local.as_subclass(torch.Tensor) if recorded else local.detach(), spec)
+        return wrap_in_place(local.as_subclass(torch.Tensor) if recorded else local.detach(), spec)
 
 
 def _is_read_unasked(result: Tensor, spec: TensorSpec) -> bool:
     return is_partial_number(spec) and not result.requires_grad and type(result) is not TorchDTensor
 
 
-def adopt_output(result: Tensor, spec: TensorSpec) -> TorchDTensor:
+def wrap_output(result: Tensor, spec: TensorSpec) -> TorchDTensor:
     """Turn one of several results of an operation into a DTensor.
 
     Autograd may have saved the result (indices of a maximum, say). A saved-tensor hook gets one that requires no
@@ -453,10 +455,10 @@ def adopt_output(result: Tensor, spec: TensorSpec) -> TorchDTensor:
     """
     if _saved_tensor_hooks(True) is not None and not result.requires_grad:
         return wrap(result, spec)
-    return adopt(result, spec)
+    return wrap_in_place(result, spec)
 
 
-def adopt(result: Tensor, spec: TensorSpec) -> TorchDTensor:
+def wrap_in_place(result: Tensor, spec: TensorSpec) -> TorchDTensor:
     """Turn the object `result`, to which there is no other reference, into a DTensor.
 
     C++ reads 0-d tensors without a gradient as numbers (`torch.full((2,), x)`, `alpha=x`) without calling

@@ -25,7 +25,7 @@ from hp_dtensor.tensor.gradients import check_hook, check_reached, differentiate
 from hp_dtensor.tensor.redistribution import observe_gradient, shortcut_views, with_shortcuts
 from hp_platform_torch.ops.decompositions import DECOMPOSED
 from hp_platform_torch.ops.names import property_of
-from hp_platform_torch.tensor.dtensor import READS_NUMBER, TorchDTensor, adopt, unwrap_gradient, wrap_gradient
+from hp_platform_torch.tensor.dtensor import READS_NUMBER, TorchDTensor, unwrap_gradient, wrap_gradient, wrap_in_place
 from hp_platform_torch.tensor.operations import Handler, LocalOperations, first_spec, locally, run_into
 
 Tensor = torch.Tensor
@@ -175,7 +175,10 @@ def on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     if name.endswith("_") or results is None:
         return results
     return type(results)(
-        [x if spec is None else adopt(x, spec.with_dtype(x.dtype)) for x, spec in zip(results, specs, strict=True)]
+        [
+            x if spec is None else wrap_in_place(x, spec.with_dtype(x.dtype))
+            for x, spec in zip(results, specs, strict=True)
+        ]
     )
 
 
@@ -327,7 +330,7 @@ def _detach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     x: TorchDTensor = args[0] if args else kwargs["input"]
     with LocalOperations():
         result = torch.Tensor.detach(x)
-    detached = adopt(result, x._spec)
+    detached = wrap_in_place(result, x._spec)
     detached._copied_by = x._copied_by
     return detached
 
@@ -353,7 +356,7 @@ def _view_as_it_is(x: Tensor) -> Tensor:
     if not isinstance(x, TorchDTensor):
         return x.view(x.shape)
     with LocalOperations():
-        view = adopt(torch.Tensor.view_as(x, x), x._spec)
+        view = wrap_in_place(torch.Tensor.view_as(x, x), x._spec)
     view._copied_by = x._copied_by
     return view
 

@@ -123,6 +123,7 @@ class _Reader:
         made.state = state
         self.stack.append(made)
 
+    # The memo is a dictionary: an index of 2**32 costs one entry, not an array of that length.
     def memoize(self, index: int | None) -> None:
         self._memo[len(self._memo) if index is None else index] = self.stack[-1]
 
