@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[Call, Tensor, str]] = {
     "renormalized table": (
         lambda w: F.embedding(distribute_tensor(integers(4, 3), w.device_mesh, None), w, max_norm=1.0),
         floats(4, 2),
-        "max_norm has no rule",
+        "max_norm is not supported",
     ),
     "filling a partial tensor": (
         lambda x: from_local(x.to_local(), x.device_mesh, (Partial(),)).uniform_(),

@@ -34,7 +34,7 @@ def test_results_whose_size_depends_on_data(name: str) -> None:
     call = FORMS[name]
 
     def program(mesh: DeviceMesh) -> Tensor:
-        with pytest.raises(ShardingRuleError, match=r"redistribute to Replicate\(\)"):
+        with pytest.raises(ShardingRuleError, match=r"redistribute the input to Replicate\(\)"):
             call(cut(ROWS, mesh))
         return call(cut(ROWS, mesh, Replicate())).full_tensor()
 

@@ -70,7 +70,7 @@ def test_a_plain_state_dict_is_refused_with_the_way_out():
 def test_saving_a_dtensor_is_refused_with_the_way_out(tmp_path):
     def run():
         buffer = io.BytesIO()
-        way_out = r"Save a checkpoint \(on torch, torch.distributed.checkpoint takes it\), or its full_tensor\(\)"
+        way_out = r"Save a checkpoint \(on torch, torch.distributed.checkpoint accepts it\), or its full_tensor\(\)"
         with pytest.raises(TypeError, match=way_out):
             torch.save(_sharded(0).state_dict(), buffer)
 

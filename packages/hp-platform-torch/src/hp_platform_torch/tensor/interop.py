@@ -133,7 +133,7 @@ def _to_torch(placement: Placement) -> TorchPlacement:
             return TorchPartial(op)
         case StridedShard(dim, split_factor):
             return TorchStridedShard(dim, split_factor=split_factor)
-        case RaggedShard(dim, units) if placement.shard_ranges(sum(units), len(units)) == Shard(dim).parts(
+        case RaggedShard(dim, units) if placement.shard_ranges(sum(units), len(units)) == Shard(dim).shard_ranges(
             sum(units), len(units)
         ):
             return TorchShard(dim)
