@@ -1,4 +1,4 @@
-"""`python -m hp_trainer` is `hp-train`: like a command it does not look for modules in the working directory."""
+"""`python -m hp_trainer` runs `hp-train`. As with the command, the working directory is not on the import path."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Joint steps: taken by every rank, or by one for all, they succeed everywhere or fail everywhere."""
+"""Steps that all ranks take together, or rank 0 for all: they succeed on every rank or fail on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hp_trainer.failures import describe_exit, describe_machine_error
 
 
 class Group(Protocol):
-    """Interface of the ranks that act together: the part of `hp_dtensor.ProcessGroup` that is used here."""
+    """A group of ranks: the part of the interface of `hp_dtensor.ProcessGroup` that is used here."""
 
     rank: int
 
@@ -32,16 +32,19 @@ class Alone:
 
 
 def all_ranks(group: Group, what: str, do: Callable[[], Any], error: type[HPError]) -> list[Any]:
-    """Run `do` on every rank; every rank gets every result (JSON values), in rank order.
+    """Run `do` on every rank and return the results (JSON values) of all ranks, in rank order.
+
+    Args:
+        what: the step as a clause for messages, such as "preparing the run".
 
     Raises:
-        HPError: of class `error`, on every rank when any failed; names the ranks and what happened to them.
+        HPError: of class `error`, on every rank if it failed on any; the message has the ranks and their errors.
     """
     failure: Exception | SystemExit | None = None
     try:
         answer = {"result": do()}
     except SystemExit as leaving:
-        # Someone's code, such as a storage's: the others would wait for this rank.
+        # Code of a plugin may call sys.exit. Without an answer the other ranks would wait until their timeout.
         failure = leaving
         answer = {"error": describe_exit(leaving, f"while {what}")}
     except Exception as caught:
@@ -55,9 +58,9 @@ def all_ranks(group: Group, what: str, do: Callable[[], Any], error: type[HPErro
 
 
 def coordinator(group: Group, what: str, do: Callable[[], Any], error: type[HPError]) -> Any:
-    """Run `do` on rank 0 alone; every rank gets its result (a JSON value).
+    """Run `do` on rank 0 only and return its result (a JSON value) on every rank.
 
     Raises:
-        HPError: of class `error`, on every rank when rank 0 failed.
+        HPError: of class `error`, on every rank if `do` failed.
     """
     return all_ranks(group, what, do if group.rank == 0 else lambda: None, error)[0]

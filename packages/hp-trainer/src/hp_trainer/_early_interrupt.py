@@ -1,6 +1,6 @@
-"""The first moments of `hp-train`: while its modules are imported, Ctrl-C ends it at once and without a traceback.
+"""Restore the default action of SIGINT while `hp-train` imports its modules, so that Ctrl-C prints no traceback.
 
-Imported before all else; in a program that only uses this package it changes nothing.
+The package imports this module before any other. Outside the command it changes nothing.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import sys
 def is_command() -> bool:
     """Return whether this process is `hp-train` or `python -m hp_trainer`."""
     name = os.path.basename(sys.argv[0]) if getattr(sys, "argv", None) else ""
-    # Until the module that `-m` names has been found, that is the program's name.
+    # While Python is still locating the module of `-m`, sys.argv[0] is "-m".
     return name == "hp-train" or (name == "-m" and "hp_trainer" in sys.orig_argv)
 
 
-# What is ignored, as in the background of a shell script, stays so; `main` takes the signal over.
+# A signal that is ignored, as in background jobs of a shell script, stays ignored. `main` installs its own handler.
 if is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # Not `contextlib.suppress`: the import would take long enough for a Ctrl-C to come in it.
+    # Not `contextlib.suppress`: importing contextlib takes long enough for a Ctrl-C to arrive meanwhile.
     try:  # noqa: SIM105
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    except ValueError:  # in another than the main thread
+    except ValueError:  # not the main thread
         pass

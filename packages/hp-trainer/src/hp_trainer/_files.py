@@ -1,7 +1,4 @@
-"""Atomic writes, which leave files whole or absent, and reading of small files that must be plain ones.
-
-JSON that every reader takes: RFC 8259 has no NaN and no infinity, which Python's `json` writes as bare words.
-"""
+"""Atomic file writes, safe reads of small regular files, and JSON that is valid by RFC 8259."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from typing import Any
 
 from hp_trainer.failures import with_path
 
-# No settings, note or template is so large; a larger file is none, and would fill the memory.
+# Upper bound of the files read here (settings, notes, templates), so that a wrong path cannot fill the memory.
 _MOST_BYTES = 256 << 20
 
 _KINDS = {
@@ -29,9 +26,9 @@ _KINDS = {
 
 
 def other_kind(path: Path) -> str | None:
-    """Return what is at a path in place of a plain file or folder, without opening it; None: nothing else is there.
+    """Return the kind of a path that is neither a regular file nor a folder, such as `a named pipe`, else None.
 
-    A pipe would have its reader wait for ever, and to open a device may do something.
+    The path is not opened: opening a named pipe can block forever, and opening a device can have side effects.
     """
     try:
         return _KINDS.get(stat.S_IFMT(path.stat().st_mode))
@@ -40,39 +37,39 @@ def other_kind(path: Path) -> str | None:
 
 
 def read_plain_text(path: Path, most_bytes: int = _MOST_BYTES) -> str:
-    """Return the text of a UTF-8 file; what is no plain file is not opened.
+    """Return the text of a UTF-8 file. Only regular files are opened.
 
     Raises:
-        OSError: it cannot be read, is no plain file, or has more than `most_bytes`.
+        OSError: it cannot be read, is not a regular file, or has more than `most_bytes`.
         UnicodeDecodeError: it is not UTF-8.
     """
     _refuse_other_kinds(path, other_kind(path))
     with open(path, encoding="utf-8", opener=_open_without_waiting) as file:
-        # Another may have taken its place since, and a file that others write to grows.
+        # Checked again on the open file: the path may have been replaced meanwhile, and the file may have grown.
         found = os.fstat(file.fileno())
         _refuse_other_kinds(path, _KINDS.get(stat.S_IFMT(found.st_mode)))
         text = file.read(most_bytes + 1) if found.st_size <= most_bytes else ""
     size = max(found.st_size, len(text))
     if size > most_bytes:
-        raise OSError(errno.EINVAL, f"it has {size:,} bytes, more than the {most_bytes:,} that are read", str(path))
+        raise OSError(errno.EINVAL, f"it has {size:,} bytes, more than the limit of {most_bytes:,}", str(path))
     return text
 
 
 def _refuse_other_kinds(path: Path, kind: str | None) -> None:
     if kind is not None:
-        raise OSError(errno.EINVAL, f"it is {kind}, not a plain file", str(path))
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    """Open a file; of a pipe, do not wait for somebody who writes."""
+    """Open a file without blocking: opening a pipe for reading would otherwise wait for a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a file whose name is free; it is whole from its first moment, also on a network file system.
+    """Create a file that never appears incomplete, also on a network file system.
 
     Raises:
-        FileExistsError: the name is taken, perhaps by another process at this moment.
+        FileExistsError: the file exists, perhaps because another process has just created it.
     """
     temporary = path.with_name(f"{path.name}.incomplete-{secrets.token_hex(4)}")
     try:
@@ -83,19 +80,19 @@ def write_new(path: Path, text: str) -> None:
 
 
 def link_new(source: Path, target: Path) -> None:
-    """Give a file a second name that is free, in one step.
+    """Link `source` under the new name `target`, atomically.
 
     Raises:
-        FileExistsError: the name is taken.
+        FileExistsError: `target` exists.
     """
     try:
         os.link(source, target)
     except FileExistsError:
-        # NFS asks again when an answer was lost, and then finds the name that the first question has made.
+        # An NFS client repeats a request whose reply was lost, and then finds the link that the first one created.
         if not _is_same_file(source, target):
             raise
     except OSError:
-        # No hard links here (some FUSE and object file systems): an exclusive creation, empty for a moment.
+        # File systems without hard links (some FUSE and object stores): exclusive creation, empty for a moment.
         with target.open("x", encoding="utf-8") as out:
             out.write(source.read_text(encoding="utf-8"))
 
@@ -108,7 +105,7 @@ def _is_same_file(first: Path, second: Path) -> bool:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` in one step; after a crash it holds the old text or the new one."""
+    """Replace the text of `path` atomically. After a crash it has either the old text or the new one."""
     temporary = path.with_name(f"{path.name}.incomplete-{secrets.token_hex(4)}")
     try:
         _write(temporary, text)
@@ -128,9 +125,9 @@ def _write(path: Path, text: str) -> None:
 
 
 def strict_value(value: Any) -> Any:
-    """Return a JSON value with text in place of numbers that are not finite: `nan`, `inf` or `-inf`.
+    """Return a JSON value in which numbers that are not finite are the strings `nan`, `inf` and `-inf`.
 
-    `float` reads the text back.
+    RFC 8259 has neither NaN nor infinity, which `json` writes as bare words. `float` parses the strings.
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else str(float(value))
@@ -142,5 +139,5 @@ def strict_value(value: Any) -> Any:
 
 
 def strict_json(value: Any, indent: int | None = None) -> str:
-    """Return the text of a JSON value, see `strict_value`."""
+    """Return a value as RFC 8259 JSON text; see `strict_value`."""
     return json.dumps(strict_value(value), indent=indent, allow_nan=False)

@@ -1,6 +1,6 @@
-"""The built-in plugin: what hp_trainer itself brings, registered through the same hooks as any plugin's.
+"""The built-in plugin: the components of hp_trainer itself, registered through the same hooks as any plugin's.
 
-Registration runs in every command, so each hook imports what it registers only when it is called.
+Each hook imports what it registers only when it is called, since every command loads this module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def hp_datasets(registry: Registry) -> None:
 
 @hookimpl
 def hp_optimizers(registry: Registry) -> None:
-    """Register `sgd`, `lion`, `adafactor` and `muon`, which every platform has."""
+    """Register `sgd`, `lion`, `adafactor` and `muon`, which run on every platform."""
     from hp_trainer.optimizers import (
         SGD,
         Adafactor,
@@ -53,7 +53,7 @@ def hp_optimizers(registry: Registry) -> None:
 
 @hookimpl
 def hp_trackers(registry: Registry) -> None:
-    """Register the files of the run folder, the terminal, and trackers that have a library of their own."""
+    """Register the trackers that write to the run folder and the terminal, and those of other libraries."""
     from hp_trainer.metrics import (
         ExpertLoadsTracker,
         JsonLinesTracker,
@@ -83,7 +83,7 @@ def hp_trackers(registry: Registry) -> None:
 
 @hookimpl
 def hp_checkpoint_storages(registry: Registry) -> None:
-    """Register `local`, a folder of a file system, and `object_store`, a prefix in whatever fsspec knows."""
+    """Register `local`, a folder of a file system, and `object_store`, a URL of any file system of fsspec."""
     from hp_trainer.checkpoint import LocalStorage
     from hp_trainer.checkpoint.storage import ObjectStorage, ObjectStorageConfig
 

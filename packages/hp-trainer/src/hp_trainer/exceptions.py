@@ -1,4 +1,4 @@
-"""Every exception that hp_trainer raises for a user's mistake; each is also the builtin one would expect."""
+"""The exceptions of hp_trainer. Each also derives from the builtin exception one would expect."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hp_dtensor.exceptions import HPError
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that is wrong with the input, told so that it can be mended.
+    """One problem of the input, with what is needed to fix it.
 
     Attributes:
-        path: dotted path of the setting (`parallel.tp`) or the name of the thing at fault; may be empty.
-        what: what is wrong, as a clause ("unknown key").
+        path: dotted path of the setting (`parallel.tp`), or the name of a file or object; may be empty.
+        what: the problem, as a clause ("unknown key").
         expected: what would be accepted; may be empty.
-        got: what came; may be empty.
+        got: the given value; may be empty.
         hint: what to do; may be empty.
-        source: where the value stands (`run.yaml:4`, `--parallel.tp`); may be empty.
+        source: where the value is given (`run.yaml:4`, `--parallel.tp`); may be empty.
     """
 
     path: str
@@ -35,12 +35,12 @@ class Problem:
         return "\n".join(lines)
 
     def within(self, prefix: str) -> Problem:
-        """Return the same problem, its path seen from the section that holds `prefix`."""
+        """Return the same problem with `prefix` in front of its path."""
         return replace(self, path=f"{prefix}.{self.path}" if self.path else prefix)
 
 
 class ProblemsError(HPError, ValueError):
-    """Input with one or more problems; the message lists all of them.
+    """The input has problems; the message lists all of them.
 
     Attributes:
         problems: every problem found.
@@ -55,65 +55,65 @@ class ProblemsError(HPError, ValueError):
 
 
 class ConfigError(ProblemsError):
-    """A configuration that cannot be used: unknown keys, wrong types, impossible values."""
+    """The configuration has unknown keys, wrong types or impossible values."""
 
 
 class ParallelDimsError(ProblemsError):
-    """Parallel degrees that do not fit each other, the world size or the model."""
+    """Degrees of parallelism that fit neither each other, nor the world size, nor the model."""
 
 
 class PlanError(HPError, ValueError):
-    """A plan that cannot be made: of a model that does not tell its sizes, or for a device that nobody knows."""
+    """A plan cannot be made: the model does not report its sizes, or the device is unknown."""
 
 
 class DataError(HPError, ValueError):
-    """Data that is missing, holds no text, or is not what an earlier part of the run has seen."""
+    """Data is missing, has no text, or differs from what the run has been trained on."""
 
 
 class EvaluationError(HPError, ValueError):
-    """An evaluation that cannot be made: a library is not installed, or there is no model."""
+    """An evaluation cannot run: a library is not installed, or there is no model."""
 
 
 class RunFolderError(HPError, ValueError):
-    """A run folder that holds another run, or none where one was expected."""
+    """A run folder has another run, or no run where one was expected."""
 
 
 class RunLockedError(HPError, RuntimeError):
-    """A run that another job is training, or has taken over."""
+    """Another job is training the run, or has taken it over."""
 
     needs_traceback = False
 
 
 class TrainingError(HPError, RuntimeError):
-    """Training cannot go on, such as with a loss that is no finite number."""
+    """Training cannot continue, for example because the loss is not finite."""
 
     needs_traceback = False
 
 
 class SilentCorruptionError(HPError, RuntimeError):
-    """A computation that gave other bits than the same one elsewhere, or a second time; names the ranks."""
+    """A repeated or replicated computation gave different bits; the message names the ranks."""
 
     needs_traceback = False
 
 
 class HangError(HPError, RuntimeError):
-    """Ranks that have waited for others in vain; the message names those that have not answered."""
+    """A collective timed out; the message names the ranks that did not take part."""
 
     needs_traceback = False
 
 
 class MachineError(HPError, RuntimeError):
-    """The machine refused something while a run trained: a disk, a quota, a limit, memory."""
+    """The machine failed or refused something during training: a disk, a quota, a limit, memory."""
 
     needs_traceback = False
 
 
 class ScheduleError(HPError, ValueError):
-    """A pipeline schedule that does not exist for these numbers, leaves work out, or would hang."""
+    """A pipeline schedule does not exist for these numbers, is incomplete, or would deadlock."""
 
 
 class PipelineError(HPError, RuntimeError):
-    """Stages, inputs or messages of a pipeline that do not fit, or a rank of it that has ended; names rank and stage.
+    """Stages, inputs or messages of a pipeline do not match, or one of its ranks has ended; names rank and stage.
 
     Example:
         >>> issubclass(PipelineError, RuntimeError)
@@ -122,7 +122,7 @@ class PipelineError(HPError, RuntimeError):
 
 
 class StoppedError(HPError, RuntimeError):
-    """A run that was asked to stop by a signal, and did.
+    """The run was stopped by a signal.
 
     Attributes:
         signal: number of the signal.
@@ -134,17 +134,17 @@ class StoppedError(HPError, RuntimeError):
 
 
 class ExportError(HPError, ValueError):
-    """A model that cannot be written as a Hugging Face directory; says why, and where it would go."""
+    """A model cannot be written as a Hugging Face directory; the message has the reason and the directory."""
 
 
 class CheckpointError(HPError, ValueError):
-    """A checkpoint that is missing, damaged, or of another model; names the file and the tensor."""
+    """A checkpoint is missing, damaged, or of another model; the message names the file and the tensor."""
 
     needs_traceback = False
 
 
 def raise_if_any(problems: Iterable[Problem], error: type[ProblemsError], title: str) -> None:
-    """Raise `error` when there are problems.
+    """Raise `error` if there are problems.
 
     Raises:
         ProblemsError: of the given class, listing all problems.

@@ -1,7 +1,7 @@
 """Hook specifications of hp_trainer (entry-point group `hp_trainer`).
 
-Registration hooks run in every `hp-train` command, `--help` included, before a framework is loaded: the
-module that implements them must import none, and leave that to the builders it registers.
+Registration hooks run in every `hp-train` command, also for `--help`, before a framework is loaded. The modules that
+implement them must not import a framework; the builders that they register may.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ hookspec = pluggy.HookspecMarker("hp")
 def hp_models(registry: Registry) -> None:
     """Called once, before the configuration is read. Registers models by name. Since 0.1.
 
-    `build(options, platform)` returns a module of the platform, unsharded, with a `config` (`options`) and a
-    method that lays it out; see `hp_trainer.models`.
+    `build(options, platform)` returns an unsharded module of the platform, with an attribute `config` (`options`) and a
+    method that parallelizes it; see `hp_trainer.models`.
     """
 
 
@@ -36,7 +36,7 @@ def hp_models(registry: Registry) -> None:
 def hp_datasets(registry: Registry) -> None:
     """Called once, before the configuration is read. Registers datasets by name. Since 0.1.
 
-    `build` is a `hp_trainer.data.DatasetSource` class; `build(options)` reads nothing yet.
+    `build` is a `hp_trainer.data.DatasetSource` class. `build(options)` must not read any data.
     """
 
 
@@ -44,15 +44,15 @@ def hp_datasets(registry: Registry) -> None:
 def hp_optimizers(registry: Registry) -> None:
     """Called once, before the configuration is read. Registers optimizers, one per platform. Since 0.1.
 
-    `build(parameters, options, platform)` takes `(dotted name, parameter)` pairs, all of them DTensors or all
-    plain, and returns a `hp_trainer.training.Optimizer`. AdamW is registered as `adamw` with
+    `build(parameters, options, platform)` gets `(dotted name, parameter)` pairs, either all DTensors or all plain
+    tensors, and returns a `hp_trainer.training.Optimizer`. AdamW is registered as `adamw` with
     `hp_trainer.config.AdamWConfig` as its options.
 
-    Options may have a method `state_bytes(name, shape, elements, itemsize)`, by which `hp-train plan` knows the bytes
-    of a rank's state for a parameter: its dotted name and whole shape, the elements of it that the rank holds, and
-    the bytes of one. Without it two moments are counted. A method `update_bytes(held, is_host)` tells the bytes that an
-    update needs beside weights, gradients and state; `held` lists (name, whole shape, elements) of what a rank holds,
-    and `is_host` is true on a CPU. Without it none are counted.
+    The options may have two methods for `hp-train plan`. `state_bytes(name, shape, elements, itemsize)` returns the
+    bytes of a rank's state for one parameter, from its dotted name and full shape, the number of its elements on the
+    rank, and the bytes per element; the default is two moments. `update_bytes(held, is_host)` returns the temporary
+    bytes of an update, beyond weights, gradients and state; `held` lists (name, full shape, elements) of the rank's
+    parameters, and `is_host` is true on a CPU. The default is 0.
     """
 
 
@@ -60,13 +60,13 @@ def hp_optimizers(registry: Registry) -> None:
 def hp_trackers(registry: Registry) -> None:
     """Called once, before the configuration is read. Registers trackers of metrics by name. Since 0.1.
 
-    `build(options, run_folder)` returns a `hp_trainer.metrics.Tracker`, used by rank 0 alone.
+    `build(options, run_folder)` returns a `hp_trainer.metrics.Tracker`. Only rank 0 builds one.
     """
 
 
 @hookspec
 def hp_checkpoint_storages(registry: Registry) -> None:
-    """Called once, before the configuration is read. Registers places for checkpoints by name. Since 0.1.
+    """Called once, before the configuration is read. Registers storages of checkpoints by name. Since 0.1.
 
     `build(options, folder)` returns a `hp_trainer.checkpoint.Storage`, used by every rank.
     """
@@ -74,10 +74,10 @@ def hp_checkpoint_storages(registry: Registry) -> None:
 
 @hookspec
 def hp_checkpoint_formats(registry: Registry) -> None:
-    """Called once, before a command that names one. Registers other formats of checkpoints by name. Since 0.1.
+    """Called once, before a command that uses one. Registers foreign checkpoint formats by name. Since 0.1.
 
-    `build()` returns a `hp_trainer.checkpoint.CheckpointFormat`, by which `hp-train export --format` writes and
-    `hp-train import --format` reads.
+    `build()` returns a `hp_trainer.checkpoint.CheckpointFormat`, which `hp-train export --format` and
+    `hp-train import --format` use.
     """
 
 
@@ -94,16 +94,16 @@ def hp_step_counter(platform: Platform) -> Callable[..., CountedStep] | None:
     """
 
 
-# Life cycle ------------------------------------------------------------------------------------------------
-
-
 @hookspec
 def hp_pipeline_schedules(registry: Registry) -> None:
-    """Add pipeline schedules: `registry.add(name, build)`.
+    """Called once per process, before a schedule is first looked up. Registers pipeline schedules by name. Since 0.1.
 
-    Called once per process, when a schedule is first asked for. `build(num_ranks, stages_per_rank, num_microbatches)`
-    returns a `hp_trainer.pipeline.Schedule`, or raises `ScheduleError` where it cannot be made. Since 0.1.
+    `build(num_ranks, stages_per_rank, num_microbatches)` returns a `hp_trainer.pipeline.Schedule`, or raises
+    `ScheduleError` if there is none for these numbers.
     """
+
+
+# Life cycle ------------------------------------------------------------------------------------------------
 
 
 @hookspec
@@ -113,7 +113,7 @@ def hp_before_run(record: RunRecord) -> None:
 
 @hookspec
 def hp_after_run(record: RunRecord) -> None:
-    """Called on every rank after the last step and its checkpoint, when the run ended well. Since 0.1."""
+    """Called on every rank after the last step and its checkpoint, unless the run failed. Since 0.1."""
 
 
 @hookspec
@@ -123,17 +123,17 @@ def hp_before_step(record: StepRecord) -> None:
 
 @hookspec
 def hp_after_step(record: StepRecord) -> None:
-    """Called on every rank after an optimizer step, with its numbers. Since 0.1."""
+    """Called on every rank after an optimizer step, with its results. Since 0.1."""
 
 
 @hookspec
 def hp_before_evaluation(record: StepRecord) -> None:
-    """Called on every rank before evaluation, with the last step's record. Since 0.1."""
+    """Called on every rank before an evaluation, with the record of the last step. Since 0.1."""
 
 
 @hookspec
 def hp_after_evaluation(record: EvaluationRecord) -> None:
-    """Called on every rank after evaluation. Since 0.1."""
+    """Called on every rank after an evaluation. Since 0.1."""
 
 
 @hookspec
@@ -143,9 +143,9 @@ def hp_before_checkpoint(record: CheckpointRecord) -> None:
 
 @hookspec
 def hp_after_checkpoint(record: CheckpointRecord) -> None:
-    """Called on every rank once the checkpoint is complete and will be found by `resume`. Since 0.1."""
+    """Called on every rank once a checkpoint is complete, so that `hp-train resume` finds it. Since 0.1."""
 
 
 @hookspec
 def hp_on_error(record: ErrorRecord) -> None:
-    """Called on the rank that raised, before the exception goes on. Must not communicate. Since 0.1."""
+    """Called on the rank that raised, before the exception propagates. Must not communicate. Since 0.1."""

@@ -1,4 +1,4 @@
-"""The plugin manager of hp_trainer: registries filled and life-cycle hooks resolved once per process."""
+"""The plugin manager of hp_trainer, its registries and its life-cycle hooks, created once per process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Caller = Callable[[Any], None]
 
 @dataclass(frozen=True)
 class LifeCycle:
-    """The life-cycle hooks as callables: each takes its record. One that nobody implements does nothing."""
+    """The life-cycle hooks as functions of their record. A hook that no plugin implements does nothing."""
 
     before_run: Caller
     after_run: Caller
@@ -35,10 +35,10 @@ class LifeCycle:
 
 @functools.cache
 def plugin_manager() -> PluginManager:
-    """Return hp_trainer's plugin manager, made on first use: the built-in plugin, then those installed.
+    """Return the plugin manager of hp_trainer, with the built-in plugin and all installed ones.
 
     Raises:
-        PluginError: a plugin does not import, or implements a hook that does not exist or with other arguments.
+        PluginError: a plugin cannot be imported, or implements an unknown hook or one with other arguments.
     """
     manager = create_plugin_manager("hp_trainer", hookspecs)
     manager.register(builtin_plugin, name="hp_trainer")
@@ -47,7 +47,7 @@ def plugin_manager() -> PluginManager:
 
 @functools.cache
 def registries() -> Registries:
-    """Return the registries, filled by every plugin on first use."""
+    """Return the registries with the components of every plugin."""
     return fill_registries(plugin_manager())
 
 
@@ -58,7 +58,7 @@ def life_cycle() -> LifeCycle:
 
 
 def resolve_life_cycle(manager: pluggy.PluginManager) -> LifeCycle:
-    """Return the life-cycle hooks of `manager`, looked up now so that a step looks nothing up."""
+    """Return the life-cycle hooks of `manager`, resolved once so that a training step does no lookup."""
     return LifeCycle(**{field.name: _caller(manager, f"hp_{field.name}") for field in fields(LifeCycle)})
 
 
@@ -70,4 +70,4 @@ def _caller(manager: pluggy.PluginManager, hook: str) -> Caller:
 
 
 def _nothing(record: Any) -> None:
-    """Stand in for a hook that nobody implements."""
+    """Do nothing, in place of a hook that no plugin implements."""

@@ -1,4 +1,4 @@
-"""Frozen records that life-cycle hooks and trackers receive, never the trainer."""
+"""Frozen records that life-cycle hooks and trackers receive in place of the trainer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
-    """One run as one rank sees it.
+    """A run on one rank.
 
     Attributes:
         folder: the run folder.
         config: the resolved configuration.
         platform: name of the platform.
-        rank, world_size: this rank and how many there are.
-        first_step: optimizer steps done before this start; 0 unless resumed.
-        num_parameters: elements of all parameters, unsharded.
+        rank, world_size: this rank and the number of ranks.
+        first_step: number of optimizer steps done before this start; 0 unless resumed.
+        num_parameters: number of elements of all parameters, unsharded.
     """
 
     folder: Path
@@ -36,24 +36,21 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """One optimizer step, the same on every rank but for the memory.
+    """One optimizer step. All fields but `peak_memory_gib` are the same on every rank.
 
     Attributes:
-        step: optimizer steps done, this one included; the first one is 1.
+        step: number of optimizer steps done, including this one; the first step is 1.
         loss: mean cross entropy per target of the global batch, in nats; None before the step.
-        learning_rate: the one of this step.
-        gradient_norm: global 2-norm before clipping; None where it was not computed.
-        tokens: tokens of the global batch, those without a target included.
-        samples: samples of the run read so far, this step included.
+        learning_rate: learning rate of this step.
+        gradient_norm: global 2-norm of the gradients before clipping; None if it was not computed.
+        tokens: tokens of the global batch, including those without a target.
+        samples: samples read so far in the run, including this step.
         seconds: wall time of the step; None before it.
-        peak_memory_gib: the most that this rank has held at once so far, in GiB; the one field that differs between
-            ranks. None before the step.
-        model_flops_per_second: floating-point operations that the model needs for the step, over its time, of all
-            ranks together (PaLM, arXiv 2204.02311, appendix B: nothing is counted that is computed again); None where
-            the model does not tell.
-        utilization: `model_flops_per_second` as a fraction of the peak rate of all devices; None where that is
-            not known.
-        metrics: what the model tells of the step, by name; empty before it.
+        peak_memory_gib: peak memory of this rank's device so far, in GiB; None before the step.
+        model_flops_per_second: model FLOP/s of all ranks together, without recomputation (PaLM, arXiv 2204.02311,
+            appendix B); None if the model does not report its FLOPs.
+        utilization: `model_flops_per_second` as a fraction of the peak rate of all devices (MFU); None if unknown.
+        metrics: further metrics of the model, by name; empty before the step.
     """
 
     step: int
@@ -75,7 +72,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationRecord:
-    """A pass over evaluation samples after `step` steps; `loss` is the mean over its `tokens` targets, in nats."""
+    """An evaluation after `step` steps; `loss` is the mean cross entropy over its `tokens` targets, in nats."""
 
     step: int
     loss: float
@@ -84,7 +81,7 @@ class EvaluationRecord:
 
     @property
     def perplexity(self) -> float:
-        """Return exp(loss); infinite where that is too large a number."""
+        """Return exp(loss), or infinity where it overflows."""
         return perplexity_of(self.loss)
 
 
@@ -93,9 +90,9 @@ class CheckpointRecord:
     """A checkpoint of `step`.
 
     Attributes:
-        folder: its name; None before it is complete.
-        seconds: from its begin until it was complete; None before.
-        waited_seconds: of these, how long training has waited; None before.
+        folder: name of its folder; None before it is complete.
+        seconds: time from its start until it was complete; None before.
+        waited_seconds: the part of `seconds` in which training waited; None before.
     """
 
     step: int
@@ -106,7 +103,7 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorRecord:
-    """An exception that ends the run on this rank, and what was being done."""
+    """An exception that ends the run on this rank, with the phase and step in which it was raised."""
 
     during: str
     step: int
@@ -114,7 +111,7 @@ class ErrorRecord:
 
 
 def perplexity_of(loss: float) -> float:
-    """Return exp(loss) of a loss in nats per token; infinite where that is too large a number."""
+    """Return exp(loss) of a loss in nats per token, or infinity where it overflows."""
     try:
         return math.exp(loss)
     except OverflowError:

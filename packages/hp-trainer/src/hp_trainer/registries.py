@@ -1,7 +1,4 @@
-"""Registries of what a configuration or a command names: models, datasets, optimizers, trackers, storages.
-
-Models and datasets of a user's own Python file, named in a configuration as `my_file.py:build`.
-"""
+"""Registries of components by name, and components of a user's own Python file, named as `my_file.py:build`."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from hp_dtensor.platform.registry import NoOptions, Registry, fill_registry
 
 @dataclass(frozen=True)
 class Registries:
-    """One registry per kind of thing that is chosen by name; each is filled by the hook `hp_<field>`."""
+    """One registry per kind of component; the hook `hp_<field>` fills it."""
 
     models: Registry
     datasets: Registry
@@ -48,10 +45,10 @@ _KINDS = {
 
 
 def fill_registries(manager: pluggy.PluginManager) -> Registries:
-    """Make fresh registries and let every plugin of `manager` add to them.
+    """Return new registries, filled by every plugin of `manager`.
 
     Raises:
-        RegistryError: a plugin registers a name that is taken, or something that cannot be built.
+        RegistryError: a plugin registers a name that is taken, or something that is not callable.
     """
     made = {name: Registry(kind, "hp_trainer") for name, kind in _KINDS.items()}
     return Registries(
@@ -63,21 +60,21 @@ _NAME = re.compile(r"(?P<file>.+\.py):(?P<attribute>[A-Za-z_]\w*)")
 
 
 def is_python_name(name: str) -> bool:
-    """Return whether a name means something in a Python file: `my_file.py:build`."""
+    """Return whether a name has the form `my_file.py:build`."""
     return _NAME.fullmatch(name) is not None
 
 
 def register_python_name(registry: Registry, name: str, folder: Path) -> str:
-    """Load the file of `my_file.py:build` and register what it names; return the name with the file's whole path.
+    """Import the file of `my_file.py:build`, register the function or class, and return its name with an absolute path.
 
-    `build` is a function or a class. It is called with as many of the arguments of the registry's builders as it takes.
-    The annotation of its first parameter, a dataclass, is the schema of its options; without one there are none.
+    The builder is called with as many of the registry's arguments as it has positional parameters. The annotation of
+    its first parameter, a dataclass, is the schema of its options; a builder without parameters has no options.
 
     Args:
-        folder: from where a relative path counts.
+        folder: folder to which a relative path is relative.
 
     Raises:
-        RegistryError: there is no such file or nothing of this name in it, the file raises, or the annotation is no
+        RegistryError: the file or the name in it does not exist, importing the file raises, or the annotation is not a
             dataclass.
     """
     found = _NAME.fullmatch(name)
@@ -94,7 +91,7 @@ def register_python_name(registry: Registry, name: str, folder: Path) -> str:
 
 
 def _load(file: Path) -> ModuleType:
-    """Import a file under a name of its own; its folder is searched for what it imports."""
+    """Import a file under a unique module name, with its folder appended to the import path."""
     name = f"hp_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]

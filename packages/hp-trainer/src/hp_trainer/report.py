@@ -1,14 +1,7 @@
-"""The history of a run, as its folder tells it; read while the run trains, too.
+"""Reports of runs as self-contained HTML files: one run, or several compared.
 
-Curves as SVG pictures.
-
-HTML of reports: one file that loads nothing. Whatever comes from a run is escaped.
-
-The parallel layout of a run as a picture: every rank, and its coordinate along each axis.
-
-The report of one run.
-
-The comparison of several runs: their numbers, their curves over each other, the settings that differ.
+`hp-train report` and `hp-train compare` read run folders, also while a run trains, without loading a framework. Every
+number in the metrics is drawn without a change here. Text from a run is escaped.
 """
 
 from __future__ import annotations
@@ -35,19 +28,19 @@ from hp_trainer.run import RunFolder
 
 Point = tuple[int, float]  # step, value
 
-# Fields of an event that are no measurement.
+# Fields of an event that are not drawn as curves.
 _NO_CURVE = ("event", "step", "tokens", "samples")
 
 
 @dataclass(frozen=True)
 class RunHistory:
-    """The log of a run, and its configuration as plain mappings.
+    """The events of a run, and its configuration as plain dicts.
 
-    The configuration is not read against the schema: a report needs no plugin and no framework.
+    The configuration is not converted to the schema, so that a report needs neither plugins nor a framework.
 
     Attributes:
         path: the run folder.
-        events: those of `metrics.jsonl`, in order.
+        events: the events of `metrics.jsonl`, in order.
         config: the resolved configuration.
     """
 
@@ -60,7 +53,7 @@ class RunHistory:
         """Read a run folder.
 
         Raises:
-            RunFolderError: it holds no run, or its configuration is damaged.
+            RunFolderError: it has no run, or the configuration is damaged.
         """
         run = RunFolder.open(path)
         try:
@@ -68,7 +61,7 @@ class RunHistory:
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise RunFolderError(f"{run.config_file} is damaged: {error}") from error
         if not isinstance(config, dict):
-            raise RunFolderError(f"{run.config_file} is damaged: it holds no settings")
+            raise RunFolderError(f"{run.config_file} is damaged: it has no settings")
         return cls(path, tuple(read_metrics(run.metrics_file)), config)
 
     @property
@@ -81,7 +74,7 @@ class RunHistory:
 
     @cached_property
     def curves(self) -> dict[str, list[Point]]:
-        """Finite values of each number over the steps, by name; those of evaluations begin with `evaluation_`."""
+        """Finite values of each metric over the steps, by name; those of evaluations start with `evaluation_`."""
         found: dict[str, list[Point]] = {}
         for kind, prefix in (("step", ""), ("evaluation", "evaluation_")):
             for event in self.of(kind):
@@ -90,12 +83,12 @@ class RunHistory:
         return found
 
     def last(self, curve: str, count: int = 1) -> float | None:
-        """Return the mean of the last `count` values of a curve; None where it has none."""
+        """Return the mean of the last `count` values of a curve; None if it has none."""
         points = self.curves.get(curve, [])
         return fmean(value for _, value in points[-count:]) if points else None
 
     def summary(self) -> dict[str, str]:
-        """Return the numbers that stand above everything else, in words."""
+        """Return the main results of the run as texts, by name."""
         starts, steps = self.of("start"), self.of("step")
         start = starts[-1] if starts else {}
         evaluation = self.curves.get("evaluation_loss", [])
@@ -117,7 +110,7 @@ class RunHistory:
 
 
 def _numbers(event: dict[str, Any]) -> list[tuple[str, float]]:
-    """Return the finite numbers of an event by name, those of the model included."""
+    """Return the finite numbers of an event by name, including the model's metrics."""
     values = {name: value for name, value in event.items() if name not in (*_NO_CURVE, "metrics")}
     inner = event.get("metrics")
     values |= inner if isinstance(inner, dict) else {}
@@ -129,7 +122,7 @@ def _numbers(event: dict[str, Any]) -> list[tuple[str, float]]:
 
 
 def _count(number: Any) -> str:
-    """Return a number as people say it: 3.1 million."""
+    """Format a number in words: `3.10 million`."""
     if not isinstance(number, (int, float)) or not number:
         return ""
     for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
@@ -144,7 +137,7 @@ def _loss(value: float | None) -> str:
 
 MOST_POINTS = 1000
 
-# The order of what people look at first; other numbers follow by name.
+# Curves that are shown first, in this order; the others follow by name.
 _FIRST = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "seconds")
 _UNITS = {
     "loss": "nats per token",
@@ -156,16 +149,16 @@ _UNITS = {
 
 
 def order(names: Sequence[str]) -> list[str]:
-    """Return the curves in the order in which they are shown; that of evaluation stands with the training's."""
+    """Return the names of curves in display order, without the evaluation loss, which is drawn with the training loss."""
     rest = sorted(name for name in names if name not in _FIRST and name != "evaluation_loss")
     return [*(name for name in _FIRST if name in names), *rest]
 
 
 def draw_curve(name: str, runs: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
-    """Return the SVG of one number over the steps, of every run that has it.
+    """Return the SVG of one metric over the steps, for every run that has it.
 
     Args:
-        runs: the curves of each run by its name; the evaluation loss is drawn beside the training loss.
+        runs: the curves of each run by name; the evaluation loss is drawn together with the training loss.
     """
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -190,15 +183,15 @@ def draw_curve(name: str, runs: Mapping[str, Mapping[str, Sequence[Point]]]) -> 
 
 
 def thin(points: Sequence[Point]) -> list[Point]:
-    """Return at most `MOST_POINTS` points: the means of as many neighbours as that takes, at their last step."""
+    """Return at most `MOST_POINTS` points, each the mean of neighbouring points at their last step."""
     width = -(-len(points) // MOST_POINTS) or 1
-    groups = (points[begin : begin + width] for begin in range(0, len(points), width))
+    groups = (points[start : start + width] for start in range(0, len(points), width))
     return [(group[-1][0], fmean(value for _, value in group)) for group in groups]
 
 
 def _svg(figure: Any) -> str:
     text = io.StringIO()
-    # Neither a date nor an id drawn at random: the same run gives the same file.
+    # Without a date and without random ids, the same run gives the same file.
     import matplotlib
 
     with matplotlib.rc_context({"svg.hashsalt": "hp-train", "svg.fonttype": "none"}):
@@ -218,7 +211,7 @@ pre { background: #f7f7f7; padding: 1rem; overflow-x: auto; font-size: .85rem; }
 
 
 def page(title: str, sections: Iterable[tuple[str, str]]) -> str:
-    """Return a whole page; `sections` are headings and the HTML below them."""
+    """Return an HTML page; `sections` are pairs of a heading and its HTML."""
     body = "".join(f"<h2>{escape(heading)}</h2>\n{content}\n" for heading, content in sections)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
@@ -227,7 +220,7 @@ def page(title: str, sections: Iterable[tuple[str, str]]) -> str:
 
 
 def table(rows: Iterable[Sequence[object]], header: Sequence[object] = ()) -> str:
-    """Return a table of texts; the first column of one without a header is bold."""
+    """Return an HTML table of texts. Without a header, the first column is bold."""
     head = "".join(f"<th>{escape(str(each))}</th>" for each in header)
     lines = [f"<tr>{head}</tr>"] if head else []
     for row in rows:
@@ -238,28 +231,28 @@ def table(rows: Iterable[Sequence[object]], header: Sequence[object] = ()) -> st
 
 
 def preformatted(text: str) -> str:
-    """Return a text as it is."""
+    """Return a text as preformatted HTML."""
     return f"<pre>{escape(text)}</pre>"
 
 
-# More ranks than this are shown by their first ones.
+# Most ranks that the picture of a layout shows.
 MOST_RANKS = 64
 
 
 def draw_layout(config: dict[str, Any], world_size: int) -> str:
-    """Return the HTML of a layout: a row for each axis, a column for each rank, a colour for each coordinate.
+    """Return the HTML of a layout: a row per mesh axis, a column per rank, a colour per coordinate.
 
-    Ranks of one colour in a row have the same coordinate there; an axis of one rank is left out.
+    Axes of size 1 are left out.
 
     Args:
-        config: the resolved configuration as plain mappings.
-        world_size: ranks of the job.
+        config: the resolved configuration as plain dicts.
+        world_size: number of ranks of the job.
     """
     parallel, model = config.get("parallel", {}), config.get("model", {})
     try:
         dims = ParallelDims.from_config(SimpleNamespace(**parallel), world_size, model.get("num_experts"))
     except (ParallelDimsError, AttributeError, TypeError) as error:
-        return table([["layout", f"cannot be told: {error}"]])
+        return table([["layout", f"unknown: {error}"]])
     shown = range(min(world_size, MOST_RANKS))
     coordinates = [dims.coordinate(rank) for rank in shown]
     axes = {name: size for sizes in (dims.dense_sizes(), dims.sparse_sizes()) for name, size in sizes.items()}
@@ -310,15 +303,15 @@ def _sections(history: RunHistory) -> list[tuple[str, str]]:
     return sections
 
 
-# They differ in every run and say nothing about it.
+# Settings that differ in every run.
 _PLACES = ("run.folder", "checkpoint.folder")
 
 
 def compare_runs(runs: Sequence[Path], to: Path) -> str:
-    """Write the comparison of runs as an HTML file, and return its table of numbers as text.
+    """Write a comparison of runs as an HTML file, and return its table of results as text.
 
     Raises:
-        RunFolderError: a folder holds no run.
+        RunFolderError: a folder has no run.
     """
     histories = [RunHistory.read(run) for run in runs]
     names = _distinct_names(histories)
@@ -341,7 +334,7 @@ def compare_runs(runs: Sequence[Path], to: Path) -> str:
 
 
 def different_settings(histories: Sequence[RunHistory]) -> dict[str, list[Any]]:
-    """Return the values of each setting that is not the same in all runs; one that a run does not have is empty."""
+    """Return the values of each setting that differs between runs; a setting that a run does not have is empty."""
     settings = [settings_by_path(history.config) for history in histories]
     paths = dict.fromkeys(path for each in settings for path in each)
     values = {path: [each.get(path, "") for each in settings] for path in paths if path not in _PLACES}
@@ -355,7 +348,7 @@ def _distinct_names(histories: Sequence[RunHistory]) -> list[str]:
 
 
 def _as_text(rows: Sequence[Sequence[object]]) -> str:
-    """Return rows as text, the columns aligned."""
+    """Return rows as text with aligned columns."""
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in texts) for column in range(len(texts[0]))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in texts)

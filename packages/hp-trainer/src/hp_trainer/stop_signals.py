@@ -1,4 +1,4 @@
-"""Signals: a run that trains ends after the step under way, with a checkpoint; anything else ends at once."""
+"""Handling of SIGINT and SIGTERM: training stops after the current step with a checkpoint, anything else at once."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hp_dtensor.launch.local_launch import handled_signals
 
 
 class Interrupted(KeyboardInterrupt):
-    """A stop signal came, Ctrl-C or another.
+    """A stop signal arrived: SIGINT (Ctrl-C) or SIGTERM.
 
     Attributes:
-        signal: which one.
+        signal: the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -23,7 +23,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopRequest:
-    """A request to stop that this process has received, or not yet."""
+    """Whether this process was asked to stop, and by which signal."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -38,16 +38,16 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Turn the stop signals into a request inside the block; a second one is for the handlers there before.
+    """Record the first stop signal inside the block as a request; a second one reaches the previous handlers.
 
-    Outside the main thread signals cannot be handled, and no request is ever made.
+    Outside the main thread Python cannot handle signals, and no request is ever recorded.
     """
     request = StopRequest()
     with contextlib.ExitStack() as stack:
 
         def receive(number: int, frame: FrameType | None) -> None:
             request.make(number)
-            # Who asks twice does not want to wait.
+            # Restore the previous handlers, so that a second signal stops the process at once.
             stack.close()
 
         stack.enter_context(handled_signals(receive))
@@ -56,7 +56,7 @@ def stop_requests() -> Iterator[StopRequest]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Inside the block every stop signal raises `Interrupted`, as Ctrl-C raises its base class elsewhere."""
+    """Raise `Interrupted` for every stop signal inside the block."""
 
     def receive(number: int, frame: FrameType | None) -> None:
         raise Interrupted(number)

@@ -1,7 +1,4 @@
-"""Command lines: a command's own arguments, and settings as overrides.
-
-Help of the command: usage, introduction, and every setting.
-"""
+"""Parsing of command lines into a command's own arguments and settings, and the help texts."""
 
 from __future__ import annotations
 
@@ -20,21 +17,21 @@ Overrides = list[tuple[str, str]]
 
 
 class UsageError(HPError, ValueError):
-    """A command line that makes no sense."""
+    """The command line is invalid."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of one command's own arguments whose errors are told as all others."""
+    """A parser of one command's own arguments that raises `UsageError` instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
 
 
 def parse(parser: Parser, given: list[str]) -> tuple[argparse.Namespace, Overrides]:
-    """Split a command line into the command's own arguments and settings, `--section.setting=value`.
+    """Split a command line into the command's own arguments and settings (`--section.setting=value`).
 
     Raises:
-        UsageError: an option without a value, or arguments that the command does not take.
+        UsageError: an option without a value, or arguments that the command does not accept.
     """
     known = {name for action in parser._actions for name in action.option_strings}
     switches = {name for action in parser._actions if action.nargs == 0 for name in action.option_strings}
@@ -59,7 +56,7 @@ def parse(parser: Parser, given: list[str]) -> tuple[argparse.Namespace, Overrid
 
 
 def _following(name: str, rest: Iterator[str]) -> str:
-    """Return the value of an option that stands in the next word."""
+    """Return the value of an option that is given as the next word."""
     value = next(rest, None)
     if value is None:
         raise UsageError(f"{name} needs a value: {name}=...")
@@ -94,57 +91,55 @@ INTRODUCTION = """\
 Train the model that a YAML file describes, on PyTorch or on MindSpore, in any parallel layout.
 
 commands:
-  CONFIG      train from the beginning, in a new run folder
-  run         begin the run in RUN or, where it has begun, go on with it: what a restart loop calls
-  resume      go on from the newest sound checkpoint of a run folder, or from that of step N, with later ones set
-              aside; layout, number of ranks and platform may change, the model and its data may not
-  checkpoints list the checkpoints of a run folder with step, loss, size and soundness; all of them are read
-  generate    continue prompts with the model of a run folder
-  export      write the model of a run as a Hugging Face directory (config.json, safetensors, tokenizer); under a
-              launcher every rank writes, each other files; by default in the dtype of model.from, else float32;
-              adapters are merged into the weights, or written alone for PEFT; --weights=ema: the moving
-              averages of the weights (training.ema), here and in evaluate
-              --format=dcp writes the whole checkpoint, with optimizer and position, for torch.distributed.checkpoint
-  import      read a folder of torch.distributed.checkpoint: as a checkpoint of RUN, if export wrote it, or whatever
-              trained on from there; or its weights alone, as safetensors, which model.from takes with a config.json
-  check       print every problem of a configuration, or what it would train; starts nothing
+  CONFIG      train in a new run folder
+  run         start the run in folder RUN, or continue it if it exists; for restart loops
+  resume      continue from the newest valid checkpoint of a run, or from the one of step N, moving later ones aside;
+              layout, number of ranks and platform may change, model and data may not
+  checkpoints list the checkpoints of a run with step, loss and size, and verify their checksums
+  generate    continue prompts with the model of a run
+  export      write the model of a run as a Hugging Face directory (config.json, safetensors, tokenizer), by default in
+              the dtype of model.from, else float32; under a launcher the ranks share the files; adapters are merged
+              into the weights, or written alone for PEFT; --weights=ema exports the moving average (training.ema)
+              --format=dcp writes the full checkpoint, with optimizer and position, for torch.distributed.checkpoint
+  import      convert a folder of torch.distributed.checkpoint to a checkpoint of RUN, if it comes from export; or only
+              its weights to safetensors, for model.from with a config.json
+  check       print every problem of a configuration, or a summary of the run; starts nothing
   profile     train a few steps in a new run and write traces and memory of the last ones, of every rank
-  sweep       train every combination of the values given, one run after the other, and compare the runs
-  report      write one HTML file with the curves, layout, checkpoints and settings of a run
-  compare     print the numbers of runs and the settings that differ; draw their curves into one HTML file
-  plan        print memory, bytes on the wire and estimated time of a step on N ranks, without a device or a platform
-              (a module of your own: on torch); devices are H100, H200, A100, 910B, cpu (measured) or a YAML file; --to
-              draws the memory; exit code 1 where it does not fit in --device-memory (such as 80GiB; default: the
-              device's), with the settings that would make it fit
-  layouts     rank the layouts of a configuration's model and batch that fit, by estimated time: the best ten, and why
-              others fail; without a configuration, list all layouts of --world-size ranks
-  schedule    print when each rank of a pipeline works on what, how long it idles and how much it keeps, for times of
-              --forward, --input-grad, --weight-grad and --transfer (1, 1, 1, 0); draw it; without a name list all
-  evaluate    print loss and perplexity of a run's model on all that is kept for evaluation, or on other data; with
-              --launch.local_ranks=N, or under a launcher, on several ranks that share its weights; on an exported
-              model, run the tasks of lm-eval
-  tokenizer   train a tokenizer on text, a byte-level BPE in the format of the tokenizers library
+  sweep       train every combination of the given values, one run after the other, and compare the runs
+  report      write an HTML file with the curves, layout, checkpoints and settings of a run
+  compare     print the results of runs and the settings that differ, and draw their curves into an HTML file
+  plan        print memory, communication and estimated time of a step on N ranks; needs no device, and no framework
+              except for modules of your own; devices are H100, H200, A100, 910B, cpu (measured) or a YAML file; --to
+              draws the memory; if it exceeds --device-memory (such as 80GiB; default: the device's), exit code 1, and
+              the settings that would make it fit
+  layouts     rank the layouts that fit by estimated time: the best ten, and why others fail; without a configuration,
+              list all layouts of --world-size ranks
+  schedule    print the timeline, idle time and peak activations of a pipeline schedule, for times of --forward,
+              --input-grad, --weight-grad and --transfer (1, 1, 1, 0); --to draws it; without a name, list schedules
+  evaluate    print loss and perplexity of a run's model on its evaluation data, or on other data; on several ranks
+              with --launch.local_ranks=N or under a launcher; on an exported model, run tasks of lm-eval
+  tokenizer   train a byte-level BPE tokenizer on text, in the format of the tokenizers library
 
-hp-train starts its ranks on this machine (launch.local_ranks). Started by torchrun, msrun or srun it is one of theirs.
-Ctrl-C and SIGTERM end the training after the step under way, with a checkpoint; a second one ends it at once.
-Exit code: 0 done, 1 failed, 2 bad input, 130 stopped by Ctrl-C, 143 by SIGTERM.
+hp-train starts its ranks on this machine (launch.local_ranks). Under torchrun, msrun or srun it is one of their ranks.
+Ctrl-C and SIGTERM stop training after the current step, with a checkpoint; a second signal stops it at once.
+Exit code: 0 done, 1 failed, 2 invalid input, 130 stopped by Ctrl-C, 143 by SIGTERM.
 
-Every setting of the YAML file is an option too (--section.setting=value, or with a space); the command line wins.
-settings, with what they take and their default:"""
+Every setting of the YAML file is also an option (--section.setting=value, or with a space), which overrides the file.
+settings, with type and default:"""
 
 
 def usage_of(words: Sequence[str]) -> str:
-    """Return the usage of the command that a command line begins with, else of training itself."""
-    # A line that begins with an option goes on from the one above.
-    whole = re.sub(r"\n +\[", " [", USAGE.removeprefix("usage:"))
-    lines = [line.strip() for line in whole.splitlines()]
+    """Return the usage of the command that a command line starts with, by default that of training."""
+    # A line that starts with an option continues the line above.
+    joined = re.sub(r"\n +\[", " [", USAGE.removeprefix("usage:"))
+    lines = [line.strip() for line in joined.splitlines()]
     own = [line for line in lines if words and line.startswith(f"hp-train {words[0]} ")] or lines[:1]
-    more = "`hp-train --help` tells every command and setting"
+    more = "`hp-train --help` lists all commands and settings"
     return "\n       ".join([f"usage: {own[0]}", *own[1:]]) + f"\n{more}"
 
 
 def help_text() -> str:
-    """Return all of `hp-train --help`."""
+    """Return the text of `hp-train --help`: usage, commands and all settings."""
     from hp_trainer.config import list_options
     from hp_trainer.plugins import registries
 
@@ -163,11 +158,11 @@ def help_text() -> str:
 
 
 def describe_option(option: Option) -> str:
-    """Return the lines of help of one setting: the values that it takes, its default, and its purpose.
+    """Return the help of one setting: its type, its default, and its purpose.
 
-    An option of an entry in a list stands without dashes, since it is given within the list.
+    An option of an entry in a list has no dashes, since it can only be given within the list.
     """
-    default = "must be given" if option.default is None else f"default {option.default}"
+    default = "required" if option.default is None else f"default {option.default}"
     within = option.path.rpartition("[].")[2]
     head = f"  {'' if '[]' in option.path else '--'}{within}=({option.takes}; {default})"
     return f"{head}\n      {option.help}" if option.help else head

@@ -1,4 +1,4 @@
-"""Commands of `hp-train`: each takes its words and returns the exit code."""
+"""The table of all commands of `hp-train`. A command takes its arguments and returns the exit code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hp_trainer.planning import describe_ranking, ranking_as_json, search_layout
 
 
 def generate_command(given: list[str]) -> int:
-    """Print what the model of a run makes of prompts: `hp-train generate RUN`."""
+    """Continue prompts with the model of a run: `hp-train generate RUN`."""
     parser = Parser(prog="hp-train generate", add_help=False)
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("--prompt", action="append", metavar="TEXT")
@@ -47,7 +47,7 @@ def generate_command(given: list[str]) -> int:
 
 
 def layouts_command(given: list[str]) -> int:
-    """Print the quickest layouts that fit, and why others fail: `hp-train layouts [CONFIG]`."""
+    """Print the fastest layouts that fit, and why others fail: `hp-train layouts [CONFIG]`."""
     parser = Parser(prog="hp-train layouts", add_help=False)
     parser.add_argument("config", metavar="CONFIG", nargs="?")
     add_device_options(parser)
@@ -73,7 +73,7 @@ def layouts_command(given: list[str]) -> int:
     return 0
 
 
-# Without a word of these it is `train_command`.
+# Without one of these words the command is `train_command`.
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "run": run_command,
     "resume": resume_command,

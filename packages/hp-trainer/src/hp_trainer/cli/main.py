@@ -24,11 +24,10 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code.
+    """Run `hp-train` and return its exit code.
 
-    0: all done. 1: it failed while running. 2: bad input. 128 + n: stopped by signal n (130 for Ctrl-C, 143 for
-    SIGTERM, 141 where the reader of the output has gone), training after the step under way and with a checkpoint of
-    it.
+    0: done. 1: it failed. 2: invalid input. 128 + n: stopped by signal n (130 for Ctrl-C, 143 for SIGTERM, 141 if the
+    output is no longer read). Training stops after the current step, with a checkpoint.
     """
     open_standard_streams()
     write_stacks_on_request()
@@ -45,14 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: list[str]) -> int:
-    """Run the command, and tell in one line whatever went wrong; returns the exit code."""
+    """Run the command, print any error in one line, and return the exit code."""
     from hp_trainer.stop_signals import Interrupted, interruptible
 
     try:
         with interruptible():
             return _dispatch(given)
     except BrokenPipeError:
-        # The reader of our output has gone (`hp-train --help | head`).
+        # The reader of the output has closed the pipe (`hp-train --help | head`).
         mute(sys.stdout)
         return 128 + signal.SIGPIPE
     except Interrupted as interrupted:
@@ -67,12 +66,12 @@ def _run(given: list[str]) -> int:
         return _fail(str(error), 2 if isinstance(error, ValueError) else 1, every_rank=True)
     except SystemExit as leaving:
         place = _place()
-        # The process that msrun starts beside the ranks ends so (`from_environment`).
+        # msrun starts a scheduler process in addition to the ranks, and `from_environment` ends it this way.
         if place is not None and place.is_scheduler:
             raise
         return _fail(f"something {describe_exit(leaving, 'before its work was done')}", 1, every_rank=True)
     except (OSError, MemoryError, ImportError) as error:
-        # What and where say it all; a traceback would hide them. Other errors are ours, and need one.
+        # The user can act on these without a traceback. Other errors are bugs of ours, and keep theirs.
         told = describe_machine_error(error)
         if told is None and not isinstance(error, OSError):
             raise
@@ -99,25 +98,25 @@ def _dispatch(given: list[str]) -> int:
 
 
 def _refuse_unknown_command(word: str, known: list[str]) -> None:
-    """Refuse a first word that is no file, and looks like none: it has neither a folder nor a suffix."""
+    """Raise for a first word that is neither a command nor a file, and has neither folder nor suffix."""
     if word.startswith("-") or Path(word).name != word or Path(word).suffix or Path(word).exists():
         return
     near = difflib.get_close_matches(word, [*known, "train"], n=1)
-    # Training is what the command does without a word of its own, which newcomers do not expect.
+    # Newcomers try `hp-train train`, but training has no command word of its own.
     meant = "hp-train CONFIG" if near == ["train"] else f"hp-train {near[0]}" if near else None
     hint = f"did you mean `{meant}`?" if meant else f"commands are: {', '.join(sorted(known))}"
     raise UsageError(f"there is no command or file {word!r}; {hint}")
 
 
 def _fail(message: str, code: int, *, every_rank: bool = False) -> int:
-    """Tell what went wrong; of a launcher's ranks, one tells what they all find in what they were given."""
+    """Print an error and return `code`. Under a launcher only rank 0 prints, unless `every_rank` is set."""
     found = _place()
     who = "" if found is None or found.rank == 0 else f"rank {found.rank}: "
     if every_rank or not who:
         try:
             print(f"hp-train: {who}{message}", file=sys.stderr, flush=True)
         except OSError:
-            # The terminal was closed: nobody reads this, and the exit code still says it.
+            # The terminal is closed. The exit code still reports the failure.
             mute(sys.stderr)
     if code < 128:
         _tell_torchrun(message)
@@ -125,18 +124,18 @@ def _fail(message: str, code: int, *, every_rank: bool = False) -> int:
 
 
 def _place() -> RankEnvironment | None:
-    """Return this process's place among a launcher's; None without one, or where its variables make no sense."""
+    """Return this process's rank under a launcher; None without one, or if the launcher's variables are invalid."""
     from hp_dtensor.launch import rank_environment
 
     try:
         return rank_environment()
     except LaunchError:
-        # That is what the message is about.
+        # The message being printed is about this error.
         return None
 
 
 def _tell_torchrun(message: str) -> None:
-    """Write the message where torchrun looks for a rank's error, which it prints last, below its own traceback.
+    """Write the message to the file from which torchrun takes a rank's error, and prints it below its own traceback.
 
     The format is that of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`.
     """

@@ -1,9 +1,4 @@
-"""The command `hp-train evaluate`: on one rank, on several of this machine, or on those of a launcher.
-
-The commands `hp-train export` and `hp-train import`: models and checkpoints in the formats of others.
-
-The command `hp-train tokenizer`.
-"""
+"""Commands about models: evaluate, export and import, and training of tokenizers."""
 
 from __future__ import annotations
 
@@ -33,7 +28,8 @@ from hp_trainer.run.export import DTYPES, convert_weights, export_checkpoint, ex
 def evaluate_command(given: list[str]) -> int:
     """Print the perplexity of a run's model, or run the tasks of lm-eval on an exported one.
 
-    `hp-train evaluate RUN [--data...]`, `hp-train evaluate DIRECTORY --tasks A,B`.
+    `hp-train evaluate RUN [--data...]`, or `hp-train evaluate DIRECTORY --tasks A,B`. A run is evaluated on one rank,
+    on several local ranks, or on the ranks of a launcher.
     """
     parser = Parser(prog="hp-train evaluate", add_help=False)
     parser.add_argument("run", metavar="RUN")
@@ -69,7 +65,7 @@ def evaluate_command(given: list[str]) -> int:
 def evaluate_on_rank(
     path: str, overrides: Overrides, weights: str, platform_name: str, on_all_ranks: bool
 ) -> tuple[int, float, int]:
-    """Evaluate the run in `path` on this rank alone, or together with all of its world.
+    """Evaluate the run in `path` on this rank only, or on all ranks of the world.
 
     Returns:
         The step of the checkpoint, the mean loss per target in nats, and the number of targets.
@@ -77,7 +73,7 @@ def evaluate_on_rank(
     run, config = _open(path, overrides)
     platform = get_platform(platform_name)
     group: Group = current_world(platform).all if on_all_ranks else Alone()
-    # One rank reads and verifies all of it; the others verify what they read.
+    # Rank 0 reads and verifies the full checkpoint; every rank verifies the blocks that it reads.
     name = coordinator(group, "looking for a checkpoint", lambda: newest(run, config).folder, CheckpointError)
     checkpoint = Checkpoint(checkpoint_storage(run, config), name)
     found = _measure(run, config, platform, checkpoint, overrides, averaged=weights == "ema", on_all_ranks=on_all_ranks)
@@ -85,24 +81,24 @@ def evaluate_on_rank(
 
 
 def _open(path: str, overrides: Overrides) -> tuple[RunFolder, TrainerConfig]:
-    """Return a run and its configuration for an evaluation: weights sharded over all ranks unless told otherwise.
+    """Return a run and its configuration for an evaluation.
 
-    The layout that it was trained in need not fit the ranks that evaluate.
+    The layout of the training may not fit the ranks that evaluate, so by default weights are sharded over all of them.
     """
     run, config = open_run(path, overrides)
     given = {name.partition(".")[2] for name, _ in overrides if name.startswith("parallel.")}
-    kept = {name: getattr(config.parallel, name) for name in (*given, "tp_plan", "fsdp_units")}
-    return run, dataclasses.replace(config, parallel=ParallelConfig(**kept))
+    parallel = {name: getattr(config.parallel, name) for name in (*given, "tp_plan", "fsdp_units")}
+    return run, dataclasses.replace(config, parallel=ParallelConfig(**parallel))
 
 
 def _num_ranks(config: TrainerConfig, overrides: Overrides) -> int:
-    """Return the ranks that evaluate: those of the launcher, those asked for on the command line, or this one."""
+    """Return the number of ranks that evaluate: the launcher's, that of the command line, or 1."""
     asked = any(name == "launch.local_ranks" for name, _ in overrides)
     return world_size_of(config) if asked or is_launched() else 1
 
 
 def _problems(config: TrainerConfig, overrides: Overrides, num_ranks: int) -> list[Problem]:
-    """Return why the data or the layout that were given cannot be used."""
+    """Return the problems of the given data and layout."""
     problems = []
     if _has_other_data(overrides):
         source = registries().datasets.get(config.data.name).build(config.data.options)
@@ -148,9 +144,9 @@ HUGGING_FACE = "hf"
 
 
 def export_command(given: list[str]) -> int:
-    """Write the model of a run for transformers: `hp-train export RUN --to=DIR`; or its checkpoint, `--format=dcp`.
+    """Export the model of a run for transformers, or its checkpoint: `hp-train export RUN --to=DIR [--format=dcp]`.
 
-    Started by a launcher, all its ranks write a model, each other files.
+    Under a launcher the ranks share the files of a model among them.
     """
     parser = Parser(prog="hp-train export", add_help=False)
     parser.add_argument("run", metavar="RUN")
@@ -187,7 +183,7 @@ def export_command(given: list[str]) -> int:
 
 
 def import_command(given: list[str]) -> int:
-    """Read a checkpoint of another format: `hp-train import DIR --run=RUN`, or its weights alone, `--to=DIR`."""
+    """Import a checkpoint of another format, or only its weights: `hp-train import DIR --run=RUN` or `--to=DIR`."""
     parser = Parser(prog="hp-train import", add_help=False)
     parser.add_argument("folder", metavar="DIR")
     parser.add_argument("--format", choices=registries().checkpoint_formats.names(), default="dcp")
@@ -202,7 +198,7 @@ def import_command(given: list[str]) -> int:
     found = registries().checkpoint_formats.get(options.format).build().open(where)
     if options.to is not None:
         count = convert_weights(found, where, Path(options.to), options.prefix)
-        print(f"{options.to}: {count} tensors; put the model's config.json beside them")
+        print(f"{options.to}: {count} tensors; add the model's config.json to the folder")
         return 0
     run, config = open_run(options.run, [])
     storage = checkpoint_storage(run, config)
@@ -210,16 +206,16 @@ def import_command(given: list[str]) -> int:
         owned = RunFolder.open(run.path, lock.nonce)
         like = find_latest(storage, content=False).checkpoint
         name = import_checkpoint(found, where, config, storage, like, owned.check_owner)
-    print(f"{storage.describe(name)}; go on with `hp-train resume {run.path}`")
+    print(f"{storage.describe(name)}; continue with `hp-train resume {run.path}`")
     return 0
 
 
 def _export_checkpoint(options: argparse.Namespace, overrides: Overrides) -> int:
-    """Write all of the newest checkpoint in the format that is asked for, from this process alone."""
+    """Write the newest checkpoint in the requested format, from this process only."""
     given = [name for name in ("dtype", "lora", "weights", "file_bytes") if getattr(options, name) is not None]
     if given:
         name = given[0].replace("_", "-")
-        raise UsageError(f"--{name} changes a model; --format={options.format} writes a whole checkpoint as it is")
+        raise UsageError(f"--{name} is for models; --format={options.format} writes the checkpoint unchanged")
     if not is_first_process():
         return 0
     checkpoint = newest(*open_run(options.run, overrides))

@@ -11,10 +11,10 @@ from typing import TextIO
 
 
 def open_standard_streams() -> None:
-    """Open the standard streams that this process was started without (`>&-`), to nowhere.
+    """Open standard streams that were closed when this process started (`>&-`), to the null device.
 
-    Else the next file that is opened, perhaps a checkpoint, becomes standard output, and whatever a library prints is
-    written into it.
+    Otherwise the next file that is opened, perhaps a checkpoint, would get the descriptor of standard output, and
+    whatever a library prints would be written into it.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -27,14 +27,14 @@ def open_standard_streams() -> None:
 
 
 def write_stacks_on_request() -> None:
-    """Write the Python stacks of all threads to standard error at SIGUSR1, even while native code runs."""
-    # Standard error of a test or a notebook may be no file.
+    """Write the Python stacks of all threads to standard error on SIGUSR1, even while native code runs."""
+    # In tests and notebooks standard error may have no file descriptor.
     with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def mute(stream: TextIO) -> None:
-    """Let a stream that cannot be written any more go nowhere; Python would complain about it at exit."""
+    """Redirect a stream that can no longer be written to the null device; Python would fail to flush it at exit."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -42,7 +42,7 @@ def mute(stream: TextIO) -> None:
 
 
 def print_if_read(text: str) -> None:
-    """Print a line on standard output, if there is still somebody to read it."""
+    """Print to standard output, ignoring that it may be closed."""
     try:
         print(text, flush=True)
     except OSError:

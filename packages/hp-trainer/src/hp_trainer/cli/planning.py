@@ -1,9 +1,4 @@
-"""`hp-train check`: whether a configuration could train, and on what, without starting anything.
-
-`hp-train plan`: memory, bytes on the wire and time of a step for any number of ranks, without starting one.
-
-The command `hp-train schedule`: a pipeline's schedule as text and as a picture, without a rank.
-"""
+"""Commands that start no rank: check, plan and schedule."""
 
 from __future__ import annotations
 
@@ -55,7 +50,7 @@ from hp_trainer.training.pipelined import num_microbatches
 
 
 def check_command(given: list[str]) -> int:
-    """Print every problem of a configuration, or what would be trained: `hp-train check CONFIG [--world-size N]`."""
+    """Print every problem of a configuration, or a summary: `hp-train check CONFIG [--world-size N]`."""
     parser = Parser(prog="hp-train check", add_help=False)
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("--world-size", type=int, metavar="N")
@@ -70,7 +65,7 @@ def check_command(given: list[str]) -> int:
 
 
 def describe_run(config: TrainerConfig, world_size: int) -> str:
-    """Return in a few lines what a valid configuration trains on so many ranks."""
+    """Return a summary of the run of a valid configuration on `world_size` ranks."""
     dims = ParallelDims.from_config(config.parallel, world_size, getattr(config.model.options, "num_experts", None))
     training = config.training
     samples = training.global_batch_size // dims.dp_size
@@ -88,20 +83,20 @@ def describe_run(config: TrainerConfig, world_size: int) -> str:
     }
     described = [f"{name}: {text}" for name, text in lines.items()]
     described += [f"sequences: {line}" for line in describe_context(dims, config.model.options, training)]
-    if _cuts_documents(config, dims):
-        described.append("sequences: samples are cut within their documents, for equal work on all ranks")
+    if _shards_documents(config, dims):
+        described.append("sequences: documents are sharded over the ranks, for equal work on each")
     return "\n".join([*described, *(f"activations: {line}" for line in (() if plan is None else plan.describe()))])
 
 
-def _cuts_documents(config: TrainerConfig, dims: ParallelDims) -> bool:
-    """Return whether ranks have parts of packed documents; those that all exchange heads have stretches of the row."""
+def _shards_documents(config: TrainerConfig, dims: ParallelDims) -> bool:
+    """Return whether each packed document is sharded over the cp ranks. With Ulysses alone the packed row is."""
     if not dims.cp_enabled or getattr(config.data.options, "packing", "concatenate") == "concatenate":
         return False
     return context_style(dims, config.model.options, config.training).ulysses_degree < dims.cp
 
 
 def plan_command(given: list[str]) -> int:
-    """Print the plan of a configuration; return 1 where no run would fit: `hp-train plan CONFIG --world-size=N`."""
+    """Print the plan of a step, and return 1 if it does not fit: `hp-train plan CONFIG --world-size=N`."""
     parser = Parser(prog="hp-train plan", add_help=False)
     parser.add_argument("config", metavar="CONFIG")
     add_device_options(parser)
@@ -131,7 +126,7 @@ def plan_command(given: list[str]) -> int:
         if changes:
             print(f"\n{describe_changes(changes)}")
         elif is_too_large and counter is not None:
-            print("\nno setting nor pair of settings makes it fit: take more ranks (--world-size), or larger devices")
+            print("\nno setting or pair of settings makes it fit: use more ranks (--world-size), or larger devices")
         elif is_too_large:
             print(f"\n{describe_fitting(search_layouts(loaded.config, world_size, device, memory))}")
     if options.to is not None:
@@ -154,7 +149,7 @@ def _module_counter(config: TrainerConfig, dims: ParallelDims, title: str) -> Mo
 
 
 def add_device_options(parser: Parser) -> None:
-    """Add the options that say how many ranks of which device there are."""
+    """Add the options for the number of ranks and the device."""
     parser.add_argument("--world-size", type=int, metavar="N")
     parser.add_argument("--device", default="H100", metavar="NAME")
     parser.add_argument("--device-memory", metavar="SIZE")
@@ -162,11 +157,11 @@ def add_device_options(parser: Parser) -> None:
 
 
 def device_of(name: str, memory: str | None) -> tuple[Device, float]:
-    """Return the device of a name or file, and its memory in bytes, or the given one.
+    """Return a device by name or file, and its memory in bytes, which `memory` overrides.
 
     Raises:
         PlanError: there is no such device.
-        UsageError: the memory is no size, or too small for anything.
+        UsageError: the memory is not a size, or below 1 MiB.
     """
     device = find_device(name)
     if memory is None:
@@ -176,18 +171,18 @@ def device_of(name: str, memory: str | None) -> tuple[Device, float]:
     except ValueError as error:
         raise UsageError(f"--device-memory: {error}") from None
     if size < 2**20:
-        raise UsageError(f"--device-memory: {memory} holds no model; expected {EXPECTED_SIZE}, at least 1MiB")
+        raise UsageError(f"--device-memory: {memory} is too small; expected {EXPECTED_SIZE}, at least 1MiB")
     return device, float(size)
 
 
 def load_for_planning(path: str, overrides: Overrides) -> LoadedConfig:
-    """Read a configuration, also where no platform is installed: nothing will run.
+    """Load a configuration even if no platform is installed, since nothing will run.
 
     Raises:
         ConfigError: listing every problem.
     """
     known = fill_registries(plugin_manager())
-    # Platforms register them; their options are the same everywhere.
+    # Platforms register these two. Their options are the same on all of them.
     for name, options in (("adamw", AdamWConfig), ("adamw_8bit", AdamW8bitConfig)):
         if name not in known.optimizers.names():
             known.optimizers.add(name, _build_nothing, options=options)
@@ -195,18 +190,18 @@ def load_for_planning(path: str, overrides: Overrides) -> LoadedConfig:
 
 
 def _problems(loaded: LoadedConfig, world_size: int) -> list[Problem]:
-    """Return why the layout cannot train on so many ranks; their number is an option here."""
+    """Return the problems of the layout on `world_size` ranks, with hints for `--world-size`."""
     found = layout_problems(loaded.config, world_size)
     named = [replace(each, hint=each.hint.replace("launch.local_ranks=", "--world-size=")) for each in found]
     return loaded.locate(named)
 
 
 def _build_nothing(*arguments: Any) -> Any:
-    raise NotImplementedError("this optimizer is for plans")
+    raise NotImplementedError("this optimizer exists only for planning")
 
 
 def schedule_command(given: list[str]) -> int:
-    """Print when each rank of a pipeline works on what: `hp-train schedule NAME --ranks=N --microbatches=N`."""
+    """Print the timeline of a pipeline schedule: `hp-train schedule NAME --ranks=N --microbatches=N`."""
     options = _options(given)
     check_file_to_write("--to", options.to)
     if options.schedule is None:
@@ -250,18 +245,18 @@ def _options(given: list[str]) -> Any:
 
 
 def _schedule(options: Any) -> Schedule:
-    """Return the schedule called so, or the one that a file holds in the form in which this command prints `Schedule`.
+    """Return the schedule of a name, or of a file that `Schedule.parse` reads.
 
     Raises:
-        UsageError: a name without ranks or micro-batches, or a file with some.
-        ScheduleError: there is no such schedule, or the file holds none.
+        UsageError: a name is given without ranks and micro-batches, or a file with them.
+        ScheduleError: there is no such schedule, or the file has no valid one.
     """
     numbers = options.ranks, options.microbatches, options.stages_per_rank
     is_known = options.schedule in schedule_names()
     if not is_known and Path(options.schedule).is_file():
         if any(each is not None for each in numbers):
             raise UsageError(
-                f"schedule {options.schedule}: the file says ranks, stages and micro-batches; leave them out"
+                f"schedule {options.schedule}: the file has its own ranks, stages and micro-batches; leave them out"
             )
         try:
             return Schedule.parse(read_plain_text(Path(options.schedule)))
@@ -269,7 +264,7 @@ def _schedule(options: Any) -> Schedule:
             raise ScheduleError(f"schedule file {options.schedule}: {error}") from None
     if is_known and None in numbers[:2]:
         raise UsageError(f"schedule {options.schedule} needs --ranks and --microbatches")
-    # Of a name that nobody knows the numbers are not looked at.
+    # An unknown name raises before the numbers, which may be None, are used.
     return build_schedule(
         options.schedule,
         num_ranks=options.ranks,

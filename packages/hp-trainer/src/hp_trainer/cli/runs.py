@@ -1,13 +1,4 @@
-"""The list of a run's checkpoints, each verified.
-
-Commands about runs: begin one, go on with one, list its checkpoints; each returns the exit code.
-
-`hp-train profile`: a short run that profiles its last steps.
-
-`hp-train sweep`: one run for every combination of settings, one after the other.
-
-Commands that show what runs have done; they load no framework.
-"""
+"""Commands about runs: train, resume, profile and sweep; list checkpoints, report and compare."""
 
 from __future__ import annotations
 
@@ -69,9 +60,9 @@ _COLUMNS = ("step", "loss", "size", "state", "folder")
 
 
 def describe_checkpoints(storage: Storage) -> tuple[str, bool]:
-    """Return the checkpoints of a storage as a table, newest first, and whether all of them are sound.
+    """Return the checkpoints of a storage as a table, newest first, and whether all of them are valid.
 
-    All content is read and compared with its checksums. Those set aside by `resume --from-step` come last.
+    All files are read and compared with their checksums. Checkpoints moved aside by `resume --from-step` come last.
     """
     rows, all_sound = [_COLUMNS], True
     for name in [*list_checkpoints(storage), *list_set_aside(storage)]:
@@ -92,15 +83,15 @@ def describe_checkpoints(storage: Storage) -> tuple[str, bool]:
 def _describe(storage: Storage, name: str) -> tuple[str, str, str, str, str]:
     checkpoint = Checkpoint(storage, name)
     loss = checkpoint.state.get("loss")
-    # One that is no finite number is text.
-    told = f"{loss:.4f}" if isinstance(loss, float) else str(loss or "-")
+    # A loss that is not finite is stored as text.
+    shown = f"{loss:.4f}" if isinstance(loss, float) else str(loss or "-")
     size = sum(checkpoint.index.shard_bytes) / 2**20
     checkpoint.verify()
-    return str(checkpoint.step), told, f"{size:,.1f} MiB", "sound", name
+    return str(checkpoint.step), shown, f"{size:,.1f} MiB", "valid", name
 
 
 def train_command(given: list[str]) -> int:
-    """Train from the beginning in a new run folder: `hp-train CONFIG`."""
+    """Train in a new run folder: `hp-train CONFIG`."""
     parser = Parser(prog="hp-train", add_help=False)
     parser.add_argument("config", metavar="CONFIG")
     options, overrides = parse(parser, given)
@@ -122,13 +113,13 @@ def train_command(given: list[str]) -> int:
 
 
 def run_command(given: list[str]) -> int:
-    """Begin a run, or go on with it where it has begun: `hp-train run CONFIG --run.folder=RUN`."""
+    """Start a run, or continue it if it exists: `hp-train run CONFIG --run.folder=RUN`."""
     parser = Parser(prog="hp-train run", add_help=False)
     parser.add_argument("config", metavar="CONFIG")
     options, overrides = parse(parser, given)
     loaded = load(options.config, overrides)
     if loaded.config.run.folder is None:
-        raise UsageError("run needs the folder to begin or to go on with: --run.folder=RUN")
+        raise UsageError("run needs the folder of the run to start or continue: --run.folder=RUN")
     folder = chosen_run_folder(loaded, Path(options.config))
     config = resolved(loaded.config, folder)
 
@@ -137,13 +128,13 @@ def run_command(given: list[str]) -> int:
 
     def prepare() -> str | None:
         check()
-        if not RunFolder.is_begun(folder):
+        if not RunFolder.exists(folder):
             create_run(folder, config)
             return None
         run = RunFolder.open(folder)
         if list_checkpoints(checkpoint_storage(run, config)):
             return _take_up(run, config)
-        # Killed before its first checkpoint: from the beginning.
+        # The run was killed before its first checkpoint, and starts from the beginning.
         complete_run(run, config)
         return None
 
@@ -152,7 +143,7 @@ def run_command(given: list[str]) -> int:
 
 
 def resume_command(given: list[str]) -> int:
-    """Go on from the newest sound checkpoint, or from an earlier one: `hp-train resume RUN [--from-step N]`."""
+    """Continue from the newest valid checkpoint, or from an earlier one: `hp-train resume RUN [--from-step N]`."""
     parser = Parser(prog="hp-train resume", add_help=False)
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("--from-step", type=int, metavar="N")
@@ -166,7 +157,7 @@ def resume_command(given: list[str]) -> int:
 
 
 def checkpoints_command(given: list[str]) -> int:
-    """List the checkpoints of a run, verified: `hp-train checkpoints RUN`; exit code 1 if one is damaged."""
+    """List and verify the checkpoints of a run: `hp-train checkpoints RUN`. Return 1 if one is damaged."""
     parser = Parser(prog="hp-train checkpoints", add_help=False)
     parser.add_argument("run", metavar="RUN")
     options, overrides = parse(parser, given)
@@ -176,9 +167,10 @@ def checkpoints_command(given: list[str]) -> int:
 
 
 def _check_early(loaded: LoadedConfig, title: str, check: Callable[[], None]) -> None:
-    """Refuse what a run cannot be begun or gone on with, before anything is locked or made.
+    """Raise for problems of a run before anything is locked or created.
 
-    Of a launcher's ranks one looks at folder and data by `check`, when the others can learn from it what it finds.
+    Under a launcher only the settings are checked here. Rank 0 checks folder and data in `prepare`, once the ranks are
+    connected and its errors reach all of them.
     """
     if is_launched():
         refuse(check_settings(loaded, world_size_of(loaded.config), registries()), title)
@@ -187,9 +179,9 @@ def _check_early(loaded: LoadedConfig, title: str, check: Callable[[], None]) ->
 
 
 def _run_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
-    """Return what keeps a run from beginning in `folder`, or from going on there as configured now."""
+    """Return the problems of starting a run in `folder`, or of continuing the one there."""
     size = world_size_of(loaded.config)
-    if not RunFolder.is_begun(folder):
+    if not RunFolder.exists(folder):
         return check_new_run(loaded, folder, size, registries())
     run = RunFolder.open(folder)
     before = run.load_config().config if run.config_file.exists() else loaded.config
@@ -197,7 +189,9 @@ def _run_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
 
 
 def _take_up(run: RunFolder, config: TrainerConfig, from_step: int | None = None) -> str:
-    """Verify what a run goes on with, and return the name of its checkpoint; later ones are set aside.
+    """Verify the checkpoint and data that a run continues with, and return the name of the checkpoint.
+
+    With `from_step`, later checkpoints are moved aside.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or of another model.
@@ -208,10 +202,10 @@ def _take_up(run: RunFolder, config: TrainerConfig, from_step: int | None = None
     check_model(checkpoint, config)
     source = registries().datasets.get(config.data.name).build(config.data.options)
     source.verify(run.data, config.launch.verify_data)
-    # Set aside before the run goes on: killed from here on, it finds the step that was asked for as its newest.
+    # Moved aside before training starts: if the job is killed from here on, the requested step is already the newest.
     if from_step is not None:
         for name in set_aside_later(storage, from_step):
-            tell(f"set aside {storage.describe(name)}; delete it when it is not needed any more")
+            tell(f"moved {storage.describe(name)} aside; delete it when it is no longer needed")
     run.sweep()
     delete_leftovers(storage)
     run.write_config(config)
@@ -219,7 +213,7 @@ def _take_up(run: RunFolder, config: TrainerConfig, from_step: int | None = None
 
 
 def _report(path: Path, config: TrainerConfig) -> int:
-    """Show what the finished run's model writes, and where everything is."""
+    """Print the sample texts of a finished run and its folder."""
     if is_first_process():
         samples = RunFolder(path).samples_file
         if config.generate.prompts and samples.is_file():
@@ -229,14 +223,14 @@ def _report(path: Path, config: TrainerConfig) -> int:
 
 
 def profile_command(given: list[str]) -> int:
-    """Train a few steps and profile the last ones, into `profile/` of a new run: `hp-train profile CONFIG`."""
+    """Train a few steps in a new run and profile the last ones: `hp-train profile CONFIG`."""
     return train_command(profile_arguments(given))
 
 
 def profile_arguments(given: list[str]) -> list[str]:
-    """Return the arguments of a new run for `hp-train profile CONFIG [--steps=FIRST-LAST]`; other settings win.
+    """Return the arguments of a new run for `hp-train profile CONFIG [--steps=FIRST-LAST]`.
 
-    The first steps of a run load kernels and compile; they are left out unless asked for.
+    The first steps of a run load kernels and compile, so steps 4 and 5 are profiled by default.
     """
     parser = Parser(prog="hp-train profile", add_help=False)
     parser.add_argument("config", metavar="CONFIG")
@@ -244,23 +238,23 @@ def profile_arguments(given: list[str]) -> list[str]:
     options, overrides = parse(parser, given)
     found = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", options.steps)
     if found is None:
-        raise UsageError(f"--steps takes a step or FIRST-LAST, such as 4-5, got {options.steps!r}")
+        raise UsageError(f"--steps: expected a step or FIRST-LAST, such as 4-5, got {options.steps!r}")
     first, last = found[1], found[2] or found[1]
     settings = [("profile.first", first), ("profile.last", last), ("training.steps", last), ("generate.prompts", "[]")]
     return [options.config, *(f"--{path}={value}" for path, value in [*settings, *overrides])]
 
 
 def sweep_command(given: list[str]) -> int:
-    """Train every combination of the values given: `hp-train sweep CONFIG --optimizer.lr=1e-3,3e-3`.
+    """Train every combination of the given values: `hp-train sweep CONFIG --optimizer.lr=1e-3,3e-3`.
 
-    Every combination is checked before the first one trains. The runs are folders within `--run.folder`; a comparison
-    of those that ended well stands beside them.
+    All combinations are checked before the first one trains. The runs are folders in `--run.folder`, next to a
+    comparison of those that succeeded.
     """
     parser = Parser(prog="hp-train sweep", add_help=False)
     parser.add_argument("config", metavar="CONFIG")
     options, overrides = parse(parser, given)
     if is_launched():
-        raise UsageError("sweep starts one run after the other by itself; do not start it under torchrun or msrun")
+        raise UsageError("sweep starts its runs itself; do not start it under torchrun or msrun")
     wanted = dict(overrides).get("run.folder")
     base = default_run_folder(Path(options.config)) if wanted is None else Path(wanted).expanduser()
     runs = plan_sweep([one for one in overrides if one[0] != "run.folder"], base)
@@ -276,7 +270,7 @@ def sweep_command(given: list[str]) -> int:
 
 
 def plan_sweep(overrides: Overrides, base: Path) -> dict[Path, Overrides]:
-    """Return the settings of each run by its folder: every combination of values, the last setting changing fastest."""
+    """Return the settings of each run by folder: all combinations of values, the last setting varying fastest."""
     choices = [[(path, value) for value in split_values(text)] for path, text in overrides]
     varied = {path for path, text in overrides if len(split_values(text)) > 1}
     if not varied:
@@ -289,7 +283,7 @@ def plan_sweep(overrides: Overrides, base: Path) -> dict[Path, Overrides]:
 
 
 def split_values(text: str) -> list[str]:
-    """Split a text at its commas, but for those within brackets, braces or quotes: `1,[2,3]` is `1` and `[2,3]`."""
+    """Split a text at commas outside of brackets, braces and quotes: `1,[2,3]` gives `1` and `[2,3]`."""
     values, depth, quote = [""], 0, ""
     for character in text:
         if quote:
@@ -305,7 +299,7 @@ def split_values(text: str) -> list[str]:
 
 
 def _check(config: Path, runs: dict[Path, Overrides]) -> None:
-    """Refuse the whole sweep if one of its runs could not train."""
+    """Raise for the problems of all runs of a sweep, each once."""
     problems: list[Problem] = []
     for folder, overrides in runs.items():
         loaded = load(str(config), overrides)
@@ -315,11 +309,11 @@ def _check(config: Path, runs: dict[Path, Overrides]) -> None:
 
 
 def _train(config: str, overrides: Overrides, folder: Path, count: int) -> bool:
-    """Train one run in a process of its own, and return whether it ended well."""
+    """Train one run in a process of its own, and return whether it succeeded."""
     print(f"run {folder.name} (of {count})", flush=True)
     settings = [f"--{path}={value}" for path, value in (*overrides, ("run.folder", str(folder)))]
-    # -P: the working directory is not searched for modules. A session of its own: a signal of the terminal comes here
-    # first, and reaches the run once.
+    # -P keeps the working directory off the import path. In a session of its own the run does not get the terminal's
+    # signals directly, only once, from here.
     command: Sequence[str] = [sys.executable, "-P", "-m", "hp_trainer", config, *settings]
     process = subprocess.Popen(command, start_new_session=True)
     try:
@@ -330,7 +324,7 @@ def _train(config: str, overrides: Overrides, folder: Path, count: int) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes], number: int) -> None:
-    """Hand a signal, and every further one, to a run, and wait for its end."""
+    """Send a signal, and every further one that arrives, to a run, and wait for it to end."""
     while True:
         process.send_signal(number)
         try:
@@ -353,14 +347,14 @@ def report_command(given: list[str]) -> int:
 
 
 def compare_command(given: list[str]) -> int:
-    """Print and draw the differences of runs: `hp-train compare RUN RUN ... [--to FILE]`."""
+    """Compare runs in a table and a picture: `hp-train compare RUN RUN ... [--to FILE]`."""
     parser = Parser(prog="hp-train compare", add_help=False)
     parser.add_argument("runs", metavar="RUN", nargs="+")
     parser.add_argument("--to", metavar="FILE", type=Path, default=Path("comparison.html"))
     options, overrides = parse(parser, given)
     refuse_settings("compare", overrides)
     if len(options.runs) < 2:
-        raise UsageError("compare needs two runs or more")
+        raise UsageError("compare needs at least two runs")
     print(compare_runs([Path(run) for run in options.runs], options.to))
     print(f"\ncurves: {options.to}")
     return 0

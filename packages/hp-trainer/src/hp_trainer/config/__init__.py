@@ -1,4 +1,9 @@
-"""The schema of the one YAML file, and its strict loader."""
+"""The schema of a run's YAML file, and its strict loader.
+
+Text is parsed to a tree with line numbers (`_tree`), in which environment variables are substituted, included files
+merged and overrides of the command line inserted; the tree is converted to the dataclasses of `schema` (`_converter`).
+A new setting is one field in `schema`, or in the options dataclass of its component; help and command line follow.
+"""
 
 from hp_trainer.config.load import (
     LoadedConfig,

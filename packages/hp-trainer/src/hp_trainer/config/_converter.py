@@ -1,6 +1,6 @@
-"""Values of settings: leaves and lists of the tree as Python values of an annotated type.
+"""Conversion of the YAML tree to the dataclasses of the schema, collecting every problem.
 
-From a tree to the dataclasses of the schema, with every problem: unknown keys (and the nearest name), types.
+`ValueConverter` converts leaves and lists to annotated types; `Converter` converts sections and components.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ _CONSTRUCT: dict[str, Callable[[yaml.ScalarNode], bool | int | float]] = {
     "int": _SAFE.construct_yaml_int,
     "float": _SAFE.construct_yaml_float,
 }
-# No float holds a whole number of more digits, even hexadecimal ones; Python takes long to read those.
+# Larger integers overflow a float even in hexadecimal, and Python needs quadratic time to parse them.
 _MAX_DIGITS = 250
 _MAX_SHOWN = 60
 
 
 class Problems(list[Problem]):
-    """The problems found so far."""
+    """A list of the problems found so far."""
 
     def add(self, path: str, what: str, source: str, expected: str = "", got: str = "", hint: str = "") -> None:
-        """Note one more."""
+        """Append a problem."""
         self.append(Problem(path=path, what=what, expected=expected, got=got, hint=hint, source=source))
 
     def wrong_type(self, value: Tree, path: str, expected: str, hint: str = "") -> Any:
-        """Note a value of the wrong type; returns INVALID."""
+        """Append the problem of a value of the wrong type, and return INVALID."""
         self.add(path, "wrong type", value.source, expected, describe_value(value), hint)
         return INVALID
 
 
 class ValueConverter:
-    """Converts values against annotations; what is wrong goes into `problems`."""
+    """Converts leaves and lists to annotated types; appends to `problems`."""
 
     def __init__(self, problems: Problems) -> None:
         self.problems = problems
 
     def convert(self, annotation: Any, value: Tree, path: str, limits: Limits) -> Any:
-        """Return the value as one of the annotation's types, or INVALID."""
+        """Return the value converted to one of the annotation's types, or INVALID."""
         options = alternatives(annotation)
         if isinstance(value, Override) and str in options and value.text not in ("null", "~"):
             return value.text
@@ -68,7 +68,7 @@ class ValueConverter:
         return self._mismatch(options, parsed, path)
 
     def _try(self, annotation: Any, value: Tree, path: str, limits: Limits) -> Any:
-        """Return the value as this type; None when it is of another kind."""
+        """Return the value converted to one type; None when it is of another kind."""
         origin, args = typing.get_origin(annotation), typing.get_args(annotation)
         if origin in (tuple, list) and isinstance(value, Items):
             return self._items(annotation, args, value, path, limits)
@@ -119,7 +119,7 @@ class ValueConverter:
         return self.problems.wrong_type(value, path, expected, _unquoted(options, value))
 
     def parsed(self, value: Tree | None, path: str) -> Tree | None:
-        """Return the value with the text of an override read as YAML; None when that fails or there is none."""
+        """Return the value with the text of an override parsed as YAML; None if it cannot be parsed or is None."""
         if not isinstance(value, Override):
             return value
         if not value.text:
@@ -130,12 +130,12 @@ class ValueConverter:
 
 
 def scalar_value(scalar: Scalar) -> bool | int | float | str | None:
-    """Return the Python value of a leaf; the text itself where it is none of what its tag says (`!!int x`, `0x_`)."""
+    """Return the Python value of a leaf, or its text where it does not match its tag (`!!int x`, `0x_`)."""
     if scalar.tag == "null":
         return None
     if scalar.tag == "int" and len(scalar.text) > _MAX_DIGITS:
         return math.inf
-    # YAML 1.1 would read 12:30 as a number to the base 60.
+    # YAML 1.1 reads 12:30 as a sexagesimal number.
     construct = None if scalar.tag in ("int", "float") and ":" in scalar.text else _CONSTRUCT.get(scalar.tag)
     if construct is None:
         return scalar.text
@@ -146,15 +146,15 @@ def scalar_value(scalar: Scalar) -> bool | int | float | str | None:
 
 
 def shortened(text: str) -> str:
-    """Return a text for a message, with dots in place of what is too long."""
+    """Return a text for a message, truncated with dots where it is too long."""
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
 def describe_value(value: Tree) -> str:
-    """Tell in words what came: `'3' (whole number)`, `a list of 2`."""
+    """Return a value in words for a message: `'3' (integer)`, `a list of 2`."""
     if isinstance(value, Scalar):
         found = scalar_value(value)
-        kinds = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+        kinds = {bool: "true or false", int: "integer", float: "number", str: "text"}
         return "null" if found is None else f"{shortened(value.text)!r} ({kinds[type(found)]})"
     if isinstance(value, Items):
         return f"a list of {len(value.items)}"
@@ -162,7 +162,7 @@ def describe_value(value: Tree) -> str:
 
 
 def _unquoted(options: tuple[Any, ...], value: Tree) -> str:
-    """Return what to write instead, where quotes make the difference."""
+    """Return a suggestion where adding or removing quotes gives the right type; else an empty text."""
     if not isinstance(value, Scalar):
         return ""
     if str in options:
@@ -179,11 +179,11 @@ def is_null(value: Tree) -> bool:
 
 
 class Converter:
-    """Converts sections and components against schemas; `problems` holds what was wrong.
+    """Converts sections and components to their dataclasses; appends to `problems`.
 
     Args:
         registries: the components that a section may name.
-        root: the schema of the whole file, searched for where an unknown key would be right.
+        root: the schema of the file, searched for the section in which an unknown key would be valid.
     """
 
     def __init__(self, registries: Registries, root: type) -> None:
@@ -204,8 +204,8 @@ class Converter:
         """Return an instance of the dataclass `schema`, or INVALID.
 
         Args:
-            ignore: keys that are someone else's.
-            defaults: values taken, before those of the schema, where the tree has none.
+            ignore: keys that are valid but not fields of `schema`.
+            defaults: values for settings that the tree does not have; they override the defaults of the schema.
         """
         fields = {field.name: field for field in dataclasses.fields(schema)}
         for key in tree.items:
@@ -221,6 +221,7 @@ class Converter:
         return self._checked(schema(**given), tree, path)
 
     def _checked(self, made: Any, tree: Section, path: str) -> Any:
+        """Return a section, or INVALID where its own `check()` finds problems across its settings."""
         found = list(made.check()) if hasattr(made, "check") else []
         for problem in found:
             source = tree.sources.get(problem.path, tree.source)
@@ -247,7 +248,7 @@ class Converter:
         return INVALID
 
     def _path(self, value: Tree, path: str) -> str:
-        """Return a path as an absolute one; an empty path stays, for the section's own check to refuse."""
+        """Return the absolute path; an empty path stays empty, and the section's `check` rejects it."""
         base = value.folder if isinstance(value, Scalar) else Path()
         return str((base / Path(path).expanduser()).absolute()) if path else path
 
@@ -311,9 +312,10 @@ class Converter:
         return INVALID if options is INVALID else Component(name, options, source)
 
     def _directory(self, schema: Any, tree: Section, path: str) -> tuple[Any, dict[str, Any]]:
-        """Return the directory that a component is read from (`from`), and the options that it gives.
+        """Return the directory of a pretrained model (`from`) and the options read from it.
 
-        Where the section has every option itself, as that of a run has, the directory need not be there any more.
+        The directory is not read when the section has every option, as a run's resolved configuration does: it may
+        have been deleted since.
         """
         value, path = tree.items.get("from"), _join(path, "from")
         if value is None or is_null(value):
@@ -344,7 +346,7 @@ class Converter:
         return INVALID
 
     def _python_name(self, registry: Registry, name: str, value: Tree, path: str) -> Any:
-        """Return the whole name of what stands in a Python file, or INVALID."""
+        """Return the absolute name of a component in a user's Python file, or INVALID."""
         try:
             return register_python_name(registry, name, value.folder if isinstance(value, Scalar) else Path())
         except RegistryError as error:
@@ -359,7 +361,7 @@ class Converter:
         self.problems.add(_join(path, key), "unknown key", tree.sources[key], expected, "", hint)
 
     def _elsewhere(self, key: str) -> str:
-        """Return where in the whole schema a key of this name would be right, or nothing."""
+        """Return the path of a setting of this name in another section, or an empty text."""
         for field in dataclasses.fields(self._root):
             schema = self._schema_of(field)
             if schema is not None and key in field_types(schema):

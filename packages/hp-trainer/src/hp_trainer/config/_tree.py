@@ -1,8 +1,7 @@
-"""Environment variables in a configuration: `${env:NAME}`, or `${env:NAME:-default}`; nothing else is replaced.
+"""The parsed YAML: a tree in which each value has its file and line, before any schema is applied.
 
-The configuration as a tree that remembers where each value stands, before any schema is applied.
-
-Configurations made of several files: `include:` takes others in, whose settings the file's own override.
+Environment variables (`${env:NAME}`, `${env:NAME:-default}`) are substituted while a text is parsed, included files
+(`include:`) are merged below the file that includes them, and overrides of the command line are inserted last.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _REFERENCE = re.compile(r"(?P<literal>\$?)\$\{env:(?P<name>[A-Za-z_][A-Za-z0-9_]
 
 
 class UnsetVariableError(ValueError):
-    """A variable without a default that is not set; `hint` says what to do."""
+    """An environment variable is not set and its reference has no default; `hint` is a suggestion for the user."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"the environment variable {name} is not set")
@@ -31,7 +30,7 @@ class UnsetVariableError(ValueError):
 
 
 def substitute(text: str) -> str:
-    """Return a text with its references replaced; `$${env:NAME}` stands for a literal `${env:NAME}`.
+    """Return `text` with references to environment variables replaced; `$${env:NAME}` is a literal `${env:NAME}`.
 
     Raises:
         UnsetVariableError: a variable is not set and the reference has no default.
@@ -40,7 +39,7 @@ def substitute(text: str) -> str:
 
 
 def escape(text: str) -> str:
-    """Return a text that `substitute` turns into `text`."""
+    """Return a text that `substitute` turns back into `text`."""
     return _REFERENCE.sub(lambda found: "$" + found[0], text)
 
 
@@ -56,16 +55,17 @@ def _value(found: re.Match[str]) -> str:
 _TAG = "tag:yaml.org,2002:"
 _TYPED = ("null", "bool", "int", "float")
 _TEXT = ("str", "timestamp", "binary", "value", "merge")
-# Far more than any configuration has; aliases of aliases make a short text into millions of values.
+# Far above any real configuration. Without limits, nested YAML aliases ("billion laughs") would expand a short text
+# into millions of values.
 _LONGEST_TEXT, _DEEPEST, _MOST_VALUES = 2**20, 50, 20_000
 _resolver: Any = yaml.resolver.Resolver()
 
 
 @dataclass
 class Scalar:
-    """A leaf: its text, its YAML tag (`null`, `bool`, `int`, `float` or `str`), and the folder of its file.
+    """A leaf: its text, its YAML tag (`null`, `bool`, `int`, `float` or `str`), its source and its file's folder.
 
-    A relative path counts from that folder; without one, from the working directory.
+    A relative path is relative to that folder, or without a file to the working directory.
     """
 
     text: str
@@ -84,7 +84,7 @@ class Items:
 
 @dataclass
 class Section:
-    """A mapping; `sources` says where each key stands."""
+    """A mapping; `sources` has the place of each key, such as `run.yaml:4`."""
 
     source: str
     items: dict[str, Tree] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Section:
 
 @dataclass
 class Override:
-    """The text of `--a.b=text`, read as YAML unless the setting is a string."""
+    """The text of `--a.b=text`. It is parsed as YAML unless the setting is a string."""
 
     text: str
     source: str
@@ -105,12 +105,12 @@ Tree = Scalar | Items | Section | Override
 def parse_yaml(
     text: str, source: str, *, numbered: bool = True, folder: Path = Path()
 ) -> tuple[Tree | None, list[Problem]]:
-    """Return the tree of a YAML text, or the reason why there is none.
+    """Return the tree of a YAML text and the problems found; the tree is None where the text cannot be parsed.
 
     Args:
-        source: names the text in problems.
-        numbered: name the line too.
-        folder: the folder of the file that the text is from.
+        source: name of the text in problems.
+        numbered: append the line number to `source`.
+        folder: folder of the file, to which its relative paths are relative.
     """
     if len(text) > _LONGEST_TEXT:
         what = f"longer than {_LONGEST_TEXT:,} characters"
@@ -135,10 +135,12 @@ def parse_yaml(
 
 
 class _TooLargeError(ValueError):
-    """A text that no configuration needs: it would take memory and time without end."""
+    """A text that exceeds the limits on depth or on the number of values."""
 
 
 class _Builder:
+    """Builds the tree of one YAML text from the nodes of PyYAML."""
+
     def __init__(self, source: str, numbered: bool, folder: Path) -> None:
         self.source = source
         self.numbered = numbered
@@ -156,7 +158,7 @@ class _Builder:
         if len(self._open) >= _DEEPEST:
             raise _TooLargeError(f"nested more than {_DEEPEST} levels deep")
         if self._num_values > _MOST_VALUES:
-            raise _TooLargeError(f"more than {_MOST_VALUES:,} values, aliases (*name) counted as often as they stand")
+            raise _TooLargeError(f"more than {_MOST_VALUES:,} values, counting each use of an alias (*name)")
         self._open.add(id(node))
         try:
             return self._build(node, path, where)
@@ -181,7 +183,7 @@ class _Builder:
             self.problems.append(Problem(path=path, what=str(error), hint=error.hint, source=where))
             value = node.value
         if value != node.value:
-            # What a variable holds is read as if it stood in the file, unless quotes make it text.
+            # The value of a variable is typed as if it were written in the file, unless quotes make it text.
             tag = _resolve(value) if node.style is None else f"{_TAG}str"
             node = yaml.ScalarNode(tag, value, style=node.style)
         tag = node.tag.removeprefix(_TAG)
@@ -207,18 +209,18 @@ class _Builder:
 
 
 def _resolve(text: str) -> str:
-    """Return the tag that YAML gives to a scalar of this text without quotes."""
+    """Return the tag that YAML resolves for an unquoted scalar."""
     tag: str = _resolver.resolve(yaml.ScalarNode, text, (True, False))
     return tag
 
 
 def _text_tag(node: Any) -> str:
-    """YAML 1.1 reads `1e-3` as a string; everyone who writes it means a number."""
+    """Return `float` for numbers such as `1e-3`, which YAML 1.1 resolves as strings, else `str`."""
     return "float" if node.style is None and is_number(node.value) else "str"
 
 
 def is_number(text: str) -> bool:
-    """Tell whether a text that YAML 1.1 takes for none is a number with an exponent."""
+    """Return whether a text is a number with an exponent, such as `1e-3`, that YAML 1.1 resolves as a string."""
     if "e" not in text.lower():
         return False
     try:
@@ -229,7 +231,10 @@ def is_number(text: str) -> bool:
 
 
 def apply_overrides(tree: Tree, overrides: Iterable[tuple[str, str]]) -> list[Problem]:
-    """Put `(dotted path, text)` pairs into the tree, creating sections; the last one of a path wins."""
+    """Insert `(dotted path, text)` pairs into the tree, creating sections as needed, and return the problems.
+
+    The last pair of a path wins.
+    """
     problems = []
     for path, text in overrides:
         problem = _apply(tree, path.split("."), Override(text, f"--{path}"))
@@ -246,7 +251,7 @@ def _apply(tree: Tree, keys: Sequence[str], value: Override) -> Problem | None:
         if not isinstance(tree, Section):
             return Problem(
                 path=path,
-                what=f"{'.'.join(keys[:depth])} is a value and has no settings of its own",
+                what=f"{'.'.join(keys[:depth])} is a value, not a section",
                 got=f"a value at {tree.source}",
                 source=value.source,
             )
@@ -270,7 +275,7 @@ def read_text(path: Path) -> str:
     """Return the text of a YAML file.
 
     Raises:
-        ConfigError: it cannot be read, is no plain file, is far too large, or is not UTF-8.
+        ConfigError: it cannot be read, is not a regular file, exceeds 16 MiB, or is not UTF-8.
     """
     try:
         return read_plain_text(path, _MOST_BYTES)
@@ -283,16 +288,16 @@ def read_text(path: Path) -> str:
 def parse_file(
     text: str, source: str, folder: Path, including: tuple[Path, ...] = ()
 ) -> tuple[Section | None, list[Problem]]:
-    """Return the tree of a file's text, what it includes merged in, and every problem.
+    """Return the tree of a file's text with its included files merged in, and every problem.
 
-    Sections are merged setting by setting, later files over earlier ones and the file itself over all; a list
-    replaces a list, and a section that names another component replaces the whole section. Relative paths count
-    from the folder of the file in which they stand.
+    Sections are merged setting by setting: later includes override earlier ones, and the file overrides its includes.
+    A list replaces a list, and a section that names another component replaces the section. Relative paths are
+    relative to the file they are written in.
 
     Args:
         source: name of the file in problems.
-        folder: the folder of the file.
-        including: the files that led to this one.
+        folder: folder of the file.
+        including: the chain of files that include this one, to detect cycles.
     """
     tree, problems = parse_yaml(text, source, folder=folder)
     if tree is not None and not isinstance(tree, Section):
@@ -311,7 +316,7 @@ def parse_file(
 
 
 def _included(tree: Section, problems: list[Problem]) -> list[Scalar]:
-    """Take `include` out of a file's tree and return the names in it."""
+    """Remove `include` from a file's tree and return the file names in it."""
     value = tree.items.pop(_KEY, None)
     source = tree.sources.pop(_KEY, tree.source)
     items = value.items if isinstance(value, Items) else [value] if value is not None else []
@@ -339,7 +344,7 @@ def _parse_included(name: Scalar, including: tuple[Path, ...], problems: list[Pr
 
 
 def _merge(base: Section, over: Section) -> None:
-    """Put every setting of `over` into `base`."""
+    """Merge the settings of `over` into `base`, overriding them."""
     for key, value in over.items.items():
         before = base.items.get(key)
         if isinstance(before, Section) and isinstance(value, Section) and not _names_another(before, value):
@@ -350,7 +355,7 @@ def _merge(base: Section, over: Section) -> None:
 
 
 def _names_another(before: Section, value: Section) -> bool:
-    """Return whether a section chooses another component, to which the options of the one before do not belong."""
+    """Return whether `value` chooses another component than `before`, whose options then do not apply."""
     return "name" in value.items and _text(before.items.get("name")) != _text(value.items["name"])
 
 

@@ -1,8 +1,6 @@
-"""Reading a configuration: strict, all problems at once, each with its path, its line and a suggestion.
+"""Loading and dumping of configurations, and the list of all settings.
 
-Writing a configuration so that it reads back equal.
-
-Every setting as a command-line option, generated from the dataclasses.
+Loading is strict and reports all problems at once, each with its path, line, expected and given value, and suggestion.
 """
 
 from __future__ import annotations
@@ -27,18 +25,18 @@ Override = tuple[str, str]
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A configuration and where each of its values stands.
+    """A configuration and the source of each of its values.
 
     Attributes:
         config: the resolved configuration.
-        sources: `file:line` or `--option` of every dotted path that was given.
+        sources: `file:line` or `--option` by dotted path, for every value that was given.
     """
 
     config: TrainerConfig
     sources: dict[str, str]
 
     def locate(self, problems: Iterable[Problem]) -> list[Problem]:
-        """Return the problems with the place of their path, or of the nearest section that was given."""
+        """Return the problems with the source of their path, or of the nearest enclosing section that was given."""
         return [dataclasses.replace(problem, source=self._source(problem.path)) for problem in problems]
 
     def _source(self, path: str) -> str:
@@ -48,13 +46,13 @@ class LoadedConfig:
 
 
 def load_config(path: str | Path, overrides: Sequence[Override] = (), *, registered: Registries) -> LoadedConfig:
-    """Read a YAML file.
+    """Load a YAML file.
 
     Args:
         path: the file.
-        overrides: `(dotted path, text)` pairs that take precedence; the text is read as YAML, but taken as it
-            is where the setting is text.
-        registered: what names in the file may mean; `hp_trainer.plugins.registries()` are the installed plugins'.
+        overrides: `(dotted path, text)` pairs that override the file. The text is parsed as YAML unless the setting
+            is a string.
+        registered: the components that the file may name; `hp_trainer.plugins.registries()` has the installed ones.
 
     Raises:
         ConfigError: listing every problem.
@@ -71,7 +69,7 @@ def parse_config(
     source: str = "configuration",
     folder: Path = Path(),
 ) -> LoadedConfig:
-    """Like `load_config`, from YAML text; `source` names it in problems, relative paths count from `folder`.
+    """Load YAML text. `source` names it in problems, and its relative paths are relative to `folder`.
 
     Raises:
         ConfigError: listing every problem.
@@ -99,7 +97,7 @@ def _sources(tree: Tree, path: str) -> Iterator[tuple[str, str]]:
 
 
 def to_plain(value: Any) -> Any:
-    """Return dataclasses as mappings, components as mappings with a `name`, tuples as lists."""
+    """Return a configuration as plain values: dataclasses and components become dicts, tuples become lists."""
     if isinstance(value, Component):
         source = {} if value.source is None else {"from": value.source}
         return {"name": value.name, **source} | to_plain(value.options)
@@ -111,17 +109,17 @@ def to_plain(value: Any) -> Any:
 
 
 def dump_config(config: Any) -> str:
-    """Return the YAML text of a configuration, every setting included."""
+    """Return a configuration as YAML text with every setting, which loads back to an equal configuration."""
     text: str = yaml.dump(_escaped(to_plain(config)), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
     return text
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what the reader of configurations reads back equal."""
+    """Quotes strings that the loader would read as numbers."""
 
 
 def _write_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    # YAML 1.1 calls `1e30` a text and needs no quotes for it; our reader calls it a number.
+    # YAML 1.1 resolves `1e30` as a string and does not quote it, but the loader reads it as a number.
     style = "'" if is_number(text) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -130,7 +128,7 @@ _Dumper.add_representer(str, _write_text)
 
 
 def settings_by_path(config: Any) -> dict[str, Any]:
-    """Return every setting of a configuration by its dotted path; lists are values."""
+    """Return every setting of a configuration by dotted path. A list is one value."""
     return _leaves(to_plain(config), "")
 
 
@@ -142,7 +140,7 @@ def _leaves(tree: Any, path: str) -> dict[str, Any]:
 
 
 def _escaped(tree: Any) -> Any:
-    """Return a tree whose texts are read back as they are: a variable of the environment was replaced before."""
+    """Return a tree whose strings load unchanged, with `${env:...}` escaped."""
     if isinstance(tree, dict):
         return {name: _escaped(value) for name, value in tree.items()}
     if isinstance(tree, list):
@@ -152,15 +150,15 @@ def _escaped(tree: Any) -> Any:
 
 @dataclass(frozen=True)
 class Option:
-    """One setting: `--path=value`.
+    """A setting as a command-line option: `--path=value`.
 
     Attributes:
-        path: dotted path; that of an option within an entry of a list ends with its name after `[]`, and is given as
-            part of the list alone.
-        takes: what it takes, in words.
-        default: the default as YAML; None: it must be given.
+        path: dotted path. An option within the entries of a list is written `list[].name`, and can only be given as
+            part of the list.
+        takes: type of the value, in words.
+        default: the default as YAML; None: the setting is required.
         help: one line.
-        when: the choice that it belongs to (`model.name=decoder`); empty: always there.
+        when: the choice that it belongs to (`model.name=decoder`); empty: it always exists.
     """
 
     path: str
@@ -171,7 +169,7 @@ class Option:
 
 
 def list_options(registered: Registries, schema: type = TrainerConfig) -> list[Option]:
-    """Every option in the order of the schema, those of all registered components included."""
+    """Return every option in the order of the schema, including those of all registered components."""
     return list(_options(registered, schema, ""))
 
 
@@ -206,7 +204,7 @@ def _component_options(
         return
     yield Option(f"{path}.name", f"the name of {registry.a_kind}", field.metadata["default_name"], text)
     if any(hasattr(registry.options(name), "read_directory") for name in registry.names()):
-        directory = "directory of a Hugging Face model to begin with: its options, as defaults, and its weights"
+        directory = "directory of a Hugging Face model: its weights, and its sizes as defaults"
         yield Option(f"{path}.from", "text or null", "null", directory)
     for name in registry.names():
         yield from _options(registered, registry.options(name), path, f"{path}.name={name}")

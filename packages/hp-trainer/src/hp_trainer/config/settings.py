@@ -1,9 +1,4 @@
-"""Settings as dataclass fields: their help, their limits, or the registry that gives their schema.
-
-Annotations of settings: their types, and how to say in words what they take.
-
-Patterns of names, as settings have them.
-"""
+"""Declaring settings: dataclass fields with help, limits or a registry, and their types in words."""
 
 from __future__ import annotations
 
@@ -19,18 +14,19 @@ from typing import Any, Literal, Union
 
 from hp_trainer.exceptions import join_choices
 
-# The largest whole number where a setting states no other: a size or a count above it is a slip.
+# Default upper bounds of integers and of floats: a larger size or count is a typing error.
 LARGEST = 2**31 - 1
 LARGEST_FRACTION = 1e12
-# About the smallest number that float32 has with all its digits.
+# About the smallest normal number of float32. Below it, values such as `eps` would become subnormal or zero.
 SMALLEST_FRACTION = 1e-37
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of a number; None: none but what every number has.
+    """Bounds of a number; None: no bound.
 
-    That is: it is finite, whole ones are below 2**31, and others at most 1e12, and 0 or at least 1e-37.
+    Every number must be finite. Unless `maximum` is given, integers must be below 2**31 and floats at most 1e12.
+    Floats are 0 or at least 1e-37 in magnitude.
     """
 
     minimum: float | None = None
@@ -38,7 +34,7 @@ class Limits:
     maximum: float | None = None
 
     def allows(self, value: float) -> bool:
-        """Return whether a number, or each number of a list, may have this value."""
+        """Return whether `value` is within the bounds."""
         return (
             math.isfinite(value)
             and not 0 < abs(value) < SMALLEST_FRACTION
@@ -54,7 +50,7 @@ class Limits:
         return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
 
     def describe(self, value: float) -> str:
-        """Tell the bounds that `value` breaks."""
+        """Return the bounds that `value` violates, in words."""
         if not math.isfinite(value):
             return " and ".join(part for part in ("finite", str(self)) if part)
         if 0 < abs(value) < SMALLEST_FRACTION:
@@ -72,10 +68,12 @@ def _largest(value: float) -> float:
 
 @dataclass(frozen=True)
 class Component:
-    """A registered thing chosen by name, with its own options: one section of the configuration.
+    """A section that chooses a registered component by name, with the options of that component.
 
     Attributes:
-        source: directory that it was read from (`from`), whose weights it begins with; None: it begins from nothing.
+        name: name in the registry.
+        options: an instance of the component's options dataclass.
+        source: directory of a pretrained model (`from`), whose weights are loaded first; None: no directory.
     """
 
     name: str
@@ -92,23 +90,23 @@ def setting(
     maximum: float | None = None,
     is_path: bool = False,
 ) -> Any:
-    """A dataclass field that is a setting; without a default it must be given.
+    """Declare a dataclass field that is a setting. A setting without a default is required.
 
     Args:
-        help: one line for `--help`, with the unit.
+        help: one line for the command line's help, with the unit.
         minimum, above, maximum: bounds of a number, or of each number of a list.
-        is_path: the value is a path: a relative one in the YAML file counts from the file's folder, one on the
-            command line from the working directory; it becomes absolute.
+        is_path: the value is a path and becomes absolute. A relative path is relative to the YAML file's folder, or on
+            the command line to the working directory.
     """
     metadata = {"help": help, "limits": Limits(minimum, above, maximum), "is_path": is_path}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def section(schema: type | None = None, *, help: str) -> Any:
-    """A dataclass field that holds another dataclass.
+    """Declare a dataclass field that holds another dataclass.
 
     Args:
-        schema: made where Python code gives no value; None: it must. The loader always makes it.
+        schema: default factory of the field; None: Python code must pass a value. The loader always creates it.
     """
     if schema is None:
         return dataclasses.field(metadata={"help": help})
@@ -116,19 +114,19 @@ def section(schema: type | None = None, *, help: str) -> Any:
 
 
 def sections(schema: type, *, help: str) -> Any:
-    """A dataclass field that holds any number of another dataclass, as a tuple; none by default.
+    """Declare a dataclass field that holds a tuple of dataclasses, empty by default.
 
-    An entry that is mere text is the setting `path` of one.
+    In YAML, an entry that is a plain string sets the `path` of its dataclass.
     """
     return dataclasses.field(default=(), metadata={"help": help, "sections": schema})
 
 
 def component(registry: str, default: str | tuple[str, ...], *, help: str) -> Any:
-    """A dataclass field of type `Component` (or `tuple[Component, ...]`) whose schema comes from a registry.
+    """Declare a dataclass field of type `Component` or `tuple[Component, ...]`, whose schema comes from a registry.
 
     Args:
         registry: field of `hp_trainer.registries.Registries`.
-        default: name (or names) taken where the configuration gives none.
+        default: name (or names) used when the configuration gives none.
     """
     return dataclasses.field(metadata={"help": help, "registry": registry, "default_name": default})
 
@@ -153,13 +151,13 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 def describe(annotation: Any) -> str:
-    """Tell in words what a setting takes: `a whole number or null`."""
+    """Return the type of a setting in words: `an integer or null`."""
     return join_choices([_describe_one(one) for one in alternatives(annotation)])
 
 
 def _describe_one(annotation: Any) -> str:
     words = {
-        int: "a whole number",
+        int: "an integer",
         float: "a number",
         bool: "true or false",
         str: "text",
@@ -181,5 +179,5 @@ def _describe_one(annotation: Any) -> str:
 
 
 def matches_any(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a name matches one of the patterns, whose `*` stands for anything; upper case counts."""
+    """Return whether a name matches one of the patterns, in which `*` matches any text. Case matters."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)

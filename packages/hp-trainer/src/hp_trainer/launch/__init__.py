@@ -1,4 +1,8 @@
-"""Launch of a job: checks before any rank starts, then the ranks."""
+"""Launching of a job: all checks before a rank starts, then the ranks.
+
+A check of a single setting belongs to its dataclass (`check`). A check that needs the number of ranks, the machine or
+two sections belongs here.
+"""
 
 from hp_trainer.launch.job import is_first_process, launch_training
 from hp_trainer.launch.platforms import chosen_platform, no_platform, world_size_of

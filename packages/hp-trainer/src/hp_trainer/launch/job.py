@@ -1,7 +1,4 @@
-"""A training job: ranks started on this machine, or joined where a launcher has started them.
-
-Local ranks, started again from the newest checkpoint when one of them fails.
-"""
+"""Run a training job: start local ranks, restarting them after failures, or join the ranks of a launcher."""
 
 from __future__ import annotations
 
@@ -42,60 +39,61 @@ from hp_trainer.training.stalls import watched_set_up
 
 
 def is_first_process() -> bool:
-    """Return whether this process speaks for the job: it was not started by a launcher, or it is rank 0."""
+    """Return whether this process prints for the job: it was not started by a launcher, or it is rank 0."""
     found = rank_environment() if is_launched() else None
     return found is None or (found.rank == 0 and not found.is_scheduler)
 
 
 def launch_training(config: TrainerConfig, folder: Path, prepare: Callable[[], str | None]) -> Path:
-    """Train on all ranks of a job; return the run folder when every rank has finished.
+    """Train on all ranks of a job, and return the run folder when every rank has finished.
 
     Args:
-        config: says how many ranks to start here, and on which platform.
-        folder: the run folder; it is locked for this job until its end.
-        prepare: called once in the whole job, under the lock and before any rank needs it; fills or opens the run
-            folder and returns the name of the checkpoint to go on from (None: from the beginning).
+        config: the configuration, with the platform and the number of local ranks.
+        folder: the run folder, which is locked for this job until it ends.
+        prepare: called once per job, under the lock, before any rank uses the folder. It fills or opens the run folder
+            and returns the name of the checkpoint to continue from, or None to start from the beginning.
 
     Raises:
         RunLockedError: another job trains this run.
         LaunchError: a local rank failed.
         StoppedError: a signal ended the run before its last step.
-        HPError: what `prepare` or, where this process is a rank, the training raises.
+        HPError: whatever `prepare` raises, or the training if this process is a rank.
     """
     platform = get_platform(config.platform)
-    with ExitStack() as held:
+    with ExitStack() as stack:
 
-        def begin() -> tuple[str, str, str | None]:
+        def start() -> tuple[str, str, str | None]:
             if not folder.exists():
-                held.callback(_remove_empty, folder)
+                # Runs after the lock is released: the folder is removed again if the run could not start.
+                stack.callback(_remove_empty, folder)
                 folder.mkdir(parents=True)
-            lock = held.enter_context(RunLock(folder))
-            # Ranks on other machines may stand in another folder.
+            lock = stack.enter_context(RunLock(folder))
+            # Ranks on other machines may have another working directory.
             return str(folder.absolute() if is_launched() else folder), lock.nonce, prepare()
 
-        return _train(config, platform, begin)
+        return _train(config, platform, start)
 
 
-def _train(config: TrainerConfig, platform: Platform, begin: Callable[[], tuple[str, str, str | None]]) -> Path:
-    """Train on all ranks; `begin` locks and prepares the run, and returns its folder, lock and checkpoint."""
+def _train(config: TrainerConfig, platform: Platform, start: Callable[[], tuple[str, str, str | None]]) -> Path:
+    """Train on all ranks; `start` locks and prepares the run, and returns its folder, lock and checkpoint."""
     if is_launched():
         world = from_environment(platform, config.launch.timeout_seconds)
-        path, owner, checkpoint = coordinator(world.all, "preparing the run", begin, RunFolderError)
+        path, owner, checkpoint = coordinator(world.all, "preparing the run", start, RunFolderError)
         ended_by = _train_here(config, path, owner, checkpoint, platform.name, False)
-        # The world ends first: other ranks need not wait while rank 0 writes the samples.
+        # Disconnected first, so that other ranks do not wait while rank 0 writes the samples.
         platform.disconnect()
         if ended_by is None and is_first_process():
             write_samples(RunFolder(Path(path)), config)
     else:
-        path, owner, checkpoint = begin()
+        path, owner, checkpoint = start()
         arguments = (path, owner, checkpoint, platform.name, True)
         if world_size_of(config) == 1 and not config.launch.max_restarts:
             ended_by = _train_here(config, *arguments)
         else:
             ended_by = _train_on_local_ranks(config, platform, arguments)
     if ended_by is not None:
-        left = _what_is_left(RunFolder(Path(path)), config)
-        raise StoppedError(f"stopped by {signal.Signals(ended_by).name}. {left}", ended_by)
+        advice = _how_to_continue(RunFolder(Path(path)), config)
+        raise StoppedError(f"stopped by {signal.Signals(ended_by).name}. {advice}", ended_by)
     return Path(path)
 
 
@@ -106,96 +104,97 @@ def _train_on_local_ranks(config: TrainerConfig, platform: Platform, arguments: 
         ended_by = stopped_by(error)
         if ended_by is not None:
             return ended_by
-        left = _what_is_left(RunFolder(Path(arguments[0])), config)
-        raise LaunchError(f"{error}\n{left}", error.rank, error.kind, error.signal) from error
+        advice = _how_to_continue(RunFolder(Path(arguments[0])), config)
+        raise LaunchError(f"{error}\n{advice}", error.rank, error.kind, error.signal) from error
 
 
 def run_rank(folder: str, owner: str, checkpoint: str | None, platform: str, samples: bool) -> int | None:
-    """Do one rank's part of a job; its world is connected.
+    """Run one rank of a job, whose world is connected.
 
     Args:
-        folder: the run folder; its data are prepared.
-        owner: name of the lock that the job holds on it.
-        checkpoint: name of the checkpoint to go on from; None: from the beginning.
-        platform: the platform's name.
-        samples: rank 0 writes the samples of a finished run. Where ranks were started here this is the process that
-            has the right number of threads for it.
+        folder: the run folder, with prepared data.
+        owner: nonce of the job's lock on the folder.
+        checkpoint: name of the checkpoint to continue from; None: start from the beginning.
+        platform: name of the platform.
+        samples: let rank 0 write the samples of a finished run. Local ranks do so because they have the right number
+            of threads for it.
 
     Returns:
         The signal that ended the run before its last step, the same on every rank; None: it is done.
 
     Raises:
-        MachineError: a disk, a limit or the memory did not suffice.
-        TrainingError: something, such as a tracker or a model that writes samples, left with SystemExit.
+        MachineError: a disk, a limit or the memory was insufficient.
+        TrainingError: code of a plugin or of a user called `sys.exit`.
     """
-    with _early_ends_told():
+    with _errors_in_one_line():
         return _run_rank(RunFolder.open(Path(folder), owner), checkpoint, get_platform(platform), samples)
 
 
-def _run_rank(run: RunFolder, checkpoint: str | None, chosen: Platform, samples: bool) -> int | None:
+def _run_rank(run: RunFolder, checkpoint: str | None, platform: Platform, samples: bool) -> int | None:
     config = run.load_config().config
-    with watched_set_up(run.stalls, current_world(chosen), config.launch.timeout_seconds):
-        trainer = Trainer(run, config, chosen, initial_weights=checkpoint is None)
+    with watched_set_up(run.stalls, current_world(platform), config.launch.timeout_seconds):
+        trainer = Trainer(run, config, platform, initial_weights=checkpoint is None)
         if checkpoint is not None:
             trainer.resume(checkpoint)
     ended_by = trainer.run()
-    if samples and ended_by is None and current_world(chosen).rank == 0:
+    if samples and ended_by is None and current_world(platform).rank == 0:
         write_samples(run, config)
     return ended_by
 
 
 @contextlib.contextmanager
-def _early_ends_told() -> Iterator[None]:
-    """Turn errors of the machine, and calls of `sys.exit`, into one line that says where and what to do."""
+def _errors_in_one_line() -> Iterator[None]:
+    """Convert errors of the machine and calls of `sys.exit` to errors with place and advice in one line."""
     try:
         yield
     except SystemExit as leaving:
-        # A local rank that leaves with 0 would pass for one that is done.
+        # A local rank that exits with code 0 would be taken for one that has finished.
         raise TrainingError(f"something {describe_exit(leaving, 'before the run was done')}") from leaving
     except Exception as error:
-        told = describe_machine_error(error)
-        if told is None or isinstance(error, HPError):
+        message = describe_machine_error(error)
+        if message is None or isinstance(error, HPError):
             raise
-        raise MachineError(told) from error
+        raise MachineError(message) from error
 
 
 def _train_here(config: TrainerConfig, path: str, *arguments: Any) -> int | None:
-    """Do one rank's part in this process; what goes wrong there is no bad input, as it is none in ranks started here.
+    """Run one rank in this process.
 
     Raises:
-        TrainingError: in place of an error that names a user's mistake; tells what can be gone on with.
+        TrainingError: in place of errors without traceback. They must not have the exit code of invalid input, as they
+            do not in local ranks of their own; the message has advice on how to continue.
     """
     try:
         return run_rank(path, *arguments)
     except HPError as error:
         if error.needs_traceback:
             raise
-        raise TrainingError(f"{error}\n{_what_is_left(RunFolder(Path(path)), config)}") from error
+        raise TrainingError(f"{error}\n{_how_to_continue(RunFolder(Path(path)), config)}") from error
 
 
 def _remove_empty(folder: Path) -> None:
-    """Take away the folder that was made for a run which could not begin."""
+    """Remove the folder of a run that could not start."""
     with contextlib.suppress(OSError):
         folder.rmdir()
 
 
-def _what_is_left(run: RunFolder, config: TrainerConfig) -> str:
-    """Tell how far a run that has ended early has come, and how to go on."""
+def _how_to_continue(run: RunFolder, config: TrainerConfig) -> str:
+    """Return the newest checkpoint of a run that ended early, and the command that continues it."""
     try:
         newest = find_latest(checkpoint_storage(run, config), content=False).checkpoint
     except OSError as error:
         return f"The checkpoints of {run.path} cannot be read: {error}"
     if newest is None:
-        return f"There is no checkpoint yet; `hp-train run {run.config_file} --run.folder={run.path}` begins again"
+        return f"There is no checkpoint yet; start again with `hp-train run {run.config_file} --run.folder={run.path}`"
     return (
-        f"The newest checkpoint is of step {newest.step} of {config.training.steps}; go on with "
+        f"The newest checkpoint is of step {newest.step} of {config.training.steps}; continue with "
         f"`hp-train resume {run.path}`"
     )
 
 
 RankArguments = tuple[str, str, str | None, str, bool]
 
-# Errors that would come again: a number that is not finite, input that is wrong, a run that is another job's.
+# Errors that a restart would repeat: losses that are not finite, invalid input, a run taken over by another job.
 _FINAL = {error.__name__ for error in (ConfigError, DataError, RunFolderError, RunLockedError, TrainingError)}
 _PAUSE_SECONDS = 1.0
 
@@ -205,41 +204,42 @@ def run_with_restarts(
 ) -> int | None:
     """Run a job on local ranks; return the signal that ended it before its last step, or None when it is done.
 
-    After a failure the ranks are started again from the newest sound checkpoint, `launch.max_restarts` times without
-    a newer checkpoint between. Logs of a rank that failed keep their name with `.failed-1`, `.failed-2`, ...
+    After a failure the ranks are restarted from the newest valid checkpoint, at most `launch.max_restarts` times
+    without a newer checkpoint. Logs of failed ranks are renamed to `rank1.failed-1.log`, `rank1.failed-2.log`, ...
 
     Args:
-        run_rank: takes `arguments`, whose third is the name of the checkpoint to go on from.
+        run_rank: called with `arguments` on each rank; the third argument is the name of the checkpoint to continue
+            from.
 
     Raises:
-        LaunchError: a rank failed, and no restart is left or none would help.
+        LaunchError: a rank failed, and no restart is left or a restart would not help.
     """
     path, owner, checkpoint, *rest = arguments
     run = RunFolder(Path(path), owner)
-    left, failures = config.launch.max_restarts, 0
+    restarts_left, failures = config.launch.max_restarts, 0
     while True:
         try:
             return _run_once(run_rank, (path, owner, checkpoint, *rest), config, platform, run.logs)
         except LaunchError as error:
-            # A rank that was told to stop has not failed.
+            # A rank that was stopped by a signal has not failed.
             if not config.launch.max_restarts or error.kind in _FINAL or stopped_by(error) is not None:
                 raise
             newest = find_latest(checkpoint_storage(run, config)).checkpoint
-            # Progress since the last restart gives back all restarts.
+            # A newer checkpoint means progress, and resets the count.
             if newest is not None and newest.folder != checkpoint:
-                left, checkpoint = config.launch.max_restarts, newest.folder
-            if not left:
+                restarts_left, checkpoint = config.launch.max_restarts, newest.folder
+            if not restarts_left:
                 raise
-            left, failures = left - 1, failures + 1
-            # Another job may have taken the run over while the ranks ended.
+            restarts_left, failures = restarts_left - 1, failures + 1
+            # Another job may have taken the run over while the ranks were ending.
             run.check_owner()
-            _keep_logs(run.logs, failures)
-            _tell(error, config, left, newest.step if newest is not None else 0)
+            _rename_logs(run.logs, failures)
+            _report_restart(error, config, restarts_left, newest.step if newest is not None else 0)
             time.sleep(_PAUSE_SECONDS)
 
 
 def stopped_by(error: LaunchError) -> int | None:
-    """Return the signal to stop that one rank alone received before it could tell the others; None: it failed."""
+    """Return the stop signal that ended a rank before it reached the other ranks; None: the rank failed."""
     if error.kind == "KeyboardInterrupt":
         return signal.SIGINT
     return error.signal if error.signal in STOP_SIGNALS else None
@@ -263,22 +263,22 @@ def _run_once(
             stop_seconds=config.launch.stop_seconds,
         )
     except Interrupted as interrupted:
-        # The ranks have ended by now, in their own time.
+        # `launch` has forwarded the signal and waited for the ranks to end.
         return int(interrupted.signal)
     return ended_by[0]
 
 
-def _keep_logs(logs: Path, failures: int) -> None:
-    """Rename the logs of ranks that have ended, which the next ones would write over."""
+def _rename_logs(logs: Path, failures: int) -> None:
+    """Rename the logs of ranks that have ended, which the next ranks would overwrite."""
     for log in logs.glob("rank*.log"):
         if log.stem.removeprefix("rank").isdecimal():
             log.rename(log.with_name(f"{log.stem}.failed-{failures}.log"))
 
 
-def _tell(error: LaunchError, config: TrainerConfig, left: int, step: int) -> None:
+def _report_restart(error: LaunchError, config: TrainerConfig, restarts_left: int, step: int) -> None:
     print(
-        f"hp-train: {error}\nhp-train: starting the ranks again from step {step} of {config.training.steps}; "
-        f"restarts left without a newer checkpoint: {left}",
+        f"hp-train: {error}\nhp-train: restarting the ranks from step {step} of {config.training.steps}; "
+        f"restarts left without a newer checkpoint: {restarts_left}",
         file=sys.stderr,
         flush=True,
     )

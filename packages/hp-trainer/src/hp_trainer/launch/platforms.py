@@ -1,7 +1,4 @@
-"""The platform of a run, chosen without loading a framework, and its accelerators.
-
-The number of ranks of a job.
-"""
+"""The platform of a run, its accelerators on this machine, and the number of ranks of a job."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from hp_trainer.exceptions import Problem, join_choices
 
 
 def chosen_platform(name: str | None) -> str | Problem:
-    """Return the platform's name by the rules of `hp_dtensor.get_platform`, without loading a framework."""
+    """Return the name of the platform by the rules of `hp_dtensor.get_platform`, without loading a framework."""
     wanted = name or os.environ.get("HP_PLATFORM") or None
     found = installed_platforms()
     if wanted is None and len(found) == 1:
@@ -35,9 +32,9 @@ def chosen_platform(name: str | None) -> str | Problem:
 
 
 def num_accelerators(name: str | None) -> int:
-    """Return how many accelerators the platform of a run offers on this machine; this loads its framework.
+    """Return the number of accelerators of the platform on this machine. This loads its framework.
 
-    A platform that is missing or broken has none; that is told where it is asked for by name.
+    A platform that is missing or broken counts as 0; `chosen_platform` and the checks report it.
     """
     platform = chosen_platform(name)
     if isinstance(platform, Problem):
@@ -49,7 +46,7 @@ def num_accelerators(name: str | None) -> int:
 
 
 def max_local_ranks(name: str) -> int | None:
-    """Return how many ranks a platform can have on this machine; this loads its framework. None: any number."""
+    """Return the most ranks that a platform can have on this machine; None: any number. This loads its framework."""
     try:
         return get_platform(name).max_local_ranks()
     except PlatformError:
@@ -57,7 +54,7 @@ def max_local_ranks(name: str) -> int | None:
 
 
 def compile_backends(name: str) -> tuple[str, ...] | None:
-    """Return the compilers that a platform knows by name; this loads its framework. None: it cannot be loaded."""
+    """Return the names of a platform's compilers; None: it cannot be loaded. This loads its framework."""
     try:
         return get_platform(name).compile_backends()
     except PlatformError:
@@ -65,7 +62,7 @@ def compile_backends(name: str) -> tuple[str, ...] | None:
 
 
 def no_platform() -> Problem | None:
-    """Return the problem that no platform is installed at all; None: one is."""
+    """Return the problem that no platform is installed; None: there is at least one."""
     hint = "pip install hp-platform-torch or hp-platform-mindspore (from a clone: ./packages/hp-platform-torch)"
     return None if installed_platforms() else Problem(path="platform", what="no platform is installed", hint=hint)
 
@@ -78,7 +75,7 @@ def installed_platforms() -> list[str]:
 def world_size_of(config: TrainerConfig) -> int:
     """Return the number of ranks of the job.
 
-    Those of the launcher that started this process, else `launch.local_ranks`, else one for each accelerator of this
+    It is that of the launcher that started this process, else `launch.local_ranks`, else one per accelerator of this
     machine, else `launch.cpu_ranks`.
     """
     found = rank_environment() if is_launched() else None

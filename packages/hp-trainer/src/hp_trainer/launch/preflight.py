@@ -1,4 +1,4 @@
-"""Checks that a run can be done, made before any rank starts: all problems at once, each with its place."""
+"""Checks of a run before any rank starts. All problems are reported at once, each with its path in the YAML file."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from hp_trainer.registries import Registries
 from hp_trainer.run import RunFolder
 from hp_trainer.run.folder import PROBE
 
-# What decides which samples a step reads, and what the weights mean: fixed when a run begins.
+# Settings that determine the samples of a step and the meaning of the weights. A resumed run cannot change them.
 _FIXED = ("model.", "data.", "training.seed", "training.sequence_length")
 
-# What a process with a framework takes before it trains anything, at the very least.
+# Lower bound of the memory of a process with a framework loaded.
 _LEAST_RANK_BYTES = 64 * 2**20
 
 
 def check_settings(loaded: LoadedConfig, world_size: int, registered: Registries) -> list[Problem]:
-    """Return the problems of `check_new_run` that lie in the configuration alone: every process finds the same."""
+    """Return the problems that depend only on the configuration, so that every process finds the same ones."""
     return loaded.locate(list(_run_problems(loaded.config, world_size, registered)))
 
 
 def check_new_run(loaded: LoadedConfig, folder: Path, world_size: int, registered: Registries) -> list[Problem]:
-    """Return everything that would keep a new run in `folder` from training on `world_size` ranks."""
+    """Return all problems of a new run in `folder` on `world_size` ranks."""
     config = loaded.config
     problems = [*_run_problems(config, world_size, registered), *_data_problems(config, registered)]
     problems += _weight_problems(config)
     reason = RunFolder.check_new(folder)
     if reason is not None:
         hint = "another --run.folder"
-        if RunFolder.is_begun(folder):
+        if RunFolder.exists(folder):
             hint += f", or `hp-train resume {folder}`"
         problems.append(Problem(path="run.folder", what=reason, expected="a new folder", got=str(folder), hint=hint))
     else:
@@ -64,18 +64,18 @@ def check_new_run(loaded: LoadedConfig, folder: Path, world_size: int, registere
 def check_resumed_run(
     loaded: LoadedConfig, before: TrainerConfig, world_size: int, registered: Registries
 ) -> list[Problem]:
-    """Return everything that would keep a run begun as `before` from going on as `loaded` on `world_size` ranks."""
+    """Return all problems of continuing a run, configured as `before`, with `loaded` on `world_size` ranks."""
     problems = [*_run_problems(loaded.config, world_size, registered), *_changed(before, loaded.config)]
     return loaded.locate(problems)
 
 
 def check_evaluation(config: TrainerConfig, world_size: int, registered: Registries) -> list[Problem]:
-    """Return everything that would keep a model from being evaluated on `world_size` ranks laid out as configured."""
+    """Return all problems of evaluating a model on `world_size` ranks in the configured layout."""
     size = config.training.micro_batch_size or config.training.global_batch_size
     training = dataclasses.replace(config.training, global_batch_size=size * world_size, micro_batch_size=size)
     problems = list(_run_problems(dataclasses.replace(config, training=training), world_size, registered))
     if config.parallel.pp > 1:
-        what = "an evaluation runs no pipeline"
+        what = "evaluation does not support pipelines"
         problems.append(Problem(path="parallel.pp", what=what, expected="1", got=str(config.parallel.pp)))
     return problems
 
@@ -83,32 +83,32 @@ def check_evaluation(config: TrainerConfig, world_size: int, registered: Registr
 def training_problems(
     dims: ParallelDims, config: TrainerConfig, max_microbatches: int | None = None
 ) -> Iterator[Problem]:
-    """Yield why valid degrees cannot train this model on this batch; paths are within the configuration.
+    """Yield the problems of training this model and batch with valid degrees of parallelism.
 
     Args:
-        max_microbatches: as of `find_pipeline_problems`.
+        max_microbatches: as in `find_pipeline_problems`.
     """
     length = config.training.sequence_length
-    # Context parallel ranks share any length; tensor parallel ones alone have to share it evenly.
+    # Context parallelism shards any length. Without it, tensor parallel ranks need to shard the sequence evenly.
     for problem in (
         *find_model_problems(dims, config.model.options, None if dims.cp_enabled else length),
         *context_problems(dims, config.model.options, length),
     ):
-        # What `ParallelDims` calls seq_len has another name in the file.
+        # `ParallelDims` calls the setting seq_len.
         hint = problem.hint.replace("seq_len=", "training.sequence_length=")
         yield dataclasses.replace(problem, hint=hint).within("parallel")
     yield from batch_problems(dims, config)
     if config.training.compile and dims.tp_enabled:
         yield Problem(
             path="training.compile",
-            what="tensor parallel blocks compute on DTensors, which are not compiled; they would only get slower",
+            what="tensor parallel blocks compute on DTensors, which cannot be compiled and would only get slower",
             expected="false, or parallel.tp = 1",
             got="true",
         )
     if config.training.compile and dims.cp_enabled:
         yield Problem(
             path="training.compile",
-            what="attention of context parallel ranks exchanges keys or heads, which is not compiled",
+            what="context parallel attention communicates, which cannot be compiled",
             expected="false, or parallel.cp = 1",
             got="true",
         )
@@ -136,7 +136,7 @@ def _run_problems(config: TrainerConfig, world_size: int, registered: Registries
 
 
 def layout_problems(config: TrainerConfig, world_size: int) -> Iterator[Problem]:
-    """Yield why the layout of a configuration cannot train on so many ranks; paths are within the configuration."""
+    """Yield the problems of a configuration's layout on `world_size` ranks."""
     yield from _idle_degrees(config)
     num_experts = getattr(config.model.options, "num_experts", None)
     try:
@@ -151,12 +151,12 @@ def layout_problems(config: TrainerConfig, world_size: int) -> Iterator[Problem]
 
 
 def _idle_degrees(config: TrainerConfig) -> Iterator[Problem]:
-    """Yield degrees that would be taken without a word and change nothing."""
+    """Yield the degrees that would silently have no effect."""
     parallel = config.parallel
     if parallel.ep > 1 and getattr(config.model.options, "num_experts", 0) is None:
         yield Problem(
             path="parallel.ep",
-            what="the model has no experts that so many ranks could share",
+            what="the model has no experts",
             expected="1, or model.num_experts",
             got=str(parallel.ep),
             hint="parallel.ep=1",
@@ -164,7 +164,7 @@ def _idle_degrees(config: TrainerConfig) -> Iterator[Problem]:
     if parallel.cp == 1 and (parallel.ulysses_degree or 1) > 1:
         yield Problem(
             path="parallel.ulysses_degree",
-            what="parallel.cp = 1, so no ranks share a sequence",
+            what="parallel.cp = 1, so sequences are not sharded",
             expected="null, or parallel.cp a multiple of it",
             got=str(parallel.ulysses_degree),
             hint=f"parallel.cp={parallel.ulysses_degree}, or parallel.ulysses_degree=null",
@@ -172,19 +172,19 @@ def _idle_degrees(config: TrainerConfig) -> Iterator[Problem]:
 
 
 def _device_problems(config: TrainerConfig, platform: str) -> Iterator[Problem]:
-    """Yield more local ranks than this machine has accelerators: the second rank of one would die in its start."""
+    """Yield a problem for more local ranks than accelerators or memory: a second rank on a device fails at start."""
     ranks = config.launch.local_ranks or 1
     setting = "cpu_ranks" if config.launch.local_ranks is None else "local_ranks"
     asked, most = getattr(config.launch, setting), _most_processes()
     if asked > most and not is_launched():
         yield Problem(
             path=f"launch.{setting}",
-            what="each rank is a process of its own, and so many do not fit in the memory of this machine",
+            what="each rank is a process, and so many do not fit into the memory of this machine",
             expected=f"at most {most}",
             got=str(asked),
         )
         return
-    # One rank always fits, and need not wait for a framework to count.
+    # One rank always fits; counting devices would load the framework, which takes seconds.
     devices = max_local_ranks(platform) if ranks > 1 and not is_launched() else None
     if devices is not None and devices < ranks:
         there = "is only one accelerator" if devices == 1 else f"are only {devices} accelerators"
@@ -199,12 +199,12 @@ def _device_problems(config: TrainerConfig, platform: str) -> Iterator[Problem]:
 
 
 def _most_processes() -> int:
-    """Return how many ranks could be started here at all, whatever they train."""
+    """Return the most processes that fit into the memory of this machine, whatever they train."""
     return max(1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _LEAST_RANK_BYTES)
 
 
 def _compiler_problems(backend: str, platform: str) -> Iterator[Problem]:
-    """Yield that the platform has no such compiler, or none at all."""
+    """Yield a problem if the platform does not have the compiler."""
     known = compile_backends(platform)
     if known == ():
         what = f"platform {platform} does not compile modules"
@@ -221,10 +221,10 @@ def _compiler_problems(backend: str, platform: str) -> Iterator[Problem]:
 
 
 def _unfitting(config: TrainerConfig, error: ParallelDimsError, world_size: int) -> Iterator[Problem]:
-    """Degrees that do not fit each other may not fit the model either; told together."""
+    """Yield the problems of the degrees with the model as well, where the degrees already do not fit each other."""
     if all(problem.what != "impossible degree" for problem in error.problems):
         degrees = SimpleNamespace(**dict.fromkeys(DEGREES, 1) | degrees_from_config(config.parallel, world_size))
-        length = config.training.sequence_length if degrees.cp == 1 else None  # context parallel ranks share any
+        length = config.training.sequence_length if degrees.cp == 1 else None  # cp shards any length
         yield from find_model_problems(degrees, config.model.options, length)
 
 
@@ -237,7 +237,7 @@ def _entry_problems(config: TrainerConfig, platform: str, registered: Registries
 
 
 def batch_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Problem]:
-    """Yield that data-parallel ranks cannot share the global batch equally, if so."""
+    """Yield a problem if the global batch cannot be split evenly over the data parallel ranks."""
     batch, micro = config.training.global_batch_size, config.training.micro_batch_size
     shares = dims.dp_size
     unit = shares * (micro or 1)
@@ -246,7 +246,7 @@ def batch_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Proble
         per_rank = "" if micro is None else f" of micro-batches of {micro}"
         yield Problem(
             path="training.global_batch_size",
-            what=f"cannot be shared by dp_replicate*dp_shard = {dims.dp_replicate}*{dims.dp_shard} = {shares} "
+            what=f"cannot be split over dp_replicate*dp_shard = {dims.dp_replicate}*{dims.dp_shard} = {shares} "
             f"ranks{per_rank}",
             expected=f"a multiple of {unit}",
             got=str(batch),
@@ -265,45 +265,45 @@ def _data_problems(config: TrainerConfig, registered: Registries) -> Iterator[Pr
     if most is not None and most <= length:
         yield Problem(
             path="data.max_tokens",
-            what=f"one sample takes training.sequence_length + 1 = {length + 1} tokens",
-            expected=f"a whole number > {length}",
+            what=f"one sample needs training.sequence_length + 1 = {length + 1} tokens",
+            expected=f"an integer > {length}",
             got=str(most),
         )
     if vocab_size is not None and vocab_size < needed:
         yield Problem(
             path="model.vocab_size",
             what="smaller than the number of tokens in the data",
-            expected=f"a whole number >= {needed}",
+            expected=f"an integer >= {needed}",
             got=str(vocab_size),
             hint=f"model.vocab_size={needed}",
         )
 
 
 def _weight_problems(config: TrainerConfig) -> Iterator[Problem]:
-    """Yield why the model cannot begin with the weights of `model.from`."""
+    """Yield the problems of loading the weights of `model.from`."""
     if config.model.source is not None:
         for problem in ModelDirectory(Path(config.model.source), config.model.options).problems():
             yield problem.within("model.from")
 
 
 def _unwritable(setting: str, folder: Path) -> Iterator[Problem]:
-    """Yield why nothing can be written into a folder, which is there or will be made."""
+    """Yield a problem if a folder, or the folder in which it would be created, is not writable."""
     existing = folder.absolute()
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():
-        what = f"cannot be made: {existing} is no folder"
+        what = f"cannot be created: {existing} is not a folder"
     elif not os.access(existing, os.W_OK | os.X_OK):
-        what = f"cannot be written: {existing} belongs to another user or is read-only"
+        what = f"is not writable: {existing} belongs to another user or is read-only"
     else:
         try:
-            # Rights alone do not tell: the disk may be full, and root may write everywhere but in /proc.
-            # Most file systems give this file no name, so that nothing stays of a process that is killed here.
+            # Permissions are not enough: the disk may be full, and root may write anywhere except in /proc.
+            # On most file systems this file has no name, so that a process killed here leaves nothing.
             with tempfile.TemporaryFile(prefix=PROBE, dir=existing):
                 return
         except OSError as error:
-            what = f"cannot be written: {existing}: {error.strerror}"
-    yield Problem(path=setting, what=what, expected="a folder that you may write to", got=str(folder))
+            what = f"is not writable: {existing}: {error.strerror}"
+    yield Problem(path=setting, what=what, expected="a writable folder", got=str(folder))
 
 
 def _changed(before: TrainerConfig, after: TrainerConfig) -> Iterator[Problem]:
@@ -312,7 +312,7 @@ def _changed(before: TrainerConfig, after: TrainerConfig) -> Iterator[Problem]:
         if was.get(path) != now.get(path) and path.startswith(_FIXED):
             yield Problem(
                 path=path,
-                what="is fixed when a run begins",
+                what="cannot change after the start of a run",
                 expected=str(was.get(path)),
                 got=str(now.get(path)),
                 hint="a new run with `hp-train CONFIG`",

@@ -1,7 +1,4 @@
-"""Checks of the settings of memory, made before any rank starts.
-
-Checks of a pipeline's settings, made before any rank starts.
-"""
+"""Checks of the settings of memory and of pipelines, before any rank starts."""
 
 from __future__ import annotations
 
@@ -29,13 +26,13 @@ from hp_trainer.training.pipelined import cut_layers, make_schedule, num_microba
 
 
 def find_memory_problems(dims: ParallelDims, config: TrainerConfig, platform: str) -> Iterator[Problem]:
-    """Yield why activations cannot be treated as configured; paths are within the configuration."""
+    """Yield the problems of recomputation, offload and the activation budget."""
     training = config.training
     if training.compile and _keeps_hidden_results(config):
         yield Problem(
             path="training.recompute_keep",
-            what="compiled blocks hide their attention and products, so that their results cannot be kept",
-            expected="collectives alone, or training.compile = false",
+            what="results of attention and products within compiled blocks cannot be saved",
+            expected="only collectives, or training.compile = false",
             hint="training.recompute=full",
         )
     try:
@@ -52,7 +49,7 @@ def find_memory_problems(dims: ParallelDims, config: TrainerConfig, platform: st
     if training.offload_optimizer and config.parallel.ep_move_interval is not None:
         yield Problem(
             path="parallel.ep_move_interval",
-            what="states that wait in host memory (training.offload_optimizer) do not move with their experts",
+            what="optimizer states in host memory (training.offload_optimizer) cannot move with their experts",
             expected="null, or training.offload_optimizer = false",
             got=str(config.parallel.ep_move_interval),
         )
@@ -66,7 +63,7 @@ def find_memory_problems(dims: ParallelDims, config: TrainerConfig, platform: st
 
 
 def chosen_activations(config: TrainerConfig, dims: ParallelDims, platform: str) -> ActivationPlan | None:
-    """Return what a run with a budget computes again; None without a budget.
+    """Return the activation plan of a run with a budget; None without a budget.
 
     Raises:
         BudgetError: no choice stays within the budget.
@@ -82,7 +79,7 @@ def chosen_activations(config: TrainerConfig, dims: ParallelDims, platform: str)
 def _optimizer_problems(config: TrainerConfig, platform: str) -> Iterator[Problem]:
     path, expected = "training.offload_optimizer", "false"
     if not getattr(config.optimizer.options, "has_plain_state", True):
-        what = f"optimizer {config.optimizer.name} keeps its state in a form of its own, which stays on the device"
+        what = f"the state of optimizer {config.optimizer.name} is not plain tensors, and cannot be offloaded"
         yield Problem(path=path, what=what, expected=expected, got="true", hint="optimizer.name=adamw")
     try:
         here = get_platform(platform)
@@ -109,7 +106,7 @@ def _pattern_problems(config: TrainerConfig, num_layers: int, platform: str) -> 
 def _budget_problems(dims: ParallelDims, config: TrainerConfig, platform: str) -> Iterator[Problem]:
     path, asked = "training.activation_budget", str(config.training.activation_budget)
     if estimates_of(config.model.options) is None:
-        what = f"the activations of model {config.model.name!r} are not known"
+        what = f"the activation memory of model {config.model.name!r} is unknown"
         yield Problem(path=path, what=what, expected="null, or model.name = decoder", got=asked)
         return
     try:
@@ -124,18 +121,18 @@ def _budget_problems(dims: ParallelDims, config: TrainerConfig, platform: str) -
             hint=f"training.activation_budget={mebibytes:g}MiB, or a smaller training.micro_batch_size",
         )
     except (PipelineError, ScheduleError):
-        return  # told elsewhere
+        return  # reported by `find_pipeline_problems`
 
 
 def find_pipeline_problems(
     dims: ParallelDims, config: TrainerConfig, max_microbatches: int | None = None
 ) -> Iterator[Problem]:
-    """Yield why a pipeline of `dims.pp` ranks cannot run this model on this batch; paths are within the configuration.
+    """Yield the problems of running this model and batch in a pipeline of `dims.pp` ranks.
 
-    Its schedule is made and simulated here, so that one which would hang is refused before a rank starts.
+    The schedule is built and simulated, so that one that would deadlock is rejected before a rank starts.
 
     Args:
-        max_microbatches: simulate so many at most; None: those of the step.
+        max_microbatches: most micro-batches to simulate; None: all of a step.
     """
     name = config.pipeline.schedule
     if name not in schedule_names():
@@ -149,17 +146,17 @@ def find_pipeline_problems(
 def schedule_problems(
     dims: ParallelDims, config: TrainerConfig, max_microbatches: int | None = None
 ) -> Iterator[Problem]:
-    """Yield why a known schedule cannot run on so many ranks, or the model not in its stages.
+    """Yield the problems of a known schedule with these ranks, and of splitting the model into its stages.
 
     Args:
-        max_microbatches: as of `find_pipeline_problems`.
+        max_microbatches: as in `find_pipeline_problems`.
     """
     settings = config.pipeline
     most = microbatch_limit(settings.schedule, dims.pp, settings.stages_per_rank)
     if max_microbatches is None and (number := num_microbatches(config, dims)) > most:
         yield Problem(
             path="pipeline.microbatches",
-            what=f"the actions of {number} micro-batches on {dims.pp} ranks are too many for a schedule",
+            what=f"{number} micro-batches on {dims.pp} ranks are too many actions for a schedule",
             expected=f"at most {most} micro-batches",
             got=str(number),
             hint="a larger training.micro_batch_size, or a smaller training.global_batch_size",
@@ -179,19 +176,19 @@ def schedule_problems(
 
 
 def find_model_part_problems(config: TrainerConfig, platform: str, registered: Registries) -> Iterator[Problem]:
-    """Yield that a model cannot be built in parts, if so."""
+    """Yield a problem if the builder of a model cannot build single stages."""
     if getattr(config.model.options, "num_hidden_layers", None) is None:
-        return  # told elsewhere
+        return  # reported when the layers are split
     try:
         entry = registered.models.get(config.model.name, platform)
     except RegistryError:
-        return  # told elsewhere
+        return  # reported by the checks of names
     try:
         inspect.signature(entry.build).bind("options", "platform", "parts")
     except TypeError:
         yield Problem(
             path="parallel.pp",
-            what=f"model {config.model.name!r} cannot be built in parts",
+            what=f"model {config.model.name!r} cannot be built in stages",
             expected="1, or a model whose builder takes (options, platform, parts)",
             got=str(config.parallel.pp),
             hint="parallel.pp=1",
@@ -199,7 +196,7 @@ def find_model_part_problems(config: TrainerConfig, platform: str, registered: R
 
 
 def microbatch_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Problem]:
-    """Yield that a rank's samples cannot be cut into equal micro-batches, which the buffers between stages need."""
+    """Yield a problem if a rank's samples do not split evenly. Buffers between stages have a fixed shape."""
     batch, number = config.training.global_batch_size, config.pipeline.microbatches
     if number is None or batch % dims.dp_size:
         return
@@ -207,7 +204,7 @@ def microbatch_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[P
     if share % number:
         yield Problem(
             path="pipeline.microbatches",
-            what=f"the {share} samples of a rank cannot be cut into equal micro-batches",
+            what=f"the {share} samples of a rank do not split into equal micro-batches",
             expected=f"a divisor of {share}",
             got=str(number),
             hint=f"pipeline.microbatches={join_choices(nearest_divisors(share, number))}",
@@ -216,20 +213,20 @@ def microbatch_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[P
         yield Problem(
             path="pipeline.microbatches",
             what=f"{number} micro-batches of training.micro_batch_size = {size} are not the {share} samples of a rank",
-            expected=f"{share / size:g}, or one of the two left out",
+            expected=f"{share / size:g}, or only one of the two settings",
             got=str(number),
             hint="training.micro_batch_size=null",
         )
 
 
 def _split_problems(config: TrainerConfig, schedule: Schedule) -> Iterator[Problem]:
-    """Yield that weights are gathered for each use under a schedule that splits backwards."""
+    """Yield a problem if weights are gathered per use under a schedule with separate weight gradients."""
     if config.parallel.gathers_for_step:
         return
     try:
         check_unsplit_backwards(schedule)
     except ScheduleError as error:
-        whole = "interleaved_1f1b" if schedule.num_stages > schedule.num_ranks else "1f1b"
+        unsplit = "interleaved_1f1b" if schedule.num_stages > schedule.num_ranks else "1f1b"
         setting = (
             "reduce_gradients=step" if config.parallel.reduce_gradients != "step" else "reshard_after_forward=null"
         )
@@ -237,12 +234,12 @@ def _split_problems(config: TrainerConfig, schedule: Schedule) -> Iterator[Probl
             path="pipeline.schedule",
             what=str(error),
             got=config.pipeline.schedule,
-            hint=f"pipeline.schedule={whole}, or parallel.{setting}",
+            hint=f"pipeline.schedule={unsplit}, or parallel.{setting}",
         )
 
 
 def _exists(schedule: str, stages_per_rank: int) -> bool:
-    """Return True if a schedule can be made for so many stages per rank."""
+    """Return whether a schedule exists for a number of stages per rank."""
     try:
         build_schedule(schedule, num_ranks=2, num_microbatches=2, stages_per_rank=stages_per_rank)
     except ScheduleError:
@@ -253,7 +250,7 @@ def _exists(schedule: str, stages_per_rank: int) -> bool:
 def _layer_problems(dims: ParallelDims, config: TrainerConfig, num_stages: int) -> Iterator[Problem]:
     num_layers = getattr(config.model.options, "num_hidden_layers", None)
     if config.pipeline.layers is None and num_layers is not None and num_stages > num_layers:
-        if dims.pp <= num_layers:  # else told of parallel.pp
+        if dims.pp <= num_layers:  # otherwise reported for parallel.pp
             per_rank = num_stages // dims.pp
             product = f"{dims.pp} * {per_rank} = {num_stages}"
             fits = [each for each in divisors(num_layers) if dims.pp * each <= num_layers]
@@ -261,7 +258,7 @@ def _layer_problems(dims: ParallelDims, config: TrainerConfig, num_stages: int) 
             hint = f"pipeline.stages_per_rank={max(able)}" if able else "pipeline.schedule=1f1b"
             yield Problem(
                 path="pipeline.stages_per_rank",
-                what=f"num_hidden_layers = {num_layers} cannot be cut into {product} stages",
+                what=f"num_hidden_layers = {num_layers} cannot be split into {product} stages",
                 expected=f"at most {num_layers} stages, one layer each",
                 got=f"{num_stages} stages",
                 hint=f"{hint}, or model.num_hidden_layers={num_stages}",

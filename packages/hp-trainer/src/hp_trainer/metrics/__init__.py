@@ -1,4 +1,8 @@
-"""Trackers: who is told about each step of a run."""
+"""Trackers of a run's metrics. Rank 0 passes them a frozen record of each step, evaluation and checkpoint.
+
+`metrics.jsonl` is the source of everything that is drawn later. A tracker of your own subclasses `Tracker` and is
+registered by the hook `hp_trackers`.
+"""
 
 from hp_trainer.metrics.pictures import ExpertLoadsTracker, LossCurveTracker, draw_expert_loads, draw_loss_curve
 from hp_trainer.metrics.progress import ProgressConfig, ProgressTracker

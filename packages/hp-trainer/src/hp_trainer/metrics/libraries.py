@@ -1,11 +1,4 @@
-"""Libraries that only some trackers need.
-
-Metrics as TensorBoard event files, through `tensorboardX`, which needs no framework.
-
-Metrics in Weights & Biases, through its own library.
-
-Metrics in MLflow, through its own client.
-"""
+"""Trackers for TensorBoard, Weights & Biases and MLflow. Their libraries are optional, and imported only when used."""
 
 from __future__ import annotations
 
@@ -24,11 +17,11 @@ from hp_trainer.records import EvaluationRecord, RunRecord, StepRecord
 
 
 def missing_library(module: str, *, extra: str) -> Iterator[Problem]:
-    """Yield the problem of a configuration that names a tracker whose library is not installed."""
+    """Yield a problem if the library of a tracker is not installed."""
     if importlib.util.find_spec(module) is None:
         yield Problem(
             path="name",
-            what=f"needs the library {module}, which is not here",
+            what=f"needs the library {module}, which is not installed",
             hint=f"pip install 'hp-trainer[{extra}]'",
         )
 
@@ -44,10 +37,10 @@ class TensorBoardConfig:
 
 
 class TensorBoardTracker(Tracker):
-    """Writes scalars, and the configuration as text. A resumed run hides the steps that it does again.
+    """Writes scalars, and the configuration as text. A resumed run hides the steps that it repeats.
 
     Args:
-        folder: where the event files go.
+        folder: folder of the event files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,7 +50,7 @@ class TensorBoardTracker(Tracker):
     def start(self, run: RunRecord) -> None:
         from tensorboardX import SummaryWriter
 
-        # tensorboardX names a file by the second of its making; a file of before is not to be replaced.
+        # tensorboardX names files by the second of their creation. The suffix keeps an earlier file from being replaced.
         self._writer = SummaryWriter(
             str(self._folder), purge_step=run.first_step + 1, filename_suffix=f".from-{run.first_step}"
         )
@@ -82,7 +75,7 @@ class TensorBoardTracker(Tracker):
 
 @dataclass(frozen=True, kw_only=True)
 class WandbConfig:
-    """A run of Weights & Biases; its key comes from `wandb login` or WANDB_API_KEY."""
+    """A run of Weights & Biases. The API key comes from `wandb login` or WANDB_API_KEY."""
 
     project: str = setting("hp-train", help="project of the run")
     entity: str | None = setting(None, help="user or team; null: your default")
@@ -96,10 +89,10 @@ class WandbConfig:
 
 
 class WandbTracker(Tracker):
-    """Logs every step against its own number, and the configuration. A resumed run goes on under the same id.
+    """Logs every step under its own number, and the configuration. A resumed run continues with the same id.
 
     Args:
-        run_id: identity of the run, the same after a resume.
+        run_id: id of the run, the same after a resume.
     """
 
     def __init__(self, options: WandbConfig, run_id: str) -> None:
@@ -120,7 +113,7 @@ class WandbTracker(Tracker):
             resume="allow",
             config=to_plain(run.config),
         )
-        # wandb's own step counter never goes back, but a resumed run does some steps again.
+        # wandb's own step counter never decreases, but a resumed run repeats some steps.
         self._run.define_metric("*", step_metric="step")
 
     def step(self, record: StepRecord) -> None:
@@ -135,7 +128,7 @@ class WandbTracker(Tracker):
             self._run = None
 
 
-# The longest value that MLflow's own stores take for a parameter.
+# The longest value of a parameter in MLflow's own stores.
 _LONGEST_PARAMETER = 500
 
 
@@ -146,7 +139,7 @@ class MlflowConfig:
     tracking_uri: str | None = setting(
         None, help="a server or a store; null: MLFLOW_TRACKING_URI, else mlflow.db in the run folder"
     )
-    experiment: str = setting("hp-train", help="experiment of the run, made where there is none")
+    experiment: str = setting("hp-train", help="experiment of the run, created if there is none")
     run_name: str | None = setting(None, help="name shown; null: the name of the run folder")
 
     def check(self) -> Iterator[Problem]:
@@ -154,12 +147,12 @@ class MlflowConfig:
 
 
 class MlflowTracker(Tracker):
-    """Logs every step, and the settings as parameters. A resumed run goes on in the same MLflow run.
+    """Logs every step, and the settings as parameters. A resumed run continues the same MLflow run.
 
-    A server that cannot be reached for a while costs its metrics, which `metrics.jsonl` has, and not the training.
+    While the server cannot be reached, training continues without logging; `metrics.jsonl` still has the metrics.
 
     Args:
-        run_id: identity of the run, the same after a resume; it is the tag `hp_run_id`.
+        run_id: id of the run, the same after a resume; stored as the tag `hp_run_id`.
     """
 
     def __init__(self, options: MlflowConfig, run_id: str, folder: Path) -> None:
@@ -198,7 +191,7 @@ class MlflowTracker(Tracker):
         return made
 
     def _find(self) -> str:
-        """Return the MLflow run that this run began earlier, or nothing."""
+        """Return the id of the MLflow run of an earlier start of this run, or an empty text."""
         found = self._client.search_runs([self._experiment()], f"tags.hp_run_id = '{self._run_id}'")
         return found[0].info.run_id if found else ""
 
@@ -209,9 +202,9 @@ class MlflowTracker(Tracker):
         made = self._client.create_run(self._experiment(), run_name=name, tags={"hp_run_id": self._run_id})
         settings = settings_by_path(run.config)
         parameters = [Param(path, str(value)[:_LONGEST_PARAMETER]) for path, value in settings.items()]
-        # A store takes 100 of them at once.
-        for begin in range(0, len(parameters), 100):
-            self._client.log_batch(made.info.run_id, params=parameters[begin : begin + 100])
+        # MLflow accepts at most 100 parameters per call.
+        for start in range(0, len(parameters), 100):
+            self._client.log_batch(made.info.run_id, params=parameters[start : start + 100])
         return str(made.info.run_id)
 
     def _log(self, scalars: Mapping[str, float], step: int) -> None:
@@ -228,5 +221,5 @@ class MlflowTracker(Tracker):
             call()
         except MlflowException as error:
             if not self._has_warned:
-                print(f"hp-train: MLflow takes no metrics at the moment: {error}", file=sys.stderr)
+                print(f"hp-train: MLflow does not accept metrics at the moment: {error}", file=sys.stderr)
             self._has_warned = True

@@ -1,9 +1,4 @@
-"""Pictures of a run, drawn without a display.
-
-The loss curve of a run as a picture.
-
-The load of every expert over a run as a picture.
-"""
+"""Pictures of a run, drawn without a display: its loss curve, and the load of every expert over the steps."""
 
 from __future__ import annotations
 
@@ -18,8 +13,8 @@ from hp_trainer.metrics.tracker import EXPERT_LOAD, Tracker, read_metrics
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure of a size in inches, with a canvas for PNG."""
-    # By hand: pyplot would choose a backend for the whole process.
+    """Return an empty figure with a canvas for PNG; width and height are in inches."""
+    # Not pyplot, which would choose a backend for the process.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -29,7 +24,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def write_picture(figure: Any, picture: Path) -> None:
-    """Write a figure as PNG in one step: the file holds the picture before or this one."""
+    """Write a figure as PNG, replacing the file atomically."""
     temporary = picture.with_name(f"{picture.name}.incomplete")
     try:
         figure.savefig(temporary, format="png", dpi=120)
@@ -42,7 +37,7 @@ Point = tuple[int, float]  # step, loss
 
 
 class LossCurveTracker(Tracker):
-    """Draws the curve from the metrics file when the run ends, those before a resume included.
+    """Draws the loss curve from the metrics file when the run ends, including the steps before a resume.
 
     Args:
         metrics: the file of `JsonLinesTracker`.
@@ -58,9 +53,9 @@ class LossCurveTracker(Tracker):
 
 
 def draw_loss_curve(events: list[dict[str, Any]], picture: Path) -> None:
-    """Write the PNG of training and evaluation loss over steps; nothing where there is no finite loss.
+    """Write training and evaluation loss over the steps as PNG; nothing if there is no finite loss.
 
-    The training loss is drawn as it is, faintly, and as its mean over the last steps.
+    The training loss is drawn twice: faintly per step, and as a running mean.
     """
     train = _points(events, "step")
     if not train:
@@ -84,25 +79,25 @@ def draw_losses(axes: Any, train: list[Point], evaluation: list[Point]) -> None:
     label = "training" if window == 1 else f"training, mean over {window} steps"
     axes.plot(*zip(*smooth, strict=True), color="tab:blue", linewidth=1.8, label=label)
     if evaluation:
-        # The last value stands in the legend, where it cannot lie upon a curve.
+        # The last value is in the legend, where it cannot cover a curve.
         label = f"evaluation, last {evaluation[-1][1]:.3f}"
         axes.plot(*zip(*evaluation, strict=True), "o--", color="tab:orange", linewidth=1, label=label)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
-    # There is no half step.
+    # Steps are integers, so their ticks are too.
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend()
 
 
 def running_means(points: list[Point], window: int) -> list[Point]:
-    """Return each point with the mean of the last `window` losses up to it, of fewer at the beginning."""
+    """Return each point with the mean of the last `window` losses up to it (fewer at the start)."""
     losses = [loss for _, loss in points]
     ends = range(1, len(points) + 1)
     return [(points[end - 1][0], fmean(losses[max(0, end - window) : end])) for end in ends]
 
 
 def _title(events: list[dict[str, Any]]) -> str:
-    """Return the title: sizes, ranks and platform of the last start."""
+    """Return the number of parameters, the ranks and the platform of the last start."""
     starts = [event for event in events if event.get("event") == "start"]
     if not starts:
         return ""
@@ -111,16 +106,16 @@ def _title(events: list[dict[str, Any]]) -> str:
     return f"{start['num_parameters'] / 1e6:.2f} million parameters, {ranks} on {start['platform']}"
 
 
-# Steps beside each other in the picture at most; more are averaged.
+# Most columns of the heatmap; a longer run averages neighbouring steps.
 _COLUMNS = 400
 
 
 class ExpertLoadsTracker(Tracker):
-    """Draws the heatmap from the metrics file when the run ends, the steps before a resume included.
+    """Draws the heatmap of expert loads from the metrics file when the run ends, including steps before a resume.
 
     Args:
         metrics: the file of `JsonLinesTracker`.
-        picture: PNG file to write; none is written for a model without experts.
+        picture: PNG file to write; not written for a model without experts.
     """
 
     def __init__(self, metrics: Path, picture: Path) -> None:
@@ -132,9 +127,9 @@ class ExpertLoadsTracker(Tracker):
 
 
 def draw_expert_loads(events: list[dict[str, Any]], picture: Path) -> None:
-    """Write the PNG: steps from left to right, the experts of one layer after the other from top to bottom.
+    """Write the heatmap as PNG: a column per step, a row per expert, layer by layer from top to bottom.
 
-    Colours are loads over the mean load of the layer: 1 is even, 0 an expert without tokens.
+    Colours are loads relative to the layer's mean load: 1 is balanced, 0 is an expert without tokens.
     """
     steps, loads = loads_of(events)
     if not loads:
@@ -146,7 +141,7 @@ def draw_expert_loads(events: list[dict[str, Any]], picture: Path) -> None:
 
 
 def loads_of(events: list[dict[str, Any]]) -> tuple[list[int], dict[str, numpy.ndarray]]:
-    """Return the steps, and by layer the loads of its experts over the mean one: float64 `[experts, steps]`."""
+    """Return the steps, and for each layer the loads relative to its mean: float64 `[experts, steps]`."""
     taken = [event for event in events if event.get("event") == "step" and _loads(event)]
     names: dict[str, int] = {}
     for event in taken:
@@ -162,7 +157,7 @@ def loads_of(events: list[dict[str, Any]]) -> tuple[list[int], dict[str, numpy.n
 
 
 def draw_loads(figure: Any, steps: list[int], loads: dict[str, numpy.ndarray]) -> None:
-    """Draw the heatmap of all layers into a figure."""
+    """Draw the heatmap of all layers into `figure`."""
     columns = numpy.array_split(numpy.arange(len(steps)), min(len(steps), _COLUMNS))
     table = numpy.concatenate(list(loads.values()))
     means = numpy.stack([table[:, each].mean(1) for each in columns], 1)

@@ -1,4 +1,4 @@
-"""Live progress on the terminal, or plain lines where there is none."""
+"""Progress of a run: a live bar on a terminal, or plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hp_trainer.records import CheckpointRecord, EvaluationRecord, RunRecord, St
 class ProgressConfig:
     """Live progress on the terminal."""
 
-    interval_seconds: float = setting(5.0, help="between lines where the output is no terminal", minimum=0)
+    interval_seconds: float = setting(5.0, help="seconds between lines if the output is not a terminal", minimum=0)
 
 
 class ProgressTracker(Tracker):
     """Shows step, loss, tokens per second, learning rate and time left.
 
     Args:
-        interval_seconds: between plain lines where `stream` is no terminal (first and last step aside).
-        stream: default standard output.
+        interval_seconds: seconds between lines if `stream` is not a terminal; the first and last step always have one.
+        stream: output; default: standard output.
     """
 
     def __init__(self, interval_seconds: float = 5.0, stream: TextIO | None = None) -> None:
@@ -109,7 +109,7 @@ class ProgressTracker(Tracker):
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
             return
-        # A reader that has gone (`hp-train ... | head`), or a terminal that was closed, is no reason to end a run.
+        # A closed pipe (`hp-train ... | head`) or terminal must not end a run.
         with contextlib.suppress(OSError, ValueError):
             print(text, file=self._stream, flush=True)
 

@@ -1,9 +1,4 @@
-"""The interface of everything that is told about the steps of a run.
-
-The numbers of an event under the names by which every tracker shows them.
-
-Metrics as JSON lines: one object per event, complete on disk as soon as it has happened.
-"""
+"""The interface of trackers, the names of metrics in all of them, and the tracker that writes JSON lines."""
 
 from __future__ import annotations
 
@@ -21,33 +16,30 @@ from hp_trainer.records import CheckpointRecord, EvaluationRecord, RunRecord, St
 
 
 class Tracker:
-    """Told of a run's events by rank 0; a tracker overrides what it cares about."""
+    """Base class of trackers. Rank 0 calls the methods; a tracker overrides those it needs."""
 
     def start(self, run: RunRecord) -> None:
-        """Before the first step."""
+        """Called before the first step."""
 
     def step(self, record: StepRecord) -> None:
-        """After an optimizer step."""
+        """Called after an optimizer step."""
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        """After an evaluation."""
+        """Called after an evaluation."""
 
     def checkpoint(self, record: CheckpointRecord) -> None:
-        """After a checkpoint is complete."""
+        """Called once a checkpoint is complete."""
 
     def finish(self) -> None:
-        """After the last event, also when the run failed; called once."""
+        """Called once after the last event, also if the run failed."""
 
 
-# Metrics of single experts begin so. There are thousands of them in a large model: they are for the picture.
+# Prefix of the metrics of single experts. A large model has thousands of them, so only the heatmap uses them.
 EXPERT_LOAD = "expert_load/"
 
 
 def step_scalars(record: StepRecord) -> dict[str, float]:
-    """Return the numbers of a step by name (`train/loss`); those that were not taken are left out.
-
-    So are the loads of single experts.
-    """
+    """Return the metrics of a step by name (`train/loss`), without missing ones and without loads of single experts."""
     values = {
         "loss": record.loss,
         "gradient_norm": record.gradient_norm,
@@ -63,15 +55,15 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
 
 
 def evaluation_scalars(record: EvaluationRecord) -> dict[str, float]:
-    """Return the numbers of an evaluation by name: its loss in nats per token, and the perplexity `exp(loss)`."""
+    """Return the metrics of an evaluation by name: loss in nats per token, and perplexity `exp(loss)`."""
     # exp overflows above 709 nats.
     return {"evaluation/loss": record.loss, "evaluation/perplexity": math.exp(min(record.loss, 700.0))}
 
 
 class JsonLinesTracker(Tracker):
-    """Appends to `path`. Each line has an `event`: `start`, `step`, `evaluation` or `checkpoint`.
+    """Appends one JSON object per event to `path`: a `start`, `step`, `evaluation` or `checkpoint`.
 
-    A resumed run first drops the lines of steps that it is going to do again, so that each step stands once.
+    A resumed run first drops the lines of the steps that it repeats, so that each step occurs once.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,8 +72,9 @@ class JsonLinesTracker(Tracker):
 
     def start(self, run: RunRecord) -> None:
         for line in damaged_lines(self.path):
-            print(f"hp-train: {self.path}: line {line} is damaged and is left out", file=sys.stderr)
+            print(f"hp-train: {self.path}: line {line} is damaged and is skipped", file=sys.stderr)
         keep_steps(self.path, run.first_step)
+        # Line buffered: every event is on disk as soon as it has happened.
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
         self._write(
             "start",
@@ -116,20 +109,20 @@ class JsonLinesTracker(Tracker):
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a metrics file in order; damaged lines, as one cut off by a crash, are left out."""
+    """Yield the events of a metrics file in order, skipping damaged lines, such as one truncated by a crash."""
     for _, event in _lines(path):
         if event is not None:
             yield event
 
 
 def damaged_lines(path: Path) -> list[int]:
-    """List the numbers of the lines that are no events, from 1; the last one may be cut off by a crash, and is none."""
+    """Return the numbers of damaged lines, from 1. The last line may be truncated by a crash and does not count."""
     lines = list(_lines(path))
     return [number for number, event in lines if event is None and number != len(lines)]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield the number and the event of each line; None in place of an event that does not follow the format."""
+    """Yield the number and the event of each line; the event is None if the line is damaged."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -142,7 +135,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 def _is_event(value: Any) -> bool:
-    """Return whether a JSON value has an event's name and, where it tells one, a step as a whole number."""
+    """Return whether a JSON value has the name of an event and, if it has a step, an integer step >= 0."""
     if not isinstance(value, dict) or not isinstance(value.get("event"), str):
         return False
     step = value.get("step", 0)
@@ -150,7 +143,7 @@ def _is_event(value: Any) -> bool:
 
 
 def keep_steps(path: Path, last_step: int) -> None:
-    """Drop the events after `last_step`, in one step."""
+    """Drop the events after `last_step`, replacing the file atomically."""
     if not path.is_file():
         return
     kept = [event for event in read_metrics(path) if event.get("step", 0) <= last_step]

@@ -1,4 +1,8 @@
-"""A run: its folder, the data in it, and the place of its checkpoints."""
+"""A run on disk: a folder with everything needed to continue it, and the lock that gives it to one job at a time.
+
+One process creates the run before any rank uses it. Files are replaced atomically, so that a crash leaves either the
+old content or the new one.
+"""
 
 from hp_trainer.run.folder import (
     RunFolder,

@@ -1,7 +1,4 @@
-"""Export of a run's model as a Hugging Face directory.
-
-Checkpoints of a run in the formats of others, and back.
-"""
+"""Export of a run's model to Hugging Face, and conversion of its checkpoints from and to other formats."""
 
 from __future__ import annotations
 
@@ -61,26 +58,27 @@ def export_run(
     adapters: bool = False,
     averaged: bool = False,
 ) -> list[str]:
-    """Write the model of a checkpoint as a directory that transformers reads; every rank of `group` takes part.
+    """Write the model of a checkpoint as a directory for transformers. Every rank of `group` calls this.
 
     Args:
-        dtype: of the weights; None: that of the model that the run began with, else float32.
-        largest: bytes of a file of weights.
-        adapters: write the adapters alone, in PEFT's files; else they are merged into the weights.
+        dtype: dtype of the weights; None: that of `model.from`, else float32.
+        largest: most bytes per file of weights.
+        adapters: write only the adapters, as PEFT files; otherwise they are merged into the weights.
         averaged: write the moving average of each weight that has one.
 
     Returns:
         The names of the files of weights.
 
     Raises:
-        ExportError: the model is no decoder, no architecture of transformers, or the directory cannot be written.
+        ExportError: the model is not a decoder or matches no architecture of transformers, or the directory cannot be
+            written.
         CheckpointError: there are no averages.
     """
     options = config.model.options
     if not hasattr(options, "read_directory"):
-        raise ExportError(f"model.name = {config.model.name}: only the decoder is known to transformers")
+        raise ExportError(f"model.name = {config.model.name}: only the decoder can be exported to transformers")
     if adapters and options.lora.rank is None:
-        raise ExportError("the model has no adapters (model.lora.rank is null); leave --lora out")
+        raise ExportError("the model has no adapters (model.lora.rank is null); leave out --lora")
     if averaged:
         checkpoint.check_averaged()
     model_type, described = _describe(run, config)
@@ -111,13 +109,16 @@ def export_run(
 
 
 def _describe(run: RunFolder, config: TrainerConfig) -> tuple[str, dict[str, Any]]:
-    """Return the architecture and the content of `config.json`: that which the run began with, where it still holds."""
+    """Return the architecture and the content of `config.json`.
+
+    The `config.json` of `model.from` is used unchanged if the options of the model still mean the same.
+    """
     options = config.model.options
-    begun = run.model_files / "config.json"
+    original = run.model_files / "config.json"
     values: dict[str, Any] = {"max_position_embeddings": _longest(config), "use_cache": True}
-    if begun.is_file():
+    if original.is_file():
         architecture, read, _ = read_architecture(run.model_files)
-        values = json.loads(begun.read_text(encoding="utf-8"))
+        values = json.loads(original.read_text(encoding="utf-8"))
         if architecture is not None:
             scaling = type(options.rope_scaling)(**read.pop("rope_scaling"))
             if same_meaning(options, {**read, "rope_scaling": scaling}):
@@ -138,7 +139,7 @@ def _dtype_of(described: dict[str, Any]) -> str:
 
 
 def _copy_companions(run: RunFolder, config: TrainerConfig, folder: Path) -> None:
-    """Copy the tokenizer and what else goes with the model."""
+    """Copy the tokenizer and the other companion files of the model."""
     for name in COMPANIONS:
         if name != "config.json" and (run.model_files / name).is_file():
             shutil.copyfile(run.model_files / name, folder / name)
@@ -149,23 +150,23 @@ def _copy_companions(run: RunFolder, config: TrainerConfig, folder: Path) -> Non
             shutil.copyfile(file, folder / "tokenizer.json")
 
 
-# What of a checkpoint is no tensor (step, model, the trainer's values), as the bytes of JSON: no format needs a pickle
-# for it.
+# The values of a checkpoint that are not tensors (step, model, state of the trainer) are stored as a uint8 tensor of
+# JSON under this name, so that no format needs a pickle for them.
 STATE = "hp.state"
 
 
 def export_checkpoint(checkpoint: Checkpoint, folder: Path, format_: CheckpointFormat) -> int:
-    """Write a whole checkpoint, with optimizer and trainer's state, as another format; return the number of tensors.
+    """Write a checkpoint, including optimizer and trainer state, in another format; return the number of tensors.
 
     Raises:
         ExportError: the folder is not empty, or cannot be written.
         CheckpointError: the checkpoint is damaged.
     """
     index = checkpoint.index
-    told = strict_json({"step": index.step, "model": index.model, "state": index.state}).encode()
-    state = np.frombuffer(told, np.uint8)
-    whole = Box.full(state.shape)
-    tensors = {**index.tensors, STATE: SavedTensor("uint8", state.shape, (Chunk(0, STATE, whole, ()),))}
+    values = strict_json({"step": index.step, "model": index.model, "state": index.state}).encode()
+    state = np.frombuffer(values, np.uint8)
+    chunk = Chunk(0, STATE, Box.full(state.shape), ())
+    tensors = {**index.tensors, STATE: SavedTensor("uint8", state.shape, (chunk,))}
 
     def read(name: str, box: Box) -> np.ndarray:
         return state if name == STATE else checkpoint.read(name, box)
@@ -183,50 +184,55 @@ def import_checkpoint(
     like: Checkpoint | None,
     may_write: Callable[[], None],
 ) -> str:
-    """Write a checkpoint of a run from one of another format, all of which is in memory meanwhile; return its name.
+    """Convert a checkpoint of another format to a checkpoint of a run, and return its name.
+
+    The full checkpoint is in memory during the conversion.
 
     Args:
+        found: the checkpoint.
         where: its folder, for messages.
-        config: the run's.
-        storage: of the run's checkpoints.
-        like: a checkpoint of the run, whose weights it must have by name, dtype and shape; None: there is none yet.
+        config: the configuration of the run.
+        storage: the storage of the run's checkpoints.
+        like: a checkpoint of the run, to which names, dtypes and shapes of the weights must be equal; None: there is
+            none yet.
         may_write: see `save_checkpoint`.
 
     Raises:
-        CheckpointError: something is missing or of another kind; nothing has been written.
+        CheckpointError: a tensor is missing, unexpected or of another shape or dtype; nothing has been written.
     """
-    told, tensors = _state(found, where), found.tensors()
-    refuse_other_model(told["model"], to_plain(config.model), model_defaults(config), str(where))
+    values, tensors = _state(found, where), found.tensors()
+    refuse_other_model(values["model"], to_plain(config.model), model_defaults(config), str(where))
     if like is not None:
         _check_tensors(tensors, like, where)
     return save_checkpoint(
         storage,
         _parts(found, tensors),
-        step=told["step"],
-        model=told["model"],
-        state=told["state"],
+        step=values["step"],
+        model=values["model"],
+        state=values["state"],
         may_write=may_write,
     )
 
 
 def convert_weights(found: ForeignCheckpoint, where: Path, folder: Path, prefix: str) -> int:
-    """Write the tensors whose names begin with `prefix`, without it, into `model.safetensors` of a new directory.
+    """Write the tensors whose names start with `prefix`, without the prefix, to `model.safetensors` in a new directory.
 
-    One tensor is in memory at a time. With the model's `config.json` beside it, `model.from` begins with it.
+    Only one tensor is in memory at a time. With a `config.json` the directory can be used as `model.from`.
 
     Returns:
         The number of tensors.
 
     Raises:
-        CheckpointError: no name begins so, or a tensor is damaged.
+        CheckpointError: no name starts with the prefix, or a tensor is damaged.
         ExportError: the directory is not empty.
     """
     tensors = {name: kind for name, kind in found.tensors().items() if name.startswith(prefix) and name != STATE}
     if not tensors:
         some = ", ".join(list(found.tensors())[:4]) or "none"
-        raise CheckpointError(f"{where}: no tensor has a name that begins with {prefix!r}; there are {some}, ...")
+        raise CheckpointError(f"{where}: no tensor has a name that starts with {prefix!r}; there are {some}, ...")
     make_directory(folder)
     unfinished = folder / "model.safetensors.incomplete"
+    # Wide dtypes first keeps every tensor aligned to its item size, as safetensors writes them.
     names = sorted(tensors, key=lambda name: (-storage_dtype(tensors[name][0]).itemsize, name))
     with unfinished.open("wb") as out:
         kinds = [(name.removeprefix(prefix), *tensors[name]) for name in names]
@@ -238,25 +244,25 @@ def convert_weights(found: ForeignCheckpoint, where: Path, folder: Path, prefix:
 
 
 def _state(found: ForeignCheckpoint, where: Path) -> dict[str, Any]:
-    """Return step, model and trainer's values.
+    """Return the values that are not tensors: step, model and state of the trainer.
 
     Raises:
-        CheckpointError: they are not there, or damaged.
+        CheckpointError: they are missing or damaged.
     """
     if STATE not in found.tensors():
         raise CheckpointError(
-            f"{where} holds no {STATE}, the step and settings that hp-train export --format=dcp writes: it is no whole "
-            "checkpoint of a run. For its weights alone, use hp-train import --to=DIR and model.from"
+            f"{where} has no {STATE}, the step and settings that hp-train export --format=dcp writes: it is not the full "
+            "checkpoint of a run. For its weights only, use hp-train import --to=DIR and model.from"
         )
     try:
-        told = json.loads(found.read(STATE).tobytes())
-        assert isinstance(told["step"], int)
-        assert told["step"] >= 0
-        assert isinstance(told["model"], dict)
-        assert isinstance(told["state"], dict)
+        values = json.loads(found.read(STATE).tobytes())
+        assert isinstance(values["step"], int)
+        assert values["step"] >= 0
+        assert isinstance(values["model"], dict)
+        assert isinstance(values["state"], dict)
     except (ValueError, TypeError, KeyError, AssertionError, RecursionError) as error:
         raise CheckpointError(f"{where} is damaged: {STATE} cannot be read") from error
-    return dict(told)
+    return dict(values)
 
 
 def _check_tensors(tensors: Mapping[str, tuple[str, tuple[int, ...]]], like: Checkpoint, where: Path) -> None:
@@ -270,7 +276,7 @@ def _check_tensors(tensors: Mapping[str, tuple[str, tuple[int, ...]]], like: Che
         if name in tensors and tensors[name] != (dtype, shape)
     ]
     if problems:
-        raise CheckpointError(f"{where} is no checkpoint of this run: {'; '.join(problems)}")
+        raise CheckpointError(f"{where} is not a checkpoint of this run: {'; '.join(problems)}")
 
 
 def _models(tensors: Mapping[str, Any]) -> set[str]:

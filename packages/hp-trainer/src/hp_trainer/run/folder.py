@@ -1,9 +1,4 @@
-"""Run folders: their files, and the mark that says whose they are.
-
-Creation of a run: its folder and the prepared data in it.
-
-The place of a run's checkpoints, and the model that they must be of.
-"""
+"""The folder of a run: its files, its creation with prepared data, and the storage of its checkpoints."""
 
 from __future__ import annotations
 
@@ -28,33 +23,33 @@ from hp_trainer.registries import Registries
 from hp_trainer.run.lock import LOCK_FILE, check_owner
 
 _MARK = "run.json"
-# A file that shows whether a folder can be written, where file systems do not make it without a name.
+# Prefix of the file that tests whether a folder is writable, on file systems without unnamed temporary files.
 PROBE = ".hp-train-"
-# A job that was killed before it could mark the folder leaves no more than these.
+# The only files that a job can leave if it is killed before it has written the mark.
 _BEFORE_THE_MARK = (LOCK_FILE, f"{_MARK}.incomplete-", PROBE)
 
 
 class RunFolder:
-    """Paths of a run.
+    """The paths of a run.
 
     ```
     run.json           identity of the run
-    lock.json          who trains it, while it is trained
+    lock.json          the job that trains it, while it does
     config.yaml        resolved configuration
     metrics.jsonl      one line per step
     loss.png           loss curve
     expert_loads.png   load of every expert over the steps
     samples.txt        text sampled from the model
-    data/              note of the prepared data that the run reads
-    model/             config.json and tokenizer of the model that it began with (`model.from`)
+    data/              reference to the prepared data in the cache
+    model/             config.json and tokenizer of `model.from`
     checkpoints/       step-00000100/ ...
-    stalls/            reports of ranks that came to a halt
+    stalls/            reports of ranks that stalled
     profile/           rank0-trace.json ... of the steps chosen with profile.first and profile.last
     logs/              rank1.log ... (rank 0 writes to the terminal)
     ```
 
     Attributes:
-        owner: name of the lock under which this process may write (`RunLock.nonce`); None: no lock was taken.
+        owner: nonce of the lock under which this process writes (`RunLock.nonce`); None: no lock.
     """
 
     def __init__(self, path: Path, owner: str | None = None) -> None:
@@ -74,35 +69,35 @@ class RunFolder:
 
     @classmethod
     def check_new(cls, path: Path) -> str | None:
-        """Return why no new run may go into `path`, or None when it may."""
-        if cls.is_begun(path):
-            return f"holds the run {_read_mark(path).get('id', '?')}"
+        """Return why a new run cannot use `path`; None: it can."""
+        if cls.exists(path):
+            return f"has the run {_read_mark(path).get('id', '?')}"
         if path.is_dir() and any(not inner.name.startswith(_BEFORE_THE_MARK) for inner in path.iterdir()):
-            return "holds files that are no run"
+            return "has files that do not belong to a run"
         return "is a file" if path.exists() and not path.is_dir() else None
 
     @classmethod
-    def is_begun(cls, path: Path) -> bool:
-        """Return whether there is a run in `path`, even one whose job was killed while it made the folder."""
+    def exists(cls, path: Path) -> bool:
+        """Return whether there is a run in `path`, including one whose job was killed while it created the folder."""
         return (path / _MARK).is_file()
 
     @classmethod
     def create(cls, path: Path, config: TrainerConfig) -> RunFolder:
-        """Make the folder of a new run and write its configuration. Nothing of it is left when that fails.
+        """Create the folder of a new run and write its configuration. If that fails, the folder is deleted again.
 
         Raises:
-            RunFolderError: the folder holds another run, or something else.
+            RunFolderError: the folder has another run or other files.
         """
         reason = cls.check_new(path)
         if reason is not None:
             raise _taken(path, reason)
         path.mkdir(parents=True, exist_ok=True)
         try:
-            # Of two runs that begin at once in the same folder, one gets it.
+            # Exclusive creation: of two runs that start at the same time in one folder, one gets it.
             mark = {"id": new_run_id(), "created": datetime.now(UTC).isoformat(timespec="seconds")}
             write_new(path / _MARK, json.dumps(mark))
         except FileExistsError:
-            raise _taken(path, "was taken by another run at this moment") from None
+            raise _taken(path, "has just been taken by another run") from None
         folder = cls(path)
         try:
             folder.fill(config)
@@ -113,34 +108,35 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path, owner: str | None = None) -> RunFolder:
-        """Return the folder of an existing run, for a job that holds the lock `owner` or that only reads (None).
+        """Return the folder of an existing run, for a job with the lock `owner`, or only for reading (None).
 
         Raises:
             RunFolderError: there is no run in it.
         """
-        if not cls.is_begun(path):
+        if not cls.exists(path):
             raise RunFolderError(
-                f"{path} holds no run (no {_MARK}); give the folder that `hp-train` printed, or begin a run with "
+                f"{path} has no run (no {_MARK}); give the folder that `hp-train` printed, or start a run with "
                 f"`hp-train run CONFIG --run.folder=...`"
             )
         _read_mark(path)
         return cls(path, owner)
 
     def fill(self, config: TrainerConfig) -> None:
-        """Make the inner folders and write the configuration, all of which may be there."""
+        """Create the subfolders and write the configuration, where they do not exist yet."""
         for inner in (self.data, self.checkpoints, self.logs):
             inner.mkdir(exist_ok=True)
         self.write_config(config)
 
     def sweep(self) -> None:
-        """Delete files that were being written when a job was killed; only the job that holds the lock may."""
+        """Delete incomplete files of a job that was killed. Only the job with the lock may call this."""
         found = [self.path.glob("*.incomplete-*"), self.data.glob("*.incomplete-*"), self.path.glob(f"{PROBE}*")]
         for left in itertools.chain(*found):
             if left.is_file():
                 left.unlink(missing_ok=True)
 
     def delete(self) -> None:
-        """Delete the run and everything in it; killed on the way, it is still a run, and no foreign files."""
+        """Delete the run and everything in it."""
+        # The mark is deleted last: if the process is killed meanwhile, the folder still counts as a run.
         for inner in self.path.iterdir():
             if inner.is_dir() and not inner.is_symlink():
                 shutil.rmtree(inner, ignore_errors=True)
@@ -149,10 +145,10 @@ class RunFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def check_owner(self) -> None:
-        """Refuse to write where another job has taken the run over; without a lock there is nothing to check.
+        """Raise if another job has taken the run over. Without a lock nothing is checked.
 
         Raises:
-            RunLockedError: it is another job's.
+            RunLockedError: another job has the run.
         """
         if self.owner is not None:
             check_owner(self.path, self.owner)
@@ -172,7 +168,7 @@ class RunFolder:
         return load_config(self.config_file, overrides, registered=registered or registries())
 
     def write_config(self, config: TrainerConfig) -> None:
-        """Replace the run's configuration in one step."""
+        """Replace the configuration of the run atomically."""
         write_atomically(self.config_file, dump_config(config))
 
 
@@ -182,9 +178,9 @@ def default_run_folder(config_file: Path, now: datetime | None = None) -> Path:
 
 
 def chosen_run_folder(loaded: LoadedConfig, config_file: Path) -> Path:
-    """Return the folder of a new run: `run.folder`, else the default one.
+    """Return the folder of a new run: `run.folder`, or the default.
 
-    A relative path counts from the working directory, or where a YAML file says it from the folder of that file.
+    A relative path is relative to the YAML file that sets it, or on the command line to the working directory.
     """
     wanted = loaded.config.run.folder
     if wanted is None:
@@ -199,7 +195,7 @@ def new_run_id() -> str:
 
 
 def _taken(path: Path, reason: str) -> RunFolderError:
-    ways = f", delete it, or go on with `hp-train resume {path}`" if RunFolder.is_begun(path) else ""
+    ways = f", delete it, or continue with `hp-train resume {path}`" if RunFolder.exists(path) else ""
     return RunFolderError(f"run folder {path} {reason}; choose another with --run.folder=...{ways}")
 
 
@@ -209,16 +205,16 @@ def _read_mark(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise RunFolderError(f"{path / _MARK} is damaged: {error}") from error
     if not isinstance(mark, dict) or not isinstance(mark.get("id"), str) or not mark["id"]:
-        raise RunFolderError(f"{path / _MARK} is damaged: it names no run (an id, which is text)")
+        raise RunFolderError(f"{path / _MARK} is damaged: it has no id")
     return mark
 
 
 def create_run(path: Path, config: TrainerConfig) -> RunFolder:
-    """Make the folder of a new run and prepare its data; done by one process. Nothing is left when that fails.
+    """Create the folder of a new run and prepare its data, on one process. If that fails, the folder is deleted again.
 
     Raises:
-        RunFolderError: the folder holds something.
-        DataError: the data cannot be read, or are too few for a sample.
+        RunFolderError: the folder is not empty.
+        DataError: the data cannot be read, or are too few for one sample.
     """
     run = RunFolder.create(path, config)
     try:
@@ -231,10 +227,10 @@ def create_run(path: Path, config: TrainerConfig) -> RunFolder:
 
 
 def complete_run(run: RunFolder, config: TrainerConfig) -> None:
-    """Make what is missing of a run whose job was killed while it made it; done by one process.
+    """Complete a run whose job was killed while it created the run; on one process.
 
     Raises:
-        DataError: the data cannot be read, or are too few for a sample.
+        DataError: the data cannot be read, or are too few for one sample.
     """
     run.sweep()
     run.fill(config)
@@ -244,12 +240,12 @@ def complete_run(run: RunFolder, config: TrainerConfig) -> None:
 def _prepare(run: RunFolder, config: TrainerConfig) -> None:
     source = registries().datasets.get(config.data.name).build(config.data.options)
     source.prepare(run.data)
-    _keep_model_files(run, config)
+    _copy_model_files(run, config)
     _check_evaluation(source.open(run.data, config.training.sequence_length), config)
 
 
-def _keep_model_files(run: RunFolder, config: TrainerConfig) -> None:
-    """Copy what goes with the model that the run begins with, so that an export has it: configuration and tokenizer."""
+def _copy_model_files(run: RunFolder, config: TrainerConfig) -> None:
+    """Copy configuration and tokenizer of `model.from` to the run folder, for a later export."""
     if config.model.source is None:
         return
     run.model_files.mkdir(exist_ok=True)
@@ -262,14 +258,14 @@ def _keep_model_files(run: RunFolder, config: TrainerConfig) -> None:
 def _check_evaluation(dataset: Dataset, config: TrainerConfig) -> None:
     if config.training.eval_interval is not None and not len(dataset.evaluation):
         raise DataError(
-            f"no sample is left to evaluate with every training.eval_interval={config.training.eval_interval} steps, "
-            f"of training.sequence_length={config.training.sequence_length}; keep more text for evaluation "
+            f"the evaluation data have no sample of training.sequence_length={config.training.sequence_length} tokens, "
+            f"but training.eval_interval={config.training.eval_interval} is set; reserve more text for evaluation "
             "(data.eval_fraction), or set training.eval_interval=null"
         )
 
 
 def checkpoint_storage(run: RunFolder, config: TrainerConfig) -> Storage:
-    """Return the storage that holds the run's checkpoints: `checkpoint.folder`, else `checkpoints/` of the run."""
+    """Return the storage of the run's checkpoints: `checkpoint.folder`, or `checkpoints/` in the run folder."""
     folder = run.checkpoints if config.checkpoint.folder is None else Path(config.checkpoint.folder)
     component = config.checkpoint.storage
     storage: Storage = registries().checkpoint_storages.get(component.name).build(component.options, folder)
@@ -277,16 +273,16 @@ def checkpoint_storage(run: RunFolder, config: TrainerConfig) -> Storage:
 
 
 def check_model(checkpoint: Checkpoint, config: TrainerConfig) -> None:
-    """Refuse a checkpoint of another model than a configuration's.
+    """Raise if a checkpoint has another model than the configuration.
 
     Raises:
-        CheckpointError: naming every option that differs.
+        CheckpointError: the models differ; names every option that does.
     """
     checkpoint.check_model(to_plain(config.model), model_defaults(config))
 
 
 def model_defaults(config: TrainerConfig) -> dict[str, Any]:
-    """Return the defaults of those options of the model that have one, as plain values."""
+    """Return the defaults of the model's options as plain values."""
     found = {}
     for field in dataclasses.fields(config.model.options):
         if field.default is not dataclasses.MISSING:

@@ -1,4 +1,10 @@
-"""The lock of a run: one job at a time trains it, on one machine or on several that share a file system."""
+"""The lock of a run, which lets one job at a time train it, on one machine or on several with a shared file system.
+
+The lock file names host, process and process start of its holder, with a nonce, and is renewed every few seconds. A
+job that finds a lock checks the process directly where it can see it (same boot, same process namespace), and otherwise
+watches the lock for half a minute on its own clock. A job that was wrongly taken for dead finds another nonce before it
+publishes or deletes a checkpoint, and stops.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +39,14 @@ class Holder:
     """The process that holds a lock.
 
     Attributes:
-        nonce: of this holding; two holdings of one process differ.
-        host: name of its machine.
-        boot: boot of that machine; empty where the system does not tell.
-        namespace: the namespace of its process id (each container has its own); empty where there is none.
-        pid: its process id.
-        started: start of the process in clock ticks after boot, which tells it from a later one with its id.
-        since: when it took the lock, UTC.
-        beat: grows with every sign of life.
+        nonce: unique per acquisition, also for two acquisitions by one process.
+        host: name of the machine.
+        boot: boot id of the machine; empty if the system does not report one.
+        namespace: PID namespace of the process (each container has its own); empty if there is none.
+        pid: process id.
+        started: start of the process in clock ticks after boot, which distinguishes it from later users of its id.
+        since: time at which it took the lock, UTC.
+        beat: counter that grows with every renewal.
     """
 
     nonce: str
@@ -54,7 +60,7 @@ class Holder:
 
     @classmethod
     def this_process(cls) -> Holder:
-        """Return the present process as a holder from now on."""
+        """Return a holder for the current process and time."""
         return cls(
             nonce=secrets.token_hex(8),
             host=socket.gethostname(),
@@ -66,12 +72,12 @@ class Holder:
         )
 
     def is_known_here(self) -> bool:
-        """Return whether this process can see the holder, so that its end is certain and need not be waited for."""
+        """Return whether the holder is in this machine's boot and PID namespace, so that `/proc` shows its state."""
         me = Holder.this_process()
         return (self.host, self.boot, self.namespace) == (me.host, me.boot, me.namespace) and bool(me.started)
 
     def is_alive_here(self) -> bool:
-        """Return whether the holder, known here, still runs. O(1)."""
+        """Return whether a holder for which `is_known_here` is true still runs. O(1)."""
         return _start_of(self.pid) == self.started
 
     def __str__(self) -> str:
@@ -79,28 +85,28 @@ class Holder:
 
 
 class RunLock:
-    """The right to train a run, held from `acquire` to `release`, or inside a `with` block.
+    """The exclusive right to train a run, held from `acquire` to `release`, or inside a `with` block.
 
-    The lock is a file in the run's folder that names its holder; it is made in one step by a hard link, which NFS
-    does atomically too. A thread of the holder renews it every `HEARTBEAT_SECONDS`. A lock is stale when its holder
-    is gone from this machine, or, on another machine, when it has not been renewed for `STALE_SECONDS` as measured
-    here: no clocks are compared.
+    The lock is a file in the run's folder that names its holder. It is created atomically by a hard link, which also
+    works on NFS. A thread of the holder renews it every `HEARTBEAT_SECONDS`. A lock is stale if its holder has ended on
+    this machine, or if the holder is elsewhere and has not renewed it for `STALE_SECONDS`. That time is measured here,
+    so that clocks of different machines are never compared.
 
     Args:
         folder: the run's folder, which exists.
-        tell: is given a line when another machine's lock has to be watched for a while.
+        report: called with a message when a lock of another machine has to be watched for a while.
     """
 
-    def __init__(self, folder: Path, tell: Callable[[str], None] | None = None) -> None:
+    def __init__(self, folder: Path, report: Callable[[str], None] | None = None) -> None:
         self.path = folder / LOCK_FILE
-        self._folder, self._tell = folder, tell or _to_stderr
+        self._folder, self._report = folder, report or _to_stderr
         self._holder: Holder | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     @property
     def nonce(self) -> str:
-        """This holding's name, by which `check_owner` knows it."""
+        """The nonce of this acquisition, for `check_owner`."""
         assert self._holder is not None, "the lock is not held"
         return self._holder.nonce
 
@@ -108,7 +114,7 @@ class RunLock:
         """Take the lock.
 
         Raises:
-            RunLockedError: a live job holds it; says which.
+            RunLockedError: a live job holds it; the message names the job.
             OSError: the folder cannot be written.
         """
         while not self._create():
@@ -122,7 +128,7 @@ class RunLock:
         return self
 
     def release(self) -> None:
-        """Give the lock back; nothing happens where another job has taken it over."""
+        """Release the lock, unless another job has taken it over."""
         if self._holder is None:
             return
         self._stop.set()
@@ -143,13 +149,13 @@ class RunLock:
         self.release()
 
     def _create(self) -> bool:
-        """Make the lock file, whole from its first moment; False: there is one."""
+        """Create the lock file atomically; return False if there is one already."""
         holder = Holder.this_process()
-        mine = self._write_beside(holder)
+        mine = self._write_temporary(holder)
         try:
             link_new(mine, self.path)
         except (FileExistsError, FileNotFoundError):
-            # Of another job; or ours was taken for a leftover by a container that has this machine's name.
+            # Another job has the lock, or a container with the same host name has deleted our file as a leftover.
             return False
         finally:
             mine.unlink(missing_ok=True)
@@ -157,18 +163,18 @@ class RunLock:
         return True
 
     def _is_stale(self, found: Holder) -> bool:
-        """Return whether the holder is gone; False: the lock has changed hands meanwhile.
+        """Return whether the holder has ended; False: the lock has another holder by now.
 
         Raises:
-            RunLockedError: it is alive.
+            RunLockedError: the holder is alive.
         """
         if found.is_known_here():
             if found.is_alive_here():
                 raise _locked(self._folder, found)
             return True
-        self._tell(
-            f"the run is locked by {found}; waiting up to {STALE_SECONDS:g} s for a sign of life, as it cannot be "
-            "seen from here"
+        self._report(
+            f"the run is locked by {found}, which cannot be checked from here; waiting up to {STALE_SECONDS:g} s for "
+            "it to renew the lock"
         )
         deadline = time.monotonic() + STALE_SECONDS
         while time.monotonic() < deadline:
@@ -181,7 +187,7 @@ class RunLock:
         return True
 
     def _remove(self, stale: Holder) -> None:
-        """Take a stale lock away, and never another that took its place at this moment."""
+        """Remove a stale lock, but never another lock that has just replaced it."""
         with self._guard():
             found = read_holder(self._folder)
             if found is None or found.nonce != stale.nonce:
@@ -190,14 +196,14 @@ class RunLock:
             self.path.rename(doomed)
             taken = _parse(doomed)
             if taken is not None and taken.nonce != stale.nonce:
-                # Only where the file system has no locks of its own: another job was faster. Its lock goes back.
+                # Without flock another job may have been faster. Its lock is put back.
                 link_new(doomed, self.path)
-            # Who takes the run now may have deleted it as a leftover.
+            # The job that takes the run now may already have deleted the file as a leftover.
             doomed.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
-        """Hold the system's own lock of the folder for a moment, where the file system has such a thing."""
+        """Hold an flock on the folder inside the block, if the file system supports it."""
         folder = os.open(self._folder, os.O_RDONLY)
         try:
             with contextlib.suppress(OSError):
@@ -207,8 +213,10 @@ class RunLock:
             os.close(folder)
 
     def _delete_leftovers(self) -> None:
-        """Delete what processes left that were killed while they wrote: those of this machine that have ended, and
-        of others what is a minute old, on the file server's own clock.
+        """Delete temporary files of processes that were killed while writing.
+
+        These are files of ended processes of this machine, and any file a minute older than the lock. Both times come
+        from the file server's clock.
         """
         for path in self._folder.glob(f"{LOCK_FILE}.*"):
             with contextlib.suppress(OSError):
@@ -218,7 +226,7 @@ class RunLock:
 
     def _renew(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
-            # A full or unreachable disk fails training by itself; the lock goes on trying.
+            # A full or unreachable disk makes training itself fail; the lock keeps trying.
             with contextlib.suppress(OSError, RunFolderError), self._guard():
                 self._beat()
 
@@ -226,15 +234,16 @@ class RunLock:
         holder, found = self._holder, read_holder(self._folder)
         if holder is None or found is None or found.nonce != holder.nonce:
             return
-        mine = self._write_beside(Holder(**(asdict(found) | {"beat": found.beat + 1})))
+        mine = self._write_temporary(Holder(**(asdict(found) | {"beat": found.beat + 1})))
         try:
             mine.replace(self.path)
         finally:
             mine.unlink(missing_ok=True)
 
-    def _write_beside(self, holder: Holder) -> Path:
-        place = f"{holder.host}-{holder.pid}-{holder.started}"
-        path = self.path.with_name(f"{LOCK_FILE}.{place}-{secrets.token_hex(4)}")
+    def _write_temporary(self, holder: Holder) -> Path:
+        # The name has the process in it, so that `_delete_leftovers` knows when its writer has ended.
+        writer = f"{holder.host}-{holder.pid}-{holder.started}"
+        path = self.path.with_name(f"{LOCK_FILE}.{writer}-{secrets.token_hex(4)}")
         with path.open("x", encoding="utf-8") as out:
             json.dump(asdict(holder), out)
             out.flush()
@@ -243,13 +252,13 @@ class RunLock:
 
 
 def read_holder(folder: Path) -> Holder | None:
-    """Return who holds the lock of the run in `folder`, or None when nobody does.
+    """Return the holder of the lock of the run in `folder`; None: it is not locked.
 
     Raises:
         RunFolderError: the lock file is damaged.
     """
     path = folder / LOCK_FILE
-    # Where there are no hard links a lock is empty for a moment.
+    # On file systems without hard links a new lock is empty for a moment.
     for _ in range(_ATTEMPTS):
         if (found := _parse(path)) is not None:
             return found
@@ -260,21 +269,21 @@ def read_holder(folder: Path) -> Holder | None:
 
 
 def check_owner(folder: Path, nonce: str) -> None:
-    """Refuse to go on where another job has taken the run over.
+    """Raise if another job has taken the run over.
 
     Raises:
-        RunLockedError: the lock is not that of `nonce` any more.
+        RunLockedError: the lock no longer has this nonce.
     """
     found = read_holder(folder)
     if found is None or found.nonce != nonce:
-        who = "its lock is gone" if found is None else f"it is now trained by {found}"
-        raise RunLockedError(f"this job has lost the run {folder}: {who}; nothing more is written")
+        who = "its lock was deleted" if found is None else f"it is now trained by {found}"
+        raise RunLockedError(f"this job has lost the run {folder}: {who}; it writes nothing more")
 
 
 def _locked(folder: Path, holder: Holder) -> RunLockedError:
     return RunLockedError(
         f"the run {folder} is being trained by {holder}; wait until it has ended, or stop it there "
-        f"(kill {holder.pid}). Only if it is certainly gone, delete {folder / LOCK_FILE}"
+        f"(kill {holder.pid}). Only if it has certainly ended, delete {folder / LOCK_FILE}"
     )
 
 
@@ -292,7 +301,7 @@ def _parse(path: Path) -> Holder | None:
 
 
 def _is_of_ended_process(name: str) -> bool:
-    """Return whether a file beside the lock is named after a process of this machine that has ended."""
+    """Return whether a temporary file has the name of a process of this machine that has ended."""
     place, _, _ = name.removeprefix(f"{LOCK_FILE}.").rpartition("-")
     host, *numbers = place.rsplit("-", 2)
     if host != socket.gethostname() or len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
@@ -301,9 +310,9 @@ def _is_of_ended_process(name: str) -> bool:
 
 
 def _start_of(pid: int) -> int | None:
-    """Return the start of a process in clock ticks after boot (field 22 of proc(5)'s stat); None: there is none."""
+    """Return the start of a process in clock ticks after boot (field 22 of proc(5)'s stat); None: it has ended."""
     text = _read_text(f"/proc/{pid}/stat")
-    # The name, in brackets, may hold spaces and brackets; a zombie has ended.
+    # The name is in brackets and may itself have spaces and brackets. A zombie has ended.
     state, *rest = text.rpartition(")")[2].split() or [""]
     return int(rest[18]) if len(rest) > 18 and state != "Z" else None
 
