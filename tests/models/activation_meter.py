@@ -14,7 +14,7 @@ from hp_trainer.config import TrainingConfig
 from hp_trainer.data import Batch
 from hp_trainer.models import DecoderConfig, build_decoder
 from hp_trainer.parallel import ParallelDims, context_style
-from hp_trainer.training.pipelined import SequenceShares
+from hp_trainer.training.pipelined import SequenceSharder
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def _kept(options, degrees, world_size, batch, length, training):
     whole = Batch(tokens, tokens, None, numpy.arange(batch), tokens.size, tokens.size)
     if dims.cp_enabled:
         style = context_style(dims, config, settings)
-        whole = SequenceShares(style, dims.cp, mesh["cp"].get_local_rank()).own(whole)
+        whole = SequenceSharder(style, dims.cp, mesh["cp"].get_local_rank()).shard(whole)
     arrays = [platform.from_numpy(numpy.ascontiguousarray(x)) for x in whole.arrays() if x is not None]
     platform.backward(model(*arrays))  # gradients and the buffers of the first step are there before
     with platform.live_bytes() as live:

@@ -17,7 +17,7 @@ from hp_trainer.config import TrainingConfig
 from hp_trainer.data import Batch
 from hp_trainer.models import DecoderConfig, build_decoder
 from hp_trainer.parallel import ParallelDims, context_style
-from hp_trainer.training.pipelined import SequenceShares
+from hp_trainer.training.pipelined import SequenceSharder
 
 CONFIG = DecoderConfig(
     vocab_size=40,
@@ -92,7 +92,7 @@ def train_decoder(
             batch = _batch(micro, length, packed)
             if dims.cp_enabled:
                 style = context_style(dims, config, TrainingConfig(steps=STEPS, sequence_length=length))
-                batch = SequenceShares(style, dims.cp, mesh["cp"].get_local_rank()).own(batch)
+                batch = SequenceSharder(style, dims.cp, mesh["cp"].get_local_rank()).shard(batch)
             given = (batch.ids, batch.targets, batch.positions)
             arrays = [platform.from_numpy(numpy.ascontiguousarray(x)) for x in given if x is not None]
             with use_sequence_sharding(batch.cut):

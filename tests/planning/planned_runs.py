@@ -15,7 +15,7 @@ from hp_trainer.parallel import ParallelDims
 from hp_trainer.planning.shapes import StepShape
 from hp_trainer.plugins import registries
 from hp_trainer.training.pipelined import PipelinedModel, plan_stages
-from hp_trainer.training.setup import RankSetup, build_model, build_optimizer, build_scaler, sequence_shares
+from hp_trainer.training.setup import RankSetup, build_model, build_optimizer, build_scaler, sequence_sharder
 from hp_trainer.training.speed import memory_by_kind
 from hp_trainer.training.step import OptimizerStep
 
@@ -62,7 +62,7 @@ def setup_rank(config: TrainerConfig) -> RankSetup:
         scaler=build_scaler(config, platform),
         pipeline=None
         if plan is None
-        else PipelinedModel(platform, model, plan, mesh, config.parallel, sequence_shares(config, dims, mesh)),
+        else PipelinedModel(platform, model, plan, mesh, config.parallel, sequence_sharder(config, dims, mesh)),
         stage_mesh=None if plan is None else mesh.flatten("stage", axes),
     )
 

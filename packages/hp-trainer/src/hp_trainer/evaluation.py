@@ -1,6 +1,7 @@
-"""Perplexity of a run's model: every sample once, by one rank with the whole model or by several that share it.
+"""Evaluation of trained models: perplexity of a run's model, and tasks of lm-eval on an exported model.
 
-Tasks of lm-eval (https://github.com/EleutherAI/lm-evaluation-harness) on an exported model.
+Perplexity uses every evaluation sample once, on one rank with the full model, or sharded over several ranks. During
+training, `Trainer.evaluate` measures the loss instead. lm-eval is https://github.com/EleutherAI/lm-evaluation-harness.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from hp_trainer.parallel import ParallelDims
 from hp_trainer.plugins import registries
 from hp_trainer.records import perplexity_of
 from hp_trainer.run import RunFolder
-from hp_trainer.training.setup import build_model, sequence_shares, whole_model
+from hp_trainer.training.setup import build_model, full_model, sequence_sharder
 from hp_trainer.training.state import load_weights
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Loss of a model on some text.
+    """Loss of a model on a set of samples.
 
     Attributes:
         loss: mean cross entropy per target, in nats.
-        tokens: targets.
+        tokens: number of targets.
     """
 
     loss: float
@@ -58,20 +59,20 @@ def measure_perplexity(
     averaged: bool = False,
     on_all_ranks: bool = False,
 ) -> Perplexity:
-    """Measure the loss of a checkpoint's model on all samples that the run keeps for evaluation.
+    """Measure the loss of a checkpoint's model on all evaluation samples of the run.
 
     Args:
-        run: the run whose model it is.
+        run: the run of the checkpoint.
         config: its configuration.
-        platform: the framework to run the model on.
-        checkpoint: of the run, written by any layout on any platform.
-        averaged: with the moving average of the weights.
-        on_all_ranks: every rank of the platform's world calls this, and they share model and samples as
-            `config.parallel` says; else this rank runs the whole model.
+        platform: the platform to run the model on.
+        checkpoint: a checkpoint of the run, from any layout and any platform.
+        averaged: use the moving average of the weights.
+        on_all_ranks: every rank of the platform's world calls this, with model and samples sharded by
+            `config.parallel`; otherwise this rank runs the full model.
 
     Raises:
         CheckpointError: the checkpoint is of another model, damaged, or without averages.
-        DataError: there is nothing to evaluate with.
+        DataError: there are no evaluation samples.
     """
     source = registries().datasets.get(config.data.name).build(config.data.options)
     samples = source.open(run.data, config.training.sequence_length).evaluation
@@ -88,14 +89,13 @@ def measure_perplexity_on(
     averaged: bool = False,
     on_all_ranks: bool = False,
 ) -> Perplexity:
-    """Measure the loss of a checkpoint's model on other data than the run's, `config.data`.
+    """Measure the loss of a checkpoint's model on `config.data` in place of the run's data.
 
-    Prepared tokens stay in the cache that the run uses; nothing stays in its folder.
+    Prepared tokens go to the run's data cache; nothing is left in its folder. Other arguments and errors are those of
+    `measure_perplexity`.
 
     Args:
-        evaluation_only: on what `config.data` keeps for evaluation; else on all of it.
-
-    The other arguments are those of `measure_perplexity`, and so is what is raised.
+        evaluation_only: use the evaluation samples of `config.data`; otherwise all of its samples.
     """
     options = config.data.options
     changes: dict[str, Any] = {} if evaluation_only else {"eval": (), "eval_fraction": 0.0}
@@ -108,7 +108,7 @@ def measure_perplexity_on(
     with tempfile.TemporaryDirectory() as temporary:
         coordinator(group, "preparing data", lambda: source.prepare(Path(temporary)), DataError)
         if group.rank != 0:
-            # Rank 0 may be on another machine; what it has put into the cache is found there.
+            # Rank 0 may be on another machine with another temporary folder. This only finds its tokens in the cache.
             source.prepare(Path(temporary))
         dataset = source.open(Path(temporary), config.training.sequence_length)
         samples = dataset.evaluation if evaluation_only else dataset.train
@@ -125,10 +125,10 @@ def _measure(
     on_all_ranks: bool,
 ) -> Perplexity:
     if not len(samples):
-        raise DataError("there is no sample to evaluate with; give some: --data.path=..., or --data.eval=[{path: ...}]")
+        raise DataError("there are no evaluation samples; give some by --data.path=..., or --data.eval=[{path: ...}]")
     if on_all_ranks:
         return _measure_on_all_ranks(config, platform, checkpoint, samples, averaged=averaged)
-    with whole_model(config, platform, checkpoint, averaged=averaged) as model:
+    with full_model(config, platform, checkpoint, averaged=averaged) as model:
         reader = BatchReader(samples, global_batch_size=_batch_size(config), seed=0, once=True)
         total, targets = 0.0, 0
         for position in range(0, len(samples), _batch_size(config)):
@@ -141,13 +141,13 @@ def _measure(
 def _measure_on_all_ranks(
     config: TrainerConfig, platform: Platform, checkpoint: Checkpoint, samples: Samples, *, averaged: bool
 ) -> Perplexity:
-    """Measure with a model laid out over the world; every rank reads its share of each batch."""
+    """Measure with the model sharded over the world; every rank reads its samples of each batch."""
     world = current_world(platform)
     dims = ParallelDims.from_config(config.parallel, world.size, getattr(config.model.options, "num_experts", None))
     mesh = dims.build_mesh(platform.device_types[0], platform=platform)
     model = build_model(config, platform, dims, mesh, weights=False)
     load_weights(platform, model, checkpoint, averaged=averaged)
-    shares = sequence_shares(config, dims, mesh)
+    sharder = sequence_sharder(config, dims, mesh)
     size = _batch_size(config) * dims.dp_size
     reader = BatchReader(
         samples,
@@ -162,11 +162,11 @@ def _measure_on_all_ranks(
         for position in range(0, len(samples), size):
             batch = reader.read(position)
             targets += batch.global_targets
-            total += _loss_sum(platform, model, batch if shares is None else shares.own(batch))
-    # Tensor parallel ranks hold the same tokens, and each gives its fraction of their loss.
+            total += _loss_sum(platform, model, batch if sharder is None else sharder.shard(batch))
+    # Ranks with the same tokens, such as tensor parallel ones, each count a fraction of their loss.
     own = total * mesh["loss"].size() / world.size
-    parts = [json.loads(part) for part in world.all.all_gather_bytes(json.dumps(own).encode())]
-    return Perplexity(sum(parts) / max(1, targets), targets)
+    losses = [json.loads(data) for data in world.all.all_gather_bytes(json.dumps(own).encode())]
+    return Perplexity(sum(losses) / max(1, targets), targets)
 
 
 def _batch_size(config: TrainerConfig) -> int:
@@ -174,31 +174,30 @@ def _batch_size(config: TrainerConfig) -> int:
 
 
 def _loss_sum(platform: Platform, model: Any, batch: Batch) -> float:
-    """Return the cross entropy summed over a batch's targets, in nats."""
+    """Return the cross entropy summed over the targets of a batch, in nats."""
     with use_sequence_sharding(batch.cut):
         return float(platform.to_numpy(model(*map(platform.from_numpy, batch.arrays()))))
 
 
 def run_harness(model: Path, tasks: str, more: Sequence[str] = ()) -> int:
-    """Run lm-eval on a model in Hugging Face's layout, in a process of its own; return its exit code.
+    """Run lm-eval on a Hugging Face model directory in a subprocess, and return its exit code.
 
     Args:
         model: directory with `config.json` and weights, as `hp-train export` writes it.
-        tasks: names, separated by commas.
+        tasks: names of tasks, separated by commas.
         more: further arguments of lm-eval, such as `--limit=10`.
 
     Raises:
-        EvaluationError: lm-eval or transformers is not installed, or the directory holds no model.
+        EvaluationError: lm-eval or transformers is not installed, or the directory has no model.
     """
     if not (model / "config.json").is_file():
         raise EvaluationError(
-            f"{model} holds no exported model (no config.json); write one with `hp-train export RUN --to={model}`"
+            f"{model} has no exported model (no config.json); write one with `hp-train export RUN --to={model}`"
         )
     missing = [name for name in ("lm_eval", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         raise EvaluationError(
-            f"tasks are run by lm-eval, and {' and '.join(missing)} cannot be imported here; "
-            "install it: pip install 'lm_eval[hf]'"
+            f"tasks need lm-eval, but {' and '.join(missing)} cannot be imported; install it: pip install 'lm_eval[hf]'"
         )
     command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={model}"]
     return subprocess.run([*command, "--tasks", tasks, *more], check=False).returncode

@@ -1,7 +1,4 @@
-"""Sampling of texts from a model's logits, token by token.
-
-Texts from the model of a checkpoint: one rank, the whole model.
-"""
+"""Text generation with the full model of a checkpoint on one rank."""
 
 from __future__ import annotations
 
@@ -18,14 +15,14 @@ from hp_trainer.checkpoint import Checkpoint, open_latest
 from hp_trainer.config import GenerateConfig, TrainerConfig
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder, checkpoint_storage
-from hp_trainer.training.setup import whole_model
+from hp_trainer.training.setup import full_model
 
 Model = Any
 
 
 @dataclass
 class Text:
-    """A text that is being written; its draws depend on its place among the texts and on no other text."""
+    """A text being generated. Its random generator depends on its index only, not on the other texts."""
 
     tokens: list[int]
     random: np.random.Generator
@@ -33,13 +30,14 @@ class Text:
 
 
 class Sampler:
-    """Draws tokens from a model's logits.
+    """Samples tokens from a model's logits.
 
     Args:
-        window: tokens that the model is shown at most.
-        begin: the token to begin a text with that has none.
-        end: the token that ends a text, never part of it; None: a text ends when it is long enough.
-        vocab_size: tokens that there are; a model may have more logits, which are never drawn. None: as many.
+        config: sampling settings.
+        window: most tokens of a text that the model is given.
+        end: token that ends a text and is not part of it; None: texts end at `max_new_tokens`.
+        vocab_size: size of the vocabulary; further logits are never sampled. None: the number of logits.
+        begin: first token of an empty prompt.
     """
 
     def __init__(
@@ -52,11 +50,11 @@ class Sampler:
     ) -> None:
         self.config, self.window, self.end, self.vocab_size, self.begin = config, window, end, vocab_size, begin
 
-    def extend(self, platform: Platform, model: Model, begun: Sequence[list[int]]) -> list[list[int]]:
-        """Return each text and up to `max_new_tokens` more, all of them written side by side."""
+    def extend(self, platform: Platform, model: Model, prompts: Sequence[list[int]]) -> list[list[int]]:
+        """Return each prompt with up to `max_new_tokens` further tokens, generated as one batch."""
         texts = [
-            Text(list(tokens) or [self.begin], np.random.default_rng((self.config.seed, place)))
-            for place, tokens in enumerate(begun)
+            Text(list(tokens) or [self.begin], np.random.default_rng((self.config.seed, index)))
+            for index, tokens in enumerate(prompts)
         ]
         for _ in range(self.config.max_new_tokens):
             growing = [text for text in texts if not text.ended]
@@ -72,7 +70,7 @@ class Sampler:
     def _logits(self, platform: Platform, model: Model, texts: list[Text]) -> list[np.ndarray]:
         """Return the model's logits for the token after each text: float64 `[vocab_size]` each."""
         shown = [text.tokens[-self.window :] for text in texts]
-        # Shorter rows are filled up at the end, which does not reach back: the model is causal.
+        # Shorter rows are padded on the right. The model is causal, so padding does not change earlier positions.
         ids = np.zeros((len(shown), max(map(len, shown))), np.int64)
         for row, tokens in zip(ids, shown, strict=True):
             row[: len(tokens)] = tokens
@@ -81,7 +79,7 @@ class Sampler:
         return [row[: self.vocab_size].astype(np.float64) for row in last]
 
     def pick(self, logits: np.ndarray, random: np.random.Generator) -> int:
-        """One token by temperature among the `top_k` likeliest; the likeliest at temperature 0."""
+        """Return one token, sampled by temperature among the `top_k` most likely; at temperature 0 the most likely."""
         if self.config.temperature == 0:
             return int(np.argmax(logits))
         scaled = logits / self.config.temperature
@@ -93,23 +91,23 @@ class Sampler:
 
 
 def generate(config: TrainerConfig, platform: Platform, prompts: Sequence[str], checkpoint: Checkpoint) -> list[str]:
-    """Continue prompts with the model of a checkpoint; the same texts for the same seed.
+    """Continue prompts with the model of a checkpoint. The same seed gives the same texts.
 
     Args:
-        config: the run's configuration; `generate` says how tokens are drawn.
-        platform: the framework to run the whole model on, on one rank.
-        prompts: the beginnings.
-        checkpoint: of the run, written by any layout on any platform.
+        config: the configuration of the run; `config.generate` has the sampling settings.
+        platform: the platform to run the full model on, on one rank.
+        prompts: the prompts.
+        checkpoint: a checkpoint of the run, from any layout and any platform.
 
     Returns:
-        Each prompt with what follows it.
+        Each prompt with its continuation.
 
     Raises:
         CheckpointError: the checkpoint is of another model, or damaged.
     """
     source = registries().datasets.get(config.data.name).build(config.data.options)
     tokenizer = source.tokenizer()
-    with whole_model(config, platform, checkpoint) as model:
+    with full_model(config, platform, checkpoint) as model:
         sampler = Sampler(
             config.generate,
             config.training.sequence_length,
@@ -117,14 +115,14 @@ def generate(config: TrainerConfig, platform: Platform, prompts: Sequence[str], 
             vocab_size=tokenizer.vocab_size,
             begin=tokenizer.begin,
         )
-        begun = [tokenizer.encode(prompt).tolist() for prompt in prompts]
-        return [tokenizer.decode(tokens) for tokens in sampler.extend(platform, model, begun)]
+        encoded = [tokenizer.encode(prompt).tolist() for prompt in prompts]
+        return [tokenizer.decode(tokens) for tokens in sampler.extend(platform, model, encoded)]
 
 
 def write_samples(run: RunFolder, config: TrainerConfig) -> list[str]:
-    """Write what the model of a finished run makes of each configured prompt into `samples.txt`; return the texts.
+    """Continue the configured prompts with the model of a finished run, write the texts to `samples.txt`, return them.
 
-    Nothing is written where there are no prompts, or where the newest checkpoint is not of the last step.
+    Nothing is written if there are no prompts, or if the newest checkpoint is not of the last step.
     """
     if not config.generate.prompts:
         return []

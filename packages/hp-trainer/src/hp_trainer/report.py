@@ -149,7 +149,7 @@ _UNITS = {
 
 
 def order(names: Sequence[str]) -> list[str]:
-    """Return the names of curves in display order, without the evaluation loss, which is drawn with the training loss."""
+    """Return the names of curves in display order. The evaluation loss is left out: it is drawn with the loss."""
     rest = sorted(name for name in names if name not in _FIRST and name != "evaluation_loss")
     return [*(name for name in _FIRST if name in names), *rest]
 

@@ -22,7 +22,7 @@ from hp_trainer.pipeline.simulation import check_unsplit_backwards
 from hp_trainer.registries import Registries
 from hp_trainer.sizes import format_size
 from hp_trainer.training.activation_budget import ActivationPlan, BudgetError, fuses_experts, plan_activations
-from hp_trainer.training.pipelined import cut_layers, make_schedule, num_microbatches
+from hp_trainer.training.pipelined import make_schedule, num_microbatches, split_layers
 
 
 def find_memory_problems(dims: ParallelDims, config: TrainerConfig, platform: str) -> Iterator[Problem]:
@@ -265,7 +265,7 @@ def _layer_problems(dims: ParallelDims, config: TrainerConfig, num_stages: int) 
             )
         return
     try:
-        cut_layers(config, num_stages)
+        split_layers(config, num_stages)
     except PipelineError as error:
         path = "pipeline.layers" if config.pipeline.layers is not None else "parallel.pp"
         yield Problem(path=path, what=str(error))

@@ -50,7 +50,7 @@ class TensorBoardTracker(Tracker):
     def start(self, run: RunRecord) -> None:
         from tensorboardX import SummaryWriter
 
-        # tensorboardX names files by the second of their creation. The suffix keeps an earlier file from being replaced.
+        # tensorboardX names files by the second of their creation. The suffix keeps earlier files from being replaced.
         self._writer = SummaryWriter(
             str(self._folder), purge_step=run.first_step + 1, filename_suffix=f".from-{run.first_step}"
         )

@@ -251,7 +251,7 @@ def _state(found: ForeignCheckpoint, where: Path) -> dict[str, Any]:
     """
     if STATE not in found.tensors():
         raise CheckpointError(
-            f"{where} has no {STATE}, the step and settings that hp-train export --format=dcp writes: it is not the full "
+            f"{where} has no {STATE}, the step and settings that hp-train export --format=dcp writes: it is not a full "
             "checkpoint of a run. For its weights only, use hp-train import --to=DIR and model.from"
         )
     try:

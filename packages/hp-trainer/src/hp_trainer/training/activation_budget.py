@@ -26,7 +26,7 @@ from hp_trainer.models.recomputation import NOTHING_RECOMPUTED, BlockRecompute, 
 from hp_trainer.parallel import ParallelDims, context_style
 from hp_trainer.pipeline import simulate
 from hp_trainer.sizes import format_size, parse_size
-from hp_trainer.training.pipelined import exchange_over, num_microbatches, plan_stages
+from hp_trainer.training.pipelined import all_gather_object_over, num_microbatches, plan_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -627,7 +627,7 @@ def measure_rates(platform: Platform, dtype: str, group: ProcessGroup, *, offloa
             found["sent"] = operations * _seconds(platform, lambda: _send(platform, group, x)) / _BYTES
         if offloads:
             found["host"] = operations * _seconds(platform, functools.partial(_round_trip, platform, x)) / _BYTES / 2
-    return agreed_rates(found, exchange_over(group))
+    return agreed_rates(found, all_gather_object_over(group))
 
 
 def agreed_rates(found: dict[str, float], all_gather_object: Callable[[Any], list[Any]]) -> CostRates:

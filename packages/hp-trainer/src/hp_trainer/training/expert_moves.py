@@ -1,4 +1,4 @@
-"""Busy experts moved to other ranks while a run trains, and brought home while its state is saved or loaded."""
+"""Moves of busy experts to other ranks during training, and their original placement while state is saved or loaded."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from hp_moe import (
 from hp_trainer.exceptions import ParallelDimsError, Problem
 from hp_trainer.optimizers import set_state
 from hp_trainer.training.optimizer import Optimizer, WeightAverage
-from hp_trainer.training.setup import RankSetup, raise_everyones
+from hp_trainer.training.setup import RankSetup, raise_on_all_ranks
 
 Tensor = Any
 
 
 class ExpertMoves:
-    """The moves of one rank's experts (`parallel.ep_move_interval`); every rank makes them at the same steps.
+    """Moves experts between ranks (`parallel.ep_move_interval`). Every rank does so at the same steps.
 
-    Weights, states of the optimizer and moving averages travel with their experts, so that losses are those of experts
-    that stay. Checkpoints hold the experts in the order of their numbers: any layout reads them, and a resumed run
-    begins with every expert at home.
+    Weights, optimizer states and moving averages are sent with their experts, so that losses do not change. Checkpoints
+    have the experts in their original order: any layout reads them, and a resumed run starts with the original
+    placement.
 
     Args:
-        setup: of this rank; no expert has moved.
+        setup: the setup of this rank, with the original placement.
 
     Raises:
-        ParallelDimsError: the optimizer keeps states of experts that are not laid out as their weights, on this rank or
-            on another of its pipeline.
+        ParallelDimsError: the optimizer has states of experts without the shape of their weights, on this rank or on
+            another one of its pipeline.
     """
 
     def __init__(self, setup: RankSetup) -> None:
@@ -43,10 +43,10 @@ class ExpertMoves:
         self._names = {id(p): name for name, p in setup.platform.named_parameters(setup.model)}
         self._loads: dict[str, list[int]] = {}
         if self._interval is not None:
-            raise_everyones(_state_problems(setup), setup.everyones, ParallelDimsError, "parallel")
+            raise_on_all_ranks(_state_problems(setup), setup.all_gather_object, ParallelDimsError, "parallel")
 
     def after_step(self, step: int, loads: Mapping[str, LoadMetrics]) -> None:
-        """Count the loads of a step's layers; move experts by those since the last move where that is due.
+        """Add the expert loads of a step, and at the interval move experts by the loads since the last move.
 
         Raises:
             ExpertParallelError: experts cannot move; see `hp_moe.move_experts`.
@@ -63,41 +63,41 @@ class ExpertMoves:
             place_copies_of_experts(self._model, counted)
             self._loads.clear()
 
-    def go_home(self) -> None:
-        """Bring all experts home, and forget their loads: what is loaded next is of another time."""
+    def reset(self) -> None:
+        """Restore the original placement and drop the loads, before another state is loaded."""
         self._loads.clear()
         if self._interval is not None:
-            self._bring_home()
+            self._restore_placement()
 
     @contextlib.contextmanager
-    def at_home(self) -> Iterator[None]:
-        """Bring all experts home in a block, and back afterwards unless it has failed."""
-        homes = expert_placement(self._model) if self._interval is not None else {}
-        if homes:
-            self._bring_home()
+    def original_placement(self) -> Iterator[None]:
+        """Use the original placement inside the block, and the current one again afterwards unless the block raises."""
+        placement = expert_placement(self._model) if self._interval is not None else {}
+        if placement:
+            self._restore_placement()
         yield
-        if homes:
+        if placement:
             states = self._states()
-            set_expert_placement(self._model, homes, states, after_layer=states.take_over)
+            set_expert_placement(self._model, placement, states, after_layer=states.take_over)
 
-    def _bring_home(self) -> None:
+    def _restore_placement(self) -> None:
         states = self._states()
         return_experts(self._model, states, after_layer=states.take_over)
 
-    def _states(self) -> _TravellingStates:
-        return _TravellingStates(self._names, self._optimizer, self._average)
+    def _states(self) -> _MovedStates:
+        return _MovedStates(self._names, self._optimizer, self._average)
 
 
-class _TravellingStates:
-    """Finds the tensors that travel with a weight: its states of the optimizer, and its average.
+class _MovedStates:
+    """Returns the tensors that are moved with a weight: its optimizer states and its moving average.
 
     Args:
-        names: of the parameters, by `id`.
+        names: names of the parameters by `id`.
     """
 
     def __init__(self, names: Mapping[int, str], optimizer: Optimizer, average: WeightAverage | None) -> None:
         self._names, self._optimizer, self._average = names, optimizer, average
-        # 8-bit moments are made as float32 when they are asked for: no more than one layer's at a time.
+        # 8-bit moments are converted to float32 on request. `take_over` releases them after each layer.
         self._written: list[tuple[str, str, Tensor]] = []
 
     def __call__(self, parameter: Tensor) -> Sequence[Tensor]:
@@ -108,13 +108,13 @@ class _TravellingStates:
         return [*slots.values(), *([averages[name]] if name in averages else [])]
 
     def take_over(self, layer: str) -> None:
-        """Tell the optimizer of the states of a layer, which have been written, and let them go."""
+        """Write the moved states of a layer back to the optimizer, and release them."""
         while self._written:
             set_state(self._optimizer, *self._written.pop())
 
 
 def _state_problems(setup: RankSetup) -> Iterator[Problem]:
-    """Yield a problem where rows of an expert's states cannot travel with it, as those of Adafactor."""
+    """Yield a problem if optimizer states cannot be moved row by row with an expert, such as those of Adafactor."""
     states = setup.optimizer.state()
     for name, parameter in setup.platform.named_parameters(setup.model):
         if ".experts." not in name:
@@ -123,7 +123,7 @@ def _state_problems(setup: RankSetup) -> Iterator[Problem]:
         if any(shape != tuple(parameter.shape) for shape in shapes):
             yield Problem(
                 path="parallel.ep_move_interval",
-                what=f"{setup.config.optimizer.name} keeps states of {name} that are not laid out as it is",
+                what=f"{setup.config.optimizer.name} has states of {name} that do not have its shape",
                 expected="null, or an optimizer whose states have the shape of the weights, such as adamw",
                 got=str(setup.config.parallel.ep_move_interval),
                 hint="parallel.ep_move_interval=null",

@@ -1,9 +1,8 @@
-"""Rules for losses that are no finite numbers, or spikes; every rank sees the same numbers and decides alike.
+"""Checks of a run's health: losses that are not finite or spike, and silent data corruption.
 
-Checks for silent data corruption: a step computed twice, and the weights of replicas compared, bit by bit.
-
-Of thousands of accelerators some compute wrongly now and then without any sign (Dixit et al., 2021, "Silent Data
-Corruptions at Scale").
+Every rank sees the same losses and norms, so all take the same decision. Silent corruption is found by computing a step
+twice and by comparing the weights of replicas, bit by bit: among thousands of accelerators some occasionally compute
+wrong results without any error (Dixit et al., 2021, "Silent Data Corruptions at Scale").
 """
 
 from __future__ import annotations
@@ -31,56 +30,59 @@ from hp_trainer.training.step import OptimizerStep
 Action = Literal["go on", "stop", "skip", "rollback"]
 
 _ADVICE = (
-    "; this step changed nothing. Go on from the last checkpoint with a lower optimizer.lr or training.clip_norm, or "
-    "with training.dtype=float32 if it is another; if it comes again, from an earlier one: `hp-train checkpoints RUN` "
-    "lists them, `hp-train resume RUN --from-step=N` takes one"
+    "; this step changed nothing. Continue from the last checkpoint with a lower optimizer.lr or training.clip_norm, "
+    "or with training.dtype=float32; if it happens again, from an earlier checkpoint: `hp-train checkpoints RUN` "
+    "lists them, `hp-train resume RUN --from-step=N` uses one"
 )
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Decision about a step before it updates anything.
+    """The decision about a step, before it updates anything.
 
     Attributes:
-        action: to take.
-        reason: a clause that names the number; empty where the step goes on.
+        action: the action.
+        reason: a clause with the loss or norm; empty if the step continues.
     """
 
     action: Action
     reason: str = ""
 
     def __str__(self) -> str:
-        way = "the step is skipped" if self.action == "skip" else "the run goes back to its last checkpoint"
-        return f"{self.reason}; {way} (training.guard)"
+        consequence = "the step is skipped" if self.action == "skip" else "the run goes back to its last checkpoint"
+        return f"{self.reason}; {consequence} (training.guard)"
 
 
 GO_ON = Verdict("go on")
 
 
 def nonfinite_scores(error: Exception, step: int) -> TrainingError | None:
-    """Return what to tell of scores of experts that are no finite numbers; None: the error is another."""
+    """Return the error to raise for router scores that are not finite; None: the error has another cause."""
     if isinstance(error, ExpertParallelError) and error.only_nonfinite:
         return TrainingError(f"step {step}: {error}{_ADVICE}")
     return None
 
 
 class LossGuard:
-    """Judges the loss and the norm of the gradient of each step.
+    """Judges the loss and the gradient norm of each step.
 
     Args:
         config: the rules.
+
+    Attributes:
+        interventions: number of steps in a row that were skipped or rolled back.
     """
 
     def __init__(self, config: GuardConfig) -> None:
         self._config = config
         self._losses: deque[float] = deque(maxlen=config.spike_window)
-        self._interventions = 0
+        self.interventions = 0
 
     def judge_loss(self, loss: float, step: int) -> Verdict:
         """Return the decision about a step with this loss.
 
         Raises:
-            TrainingError: the rule is to stop, or steps in a row have been given up too often.
+            TrainingError: the rule is to stop, or too many steps in a row were discarded.
         """
         if not math.isfinite(loss):
             return self._decide(self._config.on_nonfinite, f"the loss of step {step} is {loss}")
@@ -95,50 +97,41 @@ class LossGuard:
         return GO_ON
 
     def judge_norm(self, norm: float, step: int) -> Verdict:
-        """Return the decision about a step whose gradient has this norm; see `judge_loss`."""
+        """Return the decision about a step with this gradient norm; see `judge_loss`."""
         if math.isfinite(norm):
             return GO_ON
         return self._decide(self._config.on_nonfinite, f"the norm of the gradient of step {step} is {norm}")
 
     def accept(self, loss: float) -> None:
-        """Note the loss of a step that updated the weights."""
-        self._interventions = 0
+        """Record the loss of a step that updated the weights."""
+        self.interventions = 0
         self._losses.append(loss)
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs in order to decide alike, as JSON values."""
+        """Return the state with which a resumed run takes the same decisions, as JSON values."""
         losses = [] if self._config.on_spike == "ignore" else list(self._losses)
-        return {"losses": losses, "interventions": self._interventions}
+        return {"losses": losses, "interventions": self.interventions}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` returned.
+        """Load the state that `state` returned.
 
         Raises:
-            CheckpointError: it is something else.
+            CheckpointError: the state is damaged.
         """
         try:
-            losses, self._interventions = [float(loss) for loss in state["losses"]], int(state["interventions"])
+            losses, self.interventions = [float(loss) for loss in state["losses"]], int(state["interventions"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"a checkpoint is damaged: state.guard: {error!r}") from error
         self._losses.clear()
         self._losses.extend(losses)
 
-    def keep_count(self, of: int) -> None:
-        """Count on from `of` steps given up in a row: going back must not begin the count anew."""
-        self._interventions = of
-
-    @property
-    def interventions(self) -> int:
-        """Steps in a row that were skipped or gone back on."""
-        return self._interventions
-
     def _decide(self, action: Action, reason: str) -> Verdict:
         if action == "stop":
             raise TrainingError(reason + _ADVICE)
-        self._interventions += 1
-        if self._interventions > self._config.max_interventions:
+        self.interventions += 1
+        if self.interventions > self._config.max_interventions:
             raise TrainingError(
-                f"{reason}, after {self._config.max_interventions} steps in a row that were given up "
+                f"{reason}, after {self._config.max_interventions} steps in a row that were discarded "
                 f"(training.guard.max_interventions){_ADVICE}"
             )
         return Verdict(action, reason)
@@ -151,24 +144,24 @@ _LOSS = "the loss"
 
 
 class CorruptionChecks:
-    """The checks of one rank; every rank makes them at the same steps."""
+    """The checks for silent corruption. Every rank makes them at the same steps."""
 
     def __init__(self, setup: RankSetup, step: OptimizerStep) -> None:
         self._setup, self._step = setup, step
         self._platform = setup.platform
 
     def accumulate_gradients_twice(self, batch: Batch, step: int) -> Tensor:
-        """Do `OptimizerStep.accumulate_gradients` twice; return the loss of the second time, which differs in no bit.
+        """Run `OptimizerStep.accumulate_gradients` twice, compare all results bit by bit, and return the loss.
 
-        Kernels whose sums depend on the order in which threads come (atomics) differ by themselves.
+        Kernels whose sums depend on the order of threads (atomics) fail this check without any corruption.
 
         Raises:
-            SilentCorruptionError: on every rank when any rank's loss or gradients differ; names the ranks.
+            SilentCorruptionError: on every rank if loss or gradients differ on any rank; names the ranks.
         """
         buffers = self._copied_buffers()
         self._step.seed_random_numbers(step)
         first = self._digests(self._step.accumulate_gradients(batch))
-        # The second time must begin as the first did: without gradients, with the same buffers and random numbers.
+        # The second run starts from the same state: no gradients, the same buffers and random numbers.
         self._step.discard()
         self._restore(buffers)
         self._step.seed_random_numbers(step)
@@ -181,10 +174,10 @@ class CorruptionChecks:
         return loss
 
     def compare_replicas(self, step: int) -> None:
-        """Compare the weights of ranks that hold the same ones.
+        """Compare the weights of replicas by digests.
 
         Raises:
-            SilentCorruptionError: on every rank when replicas differ; names the ranks that differ from most others.
+            SilentCorruptionError: on every rank if replicas differ; names the ranks that differ from the majority.
         """
         world = self._setup.mesh.world.all
         found = all_ranks(world, "comparing replicas", self._weights, TrainingError)
@@ -192,20 +185,20 @@ class CorruptionChecks:
         if odd:
             who = ", ".join(str(rank) for rank in odd)
             raise SilentCorruptionError(
-                f"after step {step} the weights of rank {who} are not those of its replicas. Its device or memory may "
-                "be faulty: leave the machine out, and go on from a checkpoint before the last comparison"
+                f"after step {step} the weights of rank {who} differ from its replicas. Its device or memory may be "
+                "faulty: exclude the machine, and continue from a checkpoint before the last comparison"
             )
 
     def _weights(self) -> dict[str, int]:
-        """Return one digest of this rank's weights for each set of ranks that hold the same ones."""
+        """Return a digest of this rank's weights for each group of replicas that it belongs to."""
         digests: dict[str, int] = {}
         for _, parameter in self._platform.named_parameters(self._setup.model):
-            place = _place(parameter)
-            digests[place] = zlib.crc32(self._bytes(parameter), digests.get(place, 0))
+            group = _replica_group(parameter)
+            digests[group] = zlib.crc32(self._bytes(parameter), digests.get(group, 0))
         return digests
 
     def _digests(self, loss: Tensor) -> dict[str, int]:
-        """Return the digests of a loss and of all gradients, by the parameter's name."""
+        """Return the digests of a loss and of all gradients, by name of the parameter."""
         found = {_LOSS: zlib.crc32(self._bytes(loss))}
         for name, parameter in self._platform.named_parameters(self._setup.model):
             gradient = self._platform.get_grad(parameter)
@@ -219,7 +212,7 @@ class CorruptionChecks:
         return values.reshape(-1).view(np.uint8).data
 
     def _copied_buffers(self) -> list[Tensor]:
-        """Return copies of what a forward pass may change, as the number of a router's draws of noise."""
+        """Return copies of the buffers, which a forward may change, such as a router's count of noise draws."""
         return [self._platform.ops.clone(self._platform.detach(buffer)) for buffer in self._buffers()]
 
     def _restore(self, buffers: list[Tensor]) -> None:
@@ -232,29 +225,29 @@ class CorruptionChecks:
 
 
 def _describe(differing: list[list[str]]) -> str:
-    """Return where two computations of a step differ, from the names that each rank has found to differ."""
-    # Gradients are sums over ranks, which all get from the one that is wrong; a loss is a rank's own.
+    """Return where two computations of a step differ, given the differing names of each rank."""
+    # A wrong gradient spreads to all ranks by the reduction. The loss is local, so it identifies the rank.
     own = [str(rank) for rank, names in enumerate(differing) if _LOSS in names]
     first = next(names for names in differing if names)
-    where = f"rank {', '.join(own)} in {_LOSS}" if own else f"{', '.join(first)}, summed over the ranks that hold it"
-    why = "A device computes wrongly, or a kernel depends on the order of its threads"
+    where = f"rank {', '.join(own)} in {_LOSS}" if own else f"{', '.join(first)}, summed over its ranks"
+    why = "A device computes wrong results, or a kernel depends on the order of its threads"
     return f"{where}. {why}; this step changed nothing"
 
 
-def _place(parameter: Tensor) -> str:
-    """Return a name that those ranks share which hold the same part of a parameter."""
+def _replica_group(parameter: Tensor) -> str:
+    """Return a name that is the same on exactly those ranks that have the same shard of a parameter."""
     if not isinstance(parameter, DTensor):
-        return "whole"
+        return "replicated"
     spec, coordinate = parameter.spec, parameter.spec.mesh.get_coordinate()
     assert coordinate is not None
     shard = [at for at, placement in zip(coordinate, spec.placements, strict=True) if not placement.is_replicate()]
-    # A mesh of other ranks, as that of another pipeline stage, holds other parameters.
+    # A mesh with other ranks, such as that of another pipeline stage, has other parameters.
     first = spec.mesh.rank_at((0,) * spec.mesh.ndim)
     return f"{first} {spec.mesh.shape} {spec.placements} {shard}"
 
 
 def odd_ranks(digests: list[Mapping[str, int]]) -> list[int]:
-    """List the ranks whose digest is not that of most ranks with the same name; of equally many, all are."""
+    """Return the ranks whose digest differs from the majority of their replica group; in a tie, all of its ranks."""
     odd: set[int] = set()
     for group in _by_name(digests):
         counts = Counter(digest for _, digest in group).most_common()

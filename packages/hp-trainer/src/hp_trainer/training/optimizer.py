@@ -1,9 +1,4 @@
-"""Interface of an optimizer, as a platform registers it and the training loop uses it.
-
-The learning rate as a pure function of the step, so that a resumed run needs no state for it.
-
-Exponential moving average of the weights, sharded as they are.
-"""
+"""The interface of optimizers, the learning rate schedule, and the moving average of the weights."""
 
 from __future__ import annotations
 
@@ -20,33 +15,33 @@ Tensor = Any
 
 
 class Optimizer(Protocol):
-    """Updates the parameters it was built with; works on local shards and never communicates.
+    """Updates the parameters it was built with. It works on local shards and never communicates.
 
-    One that keeps its state in another form, such as 8-bit AdamW, makes the tensors of `state()` when they are asked
-    for, and has two more methods: `set_state(name, slot, values)`, called after such a tensor has been written into,
-    and `state_bytes(platform)`, the bytes that its state takes on this rank.
+    An optimizer with another representation of its state, such as 8-bit AdamW, converts it to tensors in `state()`. It
+    then needs two more methods: `set_state(name, slot, values)`, called after such a tensor was written to, and
+    `state_bytes(platform)`, which returns the bytes of its state on this rank.
 
     Attributes:
-        num_steps: updates done, which bias correction depends on; set when a checkpoint is loaded.
+        num_steps: number of updates done, for bias correction; set when a checkpoint is loaded.
     """
 
     num_steps: int
 
     def step(self, learning_rate: float) -> None:
-        """Update every parameter that has a gradient, with this learning rate, and count the update."""
+        """Update every parameter that has a gradient, and increment `num_steps`."""
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the state of each parameter by name and slot (`exp_avg`, ...), laid out as the parameter.
+        """Return the state of each parameter by name and slot (`exp_avg`, ...), placed as the parameter.
 
-        Slots that no step has made yet are there, as zeros. Writing into the tensors changes the state.
+        Slots exist before the first step, as zeros. Writing to the tensors changes the state.
         """
 
 
 def learning_rate_factor(schedule: LrScheduleConfig, step: int, total_steps: int) -> float:
-    """Return the factor on the peak learning rate.
+    """Return the factor on the peak learning rate, a pure function of the step.
 
     After `warmup_steps` steps of linear warm-up: `cosine` falls to `final_fraction` at the last step
     (Loshchilov and Hutter, 2017, "SGDR"); `wsd` stays at 1 and falls linearly during the last `decay_steps`
@@ -55,45 +50,46 @@ def learning_rate_factor(schedule: LrScheduleConfig, step: int, total_steps: int
     (Vaswani et al., 2017, "Attention is all you need").
 
     Args:
-        step: the step about to be done; the first one is 0.
-        total_steps: steps of the whole run; the last one is `total_steps - 1`.
+        step: the next step; the first step is 0.
+        total_steps: number of steps of the run; the last step is `total_steps - 1`.
     """
     if step < schedule.warmup_steps:
         return (step + 1) / (schedule.warmup_steps + 1)
     if schedule.kind == "constant":
         return 1.0
     if schedule.kind == "inverse_sqrt":
-        # Counted from 1, so that the curve goes on from warm-up's last step.
+        # Counted from 1, so that the curve continues the last step of warm-up.
         return max(schedule.final_fraction, math.sqrt((schedule.warmup_steps + 1) / (step + 1)))
-    begin = _wsd_begin(schedule, total_steps) if schedule.kind == "wsd" else schedule.warmup_steps
-    done = _fraction_done(step, begin, total_steps - 1)
+    start = _start_of_wsd_decay(schedule, total_steps) if schedule.kind == "wsd" else schedule.warmup_steps
+    done = _fraction_done(step, start, total_steps - 1)
     shape = (1 + math.cos(math.pi * done)) / 2 if schedule.kind == "cosine" else 1 - done
     return schedule.final_fraction + (1 - schedule.final_fraction) * shape
 
 
-def _wsd_begin(schedule: LrScheduleConfig, total_steps: int) -> int:
+def _start_of_wsd_decay(schedule: LrScheduleConfig, total_steps: int) -> int:
     """Return the last step at the peak."""
     decay = schedule.decay_steps if schedule.decay_steps is not None else -(-total_steps // 10)
     return max(schedule.warmup_steps, total_steps - 1 - decay)
 
 
-def _fraction_done(step: int, begin: int, end: int) -> float:
-    if step <= begin:
+def _fraction_done(step: int, start: int, end: int) -> float:
+    if step <= start:
         return 0.0
-    return min(1.0, (step - begin) / (end - begin)) if end > begin else 1.0
+    return min(1.0, (step - start) / (end - start)) if end > start else 1.0
 
 
 class WeightAverage:
-    """Average over the past of each trained weight: `average = decay * average + (1 - decay) * weight` after a step.
+    """Exponential moving average of weights: `average = decay * average + (1 - decay) * weight` after each step.
 
-    In step n the decay is `min(decay, (1 + n) / (10 + n))`, so that the first, untrained weights are soon forgotten
-    (as in TensorFlow's `ExponentialMovingAverage` with `num_updates`). Each rank averages its own shards and
-    communicates nothing. Averages are float32 at least: in bfloat16 a share of 0.001 would be rounded away.
+    In step n the decay is `min(decay, (1 + n) / (10 + n))`, so that the initial, untrained weights lose their influence
+    quickly (as in TensorFlow's `ExponentialMovingAverage` with `num_updates`). Averages are sharded as the weights, and
+    each rank updates its shards without communication. Averages are at least float32: in bfloat16, adding 0.001 of a
+    weight would be rounded away.
 
     Args:
-        parameters: (name, parameter), DTensors or plain; the average begins with their values.
-        decay: from 0 to below 1.
-        platform: whose tensors they are.
+        parameters: pairs of a name and a parameter, DTensors or plain; the average starts with their values.
+        decay: at least 0 and below 1.
+        platform: the platform of the tensors.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], decay: float, platform: Platform) -> None:
@@ -105,55 +101,56 @@ class WeightAverage:
         self.restart()
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return the average of each parameter by name; writing into the tensors changes it."""
+        """Return the average of each parameter by name; writing to the tensors changes it."""
         return self._averages
 
     def restart(self) -> None:
-        """Begin anew with the present weights."""
+        """Start again from the current weights."""
         with self._platform.no_grad():
             for average, weight in self._pairs():
                 self._platform.copy_(average, self._platform.ops.cast(weight, average.dtype))
 
     def update(self, num_steps: int) -> None:
-        """Take the present weights in; `num_steps` optimizer steps have been done."""
-        # Shorter at first, else the initial weights would count for 1 / (1 - decay) steps.
+        """Add the current weights to the average, after `num_steps` optimizer steps."""
+        # With the full decay, the initial weights would dominate for 1 / (1 - decay) steps.
         decay = min(self.decay, (1 + num_steps) / (10 + num_steps))
         ops = self._platform.ops
         with self._platform.no_grad():
             for average, weight in self._pairs():
-                share = ops.mul(ops.cast(weight, average.dtype), 1 - decay)
-                self._platform.copy_(average, ops.add(ops.mul(average, decay), share))
+                scaled = ops.mul(ops.cast(weight, average.dtype), 1 - decay)
+                self._platform.copy_(average, ops.add(ops.mul(average, decay), scaled))
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Give the model the averages as its weights in a block; afterwards it has its own again, bit for bit.
+        """Use the averages as the model's weights inside the block; the weights are restored bit for bit.
 
-        Memory for one more shard is needed at a time: each weight changes places with its average. Only weights of
-        fewer bits than their averages are kept beside them.
+        Each weight is swapped with its average, which needs memory for one more shard at a time. Only weights of a
+        narrower dtype than their average are copied: swapping would round the average.
         """
-        kept = self._use_averages()
+        copies = self._swap_in_averages()
         try:
             yield
         finally:
-            self._use_weights(kept)
+            self._swap_out_averages(copies)
 
-    def _use_averages(self) -> list[Tensor | None]:
-        """Write averages into the weights; return the weights that do not stand in the place of their average."""
-        platform, kept = self._platform, []
+    def _swap_in_averages(self) -> list[Tensor | None]:
+        """Write the averages into the weights; return copies of the weights that were not swapped."""
+        platform, copies = self._platform, []
         with platform.no_grad():
             for average, weight in self._pairs():
                 own = platform.ops.clone(weight)
                 platform.copy_(weight, platform.ops.cast(average, weight.dtype))
                 if average.dtype == weight.dtype:
                     platform.copy_(average, own)
-                kept.append(None if average.dtype == weight.dtype else own)
-        return kept
+                copies.append(None if average.dtype == weight.dtype else own)
+        return copies
 
-    def _use_weights(self, kept: list[Tensor | None]) -> None:
+    def _swap_out_averages(self, copies: list[Tensor | None]) -> None:
         platform = self._platform
         with platform.no_grad():
-            for (average, weight), own in zip(self._pairs(), kept, strict=True):
+            for (average, weight), own in zip(self._pairs(), copies, strict=True):
                 if own is None:
+                    # Swapped: the weights are in the average's storage, and the averages in the weight's.
                     own = platform.ops.clone(average)
                     platform.copy_(average, weight)
                 platform.copy_(weight, own)
@@ -164,7 +161,7 @@ class WeightAverage:
         return zeros_placed_like(platform, parameter, dtype)
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's shard of each average, and of its weight."""
+        """Yield this rank's local shards of each average and its weight."""
         for name, parameter in self._parameters.items():
             weight = self._platform.detach(local_of(self._platform, parameter))
             yield local_of(self._platform, self._averages[name]), weight

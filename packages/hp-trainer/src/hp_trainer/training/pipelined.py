@@ -1,9 +1,4 @@
-"""The part of each sample that a rank computes, where context parallel ranks share a sequence.
-
-Stages of a model in the trainer: which parts of it each rank of the pipeline has.
-
-A model whose stages run as a pipeline, as the training loop uses it.
-"""
+"""A model whose stages run as a pipeline, its split into stages, and the sharding of samples over cp ranks."""
 
 from __future__ import annotations
 
@@ -37,63 +32,63 @@ from hp_trainer.pipeline import (
 )
 
 
-class SequenceShares:
-    """Cuts batches, which all ranks of a sequence read whole, to this rank's tokens.
+class SequenceSharder:
+    """Shards the sequences of batches, which all cp ranks read in full, to this rank's tokens.
 
-    Ids, targets and positions are cut alike, so that every token keeps its target, which was shifted before, and its
-    position in its document. The numbers of tokens and targets stay those of the whole global batch. Rows of packed
-    documents are cut so that attention within documents is as much work for every rank; the part says by which cut.
+    Ids, targets and positions are sharded alike, so that each token keeps its target, which is already shifted, and its
+    position in its document. The numbers of tokens and targets remain those of the global batch. Packed documents are
+    sharded so that attention is equal work on all ranks; the batch carries its sharding.
 
     Args:
-        style: how the model's attention shares sequences.
-        ranks: that share one.
-        rank: this one among them.
+        style: the context parallel style of the model's attention.
+        ranks: number of cp ranks.
+        rank: index of this rank among them.
     """
 
     def __init__(self, style: ContextParallel, ranks: int, rank: int) -> None:
         self.style, self.ranks, self.rank = style, ranks, rank
 
-    def own(self, batch: Batch) -> Batch:
-        """Return this rank's part of each sample, always with positions and the cut."""
+    def shard(self, batch: Batch) -> Batch:
+        """Return this rank's shard of each sample, with positions and the sharding."""
         length = batch.ids.shape[1]
-        cut = self.style.sharding(length, self.ranks, positions=batch.positions)
+        sharding = self.style.sharding(length, self.ranks, positions=batch.positions)
         positions = batch.positions
         if positions is None:
             positions = np.broadcast_to(np.arange(length, dtype=np.int64), batch.ids.shape)
-        ids, targets, positions = (cut.shard(x, self.rank) for x in (batch.ids, batch.targets, positions))
-        return replace(batch, ids=ids, targets=targets, positions=positions, cut=cut)
+        ids, targets, positions = (sharding.shard(x, self.rank) for x in (batch.ids, batch.targets, positions))
+        return replace(batch, ids=ids, targets=targets, positions=positions, cut=sharding)
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The stages of a model, and the schedule by which the ranks of the pipeline run them.
+    """The stages of a model, and the schedule in which the ranks of the pipeline run them.
 
     Attributes:
-        schedule: of one step.
-        stages: the parts of the model that each stage has.
+        schedule: the schedule of one step.
+        stages: the layers of each stage, with embedding and head.
     """
 
     schedule: Schedule
     stages: tuple[ModelPart, ...]
 
-    def indices_of(self, place: int) -> list[int]:
-        """Return the stages of a place in the pipeline."""
-        return [stage for stage, owner in enumerate(self.schedule.rank_of_stage) if owner == place]
+    def indices_of(self, rank: int) -> list[int]:
+        """Return the indices of the stages of a pipeline rank."""
+        return [stage for stage, owner in enumerate(self.schedule.rank_of_stage) if owner == rank]
 
-    def parts_of(self, place: int) -> ModelPart:
-        """Return everything that a place in the pipeline has of the model."""
-        return functools.reduce(ModelPart.union, (self.stages[index] for index in self.indices_of(place)))
+    def parts_of(self, rank: int) -> ModelPart:
+        """Return the parts of the model in all stages of a pipeline rank."""
+        return functools.reduce(ModelPart.union, (self.stages[index] for index in self.indices_of(rank)))
 
 
 def plan_stages(config: TrainerConfig, dims: ParallelDims) -> StagePlan:
-    """Cut the model of a configuration into stages, and make its schedule.
+    """Split the model of a configuration into stages, and build its schedule.
 
     Raises:
         ScheduleError: as `make_schedule`.
-        PipelineError: the layers cannot be cut so.
+        PipelineError: the layers cannot be split into these stages.
     """
     schedule = make_schedule(config, dims)
-    layers = cut_layers(config, schedule.num_stages)
+    layers = split_layers(config, schedule.num_stages)
     last = schedule.num_stages - 1
     return StagePlan(
         schedule,
@@ -102,13 +97,13 @@ def plan_stages(config: TrainerConfig, dims: ParallelDims) -> StagePlan:
 
 
 def make_schedule(config: TrainerConfig, dims: ParallelDims, max_microbatches: int | None = None) -> Schedule:
-    """Return the schedule of a configuration's step.
+    """Build and validate the schedule of a step.
 
     Args:
-        max_microbatches: make it for so many at most; None: for those of the step.
+        max_microbatches: most micro-batches of the schedule; None: all of a step.
 
     Raises:
-        ScheduleError: it does not exist for these numbers, or would hang.
+        ScheduleError: the schedule does not exist for these numbers, or would deadlock.
     """
     settings, number = config.pipeline, num_microbatches(config, dims)
     schedule = build_schedule(
@@ -122,23 +117,23 @@ def make_schedule(config: TrainerConfig, dims: ParallelDims, max_microbatches: i
 
 
 def num_microbatches(config: TrainerConfig, dims: ParallelDims) -> int:
-    """Return the micro-batches of a step; one for each sample unless something is set."""
+    """Return the number of micro-batches of a step; by default one per sample."""
     share = config.training.global_batch_size // dims.dp_size
     if config.pipeline.microbatches is not None:
         return config.pipeline.microbatches
     return max(1, share // (config.training.micro_batch_size or 1))
 
 
-def cut_layers(config: TrainerConfig, num_stages: int) -> list[range]:
-    """Return the layers of each stage: as listed, or even in estimated cost.
+def split_layers(config: TrainerConfig, num_stages: int) -> list[range]:
+    """Return the layers of each stage: those of `pipeline.layers`, or balanced by estimated cost.
 
     Raises:
-        PipelineError: the layers cannot be cut so, or the model has no `num_hidden_layers`.
+        PipelineError: the layers cannot be split into these stages, or the model has no `num_hidden_layers`.
     """
     options = config.model.options
     num_layers = getattr(options, "num_hidden_layers", None)
     if num_layers is None:
-        raise PipelineError(f"model {config.model.name!r} has no num_hidden_layers by which to cut it into stages")
+        raise PipelineError(f"model {config.model.name!r} has no num_hidden_layers, and cannot be split into stages")
     if config.pipeline.layers is not None:
         return listed_stages(config.pipeline.layers, num_layers, num_stages)
     costs, last_cost = _estimated_costs(options, config.training.sequence_length, num_layers)
@@ -147,7 +142,7 @@ def cut_layers(config: TrainerConfig, num_stages: int) -> list[range]:
 
 @functools.lru_cache(maxsize=64)
 def _even_stages(costs: tuple[float, ...], num_stages: int, last_cost: float) -> tuple[range, ...]:
-    # Plans of many layouts and settings ask for the same stages.
+    # Cached: the search over layouts and settings splits the same layers many times.
     return tuple(balanced_stages(costs, num_stages, last_cost=last_cost))
 
 
@@ -164,36 +159,37 @@ Tensor = Any
 
 
 class ModelStage(PipelineStage):
-    """Some parts of a rank's model; the last stage returns the summed loss, others activations."""
+    """One stage of a rank's model. The last stage returns the summed loss, the others activations."""
 
     def __init__(self, model: Any, parts: ModelPart, index: int, num_stages: int) -> None:
         super().__init__(model, index, num_stages)
         self._parts = parts
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run these parts; the targets are the last stage's alone."""
+        """Run the stage; only the last stage gets the targets."""
         targets = kwargs["targets"] if self.is_last else None
         with use_sequence_sharding(kwargs["cut"]):
             return self.submod(*args, targets, kwargs["positions"], self._parts, kwargs["rows"])
 
 
-def exchange_over(group: ProcessGroup) -> Callable[[Any], list[Any]]:
-    """Return a function that takes a JSON value on every rank of a group and returns them all, in order."""
-    return lambda fact: [json.loads(part) for part in group.all_gather_bytes(json.dumps(fact).encode())]
+def all_gather_object_over(group: ProcessGroup) -> Callable[[Any], list[Any]]:
+    """Return a function that gathers one JSON value from each rank of a group, in order."""
+    return lambda fact: [json.loads(data) for data in group.all_gather_bytes(json.dumps(fact).encode())]
 
 
 class PipelinedModel:
-    """The stages of this rank, and what the ranks of a pipeline settle together.
+    """The stages of this rank as a pipeline, with the collectives over all its ranks.
 
     Args:
-        model: everything that this rank has of the model, laid out over the other axes.
-        plan: which stages there are.
-        mesh: of the job; `mesh["pp"]` are the ranks of this pipeline.
-        parallel: says when weights are gathered, and when gradients are reduced.
-        shares: cuts micro-batches to this rank's tokens; None: each rank has whole samples.
+        model: the stages of this rank, parallelized over the other mesh axes.
+        plan: the stages and their schedule.
+        mesh: the mesh of the job; `mesh["pp"]` are the ranks of this pipeline.
+        parallel: settings for when weights are gathered and gradients reduced.
+        sharder: shards micro-batches over the cp ranks; None: no context parallelism.
 
     Attributes:
-        tied: weights that several stages have copies of.
+        group: the process group of the pipeline.
+        tied: weights of which several stages have copies.
     """
 
     def __init__(
@@ -203,9 +199,9 @@ class PipelinedModel:
         plan: StagePlan,
         mesh: DeviceMesh,
         parallel: ParallelConfig,
-        shares: SequenceShares | None = None,
+        sharder: SequenceSharder | None = None,
     ) -> None:
-        self.platform, self.model, self._shares = platform, model, shares
+        self.platform, self.model, self._sharder = platform, model, sharder
         pp = mesh["pp"]
         self.group = pp.group_along()
         num_stages = len(plan.stages)
@@ -226,31 +222,32 @@ class PipelinedModel:
         self._loss_sums: list[Tensor] = []
 
     def accumulate_gradients(self, batch: Batch, scale: Callable[[Tensor], Tensor]) -> Tensor:
-        """Run a step of the pipeline; return the sum of the losses on the last stage's rank, zero on others.
+        """Run forward and backward of a step; return the summed loss on the rank of the last stage, zero on others.
 
         Args:
-            batch: this rank's share; every rank of the pipeline has the same.
-            scale: from the summed loss of a micro-batch to what the backward begins with.
+            batch: the samples of this pipeline, the same on all its ranks.
+            scale: returns the value that backward starts from, given the summed loss of a micro-batch.
         """
         self._scale = scale
         return self._run(batch, forward_only=False)
 
     def loss_sum(self, batch: Batch) -> Tensor:
-        """Return the summed loss on the last stage's rank, zero on others; nothing is recorded."""
+        """Return the summed loss on the rank of the last stage, zero on others, without gradients."""
         return self._run(batch, forward_only=True)
 
     def _run(self, batch: Batch, *, forward_only: bool) -> Tensor:
-        parts = batch.micro_batches(len(batch.samples) // self._pipeline.num_microbatches)
-        if self._shares is not None:
-            parts = [self._shares.own(part) for part in parts]
-        positions = [None if part.positions is None else self._tensor(part.positions) for part in parts]
-        targets: Sequence[Any] = [None] * len(parts)
+        batches = batch.micro_batches(len(batch.samples) // self._pipeline.num_microbatches)
+        if self._sharder is not None:
+            batches = [self._sharder.shard(micro) for micro in batches]
+        positions = [None if micro.positions is None else self._tensor(micro.positions) for micro in batches]
+        # Only the first stage needs ids and only the last one targets; other ranks copy nothing to their device.
+        targets: Sequence[Any] = [None] * len(batches)
         if self._pipeline.has_last_stage:
-            targets = [self._tensor(part.targets) for part in parts]
-        ids = [(self._tensor(part.ids),) for part in parts] if self._pipeline.has_first_stage else []
+            targets = [self._tensor(micro.targets) for micro in batches]
+        ids = [(self._tensor(micro.ids),) for micro in batches] if self._pipeline.has_first_stage else []
         kwargs = [
-            {"targets": target, "positions": place, "rows": part.rows, "cut": part.cut}
-            for target, place, part in zip(targets, positions, parts, strict=True)
+            {"targets": target, "positions": position, "rows": micro.rows, "cut": micro.cut}
+            for target, position, micro in zip(targets, positions, batches, strict=True)
         ]
         self._loss_sums.clear()
         self._pipeline.run_microbatches(ids, kwargs, forward_only=forward_only)
@@ -261,25 +258,23 @@ class PipelinedModel:
         return total
 
     def _scaled(self, loss_sum: Tensor, _: Any) -> Tensor:
-        # Records get the loss itself, backward begins with the scaled one.
+        # Records use the loss itself, but backward starts from the scaled one.
         self._loss_sums.append(self.platform.detach(loss_sum))
         return self._scale(loss_sum)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return self.platform.from_numpy(np.ascontiguousarray(array))
 
-    # What all stages know together ----------------------------------------------------------------------------
-
-    def everyones(self, fact: Any) -> list[Any]:
-        """Return a JSON value of every rank of the pipeline, in order."""
-        return exchange_over(self.group)(fact)
+    def all_gather_object(self, fact: Any) -> list[Any]:
+        """Gather one JSON value from each rank of the pipeline, in order."""
+        return all_gather_object_over(self.group)(fact)
 
     def after_optimizer_step(self) -> Mapping[str, float]:
-        """Let the model follow the step; return its metrics over all stages."""
-        metrics: Mapping[str, float] = self.model.after_optimizer_step(self.everyones)
+        """Run the model's own updates after a step, and return its metrics over all stages."""
+        metrics: Mapping[str, float] = self.model.after_optimizer_step(self.all_gather_object)
         return metrics
 
     def num_parameters(self) -> int:
-        """Return the number of elements of all stages' parameters, tied ones once."""
+        """Return the number of elements of the parameters of all stages, counting tied weights once."""
         parameters = [p for _, p in self.platform.named_parameters(self.model) if not self.tied.is_copy(p)]
-        return sum(self.everyones(sum(math.prod(p.shape) for p in parameters)))
+        return sum(self.all_gather_object(sum(math.prod(p.shape) for p in parameters)))

@@ -1,11 +1,4 @@
-"""Setup of a rank: its model, optimizer and data, built from the configuration.
-
-Building of the model that a configuration names, on one rank and not laid out yet.
-
-Initial weights of a model that is laid out: drawn from the run's seed, or read from a directory.
-
-The whole model of a checkpoint on one rank, to be used and not trained.
-"""
+"""Setup of a rank: model, initial weights, optimizer and data, built from the configuration."""
 
 from __future__ import annotations
 
@@ -40,27 +33,32 @@ from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder, check_model
 from hp_trainer.training.activation_budget import ESTIMATED, fuses_experts, measure_rates, plan_activations
 from hp_trainer.training.optimizer import Optimizer, WeightAverage
-from hp_trainer.training.pipelined import PipelinedModel, SequenceShares, StagePlan, exchange_over, plan_stages
+from hp_trainer.training.pipelined import (
+    PipelinedModel,
+    SequenceSharder,
+    StagePlan,
+    all_gather_object_over,
+    plan_stages,
+)
 from hp_trainer.training.state import box_of, load_weights, num_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
-    """Everything that one rank trains with.
+    """Model, optimizer and data of one rank.
 
     Attributes:
-        config: the run's configuration.
-        platform: the framework; its current world is the job.
+        config: the configuration of the run.
+        platform: the platform; its current world is the job.
         dims: degrees of parallelism.
-        mesh: the mesh that `dims` built.
-        dataset: samples to train on and to evaluate with.
-        model: laid out over the mesh, with its initial weights; in a pipeline, the parts of it that this rank's
-            stages have.
-        pipeline: the stages, and what their ranks settle together; None: there is one stage.
-        stage_mesh: the ranks that have the same parts of the model, one axis; None: all.
-        optimizer: over the model's trainable parameters.
+        mesh: the device mesh of `dims`.
+        dataset: training and evaluation samples.
+        model: the parallelized model with its initial weights; in a pipeline, only the stages of this rank.
+        pipeline: the pipeline of this rank's stages; None: no pipeline.
+        stage_mesh: the ranks with the same stages, as one axis; None: all ranks.
+        optimizer: optimizer of the trainable parameters.
         scaler: loss scaling; disabled unless the model computes in float16.
-        average: moving average of the trained weights; None: none is kept.
+        average: moving average of the trainable parameters; None: no average.
     """
 
     config: TrainerConfig
@@ -77,11 +75,11 @@ class RankSetup:
 
     @classmethod
     def build(cls, run: RunFolder, config: TrainerConfig, platform: Platform, *, weights: bool = True) -> RankSetup:
-        """Build a rank's setup; called by every rank of the platform's current world.
+        """Build the setup. Every rank of the platform's current world calls this.
 
         Args:
-            run: the run's folder; its data are prepared.
-            weights: give the model its initial weights; False: a checkpoint will.
+            run: the run folder, with prepared data.
+            weights: initialize the weights; False: a checkpoint will be loaded.
         """
         num_experts = getattr(config.model.options, "num_experts", None)
         dims = ParallelDims.from_config(config.parallel, current_world(platform).size, num_experts)
@@ -89,7 +87,7 @@ class RankSetup:
         dataset = open_dataset(run, config)
         plan = plan_stages(config, dims) if dims.pp_enabled else None
         model = build_model(config, platform, dims, mesh, plan, weights=weights)
-        everyones = _everyones(plan, mesh)
+        all_gather_object = _all_gather_object(plan, mesh)
         return cls(
             config=config,
             platform=platform,
@@ -97,7 +95,7 @@ class RankSetup:
             mesh=mesh,
             dataset=dataset,
             model=model,
-            optimizer=build_optimizer(config, platform, model, everyones),
+            optimizer=build_optimizer(config, platform, model, all_gather_object),
             scaler=build_scaler(config, platform),
             average=build_average(config, platform, model),
             pipeline=None if plan is None else _pipelined(config, platform, dims, mesh, model, plan),
@@ -106,21 +104,21 @@ class RankSetup:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters of the whole model; in a pipeline every rank asks."""
+        """Number of elements of all parameters of the model, unsharded. In a pipeline this is a collective."""
         if self.pipeline is not None:
             return self.pipeline.num_parameters()
         return num_parameters(self.platform, self.model)
 
-    def everyones(self, fact: Any) -> list[Any]:
-        """Return a JSON value of every rank of this rank's pipeline, in order; without one, of this rank."""
-        return [fact] if self.pipeline is None else exchange_over(self.pipeline.group)(fact)
+    def all_gather_object(self, fact: Any) -> list[Any]:
+        """Gather one JSON value from each rank of this pipeline, in order. Without a pipeline, return only `fact`."""
+        return [fact] if self.pipeline is None else all_gather_object_over(self.pipeline.group)(fact)
 
     def module_names(self) -> dict[int, str]:
         """Return the names of the model's modules by `id`, for messages; the model itself is `""`."""
         return {id(module): name for name, module in self.platform.named_modules(self.model)}
 
     def batch_reader(self, samples: Samples, *, once: bool = False) -> BatchReader:
-        """Return the reader of this rank's share of global batches of `samples`; `once` as in `BatchReader`."""
+        """Return the reader of this rank's part of each global batch of `samples`; `once` as in `BatchReader`."""
         training = self.config.training
         return BatchReader(
             samples,
@@ -131,13 +129,13 @@ class RankSetup:
             once=once,
         )
 
-    def sequence_shares(self) -> SequenceShares | None:
-        """Return what cuts samples to this rank's tokens; None where each rank has whole samples."""
-        return sequence_shares(self.config, self.dims, self.mesh)
+    def sequence_sharder(self) -> SequenceSharder | None:
+        """Return the sharder of samples over the cp ranks; None without context parallelism."""
+        return sequence_sharder(self.config, self.dims, self.mesh)
 
 
 def open_dataset(run: RunFolder, config: TrainerConfig) -> Dataset:
-    """Open the run's prepared data.
+    """Open the prepared data of a run.
 
     Raises:
         DataError: the data are missing, damaged, or too few for one sample.
@@ -156,24 +154,24 @@ def build_model(
     *,
     weights: bool = True,
 ) -> Any:
-    """Build the model and lay it out over the mesh.
+    """Build the model and parallelize it over the mesh.
 
     Args:
-        plan: the stages of a pipeline, of which this rank builds its own; None: the whole model.
-        weights: give it its initial weights; False: a checkpoint will.
+        plan: the stages of a pipeline, of which this rank builds its own; None: build the full model.
+        weights: initialize the weights; False: a checkpoint will be loaded.
 
     Raises:
-        CheckpointError: `model.from` does not fit the model.
+        CheckpointError: `model.from` does not match the model.
     """
     parts = () if plan is None else (plan.parts_of(mesh["pp"].get_local_rank()),)
     with without_data(config, platform):
-        model = build_plain_model(config, platform, *parts, everyones=_everyones(plan, mesh))
+        model = build_plain_model(config, platform, *parts, all_gather_object=_all_gather_object(plan, mesh))
     reshard = config.parallel.reshard_after_forward
-    # None is fully_shard's own default: all modules but the outermost are resharded after forward.
+    # None is the default of fully_shard: all modules except the root are resharded after forward.
     model.parallelize(dims, mesh, config.training, reshard_after_forward=False if reshard is False else None)
     if dims.dp_replicate > 1:
         problems = _replica_problems(config, platform, model, mesh)
-        raise_everyones(problems, _everyones(plan, mesh), ParallelDimsError, "parallel")
+        raise_on_all_ranks(problems, _all_gather_object(plan, mesh), ParallelDimsError, "parallel")
     if config.training.activation_budget is not None:
         model.recompute = _within_budget(config, platform, dims, mesh)
     materialize(model, buffers=lambda name, shape, dtype: platform.zeros(shape, dtype), platform=platform)
@@ -183,18 +181,21 @@ def build_model(
 
 
 def _replica_problems(config: TrainerConfig, platform: Platform, model: Any, mesh: DeviceMesh) -> Iterator[Problem]:
-    """Yield a problem where a user's model leaves weights apart from their replicas: gradients would not be summed."""
+    """Yield a problem if a user's model shards weights over a mesh without their replicas.
+
+    The gradients of such replicas would not be summed.
+    """
     replicas = set(mesh["dp_replicate"].ranks())
-    apart = [
+    unreplicated = [
         name
         for name, parameter in platform.named_parameters(model)
         if isinstance(parameter, DTensor) and not replicas <= set(parameter.spec.mesh.ranks())
     ]
-    if apart:
+    if unreplicated:
         yield Problem(
             path="parallel.dp_replicate",
-            what=f"{config.model.name} lays out {', '.join(apart[:3])} on a mesh without dp_replicate",
-            expected="a mesh of all ranks that have the same weights, whose gradients are summed",
+            what=f"{config.model.name} places {', '.join(unreplicated[:3])} on a mesh without dp_replicate",
+            expected="a mesh of all ranks with the same weights, whose gradients are summed",
             hint='mesh["dp_replicate", "fsdp"] in its parallelize, or parallel.dp_replicate=1',
         )
 
@@ -202,21 +203,21 @@ def _replica_problems(config: TrainerConfig, platform: Platform, model: Any, mes
 def _pipelined(
     config: TrainerConfig, platform: Platform, dims: ParallelDims, mesh: DeviceMesh, model: Any, plan: StagePlan
 ) -> PipelinedModel:
-    return PipelinedModel(platform, model, plan, mesh, config.parallel, sequence_shares(config, dims, mesh))
+    return PipelinedModel(platform, model, plan, mesh, config.parallel, sequence_sharder(config, dims, mesh))
 
 
-def sequence_shares(config: TrainerConfig, dims: ParallelDims, mesh: DeviceMesh) -> SequenceShares | None:
-    """Return what cuts samples to a rank's tokens; None where each rank has whole samples."""
+def sequence_sharder(config: TrainerConfig, dims: ParallelDims, mesh: DeviceMesh) -> SequenceSharder | None:
+    """Return the sharder of samples over the cp ranks; None without context parallelism."""
     if not dims.cp_enabled:
         return None
     style = context_style(dims, config.model.options, config.training)
-    return SequenceShares(style, dims.cp, mesh["cp"].get_local_rank())
+    return SequenceSharder(style, dims.cp, mesh["cp"].get_local_rank())
 
 
 def _within_budget(
     config: TrainerConfig, platform: Platform, dims: ParallelDims, mesh: DeviceMesh
 ) -> list[BlockRecompute]:
-    """Choose what each block computes again; rank 0 tells what and why."""
+    """Choose the recomputation of each block within the activation budget; rank 0 prints the choice."""
     fused = fuses_experts(platform, config.training.dtype, on_host=platform.device_types[0] == "cpu")
     kinds, rates = saved_kinds(config.training.recompute_keep, platform), ESTIMATED
     if config.training.activation_costs == "measured":
@@ -232,57 +233,63 @@ def _within_budget(
 
 
 def _stage_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:
-    """Return the ranks of this rank's place in the pipeline, as one axis."""
+    """Return the ranks with the same pipeline stages as this one, as a mesh of one axis."""
     axes = [name for name, size in dims.dense_sizes().items() if name != "pp" and size > 1]
     return mesh.flatten("stage", axes)
 
 
-def _everyones(plan: StagePlan | None, mesh: DeviceMesh) -> Callable[[Any], list[Any]]:
-    """Return what gives a JSON value of every rank of this rank's pipeline; without one, of this rank."""
-    return (lambda fact: [fact]) if plan is None else exchange_over(mesh["pp"].group_along())
+def _all_gather_object(plan: StagePlan | None, mesh: DeviceMesh) -> Callable[[Any], list[Any]]:
+    """Return a function that gathers one JSON value from each rank of this pipeline.
+
+    Without a pipeline it returns only this rank's value.
+    """
+    return (lambda fact: [fact]) if plan is None else all_gather_object_over(mesh["pp"].group_along())
 
 
-def raise_everyones(
-    problems: Iterable[Problem], everyones: Callable[[Any], list[Any]], error: type[ProblemsError], title: str
+def raise_on_all_ranks(
+    problems: Iterable[Problem], all_gather_object: Callable[[Any], list[Any]], error: type[ProblemsError], title: str
 ) -> None:
-    """Raise on all ranks of a pipeline what any of them has found: a fault of one stage is unknown to the others.
+    """Raise the problems of any rank of a pipeline on all of its ranks.
+
+    A problem of one stage is unknown to the others, which would otherwise wait for its rank.
 
     Raises:
-        ProblemsError: of class `error`, listing the problems of all, each once.
+        ProblemsError: of class `error`, listing the problems of all ranks, each once.
     """
-    facts = everyones([dataclasses.asdict(problem) for problem in problems])
-    found = [Problem(**fact) for part in facts for fact in part]
+    gathered = all_gather_object([dataclasses.asdict(problem) for problem in problems])
+    found = [Problem(**values) for of_rank in gathered for values in of_rank]
     raise_if_any(dict.fromkeys(found), error, title)
 
 
 def build_optimizer(
-    config: TrainerConfig, platform: Platform, model: Any, everyones: Callable[[Any], list[Any]] = lambda fact: [fact]
+    config: TrainerConfig,
+    platform: Platform,
+    model: Any,
+    all_gather_object: Callable[[Any], list[Any]] = lambda fact: [fact],
 ) -> Optimizer:
-    """Build the optimizer over the model's trainable parameters.
+    """Build the optimizer of the model's trainable parameters.
 
     Args:
-        everyones: as in `build_grouped`.
+        all_gather_object: as in `build_grouped`.
 
     Raises:
-        TrainingError: a parameter group matches none of them.
+        TrainingError: a parameter group matches no parameter.
     """
     entry = registries().optimizers.get(config.optimizer.name, platform.name)
 
-    def build(some: Any, build_some: Callable[[Any], Any]) -> Any:
-        return build_on_host(some, build_some, platform) if config.training.offload_optimizer else build_some(some)
+    def build(parameters: Any, options: Any) -> Any:
+        if config.training.offload_optimizer:
+            return build_on_host(parameters, lambda bucket: entry.build(bucket, options, platform), platform)
+        return entry.build(parameters, options, platform)
 
     optimizer: Optimizer = build_grouped(
-        _trained(platform, model),
-        config.optimizer.options,
-        config.parameter_groups,
-        lambda some, options: build(some, lambda bucket: entry.build(bucket, options, platform)),
-        everyones,
+        _trained(platform, model), config.optimizer.options, config.parameter_groups, build, all_gather_object
     )
     return optimizer
 
 
 def build_average(config: TrainerConfig, platform: Platform, model: Any) -> WeightAverage | None:
-    """Build the moving average of the model's trainable parameters, which begins with their values now."""
+    """Build the moving average of the model's trainable parameters, which starts with their current values."""
     decay = config.training.ema.decay
     return None if decay is None else WeightAverage(_trained(platform, model), decay, platform)
 
@@ -292,7 +299,7 @@ def _trained(platform: Platform, model: Any) -> list[tuple[str, Any]]:
 
 
 def build_scaler(config: TrainerConfig, platform: Platform) -> GradScaler:
-    """Build the loss scaling of float16; it is disabled for other dtypes."""
+    """Build the loss scaling for float16; it is disabled for other dtypes."""
     scaling = config.training.loss_scaling
     return GradScaler(
         scaling.init_scale,
@@ -306,13 +313,13 @@ def build_scaler(config: TrainerConfig, platform: Platform) -> GradScaler:
 
 @contextlib.contextmanager
 def without_data(config: TrainerConfig, platform: Platform) -> Iterator[None]:
-    """Make parameters without data in the block, where the platform can: a rank gets memory for its shards alone.
+    """Create parameters without data inside the block, so that a rank allocates memory only for its shards.
 
     Only for models whose options say `builds_without_data`: others may compute with parameters while they are built.
     """
     with contextlib.ExitStack() as stack:
         if getattr(config.model.options, "builds_without_data", False):
-            # MindSpore has such tensors from 2.10 on.
+            # MindSpore has tensors without data from 2.10 on. Before, parameters are allocated in full.
             with contextlib.suppress(CapabilityError):
                 stack.enter_context(init_empty_weights(platform))
         yield
@@ -322,50 +329,53 @@ def build_plain_model(
     config: TrainerConfig,
     platform: Platform,
     *parts: Any,
-    everyones: Callable[[Any], list[Any]] = lambda fact: [fact],
+    all_gather_object: Callable[[Any], list[Any]] = lambda fact: [fact],
 ) -> Any:
-    """Return the model of a configuration, its parameters plain.
+    """Return the model of a configuration with plain, unsharded parameters.
 
-    A module without a `parallelize` of its own is wrapped as `PlainModel`. Its own initial values come from the run's
-    seed.
+    A module without a method `parallelize` is wrapped as a `PlainModel`. Values that it draws while it is built are
+    seeded by the run's seed.
 
     Args:
-        parts: given on to what builds the model: the parts of a pipeline stage.
-        everyones: returns a JSON value of every rank of a pipeline, whose stages together have all parameters; default:
-            this rank has them all.
+        parts: passed to the model's builder: the layers of the stages to build.
+        all_gather_object: gathers a JSON value from each rank of a pipeline, whose stages together have all parameters.
+            The default is for a model whose parameters are all on this rank.
 
     Raises:
-        ConfigError: a plan for a plain module, and a model that lays itself out.
+        ConfigError: `parallel.tp_plan` or `fsdp_units` is given for a model with a method `parallelize`, or
+            `training.freeze` is invalid.
     """
     platform.manual_seed(config.training.seed)
     with nn.building(platform):
         model = registries().models.get(config.model.name, platform.name).build(config.model.options, platform, *parts)
-    _freeze(model, config, platform, everyones)
+    _freeze(model, config, platform, all_gather_object)
     parallel = config.parallel
     if not hasattr(model, "parallelize"):
         with nn.building(platform):
             return PlainModel(model, config.model.options, parallel.tp_plan, parallel.fsdp_units)
     if parallel.tp_plan or parallel.fsdp_units:
         path = "parallel.tp_plan" if parallel.tp_plan else "parallel.fsdp_units"
-        what = f"model.name = {config.model.name} lays itself out"
+        what = f"model.name = {config.model.name} has its own parallelization"
         raise ConfigError([Problem(path=path, what=what, expected="null", hint="leave it out")], "parallel")
     return model
 
 
-def _freeze(model: Any, config: TrainerConfig, platform: Platform, everyones: Callable[[Any], list[Any]]) -> None:
-    """Take the gradients of what is not trained: all but adapters where there are any, and `training.freeze`.
+def _freeze(
+    model: Any, config: TrainerConfig, platform: Platform, all_gather_object: Callable[[Any], list[Any]]
+) -> None:
+    """Freeze the parameters of `training.freeze`, and with LoRA all parameters except the adapters.
 
     Raises:
-        ConfigError: a pattern that no parameter matches, or nothing is left to train.
+        ConfigError: no parameter matches a pattern, or no parameter is left to train.
     """
     is_trainable = getattr(config.model.options, "is_trained", lambda name: True)
     named = dict(platform.named_parameters(model))
     for name, parameter in named.items():
         if not is_trainable(name) or matches_any(name, config.training.freeze):
             platform.set_requires_grad(parameter, False)
-    # A stage of a pipeline has some of the parameters only.
-    facts = everyones({name: bool(platform.requires_grad(parameter)) for name, parameter in named.items()})
-    is_trained = {name: trained for part in facts for name, trained in part.items()}
+    # A pipeline stage has only some of the parameters, and a pattern may match those of another stage.
+    gathered = all_gather_object({name: bool(platform.requires_grad(parameter)) for name, parameter in named.items()})
+    is_trained = {name: trained for of_rank in gathered for name, trained in of_rank.items()}
     raise_if_any(_freeze_problems(is_trained, config.training.freeze), ConfigError, "training.freeze")
 
 
@@ -373,19 +383,20 @@ def _freeze_problems(is_trained: dict[str, bool], patterns: Iterable[str]) -> It
     unused = [pattern for pattern in patterns if not any(matches_any(name, [pattern]) for name in is_trained)]
     if unused:
         some = ", ".join(list(is_trained)[:4])
-        yield Problem(path="training.freeze", what=f"no parameter is called {', '.join(unused)}", expected=f"as {some}")
+        what = f"no parameter matches {', '.join(unused)}"
+        yield Problem(path="training.freeze", what=what, expected=f"patterns of names such as {some}")
     if not any(is_trained.values()):
-        yield Problem(path="training.freeze", what="nothing is left to train")
+        yield Problem(path="training.freeze", what="no parameter is left to train")
 
 
 def give_initial_weights(model: Any, config: TrainerConfig, platform: Platform) -> None:
-    """Give every parameter its first values: those of `model.from`, and for what it does not have those of the seed.
+    """Initialize the parameters from `model.from`; those that it does not have are drawn from the run's seed.
 
     Raises:
-        CheckpointError: the directory does not fit the model; no parameter has been changed.
+        CheckpointError: the directory does not match the model; no parameter has been changed.
     """
     if config.model.source is None:
-        # A module of the framework's own has drawn its values when it was built.
+        # A plain module has no initializer: it has drawn its values when it was built.
         if hasattr(model, "initializer"):
             init_parameters(model, model.initializer, seed=config.training.seed)
         return
@@ -398,7 +409,7 @@ def give_initial_weights(model: Any, config: TrainerConfig, platform: Platform) 
 
 
 def read_weights(model: Any, directory: ModelDirectory, platform: Platform) -> None:
-    """Fill this rank's shards from a directory, reading no more of each tensor than the shard takes."""
+    """Fill this rank's shards from a directory, reading only the shard of each tensor."""
     with platform.no_grad():
         for name, tensor in [*platform.named_parameters(model), *platform.named_buffers(model)]:
             if name in directory.tensors:
@@ -408,13 +419,14 @@ def read_weights(model: Any, directory: ModelDirectory, platform: Platform) -> N
 
 
 @contextlib.contextmanager
-def whole_model(
+def full_model(
     config: TrainerConfig, platform: Platform, checkpoint: Checkpoint, *, averaged: bool = False
 ) -> Iterator[Any]:
-    """Give the model of a checkpoint, written by any layout on any platform, in a block that records no gradients.
+    """Yield the full model of a checkpoint on one rank, for inference without gradients.
 
     Args:
-        averaged: with the moving average of its weights.
+        checkpoint: a checkpoint of any layout and any platform.
+        averaged: use the moving average of the weights.
 
     Raises:
         CheckpointError: the checkpoint is of another model, damaged, or without averages.

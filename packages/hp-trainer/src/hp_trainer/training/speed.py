@@ -1,9 +1,4 @@
-"""Speed of a run against what its model and its devices would allow.
-
-A profile of chosen steps of a run.
-
-The message of a rank whose memory is used up: which rank, in which step, and what held the memory.
-"""
+"""Speed and memory of a run: model FLOP/s and utilization, profiles of steps, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -24,10 +19,10 @@ from hp_trainer.training.setup import RankSetup
 
 
 class ModelSpeed:
-    """Model FLOP/s of a job and their part of the devices' peak rate; both are None where nobody tells them.
+    """Model FLOP/s of a job, and their fraction of the devices' peak rate (MFU).
 
-    A model tells its operations by `training_flops_per_token(sequence_length)`, forward and backward, without what is
-    computed again.
+    A model reports its FLOPs by a method `training_flops_per_token(sequence_length)`: forward and backward, without
+    recomputation. Both values are None if the model has no such method, and utilization if the peak is unknown.
     """
 
     def __init__(self, setup: RankSetup) -> None:
@@ -39,16 +34,16 @@ class ModelSpeed:
         self._peak = None if rate is None else rate * world_size
 
     def flops_per_second(self, seconds: float) -> float | None:
-        """Return the model FLOP/s of a step that took so long."""
+        """Return the model FLOP/s of a step of this duration."""
         return None if self._step is None else self._step / seconds
 
     def utilization(self, seconds: float) -> float | None:
-        """Return the fraction of the devices' peak rate that such a step has used."""
+        """Return the fraction of the devices' peak rate in a step of this duration."""
         return None if self._step is None or self._peak is None else self._step / seconds / self._peak
 
 
 class StepProfile:
-    """Profiles the steps from `profile.first` to `profile.last` on every rank; ends what has begun with its block.
+    """Profiles the steps from `profile.first` to `profile.last` on every rank. Leaving the block ends the profile.
 
     Args:
         folder: `profile/` of the run folder.
@@ -69,7 +64,7 @@ class StepProfile:
             opened.__exit__(kind, error, trace)
 
     def before_step(self, step: int) -> None:
-        """Begin with the first step to profile; a run that goes on in their midst begins there."""
+        """Start the profile at its first step, or later if a resumed run starts within its steps."""
         first, last = self._config.first, self._config.last
         if self._open is None and first is not None and first <= step <= (last or first):
             self._folder.mkdir(exist_ok=True)
@@ -77,33 +72,33 @@ class StepProfile:
             self._open.__enter__()
 
     def after_step(self, step: int) -> None:
-        """End after the last step to profile, and write the files."""
+        """End the profile after its last step, and write the files."""
         if self._open is not None and step >= (self._config.last or self._config.first or 0):
             self.__exit__(None, None, None)
 
 
 def out_of_memory(error: BaseException, setup: RankSetup, step: int) -> TrainingError | None:
-    """Return the error to raise instead of one that says that memory is used up; None for any other error."""
+    """Return the error to raise for an out-of-memory error, with the memory by kind; None for any other error."""
     if not is_out_of_memory(error):
         return None
     held = {name: size for name, size in memory_by_kind(setup).items() if size}
-    parts = ", ".join(f"{_size(size)} of {name}" for name, size in held.items())
-    first, *_ = str(error).splitlines() or ["no more is given to this process"]
+    kinds = ", ".join(f"{_size(size)} of {name}" for name, size in held.items())
+    first, *_ = str(error).splitlines() or ["an allocation failed"]
     return TrainingError(
         f"rank {setup.mesh.world.rank} has used up its memory in step {step}: {first.strip()}\n"
-        f"It holds {parts}; what is more are activations and buffers, {_size(setup.platform.peak_memory())} in all at "
-        f"most so far. {LESS_MEMORY}"
+        f"It has {kinds}; the rest are activations and buffers. The peak so far is "
+        f"{_size(setup.platform.peak_memory())}. {LESS_MEMORY}"
     )
 
 
 def memory_by_kind(setup: RankSetup) -> dict[str, int]:
-    """Return the bytes of weights, gradients and optimizer state that this rank holds now."""
+    """Return the bytes of weights, gradients and optimizer state on this rank, by kind."""
     platform = setup.platform
     try:
         use = memory_use(setup.model)
-    except FullyShardError:  # a model of somebody else's, laid out in another way
-        whole = sum(_bytes(setup, parameter) for _, parameter in platform.named_parameters(setup.model))
-        use = MemoryUse(shards=whole, full=0, full_gradients=0, sharded_gradients=0)
+    except FullyShardError:  # a model of a plugin that does not use fully_shard
+        weights = sum(_bytes(setup, parameter) for _, parameter in platform.named_parameters(setup.model))
+        use = MemoryUse(shards=weights, full=0, full_gradients=0, sharded_gradients=0)
     averages = {} if setup.average is None else setup.average.state()
     return {
         "weights": use.shards,
@@ -121,7 +116,7 @@ def _bytes(setup: RankSetup, tensor: object) -> int:
 
 
 def _size(count: int) -> str:
-    """Return bytes in the unit that fits: `1.5 GiB`."""
+    """Format bytes in a suitable unit: `1.50 GiB`."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if count >= size:
             return f"{count / size:.2f} {unit}"

@@ -1,4 +1,4 @@
-"""A model and its optimizer as tensors of a checkpoint, and back, under any layout."""
+"""Conversion between a model with its optimizer and the tensors of a checkpoint, under any layout."""
 
 from __future__ import annotations
 
@@ -21,17 +21,14 @@ from hp_trainer.training.optimizer import Optimizer, WeightAverage
 Tensor = Any
 Module = Any
 
-# A checkpoint of an earlier version may have states of a narrower dtype than they are kept in now.
+# Conversions without rounding. A checkpoint of an earlier version may have states of a narrower dtype than today's.
 _EXACT = {("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")}
 
 
 def named_state(
     platform: Platform, model: Module, optimizer: Optimizer | None, average: WeightAverage | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield everything that training changes.
-
-    These are `model.<name>`, `ema.<parameter>` and `optimizer.<parameter>.<slot>`.
-    """
+    """Yield all tensors that training changes: `model.<name>`, `ema.<parameter>`, `optimizer.<parameter>.<slot>`."""
     for name, parameter in platform.named_parameters(model):
         yield f"model.{name}", parameter
     for name, buffer in platform.named_buffers(model):
@@ -53,15 +50,15 @@ def state_parts(
     written_elsewhere: Collection[str] = (),
     average: WeightAverage | None = None,
 ) -> Iterator[TensorPart]:
-    """Yield this rank's part of a checkpoint; each tensor is brought to the host when its turn comes.
+    """Yield this rank's part of a checkpoint. A tensor is copied to the host when it is yielded.
 
     Args:
-        stage_mesh: the ranks that hold the same tensors, where others hold those of other pipeline stages.
-        written_elsewhere: parameters that another stage has too, and writes.
+        stage_mesh: the ranks with the same pipeline stages; None: all ranks.
+        written_elsewhere: parameters that another stage has as well, and writes.
 
     Raises:
-        CheckpointError: a weight or an optimizer state is no finite number.
-        ExpertParallelError: experts are away from home; see `hp_moe.move_experts`.
+        CheckpointError: a weight or an optimizer state is not finite.
+        ExpertParallelError: experts are not at their original placement; see `hp_moe.move_experts`.
     """
     check_state(platform, model)
     buffers = {f"model.{name}" for name, _ in platform.named_buffers(model)}
@@ -72,9 +69,9 @@ def state_parts(
             replica = -1
         dtype = platform.dtype_name(tensor.dtype)
         values = platform.to_numpy(local_of(platform, tensor)).reshape(box.shape)
-        # A buffer, such as a mask, may hold infinities for good.
+        # Buffers such as masks may legitimately have infinities.
         if name not in buffers and not is_finite(values, dtype):
-            raise CheckpointError(f"{name} holds numbers that are not finite; no checkpoint is made of them")
+            raise CheckpointError(f"{name} has values that are not finite; they are not written to a checkpoint")
         yield TensorPart(name, dtype, tuple(tensor.shape), [(box, values)], replica, num_replicas)
 
 
@@ -83,20 +80,20 @@ def load_state(
     model: Module,
     optimizer: Optimizer | None,
     checkpoint: Checkpoint,
-    everyones: Callable[[Any], list[Any]] | None = None,
+    all_gather_object: Callable[[Any], list[Any]] | None = None,
     average: WeightAverage | None = None,
 ) -> None:
-    """Fill this rank's shards from a checkpoint that any layout wrote; without an optimizer, the model alone.
+    """Fill this rank's shards from a checkpoint of any layout. Without an optimizer, load only the model.
 
     Args:
-        average: filled too; of a checkpoint without one, it begins with the weights.
-        everyones: returns a JSON value of every rank of a pipeline, whose stages together have all tensors; None: this
-            rank has parts of all.
+        average: moving average to fill; if the checkpoint has none, it starts with the weights.
+        all_gather_object: gathers a JSON value from each rank of a pipeline, whose stages together have all tensors;
+            None: this rank has shards of all tensors.
 
     Raises:
-        CheckpointError: tensors are missing, left over, of other shapes or dtypes, or damaged; nothing has been changed
+        CheckpointError: tensors are missing, unexpected, of other shapes or dtypes, or damaged. Nothing is changed,
             unless damage is found while reading.
-        ExpertParallelError: experts are away from home; see `hp_moe.move_experts`.
+        ExpertParallelError: experts are not at their original placement; see `hp_moe.move_experts`.
     """
     check_state(platform, model)
     saved = checkpoint.index.tensors
@@ -108,9 +105,9 @@ def load_state(
     expected = {name: tuple(tensor.shape) for name, tensor in tensors()}
     unread = [kind for kind, reads in (("optimizer.", optimizer), ("ema.", average)) if reads is None]
     expected |= {name: saved[name].shape for name in saved if name.startswith(tuple(unread))}
-    if everyones is not None:
-        parts = everyones({name: list(shape) for name, shape in expected.items()})
-        expected = {name: tuple(shape) for part in parts for name, shape in part.items()}
+    if all_gather_object is not None:
+        gathered = all_gather_object({name: list(shape) for name, shape in expected.items()})
+        expected = {name: tuple(shape) for of_rank in gathered for name, shape in of_rank.items()}
     checkpoint.check_tensors(expected)
     for name, tensor in tensors():
         _check_dtype(platform, tensor, checkpoint, name)
@@ -127,14 +124,14 @@ def load_weights(
     platform: Platform,
     model: Module,
     checkpoint: Checkpoint,
-    everyones: Callable[[Any], list[Any]] | None = None,
+    all_gather_object: Callable[[Any], list[Any]] | None = None,
     *,
     averaged: bool,
 ) -> None:
-    """Fill this rank's shards of a model that is used and not trained; `everyones` as in `load_state`.
+    """Fill this rank's shards of a model for inference; `all_gather_object` as in `load_state`.
 
     Args:
-        averaged: with the moving average of each weight that has one.
+        averaged: load the moving average of each weight that has one.
 
     Raises:
         CheckpointError: as `load_state` does, or because there are no averages.
@@ -142,7 +139,7 @@ def load_weights(
     saved = checkpoint.index.tensors
     if averaged:
         checkpoint.check_averaged()
-    load_state(platform, model, None, checkpoint, everyones)
+    load_state(platform, model, None, checkpoint, all_gather_object)
     with platform.no_grad():
         for name, parameter in platform.named_parameters(model) if averaged else ():
             if f"ema.{name}" in saved:
@@ -153,13 +150,13 @@ def _check_dtype(platform: Platform, tensor: Tensor, checkpoint: Checkpoint, nam
     saved, here = checkpoint.index.tensors[name].dtype, platform.dtype_name(tensor.dtype)
     if saved != here and (saved, here) not in _EXACT:
         raise CheckpointError(
-            f"{name}: expected {here}, or what is a {here} exactly, got {saved}; go on with a model of the dtype that "
-            "was saved"
+            f"{name}: expected {here}, or a dtype that converts to it exactly, got {saved}; use a model with the saved "
+            "dtype"
         )
 
 
 def _fill(platform: Platform, tensor: Tensor, checkpoint: Checkpoint, name: str) -> None:
-    """Copy this rank's box of a saved tensor into its shard."""
+    """Copy this rank's box of a saved tensor into its local shard."""
     local, saved = local_of(platform, tensor), platform.dtype(checkpoint.index.tensors[name].dtype)
     values = checkpoint.read(name, box_of(tensor)).reshape(tuple(local.shape))
     read = platform.from_bits(values, saved, platform.device_of(local))
@@ -172,20 +169,20 @@ def num_parameters(platform: Platform, model: Module) -> int:
 
 
 def box_of(tensor: Tensor) -> Box:
-    """Return the part of the whole tensor that this rank holds."""
+    """Return the box of the global tensor that this rank's shard covers."""
     return Box(*tensor.spec.box()) if isinstance(tensor, DTensor) else Box.full(tuple(tensor.shape))
 
 
 def _parameter_of(name: str) -> str:
-    """Return the parameter or buffer that a tensor of `named_state` belongs to."""
+    """Return the name of the parameter or buffer to which a tensor of `named_state` belongs."""
     kind, _, rest = name.partition(".")
     return rest.rpartition(".")[0] if kind == "optimizer" else rest
 
 
 def _replica_of(platform: Platform, tensor: Tensor, stage_mesh: DeviceMesh | None) -> tuple[int, int]:
-    """Return (which, of how many) this rank is of those with the same box.
+    """Return the index of this rank among the replicas of its box, and the number of replicas.
 
-    Those outside the first mesh of the tensor's kind never write: -1.
+    The index is -1 on ranks that never write: those outside the mesh that starts with the first rank.
     """
     if not isinstance(tensor, DTensor):
         world = current_world(platform)
@@ -194,9 +191,9 @@ def _replica_of(platform: Platform, tensor: Tensor, stage_mesh: DeviceMesh | Non
     coordinate = spec.mesh.get_coordinate()
     assert coordinate is not None
     replica = 0
-    for place, size, placement in zip(coordinate, spec.mesh.shape, spec.placements, strict=True):
+    for at, size, placement in zip(coordinate, spec.mesh.shape, spec.placements, strict=True):
         if placement.is_replicate():
-            replica = replica * size + place
+            replica = replica * size + at
     first_rank = 0 if stage_mesh is None else stage_mesh.rank_at((0,))
     holds_first_rank = spec.mesh.rank_at((0,) * spec.mesh.ndim) == first_rank
     return replica if holds_first_rank else -1, spec.num_replicas()

@@ -1,4 +1,4 @@
-"""One optimizer step as every rank takes it: gradients, agreement, clipping, update."""
+"""The computation of one optimizer step on a rank: gradients, agreement between ranks, clipping, update."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ Tensor = Any
 
 
 class OptimizerStep:
-    """The numerical part of a step; it knows nothing of records, hooks or checkpoints."""
+    """The numerical part of a step, without records, hooks and checkpoints."""
 
     def __init__(self, setup: RankSetup) -> None:
         self.config, self.platform, self.mesh = setup.config, setup.platform, setup.mesh
         self.model, self.optimizer, self.scaler = setup.model, setup.optimizer, setup.scaler
-        self.shares = setup.sequence_shares()
+        self.sharder = setup.sequence_sharder()
         self.pipeline, self.stage_mesh = setup.pipeline, setup.stage_mesh
         self.average = setup.average
         self._experts = list(moe_layers(self.model).values())
         for layer in self._experts:
-            # Steps that are given up, and those whose float16 overflows, need a loss to be judged by.
+            # Routers normally raise for scores that are not finite. With a guard that skips steps, and with float16
+            # overflows, the forward must complete so that the loss can be judged.
             layer.allow_nonfinite = self.config.training.guard.on_nonfinite != "stop" or self.scaler.is_enabled()
 
     def dispatch_reasons(self) -> list[str]:
-        """Return the reasons for which the cost model has chosen the tokens' ways to experts, each once."""
+        """Return the reasons of the cost model for its choices of token dispatchers, each once."""
         dispatchers = [getattr(layer.experts, "dispatcher", None) for layer in self._experts]
         reasons = [each.reason for each in dispatchers if isinstance(each, AutoDispatcher)]
         return list(dict.fromkeys(reasons))
 
     def seed_random_numbers(self, step: int) -> None:
-        """Bring the generators of every rank to the state that belongs to a step, and so repeat its random numbers.
+        """Seed the random generators of this rank for a step.
 
-        What a model draws, such as the dropout of a plain module, then depends on the run's seed and the step alone:
-        a run that was resumed, and a step that is computed again, draw the same.
+        Random numbers of a model, such as for dropout of a plain module, then depend only on the run's seed and the
+        step, so that a resumed run and a replayed step draw the same ones.
         """
         drawn = np.random.SeedSequence((self.config.training.seed, step)).generate_state(1, np.uint64)
         self.platform.manual_seed(int(drawn[0]))
@@ -48,23 +49,23 @@ class OptimizerStep:
     def accumulate_gradients(self, batch: Batch) -> Tensor:
         """Run forward and backward of every micro-batch; return this rank's part of the mean loss per target.
 
-        Gradients are summed over the ranks in the backward of the last micro-batch alone, unless
-        `parallel.reduce_gradients` asks for shards of them after each: then those of replicas wait for the last.
+        Gradients are reduced over the ranks only in the last backward. With `parallel.reduce_gradients: micro_batch`
+        they are reduce-scattered in each backward, and all-reduced over replicas in the last one.
         """
         ops, total = self.platform.ops, None
         for layer in self._experts:
             layer.loss_scale = self.scaler.get_scale()
-        # One division by the targets of the whole global batch: every layout sums the same terms.
+        # Divided once by the targets of the global batch, so that every layout sums the same terms.
         targets = max(1, batch.global_targets)
         if self.pipeline is not None:
             loss_sum = self.pipeline.accumulate_gradients(batch, lambda loss: self.scaler.scale(ops.div(loss, targets)))
             return ops.div(loss_sum, targets)
-        parts = batch.micro_batches(self.config.training.micro_batch_size)
-        reduces_often = self.config.parallel.reduce_gradients == "micro_batch"
-        for index, micro in enumerate(parts):
-            is_last = index == len(parts) - 1
-            self.model.set_requires_gradient_sync(is_last or reduces_often)
-            if reduces_often:
+        micro_batches = batch.micro_batches(self.config.training.micro_batch_size)
+        reduces_each = self.config.parallel.reduce_gradients == "micro_batch"
+        for index, micro in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
+            self.model.set_requires_gradient_sync(is_last or reduces_each)
+            if reduces_each:
                 self.model.set_requires_all_reduce(is_last)
             loss = ops.div(self.loss_sum(micro), targets)
             self.platform.backward(self.scaler.scale(loss))
@@ -73,7 +74,7 @@ class OptimizerStep:
         return total
 
     def loss_sum_of_all(self, batch: Batch) -> Tensor:
-        """Return the cross entropy summed over all micro-batches of this rank, in nats, recording nothing."""
+        """Return the cross entropy summed over all micro-batches of this rank, in nats, for evaluation."""
         if self.pipeline is not None:
             return self.pipeline.loss_sum(batch)
         total = None
@@ -84,21 +85,22 @@ class OptimizerStep:
 
     def loss_sum(self, batch: Batch) -> Tensor:
         """Return the cross entropy summed over this rank's targets, in nats."""
-        batch = batch if self.shares is None else self.shares.own(batch)
+        batch = batch if self.sharder is None else self.sharder.shard(batch)
         rows = {"rows": batch.rows} if getattr(self.model, "takes_rows", False) else {}
         with use_sequence_sharding(batch.cut):
             return self.model(*map(self.platform.from_numpy, batch.arrays()), **rows)
 
     def agree(self, loss: Tensor, stop: bool) -> tuple[float, bool]:
-        """Return the loss of the global batch and whether any rank wants to stop, by one all-reduce over the world.
+        """Return the loss of the global batch and whether any rank was asked to stop, by one all-reduce over the world.
 
-        Ranks that hold the same tokens (tensor parallel ones) each contribute their fraction of the loss. In a pipeline
-        those of the last stage do; the others give zero.
+        Ranks with the same tokens, such as tensor parallel ones, contribute an equal fraction of their loss. In a
+        pipeline the ranks of the last stage do; the others contribute zero.
         """
         world, ops = self.mesh.world, self.platform.ops
-        share = self.mesh["loss"].size() * self.mesh["pp"].size() / world.size
+        # The ranks of the world outside mesh["loss"] and mesh["pp"] have the same loss.
+        fraction = self.mesh["loss"].size() * self.mesh["pp"].size() / world.size
         flag = self.platform.from_numpy(np.array([float(stop)], np.float32))
-        both = ops.cat([ops.reshape(ops.mul(loss, share), (1,)), flag], 0)
+        both = ops.cat([ops.reshape(ops.mul(loss, fraction), (1,)), flag], 0)
         world.all.all_reduce(both)
         total, votes = self.platform.to_numpy(both).tolist()
         return float(total), votes > 0
@@ -110,13 +112,13 @@ class OptimizerStep:
 
     @property
     def overflowed(self) -> bool:
-        """True where float16 overflowed on any rank, so that `update` will change nothing."""
+        """Whether float16 overflowed on any rank, so that `update` will change nothing."""
         return bool(self.scaler.found_inf)
 
     def update(self, learning_rate: float) -> bool:
-        """Update the weights with the clipped gradients, and forget these; return whether the weights have changed.
+        """Update the weights with the clipped gradients, drop the gradients, and return whether the weights changed.
 
-        Where float16 overflowed on any rank, no rank updates, and the loss scale shrinks.
+        If float16 overflowed on any rank, no rank updates, and the loss scale shrinks.
         """
         overflowed = self.overflowed
         self.scaler.step(self.optimizer, learning_rate)
@@ -130,7 +132,7 @@ class OptimizerStep:
         return not overflowed
 
     def discard(self) -> None:
-        """Forget the gradients and the loads of experts; nothing has changed."""
+        """Drop the gradients and the expert loads of a step without updating anything."""
         self.optimizer.zero_grad()
         for layer in self._experts:
             layer.totals.take()
@@ -139,7 +141,7 @@ class OptimizerStep:
     def _clip(self) -> float:
         parameters = [parameter for _, parameter in self.platform.named_parameters(self.model)]
         limit = self.config.training.clip_norm
-        # Gradients of tied weights are the same on all their stages, and count once.
+        # Gradients of tied weights are the same on all their stages, and must count once in the norm.
         tied = None if self.pipeline is None else self.pipeline.tied
         copies = [p for p in parameters if tied is not None and tied.is_copy(p)]
         if limit is None:

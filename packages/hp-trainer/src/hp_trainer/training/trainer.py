@@ -20,10 +20,10 @@ from hp_trainer.plugins import LifeCycle, life_cycle, registries
 from hp_trainer.records import CheckpointRecord, ErrorRecord, EvaluationRecord, RunRecord, StepRecord
 from hp_trainer.run import RunFolder, checkpoint_storage
 from hp_trainer.stop_signals import StopRequest, stop_requests
+from hp_trainer.training.checkpoints import Progress, TrainingCheckpoints
 from hp_trainer.training.expert_moves import ExpertMoves
 from hp_trainer.training.health import GO_ON, CorruptionChecks, Verdict, nonfinite_scores
 from hp_trainer.training.optimizer import learning_rate_factor
-from hp_trainer.training.saved_progress import Progress, TrainingCheckpoints
 from hp_trainer.training.setup import RankSetup
 from hp_trainer.training.speed import ModelSpeed, StepProfile, out_of_memory
 from hp_trainer.training.stalls import StallWatch
@@ -32,7 +32,14 @@ from hp_trainer.training.step import OptimizerStep
 
 @dataclass(frozen=True)
 class _Pending:
-    """A checkpoint that is being written: of which step, since when, and how long training has waited for it."""
+    """A checkpoint that is being written.
+
+    Attributes:
+        save: the writes in progress.
+        step: its step.
+        started: time at which it was started (`time.perf_counter`).
+        waited: seconds that training has waited for it so far.
+    """
 
     save: PendingSave
     step: int
@@ -41,17 +48,17 @@ class _Pending:
 
 
 class Trainer:
-    """One rank's training: steps, evaluations and checkpoints in their order, and who is told of them.
+    """The training loop of one rank: steps, evaluations and checkpoints, reported to trackers and hooks.
 
     Args:
-        run: the run's folder; its data are prepared.
-        config: the run's configuration.
-        platform: its current world is the job.
-        initial_weights: give the model weights to begin with; False: `resume` will.
+        run: the run folder, with prepared data.
+        config: the configuration of the run.
+        platform: the platform, whose current world is the job.
+        initial_weights: initialize the weights; False: `resume` will load them.
 
     Attributes:
         setup: model, optimizer and data.
-        progress: how far this run is.
+        progress: position of the run.
     """
 
     def __init__(
@@ -65,11 +72,11 @@ class Trainer:
         self._profile = StepProfile(config.profile, run.profile, platform, self.setup.mesh.world.rank)
         self._checkpoints = TrainingCheckpoints(self.setup, checkpoint_storage(run, config), run.check_owner)
         self._train_batches = self.setup.batch_reader(self.setup.dataset.train)
-        held_out, all_of_it = self.setup.dataset.evaluation, config.training.eval_batches is None
-        self._evaluation_batches = self.setup.batch_reader(held_out, once=all_of_it)
+        once = config.training.eval_batches is None
+        self._evaluation_batches = self.setup.batch_reader(self.setup.dataset.evaluation, once=once)
         self._hooks: LifeCycle = life_cycle()
         self._trackers = self._build_trackers()
-        self._guard, self._goes_back = self._checkpoints.guard, False
+        self._guard, self._rolls_back = self._checkpoints.guard, False
         self._last = StepRecord(step=0, learning_rate=0.0, tokens=0, samples=0)
         self._corruption = CorruptionChecks(self.setup, self._step)
         self._expert_moves = ExpertMoves(self.setup)
@@ -80,23 +87,23 @@ class Trainer:
         )
 
     def resume(self, checkpoint: str) -> None:
-        """Take up a checkpoint (its folder's name), whatever layout, number of ranks or platform wrote it.
+        """Load a checkpoint by its folder name, from any layout, number of ranks and platform.
 
         Raises:
             CheckpointError: it is of another model or of other data, or damaged.
         """
-        self._expert_moves.go_home()
+        self._expert_moves.reset()
         self.progress = self._checkpoints.load(checkpoint)
 
     def run(self) -> int | None:
-        """Train until the last step, or until a rank is asked to stop; there is a checkpoint of where it ended.
+        """Train until the last step, or until a rank is asked to stop, and write a checkpoint at the end.
 
         Returns:
             The signal that ended the run before its last step, the same on every rank; None: it is done.
 
         Raises:
-            TrainingError: the loss or the norm of its gradient is no finite number, or something left with SystemExit.
-            HangError: other ranks have not answered in time.
+            TrainingError: the loss or the gradient norm is not finite, or code called `sys.exit`.
+            HangError: a collective timed out because other ranks did not take part.
         """
         record = self._run_record()
         with ExitStack() as stack:
@@ -113,41 +120,42 @@ class Trainer:
             except Exception as error:
                 self._hooks.on_error(ErrorRecord(during="training", step=self.progress.step, error=error))
                 step = self.progress.step + 1
-                told = out_of_memory(error, self.setup, step) or nonfinite_scores(error, step)
-                if told is not None:
-                    raise told from error
-                self._refuse_hang(error)
+                clearer = out_of_memory(error, self.setup, step) or nonfinite_scores(error, step)
+                if clearer is not None:
+                    raise clearer from error
+                self._raise_if_hang(error)
                 raise
             except SystemExit as leaving:
-                # Else the ranks that wait for this one would be blamed.
-                left = describe_exit(leaving, f"in step {self.progress.step + 1}")
-                raise TrainingError(f"rank {self.setup.mesh.world.rank} has {left}") from leaving
+                # An error of this rank, or the others would only report that it is missing.
+                what = describe_exit(leaving, f"in step {self.progress.step + 1}")
+                raise TrainingError(f"rank {self.setup.mesh.world.rank} has {what}") from leaving
         return ended_by
 
     def train_step(self, stop: StopRequest) -> bool:
-        """Take one optimizer step on the next global batch; return whether any rank was asked to stop.
+        """Do one optimizer step on the next global batch; return whether any rank was asked to stop.
 
         Raises:
-            TrainingError: the loss or the norm of its gradient is no finite number; nothing was updated.
-            SilentCorruptionError: a check that was due has found other bits.
+            TrainingError: the loss or the gradient norm is not finite; nothing was updated.
+            SilentCorruptionError: a check for silent corruption found a difference.
         """
         started, step = time.perf_counter(), self.progress.step + 1
-        self._watch.begin("step", step)
+        self._watch.start_phase("step", step)
         learning_rate = self.learning_rate(step)
         batch = self._train_batches.read(self.progress.samples)
         samples = self.progress.samples + self.config.training.global_batch_size
         before = StepRecord(step=step, learning_rate=learning_rate, tokens=batch.global_tokens, samples=samples)
         self._hooks.before_step(before)
         if _is_due(step, self.config.training.replay_interval):
-            part = self._corruption.accumulate_gradients_twice(batch, step)
+            local_loss = self._corruption.accumulate_gradients_twice(batch, step)
         else:
             self._step.seed_random_numbers(step)
-            part = self._step.accumulate_gradients(batch)
-        loss, stopping = self._step.agree(part, stop.is_made)
+            local_loss = self._step.accumulate_gradients(batch)
+        # Copies the loss to the host, which waits for the device to finish the backward.
+        loss, stopping = self._step.agree(local_loss, stop.is_made)
         verdict, norm, updated = self._update(step, loss, learning_rate)
         if _is_due(step, self.config.training.replica_check_interval):
             self._corruption.compare_replicas(step)
-        # A step that updates nothing moves no expert biases either.
+        # Expert biases are part of the update: a discarded step must not change them.
         metrics = dict((self.setup.pipeline or self.setup.model).after_optimizer_step()) if updated else {}
         if updated:
             self._expert_moves.after_step(step, getattr(self.setup.model, "expert_loads", {}))
@@ -169,10 +177,10 @@ class Trainer:
         return stopping
 
     def _update(self, step: int, loss: float, learning_rate: float) -> tuple[Verdict, float | None, bool]:
-        """Update the weights unless the guard decides otherwise, or float16 overflowed.
+        """Update the weights, unless the guard discards the step or float16 overflowed.
 
         Returns:
-            The guard's verdict, the norm of the gradient, and whether the weights were updated.
+            The guard's verdict, the gradient norm, and whether the weights were updated.
 
         Raises:
             TrainingError: the guard's rule is to stop; nothing was updated.
@@ -180,7 +188,7 @@ class Trainer:
         verdict, norm, updated = self._guard.judge_loss(loss, step), None, False
         if verdict is GO_ON:
             norm = self._step.clip()
-            # An overflow is the loss scale's affair: `update` lets it shrink and changes no weight.
+            # An overflow is normal with loss scaling: `update` shrinks the scale and changes no weight.
             verdict = GO_ON if self._step.overflowed else self._guard.judge_norm(norm, step)
         if verdict is GO_ON:
             updated = self._step.update(learning_rate)
@@ -189,28 +197,28 @@ class Trainer:
             self._step.discard()
             if self.setup.mesh.world.rank == 0:
                 print(f"hp-train: {verdict}", file=sys.stderr, flush=True)
-        self._goes_back = verdict.action == "rollback"
+        self._rolls_back = verdict.action == "rollback"
         return verdict, norm, updated
 
-    def _go_back(self) -> None:
-        """Take up the last checkpoint, and go on from its step with the data after those read so far.
+    def _roll_back(self) -> None:
+        """Load the last checkpoint, and continue from its step with the data after those read so far.
 
         Raises:
             TrainingError: there is no checkpoint yet.
         """
         self.finish_save()
-        samples, count = self.progress.samples, self._guard.interventions
-        # One rank's view holds for all: another may see a file system late.
+        samples, interventions = self.progress.samples, self._guard.interventions
+        # All ranks use the checkpoint that rank 0 finds: other ranks may see a shared file system with a delay.
         found = all_ranks(self.setup.mesh.world.all, "going back", self._checkpoints.newest, TrainingError)[0]
         if found is None:
             raise TrainingError(
-                "training.guard asks to go back to the last checkpoint, and there is none yet; this step changed "
-                "nothing. Set checkpoint.interval, or let training.guard skip steps"
+                "training.guard needs a checkpoint to go back to, and there is none yet; this step changed nothing. "
+                "Set checkpoint.interval, or let training.guard skip steps"
             )
         self.resume(found)
-        # The checkpoint's own count is older; steps given up in a row must not begin anew.
-        self._guard.keep_count(count)
-        # The step is that of the checkpoint, the place in the data that of now: what led here is not read again.
+        # Loading restored an older count, with which max_interventions would never be reached.
+        self._guard.interventions = interventions
+        # The step of the checkpoint, but the current position in the data: the batch that caused this is not repeated.
         self.progress = Progress(self.progress.step, samples)
         record = self._run_record()
         for tracker in self._trackers:
@@ -218,14 +226,14 @@ class Trainer:
             tracker.start(record)
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of optimizer step `step` (from 1)."""
+        """Return the learning rate of optimizer step `step`, counted from 1."""
         factor = learning_rate_factor(self.config.lr_schedule, step - 1, self.config.training.steps)
         return float(self.config.optimizer.options.lr) * factor
 
     def evaluate(self) -> float:
-        """Return the mean loss per target over the evaluation batches, the same ones every time, in nats."""
+        """Return the mean loss per target over the evaluation batches, in nats. The batches are always the same."""
         started = time.perf_counter()
-        self._watch.begin("evaluation", self.progress.step)
+        self._watch.start_phase("evaluation", self.progress.step)
         self._hooks.before_evaluation(self._last)
         average = self.setup.average if self.config.training.ema.evaluate else None
         with self.setup.platform.no_grad(), nullcontext() if average is None else average.in_place():
@@ -239,24 +247,24 @@ class Trainer:
         return loss
 
     def save(self, *, background: bool = False) -> None:
-        """Write a checkpoint of the present state.
+        """Write a checkpoint of the current state, after completing an earlier one.
 
         Args:
             background: return as soon as the state is copied to host memory; `finish_save` completes the checkpoint.
-                Otherwise it is complete when this returns. One that was begun before is completed first.
+                Otherwise it is complete when this returns.
 
         Raises:
-            CheckpointError: on every rank when any failed, or when a weight is no finite number; earlier checkpoints
-                are untouched.
+            CheckpointError: on every rank if it failed on any, or if a weight is not finite; earlier checkpoints are
+                unchanged.
         """
         self.finish_save()
         started, step = time.perf_counter(), self.progress.step
-        self._watch.begin("checkpoint", step)
+        self._watch.start_phase("checkpoint", step)
         self._hooks.before_checkpoint(CheckpointRecord(step=step))
-        told = {"loss": self._last.loss, "evaluation_loss": self._evaluation_losses.get(step)}
-        # Until all of it is copied or written.
-        with self._expert_moves.at_home():
-            pending = self._checkpoints.begin(self.progress, told, background=background)
+        losses = {"loss": self._last.loss, "evaluation_loss": self._evaluation_losses.get(step)}
+        # Experts have their original placement until their state is copied or written.
+        with self._expert_moves.original_placement():
+            pending = self._checkpoints.start(self.progress, losses, background=background)
             self._pending = _Pending(pending, step, started, time.perf_counter() - started)
             if not background:
                 self.finish_save()
@@ -265,15 +273,15 @@ class Trainer:
         """Complete the checkpoint that is being written, if there is one.
 
         Args:
-            wait: for ranks that still write; False: only when all have written.
+            wait: wait for ranks that still write; False: do nothing unless all ranks have written.
 
         Raises:
-            CheckpointError: on every rank when any failed; earlier checkpoints are untouched.
+            CheckpointError: on every rank if it failed on any; earlier checkpoints are unchanged.
         """
         pending, now = self._pending, time.perf_counter()
         if pending is None or not (wait or pending.save.is_written()):
             return
-        # Let go of first: what fails to be published is not tried again at the end of the run.
+        # Cleared first, so that a checkpoint that cannot be published is not tried again at the end of the run.
         self._pending = None
         folder = pending.save.publish()
         ended = time.perf_counter()
@@ -293,8 +301,8 @@ class Trainer:
         while self.progress.step < config.training.steps and not stopping:
             self._profile.before_step(self.progress.step + 1)
             stopping = self.train_step(stop)
-            if self._goes_back:
-                self._go_back()
+            if self._rolls_back:
+                self._roll_back()
                 saved_at = self.progress.step
             step = self.progress.step
             self._profile.after_step(step)
@@ -310,36 +318,34 @@ class Trainer:
         self.finish_save()
         return self._agreed_signal(stop) if self.progress.step < config.training.steps else None
 
-    def _refuse_hang(self, error: Exception) -> None:
-        """Raise a `HangError` where a collective has failed because other ranks did not come to it."""
-        told = self._watch.explain(error)
-        if told is not None:
-            raise HangError(told) from error
+    def _raise_if_hang(self, error: Exception) -> None:
+        """Raise a `HangError` if a collective failed because other ranks did not take part."""
+        explanation = self._watch.explain(error)
+        if explanation is not None:
+            raise HangError(explanation) from error
 
     def _evaluation_loss(self) -> tuple[float, int]:
         """Return (mean loss, number of targets) of the evaluation batches of all ranks."""
         training, ops = self.config.training, self.setup.platform.ops
         total, targets = None, 0
-        in_all = -(-len(self.setup.dataset.evaluation) // training.global_batch_size)
-        for index in range(training.eval_batches or in_all):
+        all_batches = -(-len(self.setup.dataset.evaluation) // training.global_batch_size)
+        for index in range(training.eval_batches or all_batches):
             batch = self._evaluation_batches.read(index * training.global_batch_size)
             targets += batch.global_targets
-            part = self._step.loss_sum_of_all(batch)
-            total = part if total is None else ops.add(total, part)
+            loss_sum = self._step.loss_sum_of_all(batch)
+            total = loss_sum if total is None else ops.add(total, loss_sum)
         loss, _ = self._step.agree(ops.div(total, max(1, targets)), stop=False)
         return loss, targets
 
     def _agreed_signal(self, stop: StopRequest) -> int:
-        """Return the signal that some rank received; ranks that received none learn it here."""
+        """Return the stop signal of any rank, on all ranks."""
         world = self.setup.mesh.world.all
         return int(max(all_ranks(world, "stopping", lambda: int(stop.signal or 0), TrainingError)))
-
-    # Records -------------------------------------------------------------------------------------------------
 
     def _report_step(self, record: StepRecord) -> None:
         if self._last.step == 0 and self.setup.mesh.world.rank == 0:
             for reason in self._step.dispatch_reasons():
-                print(f"hp-train: tokens travel to experts by {reason}", file=sys.stderr, flush=True)
+                print(f"hp-train: tokens are dispatched by {reason}", file=sys.stderr, flush=True)
         self._last = record
         for tracker in self._trackers:
             tracker.step(record)
@@ -358,7 +364,7 @@ class Trainer:
         )
 
     def _build_trackers(self) -> list[Tracker]:
-        """Build the configured trackers, on rank 0 alone."""
+        """Build the configured trackers, on rank 0 only."""
         if self.setup.mesh.world.rank != 0:
             return []
         known = registries().trackers

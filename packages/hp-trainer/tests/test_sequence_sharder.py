@@ -6,7 +6,7 @@ import numpy as np
 
 from hp_dtensor.parallel.attention import ContextParallel
 from hp_trainer.data import Batch
-from hp_trainer.training.pipelined import SequenceShares
+from hp_trainer.training.pipelined import SequenceSharder
 
 STYLE = ContextParallel(balanced=True, length=64, replicated_without_positions=True)
 
@@ -19,7 +19,7 @@ def batch_of(positions):
 def test_packed_samples_are_cut_within_their_documents():
     rows = ((40, 4, 10, 10), (44, 20))
     positions = np.array([np.concatenate([np.arange(size) for size in row]) for row in rows])
-    parts = [SequenceShares(STYLE, 4, rank).own(batch_of(positions)) for rank in range(4)]
+    parts = [SequenceSharder(STYLE, 4, rank).shard(batch_of(positions)) for rank in range(4)]
     assert {part.cut for part in parts} == {STYLE.sharding(64, 4, positions=positions)}
     work = [(part.positions + 1).sum() for part in parts]
     assert max(work) < 1.05 * np.mean(work)  # 1.94 by head and tail of rows; a single token is up to 15 %
@@ -28,7 +28,7 @@ def test_packed_samples_are_cut_within_their_documents():
 
 
 def test_samples_of_one_document_are_cut_by_their_length():
-    parts = [SequenceShares(STYLE, 2, rank).own(batch_of(None)) for rank in range(2)]
+    parts = [SequenceSharder(STYLE, 2, rank).shard(batch_of(None)) for rank in range(2)]
     assert parts[0].cut == STYLE.sharding(64, 2)
     for part in parts:
         np.testing.assert_array_equal(part.ids % 64, part.positions)

@@ -1,4 +1,4 @@
-"""Checkpoints of a training: its model, optimizer and position, saved and taken up again."""
+"""Saving and loading of the training state: model, optimizer and position in the data."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from hp_trainer.training.state import load_state, state_parts
 
 @dataclass(frozen=True)
 class Progress:
-    """Position of a run: optimizer steps done, and samples read (of the global order)."""
+    """Position of a run: number of optimizer steps done, and number of samples read in the global order."""
 
     step: int = 0
     samples: int = 0
 
 
 class TrainingCheckpoints:
-    """Saves and loads everything that training changes, whatever layout, number of ranks or platform is next.
+    """Saves and loads everything that training changes, independent of layout, number of ranks and platform.
 
     Args:
         may_write: see `PendingSave`.
 
     Attributes:
-        guard: the rules for losses, whose state is saved too.
+        guard: the loss guard, whose state is part of a checkpoint.
     """
 
     def __init__(self, setup: RankSetup, storage: Storage, may_write: Callable[[], None] = lambda: None) -> None:
@@ -38,19 +38,19 @@ class TrainingCheckpoints:
         self.guard = LossGuard(setup.config.training.guard)
 
     def newest(self) -> str | None:
-        """Return the folder's name of the newest sound checkpoint; None where there is none."""
+        """Return the folder name of the newest valid checkpoint; None: there is none."""
         found = find_latest(self._storage).checkpoint
         return None if found is None else found.folder
 
-    def begin(self, progress: Progress, told: Mapping[str, Any], *, background: bool) -> PendingSave:
-        """Begin a checkpoint on all ranks; it is complete after `publish`.
+    def start(self, progress: Progress, extra_state: Mapping[str, Any], *, background: bool) -> PendingSave:
+        """Start a checkpoint on all ranks; it is complete after `publish`.
 
         Args:
-            told: further values of its state, such as the loss, for lists of checkpoints.
+            extra_state: further values of its state, such as the loss, for lists of checkpoints.
             background: write it in a thread; see `PendingSave`.
 
         Raises:
-            CheckpointError: on every rank when it cannot be begun.
+            CheckpointError: on every rank if it cannot be started.
         """
         setup = self._setup
         return PendingSave(
@@ -65,7 +65,7 @@ class TrainingCheckpoints:
             ),
             step=progress.step,
             model=to_plain(setup.config.model),
-            state=self._state(progress) | dict(told),
+            state=self._state(progress) | dict(extra_state),
             group=setup.mesh.world.all,
             keep=setup.config.checkpoint.keep,
             keep_best=setup.config.checkpoint.keep_best,
@@ -74,7 +74,7 @@ class TrainingCheckpoints:
         )
 
     def load(self, folder: str) -> Progress:
-        """Fill model, optimizer and loss scaling from a checkpoint, and return where it stands.
+        """Load model, optimizer and loss scaling from a checkpoint, and return its position.
 
         Raises:
             CheckpointError: it is of another model or of other data, or damaged.
@@ -83,10 +83,10 @@ class TrainingCheckpoints:
         checkpoint = Checkpoint(self._storage, folder)
         check_model(checkpoint, setup.config)
         self._check_data(checkpoint)
-        # Before anything is changed: a checkpoint that is refused leaves the run as it is.
+        # Read before anything is changed, so that a damaged checkpoint leaves the run unchanged.
         optimizer_steps, samples = _counter(checkpoint, "optimizer_steps"), _counter(checkpoint, "samples")
-        everyones = None if setup.pipeline is None else setup.pipeline.everyones
-        load_state(setup.platform, setup.model, setup.optimizer, checkpoint, everyones, setup.average)
+        all_gather_object = None if setup.pipeline is None else setup.pipeline.all_gather_object
+        load_state(setup.platform, setup.model, setup.optimizer, checkpoint, all_gather_object, setup.average)
         setup.optimizer.num_steps = optimizer_steps
         if checkpoint.state.get("loss_scaling"):
             setup.scaler.load_state_dict(checkpoint.state["loss_scaling"])
@@ -98,8 +98,8 @@ class TrainingCheckpoints:
         saved, found = checkpoint.state.get("dataset", {}), self._setup.dataset.fingerprint
         differ = [name for name in {**saved, **found} if saved.get(name) != found.get(name)]
         if differ:
-            told = ", ".join(f"{name} is {saved.get(name)!r} there and {found.get(name)!r} here" for name in differ)
-            raise CheckpointError(f"{checkpoint.folder} was trained on other data than this run's: {told}")
+            what = ", ".join(f"{name} is {saved.get(name)!r} there and {found.get(name)!r} here" for name in differ)
+            raise CheckpointError(f"{checkpoint.folder} was trained on other data than this run's: {what}")
 
     def _state(self, progress: Progress) -> dict[str, Any]:
         setup = self._setup
@@ -115,20 +115,20 @@ class TrainingCheckpoints:
 
 
 def _counter(checkpoint: Checkpoint, name: str) -> int:
-    """Return a whole number of the trainer's state.
+    """Return a non-negative integer of the trainer's state.
 
     Raises:
-        CheckpointError: it is missing, or something else.
+        CheckpointError: it is missing or invalid.
     """
     value = checkpoint.state.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         where = checkpoint.storage.describe(checkpoint.folder, "index.json")
-        raise CheckpointError(f"{where} is damaged: state.{name}: expected a whole number >= 0, got {value!r}")
+        raise CheckpointError(f"{where} is damaged: state.{name}: expected an integer >= 0, got {value!r}")
     return value
 
 
 def _written_elsewhere(setup: RankSetup) -> set[str]:
-    """Return the names of tied weights that another stage writes into checkpoints."""
+    """Return the names of this rank's copies of tied weights, which another stage writes."""
     if setup.pipeline is None:
         return set()
     tied = setup.pipeline.tied
