@@ -62,7 +62,7 @@ def test_a_run_goes_on_exactly_from_what_torch_has_written_in_between(lab: Lab, 
             file.unlink()
         checkpoint.rmdir()
     assert cli.main(["import", str(lab.folder / "again"), f"--run={stopped.path}"]) == 0
-    assert "step-00000003; go on with `hp-train resume" in capsys.readouterr().out
+    assert "step-00000003; continue with `hp-train resume" in capsys.readouterr().out
     assert losses(lab.resume(stopped, **SETTINGS)) == losses(whole)
 
 

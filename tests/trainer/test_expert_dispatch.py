@@ -35,7 +35,7 @@ def test_losses_are_those_of_one_rank(lab, settings, capsys):
     degrees = FOUR_RANKS["folded"] | settings
     plain, run = losses(lab.run("plain", **SHORT)), lab.run("run", degrees, 4, **SHORT)
     np.testing.assert_allclose(losses(run), plain, **CLOSE)
-    told = capsys.readouterr().err.count("hp-train: tokens travel to experts by ")
+    told = capsys.readouterr().err.count("hp-train: tokens are dispatched by ")
     assert told == ("auto" in settings.values()), "the cost model's choice is told once, by rank 0"
 
 

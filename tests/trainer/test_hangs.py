@@ -34,13 +34,13 @@ def test_a_stopped_rank_is_named_within_the_limit_and_stacks_are_written_on_requ
     assert code == 1
     # Outside of all modules are the loss of all ranks and the clipping.
     assert re.search(
-        r"step \d+: rank 1 of 2 has not answered: stopped, killed, or not to be reached; rank 0 waits after starting "
+        r"step \d+: rank 1 of 2 has not answered: stopped, killed, or unreachable; rank 0 waits after starting "
         r"\w+, (in module [\w. ]+, )?at ",
         err,
     )
     assert "waited 30 s (launch.timeout_seconds)" in err
     assert "rank 1 is stopped, as by SIGSTOP" in err
-    assert "Go on with" in err or "go on with `hp-train resume out`" in err
+    assert "Go on with" in err or "continue with `hp-train resume out`" in err
     assert "Traceback" not in err.replace("Current thread", "")
     # It was told early too, once.
     assert err.count("stacks in out/stalls") >= 1

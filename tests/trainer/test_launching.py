@@ -93,4 +93,4 @@ def test_a_run_that_cannot_be_prepared_ends_every_rank_of_torchrun(tmp_path: Pat
     output = finish(process)
     assert process.returncode != 0
     assert "preparing the run failed; rank 0: RunFolderError" in output
-    assert "holds files that are no run" in output
+    assert "has files that do not belong to a run" in output

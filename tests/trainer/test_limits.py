@@ -33,7 +33,7 @@ def test_a_file_size_limit_is_told_with_the_path_and_what_is_safe(folder, hp_pla
     assert told.startswith("hp-train: writing a checkpoint failed; rank 0: out/checkpoints/step-00000003.incomplete-")
     assert "/shard-00000.safetensors: the file would be larger than this process may write" in told
     assert told.endswith("raise the limit (ulimit -f)")
-    assert left == "There is no checkpoint yet; `hp-train run out/config.yaml --run.folder=out` begins again"
+    assert left == "There is no checkpoint yet; start again with `hp-train run out/config.yaml --run.folder=out`"
     assert "Traceback" not in done.stderr
     assert list((folder / "out" / "checkpoints").iterdir()) == []
     # What it says is so.
@@ -48,7 +48,7 @@ def test_the_same_limit_in_one_of_several_ranks(folder, hp_platform, hp_train):
         "CheckpointError: writing a checkpoint failed; rank 0: out/checkpoints/step-00000003.incomplete-" in done.stderr
     )
     assert "the file would be larger than this process may write" in done.stderr
-    assert "There is no checkpoint yet; `hp-train run out/config.yaml --run.folder=out` begins again" in done.stderr
+    assert "There is no checkpoint yet; start again with `hp-train run out/config.yaml --run.folder=out`" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -58,7 +58,7 @@ def test_ranks_that_are_killed_start_again_and_train_the_same_curve(folder, hp_t
     code, _, err = command.finish()
     assert code == 0, err
     assert "rank 1 of 2 was killed by SIGKILL" in err
-    assert "starting the ranks again from step " in err
+    assert "restarting the ranks from step " in err
     assert (run / "logs" / "rank1.failed-1.log").is_file()
     assert steps_of(run) == list(range(1, 25))
     assert losses_of(run) == losses_of(folder / "whole")

@@ -66,7 +66,7 @@ def test_a_run_from_the_command_to_the_samples(folder, hp_train):
     assert out.startswith("naïve")
     again = hp_train("run.yaml", "--run.folder=out").finish()
     assert again[0] == 2
-    assert "holds the run" in again[2]
+    assert "has the run" in again[2]
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
@@ -84,7 +84,7 @@ def test_a_stopped_run_ends_in_order_and_goes_on(folder, hp_train, hp_platform, 
     # Before it a slow machine may have told of a step or a save that took long.
     assert err.splitlines()[-1] == (
         f"hp-train: stopped by {sign.name}. The newest checkpoint is of step {done} of 100000; "
-        "go on with `hp-train resume out`"
+        "continue with `hp-train resume out`"
     )
     assert "Traceback" not in err
     assert command.processes() == []

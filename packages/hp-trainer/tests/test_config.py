@@ -95,11 +95,11 @@ def test_relative_paths_are_those_of_the_file_and_of_the_command_line(tmp_path, 
         ("optimizer: {betas: [0.9, .inf]}", "a number finite and >= 0\n    got: .inf"),
         (f"model: {{name: tiny, hidden_size: {10**30}}}", f">= 1 and <= 2147483647\n    got: {10**30}"),
         ("model: {name: tiny, hidden_size: 1e30}", "wrong type"),
-        (f"model: {{name: tiny, hidden_size: {'9' * 6000}}}", f"a whole number\n    got: '{'9' * 57}...' (number)"),
+        (f"model: {{name: tiny, hidden_size: {'9' * 6000}}}", f"an integer\n    got: '{'9' * 57}...' (number)"),
         (f"optimizer: {{lr: {'9' * 400}}}", f"a number finite and > 0\n    got: {'9' * 57}..."),
         ("optimizer: {lr: 0x_}", "a number\n    got: '0x_' (text)"),
-        ("parallel: {ep: !!int abc}", "a whole number\n    got: 'abc' (text)"),
-        ("parallel: {ep: 0}", "parallel.ep: out of range\n    expected: -1 or a whole number >= 1\n    got: 0"),
+        ("parallel: {ep: !!int abc}", "an integer\n    got: 'abc' (text)"),
+        ("parallel: {ep: 0}", "parallel.ep: out of range\n    expected: -1 or an integer >= 1\n    got: 0"),
         ("parallel: {ep: -1, expert_mesh: peer}", "parallel.ep: -1 needs expert_mesh = folded"),
         ("launch: {timeout_seconds: 3}", "out of range\n    expected: a number >= 10\n    got: 3"),
         (f"generate: {{seed: {2**63}}}", f">= 0 and <= {2**63 - 1}\n    got: {2**63}"),
@@ -155,7 +155,7 @@ def test_an_unknown_name_is_told_with_the_nearest_one(refusal) -> None:
 def test_what_must_be_given_is_asked_for(refusal) -> None:
     assert refusal("model: {name: tiny}\n") == (
         "run.yaml: training.steps: missing\n"
-        "    expected: a whole number: optimizer steps of the whole run\n"
+        "    expected: an integer: total number of optimizer steps\n"
         "    try: --training.steps=..."
     )
     assert refusal("model: {name: tiny}\ntraining:\n  seed: 1\n").startswith("run.yaml:3: training.steps: missing")
@@ -164,15 +164,15 @@ def test_what_must_be_given_is_asked_for(refusal) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("seed: fifty", "wrong type\n    expected: a whole number\n    got: 'fifty' (text)"),
-        ('seed: "50"', "wrong type\n    expected: a whole number\n    got: '50' (text)\n    try: 50 without quotes"),
-        ("seed: 1.5", "wrong type\n    expected: a whole number\n    got: '1.5' (number)"),
-        ("seed: true", "wrong type\n    expected: a whole number\n    got: 'true' (true or false)"),
-        ("seed: null", "wrong type\n    expected: a whole number\n    got: null"),
-        ("seed: [1]", "wrong type\n    expected: a whole number\n    got: a list of 1"),
-        ("seed: {a: 1}", "wrong type\n    expected: a whole number\n    got: a section"),
-        ("seed: 12:30", "wrong type\n    expected: a whole number\n    got: '12:30' (text)"),
-        ("seed: -1", "out of range\n    expected: a whole number >= 0\n    got: -1"),
+        ("seed: fifty", "wrong type\n    expected: an integer\n    got: 'fifty' (text)"),
+        ('seed: "50"', "wrong type\n    expected: an integer\n    got: '50' (text)\n    try: 50 without quotes"),
+        ("seed: 1.5", "wrong type\n    expected: an integer\n    got: '1.5' (number)"),
+        ("seed: true", "wrong type\n    expected: an integer\n    got: 'true' (true or false)"),
+        ("seed: null", "wrong type\n    expected: an integer\n    got: null"),
+        ("seed: [1]", "wrong type\n    expected: an integer\n    got: a list of 1"),
+        ("seed: {a: 1}", "wrong type\n    expected: an integer\n    got: a section"),
+        ("seed: 12:30", "wrong type\n    expected: an integer\n    got: '12:30' (text)"),
+        ("seed: -1", "out of range\n    expected: an integer >= 0\n    got: -1"),
         ("clip_norm: 0", "out of range\n    expected: a number > 0\n    got: 0"),
         ("clip_norm: small", "wrong type\n    expected: a number or null\n    got: 'small' (text)"),
         (
@@ -190,7 +190,7 @@ def test_text_that_yaml_takes_for_something_else_needs_quotes(refusal) -> None:
     assert refusal(MINIMAL + "data:\n  path: 2024\n") == (
         "run.yaml:6: data.path: wrong type\n"
         "    expected: text or null\n"
-        "    got: '2024' (whole number)\n"
+        "    got: '2024' (integer)\n"
         '    try: "2024" in quotes'
     )
 
@@ -202,7 +202,7 @@ def test_lists_are_checked_item_by_item(refusal) -> None:
     assert refusal(MINIMAL + "generate:\n  prompts: [a, 3]\n") == (
         "run.yaml:6: generate.prompts[1]: wrong type\n"
         "    expected: text\n"
-        "    got: '3' (whole number)\n"
+        "    got: '3' (integer)\n"
         '    try: "3" in quotes'
     )
 
@@ -215,14 +215,14 @@ def test_a_key_given_twice_is_refused_with_both_lines(refusal) -> None:
 
 def test_a_section_must_be_one(refusal) -> None:
     assert refusal("model: {name: tiny}\ntraining: 5\n") == (
-        "run.yaml:2: training: wrong type\n    expected: a section\n    got: '5' (whole number)"
+        "run.yaml:2: training: wrong type\n    expected: a section\n    got: '5' (integer)"
     )
     assert refusal("- a\n") == "run.yaml: not a section\n    expected: key: value lines"
 
 
 def test_settings_of_one_section_are_checked_together(refusal) -> None:
     assert refusal(MINIMAL + "  global_batch_size: 8\n  micro_batch_size: 3\n") == (
-        "run.yaml:6: training.micro_batch_size: global_batch_size = 8 is no multiple of it\n"
+        "run.yaml:6: training.micro_batch_size: does not divide global_batch_size = 8\n"
         "    expected: a divisor of 8\n"
         "    got: 3"
     )
@@ -256,7 +256,7 @@ BILLION = "\n".join(
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (f"generate:\n{BILLION}\n", "more than 20,000 values, aliases (*name) counted as often as they stand"),
+        (f"generate:\n{BILLION}\n", "more than 20,000 values, counting each use of an alias (*name)"),
         ("generate: " + "[" * 60 + "]" * 60, "nested more than 50 levels deep"),
         ("generate: " + "[" * 100_000, "nested more than 50 levels deep"),
         ("#" * 2**21, "longer than 1,048,576 characters"),
@@ -310,14 +310,14 @@ def test_a_wrong_override_names_the_option(refusal) -> None:
         f"    expected: one of {keys_of(TrainingConfig)}\n"
         "    try: training.steps\n"
         "--training.steps: training.steps: wrong type\n"
-        "    expected: a whole number\n"
+        "    expected: an integer\n"
         "    got: 'many' (text)"
     )
 
 
 def test_an_override_below_a_value_is_refused(refusal) -> None:
     assert refusal(MINIMAL, ("training.steps.more", "5")) == (
-        "--training.steps.more: training.steps.more: training.steps is a value and has no settings of its own\n"
+        "--training.steps.more: training.steps.more: training.steps is a value, not a section\n"
         "    got: a value at run.yaml:4"
     )
 
@@ -374,5 +374,5 @@ def test_batches_may_be_given_in_tokens(registered: Registries) -> None:
     config = parse_config(text, registered=registered).config
     assert (config.training.global_batch_size, config.training.micro_batch_size) == (8, 2)
     assert parse_config(dump_config(config), registered=registered).config == config
-    with pytest.raises(ConfigError, match=r"training\.global_batch_tokens: samples have sequence_length = 8 tokens"):
+    with pytest.raises(ConfigError, match=r"training\.global_batch_tokens: not a multiple of sequence_length = 8"):
         parse_config("training: {steps: 1, sequence_length: 8, global_batch_tokens: 65}", registered=registered)

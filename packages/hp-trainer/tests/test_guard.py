@@ -45,7 +45,7 @@ def test_a_spike_is_far_above_the_window() -> None:
 def test_a_run_that_gives_up_too_often_stops() -> None:
     guard = guard_after([2.0], on_nonfinite="skip", max_interventions=2)
     assert [guard.judge_loss(math.nan, 2).action, guard.judge_norm(math.inf, 3).action] == ["skip", "skip"]
-    with pytest.raises(TrainingError, match="after 2 steps in a row that were given up"):
+    with pytest.raises(TrainingError, match="after 2 steps in a row that were discarded"):
         guard.judge_loss(math.nan, 4)
     guard.accept(2.0)
     assert guard.judge_loss(math.nan, 6).action == "skip"

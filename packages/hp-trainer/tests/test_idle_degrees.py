@@ -21,11 +21,11 @@ training: {steps: 1, global_batch_size: 8}
     [
         (
             [("parallel.ep", "2")],
-            "parallel.ep: the model has no experts that so many ranks could share; parallel.ep=1",
+            "parallel.ep: the model has no experts; parallel.ep=1",
         ),
         (
             [("parallel.ulysses_degree", "2")],
-            "parallel.ulysses_degree: parallel.cp = 1, so no ranks share a sequence; "
+            "parallel.ulysses_degree: parallel.cp = 1, so sequences are not sharded; "
             "parallel.cp=2, or parallel.ulysses_degree=null",
         ),
     ],

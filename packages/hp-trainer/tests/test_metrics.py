@@ -108,7 +108,7 @@ def test_a_damaged_line_is_told_and_left_out(tmp_path: Path, run, capsys, damage
     tracker = JsonLinesTracker(path)
     tracker.start(run(first_step=3))
     tracker.finish()
-    assert capsys.readouterr().err == f"hp-train: {path}: line 2 is damaged and is left out\n"
+    assert capsys.readouterr().err == f"hp-train: {path}: line 2 is damaged and is skipped\n"
     assert [event["event"] for event in read_metrics(path)] == ["step", "step", "start"]
 
 

@@ -72,7 +72,7 @@ def test_a_file_that_holds_no_schedule(show, tmp_path, content, message):
     assert err.startswith(f"hp-train: schedule file {file}: {message}")
     code, _, err = show(str(file), "--ranks=2")
     assert code == 2
-    assert "the file says ranks, stages and micro-batches" in err
+    assert "the file has its own ranks, stages and micro-batches" in err
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_a_file_that_holds_no_schedule(show, tmp_path, content, message):
         (("1f1b", "--ranks=2", "--microbatches=2", "--forward=1e308"), "whose sum over a step is a finite number"),
         (
             ("1f1b", "--ranks=2", "--microbatches=2", "--to=nowhere/a.png"),
-            "--to: expected a file in a folder that exists",
+            "--to: expected a file in an existing folder",
         ),
-        (("1f1b", "--ranks=2", "--microbatches=2", "--to="), "--to: expected a file in a folder that exists"),
+        (("1f1b", "--ranks=2", "--microbatches=2", "--to="), "--to: expected a file in an existing folder"),
         (
             ("1f1b", "--ranks=2", "--microbatches=2", "--weight-grad=nan"),
             "of at least 0, one above 0, got weight_grad=nan",
@@ -99,7 +99,7 @@ def test_a_file_that_holds_no_schedule(show, tmp_path, content, message):
             ("1f1b", "--ranks=2", "--microbatches=2", "--forward=0", "--input-grad=0", "--weight-grad=0"),
             "got forward, input_grad and weight_grad of 0",
         ),
-        (("1f1b", "--ranks=2", "--microbatches=2", "--training.steps=3"), "schedule takes no setting"),
+        (("1f1b", "--ranks=2", "--microbatches=2", "--training.steps=3"), "schedule accepts no setting"),
         (("1f1b", "--ranks=2", "--microbatches=2", "--to=a.docx"), "expected a name that ends in one of"),
     ],
 )

@@ -46,7 +46,7 @@ def test_check_tells_the_samples_of_a_micro_batch(installed: Registries) -> None
 
 def test_more_micro_batches_than_a_schedule_can_list(problems) -> None:
     (problem,) = problems(2, parallel__pp=2, training__global_batch_size=10**9)
-    assert problem.startswith("pipeline.microbatches: the actions of 1000000000 micro-batches on 2 ranks are too many")
+    assert problem.startswith("pipeline.microbatches: 1000000000 micro-batches on 2 ranks are too many")
     assert problem.endswith(
         "at most 524288 micro-batches; 1000000000; a larger training.micro_batch_size, or a smaller "
         "training.global_batch_size"
@@ -63,12 +63,12 @@ def test_more_stages_than_layers(problems) -> None:
         "parallel.pp: num_hidden_layers = 6 cannot be split into stages for pp = 8 ranks; at most 6; 8; pp=6"
     ]
     assert problems(4, parallel__pp=4, pipeline__schedule="interleaved_1f1b") == [
-        "pipeline.stages_per_rank: num_hidden_layers = 6 cannot be cut into 4 * 2 = 8 stages; "
+        "pipeline.stages_per_rank: num_hidden_layers = 6 cannot be split into 4 * 2 = 8 stages; "
         "at most 6 stages, one layer each; 8 stages; pipeline.stages_per_rank=1, or model.num_hidden_layers=8"
     ]
     # One stage a rank is no V.
     assert problems(4, parallel__pp=4, pipeline__schedule="zero_bubble_v") == [
-        "pipeline.stages_per_rank: num_hidden_layers = 6 cannot be cut into 4 * 2 = 8 stages; "
+        "pipeline.stages_per_rank: num_hidden_layers = 6 cannot be split into 4 * 2 = 8 stages; "
         "at most 6 stages, one layer each; 8 stages; pipeline.schedule=1f1b, or model.num_hidden_layers=8"
     ]
 
@@ -90,12 +90,12 @@ def test_split_backwards_of_weights_gathered_for_each_use(problems, settings, sc
 
 def test_unequal_micro_batches(problems) -> None:
     assert problems(2, parallel__pp=2, pipeline__microbatches=5) == [
-        "pipeline.microbatches: the 12 samples of a rank cannot be cut into equal micro-batches; a divisor of 12; 5; "
+        "pipeline.microbatches: the 12 samples of a rank do not split into equal micro-batches; a divisor of 12; 5; "
         "pipeline.microbatches=4 or 6"
     ]
     assert problems(2, parallel__pp=2, pipeline__microbatches=4, training__micro_batch_size=2) == [
         "pipeline.microbatches: 4 micro-batches of training.micro_batch_size = 2 are not the 12 samples of a rank; "
-        "6, or one of the two left out; 4; training.micro_batch_size=null"
+        "6, or only one of the two settings; 4; training.micro_batch_size=null"
     ]
 
 
@@ -124,5 +124,5 @@ def test_listed_layers(problems) -> None:
 
 def test_models_that_cannot_be_cut(problems) -> None:
     assert problems(2, parallel__pp=2, model="{name: tiny}") == [
-        "parallel.pp: model 'tiny' has no num_hidden_layers by which to cut it into stages; ; ; "
+        "parallel.pp: model 'tiny' has no num_hidden_layers, and cannot be split into stages; ; ; "
     ]

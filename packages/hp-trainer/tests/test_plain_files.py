@@ -49,7 +49,7 @@ def test_a_file_that_would_fill_the_memory_is_not_read(tmp_path: Path, registere
 
 def test_a_pipe_that_comes_after_the_first_look_is_not_read(pipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_files, "other_kind", lambda path: None)
-    with pytest.raises(OSError, match="it is a named pipe, not a plain file"):
+    with pytest.raises(OSError, match="it is a named pipe, not a regular file"):
         read_plain_text(pipe)
 
 
@@ -57,7 +57,7 @@ def test_a_file_that_tells_no_size_is_not_read_on() -> None:
     whole = Path("/proc/self/status")
     assert whole.stat().st_size == 0
     assert len(read_plain_text(whole)) > 16
-    with pytest.raises(OSError, match="it has 17 bytes, more than the 16 that are read"):
+    with pytest.raises(OSError, match="it has 17 bytes, more than the limit of 16"):
         read_plain_text(whole, most_bytes=16)
 
 
@@ -67,10 +67,10 @@ def test_a_configuration_that_is_a_pipe_or_a_device_is_refused(
     (tmp_path / "outer.yaml").write_text("include: pipe.yaml\n")
     for path in (pipe, tmp_path / "outer.yaml"):
         with pytest.raises(
-            ConfigError, match=r"pipe.yaml.*cannot be read(.*\n)*.*it is a named pipe, not a plain file"
+            ConfigError, match=r"pipe.yaml.*cannot be read(.*\n)*.*it is a named pipe, not a regular file"
         ):
             load_config(path, registered=registered)
-    with pytest.raises(ConfigError, match="it is a device, not a plain file"):
+    with pytest.raises(ConfigError, match="it is a device, not a regular file"):
         load_config("/dev/zero", registered=registered)
 
 

@@ -106,7 +106,7 @@ def test_layout_gives_each_rank_its_coordinates() -> None:
     cells = {name: re.findall(r">(\d)</td>", row) for name, row in rows.items()}
     assert cells["tp"] == ["0", "1", "0", "1"]
     assert ["0", "0", "1", "1"] in cells.values()
-    assert "cannot be told" in draw_layout({"parallel": {}, "model": {}}, 4)
+    assert "unknown: " in draw_layout({"parallel": {}, "model": {}}, 4)
     assert "The first 64 of 1,024 ranks" in draw_layout({"parallel": PARALLEL, "model": {}}, 1024)
 
 

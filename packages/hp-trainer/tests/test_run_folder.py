@@ -35,15 +35,15 @@ def test_the_folder_of_another_run_is_refused_with_the_ways_out(tmp_path: Path, 
     with pytest.raises(RunFolderError) as caught:
         RunFolder.create(tmp_path / "a", config)
     assert str(caught.value) == (
-        f"run folder {tmp_path / 'a'} holds the run {run_id}; choose another with --run.folder=..., delete it, "
-        f"or go on with `hp-train resume {tmp_path / 'a'}`"
+        f"run folder {tmp_path / 'a'} has the run {run_id}; choose another with --run.folder=..., delete it, "
+        f"or continue with `hp-train resume {tmp_path / 'a'}`"
     )
 
 
 def test_files_that_are_no_run_are_not_touched(tmp_path: Path, config: TrainerConfig) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
-    with pytest.raises(RunFolderError, match="holds files that are no run"):
+    with pytest.raises(RunFolderError, match="has files that do not belong to a run"):
         RunFolder.create(tmp_path / "mine", config)
     with pytest.raises(RunFolderError, match=r"is a file; choose another with --run.folder=\.\.\.$"):
         RunFolder.create(tmp_path / "mine" / "thesis.txt", config)
@@ -60,7 +60,7 @@ def test_an_empty_folder_will_do_and_so_does_one_that_is_only_locked(tmp_path: P
 
 
 def test_a_folder_without_a_run_cannot_be_opened(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match=r"holds no run \(no run.json\)"):
+    with pytest.raises(RunFolderError, match=r"has no run \(no run.json\)"):
         RunFolder.open(tmp_path)
     for damage in ("{", "[" * 100_000, "[]", "{}", '{"id": 3}', '{"id": ""}'):
         (tmp_path / "run.json").write_text(damage)
@@ -81,7 +81,7 @@ def test_of_two_runs_that_begin_at_once_one_gets_the_folder(
 ) -> None:
     first = RunFolder.create(tmp_path / "a", config)
     monkeypatch.setattr(RunFolder, "check_new", lambda path: None)  # as both saw it
-    with pytest.raises(RunFolderError, match="was taken by another run"):
+    with pytest.raises(RunFolderError, match="has just been taken by another run"):
         RunFolder.create(tmp_path / "a", config)
     assert RunFolder.open(tmp_path / "a").run_id == first.run_id
 

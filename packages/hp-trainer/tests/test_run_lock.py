@@ -151,7 +151,7 @@ def test_who_has_lost_the_run_neither_renews_nor_releases_the_lock_of_another(tm
             run.check_owner()
     assert read_holder(tmp_path) == elsewhere_like(tmp_path)
     (tmp_path / "lock.json").unlink()
-    with pytest.raises(RunLockedError, match="its lock is gone"):
+    with pytest.raises(RunLockedError, match="its lock was deleted"):
         run.check_owner()
     RunFolder(tmp_path).check_owner()
 

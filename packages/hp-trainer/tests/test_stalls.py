@@ -21,7 +21,7 @@ from hp_trainer.training.stalls import (
     describe_stall,
     frames_of_error,
     frames_of_thread,
-    place_in_model,
+    module_of_frames,
     read_reports,
     report_file,
     watched_set_up,
@@ -43,7 +43,7 @@ def world(rank: int = 0, size: int = 2, calls: int = 3) -> SimpleNamespace:
 def test_a_rank_that_says_nothing_is_named() -> None:
     reports = {rank: report(rank, {"0-3": (9, "all_reduce")}) for rank in (0, 1, 3)}
     assert describe_stall(reports, 4) == (
-        "step 7: rank 2 of 4 has not answered: stopped, killed, or not to be reached; rank 0, 1, 3 waits after "
+        "step 7: rank 2 of 4 has not answered: stopped, killed, or unreachable; rank 0, 1, 3 waits after "
         "starting all_reduce, at /x/hp_trainer/loop.py:3 in wait"
     )
 
@@ -52,7 +52,7 @@ def test_a_rank_in_a_loop_of_its_own_is_named_with_its_place() -> None:
     waiting = {rank: report(rank, {"0-2": (9, "all_gather")}) for rank in (0, 2)}
     stuck = report(1, {"0-2": (8, "all_reduce")}, "data.py:40 in read")
     told = describe_stall({**waiting, 1: stuck}, 3)
-    assert "rank 1 of 3 has not answered: it has not come to all_gather (call 9 among ranks 0-2), at " in told
+    assert "rank 1 of 3 has not answered: it has not started all_gather (call 9 among ranks 0-2), at " in told
     assert "at /x/hp_trainer/data.py:40 in read; rank 0, 2 waits after starting all_gather" in told
 
 
@@ -77,14 +77,14 @@ def test_the_innermost_module_and_the_action_of_a_pipeline_are_found_on_the_stac
     def run(action: Action) -> list[FrameType]:
         return model.forward()
 
-    assert place_in_model(model.forward(), names) == "module layers.1.attention"
-    found = place_in_model(run(Action.parse("2F1")), names)
+    assert module_of_frames(model.forward(), names) == "module layers.1.attention"
+    found = module_of_frames(run(Action.parse("2F1")), names)
     assert found == "module layers.1.attention, action 2F1 of the pipeline (stage 2)"
-    assert place_in_model(model.forward(), {id(model): ""}) == "module the whole model"
-    assert place_in_model(model.forward(), {}) == place_in_model([], names) == ""
+    assert module_of_frames(model.forward(), {id(model): ""}) == "module the full model"
+    assert module_of_frames(model.forward(), {}) == module_of_frames([], names) == ""
     with pytest.raises(RuntimeError) as failed:
         model.fail()
-    assert place_in_model(frames_of_error(failed.value), names) == "module layers.1.attention"
+    assert module_of_frames(frames_of_error(failed.value), names) == "module layers.1.attention"
     told = describe_stall({0: dataclasses.replace(report(0, {"0,1": (9, "all_gather")}), module="module layers.1")}, 2)
     assert "rank 0 waits after starting all_gather, in module layers.1, at /x/hp_trainer/loop.py:3 in wait" in told
 
@@ -103,7 +103,7 @@ def test_who_waits_for_another_group_is_not_blamed() -> None:
 def test_equal_ranks_wait_for_each_other() -> None:
     reports = {rank: report(rank, {"0,1": (5, "send")}) for rank in range(2)}
     assert "all 2 ranks wait for each other; rank 0, 1 waits after starting send" in describe_stall(reports, 2)
-    assert describe_stall({}, 2) == "no rank of 2 tells where it is"
+    assert describe_stall({}, 2) == "none of 2 ranks has a report"
 
 
 def test_damaged_reports_are_left_out(tmp_path: Path) -> None:
@@ -149,24 +149,24 @@ def wait_until(condition, seconds: float = 300.0) -> None:
 @pytest.mark.usefixtures("quick")
 def test_a_step_that_takes_many_times_its_usual_is_told_early_once(tmp_path: Path, clock: Clock) -> None:
     told: list[str] = []
-    with StallWatch(tmp_path, world(), timeout_seconds=600, tell=told.append) as watch:
+    with StallWatch(tmp_path, world(), timeout_seconds=600, report=told.append) as watch:
         for step in range(5):
-            watch.begin("step", step)
+            watch.start_phase("step", step)
             clock.sleep(0.01)
         assert told == []
-        watch.begin("step", 5)
+        watch.start_phase("step", 5)
         report_file(tmp_path, 1).write_text(json.dumps(report(1, {"0,1": (2, "all_gather")}, step=5).to_plain()))
         clock.sleep(1.5)
         wait_until(lambda: told)
-        assert told[0].startswith("step 5: rank 1 of 2 has not answered: it has not come to all_reduce (call 3 ")
+        assert told[0].startswith("step 5: rank 1 of 2 has not answered: it has not started all_reduce (call 3 ")
         assert f"stacks in {tmp_path}" in told[0]
         mine = read_reports(tmp_path)[0]
         assert any("test_stalls.py" in line for line in mine.stack)
         clock.sleep(1.0)
         time.sleep(0.2)
         assert len(told) == 1
-        watch.begin("step", 6)
-        assert "rank 0: the step before has ended after " in told[-1]
+        watch.start_phase("step", 6)
+        assert "rank 0: the late step has ended after " in told[-1]
         assert 0 not in read_reports(tmp_path)
 
 
@@ -175,7 +175,7 @@ def test_only_the_lowest_rank_that_answers_tells(tmp_path: Path, clock: Clock, m
     told: dict[int, list[str]] = {1: [], 2: []}
     begun, reported, done = threading.Barrier(3), threading.Barrier(2), threading.Event()
     asked: list[bool] = []
-    write, speaks = StallWatch._report, StallWatch._speaks
+    write, speaks = StallWatch._write_report, StallWatch._prints_summary
 
     def write_with_the_other(watch: StallWatch, waited: float, frames: list[FrameType]) -> None:
         write(watch, waited, frames)
@@ -185,13 +185,13 @@ def test_only_the_lowest_rank_that_answers_tells(tmp_path: Path, clock: Clock, m
         asked.append(speaks(watch))
         return asked[-1]
 
-    monkeypatch.setattr(StallWatch, "_report", write_with_the_other)
-    monkeypatch.setattr(StallWatch, "_speaks", noted)
+    monkeypatch.setattr(StallWatch, "_write_report", write_with_the_other)
+    monkeypatch.setattr(StallWatch, "_prints_summary", noted)
 
     def rank(number: int) -> None:
-        watch = StallWatch(tmp_path, world(number, 3), timeout_seconds=0.8, tell=told[number].append)
+        watch = StallWatch(tmp_path, world(number, 3), timeout_seconds=0.8, report=told[number].append)
         with watch:
-            watch.begin("step", 1)
+            watch.start_phase("step", 1)
             begun.wait(300)
             done.wait(300)
 
@@ -211,20 +211,20 @@ def test_only_the_lowest_rank_that_answers_tells(tmp_path: Path, clock: Clock, m
 @pytest.mark.usefixtures("quick")
 def test_a_failed_collective_is_explained_only_after_the_timeout(tmp_path: Path, clock: Clock) -> None:
     error = RuntimeError("a timeout")
-    with StallWatch(tmp_path, world(), timeout_seconds=0.5, tell=lambda line: None) as watch:
-        watch.begin("step", 3)
+    with StallWatch(tmp_path, world(), timeout_seconds=0.5, report=lambda line: None) as watch:
+        watch.start_phase("step", 3)
         assert watch.explain(error) is None, "a peer has died, say"
         clock.sleep(0.5)
         assert watch.explain(error) == (
-            "step 3: rank 1 of 2 has not answered: stopped, killed, or not to be reached; rank 0 waits after "
+            "step 3: rank 1 of 2 has not answered: stopped, killed, or unreachable; rank 0 waits after "
             f"starting all_reduce, {read_reports(tmp_path)[0].place}; waited 0.5 s (launch.timeout_seconds)"
         )
 
 
 @pytest.mark.usefixtures("quick")
 def test_an_error_of_no_collective_is_not_taken_for_a_hang(tmp_path: Path) -> None:
-    with StallWatch(tmp_path, world(), timeout_seconds=0.2, tell=lambda line: None) as watch:
-        watch.begin("step", 3)
+    with StallWatch(tmp_path, world(), timeout_seconds=0.2, report=lambda line: None) as watch:
+        watch.start_phase("step", 3)
         time.sleep(0.2)
         for error in (ValueError("of a user's code"), OSError(28, "full"), CheckpointError("damaged")):
             assert watch.explain(error) is None
@@ -236,7 +236,7 @@ def test_a_rank_without_the_group_in_which_others_wait_is_behind() -> None:
         waits = {rank: report(rank, {group: (1, "all_gather_bytes")}, step=0) for rank in range(size) if rank != 1}
         told = describe_stall({1: stuck} | {r: dataclasses.replace(w, phase="set-up") for r, w in waits.items()}, size)
         assert told.startswith(
-            f"set-up: rank 1 of {size} has not answered: it has not come to all_gather_bytes (call 1 "
+            f"set-up: rank 1 of {size} has not answered: it has not started all_gather_bytes (call 1 "
         )
         assert "own.py:5 in parallelize; rank 0" in told
     # Of a shortened name nobody can say who is in it.

@@ -143,5 +143,5 @@ def test_profile_is_a_run_up_to_the_last_profiled_step() -> None:
         "--training.steps=9",
     ]
     for bad in ("0", "5-", "a", "3-2-1"):
-        with pytest.raises(UsageError, match="--steps takes"):
+        with pytest.raises(UsageError, match="--steps: expected"):
             profile_arguments(["run.yaml", f"--steps={bad}"])

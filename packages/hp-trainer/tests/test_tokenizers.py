@@ -151,7 +151,7 @@ def test_a_tokenizer_is_trained_by_a_command_and_used_by_a_run(tmp_path: Path, c
         (["text.txt", "--vocab-size=200"], "needs at least 257 tokens, got 200"),
         (["text.txt", "--vocab-size=300", "--to=text.txt/a.json"], "cannot be written to text.txt/a.json"),
         (["text.txt"], "required: --vocab-size"),
-        (["text.txt", "--vocab-size=300", "--data.path=a"], "takes no settings, got --data.path"),
+        (["text.txt", "--vocab-size=300", "--data.path=a"], "accepts no settings, got --data.path"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_trained_is_told(

@@ -54,7 +54,7 @@ def test_layouts_of_a_configuration_leave_out_what_it_cannot_do(work: Path, caps
         "             4         1   1   1   1   1    1       folded\n"
         "every degree must be one of: 1, 2, 4\n"
         "6 layouts cannot be used:\n"
-        "  parallel.pp: model 'tiny' has no num_hidden_layers by which to cut it into stages (5 layouts)\n"
+        "  parallel.pp: model 'tiny' has no num_hidden_layers, and cannot be split into stages (5 layouts)\n"
         "  parallel.tp: num_key_value_heads = 2 cannot be split over tp = 4 (1 layout)\n"
     )
 
@@ -69,8 +69,8 @@ def test_help_lists_every_option_and_command(installed: Registries, capsys) -> N
         assert cli.main(arguments) == 0
         text = capsys.readouterr().out
         assert text.startswith(USAGE)
-        assert "  --training.steps=(a whole number; must be given)\n      optimizer steps of the whole run\n" in text
-        assert "  with model.name=tiny:\n  --model.hidden_size=(a whole number; default 64)" in text
+        assert "  --training.steps=(an integer; required)\n      total number of optimizer steps\n" in text
+        assert "  with model.name=tiny:\n  --model.hidden_size=(an integer; default 64)" in text
 
 
 def test_help_is_quick_and_loads_no_framework() -> None:

@@ -22,7 +22,7 @@ def test_a_word_that_is_no_command_is_told_the_nearest(work: Path, error) -> Non
     assert error("resme", "out") == (
         "hp-train: there is no command or file 'resme'; did you mean `hp-train resume`?\n"
         "usage: hp-train CONFIG [--section.setting=value ...]\n"
-        "`hp-train --help` tells every command and setting\n"
+        "`hp-train --help` lists all commands and settings\n"
     )
     assert "did you mean `hp-train layouts`?" in error("layout")
     assert "'trian'; did you mean `hp-train CONFIG`?" in error("trian", "run.yaml")
@@ -36,7 +36,7 @@ def test_the_usage_of_a_command_is_told_alone(work: Path, error) -> None:
         "usage: hp-train export RUN --to DIR [--dtype DTYPE] [--lora merged|adapter] [--weights last|ema] "
         "[--file-bytes N]\n"
         "       hp-train export RUN --to DIR --format dcp\n"
-        "`hp-train --help` tells every command and setting\n"
+        "`hp-train --help` lists all commands and settings\n"
     )
 
 
@@ -61,11 +61,11 @@ def test_a_full_disk_is_told_with_what_to_do(work: Path, capsys, monkeypatch: py
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (PermissionError(13, "Permission denied", "out"), "out: you may not write or read there (Permission denied); "),
+        (PermissionError(13, "Permission denied", "out"), "out: permission denied (Permission denied); "),
         (OSError(30, "Read-only file system", "out"), "out: the file system is read-only (Read-only file system); "),
-        (OSError(122, "Disk quota exceeded", "out"), "out: your quota of the disk is used up (Disk quota exceeded); "),
+        (OSError(122, "Disk quota exceeded", "out"), "out: your disk quota is used up (Disk quota exceeded); "),
         (OSError(5, "Input/output error"), "the disk or the network file system failed (Input/output error); "),
-        (MemoryError(), "the memory is used up: no more is given to this process; use more memory or ranks, "),
+        (MemoryError(), "the memory is used up: an allocation failed; use more memory or ranks, "),
         (MemoryError("Unable to allocate 1 TiB"), "the memory is used up: Unable to allocate 1 TiB; "),
         (ImportError("x.so: cannot allocate memory"), "the memory is used up: x.so: cannot allocate memory; "),
         (OSError("something else"), "something else\n"),
@@ -114,7 +114,7 @@ def test_each_rank_of_a_launcher_tells_what_only_it_may_have_found(
     assert cli.main(["run.yaml", "--parallel.tp=3"]) == 2
     assert capsys.readouterr().err == "", "rank 0 finds the same"
     assert cli.main(["resume", "nothing"]) == 2
-    assert capsys.readouterr().err.startswith("hp-train: rank 1: nothing holds no run")
+    assert capsys.readouterr().err.startswith("hp-train: rank 1: nothing has no run")
     # The folder and the data are looked at by the rank that prepares the run, when the others can hear of it.
     monkeypatch.setenv("RANK", "0")
     (work / "corpus.txt").unlink()

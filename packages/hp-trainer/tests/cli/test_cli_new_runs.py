@@ -63,7 +63,7 @@ def test_all_that_is_wrong_is_told_at_once(work: Path, error, prepared: list) ->
         "    expected: a text file, or a folder with text files\n"
         f"    got: {work}/none.txt\n"
         f"    try: a path that exists ({work} does)\n"
-        "run.yaml:9: run.folder: holds files that are no run\n"
+        "run.yaml:9: run.folder: has files that do not belong to a run\n"
         "    expected: a new folder\n"
         "    got: out\n"
         "    try: another --run.folder\n"
@@ -80,10 +80,10 @@ def test_keys_and_types_are_told_before_anything_else(work: Path, error) -> None
         f"    expected: one of {', '.join(sorted(field.name for field in fields(TrainerConfig)))}\n"
         "    try: training\n"
         "run.yaml: training.steps: missing\n"
-        "    expected: a whole number: optimizer steps of the whole run\n"
+        "    expected: an integer: total number of optimizer steps\n"
         "    try: --training.steps=...\n"
         "--launch.local_ranks: launch.local_ranks: wrong type\n"
-        "    expected: a whole number or null\n"
+        "    expected: an integer or null\n"
         "    got: 'two' (text)\n"
     )
 
@@ -91,7 +91,7 @@ def test_keys_and_types_are_told_before_anything_else(work: Path, error) -> None
 def test_a_pipeline_of_a_model_that_cannot_be_cut_is_refused(work: Path, error) -> None:
     assert error("run.yaml", "--launch.local_ranks=4", "--parallel.pp=2") == (
         "hp-train: run.yaml: 1 problem\n"
-        "--parallel.pp: parallel.pp: model 'tiny' has no num_hidden_layers by which to cut it into stages\n"
+        "--parallel.pp: parallel.pp: model 'tiny' has no num_hidden_layers, and cannot be split into stages\n"
     )
 
 
@@ -120,7 +120,7 @@ def test_an_unknown_compiler_is_refused(
 
 def test_more_processes_than_the_machine_can_hold_are_refused(work: Path, error, monkeypatch) -> None:
     monkeypatch.setattr(preflight.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096}.get(name, 2**20))
-    message = "each rank is a process of its own, and so many do not fit in the memory of this machine\n"
+    message = "each rank is a process, and so many do not fit into the memory of this machine\n"
     batch = "--training.global_batch_size=65"
     assert f"launch.local_ranks: {message}    expected: at most 64\n    got: 65\n" in error(
         "run.yaml", "--launch.local_ranks=65", batch
@@ -150,8 +150,8 @@ def test_empty_folders_are_refused(work: Path, error) -> None:
         ),
         (
             ("--parallel.cp=4", "--training.compile=true"),
-            "--training.compile: training.compile: attention of context parallel ranks exchanges keys or heads, which "
-            "is not compiled\n    expected: false, or parallel.cp = 1\n    got: true\n",
+            "--training.compile: training.compile: context parallel attention communicates, which cannot be "
+            "compiled\n    expected: false, or parallel.cp = 1\n    got: true\n",
         ),
         (
             ("--parallel.cp=4", "--parallel.ulysses_degree=3"),
@@ -174,7 +174,7 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(work: Path, error) -> No
     arguments = ("--launch.local_ranks=4", "--training.global_batch_size=10", "--training.micro_batch_size=2")
     assert error("run.yaml", *arguments) == (
         "hp-train: run.yaml: 1 problem\n"
-        "--training.global_batch_size: training.global_batch_size: cannot be shared by dp_replicate*dp_shard = 1*4 = 4 "
+        "--training.global_batch_size: training.global_batch_size: cannot be split over dp_replicate*dp_shard = 1*4 = 4 "
         "ranks of micro-batches of 2\n"
         "    expected: a multiple of 8\n"
         "    got: 10\n"
@@ -194,14 +194,14 @@ def test_data_without_text_is_refused(work: Path, error) -> None:
 
 def test_the_folder_of_another_run_is_refused(work: Path, error) -> None:
     run = make_run(work)
-    assert f"run.yaml:9: run.folder: holds the run {run.run_id}\n" in error("run.yaml")
+    assert f"run.yaml:9: run.folder: has the run {run.run_id}\n" in error("run.yaml")
 
 
 def test_what_the_system_refuses_is_told_without_a_traceback(work: Path, prepared: list, capsys) -> None:
     (work / "corpus").write_text("a file, not a folder")
     assert cli.main(["run.yaml", "--run.folder=corpus/run"]) == 2
     told = capsys.readouterr().err
-    assert f"--run.folder: run.folder: cannot be made: {work / 'corpus'} is no folder\n" in told
+    assert f"--run.folder: run.folder: cannot be created: {work / 'corpus'} is not a folder\n" in told
 
 
 def test_folders_that_cannot_be_written_are_refused(work: Path, error, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,8 +210,8 @@ def test_folders_that_cannot_be_written_are_refused(work: Path, error, monkeypat
     # The superuser may write anywhere, so the answer of the system is given here.
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != work / "locked" and access(path, mode))
     told = error("run.yaml", "--run.folder=locked/a/run", "--checkpoint.folder=locked/b")
-    where = f"cannot be written: {work / 'locked'} belongs to another user or is read-only\n"
-    assert f"--run.folder: run.folder: {where}    expected: a folder that you may write to\n" in told
+    where = f"is not writable: {work / 'locked'} belongs to another user or is read-only\n"
+    assert f"--run.folder: run.folder: {where}    expected: a writable folder\n" in told
     assert f"--checkpoint.folder: checkpoint.folder: {where}" in told
 
 
@@ -269,7 +269,7 @@ def test_how_ranks_share_sequences_is_told(work: Path, prepared: list, capsys: p
     assert "within their documents" not in ring
     for method, is_told in (("ring", True), ("ulysses", False)):  # ranks that exchange heads have stretches of rows
         assert cli.main([*given, "--data.packing=documents", f"--parallel.cp_method={method}"]) == 0
-        told = "sequences: samples are cut within their documents, for equal work on all ranks"
+        told = "sequences: documents are sharded over the ranks, for equal work on each"
         assert (told in capsys.readouterr().out) == is_told
 
 

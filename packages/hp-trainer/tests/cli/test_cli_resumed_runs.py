@@ -25,7 +25,7 @@ def test_resume_goes_on_from_the_newest_sound_checkpoint(work: Path, prepared: l
     assert (config.training.steps, path, checkpoint) == (20, Path("out"), "step-00000002")
     assert RunFolder.open(path).load_config().config.training.steps == 20
     told = capsys.readouterr().err
-    assert "passed over a checkpoint: out/checkpoints/step-00000009/index.json is of step 2" in told
+    assert "skipped a checkpoint: out/checkpoints/step-00000009/index.json is of step 2" in told
 
 
 def test_a_run_of_a_platform_that_is_not_here_goes_on_with_the_one_that_is(
@@ -39,7 +39,7 @@ def test_a_run_of_a_platform_that_is_not_here_goes_on_with_the_one_that_is(
     ((config, _, _),) = prepared
     assert config.platform == "torch"
     told = capsys.readouterr().err
-    assert told == "hp-train: the run was last on elsewhere, which is not installed here; going on with torch\n"
+    assert told == "hp-train: the run was trained on elsewhere, which is not installed here; continuing with torch\n"
     assert RunFolder.open(work / "out").load_config().config.platform == "torch"
     assert "platform: is not installed" in error("resume", "out", "--platform=elsewhere")
 
@@ -56,9 +56,9 @@ def test_what_a_run_began_with_cannot_change(work: Path, error) -> None:
     (work / "other.txt").write_text("other")
     text = error("resume", "out", "--training.seed=1", "--data.path=other.txt", "--training.sequence_length=16")
     assert text.startswith("hp-train: out/config.yaml: 3 problems\n")
-    assert "--data.path: data.path: is fixed when a run begins\n" in text
-    assert "--training.seed: training.seed: is fixed when a run begins\n    expected: 0\n    got: 1\n" in text
-    assert "--training.sequence_length: training.sequence_length: is fixed when a run begins\n" in text
+    assert "--data.path: data.path: cannot change after the start of a run\n" in text
+    assert "--training.seed: training.seed: cannot change after the start of a run\n    expected: 0\n    got: 1\n" in text
+    assert "--training.sequence_length: training.sequence_length: cannot change after the start of a run\n" in text
 
 
 def test_a_checkpoint_of_another_model_is_refused(work: Path, error, prepared: list) -> None:
@@ -74,10 +74,10 @@ def test_a_checkpoint_of_another_model_is_refused(work: Path, error, prepared: l
 
 
 def test_resume_without_a_run_or_a_checkpoint_is_refused(work: Path, error, prepared: list) -> None:
-    assert "holds no run (no run.json)" in error("resume", "out")
+    assert "has no run (no run.json)" in error("resume", "out")
     create_run(work / "out", load_config(work / "run.yaml", registered=registries()).config)
-    way = "`hp-train run out/config.yaml --run.folder=out` begins again"
-    assert error("resume", "out") == f"hp-train: out/checkpoints has no sound checkpoint; {way}\n"
+    way = "start again with `hp-train run out/config.yaml --run.folder=out`"
+    assert error("resume", "out") == f"hp-train: out/checkpoints has no valid checkpoint; {way}\n"
 
 
 def test_a_resumed_run_compares_its_data_with_their_digest(work: Path, error, prepared: list) -> None:
@@ -145,19 +145,19 @@ def test_a_run_that_was_killed_while_it_was_made_is_made_whole(
 
 
 def test_run_refuses_what_it_cannot_go_on_with(work: Path, error, prepared: list) -> None:
-    assert "run needs the folder to begin or to go on with" in error("run", "run.yaml", "--run.folder=null")
+    assert "run needs the folder of the run to start or continue" in error("run", "run.yaml", "--run.folder=null")
     (work / "out").mkdir()
     (work / "out" / "thesis.txt").write_text("x")
-    assert "holds files that are no run" in error("run", "run.yaml")
+    assert "has files that do not belong to a run" in error("run", "run.yaml")
     (work / "out" / "thesis.txt").unlink()
     make_run(work)
-    assert "training.seed: is fixed when a run begins" in error("run", "run.yaml", "--training.seed=1")
+    assert "training.seed: cannot change after the start of a run" in error("run", "run.yaml", "--training.seed=1")
     for shard in (work / "out" / "checkpoints").glob("*/shard*"):
         shard.write_bytes(b"")
     # Not from the beginning: there is something to save.
     *passed_over, told = error("run", "run.yaml").splitlines()
     assert len(passed_over) == len(list((work / "out" / "checkpoints").iterdir()))
-    assert told.startswith("hp-train: out/checkpoints has no sound checkpoint; bring one of them back")
+    assert told.startswith("hp-train: out/checkpoints has no valid checkpoint; restore one of them")
     assert prepared == []
 
 
@@ -168,7 +168,7 @@ def test_resume_from_an_earlier_step_sets_later_checkpoints_aside(work: Path, pr
     assert "has no checkpoint of step 3; available steps: 2, 4, 6" in error("resume", "out", "--from-step=3")
     assert cli.main(["resume", "out", "--from-step=2", "--optimizer.lr=1e-4"]) == 0
     assert prepared[-1][2] == "step-00000002"
-    assert capsys.readouterr().err.count("hp-train: set aside out/checkpoints/step-0000000") == 2
+    assert capsys.readouterr().err.count("hp-train: moved out/checkpoints/step-0000000") == 2
     assert list_checkpoints(LocalStorage(run.checkpoints)) == ["step-00000002"]
     assert cli.main(["resume", "out"]) == 0
     assert prepared[-1][2] == "step-00000002", "the later ones are not found again"
@@ -177,7 +177,7 @@ def test_resume_from_an_earlier_step_sets_later_checkpoints_aside(work: Path, pr
     table = capsys.readouterr().out.splitlines()
     assert [line.split()[:5] for line in table[:2]] == [
         ["step", "loss", "size", "state", "folder"],
-        ["2", "0.5000", "0.0", "MiB", "sound"],
+        ["2", "0.5000", "0.0", "MiB", "valid"],
     ]
     assert [line.split()[0] for line in table[2:]] == ["4", "6"]
     assert all(".set-aside-" in line for line in table[2:])

@@ -152,7 +152,7 @@ def test_bad_input_is_refused(run: Run, tmp_path: Path, command: str, words: tup
 def test_a_picture_needs_a_folder(run: Run) -> None:
     code, out, error = run("plan", "run.yaml", "--world-size=8", "--to=nowhere/memory.png")
     assert (code, out) == (2, "")
-    assert "--to: expected a file in a folder that exists, got 'nowhere/memory.png'" in error
+    assert "--to: expected a file in an existing folder, got 'nowhere/memory.png'" in error
     for path in ("", ".", "/"):
         assert "--to: expected a file" in run("plan", "run.yaml", f"--to={path}")[2]
 

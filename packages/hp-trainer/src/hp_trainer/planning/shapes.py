@@ -218,7 +218,7 @@ class StepShape:
         return frozenset(max(stages[each]) for each, owner in enumerate(owners) if owner == rank and stages[each])
 
     def _stages(self, num_stages: int) -> list[range]:
-        return self.shared(("stages", num_stages), lambda: cut_layers(self.config, num_stages))
+        return self.shared(("stages", num_stages), lambda: split_layers(self.config, num_stages))
 
 
 def _num_microbatches(config: TrainerConfig, dims: ParallelDims) -> int:
