@@ -141,4 +141,4 @@ def test_the_command_plans_a_module_and_names_settings_that_fit(
     assert found
     assert not [each for each in found if "training.sequence_length" in each["settings"]]
     assert main([*words[:-1], "--device-memory=1MiB"]) == 1
-    assert "no setting nor pair of settings makes it fit" in capsys.readouterr().out
+    assert "no setting or pair of settings makes it fit" in capsys.readouterr().out

@@ -99,7 +99,7 @@ def test_local_ranks_of_changing_number(folder, hp_train, whole, slowly):
         slowly(False)
         code, _, err = command.finish(600)
         assert code == 0, err
-        assert "starting the ranks again" in err
+        assert "restarting the ranks" in err
     assert sizes_of(run) == [4, 4, 3, 3, 4, 4]
     assert_same_curve(run, whole)
 

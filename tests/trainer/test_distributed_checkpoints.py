@@ -213,9 +213,9 @@ def test_what_does_not_fit_is_refused_by_name(lab: Lab, tmp_path: Path, capsys):
     run = lab.run("run", training__steps=1)
     assert "it has no file .metadata" in refused(capsys, "import", tmp_path, f"--run={run.path}")
     dcp.save({"x": torch.ones(2)}, checkpoint_id=str(tmp_path / "other"), no_dist=True)
-    assert "holds no hp.state" in refused(capsys, "import", tmp_path / "other", f"--run={run.path}")
+    assert "has no hp.state" in refused(capsys, "import", tmp_path / "other", f"--run={run.path}")
     told = refused(capsys, "import", tmp_path / "other", f"--to={tmp_path / 'out'}", "--prefix=model.")
-    assert "no tensor has a name that begins with 'model.'; there are x" in told
+    assert "no tensor has a name that starts with 'model.'; there are x" in told
     folder = exported(lab, run)
     larger = lab.run("larger", training__steps=1, model__hidden_size=24)
     assert "hidden_size is 16 there and 24 here" in refused(capsys, "import", folder, f"--run={larger.path}")

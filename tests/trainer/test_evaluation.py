@@ -76,24 +76,24 @@ def test_a_layout_that_cannot_evaluate_is_refused_before_a_rank_starts(lab, caps
     assert cli.main(["evaluate", str(run.path), "--launch.local_ranks=2", "--parallel.tp=4"]) == 2
     assert "parallel.tp" in capsys.readouterr().err
     assert cli.main(["evaluate", str(run.path), "--launch.local_ranks=2", "--parallel.pp=2"]) == 2
-    assert "parallel.pp: an evaluation runs no pipeline" in capsys.readouterr().err
+    assert "parallel.pp: evaluation does not support pipelines" in capsys.readouterr().err
 
 
 def test_data_that_cannot_be_evaluated_are_refused(lab, capsys):
     run = lab.run("run", training__steps=1, data__eval_fraction=0)
     assert cli.main(["evaluate", str(run.path)]) == 2
-    assert "there is no sample to evaluate with; give some: --data.path" in capsys.readouterr().err
+    assert "there are no evaluation samples; give some by --data.path" in capsys.readouterr().err
     assert cli.main(["evaluate", str(run.path), "--data.path=none.txt"]) == 2
     assert "data.path: does not exist" in capsys.readouterr().err
 
 
 def test_tasks_need_an_exported_model_and_the_library(tmp_path: Path, monkeypatch, capsys):
     assert cli.main(["evaluate", str(tmp_path), "--tasks=hellaswag"]) == 2
-    assert "holds no exported model (no config.json); write one with `hp-train export" in capsys.readouterr().err
+    assert "has no exported model (no config.json); write one with `hp-train export" in capsys.readouterr().err
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(perplexity.importlib.util, "find_spec", lambda name: None)
     assert cli.main(["evaluate", str(tmp_path), "--tasks=hellaswag"]) == 2
-    assert "tasks are run by lm-eval, and lm_eval and transformers cannot be imported here" in capsys.readouterr().err
+    assert "tasks need lm-eval, but lm_eval and transformers cannot be imported" in capsys.readouterr().err
 
 
 def test_tasks_are_run_by_lm_eval_with_its_own_options(tmp_path: Path, monkeypatch):

@@ -108,7 +108,7 @@ def test_a_run_whose_experts_move_is_taken_up_in_the_middle(lab, moves, how):
 
 
 def test_states_that_cannot_travel_are_refused(lab):
-    with pytest.raises(LaunchError, match=r"parallel.ep_move_interval: adafactor keeps states of layers.*experts.w"):
+    with pytest.raises(LaunchError, match=r"parallel.ep_move_interval: adafactor has states of layers.*experts.w"):
         lab.run("run", FOUR_RANKS["hybrid"], 4, **SHORT, parallel__ep_move_interval=1, optimizer__name="adafactor")
 
 
@@ -118,7 +118,7 @@ def test_states_that_cannot_travel_are_refused_by_stages_without_experts_too(lab
     run = lab.start("run", LAYOUTS["pipeline"], **settings)
 
     def rank():
-        with pytest.raises(ParallelDimsError, match=r"1 problem\n.*adafactor keeps states of layers.*experts.w"):
+        with pytest.raises(ParallelDimsError, match=r"1 problem\n.*adafactor has states of layers.*experts.w"):
             Trainer(run, run.load_config().config, lab.platform)
 
     run_ranks(rank, 4, lab.platform)

@@ -65,7 +65,7 @@ def test_scores_that_are_no_numbers_are_named_or_judged_as_the_guard_says(lab, m
     with pytest.raises(LaunchError) as caught:
         lab.run("stopped", **settings)
     assert isinstance(caught.value.__cause__, TrainingError)
-    told = r"step 1: layers\.\d\.moe, rank 0: routing.scores: expected finite .*; this step changed nothing. Go on from"
+    told = r"step 1: layers\.\d\.moe, rank 0: routing.scores: expected finite .*; this step changed nothing. Continue from"
     assert re.search(told, str(caught.value))
     calls.clear()
     steps = events(lab.run("skipped", training__guard__on_nonfinite="skip", **settings), "step")
@@ -124,5 +124,5 @@ def test_a_spike_is_skipped_and_an_interrupted_run_decides_alike(lab, spoilt):
 
 def test_without_a_checkpoint_there_is_nothing_to_go_back_to(lab, spoilt):
     spoilt[1] = math.nan
-    with pytest.raises(LaunchError, match="asks to go back to the last checkpoint, and there is none yet"):
+    with pytest.raises(LaunchError, match="needs a checkpoint to go back to, and there is none yet"):
         lab.run("run", training__guard__on_nonfinite="rollback")

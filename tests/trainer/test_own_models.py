@@ -221,7 +221,7 @@ def test_a_plan_for_a_model_that_lays_itself_out_is_refused(lab: Lab):
     text = f"data: {{path: {lab.text}}}\ntraining: {{steps: 1, sequence_length: 8}}\n"
     (lab.folder / "plan.yaml").write_text(f"{text}parallel: {{fsdp_units: [layers.*]}}\n")
     config = load_config(lab.folder / "plan.yaml", registered=registries()).config
-    with pytest.raises(LaunchError, match=r"model.name = decoder lays itself out"):
+    with pytest.raises(LaunchError, match=r"model.name = decoder has its own parallelization"):
         trained(lab, "plan", config)
 
 

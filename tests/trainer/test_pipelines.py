@@ -88,8 +88,8 @@ def test_settings_of_parameters_of_one_stage_are_those_of_one_rank(lab, settings
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"training__freeze": "[embedd.*]"}, r"training.freeze: no parameter is called embedd"),
-        ({"training__freeze": "['*']"}, "nothing is left to train"),
+        ({"training__freeze": "[embedd.*]"}, r"training.freeze: no parameter matches embedd"),
+        ({"training__freeze": "['*']"}, "no parameter is left to train"),
         ({"parameter_groups": "[{match: [nothing]}]"}, "no parameter matches nothing"),
     ],
 )
