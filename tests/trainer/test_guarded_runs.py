@@ -65,7 +65,9 @@ def test_scores_that_are_no_numbers_are_named_or_judged_as_the_guard_says(lab, m
     with pytest.raises(LaunchError) as caught:
         lab.run("stopped", **settings)
     assert isinstance(caught.value.__cause__, TrainingError)
-    told = r"step 1: layers\.\d\.moe, rank 0: routing.scores: expected finite .*; this step changed nothing. Continue from"
+    told = (
+        r"step 1: layers\.\d\.moe, rank 0: routing.scores: expected finite .*; this step changed nothing. Continue from"
+    )
     assert re.search(told, str(caught.value))
     calls.clear()
     steps = events(lab.run("skipped", training__guard__on_nonfinite="skip", **settings), "step")

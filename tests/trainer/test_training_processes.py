@@ -178,7 +178,10 @@ def test_two_machines_of_the_frameworks_launcher_train_one_model(folder, hp_trai
 
 BAD = {
     "too little text": (("--data.path=short.txt",), "one sample takes 17"),
-    "nothing to evaluate with": (("--training.eval_interval=2", "--data.eval_fraction=0"), "the evaluation data have no sample"),
+    "nothing to evaluate with": (
+        ("--training.eval_interval=2", "--data.eval_fraction=0"),
+        "the evaluation data have no sample",
+    ),
 }
 
 

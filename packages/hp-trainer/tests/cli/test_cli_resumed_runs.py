@@ -57,7 +57,9 @@ def test_what_a_run_began_with_cannot_change(work: Path, error) -> None:
     text = error("resume", "out", "--training.seed=1", "--data.path=other.txt", "--training.sequence_length=16")
     assert text.startswith("hp-train: out/config.yaml: 3 problems\n")
     assert "--data.path: data.path: cannot change after the start of a run\n" in text
-    assert "--training.seed: training.seed: cannot change after the start of a run\n    expected: 0\n    got: 1\n" in text
+    assert (
+        "--training.seed: training.seed: cannot change after the start of a run\n    expected: 0\n    got: 1\n" in text
+    )
     assert "--training.sequence_length: training.sequence_length: cannot change after the start of a run\n" in text
 
 
