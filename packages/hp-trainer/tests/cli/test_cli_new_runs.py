@@ -174,8 +174,8 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(work: Path, error) -> No
     arguments = ("--launch.local_ranks=4", "--training.global_batch_size=10", "--training.micro_batch_size=2")
     assert error("run.yaml", *arguments) == (
         "hp-train: run.yaml: 1 problem\n"
-        "--training.global_batch_size: training.global_batch_size: cannot be split over dp_replicate*dp_shard = 1*4 = 4 "
-        "ranks of micro-batches of 2\n"
+        "--training.global_batch_size: training.global_batch_size: cannot be split over dp_replicate*dp_shard = 1*4 = "
+        "4 ranks of micro-batches of 2\n"
         "    expected: a multiple of 8\n"
         "    got: 10\n"
         "    try: training.global_batch_size=8 or 16\n"
