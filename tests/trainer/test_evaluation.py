@@ -11,9 +11,8 @@ import pytest
 from training_runs import FOUR_RANKS, events
 
 from hp_dtensor.testing import run_ranks
-from hp_trainer import cli
+from hp_trainer import cli, evaluation
 from hp_trainer.cli.models import evaluate_on_rank
-from hp_trainer.evaluation import perplexity
 
 STEP = re.compile(r"step (\d+): loss ([\d.]+) nats per token, perplexity ([\d.]+), over ([\d,]+) tokens")
 
@@ -91,7 +90,7 @@ def test_tasks_need_an_exported_model_and_the_library(tmp_path: Path, monkeypatc
     assert cli.main(["evaluate", str(tmp_path), "--tasks=hellaswag"]) == 2
     assert "has no exported model (no config.json); write one with `hp-train export" in capsys.readouterr().err
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(perplexity.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(evaluation.importlib.util, "find_spec", lambda name: None)
     assert cli.main(["evaluate", str(tmp_path), "--tasks=hellaswag"]) == 2
     assert "tasks need lm-eval, but lm_eval and transformers cannot be imported" in capsys.readouterr().err
 
@@ -101,7 +100,7 @@ def test_tasks_are_run_by_lm_eval_with_its_own_options(tmp_path: Path, monkeypat
     (tmp_path / "lm_eval.py").write_text(
         "import json, sys; json.dump(sys.argv[1:], open('given.json', 'w')); sys.exit(3)"
     )
-    monkeypatch.setattr(perplexity.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(evaluation.importlib.util, "find_spec", lambda name: object())
     monkeypatch.chdir(tmp_path)
     assert cli.main(["evaluate", str(tmp_path), "--tasks=hellaswag,arc_easy", "--limit", "10"]) == 3
     given = json.loads((tmp_path / "given.json").read_text())
