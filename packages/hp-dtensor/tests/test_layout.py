@@ -77,7 +77,7 @@ def test_partial_state(layout):
     assert one.placements == (S0, Partial("max"))
     assert one != layout("dp", "None")
     assert layout((S0, Partial("max"))) == one
-    with pytest.raises(ValueError, match="axis 'dp' cuts a dimension"):
+    with pytest.raises(ValueError, match="axis 'dp' shards a dimension"):
         one.set_partial_by_dev_axis("dp")
     with pytest.raises(ValueError, match=r"'ep'.*known: dp, tp"):
         one.set_partial_by_dev_axis("ep")
@@ -123,7 +123,11 @@ def test_equality_hash_and_dict(layout):
             ValueError,
             r"2 alias names .* shard \[3\]",
         ),
-        (lambda: Layout((2,), ("dp",))((Shard(1),)).get_global_shape((3,)), ValueError, "cuts dimension 1 of a shard"),
+        (
+            lambda: Layout((2,), ("dp",))((Shard(1),)).get_global_shape((3,)),
+            ValueError,
+            "shards dimension 1, but a shard",
+        ),
         (lambda: Layout((2,), ("dp",))((Shard(-1),)).tensor_map, ValueError, "name dimensions from the front"),
         (lambda: Layout.from_device_mesh("dp"), TypeError, "takes a DeviceMesh, got 'dp'"),
     ],

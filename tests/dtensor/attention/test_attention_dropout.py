@@ -11,7 +11,7 @@ from hp_dtensor import DeviceMesh, Shard, distribute_tensor
 from hp_dtensor.exceptions import AttentionError
 from hp_dtensor.parallel.attention import AttentionDropout, AttentionMask, SequenceSharding, attention, functional
 from hp_dtensor.parallel.recompute import checkpoint
-from hp_dtensor.platform.attention import kept_entries
+from hp_dtensor.platform.attention import dropout_mask
 from hp_dtensor.testing import run_ranks
 
 LENGTH = 11
@@ -104,7 +104,7 @@ def test_plain_heads_are_told_their_numbers(hp_platform):
 
 def test_the_platform_draws_the_entries_of_the_reference(hp_platform):
     vectors = (SEEDS, np.array([3, 0]), np.arange(-2, 6), np.arange(2**40, 2**40 + 70))
-    retained = kept_entries(P, *vectors)
+    retained = dropout_mask(P, *vectors)
     factors = hp_platform.to_numpy(hp_platform.dropout_factors(P, *vectors))
     np.testing.assert_array_equal(factors, np.where(retained, np.float32(1) / np.float32(1 - P), np.float32(0)))
     assert not hp_platform.to_numpy(hp_platform.dropout_factors(1.0, *vectors)).any()
@@ -112,7 +112,7 @@ def test_the_platform_draws_the_entries_of_the_reference(hp_platform):
 
 def test_as_many_are_dropped_as_asked():
     """The share of 2^18 entries is within five standard deviations: in all, by head, by row, by query and by key."""
-    retained = kept_entries(0.1, np.arange(4), np.arange(16), np.arange(64), np.arange(64))
+    retained = dropout_mask(0.1, np.arange(4), np.arange(16), np.arange(64), np.arange(64))
     for axes in ((0, 1, 2, 3), (1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2)):
         count = np.prod([retained.shape[axis] for axis in axes])
         assert np.abs(retained.mean(axes) - 0.9).max() < 5 * np.sqrt(0.09 / count)

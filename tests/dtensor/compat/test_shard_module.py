@@ -301,13 +301,13 @@ def test_outputs_keep_their_container(hp_platform: Platform, container: Any) -> 
             assert type(found) is type(expected)
             assert [y.placements for y in found] == [ROWS, COLUMNS]
         else:
-            with pytest.raises(PlanError, match=r"gave a \w+ of first, second, its output plan goes by position"):
+            with pytest.raises(PlanError, match=r"returned a \w+ of first, second, but its output plan is by position"):
                 shard_module(container, mesh, ShardingPlan(output_plan={"output": [ROWS, COLUMNS]}))(x, x)
         if fields_of(expected) is not None:
             function = shard_module(container, mesh, ShardingPlan(output_plan={"output": {"second": COLUMNS}}))
             placed = fields_of(function(x, x))
             assert [y.placements for y in placed.values()] == [x.placements, COLUMNS]
-            with pytest.raises(PlanError, match="of first, second, its output plan has the names third"):
+            with pytest.raises(PlanError, match="of first, second, but its output plan has the names third"):
                 shard_module(container, mesh, ShardingPlan(output_plan={"output": {"third": ROWS}}))(x, x)
         found = shard_module(container, mesh, ShardingPlan(return_local_tensor=[""]))(x, x)
         assert type(found) is type(expected)
@@ -353,7 +353,7 @@ def test_functions_without_a_signature_go_by_position(hp_platform: Platform) -> 
 
 @pytest.mark.parametrize("name", ["plan", "input_plan", "output_plan"])
 def test_names_in_a_plan_are_strings(name: str) -> None:
-    with pytest.raises(TypeError, match=rf"ShardingPlan: {name} has keys that are no names: \[1\]"):
+    with pytest.raises(TypeError, match=rf"ShardingPlan: {name} must have strings as keys, got \[1\]"):
         ShardingPlan(**{name: {1: ROWS}})
 
 

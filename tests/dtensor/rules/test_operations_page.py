@@ -31,7 +31,7 @@ def test_the_list_of_tables_is_current() -> None:
 
 def test_the_page_of_the_platforms_names_is_current(hp_platform: Platform) -> None:
     page = (ROOT / "docs" / f"operations_{hp_platform.name}.md").read_text()
-    described = re.search(r"What \w+ ([\d.]+) calls", page).group(1)
+    described = re.search(r"Names in \w+ ([\d.]+) of", page).group(1)
     if metadata.version(hp_platform.name).split("+")[0] != described:
         pytest.skip(f"the page is of version {described}")
     _check(hp_platform.name)

@@ -1,4 +1,4 @@
-"""The interfaces of HyperParallel and of torch.distributed's process groups, as thin fronts of the newer functions.
+"""HyperParallel's interfaces and torch.distributed's process-group functions, as thin fronts of this package's own.
 
 The rest of the package never imports this folder.
 """

@@ -20,7 +20,7 @@ from hp_dtensor.spec.tensor_spec import TensorSpec
 
 
 class Layout:
-    """A mesh with named axes, and the placements of a tensor on it once the layout is called with a specification.
+    """A mesh with named axes. Calling it with a specification adds the placements of a tensor.
 
     A specification is a tuple of placements, one per mesh axis, or a tuple of alias names, one per tensor
     dimension: `layout("dp", "tp")`, `layout(("dp", "tp"), "None")` (two axes on one dimension, outermost
@@ -32,7 +32,7 @@ class Layout:
         rank_list: global ranks in row-major order; default 0, 1, 2, ...
 
     Raises:
-        TypeError, ValueError: names, shapes or ranks of the wrong kind or number; the message names them.
+        TypeError, ValueError: names, sizes or ranks of the wrong type or number. The message lists all problems.
 
     Example:
         >>> layout = Layout((2, 2), ("dp", "tp"))
@@ -81,7 +81,7 @@ class Layout:
 
         Raises:
             TypeError: it is neither placements nor alias names.
-            ValueError: a wrong number of placements, an unknown alias, or one that cuts two dimensions.
+            ValueError: a wrong number of placements, an unknown alias, or one that shards two dimensions.
         """
         items = specification[0] if len(specification) == 1 and isinstance(specification[0], tuple) else specification
         if is_placements(items):
@@ -108,12 +108,12 @@ class Layout:
 
     @property
     def alias_tensor_map(self) -> AliasMap:
-        """Per tensor dimension the alias of the axis that cuts it, a tuple for several, `"None"` for none.
+        """Per tensor dimension the alias of the axis that shards it, a tuple for several, `"None"` for none.
 
-        A layout that was given placements knows no number of dimensions: the map ends with the last one that is cut.
+        A layout made from placements does not know the number of dimensions, so its map ends with the last sharded one.
 
         Raises:
-            ValueError: placements that count dimensions from the end; how many there are is not known here.
+            ValueError: a placement has a negative dimension, and the number of dimensions is not known.
         """
         if self._alias_map is not None:
             return self._alias_map
@@ -121,12 +121,13 @@ class Layout:
             raise ValueError(f"{self}: name dimensions from the front, for a map by tensor dimension")
         dims: dict[int, list[str]] = {}
         sizes = dict(zip(self.alias_name, self.mesh_shape, strict=True))
+        # Innermost axis first: each axis is inserted before those that split its shards further.
         for name, placement in reversed([*zip(self.alias_name, self.placements, strict=True)]):
             if isinstance(placement, (Shard, StridedShard, RaggedShard)):
-                before, cut = 0, dims.setdefault(placement.dim, [])
-                while math.prod(sizes[one] for one in cut[:before]) < getattr(placement, "split_factor", 1):
-                    before += 1  # a strided axis cuts what these have cut
-                cut.insert(before, name)
+                before, axes = 0, dims.setdefault(placement.dim, [])
+                while math.prod(sizes[one] for one in axes[:before]) < getattr(placement, "split_factor", 1):
+                    before += 1  # a strided axis splits the shards of these axes
+                axes.insert(before, name)
         return tuple(_shortest(dims.get(dim, [])) for dim in range(max(dims, default=-1) + 1))
 
     @property
@@ -141,10 +142,10 @@ class Layout:
         )
 
     def get_global_shape(self, local_shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the global shape of a tensor of which every rank's shard has `local_shape`.
+        """Return the global shape of a tensor whose shard has `local_shape` on every rank.
 
         Raises:
-            ValueError: the layout is one of a tensor with another number of dimensions.
+            ValueError: the layout belongs to a tensor with another number of dimensions.
         """
         shape, placements = list(local_shape), self.placements
         if self._alias_map is not None and len(self._alias_map) != len(shape):
@@ -152,7 +153,7 @@ class Layout:
         for size, placement in zip(self.mesh_shape, placements, strict=True):
             dim = getattr(placement, "dim", 0)
             if placement.is_shard() and not -len(shape) <= dim < len(shape):
-                raise ValueError(f"{placement} cuts dimension {dim} of a shard {shape}")
+                raise ValueError(f"{placement} shards dimension {dim}, but a shard has the shape {shape}")
             if isinstance(placement, RaggedShard):
                 shape[placement.dim] = sum(placement.units)
             elif isinstance(placement, (Shard, StridedShard)):
@@ -170,7 +171,7 @@ class Layout:
         return DeviceMesh(device_type, self.mesh_shape, mesh_dim_names=self.alias_name, ranks=self.rank_list, **options)
 
     def placements_on(self, device_mesh: DeviceMesh) -> tuple[Placement, ...]:
-        """Return the placements, as `hp_dtensor.spec.aliases.placements_for` asks for them.
+        """Return the placements after checking the mesh. Called by `hp_dtensor.spec.aliases.placements_for`.
 
         Raises:
             ValueError: the axes of `device_mesh` have other sizes or names, or the layout carries no placements.
@@ -180,15 +181,15 @@ class Layout:
         return self.placements
 
     def set_partial_by_dev_axis(self, alias: str, op: str = "sum") -> None:
-        """Make the value a pending reduction by `op` over the axis `alias`.
+        """Mark the tensor as partial over the axis `alias`: a reduction by `op` is pending.
 
         Raises:
-            ValueError: the axis is unknown, or cuts a dimension of the tensor.
+            ValueError: the axis is unknown, or shards a dimension of the tensor.
         """
         check_alias(alias, self.alias_name)
         placement = Partial(op)
         if self._placements is not None and self._placements[self.alias_name.index(alias)].is_shard():
-            raise ValueError(f"axis {alias!r} cuts a dimension of the tensor and cannot be partial too")
+            raise ValueError(f"axis {alias!r} shards a dimension of the tensor and cannot be partial too")
         self._partial[alias] = placement.reduce_op
 
     def get_partial_by_dev_id(self, alias: str) -> str | None:
@@ -201,7 +202,7 @@ class Layout:
         return self._partial.get(alias)
 
     def reset_partial(self) -> None:
-        """Forget all pending reductions."""
+        """Remove all pending reductions from the layout."""
         self._partial.clear()
 
     def is_partial(self) -> bool:
@@ -282,6 +283,7 @@ def _check_aliases(mesh_shape: tuple[int, ...], alias_name: tuple[str, ...], ran
     problems += [
         f"axis {name!r} has size {size}" for name, size in zip(alias_name, mesh_shape, strict=False) if size < 1
     ]
+    # Quadratic, so only checked for moderate numbers of ranks.
     repeated = sorted({rank for rank in rank_list if rank_list.count(rank) > 1}) if len(rank_list) < 4096 else []
     if repeated:
         problems.append(f"ranks {repeated} repeat in rank_list")

@@ -1,4 +1,4 @@
-"""torch.distributed's names for joining a job and asking about groups, as fronts of `World` and `ProcessGroup`."""
+"""torch.distributed's functions for joining a job and for process groups, as thin fronts of `World`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def init_process_group(
     timeout: float | timedelta = 300.0,
     platform: Platform | str | None = None,
 ) -> World:
-    """Join a job, as the launcher's environment variables say (torchrun, msrun, Slurm) or as given.
+    """Join a job described by the launcher's environment variables (torchrun, msrun, Slurm) or by the arguments.
 
     Args:
-        backend: default: the platform's own. Another one is refused.
+        backend: name of the platform's backend, in torch's form. None: no check. Any other name is an error.
         init_method: `env://` (default) or `tcp://host:port`, which needs `rank` and `world_size`.
         timeout: seconds.
 
@@ -47,7 +47,7 @@ def init_process_group(
     chosen = get_platform(platform)
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     world = _join(chosen, init_method, rank, world_size, seconds)
-    # Only now known: the platform chooses by its devices, and joining is what tells.
+    # Checked after joining, because the platform selects its backend by its devices while it connects.
     used = world.all.backend
     if backend is not None and used not in backend:  # torch's form `cpu:gloo,cuda:nccl` names several
         chosen.disconnect()
@@ -75,7 +75,7 @@ def _join(platform: Platform, init_method: str | None, rank: int | None, size: i
 
 
 def destroy_process_group(group: ProcessGroup | None = None, *, platform: Platform | str | None = None) -> None:
-    """Leave the job (no group given), or let go of one group, which is made anew when it is asked for again.
+    """Leave the job, or release one group. A released group is created again when it is next requested.
 
     Example:
         >>> import socket
@@ -126,13 +126,13 @@ def get_group_local_rank(group: ProcessGroup | None = None) -> int:
 def split_group(
     parent: ProcessGroup | None = None, split_ranks: Sequence[Sequence[int]] | None = None
 ) -> ProcessGroup | None:
-    """Return the group of this rank among disjoint parts of `parent` (default: all), or None if it is in no part.
+    """Split `parent` (default: all ranks) into disjoint subgroups. Return this rank's subgroup, or None.
 
     Args:
-        split_ranks: parts as ranks within the parent group; the same on every rank.
+        split_ranks: the subgroups, as ranks within the parent group. Equal on every rank.
 
     Raises:
-        CollectiveError: all that is wrong with the parts.
+        CollectiveError: subgroups are empty, overlap or are outside the parent. All problems are listed.
 
     Example:
         >>> def program():
@@ -141,26 +141,26 @@ def split_group(
         >>> run_ranks(program, 3)
         [[0, 2], [1], [0, 2]]
     """
-    whole = _group(parent)
-    parts = [tuple(part) for part in split_ranks or ()]
-    _check_parts(whole, parts)
-    mine = next((part for part in parts if whole.rank in part), None)
-    return None if mine is None else current_world(whole.platform).group([whole.ranks[i] for i in mine])
+    group = _group(parent)
+    subgroups = [tuple(ranks) for ranks in split_ranks or ()]
+    _check_subgroups(group, subgroups)
+    mine = next((ranks for ranks in subgroups if group.rank in ranks), None)
+    return None if mine is None else current_world(group.platform).group([group.ranks[i] for i in mine])
 
 
-def _check_parts(whole: ProcessGroup, parts: Sequence[tuple[int, ...]]) -> None:
+def _check_subgroups(parent: ProcessGroup, subgroups: Sequence[tuple[int, ...]]) -> None:
     problems = []
-    members = [rank for part in parts for rank in part]
-    if not members or not all(parts):
+    members = [rank for ranks in subgroups for rank in ranks]
+    if not members or not all(subgroups):
         problems.append("expected at least one part, and none empty")
-    outside = sorted({rank for rank in members if not 0 <= rank < whole.size})
+    outside = sorted({rank for rank in members if not 0 <= rank < parent.size})
     if outside:
-        problems.append(f"ranks {outside} are outside the parent group of {whole.size}")
+        problems.append(f"ranks {outside} are outside the parent group of {parent.size}")
     repeated = sorted({rank for rank in members if members.count(rank) > 1})
     if repeated:
         problems.append(f"ranks {repeated} appear more than once")
     if problems:
-        raise CollectiveError(f"split_group into {[list(part) for part in parts]}: {'; '.join(problems)}")
+        raise CollectiveError(f"split_group into {[list(ranks) for ranks in subgroups]}: {'; '.join(problems)}")
 
 
 def _group(group: ProcessGroup | None) -> ProcessGroup:

@@ -85,6 +85,7 @@ class _ModulePlan:
         self._read_boundaries()
         if self._planned.problems:
             raise PlanError("sharding plan:\n  " + "\n  ".join(self._planned.problems))
+        # Parameters first: the replicated rest is what is still plain after the named ones are DTensors.
         for owners, placements in self._placed.values():
             place_tied(owners, self._mesh, placements)
         replicate_plain(self._model, self._mesh)
@@ -336,13 +337,15 @@ class Boundary:
             return self._placed_by_name(output, fields)
         if fields is not None and not isinstance(output, tuple):
             found = f"a {type(output).__name__} of {', '.join(fields)}"
-            raise PlanError(f"{self.where} gave {found}, its output plan goes by position; give it by name")
+            raise PlanError(f"{self.where} returned {found}, but its output plan is by position; give it by name")
         return map_outputs(self.where, output, self.outputs, _redistributed)
 
     def _placed_by_name(self, output: Any, fields: Mapping[str, Any] | None) -> Any:
         if fields is None or not fields.keys() >= self.outputs.keys():
             found = type(output).__name__ + ("" if fields is None else f" of {', '.join(fields)}")
-            raise PlanError(f"{self.where} gave a {found}, its output plan has the names {', '.join(self.outputs)}")
+            raise PlanError(
+                f"{self.where} returned a {found}, but its output plan has the names {', '.join(self.outputs)}"
+            )
         changed = {name: _redistributed(fields[name], p) for name, p in self.outputs.items()}
         return with_fields(output, changed)
 

@@ -19,20 +19,20 @@ Tensor = Any
 def parallelize_value_and_grad(
     fn: Callable[..., Any], weights: Tensor | Sequence[Tensor], sens: Sequence[float] | None = None
 ) -> Callable[..., tuple[Any, Any]]:
-    """Return a function that gives `(outputs, gradients of weights)`, as on one device whatever the layout.
+    """Return a function that computes `(outputs of fn, gradients of weights)`, with single-device values in any layout.
 
     Args:
-        fn: returns a tensor, or several (tuple or list) of which the first drives the gradient unless
-            `sens` weights them all. One with more elements counts by their sum.
-        weights: a list or tuple, for a tuple of gradients, or one parameter, for its gradient. A weight that the
-            outputs do not depend on has a gradient of zeros.
+        fn: a function that returns one tensor, or several in a tuple or list. The first output is differentiated, or
+            all with the weights `sens`. An output with several elements is summed.
+        weights: one parameter, or a list or tuple of them. The gradients have the same form. The gradient of a
+            parameter that the outputs do not depend on is zero.
         sens: one float per output; only for several outputs.
 
     Raises:
-        TypeError: `sens` with a single output, of another kind than floats in a list or tuple, or of
-            another length than the outputs; `weights` that are neither tensors nor one.
-        GradientPathError: a weight that requires no gradient, or one of `fully_shard`; on
-            MindSpore, a forward with `hp_dtensor.parallel.recompute.checkpoint`.
+        TypeError: `sens` is given for a single output, is not a list or tuple of floats, or differs from the outputs
+            in length; `weights` are not tensors.
+        GradientPathError: a weight requires no gradient or is managed by `fully_shard`; on MindSpore, `fn` uses
+            `hp_dtensor.parallel.recompute.checkpoint`.
 
     Example:
         >>> def program():
@@ -58,10 +58,10 @@ def parallelize_value_and_grad(
         losses = _losses(outputs if several else [outputs], several, sens)
         platform = _platform_of([*listed, *losses])
         _check_weights(platform, listed)
-        # Every rank drives the whole loss: partial and sharded ones would each have this rank's part as their gradient.
-        whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in losses]
-        factors = [platform.ops.full(tuple(x.shape), s, x.dtype) for x, s in zip(whole, sens or [1.0], strict=True)]
-        grads = platform.grad(whole, listed, factors)
+        # Every rank differentiates the full loss. The gradient of a partial or sharded one would be this rank's share.
+        full = [x.full_tensor() if isinstance(x, DTensor) else x for x in losses]
+        factors = [platform.ops.full(tuple(x.shape), s, x.dtype) for x, s in zip(full, sens or [1.0], strict=True)]
+        grads = platform.grad(full, listed, factors)
         placed = tuple(_like(platform, weight, grad) for weight, grad in zip(listed, grads, strict=True))
         return outputs, placed[0] if one else placed
 
@@ -106,7 +106,7 @@ def _platform_of(tensors: Sequence[Any]) -> Platform:
 
 
 def _like(platform: Platform, weight: Any, grad: Any) -> Any:
-    """Return the gradient of `weight` as a tensor of its kind; None, that of a weight that is not used, as zeros."""
+    """Return `grad` as a DTensor if `weight` is one. None, the gradient of an unused weight, becomes zeros."""
     if not isinstance(weight, DTensor):
         return platform.ops.zeros_like(weight) if grad is None else grad
     if isinstance(grad, DTensor):

@@ -1,4 +1,4 @@
-"""Joining a job that torchrun, msrun or Slurm has started, by their environment variables."""
+"""`from_environment`: join a job that torchrun, msrun or Slurm has started, by their environment variables."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from hp_dtensor.platform.selection import get_platform
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """One rank's place in a job.
+    """This process's rank, the size of its job and the address of the rendezvous, as the launcher has set them.
 
     Attributes:
-        launcher: `torchrun`, `msrun` or `slurm`; `torchrun` also stands for whatever sets the same variables.
-        address: `host:port` where the ranks meet.
-        is_scheduler: a process beside the ranks that msrun starts with the same command.
+        launcher: `torchrun`, `msrun` or `slurm`. `torchrun` includes every launcher that sets the same variables.
+        local_rank, local_size: rank within this machine, and number of ranks on it.
+        address: `host:port` of the rendezvous.
+        is_scheduler: this process is msrun's scheduler, which runs the same command and is not a rank.
     """
 
     launcher: str
@@ -38,10 +39,10 @@ def is_launched(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
-    """Return this rank's place in a job by the launcher's variables, or None if no launcher has set any.
+    """Return the rank and job that the launcher's variables describe, or None if no launcher has set any.
 
     Raises:
-        LaunchError: variables are missing or make no sense; lists all of them.
+        LaunchError: variables are missing or invalid. The message lists all of them.
     """
     environ = os.environ if environ is None else environ
     launcher = _launcher(environ)
@@ -49,16 +50,15 @@ def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
 
 
 def from_environment(platform: Platform | str | None = None, timeout_seconds: float = 300.0) -> World:
-    """Join the job of this process's launcher and return its world; the same world when called again.
+    """Join the job of this process's launcher and return its world. Further calls return the same world.
 
-    The scheduler process that msrun starts beside the ranks is not needed: there, this ends the process with
-    exit code 0.
+    In the scheduler process that msrun starts in addition to the ranks, which is not needed, this exits with code 0.
 
     Args:
-        timeout_seconds: how long to wait for the other ranks, here and in collectives.
+        timeout_seconds: limit for joining the job and for each collective.
 
     Raises:
-        LaunchError: no launcher has started this process, or its variables make no sense.
+        LaunchError: no launcher has started this process, or its variables are invalid.
         PlatformError: the platform cannot be used.
     """
     found = rank_environment()
@@ -84,14 +84,14 @@ def _launcher(environ: Mapping[str, str]) -> str | None:
         return "torchrun"
     if "MS_ROLE" in environ:
         return "msrun"
-    # A batch script has SLURM_PROCID as well, and is no rank; only the tasks of a step have a step's size.
+    # A batch script also has SLURM_PROCID and is not a rank. Only the tasks of a step have SLURM_STEP_NUM_TASKS.
     if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
         return "slurm"
     return None
 
 
 class _Variables:
-    """A reader of environment variables that notes what is wrong with them, to report everything at once."""
+    """Reads a launcher's environment variables and collects all problems, which `check` raises together."""
 
     def __init__(self, launcher: str, environ: Mapping[str, str]) -> None:
         self.launcher = launcher
@@ -148,7 +148,7 @@ def _msrun(variables: _Variables) -> RankEnvironment:
             size=variables.number("MS_WORKER_NUM"),
             local_rank=variables.number("DEVICE_ID", 0),
             local_size=variables.number("MS_LOCAL_WORKER_NUM", 1),
-            # The scheduler process has left, so that its port is free for rank 0.
+            # The scheduler process exits in `from_environment`, which leaves its port to rank 0.
             address=f"{host}:{port}",
             is_scheduler=is_scheduler,
         )
@@ -158,7 +158,7 @@ def _msrun(variables: _Variables) -> RankEnvironment:
 def _slurm(variables: _Variables) -> RankEnvironment:
     host = variables.environ.get("MASTER_ADDR") or first_host(variables.text("SLURM_STEP_NODELIST"))
     job = variables.number("SLURM_JOB_ID")
-    # Every rank must find the same port without talking: one below the range of outgoing connections.
+    # All ranks must derive the same port without communicating. It is below the range of outgoing connections.
     port = variables.number("MASTER_PORT", 12_000 + job % 20_000)
     return variables.check(
         RankEnvironment(
@@ -180,13 +180,13 @@ _READERS: dict[str, Callable[[_Variables], RankEnvironment]] = {
 
 
 def first_host(node_list: str) -> str:
-    """Return the first host of Slurm's short form: `gpu[003-006,9],cpu1` -> `gpu003`."""
+    """Return the first host of Slurm's compressed node list: `gpu[003-006,9],cpu1` -> `gpu003`."""
     match = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\])?([^\[,]*)", node_list)
     assert match is not None
     return "".join(part or "" for part in match.groups())
 
 
 def _leading_number(text: str) -> int:
-    """Return the number at the front: `4(x2),3` -> 4."""
+    """Return the number at the start of a text such as `4(x2),3`, or 1."""
     match = re.match(r"\d+", text)
     return int(match.group()) if match else 1

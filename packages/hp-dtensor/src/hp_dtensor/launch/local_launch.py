@@ -28,28 +28,27 @@ def launch(
     grace_seconds: float = 5.0,
     stop_seconds: float | None = None,
 ) -> list[Any]:
-    """Run `target(*args)` on `num_ranks` local processes, connected as one job, and return the results by rank.
+    """Run `target(*args)` in `num_ranks` local processes that form one job, and return the results by rank.
 
-    In a rank `current_world(platform)` is the job. Ranks have the variables of torchrun (`RANK`, ...) and
-    standard input closed. Rank 0 writes to this process's terminal; the output of the others goes to
-    `log_dir`, or is shown only when they fail.
+    In a rank, `current_world(platform)` is the world of the job, the variables of torchrun (`RANK`, ...) are set and
+    standard input is closed. Rank 0 writes to this process's terminal. The output of the other ranks goes to
+    `log_dir`; without it, their output is shown only if they fail.
 
-    While the ranks run, SIGINT, SIGTERM and SIGHUP are passed on to them; those that have not ended after
-    `stop_seconds`, or when a second signal comes, are killed; then this process's own handler runs (for Ctrl-C it
-    raises KeyboardInterrupt). SIGUSR1 makes every rank write its Python stacks where its output goes.
+    While the ranks run, SIGINT, SIGTERM and SIGHUP are passed on to them. Ranks that are still running after
+    `stop_seconds` or at a second signal are killed. Then this process's own handler runs (for Ctrl-C it raises
+    KeyboardInterrupt). SIGUSR1 makes every rank write its Python stacks to its output.
 
     Args:
         target: a top-level function of a module or script, or its name, `"module:function"`.
-        args: picklable arguments, the same for every rank; tensors are copied, as they are in results.
+        args: picklable arguments, equal on every rank. Tensors in arguments and results are copied.
         log_dir: folder for `rank1.log`, `rank2.log`, ...
-        timeout_seconds: for joining the job, and for each collective where the platform can limit that.
-        grace_seconds: between asking ranks to end and killing them, once a rank has failed.
-        stop_seconds: the same after a signal; default `grace_seconds`. Longer for ranks that end in an order of
-            their own, as training does with a checkpoint.
+        timeout_seconds: limit for joining the job, and for each collective if the platform supports one.
+        grace_seconds: after a rank has failed, time between SIGTERM to the others and SIGKILL.
+        stop_seconds: the same after a signal; default `grace_seconds`. Ranks that save a checkpoint before they exit
+            need more.
 
     Raises:
-        LaunchError: a rank failed or died; the message has its number, error and traceback. The others have
-            been ended.
+        LaunchError: a rank failed or died. The message has its number, error and traceback. All others are ended.
         PlatformError: the platform cannot be used; no process was started.
     """
     if num_ranks < 1:
@@ -65,7 +64,7 @@ def launch(
             results = ranks.run(name, tuple(args), None)
             ranks.stop()
         except LaunchError:
-            # Ranks that end because they were told to have not failed.
+            # Ranks that end because of the signal have not failed.
             if not stopper.stopping:
                 raise
             results = []
@@ -77,7 +76,7 @@ def launch(
 
 @contextlib.contextmanager
 def _stacks_on_request(ranks: LocalRanks) -> Iterator[None]:
-    """Inside the block SIGUSR1 to this process makes every rank write its Python stacks where its output goes."""
+    """Context in which SIGUSR1 to this process makes every rank write its Python stacks to its output."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -89,11 +88,11 @@ def _stacks_on_request(ranks: LocalRanks) -> Iterator[None]:
 
 
 class _Stopper:
-    """Handler that passes the first signal on to the ranks, and kills them at the second or when their time is up.
+    """Signal handler that passes the first signal on to the ranks, and kills them at a second one or after a timeout.
 
     Attributes:
-        started: the ranks run the program. Before that they have nothing to end in order, and SIGTERM ends an
-            interpreter that is starting without a word about it.
+        started: the ranks run the program. Until then they get SIGTERM whatever the signal, because it ends a starting
+            interpreter silently and there is nothing to save.
     """
 
     def __init__(self, ranks: LocalRanks, seconds: float) -> None:
@@ -112,10 +111,10 @@ class _Stopper:
         self._timer.start()
 
     def check(self) -> None:
-        """Refuse to start more ranks after a signal, which those that were not there yet did not get.
+        """Raise if a signal was received while ranks are being started: the missing ranks did not get it.
 
         Raises:
-            LaunchError: a signal came.
+            LaunchError: a signal was received.
         """
         if self.stopping:
             raise LaunchError("stopped by a signal while the ranks started")
@@ -125,13 +124,13 @@ class _Stopper:
 
 
 class RankPool:
-    """A pool of `num_ranks` connected local processes, started when first needed and again after any failure.
+    """A pool of `num_ranks` local processes that form one job, started at the first `run` and again after a failure.
 
-    A context manager; `close` ends the processes, and so does the end of this process, however it comes.
+    A context manager. The processes end with `close`, and with this process even if it is killed.
 
     Args:
         platform: a platform or its name; None for the selected one.
-        timeout_seconds: for joining the job, and for each collective where the platform can limit that.
+        timeout_seconds: limit for joining the job, and for each collective if the platform supports one.
     """
 
     def __init__(self, platform: Platform | str | None, num_ranks: int, timeout_seconds: float = 120.0) -> None:
@@ -145,11 +144,11 @@ class RankPool:
 
         Args:
             target: a top-level function, or its name, `"module:function"`.
-            args: picklable arguments, the same for every rank.
+            args: picklable arguments, equal on every rank.
 
         Raises:
-            LaunchError: a rank failed, died or took too long; all have been ended, and the next call starts
-                new ones.
+            LaunchError: a rank failed, died or exceeded the timeout. All ranks are ended, and the next call starts new
+                ones.
         """
         name = target_name(target)
         ranks = self._ranks if self._ranks is not None else self._start()
@@ -160,7 +159,7 @@ class RankPool:
             raise
 
     def close(self) -> None:
-        """End the processes; a later `run` starts new ones."""
+        """End the processes. A later `run` starts new ones."""
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             ranks.stop()
@@ -188,9 +187,9 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def handled_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Inside the block the stop signals go to `handler`; those that are ignored, as SIGHUP under nohup, stay so.
+    """Context in which `handler` handles the stop signals. Ignored signals, such as SIGHUP under nohup, stay ignored.
 
-    In another than the main thread, where Python has no signals, nothing changes.
+    Outside the main thread, where Python cannot install handlers, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -201,15 +200,15 @@ def handled_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator
         yield
     finally:
         for number, old in before.items():
-            # None: installed outside Python, cannot be put back.
+            # None: the previous handler was not installed from Python and cannot be restored.
             signal.signal(number, signal.SIG_DFL if old is None else old)
 
 
 @contextlib.contextmanager
 def held_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
-    """Inside the block, `on_signal(number)` is called instead of the handlers that were there.
+    """Context in which stop signals call `on_signal(number)` instead of the previous handlers.
 
-    They are restored at the end and then get the first signal that came.
+    At exit, the previous handlers are restored and the first signal received is raised again for them.
     """
     received: list[int] = []
 

@@ -49,7 +49,7 @@ class _Process:
     connection: Connection
     output: IO[bytes] | None
     failure: Failure | None = None
-    gone: bool = False
+    has_ended: bool = False
 
     def signal(self, signum: int) -> None:
         """Send a signal to the rank and its children. The process group exists until the rank is reaped."""
@@ -241,7 +241,7 @@ class LocalRanks:
 
     def _messages(self, timeout_seconds: float | None) -> Iterator[tuple[_Process, Any]]:
         """Wait until messages are available, yield the answers, and store failures in their processes."""
-        alive = {process.connection: process for process in self._processes if not process.gone}
+        alive = {process.connection: process for process in self._processes if not process.has_ended}
         for connection in wait(list(alive), timeout_seconds):
             process = alive[connection]  # type: ignore[index]
             try:
@@ -255,14 +255,14 @@ class LocalRanks:
                 yield process, message.value if isinstance(message, Returned) else message
 
     def _note_end(self, process: _Process) -> None:
-        process.gone = True
+        process.has_ended = True
         if process.failure is None:
             process.failure = failure_of_end(_exit_code(process), process.tail())
 
     def _failed(self) -> LaunchError:
         """Return the error for the user, after a short wait for errors of other ranks, which may be the cause."""
         deadline = time.monotonic() + _OTHERS_SECONDS
-        while any(not p.failure and not p.gone for p in self._processes) and time.monotonic() < deadline:
+        while any(not p.failure and not p.has_ended for p in self._processes) and time.monotonic() < deadline:
             for _ in self._messages(_remaining(deadline)):
                 pass
         failed = [(process.rank, process.failure) for process in self._processes if process.failure]
@@ -271,7 +271,7 @@ class LocalRanks:
         (rank, first), *others = sorted(failed, key=lambda item: (not item[1].died, item[1].when))
         lines = [f"rank {rank} of {self.size} {first.headline}", first.details]
         lines += [f"rank {other} {failure.headline}" for other, failure in others]
-        silent = [process for process in self._processes if not process.failure and not process.gone]
+        silent = [process for process in self._processes if not process.failure and not process.has_ended]
         lines += [f"rank {process.rank} is stopped, as by SIGSTOP" for process in silent if _is_stopped(process)]
         message = "\n".join(line.rstrip() for line in lines if line)
         return (_AddressTaken if first.address_in_use else LaunchError)(message, rank, first.kind, first.signal)
@@ -297,7 +297,7 @@ class LocalRanks:
 
     def _await_end(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while any(not process.gone for process in self._processes) and time.monotonic() < deadline:
+        while any(not process.has_ended for process in self._processes) and time.monotonic() < deadline:
             for _ in self._messages(_remaining(deadline)):
                 pass
 

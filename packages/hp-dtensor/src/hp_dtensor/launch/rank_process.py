@@ -1,4 +1,4 @@
-"""The process of one local rank: it joins the job, runs functions for its parent, and ends with its parent."""
+"""Main program of one local rank: joins the job, runs functions for its parent process, and ends with it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hp_dtensor.platform.selection import get_platform
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """First message to a rank: its place in the job."""
+    """First message to a rank: the platform, its rank and the size of the job."""
 
     platform: str
     rank: int
@@ -44,7 +44,15 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Report of an exception in a rank: the phase (`start` or `run`), the exception, its time and its class."""
+    """Report of an exception in a rank.
+
+    Attributes:
+        phase: `start` or `run`.
+        what: class and message of the exception.
+        traceback: empty for user errors that need none.
+        when: `time.monotonic()` of the failure. The earliest failure is reported as the cause.
+        kind: name of the exception's class.
+    """
 
     phase: str
     what: str
@@ -55,14 +63,14 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """Report of a function's result."""
+    """Report of a function's return value."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Request to run a function, by name. The arguments stay pickled until the function's module is there."""
+    """Request to run a function, by name. Its pickled arguments are loaded after its module has been imported."""
 
     target: str
     args: bytes
@@ -72,10 +80,10 @@ _SCRIPT_MODULE = "__hp_main__"
 
 
 def target_name(target: str | Callable[..., Any]) -> str:
-    """Return the name by which another process finds `target`.
+    """Return the name, `"module:function"`, by which another process can import `target`.
 
     Raises:
-        LaunchError: it is a lambda, a local function or a method, or belongs to an interactive session.
+        LaunchError: `target` is a lambda or a local function, or was defined interactively.
     """
     if isinstance(target, str):
         if ":" not in target:
@@ -107,13 +115,13 @@ def _module_of(target: Callable[..., Any]) -> str:
     path = getattr(main, "__file__", None)
     if path is None:
         raise LaunchError(f"{target!r} was defined interactively; ranks can only import it from a file")
-    # Results of the script's own classes come back as members of the module that the ranks load.
+    # The ranks load the script under this name, so results of its classes are unpickled from it here.
     sys.modules[_SCRIPT_MODULE] = main
     return str(Path(path).resolve())
 
 
 def load_target(name: str) -> Callable[..., Any]:
-    """Return the function of a name that `target_name` gave in another process."""
+    """Return the function with a name that `target_name` returned in another process."""
     module_name, _, attribute = name.rpartition(":")
     module = _load_script(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
     found: Callable[..., Any] = operator.attrgetter(attribute)(module)
@@ -122,12 +130,12 @@ def load_target(name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _load_script(path: str) -> ModuleType:
-    """Run a script under another name than `__main__`, so that its guarded part does not run."""
+    """Import a script under a name other than `__main__`, so that its `if __name__ == "__main__"` part does not run."""
     spec = importlib.util.spec_from_file_location(_SCRIPT_MODULE, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Classes that the script defines are pickled as members of `__main__`.
+    # The parent pickles instances of the script's classes as members of `__main__`.
     sys.modules[_SCRIPT_MODULE] = sys.modules["__main__"] = module
     spec.loader.exec_module(module)
     return module
@@ -139,7 +147,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Link:
-    """The pipe to the parent, read by a thread of its own: when the parent dies, so does this process."""
+    """The pipe to the parent. A thread reads it and ends this process when the parent dies."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -154,16 +162,16 @@ class Link:
             os._exit(ORPHANED)
 
     def receive(self) -> Any:
-        # Unpickled in the main thread, where frameworks expect to be imported.
+        # Unpickled in the main thread, because unpickling may import a framework.
         return pickle.loads(self._inbox.get())
 
     def send(self, message: Any) -> None:
-        # Not `Connection.send`: there torch passes tensors as shared memory, for which the parent has no key.
+        # Not `Connection.send`: with it torch passes tensors in shared memory, for which the parent has no key.
         self._connection.send_bytes(pickle.dumps(message))
 
 
 def main(fd: int, parent: int, parent_is_main_thread: bool) -> None:
-    """Serve the parent's requests until it says None (normal end) or something fails."""
+    """Run the parent's requests until it sends None (normal end) or one fails."""
     os.set_inheritable(fd, False)
     _die_with(parent, parent_is_main_thread)
     faulthandler.enable()
@@ -172,7 +180,7 @@ def main(fd: int, parent: int, parent_is_main_thread: bool) -> None:
     setup: Setup = link.receive()
     sys.argv[:] = setup.argv
     try:
-        # Blocked by the parent: Ctrl-C in the interpreter's own start ends in a traceback and exit code 1.
+        # The parent blocks SIGINT: Ctrl-C while the interpreter starts would end in a traceback and exit code 1.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         platform = _join(link, setup)
     except BaseException as error:
@@ -183,7 +191,7 @@ def main(fd: int, parent: int, parent_is_main_thread: bool) -> None:
         link.send(None)
         succeeded = _serve(link)
     except BaseException as error:
-        # A signal that came while this rank waited for the others.
+        # A signal that arrived while this rank was sending or waiting for a request.
         _report(link, "run", error)
     finally:
         platform.disconnect()
@@ -192,11 +200,11 @@ def main(fd: int, parent: int, parent_is_main_thread: bool) -> None:
 
 def _join(link: Link, setup: Setup) -> Platform:
     platform = get_platform(setup.platform)
-    # Joining has a limit, within which no rank shall still import its framework.
+    # All ranks import their framework before any joins, so that the import does not count against the join timeout.
     link.send(None)
     link.receive()
     if setup.rank == 0:
-        # Chosen as late as can be, so that nobody else takes it meanwhile.
+        # Chosen as late as possible, so that no other process takes the port first.
         link.send(f"{HOST}:{_free_port()}")
     address = link.receive()
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address.split(":")
@@ -205,7 +213,7 @@ def _join(link: Link, setup: Setup) -> Platform:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process as multiprocessing does: threads of frameworks may abort an interpreter that is taken down."""
+    """Exit with `os._exit` as multiprocessing does: framework threads may abort a finalizing interpreter."""
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()
@@ -217,7 +225,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def _serve(link: Link) -> bool:
-    """Run what the parent asks for until it ends or something fails, and return whether all was done."""
+    """Run the parent's requests until it sends None or one fails. Return whether all succeeded."""
     while (request := link.receive()) is not None:
         try:
             answer: Returned | Failed = Returned(_run(request))
@@ -240,8 +248,8 @@ def _run(request: Run) -> Any:
 
 def _report(link: Link, phase: str, error: BaseException) -> None:
     when = time.monotonic()
-    is_told = isinstance(error, HPError) and not error.needs_traceback
-    text = "" if is_told else "".join(traceback.format_exception(error))
+    is_user_error = isinstance(error, HPError) and not error.needs_traceback
+    text = "" if is_user_error else "".join(traceback.format_exception(error))
     link.send(Failed(phase, f"{type(error).__name__}: {error}", text, when, type(error).__name__))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -255,11 +263,13 @@ def _free_port() -> int:
 
 
 def _die_with(parent: int, parent_is_main_thread: bool) -> None:
-    """Have this process killed with its parent even while native code holds the interpreter and no thread can run.
+    """On Linux, have the kernel kill this process when its parent dies.
 
-    Linux sends the signal when the *thread* that started this process ends, so only the main one counts.
+    Unlike the thread of `Link`, this works while native code holds the GIL. Linux sends the signal when the *thread*
+    that started this process ends, so it is set only if that was the main thread.
     """
     if sys.platform == "linux" and parent_is_main_thread:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # The parent may have died before the call, in which case no signal comes.
         if os.getppid() != parent:
             os._exit(ORPHANED)

@@ -1,7 +1,7 @@
-"""Attention of a framework on one block: queries times keys with the logarithm of the sum, and its gradient.
+"""The attention part of `Platform`: attention of one block of keys with its log-sum-exp, gradients, and dropout.
 
-Blocks are put together by `hp_dtensor.parallel.attention`, which decides what a query sees. The defaults hold the
-scores of one block in float32; a framework with flash kernels overrides them.
+`hp_dtensor.parallel.attention` merges the blocks and decides which keys each query sees. The default implementations
+materialize the scores of one block in float32. A framework with flash attention kernels overrides them.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import numpy as np
 Tensor: TypeAlias = Any
 Array: TypeAlias = np.ndarray[Any, Any]
 LOWEST = -1e30
-"""Below every score, yet finite: the maximum of a row in which no key is seen."""
+"""A finite number below every score: the row maximum where no key is visible. `-inf - -inf` would be NaN."""
 TINY = 1e-30
-"""Divisor where the sum of such a row's weights is zero."""
+"""Smallest divisor of a row: the sum of the weights is zero where no key is visible."""
 
 
 class BlockScores(NamedTuple):
-    """The scores of a block: `scale * q k`, capped if `soft_cap` is given, where a query sees the key.
+    """How the scores of a block are computed from `q k`: scaling, soft cap, mask and dropout.
 
     Attributes:
         scale: factor on the products.
-        soft_cap: scores become `soft_cap * tanh(scores / soft_cap)` (Gemma 2, arXiv 2408.00118); None: they stay.
-        is_causal: query i sees the keys up to i; the block is a square.
-        mask: bool `[queries, keys]`, True where a query sees a key; None: everywhere (or as `is_causal` says).
-        dropout: float32 `[batch, heads, queries, keys]`, by which the entries of the softmax are multiplied: 0 where
-            they are dropped, else 1 / (1 - p); None: nothing is dropped. The log-sum-exp does not know of it.
+        soft_cap: scores become `soft_cap * tanh(scores / soft_cap)` (Gemma 2, arXiv 2408.00118); None: no cap.
+        is_causal: query i sees the keys up to i. The block must be square, and `mask` is ignored.
+        mask: bool `[queries, keys]`, True where a query sees a key; None: all keys are visible.
+        dropout: float32 `[batch, heads, queries, keys]`, factors on the entries of the softmax: 0 where they are
+            dropped, else 1 / (1 - p); None: no dropout. The log-sum-exp is that without dropout.
     """
 
     scale: float
@@ -40,7 +40,7 @@ class BlockScores(NamedTuple):
 
 
 class AttentionInterface:
-    """The part of `Platform` that computes blocks of attention.
+    """The attention part of `Platform`.
 
     Tensors are plain: queries `[batch, heads, queries, head_dim]`, keys and values
     `[batch, key-value heads, keys, ...]`. Query head h reads key-value head `h // (heads / key-value heads)`.
@@ -56,32 +56,32 @@ class AttentionInterface:
         def from_numpy(self, array: np.ndarray[Any, Any], device: Any = None) -> Tensor: ...
 
     def has_fused_attention(self, query: Tensor, value: Tensor) -> bool:
-        """Return whether `ops.scaled_dot_product_attention` of such tensors holds no matrix of scores."""
+        """Return whether `ops.scaled_dot_product_attention` of such tensors never materializes the score matrix."""
         return self.has_fused_blocks(query, value)
 
     def has_fused_blocks(self, query: Tensor, value: Tensor) -> bool:
-        """Return whether `attention_block` of such tensors holds no matrix of scores, without cap and dropout."""
+        """Return whether `attention_block` of such tensors never materializes scores, given no soft cap or dropout."""
         return False
 
     def dropout_factors(self, p: float, rows: Array, heads: Array, queries: Array, keys: Array) -> Tensor:
         """Return float32 `[rows, heads, queries, keys]`: 0 where an entry is dropped, else 1 / (1 - p).
 
-        A framework that computes them on its device gives the same ones as `kept_entries`.
+        A framework that computes the factors on its device must return the same ones as `dropout_mask`.
 
         Args:
             rows: int64, the seed of each row of the batch.
-            heads, queries, keys: int64, numbers of heads, and places in the whole sequence.
+            heads, queries, keys: int64, indices of the heads, and positions in the full sequence.
         """
-        kept = kept_entries(p, rows, heads, queries, keys)
+        kept = dropout_mask(p, rows, heads, queries, keys)
         return self.from_numpy(
             kept.astype(np.float32) / np.float32(1 - p) if p < 1 else np.zeros(kept.shape, "float32")
         )
 
     def attention_block(self, query: Tensor, key: Tensor, value: Tensor, scores: BlockScores) -> tuple[Tensor, Tensor]:
-        """Return the block's attention `[batch, heads, queries, width]` and the log-sum-exp of its scores.
+        """Return the block's attention `[batch, heads, queries, width]` and log-sum-exp `[batch, heads, queries]`.
 
-        The latter is `[batch, heads, queries]`, of float32 (of float64 where the queries are), as is the former, or
-        of the queries' dtype. A query that sees no key gets zeros and minus infinity.
+        The log-sum-exp is float32, or float64 for float64 queries. The attention has that dtype or that of the queries.
+        A query that sees no key gets zeros and minus infinity.
         """
         ops = self.ops
         q, k, v = (self._accurate(x) for x in (query, key, value))
@@ -89,9 +89,9 @@ class AttentionInterface:
         highest = ops.maximum(ops.amax(s, -1, True), LOWEST)
         p = ops.exp(ops.sub(s, highest))
         total = ops.sum(p, -1, True)
-        # Dropout comes after the softmax, which is divided by the sum of all entries, dropped ones too.
-        kept = p if scores.dropout is None else ops.mul(p, self._factors(p, scores.dropout))
-        out = ops.div(ops.matmul(kept, ops.unsqueeze(v, 2)), ops.maximum(total, TINY))
+        # Dropout follows the softmax, so the divisor is the sum of all entries, including dropped ones.
+        dropped = p if scores.dropout is None else ops.mul(p, self._factors(p, scores.dropout))
+        out = ops.div(ops.matmul(dropped, ops.unsqueeze(v, 2)), ops.maximum(total, TINY))
         lse = ops.add(highest, ops.log(total))
         return ops.reshape(out, (*query.shape[:3], value.shape[3])), ops.reshape(lse, tuple(query.shape[:3]))
 
@@ -108,7 +108,7 @@ class AttentionInterface:
         """Return the block's contributions to the gradients of queries, keys and values.
 
         Args:
-            grad, out, lse: of these queries' attention over *all* keys, not over the block's alone.
+            grad, out, lse: gradient, attention and log-sum-exp of these queries over *all* keys, not only the block's.
         """
         ops, groups = self.ops, _groups(query, key)
         q, k, v, grad, out = (self._accurate(x) for x in (query, key, value, grad, out))
@@ -118,32 +118,32 @@ class AttentionInterface:
         p = ops.exp(ops.sub(s, lse))
         delta = ops.sum(ops.mul(grad, out), -1, True)
         grad, delta = (ops.reshape(x, (*_grouped_shape(q, k), x.shape[-1])) for x in (grad, delta))
-        d_p, kept = ops.matmul(grad, _transposed(ops, v)), p
+        d_p, dropped = ops.matmul(grad, _transposed(ops, v)), p
         if scores.dropout is not None:
+            # D stays as it is: rowsum(dO * O) equals rowsum(P * dP), with the factors contained in dP.
             factors = self._factors(p, scores.dropout)
-            d_p, kept = ops.mul(d_p, factors), ops.mul(p, factors)
+            d_p, dropped = ops.mul(d_p, factors), ops.mul(p, factors)
         d_s = ops.mul(p, ops.sub(d_p, delta))
         if scores.soft_cap is not None:
-            # s / cap is the hyperbolic tangent t, whose derivative is 1 - t ** 2.
-            seen = ops.maximum(s, -scores.soft_cap)  # minus infinity where nothing is seen, where d_s is 0
+            # d/dx cap * tanh(x / cap) = 1 - t ** 2, where t = tanh(x / cap) = s / cap.
+            seen = ops.maximum(s, -scores.soft_cap)  # masked entries are -inf; d_s is 0 there, and 0 * inf would be NaN
             d_s = ops.mul(d_s, ops.sub(1.0, ops.square(ops.div(seen, scores.soft_cap))))
         d_s = ops.mul(d_s, scores.scale)
         rows = ops.reshape(q, (*_grouped_shape(q, k), q.shape[-1]))
         d_q = ops.reshape(ops.matmul(d_s, ops.unsqueeze(k, 2)), tuple(query.shape))
-        d_k, d_v = (self._over_groups(x, y, groups) for x, y in ((d_s, rows), (kept, grad)))
+        d_k, d_v = (self._over_groups(x, y, groups) for x, y in ((d_s, rows), (dropped, grad)))
         return d_q, d_k, d_v
 
     def merge_attention(self, one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Merge attention `[batch, heads, queries, width]` of the same queries over two sets of keys.
+        """Merge attention of the same queries over two disjoint sets of keys into that over both.
 
         Args:
-            one, other: each with its log-sum-exp `[batch, heads, queries]`; both of float32, or of float64. A framework
-                that writes in place may write into `one`, and returns its very tensors then.
+            one, other: pairs of attention `[batch, heads, queries, width]` and log-sum-exp `[batch, heads, queries]`,
+                all float32 or all float64. A framework may update the tensors of `one` in place and return them.
         """
         ops = self.ops
-        # out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i). The highest is taken off, so that no
-        # exponential overflows; where no key is seen it would be minus infinity, and minus infinity less itself is no
-        # number.
+        # out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i). The maximum is subtracted so that no
+        # exponential overflows. It is at least LOWEST, because `-inf - -inf` is NaN where no key is visible.
         highest = ops.maximum(ops.maximum(one[1], other[1]), LOWEST)
         weights = [ops.exp(ops.sub(lse, highest)) for _, lse in (one, other)]
         total = ops.add(*weights)
@@ -153,11 +153,11 @@ class AttentionInterface:
         return out, ops.add(highest, ops.log(total))
 
     def add_into(self, total: Tensor, x: Tensor) -> Tensor:
-        """Return `total + x`: in the memory of `total`, and `total` itself, where the framework writes in place."""
+        """Return `total + x`. A framework that writes in place adds into `total` and returns it."""
         return self.ops.add(total, x)
 
     def accurate_tanh(self, x: Tensor) -> Tensor:
-        """Return the hyperbolic tangent, right to a few roundings, by which scores are capped."""
+        """Return `tanh(x)` for the soft cap, accurate to a few units in the last place."""
         return self.ops.tanh(x)
 
     def _accurate(self, x: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ class AttentionInterface:
         return x if is_wide else self.ops.cast(x, self.dtype("float32"))
 
     def _masked_scores(self, q: Tensor, k: Tensor, scores: BlockScores) -> Tensor:
-        """Return the scores `[batch, key-value heads, group, queries, keys]`, minus infinity where nothing is seen."""
+        """Return the scores `[batch, key-value heads, group, queries, keys]`, minus infinity where masked."""
         ops = self.ops
         rows = ops.reshape(q, (*_grouped_shape(q, k), q.shape[-1]))
         s = ops.mul(ops.matmul(rows, _transposed(ops, k)), scores.scale)
@@ -178,44 +178,46 @@ class AttentionInterface:
         return self.ops.cast(self.ops.reshape(dropout, tuple(p.shape)), p.dtype)
 
     def _causal_mask(self, size: int) -> Tensor:
-        places = self.ops.arange(size, self.dtype("int64"))
-        return self.ops.ge(self.ops.unsqueeze(places, 1), self.ops.unsqueeze(places, 0))
+        positions = self.ops.arange(size, self.dtype("int64"))
+        return self.ops.ge(self.ops.unsqueeze(positions, 1), self.ops.unsqueeze(positions, 0))
 
     def _over_groups(self, x: Tensor, y: Tensor, groups: int) -> Tensor:
-        """Multiply `x` transposed by `y`, `[batch, key-value heads, group, queries, ...]`, and sum over the groups."""
+        """Return `x^T y` of `[batch, key-value heads, group, queries, ...]`, summed over the heads of each group."""
         product = self.ops.matmul(self.ops.transpose(x, -2, -1), y)
         return self.ops.squeeze(product, 2) if groups == 1 else self.ops.sum(product, 2)
 
 
-def kept_entries(p: float, rows: Array, heads: Array, queries: Array, keys: Array) -> Array:
-    """Return which entries of a softmax dropout keeps, bool `[rows, heads, queries, keys]`.
+def dropout_mask(p: float, rows: Array, heads: Array, queries: Array, keys: Array) -> Array:
+    """Return the dropout mask of a softmax, bool `[rows, heads, queries, keys]`: False where an entry is dropped.
 
-    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) as a counter-based generator: each step of row, head, query, key is
-    a place in the stream whose seed is the number found so far. An entry is dropped if the first 24 bits of its number
-    are below `p`.
+    The mask depends only on the row's seed and on the head, query and key indices, so it is the same in every sharding.
+    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) is used as a counter-based generator: the number of (row, head)
+    seeds the stream of its queries, that of (row, head, query) the stream of its keys. An entry is dropped if the top
+    24 bits of its number, as a fraction, are below `p`.
     """
     threshold = np.uint64(round(p * 2**24))
-    kept = np.empty((len(rows), len(heads), len(queries), len(keys)), np.bool_)
-    of_queries, of_keys = (steps_of(x) for x in (queries, keys))
+    mask = np.empty((len(rows), len(heads), len(queries), len(keys)), np.bool_)
+    of_queries, of_keys = (stream_offsets(x) for x in (queries, keys))
     for row, seed in enumerate(np.asarray(rows, np.int64).view(np.uint64)):
-        for head, step in enumerate(steps_of(heads)):
-            of_head = mixed(np.array([seed]) + step)
-            numbers = mixed(mixed(of_head + of_queries)[:, None] + of_keys)
-            np.greater_equal(numbers >> np.uint64(40), threshold, out=kept[row, head])
-    return kept
+        # One head at a time: the 64-bit numbers of all heads would need eight times the memory of the mask.
+        for head, offset in enumerate(stream_offsets(heads)):
+            of_head = mix(np.array([seed]) + offset)
+            numbers = mix(mix(of_head + of_queries)[:, None] + of_keys)
+            np.greater_equal(numbers >> np.uint64(40), threshold, out=mask[row, head])
+    return mask
 
 
 GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""Constants of SplitMix64: the step of its counter, and the factors of its mixing."""
+"""Constants of SplitMix64: the increment of its counter, and the multipliers of its output function."""
 
 
-def steps_of(places: Array) -> Array:
-    """Return how far places lie from the seed of their stream: multiples of its step, as uint64."""
-    return (np.asarray(places, np.int64).view(np.uint64) + np.uint64(1)) * np.uint64(GAMMA)
+def stream_offsets(indices: Array) -> Array:
+    """Return the offsets of stream elements from the seed of a SplitMix64 stream, `(index + 1) * GAMMA`, as uint64."""
+    return (np.asarray(indices, np.int64).view(np.uint64) + np.uint64(1)) * np.uint64(GAMMA)
 
 
-def mixed(z: Array) -> Array:
-    """Mix uint64 numbers in place, and return them."""
+def mix(z: Array) -> Array:
+    """Apply the output function of SplitMix64 to uint64 numbers in place, and return them."""
     for shift, factor in ((30, MIX_1), (27, MIX_2)):
         z ^= z >> np.uint64(shift)
         z *= np.uint64(factor)

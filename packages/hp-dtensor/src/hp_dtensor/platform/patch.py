@@ -11,13 +11,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A function of a framework that is replaced in the whole process.
+    """A replacement of a function of a framework, in effect for the process.
 
     Attributes:
         name: the full name, such as `torch.nn.init.eye_`.
         why: what the framework would do to a DTensor without the patch.
-        dtensors: what happens to DTensors instead.
-        replacement: returns the new function, given the framework's.
+        dtensors: what the patched function does with DTensors.
+        replacement: a function that returns the new function, given the framework's.
     """
 
     name: str

@@ -6,7 +6,7 @@ host. Blocks in which no query sees a key are never planned, so causal attention
 packed documents their own squares, in whatever order a rank holds its tokens.
 
 `AttentionDropout` decides by a hash whether an entry is dropped: of the seed of its row of the batch, its head, and the
-indices of its query and key in the full sequence (`hp_dtensor.platform.attention.kept_entries`). So the result does not
+indices of its query and key in the full sequence (`hp_dtensor.platform.attention.dropout_mask`). So the result does not
 depend on how rows, heads or the sequence are sharded, backward and recomputation drop the same entries as forward, and
 no dropout mask is saved.
 """
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.exceptions import AttentionError
-from hp_dtensor.platform.attention import mixed, steps_of
+from hp_dtensor.platform.attention import mix, stream_offsets
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.dtensor import DTensor
 
@@ -205,7 +205,7 @@ class AttentionDropout:
         # uint64 arithmetic wraps around, which is intended in a hash.
         seeds = np.array(rows, np.int64).view(np.uint64)
         for key in keys:
-            seeds = mixed(seeds + steps_of(np.array([key])))
+            seeds = mix(seeds + stream_offsets(np.array([key])))
         return cls(p, seeds.view(np.int64))
 
     def rows(self, platform: Platform, batch: int) -> Array:
