@@ -95,7 +95,7 @@ def train_decoder(
                 batch = SequenceSharder(style, dims.cp, mesh["cp"].get_local_rank()).shard(batch)
             given = (batch.ids, batch.targets, batch.positions)
             arrays = [platform.from_numpy(numpy.ascontiguousarray(x)) for x in given if x is not None]
-            with use_sequence_sharding(batch.cut):
+            with use_sequence_sharding(batch.sharding):
                 loss = platform.ops.div(model(*arrays), GLOBAL_BATCH * length)
             platform.backward(loss)
             total = platform.ops.add(platform.detach(loss), total)

@@ -158,7 +158,7 @@ def test_parts_of_a_part_run_alone(platform):
     whole, data = build(platform, SMALL), tokens(SMALL, batch=2)
     layers, x = range(SMALL.num_hidden_layers), platform.from_numpy(data)
     for part in [ModelPart(layers=layers[:1], head=False), ModelPart(embed=False, layers=layers[1:])]:
-        x = whole(x, parts=part)
+        x = whole(x, part=part)
     expected = platform.to_numpy(whole(platform.from_numpy(data)))
     numpy.testing.assert_array_equal(platform.to_numpy(x), expected)
 

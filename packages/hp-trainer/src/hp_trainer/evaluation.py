@@ -175,7 +175,7 @@ def _batch_size(config: TrainerConfig) -> int:
 
 def _loss_sum(platform: Platform, model: Any, batch: Batch) -> float:
     """Return the cross entropy summed over the targets of a batch, in nats."""
-    with use_sequence_sharding(batch.cut):
+    with use_sequence_sharding(batch.sharding):
         return float(platform.to_numpy(model(*map(platform.from_numpy, batch.arrays()))))
 
 

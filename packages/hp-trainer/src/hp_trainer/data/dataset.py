@@ -183,7 +183,7 @@ class Batch:
             targets, divided by their number.
         rows: global position of each sample in the run, int64 `[samples]`. A sample that is read in two epochs has two
             positions.
-        cut: which tokens of the samples these are, and which other ranks have; None: all.
+        sharding: how the tokens of each sample are sharded over context parallel ranks; None: unsharded.
     """
 
     ids: np.ndarray
@@ -193,7 +193,7 @@ class Batch:
     global_tokens: int
     global_targets: int
     rows: np.ndarray | None = None
-    cut: SequenceSharding | None = None
+    sharding: SequenceSharding | None = None
 
     def arrays(self) -> list[np.ndarray]:
         """Return the inputs of a model as contiguous arrays: ids, targets and, unless None, positions."""

@@ -52,7 +52,7 @@ def dense_degrees(expert_mesh: ExpertMesh) -> tuple[str, ...]:
     return ("dp_replicate", "dp_shard", "cp", "tp", "pp") + (("ep",) if expert_mesh == "peer" else ())
 
 
-def around_dp_shard(expert_mesh: ExpertMesh) -> tuple[str, ...]:
+def degrees_without_dp_shard(expert_mesh: ExpertMesh) -> tuple[str, ...]:
     """Return the degrees of the equation without `dp_shard`, by which -1 is inferred."""
     return tuple(name for name in dense_degrees(expert_mesh) if name != "dp_shard")
 

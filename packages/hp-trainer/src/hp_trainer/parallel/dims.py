@@ -19,8 +19,8 @@ from hp_trainer.parallel.axes import (
     DENSE_AXES,
     CpMethod,
     ExpertMesh,
-    around_dp_shard,
     build_mesh,
+    degrees_without_dp_shard,
     product,
 )
 from hp_trainer.parallel.context import context_problems
@@ -92,7 +92,9 @@ class ParallelDims:
         # Frozen, so inferred fields are set past the dataclass.
         object.__setattr__(self, "expert_mesh", chosen_expert_mesh(self))
         if self.dp_shard == -1:
-            object.__setattr__(self, "dp_shard", self.world_size // product(self, around_dp_shard(self._experts)))
+            object.__setattr__(
+                self, "dp_shard", self.world_size // product(self, degrees_without_dp_shard(self._experts))
+            )
 
     @property
     def _experts(self) -> ExpertMesh:

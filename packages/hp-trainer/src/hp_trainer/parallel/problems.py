@@ -12,7 +12,7 @@ from hp_trainer.parallel.axes import (
     DEGREES,
     CpMethod,
     ExpertMesh,
-    around_dp_shard,
+    degrees_without_dp_shard,
     dense_degrees,
     nearest_divisors,
     product,
@@ -30,10 +30,10 @@ def find_problems(dims: Any) -> Iterator[Problem]:
         return
     expert_mesh, shard = chosen_expert_mesh(dims), dims.dp_shard
     if shard == -1:
-        filled, rest = divmod(dims.world_size, product(dims, around_dp_shard(expert_mesh)))
+        filled, rest = divmod(dims.world_size, product(dims, degrees_without_dp_shard(expert_mesh)))
         shard = None if rest else filled
         if rest:
-            yield _unfillable(dims, around_dp_shard(expert_mesh))
+            yield _unfillable(dims, degrees_without_dp_shard(expert_mesh))
     elif product(dims, dense_degrees(expert_mesh)) != dims.world_size:
         yield _wrong_product(dims, dense_degrees(expert_mesh))
     yield from _expert_problems(dims, expert_mesh, shard)
@@ -56,7 +56,7 @@ def _is_ambiguous(dims: Any) -> bool:
 
 def _ambiguous(dims: Any) -> Problem:
     """Return the problem of `dp_shard=-1` with expert parallelism, with both possible values."""
-    fills = {kind: dims.world_size / product(dims, around_dp_shard(kind)) for kind in get_args(ExpertMesh)}
+    fills = {kind: dims.world_size / product(dims, degrees_without_dp_shard(kind)) for kind in get_args(ExpertMesh)}
     return Problem(
         path="dp_shard",
         what=f"-1 with ep = {dims.ep} is ambiguous: dp_shard would be {fills['folded']:g} if experts reuse the dense "

@@ -150,6 +150,7 @@ class _Search:
         for changes in tried:
             plan = self._planned(_settings(changes), self._memory)
             if plan is not None and plan.peak <= self._memory:
+                # Changes of the same paths are alternatives, such as two micro-batch sizes.
                 paths = tuple(change.path for change in changes)
                 before = quickest.get(paths)
                 if before is None or plan.time.total < before.plan.time.total:
@@ -175,6 +176,7 @@ class _Search:
             or any(path == "training.recompute" for path, _ in settings)
         ):
             return None
+        # If full recomputation does not fit, no budget does: it saves the fewest bytes.
         least = self._planned((("training.activation_budget", "null"), ("training.recompute", "full"), *settings))
         if least is None or least.peak > self._memory:
             return None
@@ -201,6 +203,7 @@ class _Search:
         given = self._plan_given
         experts = getattr(config.model.options, "num_experts", None)
         dims = ParallelDims.from_config(config.parallel, given.shape.dims.world_size, experts)
+        # The cached reasons hold for one schedule and one way of gathering weights.
         known = self._pipelines.setdefault((config.pipeline, config.parallel.gathers_for_step), {})
         if layout_reasons(config, dims, known):
             return None
@@ -219,6 +222,7 @@ def _settings(changes: Iterable[Change]) -> Settings:
 def _size_text(num_bytes: float) -> str | None:
     """Return a size as text for a setting, rounded down; None below 1 KiB."""
     for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
+        # From 64 MiB on, rounding down to MiB loses less than 2 %.
         if num_bytes >= (64 * size if unit == "MiB" else size):
             return f"{math.floor(num_bytes / size)}{unit}"
     return None
@@ -241,7 +245,7 @@ def possible_changes(plan: StepPlan) -> Iterator[Change]:
         more = [] if settings.stages_per_rank is None else [("pipeline.stages_per_rank", "null")]
         others = (name for name in schedule_names() if name != settings.schedule)
         yield from (_change("pipeline.schedule", name, *more) for name in others)
-    yield from _narrower(shape)
+    yield from _changing_results(shape)
 
 
 def _change(path: str, text: str, *more: tuple[str, str], effect: str = "") -> Change:
@@ -267,6 +271,7 @@ def _micro_batches(shape: StepShape) -> Iterator[Change]:
     config, length = shape.config, shape.config.training.sequence_length
     depends = shape.model.has_micro_batch_statistics
     effect = "capacity and balance of experts are computed per micro-batch" if depends else ""
+    # From the largest to the smallest: small micro-batches are slow.
     for size in reversed(divisors(shape.micro_batch)[:-1]):
         settings = []
         if shape.dims.pp_enabled and config.pipeline.microbatches is not None:
@@ -293,12 +298,13 @@ def _offloaded(shape: StepShape) -> Iterator[Change]:
     config = shape.config
     if shape.model.is_recomputable and not config.training.offload_activations:
         yield _change("training.offload_activations", "true")
+    # As `build_on_host` requires: a quantized state has no tensors that could be offloaded.
     has_plain_state = getattr(config.optimizer.options, "has_plain_state", True)
     if not config.training.offload_optimizer and has_plain_state and config.parallel.ep_move_interval is None:
         yield _change("training.offload_optimizer", "true")
 
 
-def _narrower(shape: StepShape) -> Iterator[Change]:
+def _changing_results(shape: StepShape) -> Iterator[Change]:
     """Yield changes that alter the results of training."""
     config, training = shape.config, shape.config.training
     if training.dtype == "float32":

@@ -108,7 +108,9 @@ def measure_cpu() -> Device:
     product = _best(lambda: x @ x)
     large = np.ones(2**22, np.float32)
     target = np.empty_like(large)
+    # Each byte is read and written.
     copied = 2 * large.nbytes / _best(lambda: np.copyto(target, large))
+    # A product of n x n matrices has 2 n**3 operations.
     rate = 2 * 768**3 / product
     return Device(
         name="cpu",
@@ -116,6 +118,7 @@ def measure_cpu() -> Device:
         # On CPUs, frameworks compute half precision in single precision.
         flops=dict.fromkeys(_DTYPES, rate),
         memory_bandwidth=copied,
+        # All ranks of a measured CPU are on this machine.
         ranks_per_node=1 << 30,
         # A message between processes is copied about four times.
         inner_bandwidth=copied / 4,
@@ -134,6 +137,7 @@ def _best(run: Callable[[], Any]) -> float:
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
+    # The fastest run is the least disturbed by other processes.
     return min(times)
 
 

@@ -115,12 +115,13 @@ class _Moments(ABC):
         """Yield the memory at each moment of a step that may be the peak."""
 
     def at(self, moment: str, **held: float) -> MemoryPlan:
-        """Return the memory at a moment: what the whole step holds, and `held`."""
+        """Return the memory at a moment: weights, average and optimizer state, which exist throughout, plus `held`."""
         throughout = {} if self.shape.config.training.offload_optimizer else {"optimizer": self.optimizer}
         return MemoryPlan(weights=self.weights, average=self.average, moment=moment, **throughout, **held)
 
     def update(self, gradients: float) -> MemoryPlan:
         """Return the memory during the update; of an offloaded state, three buckets are on the device at most."""
+        # `gradients` are reduced shards here: full ones are freed by then.
         held = {"gradients": gradients, "updating": _update_bytes(self.shape, self.stage)}
         if not self.shape.config.training.offload_optimizer:
             return self.at("the update", **held)
@@ -128,7 +129,10 @@ class _Moments(ABC):
         return self.at("the update", **held, optimizer=share * self.optimizer)
 
     def pending(self, layer: int) -> float:
-        """Return the bytes of a block's activations on the device before backward comes near."""
+        """Return the bytes of a block's activations on the device between its forward and its backward.
+
+        Offloaded tensors are on the host in between, except those of the last block of a stage.
+        """
         cost = self.costs[layer]
         return cost.saved if layer in self._ends else cost.on_device
 
@@ -137,7 +141,10 @@ class _Moments(ABC):
         return self.preceding[layer] - self._reused[layer] + self.costs[layer].saved + self.costs[layer].temporary
 
     def other_heads(self, held: InFlight) -> float:
-        """Return the bytes saved by the heads of other micro-batches; the loss belongs to the forward of a stage."""
+        """Return the bytes that the heads of the other micro-batches in flight save.
+
+        The last stage computes the loss in its forward, so each micro-batch in flight has one.
+        """
         return max(0.0, held.last_live - 1) * self.head.saved() if self.stage.head else 0.0
 
     @functools.cached_property
@@ -155,7 +162,7 @@ class _Moments(ABC):
 
     @functools.cached_property
     def _reused(self) -> dict[int, float]:
-        """Bytes freed by each block's backward that the preceding block's tensors from the host take over."""
+        """Bytes that each block's backward frees and the preceding block's tensors from the host then occupy."""
         layers = self.stage.layers
         offloaded = [0.0, *(self.costs[each].saved - self.pending(each) for each in layers)]
         return {
@@ -163,7 +170,7 @@ class _Moments(ABC):
         }
 
     def backward(self) -> Iterator[tuple[int, bool]]:
-        """Yield the blocks from the last to the first, each with whether the peak may be in it.
+        """Yield (block, whether the peak may be in its backward) from the last block to the first.
 
         In a row of equal blocks the memory changes by the same bytes from each block to the next, so that only the ends
         of the row can be the peak. A block's memory depends on its two neighbours as well. Skipping the others makes
@@ -195,7 +202,12 @@ class _GatheredForUse(_Moments):
         yield self.update(self.stage.total("gradient"))
 
     def _of_micro_batch(self, held: InFlight, *, finds_gradients: bool) -> Iterable[MemoryPlan]:
-        """Yield the moments of a micro-batch, the first one or one that finds gradients of others."""
+        """Yield the moments of a micro-batch.
+
+        Args:
+            held: micro-batches in flight at its backward.
+            finds_gradients: gradients of earlier micro-batches exist already.
+        """
         stage = self.stage
         root = _total(stage.root, "full")
         # Head and embedding are one group, so autograd holds the head's gradient until the embedding's is complete.
@@ -207,9 +219,10 @@ class _GatheredForUse(_Moments):
         reduced = stage.total("gradient") if finds_gradients and not accumulates else 0.0
         # Shards that replicas all-reduce at the end of the step are accumulated in place.
         joins = bool(reduced) and self.shape.num_replicas > 1
-        # `before`: full gradients of the block behind, whose reduce-scatter still runs.
+        # `before`: full gradients of the block that backward has just left, whose reduce-scatter still runs.
         below, before, leaving = sum(map(self.pending, stage.layers)), 0.0, 0.0
         others = (held.live - 1) * below + self.other_heads(held)
+        # One message being received and one being sent.
         messages = 2.0 * message_bytes(self.shape) if stage.is_pipelined else 0.0
         if stage.head:
             yield self.at(
@@ -245,6 +258,7 @@ class _GatheredForUse(_Moments):
                 yield self.at(
                     f"the reduction of {self.shape.model.block_name(layer)}",
                     gradients=unreduced + reduced,
+                    # Backward has resharded the block before its gradients are reduced.
                     gathered=gathered - block.full,
                     reducing=head + block.autograd + fresh + block.reduced,
                     activations=others + self.preceding[layer] + self.costs[layer].input,
@@ -306,7 +320,11 @@ class _GatheredForStep(_Moments):
         yield self.update(stage.total("gradient"))
 
     def _in_flight(self, in_flight: InFlight, gradients: float) -> Iterable[MemoryPlan]:
-        """Yield the moments of a backward with so many micro-batches in flight and bytes of gradients."""
+        """Yield the moments of a backward.
+
+        Args:
+            gradients: bytes of full gradients accumulated by earlier micro-batches.
+        """
         stage, head = self.stage, self.head
         live, pending = in_flight.live, in_flight.pending
         below = sum(map(self.pending, stage.layers))
@@ -335,9 +353,11 @@ class _GatheredForStep(_Moments):
                 )
             autograd += self.bytes[layer].autograd
         if pending:
+            # Half of the head's working bytes are the gradient of the logits, which `W` of the head still needs.
             ends = heads + head.saved() + in_flight.last_pending * head.working / 2 if stage.head else 0.0
             activations = live * below + pending * between + ends
             yield self.at("the end of an input gradient", **held, activations=activations)
+        # Until autograd has ended a micro-batch, single gradients exist besides the flat buffers.
         every = sum(times * _autograd_bytes(each) for each, times in stage.counted)
         yield self.at("the end of a micro-batch", **held, reducing=every, activations=others)
 
@@ -349,7 +369,8 @@ class _BlockBytes:
     Attributes:
         full, full_gradient, gradient, reduced: sums of the attributes of `PlannedBuffer`.
         dense_full: `full` without experts.
-        leaving: part of `full_gradient` that is freed when its reduction ends; with one shard it is the result instead.
+        leaving: bytes of `full_gradient` freed when its reduction ends. With one shard the reduction returns the full
+            gradient itself, and nothing is freed.
         autograd: gradients of single weights, before they are copied into the flat buffer.
         expert_autograd: `autograd` of experts, which exist before most of the block's activations are freed.
     """
@@ -386,7 +407,7 @@ class LayerCost:
             `BlockActivations`.
         saved_by_autograd: bytes that would be saved if nothing were recomputed.
         input: bytes of the block's input.
-        for_weights: bytes of gradients that are saved if gradients of weights are computed later.
+        for_weights: bytes of output gradients saved between `I` and `W`, where a schedule splits backward.
     """
 
     saved: float
@@ -477,6 +498,7 @@ def _share_on_device(shape: StepShape, stage: StageBuffers) -> float:
     full = full_shapes(shape)
     trained = [each for buffer in stage.buffers if buffer.trainable for each in buffer.parameters]
     counts = [math.prod(full[each.name]) for each in trained]
+    # The buckets of `build_on_host`, whose elements are those of unsharded parameters.
     buckets = [sum(counts[bucket]) for bucket in split_into_buckets(counts, BUCKET_ELEMENTS)]
     return max((sum(buckets[first : first + 3]) for first in range(len(buckets))), default=0) / max(1, sum(counts))
 
@@ -486,7 +508,10 @@ def _two_moments(name: str, shape: tuple[int, ...], elements: int, itemsize: int
 
 
 def _head_gradients(stage: StageBuffers) -> float:
-    """Return the bytes of the root group's gradients after the head's backward; those of an untied embedding follow."""
+    """Return the bytes of the root group's gradients after the head's backward.
+
+    The gradient of an untied embedding is in the same group, but exists only at the end of backward.
+    """
     if not stage.head:
         return 0.0
     later = ("embed.weight",) if _has_own_head(stage) else ()
@@ -505,7 +530,11 @@ def _has_own_head(stage: StageBuffers) -> bool:
 
 
 def _autograd_bytes(buffer: PlannedBuffer, later: Sequence[str] = ()) -> float:
-    """Return the bytes of the gradients of a buffer's weights, those of `later` left out, before they are collected."""
+    """Return the bytes of the gradients that autograd holds of a buffer's weights, before FSDP copies them.
+
+    Args:
+        later: names of weights whose gradients do not exist yet.
+    """
     if not buffer.trainable:
         return 0.0
     blocks = zip(buffer.parameters, buffer.layout.blocks, strict=True)

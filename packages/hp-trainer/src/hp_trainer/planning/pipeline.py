@@ -1,4 +1,4 @@
-"""What a pipeline schedule holds in flight, and how long its ranks idle."""
+"""Properties of a pipeline schedule that plans need: micro-batches in flight, and idle time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class InFlight:
     """Micro-batches whose activations a rank holds at its peak.
 
     Attributes:
-        live: number over all its stages; of two stages, each counts a half.
-        pending: number of these whose gradients of inputs are computed, and those of weights not yet.
+        live: (stage, micro-batch) pairs whose activations are held, divided by the stages of the rank.
+        pending: the part of `live` between `I` and `W`: gradients of inputs are computed, those of weights are not.
         last_live, last_pending: the same numbers for the last stage alone, on the rank that has it.
     """
 
@@ -39,9 +39,10 @@ class PipelineFacts:
         with_gradients: for each rank, what is in flight at most afterwards; empty if its only backward computes them.
         bubble: largest idle time of a rank, over the time that it computes.
         splits_backward: gradients of weights are computed apart from those of inputs.
-        backwards_after_no_forward: for each rank, backwards that do not follow a forward immediately, so that weights
-            gathered in forward have been freed.
-        backwards_after_other_stage: for each rank, backwards that do not follow a forward of their own stage.
+        backwards_after_no_forward: number of each rank's backwards whose preceding action is not a forward. Weights
+            gathered in forward are freed by then.
+        backwards_after_other_stage: number of each rank's backwards whose preceding action is not a forward of the
+            same stage.
     """
 
     rank_of_stage: tuple[int, ...]
@@ -75,6 +76,7 @@ def pipeline_facts(
     counts = [*last.held, last.backwards_after_no_forward, last.backwards_after_other_stage]
     if is_long:
         first = _simulated(*arguments, shortest + rest)
+        # Linear extrapolation by the number of periods that were not simulated.
         beyond = (num_microbatches - 2 * shortest - rest) / shortest
         before = [*first.held, first.backwards_after_no_forward, first.backwards_after_other_stage]
         counts = [
@@ -82,6 +84,7 @@ def pipeline_facts(
         ]
         idle += (idle - first.idle) * beyond
         busy += (busy - first.busy) * beyond
+    # `held` has one entry per rank; the two counts are the last entries of the list.
     *held, backwards_after_no_forward, backwards_after_other_stage = counts
     return PipelineFacts(
         rank_of_stage=owners,
@@ -101,7 +104,12 @@ def _in_flight(counts: Sequence[float], stages: int) -> InFlight:
 
 @dataclass(frozen=True)
 class _Simulated:
-    """Results of one simulation, in units of a forward's time; `held` has the result of `_peaks` for each rank."""
+    """Results of one simulation.
+
+    Attributes:
+        held: result of `_peaks` for each rank.
+        idle, busy: largest idle and busy time of a rank, in units of a forward's time.
+    """
 
     rank_of_stage: tuple[int, ...]
     held: tuple[tuple[float, ...], ...]
@@ -157,6 +165,7 @@ def _peaks(actions: Sequence[Action], last: int, recomputes: bool) -> tuple[floa
     peaks: list[tuple[float, ...]] = [(0, 0, 0, 0), (0, 0, 0, 0)]
     has_gradients = False
     for action in actions:
+        # Actions of one (stage, micro-batch) pair compare equal by their forward.
         each = replace(action, kind=Kind.FORWARD)
         splits = not recomputes and action.stage > 0
         if action.kind is Kind.FORWARD:
@@ -169,6 +178,7 @@ def _peaks(actions: Sequence[Action], last: int, recomputes: bool) -> tuple[floa
             peaks[has_gradients] = len(live), len(pending), *of_last
         if action.kind is Kind.WEIGHT_GRAD and splits:
             pending.remove(each)
+        # The action that frees the pair's activations.
         ends = Kind.INPUT_GRAD if recomputes and action.stage > 0 else Kind.WEIGHT_GRAD
         if action.kind in (Kind.BACKWARD, ends):
             live.remove(each)

@@ -129,6 +129,7 @@ def plan_step(
         PlanError: the model has no estimates.
     """
     shape = StepShape.of(config, dims, memo, is_host=device.is_host, estimate_model=estimate_model)
+    # The first rank has the embedding and most micro-batches in flight, the last one the head and the loss.
     chosen = range(dims.pp) if every_rank else sorted({0, dims.pp // 2, dims.pp - 1})
     stages: list[StageBuffers] = []
     memory: list[MemoryPlan] = []

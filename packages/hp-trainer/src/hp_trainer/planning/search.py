@@ -190,6 +190,7 @@ class _SingleDegreeProblems:
     def _of_degree(self, name: str, value: int) -> tuple[str, ...]:
         key = name, value
         if key not in self._known:
+            # One degree alone, the others 1, so that the result serves every layout with this degree.
             degrees = SimpleNamespace(**(dict.fromkeys(DEGREES, 1) | {name: value}))
             self._known[key] = _reasons(find_model_problems(degrees, self._config.model.options))
         return self._known[key]
@@ -203,6 +204,7 @@ class _SingleDegreeProblems:
     def _of_batch(self, shares: int) -> tuple[str, ...]:
         key = "batch", shares
         if key not in self._known:
+            # `batch_problems` reads no other degrees, so ParallelDims need not be built for each candidate.
             dims: Any = SimpleNamespace(dp_size=shares, dp_replicate=1, dp_shard=shares)
             problems = list(batch_problems(dims, self._config))
             batch = self._config.training.global_batch_size
@@ -226,6 +228,7 @@ def layout_reasons(
     key = dims.pp, min(most, num_microbatches(config, dims))
     if key not in pipelines:
         pipelines[key] = _reasons(schedule_problems(dims, config, most))
+    # The other checks are those of one stage's ranks. They would list the schedule again for each layout.
     one_stage = dataclasses.replace(dims, pp=1, world_size=dims.world_size // dims.pp)
     others = _reasons(training_problems(one_stage, config))
     return (*others, *_reasons(microbatch_problems(dims, config)), *pipelines[key])

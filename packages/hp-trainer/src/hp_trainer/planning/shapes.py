@@ -1,6 +1,6 @@
 """Sizes of a step on one rank, the part of the model that the rank has, and the buffers that hold its weights.
 
-The rest of the plan is computed from these. Begin here.
+The rest of the plan is computed from these. Start reading here.
 """
 
 from __future__ import annotations
@@ -125,6 +125,7 @@ class StepShape:
     @functools.cached_property
     def tokens(self) -> int:
         """Tokens of one micro-batch on the context parallel rank that has most."""
+        # Uneven shards of a sequence: the plan is of the rank with the longest one.
         return self.micro_batch * math.ceil(self.config.training.sequence_length / self.dims.cp)
 
     @property
@@ -136,6 +137,7 @@ class StepShape:
     def reduce_itemsize(self) -> int:
         """Bytes of an element of gradients in their reduction."""
         training = self.config.training
+        # Training in float32 ignores `training.reduce_dtype`: nothing is rounded for the reduction.
         return 4 if training.dtype == "float32" else _ITEMSIZE[training.reduce_dtype]
 
     @functools.cached_property
@@ -164,6 +166,7 @@ class StepShape:
     def attention_cost(self, window: int | None = None) -> ContextCost:
         """Return the cost of one layer's attention over context parallel ranks."""
         dims, training, options = self.dims, self.config.training, self.config.model.options
+        # Everything in the layout that `context_cost` reads. Many layouts differ only in other degrees.
         key = "context", dims.tp, dims.cp, dims.dp_size, self.micro_batch, window
         return self.shared(key, lambda: context_cost(dims, options, training, window=window, batch=self.micro_batch))
 
@@ -172,6 +175,7 @@ class StepShape:
     @property
     def fuses_experts(self) -> bool:
         """Whether all experts are computed in one operation, which saves fewer activations."""
+        # As `MicroBatchShape.fused_experts`: on the CPU torch has the grouped product in float32 only.
         return not self.is_host or self.config.training.dtype == "float32"
 
     @property
@@ -182,7 +186,7 @@ class StepShape:
 
     @property
     def num_replicas(self) -> int:
-        """Ranks that hold the same shard: replicas, and in the peer mesh the ranks that share a sequence."""
+        """Number of ranks that hold the same shard: replicas, and in the peer mesh also the `cp` ranks."""
         peer = self.dims.expert_mesh == "peer"
         return self.dims.dp_replicate * (self.dims.cp if peer else 1)
 
@@ -212,6 +216,7 @@ class StepShape:
     def last_layers(self, rank: int) -> frozenset[int]:
         """Return the last layer of each stage of a rank, whose activations are not offloaded."""
         if not self.dims.pp_enabled:
+            # Its backward follows its forward at once, so a copy to the host would be needed back immediately.
             return frozenset({self.model.num_layers - 1})
         owners = self.pipeline.rank_of_stage
         stages = self._stages(len(owners))
@@ -243,7 +248,7 @@ def recompute_of(shape: StepShape) -> list[BlockRecompute]:
 
 
 def recompute_key(shape: StepShape) -> Hashable:
-    """Return the part of the layout that the recomputation depends on: with a budget, all of it."""
+    """Return the key by which layouts share a recomputation: None, or with a budget all degrees of the layout."""
     return None if shape.config.training.activation_budget is None else shape.dims
 
 
@@ -342,6 +347,7 @@ class StageBuffers:
     @functools.cached_property
     def counted(self) -> tuple[tuple[PlannedBuffer, int], ...]:
         """Every different buffer once, with the number of blocks that have one like it."""
+        # Blocks of one kind share the tuple itself, so counting identities avoids comparing buffers.
         groups = [*self.blocks.values(), *self.block_experts.values(), self.root]
         kinds = {id(group): group for group in groups}
         times = Counter(map(id, groups))
@@ -392,6 +398,7 @@ def stage_buffers(shape: StepShape, rank: int) -> StageBuffers:
     # tell them apart.
     first = {} if freeze else shape.shared("first of each kind", lambda: _first_of_each_kind(shape.model))
     representative = {layer: layer if freeze else first[shape.model.layer_kind(layer)] for layer in layers}
+    # Everything that the buffers depend on: data-parallel degrees count only by their products.
     sizes = dims.tp, dims.ep, dims.etp, dims.pp_enabled, dims.fsdp_size, dims.efsdp_size, shape.num_replicas
     chosen = ModelPart(embed=part.embed, layers=tuple(sorted(set(representative.values()))), head=part.head)
     found = shape.shared(("groups", sizes, chosen), lambda: _groups(shape, chosen))
@@ -411,6 +418,7 @@ def full_shapes(shape: StepShape) -> Mapping[str, tuple[int, ...]]:
     """Return the global shape of every parameter of the model, by name."""
 
     def compute() -> Mapping[str, tuple[int, ...]]:
+        # `ParallelDims()` is one rank, on which a local shape is the global one.
         part = ModelPart(layers=tuple(range(shape.model.num_layers)))
         found = shape.model.parameters(ParallelDims(), part)
         groups = (found.root, *found.blocks.values(), *found.experts.values())
@@ -457,6 +465,7 @@ def _parameters(shape: StepShape, part: ModelPart) -> ModelParameters:
 
 
 def _plan_buffers(shape: StepShape, parameters: tuple[PlannedParameter, ...], shards: int) -> tuple[PlannedBuffer, ...]:
+    # None: each parameter keeps its own item size, as in an unmodified module of mixed dtypes.
     retains_dtypes = shape.model.retains_dtypes and shape.config.training.dtype == "float32"
     return tuple(
         plan_group(
@@ -479,9 +488,10 @@ def _first_of_each_kind(model: ModelEstimates) -> dict[Hashable, int]:
 def _by_layer(
     groups: Mapping[int, tuple[PlannedBuffer, ...]], representative: Mapping[int, int]
 ) -> dict[int, tuple[PlannedBuffer, ...]]:
-    """Return the buffers of each block, which are those of the block that represents it.
+    """Return the buffers of each block: those planned for its representative, the first block of its kind.
 
-    Blocks with frozen parameters get copies of their own: whether backward reaches them depends on the blocks before.
+    Blocks with frozen parameters get copies of their own, because whether backward reaches one depends on the blocks
+    before it, and traffic tells buffers apart by identity.
     """
     trained = {layer for layer, group in groups.items() if all(each.trainable for each in group)}
     return {

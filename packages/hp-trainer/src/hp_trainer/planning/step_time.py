@@ -61,6 +61,7 @@ def step_time(shape: StepShape, stage: StageBuffers, device: Device, state_bytes
     Args:
         state_bytes: bytes of the optimizer's state on a rank, which the update reads and writes.
     """
+    # A dtype that the device does not state is assumed to be as slow as its slowest one.
     rate = device.flops.get(shape.config.training.dtype, min(device.flops.values())) * device.efficiency
     count = shape.num_microbatches
     products = count * shape.model.flops(shape.micro_batch_shape, stage.layers, head=stage.head) / rate
@@ -77,6 +78,8 @@ def step_time(shape: StepShape, stage: StageBuffers, device: Device, state_bytes
         seconds = seconds_of(each, shape, device)
         if each.overlaps:
             overlapping += seconds
+        # A pipeline that gathers once per step does so outside the schedule, where nothing overlaps and no bubble
+        # applies.
         elif stage.is_pipelined and each.axis in ("fsdp", "efsdp", "dp_replicate", "dp_replicate+cp", "cp"):
             waited += seconds
         else:
@@ -89,6 +92,7 @@ def step_time(shape: StepShape, stage: StageBuffers, device: Device, state_bytes
         rate = device.inner_bandwidth if is_inside else device.outer_bandwidth
         hop = message_bytes(shape) / rate + device.outer_latency
         inside = busy + sum(seconds for axis, seconds in exchanges.items() if axis != "pp")
+        # `bubble` is idle over busy time of the schedule; the second term is a message through all ranks and back.
         idle = shape.pipeline.bubble * inside + 2 * (shape.dims.pp - 1) * hop
         # Messages are sent while the ranks compute, except the first and the last ones, which count as idle time.
         exchanges.pop("pp", None)
@@ -111,6 +115,7 @@ def step_time(shape: StepShape, stage: StageBuffers, device: Device, state_bytes
         weights=max(0.0, overlapping - busy) + waited,
         idle=idle,
         update=update,
+        # Forward hides copies to the host, backward those to the device.
         offload=max(0.0, copied - forward) + max(0.0, copied - (busy - forward)),
     )
 
@@ -129,6 +134,7 @@ def seconds_of(traffic: Traffic, shape: StepShape, device: Device) -> float:
     if inside == size:
         return traffic.bytes / device.inner_bandwidth + traffic.count * latency
     if traffic.collective in _POINT_TO_POINT:
+        # Each rank sends equal shares to all others, of which `inside - 1` are in its node.
         near = (inside - 1) / (size - 1)
         rate = near / device.inner_bandwidth + (1 - near) / device.outer_bandwidth
         return traffic.bytes * rate + traffic.count * latency
@@ -155,6 +161,7 @@ def _one_axis(name: str, shape: StepShape) -> tuple[int, int]:
         return dims.etp, dims.ep
     names = {"fsdp": ("dp_shard", "cp") if folded else ("dp_shard",), "efsdp": ("dp_shard",)}.get(name, (name,))
     assert dims.expert_mesh is not None
+    # Row-major numbering: the last axis has stride 1.
     strides, stride = {}, 1
     for axis in reversed(DENSE_AXES[dims.expert_mesh]):
         strides[axis] = stride

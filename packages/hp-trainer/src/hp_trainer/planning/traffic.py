@@ -116,6 +116,7 @@ class _Counts:
 
 def _replica_axis(shape: StepShape) -> str:
     dims = shape.dims
+    # `cp` ranks of the peer mesh are replicas: each has all weights of its shard.
     axes = ["dp_replicate"] if dims.dp_replicate > 1 else []
     if dims.expert_mesh == "peer" and dims.cp_enabled:
         axes.append("cp")
@@ -136,6 +137,7 @@ def _between_stages(shape: StepShape, stage: StageBuffers) -> Iterator[Traffic]:
     # A header precedes the first micro-batch of each stage.
     yield Traffic("pp", "send", count * message_bytes(shape) + forward * HEADER_BYTES, count + forward)
     if owners[0] != owners[-1]:
+        # First and last stage share the tied weight.
         # Two ranks all-reduce: each sends 2 * (2 - 1) / 2 of the buffer.
         yield Traffic("pp", "all_reduce", sum(each.gradient for each in stage.tied), len(stage.tied))
 

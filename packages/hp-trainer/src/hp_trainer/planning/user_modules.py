@@ -55,6 +55,7 @@ class ModuleCounter:
         """
         training = config.training
         settings = [f"parallel.{name}" for name in ("cp", "tp", "pp", "ep") if getattr(self._dims, name) > 1]
+        # Counts hold for one rank that saves all activations; these settings would change them.
         settings += ["training.recompute"] * (training.recompute != "none")
         settings += ["training.activation_budget"] * (training.activation_budget is not None)
         settings += ["training.offload_activations"] * training.offload_activations
@@ -103,6 +104,7 @@ def _count(config: TrainerConfig, platform_name: str, micro_batch: int) -> Count
         return model
 
     def run(model: PlainModel) -> Tensor:
+        # The values do not matter: the platform counts shapes only.
         ids = platform.zeros((micro_batch, training.sequence_length), platform.dtype("int64"), "cpu")
         return model(ids, ids)
 
@@ -155,7 +157,7 @@ class CountedModule:
         return self.step.parts[layer].name
 
     def layer_kind(self, layer: int) -> int:
-        """See `ModelEstimates`; nothing is known to be alike."""
+        """See `ModelEstimates`. Every block is a kind of its own, because names alone do not show which are alike."""
         return layer
 
     def unreached_blocks(self) -> tuple[int, ...]:
@@ -164,7 +166,7 @@ class CountedModule:
         return tuple(range(next((index for index, part in enumerate(parts) if part.is_reached), len(parts))))
 
     def parameters(self, dims: ParallelDims, part: ModelPart, *, freeze: tuple[str, ...] = ()) -> ModelParameters:
-        """See `ModelEstimates`; what is frozen was counted as not trainable."""
+        """See `ModelEstimates`. `freeze` is ignored: frozen parameters were counted as not trainable."""
         return self._parameters
 
     @functools.cached_property
@@ -188,6 +190,7 @@ class CountedModule:
             # Equal blocks share an object, as those of the decoder do.
             blocks.append(kinds.setdefault(activations, activations))
             before = part.after
+        # What is alive after forward beyond the blocks: the head's and the loss's activations.
         rest = SavedActivation(name="outside of the blocks", kind="rest", saved=self.step.after_forward - before)
         head = BlockActivations(tensors=(rest,), working=self.step.outside - self.step.after_forward)
         return ModelActivations(blocks=tuple(blocks), head=head)
@@ -207,12 +210,12 @@ class CountedModule:
         recompute: Sequence[BlockRecompute],
         attention_cost: Callable[[int | None], ContextCost],
     ) -> Iterable[Traffic]:
-        """See `ModelEstimates`; the ranks share only samples and weights."""
+        """See `ModelEstimates`. There is none: data-parallel ranks exchange only weights and gradients."""
         return ()
 
 
 def _block_activations(part: CountedPart, before: int) -> BlockActivations:
-    """Return the activations of a block such that plans of its backward hold the bytes that were counted.
+    """Return activations of a block with which the plan of its backward has the bytes that were counted.
 
     Args:
         before: bytes alive after the forward of the preceding block.

@@ -56,7 +56,7 @@ class SequenceSharder:
         if positions is None:
             positions = np.broadcast_to(np.arange(length, dtype=np.int64), batch.ids.shape)
         ids, targets, positions = (sharding.shard(x, self.rank) for x in (batch.ids, batch.targets, positions))
-        return replace(batch, ids=ids, targets=targets, positions=positions, cut=sharding)
+        return replace(batch, ids=ids, targets=targets, positions=positions, sharding=sharding)
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class ModelStage(PipelineStage):
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the stage; only the last stage gets the targets."""
         targets = kwargs["targets"] if self.is_last else None
-        with use_sequence_sharding(kwargs["cut"]):
+        with use_sequence_sharding(kwargs["sharding"]):
             return self.submod(*args, targets, kwargs["positions"], self._parts, kwargs["rows"])
 
 
@@ -246,7 +246,7 @@ class PipelinedModel:
             targets = [self._tensor(micro.targets) for micro in batches]
         ids = [(self._tensor(micro.ids),) for micro in batches] if self._pipeline.has_first_stage else []
         kwargs = [
-            {"targets": target, "positions": position, "rows": micro.rows, "cut": micro.cut}
+            {"targets": target, "positions": position, "rows": micro.rows, "sharding": micro.sharding}
             for target, position, micro in zip(targets, positions, batches, strict=True)
         ]
         self._loss_sums.clear()

@@ -87,7 +87,7 @@ class OptimizerStep:
         """Return the cross entropy summed over this rank's targets, in nats."""
         batch = batch if self.sharder is None else self.sharder.shard(batch)
         rows = {"rows": batch.rows} if getattr(self.model, "takes_rows", False) else {}
-        with use_sequence_sharding(batch.cut):
+        with use_sequence_sharding(batch.sharding):
             return self.model(*map(self.platform.from_numpy, batch.arrays()), **rows)
 
     def agree(self, loss: Tensor, stop: bool) -> tuple[float, bool]:

@@ -57,7 +57,7 @@ class Architecture:
         class_name: class in transformers, which `config.json` names too.
         copied: option of the decoder -> key of `config.json` and its type.
         fixed: options that this architecture always has.
-        refused: key -> values, besides null, that are supported; all others are refused.
+        supported: key -> its supported values, besides null; any other value is a problem.
         tied, rope_theta, rms_norm_eps: defaults for keys that are missing in `config.json`.
         read_more, write_more: functions that return further options from a `config.json`, and further keys from the
             options.
@@ -67,7 +67,7 @@ class Architecture:
     class_name: str
     copied: Mapping[str, tuple[str, type]] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     tied: bool = False
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
@@ -95,7 +95,7 @@ class Architecture:
         options |= read_rotary(reader, self.rope_theta)
         options |= {name: reader.take(kind, key) for name, (key, kind) in self.copied.items()}
         reader.only("quantization_config", hint="a copy of the model in bfloat16 or float32")
-        for key, allowed in self.refused.items():
+        for key, allowed in self.supported.items():
             reader.only(key, *allowed)
         return options | dict(self.fixed) | self.read_more(reader)
 
@@ -255,14 +255,14 @@ _ALL = (
     Architecture(
         model_type="llama",
         class_name="LlamaForCausalLM",
-        refused=_SILU | {"mlp_bias": (False,)},
+        supported=_SILU | {"mlp_bias": (False,)},
         read_more=_read_biases,
         write_more=_write_biases,
     ),
     Architecture(
         model_type="mistral",
         class_name="MistralForCausalLM",
-        refused=_SILU,
+        supported=_SILU,
         read_more=_read_window,
         write_more=lambda config: {"sliding_window": config.sliding_window},
     ),
@@ -270,7 +270,7 @@ _ALL = (
         model_type="qwen2",
         class_name="Qwen2ForCausalLM",
         fixed={"qkv_bias": True},
-        refused=_SILU,
+        supported=_SILU,
         read_more=_read_qwen_window,
         write_more=_write_qwen_window,
     ),
@@ -278,7 +278,7 @@ _ALL = (
         model_type="qwen3",
         class_name="Qwen3ForCausalLM",
         fixed={"qk_norm": "head"},
-        refused=_SILU,
+        supported=_SILU,
         read_more=lambda reader: _read_biases(reader) | _read_qwen_window(reader),
         write_more=lambda config: _write_biases(config) | _write_qwen_window(config),
     ),
@@ -291,7 +291,7 @@ _ALL = (
             "scale_embeddings": True,
             "hidden_act": "gelu_tanh",
         },
-        refused={"hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (False,)},
+        supported={"hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (False,)},
         tied=True,
         read_more=_read_gemma,
         write_more=_write_gemma,
@@ -301,7 +301,7 @@ _ALL = (
         class_name="Qwen3MoeForCausalLM",
         copied=_NORM_TOP_K | {"moe_intermediate_size": ("moe_intermediate_size", int)},
         fixed={"qk_norm": "head"},
-        refused=_SILU | {"decoder_sparse_step": (1,)},
+        supported=_SILU | {"decoder_sparse_step": (1,)},
         read_more=_read_qwen_moe,
         write_more=_write_qwen_moe,
     ),
@@ -312,7 +312,7 @@ _ALL = (
         rms_norm_eps=1e-5,
         copied=_TOP_K,
         fixed={"norm_topk_prob": True},
-        refused=_SILU,
+        supported=_SILU,
         read_more=lambda reader: _read_moe_width(reader) | _read_window(reader),
         write_more=lambda config: _write_moe_width(config) | {"sliding_window": config.sliding_window},
     ),
@@ -322,7 +322,7 @@ _ALL = (
         rms_norm_eps=1e-5,
         copied=_NORM_TOP_K,
         fixed={"qk_norm": "full"},
-        refused=_SILU | {"clip_qkv": ()},
+        supported=_SILU | {"clip_qkv": ()},
         read_more=lambda reader: _read_moe_width(reader) | _read_biases(reader),
         write_more=lambda config: (
             _write_moe_width(config) | _write_biases(config) | {"num_experts": config.num_experts}
@@ -346,7 +346,7 @@ _ALL = (
             "v_head_dim": ("v_head_dim", int),
         },
         fixed={"attention": "latent", "score_func": "sigmoid"},
-        refused=_SILU
+        supported=_SILU
         | {
             "attention_bias": (False,),
             "scoring_func": ("sigmoid",),
@@ -371,7 +371,7 @@ _ALL = (
             "score_func": "softmax_of_top_k",
             "norm_topk_prob": False,
         },
-        refused=_SILU | {"attention_bias": (True,), "swiglu_alpha": (1.702,)},
+        supported=_SILU | {"attention_bias": (True,), "swiglu_alpha": (1.702,)},
         read_more=_read_gpt_oss,
         write_more=_write_gpt_oss,
     ),
