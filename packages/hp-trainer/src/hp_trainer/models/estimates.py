@@ -126,6 +126,7 @@ class BlockActivations:
         """Return the bytes saved from forward to backward, on the device or on the host."""
         if recompute.mode == "none":
             return sum(each.saved for each in self.tensors)
+        # A recomputation starts from the block's input, and must route tokens as the forward did.
         always = ("input", "routing")
         return sum(each.result for each in self.tensors if each.kind in always or recompute.saves(each.kind))
 
@@ -135,6 +136,7 @@ class BlockActivations:
             return self.saved(recompute)
         if recompute.mode == "none":
             return 0.0
+        # Results of saved kinds and decisions stay on the device: see `BlockRecompute.offloads`.
         return sum(x.result for x in self.tensors if x.kind == "routing" or recompute.saves(x.kind))
 
     def reusable(self, recompute: BlockRecompute = NOTHING_RECOMPUTED) -> float:
@@ -167,6 +169,7 @@ class BlockActivations:
 
     def recomputed_bytes(self, recompute: BlockRecompute = NOTHING_RECOMPUTED) -> float:
         """Return the bytes that backward writes a second time, which bound the time of cheap operations."""
+        # Recomputation writes a result even where autograd does not save it.
         return sum(max(each.saved, each.result) for each in self._recomputed(recompute))
 
     def _recomputed(self, recompute: BlockRecompute) -> list[SavedActivation]:

@@ -44,6 +44,7 @@ class TokenLoss:
         if not (self.label_smoothing or self.z_loss) or not platform.is_grad_enabled():
             return total
         log_z = ops.logsumexp(logits, 1)
+        # Positions without a target contribute nothing to either term.
         is_target = ops.cast(ops.ne(targets, IGNORED), logits.dtype)
         if self.label_smoothing:
             # The mean over the vocabulary of -log p, since log p = logit - log Z.

@@ -58,6 +58,7 @@ class PlainModel(nn.Module):
             raise TrainingError(
                 "a plain module cannot separate packed documents; turn data.packing off, or use model.name=decoder"
             )
+        # Evaluation records no gradients; dropout must be off then, as a user's module expects of `eval()`.
         with contextlib.nullcontext() if self.platform.is_grad_enabled() else self._evaluating():
             logits = _logits_of(self.module(ids))
         # The loss is computed in float32, also when the module computes in 16 bits.
@@ -89,8 +90,10 @@ class PlainModel(nn.Module):
         outer = ("dp_replicate",) if dims.dp_replicate > 1 else ()
         shards, policy = mesh[*outer, "fsdp"], precision_policy(training)
         units = list(self.units().values())
+        # Inner groups first: the outer one takes the remaining parameters.
         for module in (*units, self):
             fully_shard(module, shards, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+            # The loss is already divided by the global number of tokens, so gradients are summed, not averaged.
             module.set_reduce_op_type("sum", recurse=False)
         if training is not None and training.compile:
             for module in units:
@@ -126,6 +129,7 @@ class PlainModel(nn.Module):
     def _unit_names(self, names: Sequence[str]) -> list[str]:
         if self._units:
             return [name for pattern in self._units for name in _matching(pattern, names)]
+        # `layers.0` of an outer list; modules of an inner list, such as experts, belong to its group.
         numbered = [name for name in names if name.rpartition(".")[2].isdigit()]
         return [name for name in numbered if not any(name.startswith(f"{other}.") for other in numbered)]
 

@@ -83,6 +83,7 @@ def recompute_by_pattern(
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"no block is called {pattern!r}; the blocks are {names[0]} to {names[-1]}")
     matched = [name for name in names if not patterns or any(fnmatchcase(name, each) for each in patterns)]
+    # `every` counts the blocks that match, not all blocks.
     recomputed = set(matched[::every])
     other = BlockRecompute(offloads=chosen.offloads)
     return [chosen if name in recomputed else other for name in names]
@@ -109,6 +110,7 @@ def saved_kinds(requested: Sequence[Kind] | None, platform: Platform) -> tuple[K
         CapabilityError: the platform cannot save a requested kind.
     """
     if requested is not None:
+        # Called for its error: it names the kind that the platform cannot save.
         platform.saved_operations(requested)
         return tuple(requested)
     return tuple(kind for kind in KINDS if _can_save(kind, platform))

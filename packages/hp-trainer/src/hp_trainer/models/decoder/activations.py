@@ -28,9 +28,11 @@ def training_flops_per_token(config: DecoderOptions, sequence_length: int) -> fl
 
 def layer_flops_per_token(config: DecoderOptions, sequence_length: int) -> list[float]:
     """Return the operations per token of each block, forward and backward."""
+    # For each pair of query and key: a dot product of the score's width, and a sum over the value's width.
     widths = config.num_attention_heads * (_score_width(config) + _value_width(config))
     keys = [visible_keys(sequence_length, config.window_of(layer)) for layer in range(config.num_hidden_layers)]
     return [
+        # 2 operations per weight in forward, and 4 in backward for the gradients of input and weight.
         6.0 * (_attention_weights(config) + _feed_forward_weights(config, layer) + seen * widths)
         for layer, seen in enumerate(keys)
     ]
@@ -62,6 +64,7 @@ def _attention_weights(config: DecoderOptions) -> int:
     query_width = heads * _score_width(config)
     if config.attention == "grouped":
         return hidden * (query_width + 2 * config.num_key_value_heads * config.head_dim) + output
+    # Latent attention (DeepSeek-V2, section 2.1): narrow products down, then wide ones up to all heads.
     rank = config.q_lora_rank
     queries = hidden * query_width if rank is None else (hidden + query_width) * rank
     compressed = hidden * (config.kv_lora_rank + config.qk_rope_head_dim)
@@ -70,6 +73,7 @@ def _attention_weights(config: DecoderOptions) -> int:
 
 def _feed_forward_weights(config: DecoderOptions, layer: int) -> int:
     if config.num_experts is None or config.is_dense(layer):
+        # SwiGLU has three matrices: gate (w1), up (w3) and down (w2).
         return 3 * config.hidden_size * config.intermediate_size
     experts = config.num_experts_per_tok + config.num_shared_experts
     return config.hidden_size * (3 * config.moe_intermediate_size * experts + config.num_experts)
@@ -249,9 +253,12 @@ def _experts(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedAc
     # The gate computes in float32: it saves its scores, and in 16 bits a copy of its input.
     gate = tokens * (4 * config.num_experts + (4 * hidden if e == 2 else 0) + 4 * top_k + 4)
     yield SavedActivation(name="gate", kind="rest", saved=gate, flops=2 * tokens * hidden * config.num_experts)
+    # 16 bytes for each choice. Recomputation must route tokens as the forward did, so decisions are saved, never
+    # recomputed.
     decided = rows * 16
     yield SavedActivation(name="routing", kind="routing", saved=decided, result=decided)
     if shape.ep > 1:
+        # A row is sent once to a rank, however many of its chosen experts are there.
         received = tokens * shape.ep * _expert_probability(config, shape.ep)
         yield SavedActivation(
             name="rows of other ranks",
@@ -284,6 +291,7 @@ def _routed_tokens(shape: MicroBatchShape) -> float:
 
 def _is_fused(config: DecoderOptions, shape: MicroBatchShape) -> bool:
     """Return whether experts save only their input and gates, not also each row, its activation and its result."""
+    # The fused operation computes plain SwiGLU only; every variant is composed of single operations.
     is_plain = config.hidden_act == "silu" and config.swiglu_limit is None and not config.expert_bias
     return is_plain and shape.fused_experts
 
@@ -291,6 +299,7 @@ def _is_fused(config: DecoderOptions, shape: MicroBatchShape) -> bool:
 def _expert_probability(config: DecoderOptions, ep: int) -> float:
     """Return the probability that a token chooses at least one of the experts of a rank, if all are equally likely."""
     assert config.num_experts is not None
+    # Hypergeometric: all `k` choices are among the experts of other ranks with C(elsewhere, k) / C(all, k).
     elsewhere = config.num_experts - config.num_experts // ep
     return 1 - math.comb(elsewhere, config.num_experts_per_tok) / math.comb(
         config.num_experts, config.num_experts_per_tok
@@ -312,15 +321,17 @@ def _norm(
     trained: bool = True,
     roots: float = 1,
 ) -> SavedActivation:
-    """Return what a norm saves: input and normalized input in float32, roots, and the input of the next product.
+    """Return what a norm saves: its input and normalized input in float32, root mean squares, and its result.
 
     Args:
-        own_input: no other operation saves its input; otherwise in float32 the input is the residual stream.
-        own_result: the following product saves the result; with `tp` it saves the gathered one, counted apart.
-        of_input: its input is the block's, which is counted apart in float32.
+        own_input: the norm's input is no residual stream, so its result is not gathered over `tp`.
+        own_result: the following product saves the norm's result. Where `tp` ranks gather the result first, the
+            product saves the gathered rows, which `_gathered` counts.
+        of_input: the norm's input is the block's, which `_block` counts in float32.
         trained: its weight is trained, whose gradient needs the normalized input.
         roots: root mean squares per row.
     """
+    # Norms compute in float32 (4 bytes) in any dtype of computation.
     elements = rows * width
     saved = (2 if trained else 1) * 4 * elements + 4 * rows * roots
     if of_input and shape.itemsize == 4:
@@ -366,12 +377,14 @@ def _head(config: DecoderOptions, shape: MicroBatchShape) -> BlockActivations:
         SavedActivation(name="log-softmax", kind="rest", saved=(4 if shape.tp == 1 else 8) * tokens * vocab),
         SavedActivation(name="loss and its count", kind="rest", saved=8),
     )
+    # Two more float32 tensors of the logits' size, such as their gradient.
     return BlockActivations(tensors=tensors, working=8 * tokens * vocab)
 
 
 def _working(config: DecoderOptions, layer: int, shape: MicroBatchShape) -> float:
     """Return the bytes of gradients between a block's operations: those of its widest one, and of the stream."""
     tokens, e = shape.tokens, shape.itemsize
+    # Widths of queries, keys, values and results of attention together.
     heads = config.num_attention_heads * (2 * _score_width(config) + 2 * _value_width(config))
     shared = config.moe_intermediate_size * config.num_shared_experts
     gates = 2 * (config.intermediate_size if config.is_dense(layer) else shared)

@@ -58,6 +58,8 @@ class GroupedAttention(nn.Module):
         q = self._normalized(self.q_norm, self.q_proj(x), self.num_heads)
         k = self._normalized(self.k_norm, self.k_proj(x), self.num_kv_heads)
         v = self._heads(self.v_proj(x), self.num_kv_heads)
+        # Rotation is done as `[batch, length, heads, head_dim]`, where the tables broadcast over heads; attention wants
+        # heads first.
         q, k, v = (self.ops.transpose(each, 1, 2) for each in (rotation(q), rotation(k), v))
         out = attention(
             q,
@@ -79,6 +81,7 @@ class GroupedAttention(nn.Module):
     def _normalized(self, norm: Any, x: Tensor, heads: int) -> Tensor:
         if norm is None:
             return self._heads(x, heads)
+        # OLMoE normalizes all heads together, Qwen3 each head.
         return self._heads(norm(x), heads) if self.config.qk_norm == "full" else norm(self._heads(x, heads))
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:
@@ -122,6 +125,7 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(rank, self.num_heads * (self.nope + self.value_dim))
         self.o_proj = nn.Linear(self.num_heads * self.value_dim, hidden)
         scale = (self.nope + self.rope) ** -0.5 if config.attention_scale is None else config.attention_scale
+        # DeepSeek applies YaRN's factor to the scores. Where mscale equals mscale_all_dim, cosines and sines have none.
         self.scale = scale * score_factor(config.rope_scaling)
 
     def forward(

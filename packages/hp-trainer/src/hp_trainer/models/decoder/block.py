@@ -78,6 +78,7 @@ class DecoderBlocks(nn.Module):
 
     def __init__(self, config: DecoderConfig, layers: Iterable[int]) -> None:
         super().__init__()
+        # Attributes named by index in the full model, so that a stage's parameters have the names of a checkpoint.
         self.indices = tuple(layers)
         for index in self.indices:
             setattr(self, str(index), DecoderBlock(config, index))
@@ -118,6 +119,7 @@ def _experts(config: DecoderConfig, layer: int) -> MoE:
         route_scale=config.routed_scaling_factor,
         shared_gate=config.shared_expert_gate,
         jitter=config.router_jitter,
+        # Blocks must not draw the same noise.
         jitter_seed=layer,
         force_uniform=config.force_uniform_routing,
         hash_vocab_size=config.vocab_size if config.hash_routing else None,

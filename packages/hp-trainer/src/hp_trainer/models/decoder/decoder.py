@@ -122,6 +122,8 @@ class Decoder(nn.Module):
             others = rotation, masks[layer.window], hashed_ids, self._dropout(rows, layer.index)
             run = self._recomputed(layer)
             if offload is not None:
+                # Outermost, so that offloading sees what the checkpointed call saves: its inputs and the chosen
+                # results.
                 run = functools.partial(offload if self.recompute[layer.index].offloads else offload.staying, run)
             x = run(x, *others)
         if not part.head:
@@ -161,6 +163,7 @@ class Decoder(nn.Module):
         """Return the float32 logits of normalized activations."""
         ops, cap = self.ops, self.config.logit_soft_cap
         logits = self.embed.logits(x) if self.head is None else self.head(x)
+        # Before the soft cap and the loss, whose exponentials lose too much in 16 bits.
         logits = ops.cast(logits, self.platform.dtype("float32"))
         return logits if cap is None else ops.mul(ops.tanh(ops.div(logits, cap)), cap)
 
@@ -177,6 +180,7 @@ class Decoder(nn.Module):
             return Constant(0.0 if self.config.norm_unit_offset else 1.0)
         if name.endswith((".bias", ".b1", ".b2", ".b3")):
             return Constant(0.0)
+        # Two projections of each block add to the residual stream, so its variance grows with 2 * layers.
         back = name.endswith((".o_proj.weight", ".w2.weight", ".experts.w2"))
         scale = math.sqrt(2 * self.config.num_hidden_layers) if back else 1.0
         return Normal(self.config.initializer_range / scale)
@@ -213,6 +217,7 @@ class Decoder(nn.Module):
         place_copies_of_experts(self, loads)
         if all_gather_object is not None:
             stages = all_gather_object({name: asdict(load) for name, load in loads.items()})
+            # The mesh of one stage has the loads of its own blocks only; names are unique over stages.
             loads = {name: LoadMetrics(**load) for stage in stages for name, load in stage.items()}
         return expert_metrics(loads)
 

@@ -86,6 +86,7 @@ def add_adapters(block: Any, config: LoraConfig) -> list[str]:
 def place_adapters(block: Any, mesh: DeviceMesh) -> None:
     """Shard the adapters of a block over the tensor parallel ranks to match their projections."""
     for target, layer in adapters_of(block):
+        # weight = B A: a colwise layer shards the rows of B, a rowwise one the columns of A.
         a, b = (Replicate(), Shard(0)) if target not in _ROWWISE else (Shard(1), Replicate())
         b = Replicate() if target in _REPLICATED else b
         place_parameter(layer.lora_A, "weight", mesh, (a,), src_data_rank=None)

@@ -70,6 +70,7 @@ def parallelize(
     Raises:
         ParallelDimsError: the degrees do not divide the model's sizes, or this model cannot use them.
     """
+    # Order matters: each style wraps what the earlier ones sharded, and FSDP shards the local shards of all of them.
     dims.validate_against_model(model)
     if dims.tp_enabled:
         _tensor_parallel(model, mesh["tp"])
@@ -168,6 +169,7 @@ def _feed_forward_plan(name: str) -> dict[str, ParallelStyle]:
 
 def _context_parallel(model: Decoder, style: ContextParallel, mesh: DeviceMesh) -> None:
     """Shard sequences over context parallel ranks; only attention communicates, all else is per token."""
+    # Positions are those in the full sequence, so tables must be longer than this rank's shard.
     model.rotary.sequence_ranks = mesh.size()
     for block in model.layers:
         style.apply(block.attention, mesh)
@@ -180,6 +182,7 @@ def _expert_parallel(moe: MoE, dims: ParallelDims, mesh: DeviceMesh) -> None:
     style, axes = _expert_style(dims)
     if style is not None:
         style.apply(moe, mesh[axes])
+    # Replicated over `tp`, unless the style of the experts has done so.
     if dims.tp_enabled and not isinstance(moe.router.gate.weight, DTensor):
         distribute_module(moe.router.gate, mesh["tp"])
     if dims.tp_enabled and moe.shared_gate is not None:
@@ -232,6 +235,7 @@ def _dispatch_options(dims: ParallelDims) -> dict[str, Any]:
 
 def _token_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh of one axis over all ranks that route different tokens."""
+    # Ranks of `tp` route the same rows for tensor parallel experts, otherwise rows of their own.
     axes = ["loss"]
     if dims.expert_mesh == "peer":
         axes.append("ep")

@@ -115,6 +115,7 @@ def _with_adapters(config: DecoderOptions, parameters: Iterator[tuple[str, Shape
     for index, (name, shape) in enumerate(named):
         yield name, shape
         layer, _, _ = name.rpartition(".")
+        # A layer's bias follows its weight, and the adapter follows both.
         is_last = index + 1 == len(named) or not named[index + 1][0].startswith(f"{layer}.")
         if rank is not None and layer in adapted and is_last:
             outputs, inputs = dict(named)[f"{layer}.weight"]
@@ -137,6 +138,7 @@ def _expert_shard(dims: ParallelDims, name: str, shape: Shape) -> Shape:
     """Return the shape of the largest shard of stacked experts over `ep` and `etp`."""
     local = list(shape)
     local[0] = math.ceil(local[0] / dims.ep)
+    # b2 is not in the table: every rank has all of it, and one adds it to its partial result.
     dim = _EXPERT_SHARD_DIMS.get(name)
     if dim is not None and dims.tp_enabled:
         local[dim] = math.ceil(local[dim] / dims.etp)
@@ -154,6 +156,7 @@ def _tensor_parallel_shard(tp: int, name: str, shape: Shape) -> Shape:
     elif kind == "sinks" or owner in _COLWISE:
         dim = 0
     else:
+        # The bias of a rowwise layer is replicated: it is added after the reduction.
         dim = 1 if owner in _ROWWISE and kind == "weight" else None
     return shape if dim is None else (*shape[:dim], math.ceil(shape[dim] / tp), *shape[dim + 1 :])
 
@@ -161,6 +164,7 @@ def _tensor_parallel_shard(tp: int, name: str, shape: Shape) -> Shape:
 def _adapter_dim(layer: str, matrix: str) -> int | None:
     """Return the dimension along which an adapter's matrix is sharded with its projection; None: replicated."""
     if matrix == "lora_A":
+        # Only the matrix next to the sharded dimension is sharded; the other side of it is the rank, which is small.
         return 1 if layer in _ROWWISE else None
     return 0 if layer in _COLWISE else None
 
@@ -198,6 +202,7 @@ def _latent_attention(config: DecoderOptions) -> Iterator[tuple[str, Shape]]:
         yield from linear_shapes("q_a_proj", hidden, q_rank)
         yield "q_a_norm.weight", (q_rank,)
         yield from linear_shapes("q_b_proj", q_rank, query_width)
+    # The compressed vector of keys and values, and the rotated elements that all heads share.
     yield from linear_shapes("kv_a_proj", hidden, rank + config.qk_rope_head_dim)
     yield "kv_a_norm.weight", (rank,)
     yield from linear_shapes("kv_b_proj", rank, heads * (config.qk_nope_head_dim + config.v_head_dim))

@@ -28,6 +28,7 @@ def rotary_frequencies(dim: int, theta: float, scaling: RopeScalingConfig) -> tu
     Returns:
         float64 `[dim / 2]` in radians, and the factor, which is 1 except for YaRN.
     """
+    # theta**(-2i / dim) for pair i (arXiv 2104.09864, section 3.2.2).
     plain = theta ** (-numpy.arange(0, dim, 2) / dim)
     if scaling.kind == "linear":
         return plain / scaling.factor, 1.0
@@ -61,8 +62,10 @@ def _yarn(plain: Array, dim: int, theta: float, scaling: RopeScalingConfig) -> A
     length = scaling.original_max_position_embeddings
 
     def pair_that_turns(times: float) -> float:
+        # The pair i with `length * theta**(-2i / dim) = 2 pi * times`, solved for i.
         return dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(theta))
 
+    # Pairs faster than `low` keep their frequency, slower than `high` are scaled, and those between are blended.
     low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -83,6 +86,7 @@ def _yarn_attention_factor(scaling: RopeScalingConfig) -> float:
 
 
 def _magnitude(factor: float, mscale: float) -> float:
+    # sqrt(1 / t) = 0.1 ln(s) + 1 (YaRN, section 3.4), with DeepSeek's factor `mscale`.
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

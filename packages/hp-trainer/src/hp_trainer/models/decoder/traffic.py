@@ -36,6 +36,7 @@ def microbatch_traffic(
     if shape.cp > 1:
         yield from _context_parallel(config, shape, layers, recompute, attention_cost)
     with_experts = [layer for layer in layers if not config.is_dense(layer)]
+    # Blocks of experts differ only in whether their exchanges are repeated.
     repeated = Counter(_repeats(recompute[layer], "collectives") for layer in with_experts)
     for repeats, count in repeated.items():
         yield from (each.times(count) for each in _experts(config, shape, repeats))
@@ -86,10 +87,12 @@ def _tensor_parallel(
     Each module is preceded by an all-gather and followed by a reduce-scatter; in backward the two trade places.
     """
     share = _share(shape.tp)
+    # Collectives wait for the largest shard, so uneven sequences are counted by the longest one.
     rows = share * shape.most_tokens * config.hidden_size * shape.itemsize
     repeats = {layer: _repeats(recompute[layer], "collectives") for layer in layers}
     has_sharded_head = part.head and not _gathers_tied_head(config, shape)
     ends = part.embed + has_sharded_head
+    # Forward and backward each run every module's collective, and recomputation runs it once more.
     inside = sum(_num_sharded_modules(config, shape, layer) * (2 + repeats[layer]) for layer in layers)
     yield Traffic("tp", "all_gather", rows * (inside + ends), inside + ends)
     # Recomputation stops before a reduce-scatter at the end of a block. The narrow vectors of latent attention are
@@ -186,6 +189,7 @@ def _experts(config: DecoderOptions, shape: MicroBatchShape, repeats: int) -> It
         yield from _dispatched(config, shape, tokens, repeats)
     yield from _router_gradients(config, shape)
     if is_peer and shape.tp > 1 and etp == 1:
+        # Experts are replicated over `tp` here, and each rank has gradients of its own rows.
         elements = -(-config.num_experts // shape.ep) * 3 * config.hidden_size * config.moe_intermediate_size
         yield _all_reduced("tp", shape.tp, elements * shape.itemsize, 3)
 
@@ -197,18 +201,21 @@ def _dispatched(config: DecoderOptions, shape: MicroBatchShape, tokens: float, r
     top_k, row_bytes = config.num_experts_per_tok, config.hidden_size * shape.itemsize
     costs, choices = (
         {cost.name: cost.sent_bytes for cost in dispatch_costs(1, size, config.num_experts, top_k, shape.ep)}
+        # Once with the rows and once without, so that the difference is the rows alone.
         for size in (row_bytes, 0)
     )
     # A dispatcher without a cost model counts as the all-to-all that it is built from.
     name = shape.ep_dispatcher
     name = next(iter(costs)) if name == "auto" else name if name in costs else "all_to_all"
     there_and_back, results = costs[name] * routed, (costs[name] - choices[name]) / 2 * routed
+    # int64 counts sent to each other rank: of its rows, and of the rows of each of its experts.
     sizes = (shape.ep - 1) * (1 + -(-config.num_experts // shape.ep)) * 8
     # Recomputation stops before results are sent back, if that is the end of the block.
     skipped = int(repeats and _ends_with_routed(config, shape))
     sent = (2 + repeats) * there_and_back - skipped * results
     yield Traffic("ep", "all_to_all", sent + sizes, 7 + 3 * repeats - skipped)
     if shape.splits_tokens:
+        # The ranks of `ep` split the same tokens, so they gather the results again.
         gathered = _share(shape.ep) * tokens * row_bytes
         yield Traffic("ep", "all_gather", (2 + repeats - skipped) * gathered, 2 + repeats - skipped)
 

@@ -88,9 +88,11 @@ class Architecture:
             "rms_norm_eps": reader.take(float, "rms_norm_eps", default=self.rms_norm_eps),
             "initializer_range": reader.take(float, "initializer_range", default=0.02) or 0.02,
             "tie_word_embeddings": reader.take(bool, "tie_word_embeddings", default=self.tied),
+            # The decoder's default would train a bias that the architecture does not have.
             "load_balance_coeff": None,
         }
         if self.fixed.get("attention") != "latent":
+            # Latent attention has widths of its own for rotated and other elements.
             options["head_dim"] = reader.take(int, "head_dim", default=(hidden or 0) // (heads or 1))
         options |= read_rotary(reader, self.rope_theta)
         options |= {name: reader.take(kind, key) for name, (key, kind) in self.copied.items()}
@@ -103,6 +105,7 @@ class Architecture:
         """Return the content of `config.json` for a decoder with these options."""
         keys: Options = {name: getattr(config, name) for name in _SHARED_KEYS}
         keys |= {key: getattr(config, name) for name, (key, _) in self.copied.items()}
+        # `write_more` comes last and may replace these.
         keys |= write_rotary(config) | {"hidden_act": "silu"}
         return {"model_type": self.model_type, "architectures": [self.class_name], **keys, **self.write_more(config)}
 
@@ -131,6 +134,7 @@ def _layer_types(reader: ConfigReader, otherwise: Callable[[int], bool]) -> Opti
         expected = f"{layers} times sliding_attention or full_attention"
         reader.add("layer_types", "is not supported", expected, ", ".join(unknown) or f"{len(kinds)} layers")
     pattern = _pattern(list(map(str, kinds)))
+    # No layer has the window.
     return {} if pattern == ("full",) else {"sliding_window": window, "layer_pattern": pattern}
 
 
@@ -141,6 +145,7 @@ def _write_layer_types(config: Any) -> Options:
 
 
 def _read_qwen_window(reader: ConfigReader) -> Options:
+    # Qwen's files state a window even where this switch turns it off.
     if not reader.values.get("use_sliding_window"):
         return {}
     first = reader.take(int, "max_window_layers", default=0)
@@ -174,6 +179,7 @@ def _read_experts(reader: ConfigReader) -> Options:
 
 
 def _read_qwen_moe(reader: ConfigReader) -> Options:
+    # The decoder has dense layers only before the first layer of experts.
     dense = reader.take(list, "mlp_only_layers", default=[])
     if dense != list(range(len(dense))):
         reader.add("mlp_only_layers", "is not supported", expected="the first layers, or none", got=str(dense))
@@ -221,6 +227,7 @@ def _write_moe_width(config: Any) -> Options:
 def _read_deepseek(reader: ConfigReader) -> Options:
     return {
         "q_lora_rank": reader.take(int, "q_lora_rank", default=None),
+        # Latent attention expands keys and values for every head.
         "num_key_value_heads": reader.take(int, "num_attention_heads"),
         "rope_interleaved": reader.take(bool, "rope_interleave", default=True),
         # The correction bias is updated in training, as in the paper (arXiv 2412.19437, section 4.2).
@@ -232,6 +239,7 @@ def _write_deepseek(config: Any) -> Options:
     return {
         "q_lora_rank": config.q_lora_rank,
         "rope_interleave": config.rope_interleaved,
+        # transformers computes the rotary tables from this width.
         "head_dim": config.qk_rope_head_dim,
         "num_nextn_predict_layers": 0,
     }
@@ -444,6 +452,7 @@ class ConfigReader:
             found = self.values.get(key)
             if found is None:
                 continue
+            # JSON writes 10000.0 as 10000 in some files. bool, a subclass of int, is refused by comparing types.
             if kind is float and type(found) is int:
                 return float(found)
             if type(found) is kind:
@@ -503,6 +512,7 @@ def read_rotary(reader: ConfigReader, otherwise: float) -> dict[str, Any]:
             original = reader.take(int, "max_position_embeddings")
         scaling["original_max_position_embeddings"] = original
     theta = inner.take(float, "rope_theta", default=None) or reader.take(float, "rope_theta", default=otherwise)
+    # transformers 4 has the key at the top, transformers 5 within the rotary settings.
     for each in (reader, inner):
         each.only("partial_rotary_factor", 1, 1.0)
     reader.problems += inner.problems

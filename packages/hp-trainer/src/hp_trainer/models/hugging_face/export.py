@@ -58,6 +58,7 @@ def find_architecture(config: Any) -> Architecture:
         ExportError: there is none; the message names the nearest one, and the options that differ.
     """
     wanted = meaning(to_plain(config), config.num_hidden_layers)
+    # Every architecture is tried: an option may be fixed in one and have a key in another.
     differing = {each: _difference(each, config, wanted) for each in ARCHITECTURES.values()}
     best = min(differing, key=lambda each: len(differing[each]))
     if differing[best]:
@@ -77,10 +78,12 @@ def meaning(options: dict[str, Any], layers: int) -> dict[str, Any]:
     else:
         unused = ("intermediate_size",) if effective["num_dense_layers"] == 0 else ()
     unused += _OF_GROUPED if effective["attention"] == "latent" else _OF_LATENT
+    # Different patterns and windows can state the same layers, so compare the layers themselves.
     pattern = effective.pop("layer_pattern")
     kinds = [pattern[layer % len(pattern)] for layer in range(layers)]
     if effective["sliding_window"] is None or "sliding" not in kinds:
         effective["sliding_window"], kinds = None, []
+    # None stands for this scale.
     if effective["attention"] == "grouped" and effective["attention_scale"] is None:
         effective["attention_scale"] = effective["head_dim"] ** -0.5
     scaling = effective["rope_scaling"]
@@ -131,7 +134,7 @@ class OutputTensor:
     pieces: tuple[tuple[str, Piece], ...]
 
     def read(self, read: ReadBox) -> Array:
-        """Return the full tensor as float32, the only one of the model that is in memory."""
+        """Return the full tensor as float32. Tensors are read one at a time, so only one is in memory."""
         result = np.empty(self.shape, np.float32)
         for name, piece in self.pieces:
             piece.place(read(name, piece.box), result)
@@ -199,6 +202,7 @@ def export_weights(
     """
     files = output_files(output_tensors(tensors), dtype, largest)
     coordinator(group, "making the directory", lambda: make_directory(folder), ExportError)
+    # Files are of about equal size, so dealing them out balances the ranks.
     mine = files[group.rank :: group.size]
     all_ranks(group, "writing weights", lambda: _write_all(folder, mine, read, dtype), ExportError)
     coordinator(group, "writing the index", lambda: _finish(folder, files, config, dtype), ExportError)
@@ -231,6 +235,7 @@ def _write(folder: Path, file: OutputFile, read: ReadBox, dtype: str) -> None:
         for chunk in _chunks(file, read, dtype):
             out.write(chunk)
         out.flush()
+        # Before the rename: after a power failure a file with its final name must be complete.
         os.fsync(out.fileno())
     unfinished.rename(folder / file.name)
 
@@ -248,6 +253,7 @@ def _finish(folder: Path, files: Sequence[OutputFile], config: dict[str, Any], d
         file_of = {tensor.name: file.name for file in files for tensor in file.tensors}
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    # Last, because a directory with `config.json` counts as complete.
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -274,6 +280,7 @@ def merging(read: ReadBox, shapes: dict[str, tuple[int, ...]], scale: float) -> 
         if a not in shapes:
             return values
         rank = shapes[a][0]
+        # Each element of the box needs one row of B and one column of A, so only these are read.
         rows = read(b, Box((box.offset[0], 0), (box.shape[0], rank)))
         columns = read(a, Box((0, box.offset[1]), (rank, box.shape[1])))
         # In float64, so that the sum is rounded only once.
@@ -303,6 +310,7 @@ def export_adapters(
     for name, shape in shapes.items():
         layer, found, which = name.partition(".lora_")
         if found:
+            # Adapters exist for projections only, which the directory stores unchanged, in one piece.
             theirs = tensors[f"{layer}.weight"].pieces[0].source.removesuffix(".weight")
             values = np.ascontiguousarray(read(name, Box.full(shape)))
             entries.append(Entry(f"{_PREFIX}{theirs}.lora_{which}", "float32", values))

@@ -48,6 +48,7 @@ class ModelDirectory:
         self._tied = config.tie_word_embeddings
         self.tensors = {}
         if self.architecture is not None:
+            # Both forms of experts occur with one `model_type`, so the names decide.
             fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in self.weights.names)
             self.tensors = build_tensor_map(config, self.architecture.model_type, fused=fused)
 
@@ -140,6 +141,7 @@ class Weights:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self._add(f"{index} is damaged: {error!r}", expected='{"weight_map": {tensor: file}}')
             return []
+        # An index of unknown origin must not name files outside of its directory.
         outside = [name for name in names if Path(name).name != name]
         if outside:
             self._add(f"{index} names files elsewhere: {', '.join(outside)}", expected="names of files beside it")
@@ -172,6 +174,7 @@ def storage(kind: str) -> str:
 def widen(values: Array, dtype: str) -> Array:
     """Return values as float32; bfloat16 values are given as their bits, uint16."""
     if dtype == "bfloat16":
+        # bfloat16 is the upper half of float32.
         return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return values.astype(np.float32)
 
@@ -181,6 +184,7 @@ def narrow(values: Array, dtype: str) -> Array:
     if dtype != "bfloat16":
         return values.astype(dtype)
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    # Adds just under half of the last kept bit, and one more if that bit is odd: ties round to even.
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     # Rounding could carry a NaN's low bits into its exponent and make it an infinity.
     quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
@@ -198,6 +202,7 @@ def weight_problems(weights: Weights, tensors: TensorMap, is_ignored: Any) -> It
     expected = {piece.source: piece.shape for tensor in tensors.values() for piece in tensor.pieces}
     found = set(weights.names)
     missing = [name for name in expected if name not in found]
+    # A damaged file explains missing tensors already.
     if missing and not weights.problems:
         yield Problem(path="", what=f"{weights.folder}: missing: {_listed(missing)}")
     left = sorted(name for name in found if name not in expected and not is_ignored(name))

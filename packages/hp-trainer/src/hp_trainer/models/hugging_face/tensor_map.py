@@ -46,12 +46,15 @@ class Piece:
             part: within `box`.
             read_slices: (tensor of the checkpoint, slices) -> array.
         """
+        # Dimensions in the checkpoint's order; the decoder's dimensions that are missing have size 1 and come with the
+        # reshape.
         found = read_slices(self.source, self._slices(part))
         order = sorted(range(len(self.axes)), key=lambda dimension: self.axes[dimension])
         return found.transpose(order).reshape(part.shape)
 
     def place(self, values: Array, into: Array) -> None:
         """Write the elements of the piece's box, in the box's shape, into the checkpoint's tensor `into`."""
+        # The inverse of `read`: drop the dimensions of size 1, then order the others as the checkpoint does.
         sizes = [self.box.shape[axis] for axis in sorted(self.axes)]
         ranks = {axis: rank for rank, axis in enumerate(sorted(self.axes))}
         into[self._slices(self.box)] = values.reshape(sizes).transpose([ranks[axis] for axis in self.axes])
@@ -60,6 +63,7 @@ class Piece:
         found = []
         for axis, start, stride in zip(self.axes, self.start, self.stride, strict=True):
             first = start + stride * (part.offset[axis] - self.box.offset[axis])
+            # The stop is one after the last index read, since a slice by whole strides could end beyond the tensor.
             found.append(slice(first, first + stride * (part.shape[axis] - 1) + 1, stride))
         return tuple(found)
 
@@ -166,6 +170,7 @@ def build_tensor_map(config: DecoderConfig, model_type: str, *, fused: bool = Fa
 
 def _norms(config: DecoderConfig, ours: str, theirs: str) -> TensorMap:
     names = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+    # Gemma's `post_attention_layernorm` follows attention; in Llama the same name precedes the feed-forward network.
     if config.post_norms:
         names |= {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm"}
         names["post_ffn_norm"] = "post_feedforward_layernorm"
@@ -192,11 +197,13 @@ def _feed_forward(ours: str, theirs: str, hidden: int, width: int) -> TensorMap:
 def _moe(config: DecoderConfig, model_type: str, ours: str, layer: str, fused: bool) -> TensorMap:
     names = _EXPERTS.get(model_type, ExpertNames())
     hidden, width, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
+    # transformers 5 has all architectures' stacked experts under `mlp`.
     theirs = f"{layer}.mlp" if fused else f"{layer}.{names.prefix}"
     router = f"{theirs}.{names.router}"
     found = {f"{ours}.router.gate.weight": MappedTensor.same(f"{router}.weight", (count, hidden))}
     if config.router_bias:
         found[f"{ours}.router.gate.bias"] = MappedTensor.same(f"{router}.bias", (count,))
+    # A buffer, not a parameter: only DeepSeek-V3 stores the bias with its weights.
     if config.load_balance_coeff is not None and model_type == "deepseek_v3":
         found[f"{ours}.expert_bias"] = MappedTensor.same(f"{router}.e_score_correction_bias", (count,))
     if config.num_shared_experts:
