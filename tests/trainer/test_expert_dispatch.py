@@ -137,7 +137,7 @@ def test_moves_hold_the_moments_of_one_layer(lab):
         moves.after_step(1, {name: LoadMetrics.of([9, 9, 0, 0]) for name in layers})
         assert expert_placement(setup.model).keys() == layers.keys()
         with lab.platform.live_bytes() as live:
-            moves.go_home()
+            moves.reset()
         named = lab.platform.named_parameters(setup.model)
         experts = sum(math.prod(lab.platform.local_shape(p)) for name, p in named if ".experts." in name)
         return live.peak, 2 * 4 * experts / len(layers)
