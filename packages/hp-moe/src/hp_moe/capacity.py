@@ -71,10 +71,12 @@ class Choices:
     positions: Array
 
     def encoded(self) -> bytes:
+        """Return the arrays as bytes, to be sent to other ranks."""
         return self.experts.tobytes() + self.scores.tobytes() + self.positions.tobytes()
 
     @classmethod
     def decoded(cls, data: bytes, top_k: int) -> Choices:
+        """Parse the result of `encoded`."""
         # 8 bytes of expert and 4 of score for each choice, and 8 of position for each token.
         tokens = len(data) // (top_k * 12 + 8)
         scores_at, positions_at = tokens * top_k * 8, tokens * top_k * 12
@@ -108,9 +110,13 @@ def choices_within_capacity(
 def _within_bound(
     every: list[Choices], lengths: list[int], drop: DropPolicy, num_experts: int, bound: int, block_size: int
 ) -> Array:
-    """Return for each choice of all ranks whether it is among the first `bound` ones of its expert."""
+    """Return for each choice of all ranks whether it is one of the `bound` choices that its expert accepts.
+
+    Bool `[tokens of all ranks, top_k]`. O(n log n) for n choices.
+    """
     experts = numpy.concatenate([each.experts for each in every])
     scores = numpy.concatenate([each.scores for each in every])
+    # Ranks that share one input form one block, in which tokens are ordered by position, not by rank.
     block = numpy.repeat(numpy.arange(len(every)) // block_size, lengths)
     positions = numpy.concatenate([each.positions for each in every])
     tokens, top_k = experts.shape
@@ -123,5 +129,6 @@ def _within_bound(
     counts = numpy.bincount(experts.reshape(-1), minlength=num_experts)
     starts = numpy.concatenate([[0], numpy.cumsum(counts)[:-1]])
     rank_in_expert = numpy.empty(tokens * top_k, numpy.int64)
+    # Position in the sorted order minus the start of the expert's choices.
     rank_in_expert[by_expert] = numpy.arange(tokens * top_k) - numpy.repeat(starts, counts)
     return rank_in_expert.reshape(tokens, top_k) < bound

@@ -70,6 +70,7 @@ def family_of(config: Config) -> Family:
 
 
 def _activation(config: Config) -> str:
+    """Return the name of the gated activation, as hp_moe calls it."""
     name = config.get("hidden_act", "silu")
     if name not in _ACTIVATIONS:
         raise MoEConfigError(f"hidden_act: expected one of {', '.join(_ACTIVATIONS)}, got {name!r}")
@@ -77,6 +78,7 @@ def _activation(config: Config) -> str:
 
 
 def _common(config: Config, hidden_dim: str, num_experts: str) -> dict[str, Any]:
+    """Return the options that all families have, given the keys of two entries whose names differ."""
     # transformers 5 calls the number of experts num_local_experts in every family.
     experts = config[num_experts] if num_experts in config else config["num_local_experts"]
     return {
@@ -192,6 +194,7 @@ def from_huggingface(tensors: Mapping[str, Array], config: Config) -> dict[str, 
     expected = {*names.values(), *experts}
     missing, others = sorted(expected - {*left}), sorted({*left} - expected)
     if missing or others:
+        # Names of quantized formats: the missing weights are there in a form that cannot be converted.
         hint = "; dequantize the checkpoint first" if any(_is_quantized(name) for name in others) else ""
         raise MoEConfigError(
             f"tensors of a {config['model_type']} layer: missing {_some(missing)}; not expected {_some(others)}{hint}"
@@ -200,6 +203,7 @@ def from_huggingface(tensors: Mapping[str, Array], config: Config) -> dict[str, 
     parts = _from_joint(left, family) if joint else _from_single(left, family, options["num_experts"])
     weights |= {f"experts.{name}": weight for name, weight in parts.items()}
     _check_shapes(weights, options, config)
+    # Splits and transposes are views, which would share and retain the memory of the checkpoint.
     return {name: numpy.ascontiguousarray(weight) for name, weight in weights.items()}
 
 
@@ -235,6 +239,7 @@ def to_huggingface(weights: Mapping[str, Array], config: Config, *, joint: bool 
     experts = {part: weights[f"experts.{part}"] for part in parts}
     joint = joint or family.experts is None
     tensors |= _to_joint(experts, family) if joint else _to_single(experts, family)
+    # Files are written from contiguous memory.
     return {name: numpy.ascontiguousarray(tensor) for name, tensor in tensors.items()}
 
 
@@ -263,15 +268,18 @@ def _names(family: Family, options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _expert_names(family: Family, num_experts: int) -> list[str]:
+    """Return the names of the tensors of single experts."""
     assert family.experts is not None
     return [f"experts.{e}.{name}.weight" for e in range(num_experts) for name in family.experts.values()]
 
 
 def _joint_names(options: Mapping[str, Any]) -> list[str]:
+    """Return the names of the tensors that hold all experts."""
     return [*_JOINT, *(f"{name}_bias" for name in _JOINT)] if options.get("bias") else [*_JOINT]
 
 
 def _from_single(tensors: Mapping[str, Array], family: Family, num_experts: int) -> dict[str, Array]:
+    """Stack tensors of single experts into weights `[experts, ...]` by their names in `GroupedExperts`."""
     assert family.experts is not None
     return {
         ours: numpy.stack([tensors[f"experts.{e}.{theirs}.weight"] for e in range(num_experts)])
@@ -280,6 +288,7 @@ def _from_single(tensors: Mapping[str, Array], family: Family, num_experts: int)
 
 
 def _to_single(experts: Mapping[str, Array], family: Family) -> dict[str, Array]:
+    """Split weights of `GroupedExperts` into tensors of single experts; the inverse of `_from_single`."""
     assert family.experts is not None
     return {
         f"experts.{e}.{theirs}.weight": weight
@@ -289,21 +298,26 @@ def _to_single(experts: Mapping[str, Array], family: Family) -> dict[str, Array]
 
 
 def _from_joint(tensors: Mapping[str, Array], family: Family) -> dict[str, Array]:
+    """Split tensors that hold all experts into the weights of `GroupedExperts`."""
     gate_up, down = (tensors[name] for name in _JOINT)
     if not family.is_interleaved:
+        # gate_up_proj `[experts, 2 * hidden, dim]`: the rows of gate, then those of up.
         w1, w3 = numpy.split(gate_up, 2, axis=1)
         return {"w1": w1, "w2": down, "w3": w3}
     biases, b2 = (tensors[f"{name}_bias"] for name in _JOINT)
+    # gpt-oss: `[experts, dim, 2 * hidden]`, with gate and up in alternating columns.
     rows = gate_up.swapaxes(1, 2)
     w1, w3, w2 = rows[:, ::2], rows[:, 1::2], down.swapaxes(1, 2)
     return {"w1": w1, "w2": w2, "w3": w3, "b1": biases[:, ::2], "b2": b2, "b3": biases[:, 1::2]}
 
 
 def _to_joint(experts: Mapping[str, Array], family: Family) -> dict[str, Array]:
+    """Join weights of `GroupedExperts`; the inverse of `_from_joint`."""
     w1, w2, w3 = (experts[name] for name in ("w1", "w2", "w3"))
     if not family.is_interleaved:
         return {_JOINT[0]: numpy.concatenate([w1, w3], 1), _JOINT[1]: w2}
     num_experts, hidden_dim, dim = w1.shape
+    # Stacked along a new axis after the rows, so that the reshape alternates them.
     rows = numpy.stack([w1, w3], 2).reshape(num_experts, 2 * hidden_dim, dim)
     biases = numpy.stack([experts["b1"], experts["b3"]], 2).reshape(num_experts, 2 * hidden_dim)
     return {
@@ -362,6 +376,7 @@ def upcycle(
     _check(hidden, num_experts, granularity, gate.shape, dense["w1.weight"].shape[1])
     random = numpy.random.default_rng(seed)
     experts = {}
+    # Sorted: the noise of a weight does not depend on the order of the mapping.
     for name, array in sorted(dense.items()):
         weight, _, kind = name.partition(".")
         experts_of_copy = _split(array, weight, kind, granularity)
@@ -395,6 +410,7 @@ def _check_names(dense: Mapping[str, Array]) -> None:
 
 
 def _check(hidden: int, num_experts: int, granularity: int, gate: tuple[int, ...], dim: int) -> None:
+    """Raise if `granularity` or the shape of the gate does not fit the network."""
     if granularity < 1 or hidden % granularity or num_experts % granularity:
         raise MoEConfigError(
             f"granularity must divide the hidden width {hidden} and num_experts = {num_experts}, got {granularity}"

@@ -73,6 +73,7 @@ class BaseExpertParallel(ParallelStyle):
         """
         experts = module.experts if isinstance(module, MoE) else module
         self._check(experts, device_mesh)
+        # Before the weights are sharded: `w1` still has the experts of all ranks.
         dispatcher = self._dispatcher(int(experts.w1.shape[0]), device_mesh)
         if isinstance(experts, GroupedExperts) and not self._has_own_dispatch():
             self._partition_fn("", experts, device_mesh)
@@ -81,6 +82,8 @@ class BaseExpertParallel(ParallelStyle):
             if isinstance(dispatcher, AutoDispatcher):
                 dispatcher.expert_flop = self._expert_flop(experts, device_mesh)
         else:
+            # Other experts modules do not know dispatchers, and custom styles replace the dispatch: hooks around the
+            # forward.
             hooks = ExpertHooks(experts, device_mesh.platform, dispatcher, self._partial_mesh(device_mesh))
             self._partition_fn("", experts, device_mesh)
             install(
@@ -94,6 +97,7 @@ class BaseExpertParallel(ParallelStyle):
         if isinstance(module, MoE):
             module.split_mesh = self._split_mesh(device_mesh)
             router_mesh = self._router_mesh(device_mesh)
+            # A gate that the user has distributed already is left as it is.
             if router_mesh is not None and not isinstance(module.router.gate.weight, DTensor):
                 distribute_module(module.router.gate, router_mesh)
         return module
@@ -105,6 +109,7 @@ class BaseExpertParallel(ParallelStyle):
                 f"{name} applies to a MoE, GroupedExperts, or experts with 3-D weights w1, w2 (and w3), "
                 f"got {type(experts).__name__}"
             )
+        # Parameters that no placement is known for would silently stay replicated.
         others = [each for each, _ in mesh.platform.named_parameters(experts) if each not in WEIGHTS]
         if others and type(self)._partition_fn is BaseExpertParallel._partition_fn:
             raise ExpertParallelError(
@@ -145,6 +150,7 @@ class BaseExpertParallel(ParallelStyle):
         partial = self._partial_mesh(mesh)
         products = 2 if experts.w3 is None else 3
         width, dim = (int(size) for size in experts.w1.shape[1:])
+        # Each element of a weight is one multiplication and one addition.
         return 2 * products * width * dim // (1 if partial is None else partial.size())
 
     def _has_own_dispatch(self) -> bool:

@@ -149,10 +149,12 @@ class GroupedExperts(nn.Module):
             routing = self._routing(x, routing, num_tokens_per_expert)
             weights = {name: each for name in ExpertWeights._fields if (each := getattr(self, name)) is not None}
             check_inputs(self.platform, x, weights, routing, int(self.w1.shape[0]))
+        # Only after the checks: the choice of `AutoDispatcher` is a collective, in which faults are reported too.
         dispatcher = self.dispatcher.resolve(x, routing)
         if isinstance(dispatcher, ChunkedDispatcher) and dispatcher.num_chunks > 1:
             return self._forward_in_chunks(dispatcher, x, routing, overlap_with)
         sent = dispatcher.dispatch(x, routing)
+        # Recomputation in backward does not count the bytes again.
         saved_value(lambda: self._count_bytes(sent))
         return dispatcher.combine(self._run_experts(sent, self._local_weights()), sent)
 
@@ -171,6 +173,7 @@ class GroupedExperts(nn.Module):
         if overlap_with is not None:
             overlap_with()
         returning = []
+        # The exchange of a chunk is waited for just before it is computed, and its results are sent right after that.
         for chunk in pending:
             sent = dispatcher.finish_dispatch(chunk)
             saved_value(functools.partial(self._count_bytes, sent))
@@ -206,6 +209,8 @@ class GroupedExperts(nn.Module):
 
     def _fused(self, sent: Dispatched, weights: ExpertWeights) -> Tensor | None:
         """Return the results of the platform's fused experts, or None if they do not compute these experts."""
+        # Fused kernels compute exactly the three products of a SwiGLU expert: a subclass or option that changes any
+        # step needs the separate operations.
         own, plain = type(self), GroupedExperts
         is_overridden = (own._hidden, own._results, own._weigh) != (plain._hidden, plain._results, plain._weigh)
         if is_overridden or self.activation is not SWIGLU or weights.b1 is not None:
@@ -218,6 +223,7 @@ class GroupedExperts(nn.Module):
         if permutation is not None:
             rows = permutation.permute(rows)
             scores = None if scores is None else permutation.permute_scores(scores)
+        # The scores are applied at exactly one of the three positions; `get` returns None at the others.
         at = {self.score_position: scores}
         hidden = self._hidden(self._weigh(rows, at.get("before")), weights, sent.sizes)
         results = self._results(self._weigh(hidden, at.get("inside")), weights, sent.sizes, at.get("inside"))
@@ -437,6 +443,7 @@ def install(
         combine: maps the output of the forward to that of the call.
     """
     platform = hooks.platform
+    # Frameworks override the attribute assignment of modules, which must not see the hooks.
     object.__setattr__(module, _STATE, hooks)
 
     def before(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -475,6 +482,7 @@ def local_weights(platform: Platform, module: Module, partial_mesh: DeviceMesh |
     found = {name: getattr(module, name, None) for name in WEIGHTS}
     local = {name: _local_weight(weight) for name, weight in found.items() if weight is not None}
     if "b2" in local and partial_mesh is not None and partial_mesh.get_local_rank() != 0:
+        # Multiplied instead of replaced: the bias stays in the graph, and its gradient is zero on these ranks.
         local["b2"] = platform.ops.mul(local["b2"], 0.0)
     return local
 
@@ -482,6 +490,7 @@ def local_weights(platform: Platform, module: Module, partial_mesh: DeviceMesh |
 def _local_weight(weight: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
         return weight
+    # The dual placements of the forward: replicated weights have partial gradients, shards have shards.
     grads = [Partial() if placement.is_replicate() else placement for placement in weight.placements]
     return weight.to_local(grad_placements=grads)
 
@@ -489,4 +498,5 @@ def _local_weight(weight: Tensor) -> Tensor:
 def weighted(platform: Platform, rows: Tensor, scores: Tensor) -> Tensor:
     """Multiply rows `[rows, dim]` by scores `[rows, 1]` in the dtype of the scores; returns the dtype of the rows."""
     ops = platform.ops
+    # Rounded once, after the product in float32.
     return ops.cast(ops.mul(ops.cast(rows, scores.dtype), scores), rows.dtype)

@@ -1,9 +1,7 @@
-"""Activations of feed-forward networks: from the products before them to the hidden row.
+"""The dense feed-forward network of a decoder block, and activations of feed-forward networks.
 
-A gated activation takes two products, `gate = w1 @ row` and `up = w3 @ row`; one without a gate takes the first alone,
-and its network has no `w3`.
-
-The dense feed-forward network of a decoder block.
+A gated activation maps two products, `gate = w1 @ row` and `up = w3 @ row`, to the hidden row. One without a gate maps
+the first alone, and its network has no `w3`.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ Ops = Any
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation by name.
+    """An activation of feed-forward networks.
 
     Args:
         name: name in messages.
@@ -106,7 +104,7 @@ def find_activation(activation: str | Activation) -> Activation:
     """Return the activation of this name, or `activation` itself.
 
     Raises:
-        MoEConfigError: none has this name; the message lists those that there are.
+        MoEConfigError: no activation has this name; the message lists the known names.
     """
     if isinstance(activation, Activation):
         return activation

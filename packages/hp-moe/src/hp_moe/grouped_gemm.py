@@ -30,6 +30,7 @@ class GroupSizes:
     def __init__(self, platform: Platform, tensor: Tensor, host: tuple[int, ...] | None = None) -> None:
         self.platform = platform
         self.tensor = tensor
+        # An instance attribute hides the cached property, so that known sizes are never read from the device.
         if host is not None:
             self.host = host
 
@@ -123,6 +124,7 @@ def loop_grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
     """
     ops = sizes.platform.ops
     slices = _group_slices(sizes.host)
+    # Saved for backward through the framework, so that recomputation and its version checks apply.
     saved = SavedTensors(sizes.platform, x, weight)
 
     def forward(x: Tensor, weight: Tensor) -> Tensor:
@@ -157,6 +159,7 @@ def _group_slices(host: tuple[int, ...]) -> list[tuple[int, tuple[int, int]]]:
 
 
 def _rows(ops: Any, x: Tensor, rows: tuple[int, int]) -> Tensor:
+    """Return (first row, number of rows) of `x` as a view."""
     return ops.narrow(x, 0, *rows)
 
 
@@ -165,4 +168,5 @@ def _matrix(ops: Any, weight: Tensor, group: int) -> Tensor:
 
 
 def _cat(platform: Platform, tensors: list[Tensor], empty_shape: tuple[int, ...], dtype: Any) -> Tensor:
+    """Concatenate along dimension 0; no tensors give an empty result of this shape."""
     return platform.ops.cat(tensors, 0) if tensors else platform.zeros(empty_shape, dtype)

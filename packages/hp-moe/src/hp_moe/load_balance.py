@@ -90,6 +90,7 @@ def moe_layers(model: Any) -> dict[str, MoE]:
     from hp_dtensor.parallel.nn import Module
     from hp_dtensor.platform.selection import get_platform
 
+    # hp_dtensor modules carry their platform; for modules of a framework the default one is used.
     platform = model.platform if isinstance(model, Module) else get_platform()
     layers = {name: layer for name, layer in platform.named_modules(model) if isinstance(layer, MoE)}
     for name, layer in layers.items():
@@ -127,6 +128,7 @@ def update_expert_bias(model: Any) -> dict[str, LoadMetrics]:
         if layer.expert_bias is not None:
             step = layer.load_balance_coeff * _bias_direction(load)
             _write(layer, "expert_bias", layer.platform.to_numpy(plain(layer.expert_bias)) + step.astype(numpy.float32))
+        # Without tokens (a step that was skipped) the last shares remain.
         if layer.last_shares is not None and metric.tokens:
             _write(layer, "last_shares", load / load.sum())
     return dict(zip(layers, metrics, strict=True))
@@ -171,7 +173,9 @@ def _global_metrics(layers: list[MoE]) -> list[LoadMetrics]:
             f"the loads of all layers are summed over one mesh: token_mesh is {_described(first.token_mesh)} for "
             f"{first.name!r}, but {_described(others[0].token_mesh)} for {others[0].name!r}"
         )
+    # `take` also resets the totals, so each call covers the steps since the last one.
     sums = _sum_over_ranks(first, [layer.totals.take() for layer in layers])
+    # A second all-reduce: losses are float32 and counts int64.
     losses = _losses(layers)
     metrics = []
     for layer, taken in zip(layers, sums, strict=True):
@@ -213,6 +217,7 @@ def _described(mesh: DeviceMesh | None) -> str:
 def _relative_entropy(loads: numpy.ndarray) -> float:
     if len(loads) == 1:
         return 1.0
+    # p log p is 0 for p = 0.
     shares = loads[loads > 0] / loads.sum()
     return float(-(shares * numpy.log(shares)).sum() / numpy.log(len(loads)))
 

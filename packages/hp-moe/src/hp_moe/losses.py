@@ -54,6 +54,7 @@ class StepTotals:
 
     def take_losses(self) -> Tensor:
         """Return and reset the sums of the auxiliary losses, float32 `[4]`."""
+        # The number of tensors and their sizes must be the same on all ranks, also on one that has counted nothing.
         losses, self.losses = self.losses, None
         return self.platform.zeros((len(LOSSES),), self.platform.dtype("float32")) if losses is None else losses
 
@@ -156,6 +157,7 @@ class LossTerms:
         total = ops.mul(total, self.loss_scale if self.is_counted else 0.0)
         if self.step_tokens is not None:
             return ops.div(total, float(self.step_tokens))
+        # The sum of counts is `top_k` for each token. At least 1, since a micro-batch may be empty.
         tokens = ops.div(ops.sum(ops.cast(global_counts, logits.dtype)), float(experts.shape[1]))
         return ops.div(total, ops.clamp(tokens, min=1.0))
 
@@ -170,11 +172,13 @@ class LossTerms:
         if name == "z":
             return ops.sum(ops.square(ops.logsumexp(logits, 1)))
         if name == "global_batch":
+            # f of the previous step is the same for all tokens: `[1, experts]`.
             shares = ops.unsqueeze(self.last_shares, 0)
         elif name == "micro_batch":
             shares = shares_of(ops, ops.unsqueeze(global_counts, 0), logits.dtype)
         else:
             shares = saved_value(lambda: self._shares_of_sequences(experts, logits.dtype))
+        # E * sum over tokens and experts of f_e * p_te; the mean over tokens is taken by the caller.
         return ops.mul(ops.sum(ops.mul(probabilities, shares)), float(probabilities.shape[1]))
 
     def _shares_of_sequences(self, experts: Tensor, dtype: Any) -> Tensor:
@@ -187,6 +191,7 @@ class LossTerms:
         for sum_over_ranks in self.sequence_sums:
             counts = sum_over_ranks(counts)
         shares = shares_of(ops, ops.reshape(counts, (self.num_sequences, num_experts)), dtype)
+        # After the all-reduces above, which a rank without tokens takes part in.
         if sequence_of_token.shape[0] == 0:
             return self.platform.zeros((0, num_experts), dtype)
         return ops.index_select(shares, 0, sequence_of_token)
@@ -203,5 +208,6 @@ def shares_of(ops: Any, counts: Tensor, dtype: Any) -> Tensor:
 
 def attach_loss(platform: Platform, x: Tensor, loss: Tensor) -> Tensor:
     """Return `x`. In backward, the 0-d tensor `loss` gets a gradient of one, in addition to the gradient of `x`."""
+    # Like adding the loss to the objective: d objective / d loss = 1, whatever the gradient of `x` is.
     ops, like = platform.ops, platform.detach(loss)
     return platform.custom_function(lambda x, loss: ops.clone(x), lambda grad: (grad, ops.ones_like(like)), x, loss)

@@ -4,7 +4,8 @@ Routing is local: each rank routes the plain rows of a `LocalRegion`. On the mes
 with a sharded hidden dimension, an axis is one of:
 
 - sharded: every rank routes its own tokens, and results have the placements of the input;
-- varying (experts are sharded over this axis): every rank routes all tokens and computes a partial sum of each result;
+- varying (the experts' hidden dimension is sharded over this axis): every rank routes all tokens and computes a partial
+  sum of each result;
 - split (ranks are given the same tokens): every rank routes its share of the tokens and gets the results of all.
 
 Gradients follow the rows: those of sharded rows are sharded, those of varying rows are partial sums.
@@ -76,14 +77,17 @@ class LocalRegion:
         if self.mesh is None:
             return x
         if not isinstance(x, DTensor):
+            # A plain tensor is the same on all ranks, so it is wrapped as replicated without communication.
             x = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, shape=tuple(x.shape))
         return x.redistribute(
+            # Where results are partial sums, every rank routes all tokens.
             placements=[Replicate() if p.is_partial() else p for p in self.local_placements]
         ).to_local()
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over ranks that route different tokens of the same input, without gradients."""
         if self.mesh is not None and not any(p.is_partial() for p in self.local_placements):
+            # One all-reduce for each axis: together they sum over all ranks of the mesh.
             for dim in range(self.mesh.ndim):
                 x = all_reduce_data(x, self.mesh.group_along(dim))
         return x if self.outer is None else self.outer.sum_over_ranks(x)
@@ -295,6 +299,7 @@ class MoE(nn.Module):
         shared_dim = _shared_dim(hidden_dim, num_shared_experts, shared_hidden_dim, shared_gate)
         self.shared_experts = FeedForward(dim, shared_dim, activation) if shared_dim else None
         self.shared_gate = nn.Linear(dim, 1) if shared_gate else None
+        # Buffers, so that checkpoints save them.
         bias = self.platform.zeros((num_experts,), self.platform.dtype("float32"))
         self.register_buffer("expert_bias", bias if load_balance_coeff is not None else None)
         shares = self.platform.zeros((num_experts,), self.platform.dtype("float32"))
@@ -321,9 +326,10 @@ class MoE(nn.Module):
         return self
 
     def _on_device_of(self, new: Tensor, old: Tensor) -> Tensor:
-        """Return the values of `old` in its dtype, on the device of `new`."""
+        """Return `old`, with its values and dtype, on the device of `new`."""
         if isinstance(old, DTensor) or self.platform.is_meta(old) or self.platform.is_meta(new):
             return self.ops.cast(new, old.dtype)
+        # `new` has been rounded by the conversion, so the values are those of `old`.
         return self.platform.from_numpy(self.platform.to_numpy(old), self.platform.device_of(new))
 
     def _hp_check_state(self) -> None:
@@ -359,6 +365,7 @@ class MoE(nn.Module):
         shape = tuple(x.shape)
         region = enter_region(x, partial_mesh_of(self.experts), self.split_mesh)
         self._check_gate(region.num_ranks)
+        # Tokens of all leading dimensions in one: the router and the experts work on `[tokens, dim]`.
         rows = self.ops.reshape(region.rows, (math.prod(region.rows.shape[:-1]), self.dim))
         dispatcher = dispatcher_of(self.experts, self.platform)
         with reported_faults(dispatcher, self.platform, x):
@@ -396,7 +403,7 @@ class MoE(nn.Module):
         return shared if self.shared_gate is None else self.ops.mul(self.ops.sigmoid(self.shared_gate(x)), shared)
 
     def _per_row(self, x: Tensor, region: LocalRegion) -> Tensor:
-        """Return the numbers of the tokens that this rank routes, `[tokens]`, from one number per input token."""
+        """Return the numbers of the tokens that this rank routes, `[tokens]`, given one for each token of the input."""
         local = region.shard_like_rows(x)
         return self.ops.reshape(local, (math.prod(local.shape),))
 
@@ -421,6 +428,7 @@ class MoE(nn.Module):
     ) -> Routing:
         if self.capacity is None:
             return Routing(experts, counts, scores, allow_nonfinite=self.allow_nonfinite)
+        # Saved: recomputation must neither gather the choices again nor drop other ones.
         experts, counts = saved_value(lambda: self._within_capacity(experts, scores, region, shape))
         return Routing(experts, counts, scores, has_dropped=True, allow_nonfinite=self.allow_nonfinite)
 
@@ -442,6 +450,7 @@ class MoE(nn.Module):
     def _positions(self, region: LocalRegion, shape: tuple[int, ...]) -> numpy.ndarray:
         """Return the position in the input of each token that this rank routes, int64 `[tokens]`, on the host."""
         positions = numpy.arange(math.prod(shape[:-1])).reshape(shape[:-1])
+        # Positions are sharded as the tokens are, so each rank gets those of its own tokens in any layout.
         of_input = self.platform.from_numpy(positions, self.platform.device_of(region.rows))
         return self.platform.to_numpy(self._per_row(of_input, region))
 
@@ -463,6 +472,7 @@ class MoE(nn.Module):
         if not (self.aux_losses and is_trained(self)):
             return None
         partial = partial_mesh_of(self.experts)
+        # A sequence may be sharded by a distributed input, by plain inputs over `sequence_mesh`, or by both.
         sums: list[Callable[[Tensor], Tensor]] = [region.sum_over_ranks]
         if self.sequence_mesh is not None:
             sequence_group = self.sequence_mesh.group_along()
@@ -498,6 +508,7 @@ class MoE(nn.Module):
 
     def _check_gate(self, num_ranks: int) -> None:
         """Raise if the gate's gradient would miss the tokens of other ranks that share this input."""
+        # The gate's gradient is a partial sum on each rank (`plain`). Only a DTensor gate on the same ranks sums it.
         weight = self.router.gate.weight
         gate_ranks = weight.device_mesh.size() if isinstance(weight, DTensor) else 1
         if gate_ranks != num_ranks:

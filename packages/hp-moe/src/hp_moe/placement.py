@@ -88,10 +88,12 @@ def _best_swap(load_at: list[int], chunk: int, num_ranks: int, min_gain: float) 
     on_busiest = range(busiest * chunk, min((busiest + 1) * chunk, len(load_at)))
     candidates = []
     for one, other in itertools.product(on_busiest, range(len(load_at))):
+        # Load that leaves the busiest rank, if these two are swapped.
         moved = load_at[one] - load_at[other]
         larger = max(totals[busiest] - moved, totals[other // chunk] + moved)
         if other // chunk != busiest and moved > 0 and totals[busiest] - larger >= max(min_gain, 1):
             candidates.append((larger, one, other))
+    # Ties are resolved by position, the same on all ranks.
     return min(candidates)[1:] if candidates else None
 
 
@@ -117,6 +119,7 @@ def place_copies(loads: Sequence[int], num_ranks: int, slots: int) -> CopyPlacem
     # and comparisons exact.
     unit = math.lcm(*range(1, min(num_ranks, MAX_COPIES) + 1))
     scaled = [int(load) * unit for load in loads]
+    # A rank may hold any subset of at most `slots` of the experts that it does not own.
     not_owned = len(loads) - -(-len(loads) // num_ranks)
     per_rank = sum(math.comb(not_owned, count) for count in range(slots + 1))
     if per_rank**num_ranks <= _MAX_TRIED:
@@ -153,14 +156,17 @@ def ranks_of_experts(num_experts: int, copies: CopyPlacement) -> list[list[int]]
 
 
 def _rank_loads(loads: Sequence[int], copies: CopyPlacement) -> list[int]:
+    """Return the load of each rank, in units in which all shares are integers."""
     totals = [0] * len(copies)
     for load, ranks in zip(loads, ranks_of_experts(len(loads), copies), strict=True):
         for rank in ranks:
+            # Exact: loads are multiples of every possible number of ranks.
             totals[rank] += load // len(ranks)
     return totals
 
 
 def _all_placements(num_experts: int, num_ranks: int, slots: int) -> Iterator[CopyPlacement]:
+    """Yield every placement with at most `slots` copies per rank and `MAX_COPIES` holders per expert."""
     chunk = -(-num_experts // num_ranks)
     choices = []
     for rank in range(num_ranks):
@@ -172,6 +178,10 @@ def _all_placements(num_experts: int, num_ranks: int, slots: int) -> Iterator[Co
 
 
 def _place_greedily(loads: Sequence[int], num_ranks: int, slots: int) -> CopyPlacement:
+    """Add one copy after the other, each of an expert of the busiest rank, while that reduces the loads.
+
+    O(copies * experts * ranks² log ranks).
+    """
     copies: list[list[int]] = [[] for _ in range(num_ranks)]
     held = ranks_of_experts(len(loads), ((),) * num_ranks)
     totals = _rank_loads(loads, ((),) * num_ranks)
@@ -196,6 +206,7 @@ def _place_greedily(loads: Sequence[int], num_ranks: int, slots: int) -> CopyPla
 
 def _totals_with(load: int, ranks: list[int], rank: int, totals: list[int]) -> list[int]:
     """Return the loads of all ranks after `rank` gets a copy of an expert that `ranks` hold."""
+    # All holders share the load evenly, so each earlier holder is relieved.
     changed, before, after = [*totals], load // len(ranks), load // (len(ranks) + 1)
     for each in ranks:
         changed[each] += after - before

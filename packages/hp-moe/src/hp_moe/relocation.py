@@ -152,6 +152,7 @@ def set_expert_placement(
 
 
 def _movable(model: Any) -> Movable:
+    """Return the layers with a `ReplicatingDispatcher`, in model order."""
     found = {}
     for name, layer in moe_layers(model).items():
         dispatcher = dispatcher_of(layer.experts, layer.platform)
@@ -188,6 +189,7 @@ def _agreed_placements(movable: Movable, choose: ChoosePlacements) -> dict[str, 
         # Any error: a rank that raised here without reporting it would leave them waiting for its rows.
         fault = error
     before = {name: dispatcher.expert_placement for name, (_, dispatcher) in movable.items()}
+    # The current placements are compared too: ranks that differ there would send other rows.
     mine = [list(placements), _digest([before, placements])]
     answers: dict[int, Any] = {}
     gathered: set[Any] = set()
@@ -207,6 +209,7 @@ def _agreed_placements(movable: Movable, choose: ChoosePlacements) -> dict[str, 
 
 
 def _checked(movable: Movable, given: Mapping[str, Sequence[int]]) -> dict[str, ExpertPlacement]:
+    """Return the given placements in model order, or raise `ExpertParallelError` if one is not valid."""
     if unknown := [name for name in given if name not in movable]:
         raise ExpertParallelError(f"experts of {unknown[0]!r} cannot be moved; those of {[*movable]} can")
     return {name: check_placement(given[name], movable[name][1].num_experts) for name in movable if name in given}
@@ -215,16 +218,19 @@ def _checked(movable: Movable, given: Mapping[str, Sequence[int]]) -> dict[str, 
 def _move_layer(
     name: str, layer: MoE, dispatcher: ReplicatingDispatcher, placement: ExpertPlacement, states: States
 ) -> None:
+    """Move the rows of one layer's weights, gradients and states to a new placement."""
     # All ranks agreed on the placement, so all of them return here without communication.
     if placement == dispatcher.expert_placement:
         return
     chunk = dispatcher.chunk
+    # One row for each expert, from its old (rank, row) to its new one.
     moves = [
         RowMove(old // chunk, old % chunk, new // chunk, new % chunk, 1)
         for old, new in zip(dispatcher.expert_placement, placement, strict=True)
     ]
     with layer.platform.no_grad():
         for local in _agreed_rows(name, layer, dispatcher, states):
+            # In place: optimizers and FSDP hold references to these tensors.
             layer.platform.copy_(local, move_rows_data(layer.platform.detach(local), dispatcher.group, 0, moves))
     dispatcher.set_placement(placement)
     _guard_state(layer, dispatcher)
@@ -337,6 +343,7 @@ def _check_state(layer: MoE, *_: Any) -> None:
 
 
 def _is_sharded_by_experts(tensor: Tensor, dispatcher: ReplicatingDispatcher) -> bool:
+    """Return whether dimension 0 is sharded over exactly the ranks of the dispatcher."""
     if not isinstance(tensor, DTensor):
         return False
     axes = [axis for axis, placement in enumerate(tensor.placements) if placement.is_shard(0)]

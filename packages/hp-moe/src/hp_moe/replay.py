@@ -49,6 +49,7 @@ class RoutingRecord:
         """Read a record written by `save`."""
         record = cls()
         with numpy.load(path) as arrays:
+            # By number: as text, call 10 would come before call 2.
             for key in sorted(arrays.files, key=lambda key: int(key.rpartition("/")[2])):
                 record.calls.setdefault(key.rpartition("/")[0], []).append(arrays[key])
         return record
@@ -93,12 +94,14 @@ def replay_routing(model: Any, record: RoutingRecord) -> Iterator[None]:
     """
     with _with_tapes(model, record, replays=True) as tapes:
         yield
+        # Not in a `finally`: an error in the context is raised instead of the missing calls.
         for tape in tapes:
             tape.check_end()
 
 
 @contextlib.contextmanager
 def _with_tapes(model: Any, record: RoutingRecord, *, replays: bool) -> Iterator[list[Tape]]:
+    """Give the router of every layer a tape over the record while the context is active."""
     layers = moe_layers(model)
     if replays and {*record.calls} != {*layers}:
         raise ExpertParallelError(f"the record has the layers {sorted(record.calls)}, the model has {sorted(layers)}")

@@ -72,6 +72,7 @@ def _share(ops: Ops, logits: Tensor, scores: Tensor) -> Tensor:
 
 
 SCORINGS: dict[str, Scoring] = {
+    # Probabilities of auxiliary losses must be a distribution: the scores if they are a softmax, else their shares.
     "softmax": Scoring(lambda ops, logits: ops.softmax(logits, 1), _same, lambda ops, logits, scores: scores),
     # DeepSeek-V3, arXiv 2412.19437.
     "sigmoid": Scoring(lambda ops, logits: ops.sigmoid(logits), _same, _share),
@@ -106,6 +107,7 @@ def uniform_noise(numbers: numpy.ndarray, width: int, seed: int, call: int) -> n
         >>> (both[1] == second[0]).all()
         np.True_
     """
+    # SeedSequence mixes seed and call, so that nearby pairs start at unrelated states.
     (start,) = numpy.random.SeedSequence([seed, call]).generate_state(1, numpy.uint64)
     index = numbers.astype(numpy.uint64)[:, None] * numpy.uint64(width) + numpy.arange(1, width + 1, dtype=numpy.uint64)
     # SplitMix64 is defined modulo 2**64, which is how NumPy's uint64 arrays overflow.
@@ -302,6 +304,7 @@ class TokenChoiceTopKRouter(nn.Module):
             selected = self._experts_of_ids(ids, num_tokens)
         else:
             selected = self._best(scores, expert_bias)
+        # Recorded within `saved_value`: recomputation does not call this again.
         for tape in self.tapes:
             if not tape.replays:
                 tape.calls.append(self.platform.to_numpy(selected).copy())
@@ -310,6 +313,8 @@ class TokenChoiceTopKRouter(nn.Module):
     def _best(self, scores: Tensor, expert_bias: Tensor | None) -> Tensor:
         ops = self.ops
         if expert_bias is not None:
+            # For the selection only: the weights of the outputs are gathered from the unbiased scores (arXiv
+            # 2408.15664).
             scores = ops.add(scores, expert_bias)
         if self.num_expert_groups is not None:
             scores = self._mask_other_groups(scores)
@@ -324,6 +329,7 @@ class TokenChoiceTopKRouter(nn.Module):
     def _random_table(self) -> Tensor | None:
         if self.hash_vocab_size is None:
             return None
+        # A fixed seed: all ranks create the same table without communication.
         random = numpy.random.Generator(numpy.random.Philox(0))
         return self.platform.from_numpy(random.integers(self.num_experts, size=(self.hash_vocab_size, self.top_k)))
 
@@ -359,9 +365,11 @@ class TokenChoiceTopKRouter(nn.Module):
         assert groups is not None
         tokens, size = scores.shape[0], self.num_experts // groups
         grouped = ops.reshape(scores, (tokens, groups, size))
+        # A group of one expert has no second score.
         counted = min(2 if self.group_score == "top2_sum" else 1, size)
         group_scores = ops.sum(ops.topk(grouped, counted, 2)[0], 2)
         best = ops.topk(group_scores, self.num_limited_groups, 1)[1]
+        # `allowed` is 1 for the selected groups and 0 for all others, `[tokens, groups]`.
         allowed = ops.sum(ops.one_hot(ops.cast(best, self.platform.dtype("int64")), groups), 1)
         outside = ops.expand(ops.unsqueeze(ops.eq(allowed, 0), 2), (tokens, groups, size))
         return ops.reshape(ops.masked_fill(grouped, outside, float("-inf")), (tokens, self.num_experts))

@@ -184,8 +184,10 @@ def faults(platform: Platform, routing: Routing, num_experts: int, rank: int) ->
         Faults are experts out of range, counts that do not add up, and scores that are not finite.
     """
     ops, int64 = platform.ops, platform.dtype("int64")
+    # All comparisons stay on the device: the result is read together with the exchanged sizes.
     experts = ops.reshape(routing.experts, (-1,))
     outside = ops.logical_or(ops.lt(experts, 0), ops.gt(experts, num_experts))
+    # Dropped choices (`num_experts`) are in no count, so counts and dropped choices add up to all choices.
     nowhere = ops.sum(ops.cast(ops.ge(experts, num_experts), int64))
     wrong = ops.cast(ops.ne(ops.add(ops.sum(routing.counts), nowhere), int(experts.shape[0])), int64)
     count = ops.add(ops.sum(ops.cast(outside, int64)), wrong)
@@ -197,12 +199,14 @@ def faults(platform: Platform, routing: Routing, num_experts: int, rank: int) ->
         finite = ops.lt(ops.abs(platform.detach(routing.scores)), float("inf"))
         bad = ops.gt(ops.sum(ops.cast(ops.logical_not(finite), int64)), 0)
         scores = ops.mul(ops.cast(bad, int64), fault_code(rank, _BAD_SCORES))
+        # One code per rank; wrong experts are reported before scores that are not finite.
         code = ops.where(ops.gt(code, 0), code, scores)
     return ops.reshape(ops.mul(code, FAULTY), (1,))
 
 
 def fault_code(rank: int, kind: int = _BAD_INPUTS) -> int:
     """Return the error code, above 0, of a kind of fault on a rank of the job."""
+    # Kinds are 1 to 3, so that a code is never 0 and both parts can be decoded.
     return 4 * rank + kind
 
 

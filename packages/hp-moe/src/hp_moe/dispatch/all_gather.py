@@ -50,6 +50,7 @@ class AllGatherDispatcher(TokenDispatcher):
         """Gather all tokens with their experts and scores; see `TokenDispatcher`."""
         group = self.group
         lengths, sizes = saved_value(lambda: self._exchange_sizes(int(x.shape[0]), routing))
+        # Differentiable: backward is a reduce-scatter, which sums the gradients of all ranks for each token.
         rows = all_gather_varying(x, group, 0, lengths)
         scores = None if routing.scores is None else all_gather_varying(routing.scores, group, 0, lengths)
 
@@ -68,6 +69,7 @@ class AllGatherDispatcher(TokenDispatcher):
     def report_fault(self, code: int, device: Any = None) -> None:
         """Gather an error code instead of sizes; see `TokenDispatcher`."""
         sizes = numpy.zeros((1, 1 + self.num_experts), numpy.int64)
+        # The same shape and order of collectives as in `_exchange_sizes`, which the other ranks are in.
         sizes[0, 0] = code * FAULTY
         gather_data(self.platform.from_numpy(sizes, device), self.group, 0, [1] * self.group.size)
 
@@ -76,6 +78,7 @@ class AllGatherDispatcher(TokenDispatcher):
         ops, n = self.platform.ops, self.group.size
         tokens = self.platform.from_numpy(numpy.array([num_tokens]), self.platform.device_of(routing.counts))
         faulty = faults(self.platform, routing, self.num_experts, self.group.ranks[self.group.rank])
+        # One gather for the number of tokens, the error code that is added to it, and the counts.
         mine = ops.cat([ops.add(tokens, faulty), routing.counts], 0)
         every = self.platform.to_numpy(gather_data(ops.unsqueeze(mine, 0), self.group, 0, [1] * n))
         refuse_faulty([*every[:, 0]])
@@ -88,5 +91,6 @@ class AllGatherDispatcher(TokenDispatcher):
         """Return the bytes that this rank sends: sizes, tokens with experts and scores to all others, and results."""
         others, mine = self.group.size - 1, lengths[self.group.rank]
         row = int(x.shape[1]) * self.platform.itemsize(x.dtype)
+        # 8 bytes of expert and 4 of score for each choice.
         choices = int(routing.experts.shape[1]) * (8 if routing.scores is None else 12)
         return others * (8 * (1 + self.num_experts) + mine * (row + choices)) + (sum(lengths) - mine) * row

@@ -1,6 +1,7 @@
-"""Expert parallelism by variable all-to-all, with one row per token and destination rank on the wire.
+"""Expert parallelism by variable all-to-all.
 
-Expert parallel with one copy of a row for each expert, as most implementations send them.
+`AllToAllDispatcher` sends one row per token and destination rank, and `CopyPerExpertDispatcher`, as most
+implementations do, one per token and expert.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
         self.platform = group.platform
         self.num_experts = num_experts
         self.chunk = -(-num_experts // group.size) if chunk is None else chunk
+        # Chunks are rounded up, so that the last ranks may own fewer experts, or none.
         self.first = min(group.rank * self.chunk, num_experts)
         self.num_local = min(self.chunk, num_experts - self.first)
         self.wire_format = None if wire_format is None else find_wire_format(group.platform, wire_format)
@@ -85,12 +87,14 @@ class AllToAllDispatcher(ChunkedDispatcher):
         else:
             exchange = self._exchange(route)
             rows = exchange.wait(exchange.start(route.permutation.permute(x)))
+        # A second message, since rows may be in another dtype or in 8 bits.
         choices = self._send(route, self._choices(routing))
         return self._dispatched(rows, choices, route, sizes, routing)
 
     def start_dispatch(self, x: Tensor, routing: Routing) -> list[PendingDispatch]:
         """Start to send all chunks of the tokens; see `ChunkedDispatcher`."""
         lengths = self._chunk_lengths(int(x.shape[0]))
+        # One exchange of sizes for all chunks. Recomputation reuses it, as in `dispatch`.
         routes = saved_value(lambda: self._plan_routes(routing, lengths))
         ops, pending = self.platform.ops, []
         tokens, choices = ops.split(x, lengths, 0), ops.split(self._choices(routing), lengths, 0)
@@ -110,6 +114,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
     def start_combine(self, y: Tensor, dispatched: Dispatched) -> PendingCombine:
         """Start to send the results of a chunk back; see `ChunkedDispatcher`."""
         route = dispatched.route
+        # The reverse direction: rows return to the ranks that they came from.
         exchange = RowExchange(self.group, route.received, route.sent)
         return PendingCombine(exchange, exchange.start(y), route)
 
@@ -127,6 +132,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
     def report_fault(self, code: int, device: Any = None) -> None:
         """Send an error code instead of sizes; see `TokenDispatcher`."""
         n = self.group.size
+        # The message of `_exchange_sizes`, in which the other ranks are waiting.
         sizes = numpy.zeros((n, self.num_chunks * (1 + self.chunk)), numpy.int64)
         sizes[:, 0] = code * FAULTY
         all_to_all_rows_data(self.platform.from_numpy(sizes, device), self.group, [1] * n, [1] * n)
@@ -138,11 +144,11 @@ class AllToAllDispatcher(ChunkedDispatcher):
             lengths: number of tokens of each chunk.
         """
         destinations = self._without_repeats(self._owners(routing.experts))
-        by_chunk = self._parts(destinations, lengths)
+        by_chunk = self._split_chunks(destinations, lengths)
         if len(lengths) == 1:
             counts = [routing.counts]
         else:
-            experts = self._parts(routing.experts, lengths)
+            experts = self._split_chunks(routing.experts, lengths)
             # Numbers out of range are reported below; `_counts` ignores them.
             counts = [self._counts(each) for each in experts]
         faulty = faults(self.platform, routing, self.num_experts, self.group.ranks[self.group.rank])
@@ -153,15 +159,18 @@ class AllToAllDispatcher(ChunkedDispatcher):
         ]
 
     def _counts(self, experts: Tensor) -> Tensor:
+        """Count the choices of each expert: int64 `[num_experts]`. Numbers out of range are not counted."""
         ops, number = self.platform.ops, self.num_experts
         keys = ops.clamp(experts, min=0, max=number) if _numel(experts) else experts
         return ops.narrow(count_keys(self.platform, keys, number + 1), 0, 0, number)
 
     def _chunk_lengths(self, num_tokens: int) -> list[int]:
+        """Return the number of tokens of each chunk, as even as possible."""
         bounds = [num_tokens * i // self.num_chunks for i in range(self.num_chunks + 1)]
         return [end - start for start, end in itertools.pairwise(bounds)]
 
-    def _parts(self, x: Tensor, lengths: list[int]) -> list[Tensor]:
+    def _split_chunks(self, x: Tensor, lengths: list[int]) -> list[Tensor]:
+        """Split the rows of `x` into chunks of these lengths."""
         return [x] if len(lengths) == 1 else [*self.platform.ops.split(x, lengths, 0)]
 
     def _owners(self, experts: Tensor) -> Tensor:
@@ -190,6 +199,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
         """Return keys with one slot for each rank. O(top_k * ranks)."""
         ops, int64, size = self.platform.ops, self.platform.dtype("int64"), self.group.size
         ranks = self._constant(numpy.arange(size).reshape(1, 1, size), owners)
+        # How often each rank owns an expert of the token; dropped choices equal no rank.
         found = ops.sum(ops.cast(ops.eq(ops.unsqueeze(owners, 2), ranks), int64), 1)
         every = ops.add(ops.zeros_like(found), ops.reshape(ranks, (1, size)))
         return ops.masked_fill(every, ops.eq(found, 0), size)
@@ -197,6 +207,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
     def _first_ones(self, owners: Tensor) -> Tensor:
         """Return keys with `top_k` slots, of which repeated ranks are empty. O(top_k**2)."""
         ops, int64, top_k = self.platform.ops, self.platform.dtype("int64"), int(owners.shape[1])
+        # Lower triangle without the diagonal: a slot is a repeat if an earlier one has the same rank.
         earlier = self._constant(numpy.tril(numpy.ones((1, top_k, top_k), numpy.int64), -1), owners)
         same = ops.cast(ops.eq(ops.unsqueeze(owners, 2), ops.unsqueeze(owners, 1)), int64)
         repeats = ops.sum(ops.mul(same, earlier), 2)
@@ -217,6 +228,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
         ops, n, width = self.platform.ops, self.group.size, 1 + self.chunk
         columns: list[Tensor] = []
         for keys, count in zip(destinations, counts, strict=True):
+            # Key n marks empty slots, which are not sent.
             rows = ops.narrow(count_keys(self.platform, keys, n + 1), 0, 0, n)
             padding = ops.zeros((n * self.chunk - self.num_experts,), count.dtype)
             # The error code is added to the sizes of the first chunk, which every rank receives, even without rows.
@@ -232,6 +244,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
         refuse_faulty([*host[:, 0]])
         plans = []
         for first in range(0, len(counts) * width, width):
+            # Received lines come after the sent ones; summed over the ranks that send.
             own = host[n:, first + 1 : first + 1 + self.num_local].sum(0)
             sizes = GroupSizes(self.platform, self._constant(own, counts[0]), _ints(own))
             plans.append((_ints(host[:n, first]), _ints(host[n:, first]), sizes))

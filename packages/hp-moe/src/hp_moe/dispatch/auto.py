@@ -80,6 +80,7 @@ class AutoDispatcher(TokenDispatcher):
     def resolve(self, x: Tensor, routing: Routing) -> TokenDispatcher:
         """Select a dispatcher at the first call, a collective of all ranks; see `TokenDispatcher`."""
         if self._chosen is None:
+            # The mean over all ranks, so that all of them choose the same dispatcher.
             mean_tokens = max(1, self._mean_tokens(0, int(x.shape[0])))
             self._chosen = self._choose(x, int(routing.experts.shape[1]), mean_tokens)
         return self._chosen
@@ -104,11 +105,13 @@ class AutoDispatcher(TokenDispatcher):
         """Return the mean number of tokens of all ranks; raise if any rank reports a fault (`code`, 0 for none)."""
         every = [tuple(map(int, each.split())) for each in self.group.all_gather_bytes(f"{code} {num_tokens}".encode())]
         codes = {each[0] for each in every} - {0}
+        # The rank with the fault raises its own error.
         if codes and code == 0:
             raise RefusedRouting(sorted(codes))
         return sum(each[1] for each in every) // len(every)
 
     def _choose(self, x: Tensor, top_k: int, tokens: int) -> TokenDispatcher:
+        """Build the dispatcher with the smallest estimated time for `tokens` tokens per rank."""
         link, experts, ranks = self._link(x), self.num_experts, self.group.size
         row_bytes = int(x.shape[1]) * self.platform.itemsize(x.dtype)
         costs = dispatch_costs(tokens, row_bytes, experts, min(top_k, experts), ranks, link)
@@ -123,6 +126,8 @@ class AutoDispatcher(TokenDispatcher):
         return _KINDS[name](self.group, experts)
 
     def _chunks(self, cost: DispatchCost, expert_seconds: float, link: Link) -> int:
+        """Return the number of chunks to use, and add the reason to `reason`."""
+        # The cost is four latencies and the time of sending in both directions.
         sent_seconds = (cost.seconds - 4 * link.seconds_per_exchange) / 2
         chunks, seconds = best_num_chunks(sent_seconds, expert_seconds, link)
         if self._wanted_chunks is not None:
@@ -204,6 +209,7 @@ def ranks_per_token(num_experts: int, top_k: int, num_ranks: int) -> float:
 
 def _reached(num_experts: int, top_k: int, owners: int, chunk: int) -> float:
     """Return the mean number of owners with experts for a token, if each owns `chunk` consecutive experts."""
+    # 1 - C(E - own, K) / C(E, K) is the probability that at least one of K distinct experts is among the own ones.
     owned = [max(0, min(chunk, num_experts - owner * chunk)) for owner in range(owners)]
     return sum(1 - math.comb(num_experts - own, top_k) / math.comb(num_experts, top_k) for own in owned)
 
@@ -240,6 +246,7 @@ def dispatch_costs(
         plans["two_level"] = (to_nodes, reached * (node - 1) / node, 2 * reached, 8, 8 * top_k)
     costs = []
     for name, (to_others, within, copied, exchanges, choices) in plans.items():
+        # There and back; experts and scores go there only.
         row = 2 * row_bytes + choices
         rate = link.gathered_bytes_per_second if name == "all_gather" else None
         seconds = to_others * row / (rate or link.bytes_per_second) + within * row / link.inner_bytes_per_second
@@ -267,6 +274,7 @@ def best_num_chunks(sent_seconds: float, expert_seconds: float, link: Link, most
     """
 
     def seconds(chunks: int) -> float:
+        # The first form if computation is longer, the second if communication is.
         hidden = max(expert_seconds + 2 * sent_seconds / chunks, 2 * sent_seconds + expert_seconds / chunks)
         return hidden + (1 + 3 * chunks) * link.seconds_per_exchange
 

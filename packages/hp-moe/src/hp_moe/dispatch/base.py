@@ -34,7 +34,7 @@ class TokenPermutation:
         num_copies: number of slots that are not empty.
 
     Attributes:
-        keys: as given.
+        keys: the argument.
 
     Example:
         >>> keys = platform.from_numpy(np.array([[2, 0], [1, 2]]))  # two rows, a copy for each of two keys
@@ -58,7 +58,8 @@ class TokenPermutation:
     def positions(self) -> Tensor:
         """Index of the copy of each slot, int `[rows * slots]`; `num_copies` for empty slots."""
         ops = self.platform.ops
-        # The argsort of a permutation is its inverse_permutation: from slots to positions in the sorted order.
+        # The argsort of a permutation is its inverse: it maps slots to positions in the sorted order. Empty slots sort
+        # last, and share the first position behind all copies.
         return ops.clamp(ops.argsort(self._order, 0, stable=True), max=self.num_copies)
 
     @functools.cached_property
@@ -67,6 +68,7 @@ class TokenPermutation:
         if self.num_slots == 1 or self.num_copies == 0:
             return self.entries
         ops = self.platform.ops
+        # The row of a slot is its number divided by `num_slots`; a gather from a table avoids the integer division.
         rows = ops.arange(self.num_rows, self.platform.dtype("int64"))
         return ops.index_select(ops.repeat_interleave(rows, self.num_slots, 0), 0, self.entries)
 
@@ -115,6 +117,7 @@ class TokenPermutation:
         return self._select(y, self.positions, size)
 
     def _select(self, x: Tensor, index: Tensor, size: int) -> Tensor:
+        """Gather rows. An empty index returns zeros without rows, because `x` may have no rows to index."""
         if size == 0:
             return self.platform.zeros((0, x.shape[1]), x.dtype)
         return self.platform.ops.index_select(x, 0, index)
@@ -305,6 +308,7 @@ class LocalDispatcher(TokenDispatcher):
         sizes = GroupSizes(self.platform, routing.counts)
         if routing.is_expert_major:
             return Dispatched(x, sizes, routing.scores, None)
+        # Reading the sizes waits for the device, and is needed only if choices were dropped.
         num_rows = sum(sizes.host) if routing.has_dropped else int(numpy.prod(routing.experts.shape))
         # Saved, so that recomputation in backward uses the order of forward and need not sort again.
         permutation = saved_value(lambda: TokenPermutation(self.platform, routing.experts, num_rows))

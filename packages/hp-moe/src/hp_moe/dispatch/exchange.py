@@ -108,6 +108,7 @@ class RowExchange:
         return self._handle(grad)
 
     def _end(self, handle: Tensor) -> Tensor:
+        # Exchanges are waited for in the order in which they were started, in forward and in backward.
         return self._pending.popleft()()
 
     def _handle(self, rows: Tensor) -> Tensor:
@@ -142,6 +143,7 @@ class RoundedExchange(RowExchange):
         width = block_width(dim)
         blocks = ops.reshape(ops.cast(rows, platform.dtype("float32")), (-1, dim // width, width))
         codes, scales = self.wire_format.encode(blocks)
+        # Two messages, since codes are int8 and scales float32.
         wait_for_codes = self._start(ops.reshape(codes, (-1, dim)), self.sent, self.received)
         wait_for_scales = self._start(ops.reshape(scales, (-1, dim // width)), self.sent, self.received)
 

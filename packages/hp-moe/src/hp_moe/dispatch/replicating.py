@@ -124,6 +124,7 @@ class ReplicatingDispatcher(ChunkedDispatcher):
         ops = self.platform.ops
         num_own, rest = int(weight.shape[0]), tuple(int(size) for size in weight.shape[1:])
         flat = ops.reshape(weight, (num_own, math.prod(rest)))
+        # Every rank takes part if any rank holds a copy: it is a collective.
         copies = [self._receive_copies(flat)] if any(self._copied) else []
         # Zeros fill the positions of ranks with fewer experts or copies than others. No token is sent to them.
         missing = self._width - self.chunk - sum(int(each.shape[0]) for each in copies)
@@ -190,6 +191,7 @@ class ReplicatingDispatcher(ChunkedDispatcher):
         if self._is_plain:
             self._inner = AllToAllDispatcher(self.group, self.num_experts, chunk=self.chunk, **self._options)
             return
+        # The table repeats after the least common multiple of all numbers of holders (bounded by MAX_COPIES).
         turns = math.lcm(*map(len, self._holders)) if self._holders else 1
         # The last row stands for dropped choices, whose slot is beyond all others.
         self._slots = numpy.full((self.num_experts + 1, turns), ranks * self._width)
@@ -205,6 +207,7 @@ class ReplicatingDispatcher(ChunkedDispatcher):
         self._inner = AllToAllDispatcher(self.group, ranks * self._width, chunk=self._width, **self._options)
 
     def _slot_on(self, rank: int, position: int) -> int:
+        """Return the slot of a position among those of a rank: own positions first, then copies."""
         if position // self.chunk == rank:
             return position - rank * self.chunk
         return self.chunk + self._copied[rank].index(position)
@@ -224,6 +227,7 @@ class ReplicatingDispatcher(ChunkedDispatcher):
             index = ops.reshape(ops.add(ops.mul(known, turns), turn), (size,))
             table = self._constant(self._slots.reshape(-1), routing.experts)
             slots = ops.reshape(ops.index_select(table, 0, index), (int(tokens), int(top_k)))
+            # Negative numbers stay negative, so that the inner dispatcher reports them.
             slots = ops.where(ops.lt(routing.experts, 0), routing.experts, slots)
         num_slots = self.group.size * self._width
         counts = ops.narrow(count_keys(self.platform, ops.clamp(slots, min=0), num_slots + 1), 0, 0, num_slots)
@@ -239,6 +243,7 @@ class ReplicatingDispatcher(ChunkedDispatcher):
         return destinations
 
     def _zeros(self, rows: int, like: Tensor) -> Tensor | None:
+        """Return rows of zeros like those of a 2-D tensor, or None for no rows."""
         return self.platform.ops.zeros((rows, int(like.shape[1])), like.dtype) if rows else None
 
     def _constant(self, array: numpy.ndarray, like: Tensor) -> Tensor:

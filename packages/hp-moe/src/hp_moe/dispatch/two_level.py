@@ -55,6 +55,7 @@ class TwoLevelDispatcher(TokenDispatcher):
         chunk = -(-num_experts // group.size)
         node_chunk = chunk * inner_size
         of_node = max(0, min(node_chunk, num_experts - node * node_chunk))
+        # Ranks with the same place in their nodes exchange between nodes, each for the tokens of its own rank.
         self.outer = AllToAllDispatcher(world.group(group.ranks[place::inner_size]), num_experts, chunk=node_chunk)
         inner = world.group(group.ranks[node * inner_size : (node + 1) * inner_size])
         self.inner = AllToAllDispatcher(inner, of_node, chunk=chunk)
@@ -82,6 +83,7 @@ class TwoLevelDispatcher(TokenDispatcher):
 
     def report_fault(self, code: int, device: Any = None) -> None:
         """Send an error code instead of the sizes of both levels; see `TokenDispatcher`."""
+        # In the order of `dispatch`: other ranks are in the exchange between nodes first.
         self.outer.report_fault(code, device)
         self.inner.report_fault(code, device)
 

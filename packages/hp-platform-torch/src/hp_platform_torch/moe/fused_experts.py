@@ -54,6 +54,7 @@ def order_rows(permutation: TokenPermutation, num_experts: int) -> RowOrder:
     narrow = torch.int16 if num_experts < 2**15 else torch.int64
     order = torch.sort(keys.to(narrow), stable=True).indices
     positions = torch.empty(order.shape, dtype=torch.int32, device=order.device)
+    # The inverse permutation by one scatter instead of a second sort.
     positions[order] = torch.arange(order.shape[0], dtype=torch.int32, device=order.device)
     return RowOrder(
         order[: permutation.num_copies].int(),
@@ -64,6 +65,7 @@ def order_rows(permutation: TokenPermutation, num_experts: int) -> RowOrder:
     )
 
 
+# Elements of the (lines, groups) comparison that one program of `schedule_kernel` holds at once.
 _TABLE_ELEMENTS = 16384
 
 
@@ -89,6 +91,7 @@ class TileSchedule:
 def schedule_tiles(counts: torch.Tensor, num_rows: int, rows_per_tile: int) -> TileSchedule:
     """Split groups of `counts` rows (int64 `[groups]` on the device, `num_rows` in total) into tiles."""
     num_groups = counts.shape[0]
+    # Every group with rows may end in a partly filled tile.
     max_tiles = num_rows // rows_per_tile + min(num_groups, num_rows)
     int32 = {"dtype": torch.int32, "device": counts.device}
     table, num_tiles = torch.empty((max_tiles, 3), **int32), torch.empty((1,), **int32)
@@ -114,8 +117,8 @@ class _Problem:
         order: order of the rows.
         counts: int64 `[experts]`, number of rows of each expert.
         score: one of the `_SCORE_` constants.
-        tiles: sizes of tiles.
-        saves: save what backward needs.
+        tiles: tile sizes of all kernels.
+        saves: whether forward saves tensors for backward.
     """
 
     order: RowOrder
@@ -144,6 +147,7 @@ def fused_experts(
     """
     score = _SCORE_NONE if scores is None else _SCORE_BEFORE if score_before_experts else _SCORE_AFTER
     inputs = (x, scores, *weights)
+    # Inside of `forward` gradients are disabled, and `requires_grad` of the inputs does not show `no_grad`.
     saves = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)
     return _FusedExperts.apply(_Problem(order, counts, score, tiles, saves), *inputs)
 
@@ -180,7 +184,7 @@ class _FusedExperts(torch.autograd.Function):
             d_scores = _score_gradient(problem, parts, scores)
         if needs_weights[1]:
             (d_w2,) = _weight_gradients(problem, schedule, grad, weighted, [w2], problem.tiles.w2_gradient)
-        # Storage goes back before more is taken: it bounds the peak.
+        # Freed before the gradients below are allocated, which bounds the peak of memory.
         del weighted, parts
         if needs_x:
             d_x = _combine(problem, _input_gradient(problem, schedule, d_pre, w1, w3), None)
@@ -190,7 +194,7 @@ class _FusedExperts(torch.autograd.Function):
 
 
 def _programs(like: torch.Tensor, tile: Tile, num_tiles: int) -> tuple[int]:
-    """The grid for at most `num_tiles` tiles."""
+    """Return the grid of a kernel for at most `num_tiles` tiles."""
     if tile.programs and like.is_cuda:
         return (min(num_tiles, _num_multiprocessors(like.device) * tile.programs),)
     return (num_tiles,)
@@ -202,7 +206,7 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 
 def _precision(x: torch.Tensor) -> str:
-    """Products of float32 are not rounded to tf32."""
+    """Return the precision of products: float32 inputs are not rounded to tf32."""
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
@@ -242,7 +246,7 @@ def _gate_up(
 
 
 def _down(problem: _Problem, schedule: TileSchedule, act: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    """Each row's result, `[rows, dim]`, not weighted."""
+    """Return the result of each row, `[rows, dim]`, not weighted by scores."""
     (_, dim, width), tile = w2.shape, problem.tiles.down
     y = act.new_empty((problem.order.num_rows, dim))
     grid = _programs(act, tile, schedule.max_tiles * triton.cdiv(dim, tile.columns))
@@ -253,7 +257,7 @@ def _down(problem: _Problem, schedule: TileSchedule, act: torch.Tensor, w2: torc
 
 
 def _combine(problem: _Problem, y: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor:
-    """`[rows, dim]` -> `[tokens, dim]`."""
+    """Return the (weighted) sum of each token's rows: `[rows, dim]` -> `[tokens, dim]`."""
     order, width = problem.order, y.shape[1]
     out = y.new_empty((order.num_tokens, width))
     block = min(_COMBINE_BLOCK, triton.next_power_of_2(width))
@@ -279,10 +283,11 @@ def _activation_backward(
     w2: torch.Tensor,
     pre: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradient of `pre`; the weighted activation; parts of the scores' gradient, `[parts, rows]`."""
+    """Return gradients of `pre`, the weighted activation, and partial sums `[parts, rows]` of the scores' gradient."""
     (_, dim, width), tile = w2.shape, problem.tiles.activation_backward
     num_columns = triton.cdiv(width, tile.columns)
     d_pre, weighted = torch.empty_like(pre), pre.new_empty((problem.order.num_rows, width))
+    # One partial sum for each tile of columns instead of atomics, which would add in any order.
     parts = pre.new_empty((num_columns, problem.order.num_rows), dtype=torch.float32)
     activation_backward_kernel[_programs(grad, tile, schedule.max_tiles * num_columns)](
         grad,
@@ -308,7 +313,7 @@ def _activation_backward(
 
 
 def _score_gradient(problem: _Problem, parts: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """`[tokens, slots]`."""
+    """Return the scores' gradient, `[tokens, slots]`, from its partial sums."""
     out = torch.empty_like(scores)
     score_gradient_kernel[(triton.cdiv(out.numel(), _SCORE_BLOCK),)](
         parts,
@@ -325,7 +330,7 @@ def _score_gradient(problem: _Problem, parts: torch.Tensor, scores: torch.Tensor
 def _input_gradient(
     problem: _Problem, schedule: TileSchedule, d_pre: torch.Tensor, w1: torch.Tensor, w3: torch.Tensor
 ) -> torch.Tensor:
-    """Each row's part of its token's gradient, `[rows, dim]`."""
+    """Return the gradient of each row's input, `[rows, dim]`. `_combine` sums those of a token."""
     (_, width, dim), tile = w1.shape, problem.tiles.input_gradient
     d_rows = d_pre.new_empty((problem.order.num_rows, dim))
     grid = _programs(d_pre, tile, schedule.max_tiles * triton.cdiv(dim, tile.columns))
@@ -352,7 +357,10 @@ def _weight_gradients(
     weights: list[torch.Tensor],
     tile: Tile,
 ) -> list[torch.Tensor]:
-    """Gradients of `weights`, each `[experts, M, N]`: of `w2` from tokens on the left, of `w1`, `w3` on the right."""
+    """Return the gradients of `weights`, each `[experts, M, N]`.
+
+    For `[w2]`, `left` has a row for each token and `right` for each copy; for `[w1, w3]` it is the reverse.
+    """
     out = [torch.empty_like(weight) for weight in weights]
     num_experts, rows, columns = weights[0].shape
     num_tiles = num_experts * len(weights) * triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)

@@ -1,6 +1,7 @@
-"""SwiGLU experts on the CPU as one autograd node: a few experts at a time, so that what is between products is small.
+"""SwiGLU experts on the CPU as one autograd node.
 
-Kept for backward are the tokens and the products before the activation, as in `fused_experts`.
+Experts are computed in batches of a few, so that the tensors between their matrix products stay in the cache. Forward
+saves the tokens and the products before the activation, as in `fused_experts`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from hp_dtensor.comm.saved_tensors import PRODUCTS, saved_result, saved_value
 from hp_moe import GroupSizes, TokenPermutation
 
-# A batch of experts has about so many elements of its inputs: few enough to be in the cache still when they are used
-# again, and enough that starting an operation costs little beside it, and that threads share it.
+# Number of elements of the inputs of a batch of experts. Few enough that they are still in the cache when they are used
+# again; enough that the overhead of an operation is small and that several threads share it.
 _BATCH_ELEMENTS = 2**18
 
 
@@ -29,20 +30,21 @@ def host_experts(
     weights: tuple[torch.Tensor, ...],
     score_before_experts: bool,
 ) -> torch.Tensor:
-    """The weighted sum of each token's experts, `[tokens, dim]`; see `hp_moe.hookspecs.hp_fused_experts`."""
+    """Return the weighted sum of each token's experts, `[tokens, dim]`; see `hp_moe.hookspecs.hp_fused_experts`."""
     entries = saved_value(lambda: permutation.entries)
     groups = _Groups(entries, permutation.num_rows, permutation.num_slots, sizes.host)
     return _HostExperts.apply(groups, x, scores, score_before_experts, *weights)
 
 
 class _Groups:
-    """The rows of each expert, in expert-major order, and the way from and to their tokens.
+    """The rows of all experts in expert-major order, and their mapping to tokens.
 
     Args:
-        entries: the flat slot of each row, int `[rows]`.
-        num_tokens, num_slots: shape of the slots.
+        entries: flat index of each row's slot, `token * num_slots + slot`, int `[rows]`.
+        num_tokens: number of tokens.
+        num_slots: number of slots per token, usually `top_k`.
         counts: number of rows of each expert.
-        tables: what an earlier one of the same arguments has made of them.
+        tables: the `tables` of an earlier object with the same arguments, which are then not computed again.
     """
 
     def __init__(
@@ -63,16 +65,16 @@ class _Groups:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Arguments that another one is made with, without tables."""
+        """The constructor's arguments without `tables`."""
         return self.entries, self.num_tokens, self.num_slots, self.counts
 
     @property
     def tables(self) -> tuple[torch.Tensor | None, ...]:
-        """Tensors made of the arguments, for another one."""
+        """Tensors computed from the arguments, to be passed to the constructor of an equal object."""
         return self.tokens, *self._bags
 
-    def gradient_of(self, weight: torch.Tensor) -> torch.Tensor:
-        """Memory for a gradient, zeros for the experts that have no rows and so will not be visited."""
+    def new_gradient(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return memory for the gradient of a weight: zeros for experts without rows, uninitialized for the others."""
         gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
         for expert, count in enumerate(self.counts):
             if not count:
@@ -80,11 +82,11 @@ class _Groups:
         return gradient
 
     def scores(self, scores: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """The score of each row, `[rows, 1]`."""
+        """Return the score of each row, `[rows, 1]`, from `[tokens, slots]`."""
         return None if scores is None else scores.reshape(-1).index_select(0, self.entries).to(dtype)[:, None]
 
     def batches(self, width: int) -> list[_Batch]:
-        """Cut the experts that have rows into batches of few enough rows of this width to stay in a core's cache."""
+        """Split the experts that have rows into batches whose rows of this width fit into a core's cache."""
         found, experts, first, rows = [], [], 0, 0
         for expert, count in enumerate(self.counts):
             if experts and (rows + count) * width > _BATCH_ELEMENTS:
@@ -98,24 +100,29 @@ class _Groups:
         return found
 
     def sums(self, rows: torch.Tensor, scores: torch.Tensor | None = None) -> torch.Tensor:
-        """Add up each token's rows, weighted by `scores` `[tokens, slots]`, in the order of its slots."""
+        """Return the sum of each token's rows, weighted by `scores` `[tokens, slots]`, added in the order of slots."""
         if not len(rows):
             return rows.new_zeros((self.num_tokens, rows.shape[1]))
         indices, firsts, slots = self._bags
         weights = None if scores is None else scores.reshape(-1).to(rows.dtype)
         if weights is not None and slots is not None:
             weights = weights.index_select(0, slots)
-        # In one pass over the rows, which the sum of a permuted copy is not.
+        # An embedding bag gathers and sums in one pass over the rows, without a permuted copy of them.
         return torch.ops.aten._embedding_bag_forward_only(rows, indices, firsts, False, 0, False, weights)[0]
 
     @functools.cached_property
     def _bags(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The rows of all tokens one after the other, where each token's begin, and their slots; None: every slot."""
+        """Arguments of an embedding bag that sums the rows of each token.
+
+        Rows in token order; the offset of each token's first row; the slot of each row, or None if no slot is empty.
+        """
         num_rows, num_slots = len(self.entries), self.num_tokens * self.num_slots
+        # The inverse of `entries`: the row of each slot, -1 for slots without a row.
         order = torch.arange(num_slots)
         rows = torch.full((num_slots,), -1).index_copy_(0, self.entries, order[:num_rows])
         if num_rows == num_slots:
             return rows, order[:: self.num_slots].contiguous(), None
+        # Tokens may have fewer rows than slots: offsets are the exclusive prefix sum of their numbers of rows.
         has_row = rows >= 0
         per_token = has_row.view(self.num_tokens, self.num_slots).sum(1)
         return rows[has_row], per_token.cumsum(0) - per_token, order[has_row]
@@ -123,12 +130,12 @@ class _Groups:
 
 @dataclass
 class _Batch:
-    """Experts that are worked on together.
+    """Consecutive experts that are computed together.
 
     Attributes:
-        experts: their numbers.
-        counts: their numbers of rows, all above 0.
-        rows: where their rows are among those of all experts.
+        experts: numbers of the experts.
+        counts: number of rows of each of them, above 0.
+        rows: slice of their rows in expert-major order.
     """
 
     experts: list[int]
@@ -136,25 +143,25 @@ class _Batch:
     rows: slice
 
     def of_rows(self, *tensors: torch.Tensor | None) -> list[Any]:
-        """The rows of this batch of each tensor that has those of all experts; None stays None."""
+        """Return the batch's rows of tensors with the rows of all experts; None stays None."""
         return [None if each is None else each[self.rows] for each in tensors]
 
     def within(self, *space: torch.Tensor) -> list[torch.Tensor]:
-        """As many rows of each tensor in `space` as the batch has."""
+        """Return the first rows of each workspace tensor, as many as the batch has."""
         return [each[: self.rows.stop - self.rows.start] for each in space]
 
     def each(self, *tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
-        """For each expert, in order: its number, and its rows of tensors with the rows of this batch.
+        """Yield the number of each expert, and views of its rows in tensors with the rows of this batch.
 
-        Views are taken for all experts at once, which costs a fraction of taking them one by one.
+        One split makes the views of all experts, which is much cheaper than slicing for each expert.
         """
         return zip(self.experts, *(torch.split_with_sizes(tensor, self.counts) for tensor in tensors), strict=True)
 
 
 def _workspace(batches: list[_Batch], like: torch.Tensor, *widths: int) -> list[torch.Tensor]:
-    """Memory for the rows of any one batch, `[rows of the largest, width]` each.
+    """Return memory for the rows of any one batch: `[rows of the largest batch, width]` for each width.
 
-    Made once for all batches: of the size of theirs, the C library maps and gives back memory at every call.
+    All batches share it, because the C library maps and unmaps blocks of this size at every allocation.
     """
     most = max((batch.rows.stop - batch.rows.start for batch in batches), default=0)
     return [like.new_empty((most, width)) for width in widths]
@@ -173,7 +180,8 @@ class _HostExperts(torch.autograd.Function):
         w3: torch.Tensor,
     ) -> torch.Tensor:
         pre, out = saved_result(PRODUCTS, lambda: _products(groups, x, scores, score_before, w1, w2, w3))
-        # The tables are saved with the rest, so that they may be made again instead of being kept.
+        # Tables are saved as tensors, so that saved-tensor hooks (recomputation, offload) apply to them too. The
+        # arguments alone are stored on `ctx`.
         ctx.groups, ctx.score_before = groups.arguments, score_before
         ctx.save_for_backward(x, scores, w1, w2, w3, pre, *groups.tables)
         return out
@@ -187,7 +195,7 @@ class _HostExperts(torch.autograd.Function):
         d_rows = x.new_empty((len(groups.entries), x.shape[1])) if needs_x else None
         d_row_scores = None if scores is None else x.new_empty((len(groups.entries),))
         d_weights = [
-            groups.gradient_of(weight) if needed else None
+            groups.new_gradient(weight) if needed else None
             for weight, needed in zip(weights, needs_weights, strict=True)
         ]
         by_row = (*pre, groups.scores(scores, x.dtype), d_row_scores, d_rows)
@@ -218,8 +226,10 @@ def _products(
         inputs, hidden = batch.within(*space)
         torch.index_select(x, 0, tokens, out=inputs)
         for expert, own_inputs, own_gate, own_up in batch.each(inputs, gate, up):
+            # `out=` writes straight into the saved products: no temporary, no copy.
             torch.mm(own_inputs, to_gate[expert], out=own_gate)
             torch.mm(own_inputs, to_up[expert], out=own_up)
+        # Out of place: `gate` and `up` are views of the saved products, which backward needs unweighted.
         if score is not None:
             gate, up = gate * score, up * score
         torch.ops.aten.silu.out(gate, out=hidden).mul_(up)
@@ -237,13 +247,15 @@ def _products_backward(
     d_weights: Sequence[torch.Tensor | None],
     by_row: Sequence[torch.Tensor | None],
 ) -> None:
-    """Fill in the gradients of weights, row scores and rows.
+    """Write the gradients of weights, of each row's score, and of each row's inputs.
 
     Args:
-        grad: of the output, `[tokens, dim]`.
-        weights, d_weights: of w1, w2, w3, and memory for their gradients; None: not wanted.
-        by_row: the products before the activation, gate and up; the scores `[rows, 1]` and memory for their gradient
-            `[rows]`; memory for the gradient of inputs `[rows, dim]`. None: not weighted, not wanted.
+        grad: gradient of the output, `[tokens, dim]`.
+        weights: w1, w2, w3.
+        d_weights: memory for the gradients of w1, w2, w3; None for a gradient that is not needed.
+        by_row: five tensors with a row for each input of an expert: gate and up, the products before the activation;
+            scores `[rows, 1]` and memory for their gradient `[rows]`, both None without scores; memory for the
+            gradient of inputs `[rows, dim]`, None if it is not needed.
     """
     from_gate, from_result, from_up = (weight.unbind(0) for weight in weights)
     to_w1, to_w2, to_w3 = (None if each is None else each.unbind(0) for each in d_weights)
@@ -253,6 +265,8 @@ def _products_backward(
     for batch in batches:
         tokens, gate, up, score, d_score, d_inputs = batch.of_rows(groups.tokens, *by_row)
         d_results, inputs, d_hidden, *hidden_space = batch.within(*space)
+        # Not weighted: `_activation_backward` applies the score to the hidden rows instead. Both orders are equal,
+        # since w2 is linear.
         torch.index_select(grad, 0, tokens, out=d_results)
         for expert, own_d_results, own_d_hidden in batch.each(d_results, d_hidden):
             torch.mm(own_d_results, from_result[expert], out=own_d_hidden)
@@ -260,6 +274,7 @@ def _products_backward(
         if to_w2 is not None:
             for expert, own_d_results, own_hidden in batch.each(d_results, hidden):
                 torch.mm(own_d_results.t(), own_hidden, out=to_w2[expert])
+        # Inputs are gathered again instead of saved: they are copies of tokens, `top_k` for each.
         if to_w1 is not None or to_w3 is not None:
             torch.index_select(x, 0, tokens, out=inputs)
         for to_weight, d_pre in ((to_w1, d_gate), (to_w3, d_up)):
@@ -273,7 +288,7 @@ def _products_backward(
 
 
 def _at_slots(d_rows: torch.Tensor, entries: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """The gradient of scores `[tokens, slots]` from that of each row; zeros for slots without a row."""
+    """Return the gradient of scores `[tokens, slots]` from that of each row's score; zeros for slots without a row."""
     d_scores = torch.zeros_like(scores, memory_format=torch.contiguous_format)
     d_scores.view(-1).index_copy_(0, entries, d_rows.to(scores.dtype))
     return d_scores
@@ -286,12 +301,12 @@ def _activation_backward(
     score_before: bool,
     space: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of the products before the activation, and the weighted activation; all within `space`.
+    """Return the gradients of gate and up, and the weighted activation. All three are stored in `space`.
 
     Args:
-        d_hidden: gradient of the weighted activation where scores weigh results; it is overwritten.
+        d_hidden: gradient of the weighted activation; it is overwritten.
         pre: the products before the activation, gate and up.
-        scores: `[rows, 1]`, and memory for their gradient, `[rows]`; None: results are not weighted.
+        scores: `[rows, 1]`, and memory for their gradient, `[rows]`; None without scores.
         space: three tensors like `d_hidden`.
     """
     raw_gate, raw_up = pre
@@ -301,12 +316,15 @@ def _activation_backward(
     torch.ops.aten.silu.out(gate, out=silu)
     torch.mul(silu, up, out=hidden)
     if score is not None and not score_before:
+        # d_score = d_hidden · hidden, before either is scaled by the score below.
         torch.sum(torch.mul(d_hidden, hidden, out=product), 1, out=d_score)
         hidden.mul_(score)
         d_hidden.mul_(score)
+    # In place: `silu` and then `d_hidden` are not needed any more, so that three buffers are enough.
     d_up = silu.mul_(d_hidden)
     d_gate = torch.ops.aten.silu_backward.grad_input(d_hidden.mul_(up), gate, grad_input=product)
     if score is not None and d_score is not None and score_before:
+        # The score scales both inputs of the activation: gate = score * raw_gate, up = score * raw_up.
         torch.sum(torch.mul(d_gate, raw_gate), 1, out=d_score)
         d_score.add_(torch.linalg.vecdot(d_up, raw_up))
         d_gate.mul_(score)

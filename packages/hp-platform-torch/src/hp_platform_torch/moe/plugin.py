@@ -1,4 +1,4 @@
-"""The hooks with which torch's platform serves hp-moe; loaded through the entry-point group `hp_moe`."""
+"""Implementations of hp-moe's hooks for torch, loaded through the entry-point group `hp_moe`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _STRIDE_BYTES = 16
 
 @hookimpl
 def hp_grouped_matmul(platform: Platform) -> GroupedMatmul | None:
-    """torch's `grouped_mm` where it applies, for torch's platform only."""
+    """Return torch's grouped product; None for other platforms."""
     return torch_grouped_matmul if platform.name == "torch" else None
 
 
 @hookimpl
 def hp_fused_experts(platform: Platform) -> FusedExperts | None:
-    """Triton kernels on CUDA devices where triton is, and a loop in one node on the CPU; for torch's platform only."""
+    """Return Triton kernels for CUDA (if Triton is installed) and a loop for the CPU; None for other platforms."""
     if platform.name != "torch":
         return None
     if importlib.util.find_spec("triton") is None:
@@ -40,18 +40,18 @@ def hp_fused_experts(platform: Platform) -> FusedExperts | None:
 
 @hookimpl
 def hp_wire_format(platform: Platform, name: str) -> Any | None:
-    """`fp8`: torch's `float8_e4m3fn`, for torch's platform only."""
+    """Return the wire format `fp8` in torch's `float8_e4m3fn`; None for other platforms and names."""
     return Float8Format() if platform.name == "torch" and name == "fp8" else None
 
 
 class Float8Format:
-    """8-bit floating point with a scale that brings a block's largest magnitude to the format's, 448."""
+    """8-bit floating point. A block's scale maps its largest magnitude to that of the format, 448."""
 
     def encode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scales = blocks.abs().amax(2, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
-        # A block of zeros has a scale of zero; any divisor does.
+        # A block of zeros has a scale of zero and is divided by one instead.
         codes = (blocks / torch.where(scales > 0, scales, 1.0)).to(torch.float8_e4m3fn)
-        # gloo takes no 8-bit floating point.
+        # gloo does not support 8-bit floating-point tensors.
         return codes.view(torch.int8), scales
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ class Float8Format:
 def experts_of_host(
     x: torch.Tensor, permutation: TokenPermutation, sizes: GroupSizes, scores: Any, weights: Any, score_before: bool
 ) -> torch.Tensor | None:
-    """`host_experts` for float32 and float64 on the CPU; else None."""
+    """Apply `host_experts` to float32 or float64 on the CPU; return None for other inputs."""
     applies = (
         x.device.type == "cpu"
         and x.dtype in (torch.float32, torch.float64)
@@ -72,13 +72,13 @@ def experts_of_host(
 
 
 def torch_grouped_matmul(x: torch.Tensor, weight: torch.Tensor, sizes: GroupSizes) -> torch.Tensor:
-    """`F.grouped_mm`, or the loop for what it refuses (float64, odd widths, no row or no group at all)."""
+    """Apply `F.grouped_mm`, or a loop for inputs that it does not support (float64, unaligned widths, no rows)."""
     if not _fits(x, weight):
         looped: torch.Tensor = loop_grouped_matmul(x, weight, sizes)
         return looped
     product = F.grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=sizes.offsets)
     if product.requires_grad:
-        # The backward refuses a gradient with expanded strides, such as a sum's.
+        # The backward of `grouped_mm` does not support gradients with expanded strides, such as that of a sum.
         product.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
     return product
 
@@ -88,7 +88,7 @@ def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     widths = (out_features * x.element_size(), in_features * x.element_size())
     return (
         x.dtype in _GROUPED_MM_DTYPES
-        # float32 has no CUDA kernel behind it.
+        # On CUDA, float32 has no kernel of its own.
         and (x.device.type == "cpu" or x.dtype == torch.bfloat16)
         and groups > 0
         # Tensors without elements may have any strides.

@@ -1,4 +1,4 @@
-"""Sizes of the kernels' tiles, measured on an H100; what was not measured gets sizes that fit every CUDA device."""
+"""Tile sizes of the kernels: tuned on an H100, and small ones that fit every CUDA device for other devices."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ class Tile:
     """Launch options of one kernel.
 
     Attributes:
-        rows, columns, depth: of a tile of the result, and of what is added up at a time.
-        warps, stages: as Triton's `num_warps` and `num_stages`.
-        group: row tiles in a band that shares columns in the L2 cache.
-        programs: programs for each multiprocessor, each working on many tiles; 0: one program for each tile.
-        flatten: overlap a tile's end with the next one's start.
-        parts: in how many parts the activation's backward is done.
+        rows, columns: size of a tile of the result.
+        depth: size of the tile along the dimension that is summed over.
+        warps, stages: Triton's `num_warps` and `num_stages`.
+        group: number of row tiles that are computed together for each column tile, so that they share the L2 cache.
+        programs: number of persistent programs per multiprocessor; 0 for one program per tile.
+        flatten: overlap the end of a tile with the start of the program's next one.
+        parts: number of column slices in which the backward of the activation is computed, to limit registers.
     """
 
     rows: int
@@ -33,7 +34,7 @@ class Tile:
     parts: int = 1
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of a launch."""
+        """Return the keyword arguments of a kernel launch."""
         return {
             "BM": self.rows,
             "BN": self.columns,
@@ -47,9 +48,9 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileSizes:
-    """One `Tile` for each product; the first four have the same `rows`, those of the schedule.
+    """One `Tile` for each kernel. The first four have the same `rows`, those of the tile schedule.
 
-    Equal if the same object, which makes one a quick key.
+    Compared by identity, so that it is a cheap dictionary key.
     """
 
     gate_up: Tile
@@ -64,6 +65,7 @@ class TileSizes:
         return self.gate_up.rows
 
 
+# For at least 512, at least 96 and fewer rows per expert, on compute capability 9.
 _MANY_ROWS = TileSizes(
     gate_up=Tile(128, 128, 64, 8, 4, group=4),
     down=Tile(128, 256, 64, 8, 4, programs=1),
@@ -81,12 +83,16 @@ _FEW_ROWS = TileSizes(
     w2_gradient=Tile(64, 128, 32, 4, 4),
     w13_gradient=Tile(64, 128, 32, 4, 4),
 )
+# For other devices in 16-bit dtypes, and for float32, whose tiles need twice the shared memory.
 _SMALL = TileSizes(*[Tile(64, 64, 32, 4, 3, parts=2)] * 6)
 _FLOAT32 = TileSizes(*[Tile(32, 32, 32, 4, 2)] * 6)
 
 
 def choose_tile_sizes(x: torch.Tensor, num_rows: int, num_experts: int) -> TileSizes:
-    """Sizes for rows like `x`, `num_rows` of them over all experts; only what the host knows decides."""
+    """Return tile sizes for inputs like `x` with `num_rows` rows in total.
+
+    Depends only on values known to the host, so that it does not synchronize with the device.
+    """
     if x.element_size() > 2:
         return _FLOAT32
     if not x.is_cuda or _capability(x.device)[0] != 9:

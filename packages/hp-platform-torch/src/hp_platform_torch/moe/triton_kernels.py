@@ -27,17 +27,22 @@ def schedule_kernel(
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Fill BLOCK lines of the table; every program sums all counts itself, which is cheaper than a second launch."""
+    """Fill BLOCK lines of the table of tiles.
+
+    Every program sums the counts of all groups itself, which is cheaper than a second launch.
+    """
     group = tl.arange(0, GROUPS)
     count = tl.load(counts + group, mask=group < num_groups, other=0).to(tl.int32)
     tiles_of_group = (count + ROWS - 1) // ROWS
     tile_ends = tl.cumsum(tiles_of_group, 0)
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # The groups that end at or before each tile; their number is the tile's group. Groups without rows are skipped.
     before = tile_ends[None, :] <= tile[:, None]
     tile_group = tl.sum(before.to(tl.int32), 1)
     first_row = tl.sum(tl.where(before, count[None, :], 0), 1)
     first_tile = tl.sum(tl.where(before, tiles_of_group[None, :], 0), 1)
     own_rows = tl.sum(tl.where(group[None, :] == tile_group[:, None], count[None, :], 0), 1)
+    # Lines from `num_tiles` on are written too, but no kernel reads them.
     line, is_line = table + tile * 3, tile < max_tiles
     tl.store(line, tile_group, mask=is_line)
     tl.store(line + 1, first_row + (tile - first_tile) * ROWS, mask=is_line)
@@ -49,9 +54,10 @@ def schedule_kernel(
 
 @triton.jit
 def _place(tile, num_m, num_n, GROUP: tl.constexpr):
-    """(m, n) of a tile: bands of GROUP row tiles, so that what runs at once shares weights and rows in the L2 cache."""
+    """Return (m, n) of a tile. Tiles that run together form bands of GROUP row tiles, to share the L2 cache."""
     band = tile // (GROUP * num_n)
     first = band * GROUP
+    # The last band may have fewer row tiles.
     height = min(num_m - first, GROUP)
     inside = tile % (GROUP * num_n)
     return first + inside % height, inside // height
@@ -59,7 +65,7 @@ def _place(tile, num_m, num_n, GROUP: tl.constexpr):
 
 @triton.jit
 def _row_scores(scores, entry, SCORE: tl.constexpr):
-    """float32 score of each row; ones where results are not weighted."""
+    """Return the float32 score of each row; ones without scores."""
     if SCORE == 0:
         return tl.full(entry.shape, 1.0, tl.float32)
     else:
@@ -94,18 +100,20 @@ def gate_up_kernel(
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
-    """`pre[r] = (w1 @ x[token], w3 @ x[token])` if it is saved, `act[r] = silu(gate) * up`, for rows r of a tile."""
+    """Compute `pre[r] = (w1 @ x[token], w3 @ x[token])`, stored if KEEP, and `act[r] = silu(gate) * up`."""
     num_m, num_n = tl.load(num_tiles), tl.cdiv(I, BN)
+    # `num_tiles` is read on the device: the grid covers an upper bound, and surplus programs do nothing.
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         m, n = _place(tile, num_m, num_n, GROUP)
         expert = tl.load(table + m * 3).to(tl.int64)
         start, end = tl.load(table + m * 3 + 1), tl.load(table + m * 3 + 2)
         row = start + tl.arange(0, BM)
         is_row = row < end
+        # Rows past the end of the group read token 0 and are not stored.
         entry = tl.load(entries + row, mask=is_row, other=0)
         column, k = n * BN + tl.arange(0, BN), tl.arange(0, BK)
         a = x + (entry // SLOTS).to(tl.int64)[:, None] * H + k[None, :]
-        # Columns past the end are those of the first ones again: loads without a mask, and nothing stored.
+        # Columns past the end wrap around to the first ones, so that loads need no mask. They are not stored.
         matrix = expert * I * H + (column % I)[None, :] * H + k[:, None]
         gate, up = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
         for first in range(0, H, BK):
@@ -116,6 +124,7 @@ def gate_up_kernel(
             b3 = _load(w3 + matrix + first, inside[:, None], H % BK != 0)
             up = tl.dot(rows, b3, up, input_precision=PRECISION)
         out = is_row[:, None] & (column < I)[None, :]
+        # Offsets of elements may exceed 2**31.
         wide = row.to(tl.int64)[:, None]
         if KEEP:
             tl.store(pre + wide * (2 * I) + column[None, :], gate.to(pre.dtype.element_ty), mask=out)
@@ -142,7 +151,7 @@ def down_kernel(
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
-    """`y[r] = w2 @ act[r]`."""
+    """Compute `y[r] = w2 @ act[r]` for all rows r."""
     num_m, num_n = tl.load(num_tiles), tl.cdiv(H, BN)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         m, n = _place(tile, num_m, num_n, GROUP)
@@ -151,6 +160,7 @@ def down_kernel(
         row = start + tl.arange(0, BM)
         is_row = row < end
         column, k = n * BN + tl.arange(0, BN), tl.arange(0, BK)
+        # Rows past the end of the group read the group's first row, so that loads need no mask.
         a = act + tl.where(is_row, row, start).to(tl.int64)[:, None] * I + k[None, :]
         b = w2 + expert * H * I + (column % H)[None, :] * I + k[:, None]
         total = tl.zeros((BM, BN), tl.float32)
@@ -177,12 +187,14 @@ def _swiglu_backward(
     SCORE: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Write what `d_act`, the gradient of an unweighted activation, makes of some rows and columns of a tile.
+    """Store `d_pre` and the weighted activation of some columns of a tile, from the gradient of the activation.
 
-    `pre`, `d_pre` and `weighted` point to the tile's first row. Returns each row's part of its score's gradient.
+    `d_act` is the gradient with respect to the weighted activation. `pre`, `d_pre` and `weighted` point to the tile's
+    first row. Returns the sum over these columns of each row's score gradient.
     """
     if PARTS > 1:
-        # Half of the columns at a time: what is loaded and computed here must fit into registers beside `d_act`.
+        # Half of the columns at a time, by recursion: the values loaded and computed here must fit into registers in
+        # addition to `d_act`.
         BM: tl.constexpr = d_act.shape[0]
         HALF: tl.constexpr = d_act.shape[1] // 2
         left, right = tl.split(tl.permute(tl.reshape(d_act, (BM, 2, HALF)), (0, 2, 1)))
@@ -203,6 +215,7 @@ def _swiglu_backward(
     share = tl.sigmoid(gate)
     silu = gate * share
     act = silu * up
+    # silu'(g) = s * (1 + g * (1 - s)) with s = sigmoid(g), and silu = g * s.
     d_gate = d_act * outer * up * share * (1.0 + gate - silu)
     d_up = d_act * outer * silu
     tl.store(weighted + row[:, None] * I + columns[None, :], (act * outer).to(weighted.dtype.element_ty), mask=out)
@@ -240,9 +253,9 @@ def activation_backward_kernel(
     FLATTEN: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """From the output's gradient to that of `pre`; the activation is computed again and written times its score.
+    """Compute the gradient of `pre` from that of the output, and recompute the weighted activation.
 
-    `d_scores[n, r]` gets what the n-th tile of columns adds to the gradient of row r's score.
+    `d_scores[n, r]` is the partial sum of the gradient of row r's score over the n-th tile of columns.
     """
     num_m, num_n = tl.load(num_tiles), tl.cdiv(I, BN)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
@@ -297,7 +310,7 @@ def input_gradient_kernel(
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
-    """`d_rows[r] = w1.T @ d_pre[r, gate] + w3.T @ d_pre[r, up]`: each row's part of its token's gradient."""
+    """Compute the gradient of each row's input: `d_rows[r] = w1.T @ d_pre[r, gate] + w3.T @ d_pre[r, up]`."""
     num_m, num_n = tl.load(num_tiles), tl.cdiv(H, BN)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         m, n = _place(tile, num_m, num_n, GROUP)
@@ -333,17 +346,21 @@ def combine_kernel(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`out[t] = sum over slots s of scores[t, s] * y[positions[t, s]]`; a slot at `num_copies` has no row."""
+    """Compute `out[t] = sum over slots s of scores[t, s] * y[positions[t, s]]`.
+
+    Slots whose position is `num_copies` or more have no row and add nothing.
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
+    # Each program sums the slots of a token in order: no atomics, so that results are reproducible.
     for slot in tl.static_range(SLOTS):
         position = tl.load(positions + token * SLOTS + slot).to(tl.int64)
         is_here = position < num_copies
         inside = tl.where(is_here, column, WIDTH) < WIDTH
         row = tl.load(y + position * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         if WEIGHTED:
-            # A slot without a row may have any score, one that is not finite too.
+            # The score of a slot without a row is not used: it may be infinite or NaN, and zero times it is NaN.
             row *= tl.where(is_here, tl.load(scores + token * SLOTS + slot).to(tl.float32), 0.0)
         total += row
     tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), mask=column < WIDTH)
@@ -351,7 +368,7 @@ def combine_kernel(
 
 @triton.jit
 def score_gradient_kernel(parts, positions, out, num_copies, num_slots, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """`out[slot] = sum over n of parts[n, positions[slot]]`; zero for a slot without a row."""
+    """Compute `out[slot] = sum over n of parts[n, positions[slot]]`; zero for a slot without a row."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     position = tl.load(positions + slot, mask=slot < num_slots, other=0).to(tl.int64)
     is_here = (slot < num_slots) & (position < num_copies)
@@ -382,10 +399,10 @@ def weight_gradient_kernel(
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
-    """`out[e] = sum over rows r of expert e of outer(left[r], right[r])`, `[M, N]` for each expert.
+    """Compute `out[e] = sum over rows r of expert e of outer(left[r], right[r])`, `[M, N]` for each expert.
 
-    One of the operands belongs to tokens and is gathered by `entries`. With HALVES 2, `left` is `[rows, 2 * M]`
-    and its halves give two gradients.
+    One operand has a row for each token and is gathered by `entries`: `left` if GATHER_LEFT, else `right`. With
+    HALVES 2, `left` is `[rows, 2 * M]`, and each half of its columns gives one gradient.
     """
     num_m, num_n = HALVES * tl.cdiv(M, BM), tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), num_groups * num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
@@ -398,13 +415,14 @@ def weight_gradient_kernel(
         k = tl.arange(0, BK)
         at_left, at_right = left + half * M + (i % M)[:, None], right + (j % N)[None, :]
         total = tl.zeros((BM, BN), tl.float32)
+        # An expert without rows has an empty loop, so that its gradient is exactly zero.
         for first in range(start, end, BK):
             row = first + k
             is_row = row < end
             token = tl.load(entries + row, mask=is_row, other=0) // SLOTS
             left_row = (token if GATHER_LEFT else row).to(tl.int64)
             right_row = (row if GATHER_LEFT else token).to(tl.int64)
-            # Both are masked: zero times what is not finite would not be zero.
+            # Both operands are masked: zero times an infinite or NaN element of the other would be NaN.
             a = tl.load(at_left + left_row[None, :] * (HALVES * M), mask=is_row[None, :], other=0.0)
             b = tl.load(at_right + right_row[:, None] * N, mask=is_row[:, None], other=0.0)
             total = tl.dot(a, b, total, input_precision=PRECISION)

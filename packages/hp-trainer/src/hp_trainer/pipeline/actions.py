@@ -134,6 +134,7 @@ class Schedule:
             if head.split() != ["rank", str(rank)]:
                 raise ScheduleError(f"expected a line that begins with 'rank {rank}:', got {line!r}")
             actions.append(tuple(map(Action.parse, rest.split())))
+            # A stage must be on one rank alone: its parameters are there.
             for action in actions[-1]:
                 if rank_of_stage.setdefault(action.stage, rank) != rank:
                     raise ScheduleError(
@@ -152,6 +153,7 @@ class Schedule:
 
 
 PRODUCES_INPUT_GRAD = (Kind.BACKWARD, Kind.INPUT_GRAD)
+"""Kinds of action that compute the gradients of a stage's inputs."""
 
 
 def dependencies(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
@@ -164,7 +166,9 @@ def dependencies(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
     if kind is Kind.FORWARD:
         return [(Action(stage - 1, Kind.FORWARD, microbatch),)] if stage else []
     if kind is Kind.WEIGHT_GRAD:
+        # The input gradient has received the gradient from the next stage, so this needs no other rank.
         return [(Action(stage, Kind.INPUT_GRAD, microbatch),)]
+    # A backward needs the saved activations of its own forward, and the gradient from the next stage.
     needed: list[tuple[Action, ...]] = [(Action(stage, Kind.FORWARD, microbatch),)]
     if stage + 1 < num_stages:
         needed.append(tuple(Action(stage + 1, each, microbatch) for each in PRODUCES_INPUT_GRAD))
@@ -198,6 +202,7 @@ def interleave_rounds(
 
 
 COMPLETES_WEIGHT_GRAD = (Kind.BACKWARD, Kind.WEIGHT_GRAD)
+"""Kinds of action after which a micro-batch's gradients of the parameters are complete."""
 
 
 def rank_actions(
@@ -231,25 +236,31 @@ def rank_actions(
     compute = [a for a in schedule.actions[rank] if not forward_only or a.kind is Kind.FORWARD]
     # Forwards that gather by themselves also reshard, so without a backward there is nothing to add.
     keys = (sharded_stages if gathers_for_step or not forward_only else None) or {}
+    # Input gradients alone neither start nor end the use of parameters: a forward comes before, a weight gradient
+    # after.
     uses = [a for a in compute if a.stage in keys and a.kind in (Kind.FORWARD, *COMPLETES_WEIGHT_GRAD)]
     last_use = {keys[action.stage]: action for action in uses}
     # A dict keeps the last of equal keys: the last use, or the first one in reversed order.
     first_use = {keys[action.stage]: action for action in reversed(uses)}
+    # The first computation has none before it, under which its receive could be posted.
     actions: list[Action] = list(_receive(schedule, rank, compute[0])) if compute else []
     end = Kind.RESHARD if forward_only else Kind.REDUCE_GRAD
     for position, action in enumerate(compute):
         if action in first_use.values():
             actions.append(Action(action.stage, Kind.UNSHARD))
+        # The receive of the next computation, posted before this one starts.
         for following in compute[position + 1 : position + 2]:
             actions += _receive(schedule, rank, following)
         lowered = [action, *_send(schedule, rank, action)]
         if action in last_use.values():
+            # After the last use; or before it, if that backward itself reduces and has to know that it is the last.
             lowered.insert(len(lowered) if gathers_for_step else 0, Action(action.stage, end))
         actions += lowered
     return tuple(actions)
 
 
 def _receive(schedule: Schedule, rank: int, action: Action) -> Iterator[Action]:
+    """Yield the receive of the message from another rank that a computation needs, if it needs one."""
     if action.kind is Kind.FORWARD and _is_remote(schedule, rank, action.stage - 1):
         yield Action(action.stage, Kind.RECEIVE_FORWARD, action.microbatch)
     if action.kind in PRODUCES_INPUT_GRAD and _is_remote(schedule, rank, action.stage + 1):
@@ -257,6 +268,7 @@ def _receive(schedule: Schedule, rank: int, action: Action) -> Iterator[Action]:
 
 
 def _send(schedule: Schedule, rank: int, action: Action) -> Iterator[Action]:
+    """Yield the send of the result of a computation, if another rank needs it."""
     if action.kind is Kind.FORWARD and _is_remote(schedule, rank, action.stage + 1):
         yield Action(action.stage, Kind.SEND_FORWARD, action.microbatch)
     if action.kind in PRODUCES_INPUT_GRAD and _is_remote(schedule, rank, action.stage - 1):

@@ -25,6 +25,7 @@ Preference = tuple[tuple[Kind, int], ...]
 """Kinds of action, most preferred first, each with the time for which inputs from other ranks must be available."""
 
 _F, _I, _W = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
+# The first one is the plain order.
 _PREFERENCES: tuple[Preference, ...] = (
     ((_I, 0), (_F, 0), (_W, 0)),
     ((_I, 1), (_F, 1), (_I, 0), (_F, 0), (_W, 0)),
@@ -61,6 +62,7 @@ def list_schedule(
         )
     others = [schedule for preference in _PREFERENCES[1:] if (schedule := scheduled(preference)) is not None]
     latest = simulate(plain).end
+    # `min` returns the first of equal candidates, so the plain order is replaced only by a better one.
     candidates = [plain, *(schedule for schedule in others if simulate(schedule).end <= latest)]
     return min(candidates, key=lambda schedule: simulate(schedule, ActionSeconds(transfer=_TRANSFER)).end)
 
@@ -93,7 +95,7 @@ def _schedule(
 
 
 class _Rank:
-    """The remaining actions of a rank, and those it has taken, in order."""
+    """The remaining actions of a rank, and those that it has taken, in order."""
 
     def __init__(
         self,
@@ -108,6 +110,7 @@ class _Rank:
         self._rank_of_stage = rank_of_stage
         self._max_activations, self._deepest_first = max_activations, deepest_first
         stages = [stage for stage, owner in enumerate(rank_of_stage) if owner == rank]
+        # Rounds of as many micro-batches as ranks, as in interleaved 1F1B; backwards pass the stages in reverse.
         self._forwards = _Queues(interleave_rounds(stages, Kind.FORWARD, num_microbatches, round_size))
         self._input_grads = _Queues(interleave_rounds(stages[::-1], Kind.INPUT_GRAD, num_microbatches, round_size))
         self._weight_grads: deque[Action] = deque()
@@ -128,6 +131,7 @@ class _Rank:
         return None
 
     def _take_forward(self, time: int, ends: Mapping[Action, int], units: int) -> Action | None:
+        """Take the next forward if another activation may be held."""
         if self._activations >= self._max_activations:
             return None
         pending = self._forwards.next_actions()
@@ -142,6 +146,7 @@ class _Rank:
         return action
 
     def _take_input_grad(self, time: int, ends: Mapping[Action, int], units: int) -> Action | None:
+        """Take the first input gradient that can start; its weight gradient becomes possible with it."""
         action = self._first_that_can_start(self._input_grads.next_actions(), time, ends, units)
         if action is not None:
             self._input_grads.take(action)
@@ -149,6 +154,7 @@ class _Rank:
         return action
 
     def _take_weight_grad(self, time: int, ends: Mapping[Action, int], units: int) -> Action | None:
+        """Take the oldest weight gradient, which depends on no other rank."""
         if not self._weight_grads:
             return None
         # Activations are freed only here: the weight gradient reads what forward saved.
@@ -165,6 +171,7 @@ class _Rank:
         owners = self._rank_of_stage
         for forms in dependencies(action, len(owners)):
             is_remote = owners[forms[0].stage] != owners[action.stage]
+            # A dependency that has not been taken has no end: the default is too late in any case.
             latest = time - units if is_remote else time
             if not any(ends.get(form, latest + 1) <= latest for form in forms):
                 return False
@@ -223,7 +230,10 @@ def merge_backwards(schedule: Schedule) -> Schedule:
 
 
 def _mergeable(timeline: Timeline) -> set[Action]:
-    """Return the `I` that can be merged with their `W`, by simulating the step with those chosen so far."""
+    """Return the `I` to merge with their `W`, chosen greedily in the order of their starts.
+
+    The step is simulated with the merges chosen so far, so that each decision uses the actual start.
+    """
     schedule, seconds = timeline.schedule, ActionSeconds()
     latest, following = _latest_starts(timeline), _following(schedule)
     unsplit = seconds.of(Kind.BACKWARD)
@@ -236,6 +246,7 @@ def _mergeable(timeline: Timeline) -> set[Action]:
             continue
         rank = schedule.rank_of_stage[action.stage]
         start = max(free[rank], *(ends[each] for each in _dependencies_in(action, timeline)), 0.0)
+        # The weight gradient of a merged backward is skipped above: its time is part of the merged one.
         end = start + seconds.of(action.kind)
         if action.kind is Kind.INPUT_GRAD and start + unsplit <= _deadline(action, following, latest):
             merged.add(action)
@@ -252,6 +263,7 @@ def _latest_starts(timeline: Timeline) -> dict[Action, float]:
     for action in sorted(timeline.spans, key=lambda each: timeline.spans[each][0], reverse=True):
         start, end = timeline.spans[action]
         latest[action] = ends[action] - (end - start)
+        # Backwards in time, a dependency or the previous action of the rank must end before this one starts.
         for each in (*_dependencies_in(action, timeline), *([before[action]] if action in before else [])):
             ends[each] = min(ends[each], latest[action])
     return latest
@@ -263,6 +275,7 @@ def _following(schedule: Schedule) -> dict[Action, Action]:
 
 
 def _dependencies_in(action: Action, timeline: Timeline) -> list[Action]:
+    """Return the dependencies of an action in the form (`B` or `I`) that the schedule contains."""
     forms = dependencies(action, timeline.schedule.num_stages)
     return [each for alternative in forms for each in alternative if each in timeline.spans]
 
@@ -271,6 +284,7 @@ def _deadline(input_grad: Action, following: Mapping[Action, Action], latest: Ma
     """Return the latest end of a backward that delays neither the previous stage nor the rank's next action."""
     stage, microbatch = input_grad.stage, input_grad.microbatch
     then = following.get(input_grad)
+    # Its own weight gradient becomes part of the merged backward, so the action after that is the one to be delayed.
     if then == Action(stage, Kind.WEIGHT_GRAD, microbatch):
         then = following.get(then)
     dependents = [Action(stage - 1, kind, microbatch) for kind in PRODUCES_INPUT_GRAD]

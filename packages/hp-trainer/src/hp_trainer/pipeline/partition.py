@@ -48,6 +48,7 @@ def balanced_stages(
         raise PipelineError(f"{num_layers} layers cannot be split into {num_stages} stages; expected {legal}")
     if any(not 0 <= cost < math.inf for cost in (*costs, first_cost, last_cost)):
         raise PipelineError(f"costs of layers: expected finite numbers >= 0, got {[*costs, first_cost, last_cost]}")
+    # Prefix sums: the cost of any range of layers is one subtraction.
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
@@ -76,8 +77,10 @@ def balanced_stages(
     for stage in range(num_stages - 1, -1, -1):
         for begin in range(num_layers):
             costs_to = ((end, cost_of(stage, begin, end)) for end in range(begin + 1, num_layers + 1))
+            # Costs do not decrease with more layers, so the first one above the limit ends the search.
             few = itertools.takewhile(lambda pair: pair[1] <= limit, costs_to)
             within = [(cost**2 + spread[stage + 1][end][0], end) for end, cost in few]
+            # Equal sums of squares: the smaller end wins, which gives early stages fewer layers.
             spread[stage][begin] = min(within, default=(float("inf"), 0))
     begin, stages = 0, []
     for stage in range(num_stages):
@@ -101,6 +104,7 @@ def listed_stages(layers_per_stage: Sequence[int], num_layers: int, num_stages: 
     if any(not hasattr(count, "__index__") for count in listed):
         raise PipelineError(f"layers of {num_stages} stages: expected integers, got {listed}")
     if len(listed) != num_stages or sum(listed) != num_layers or any(count < 0 for count in listed):
+        # A valid example for the message.
         even = [num_layers // num_stages + (stage < num_layers % num_stages) for stage in range(num_stages)]
         raise PipelineError(
             f"layers of {num_stages} stages: expected {num_stages} numbers >= 0 that add up to {num_layers}, such as "
@@ -149,16 +153,18 @@ def measured_costs(
             raise PipelineError(f"expected layers and rounds, got {len(layers)} and {rounds}")
         chosen = platform_of(layers[0], platform)
         with chosen.enable_grad(), _restored_gradients(chosen, layers):
+            # The first run is a warm-up (allocator, kernel selection) and is not used.
             runs = [_seconds(chosen, layers, args) for _ in range(rounds + 1)]
         return [min(times) for times in zip(*runs[1:], strict=True)]
 
     if group is None:
         return measure()
-    everyones = all_ranks(as_group(group), "measuring layers", measure, PipelineError)
-    numbers = [len(times) for times in everyones]
+    gathered = all_ranks(as_group(group), "measuring layers", measure, PipelineError)
+    numbers = [len(times) for times in gathered]
     if len(set(numbers)) > 1:
         raise PipelineError(f"ranks that measure together: expected the same layers, got {numbers} of them")
-    return [max(times) for times in zip(*everyones, strict=True)]
+    # The slowest rank determines the time of a stage.
+    return [max(times) for times in zip(*gathered, strict=True)]
 
 
 def _seconds(platform: Platform, layers: Sequence[Module], args: tuple[Any, ...]) -> list[float]:
@@ -167,8 +173,10 @@ def _seconds(platform: Platform, layers: Sequence[Module], args: tuple[Any, ...]
     layout: MessageLayout | None = None
     tensors: list[Tensor] = []
     for index, layer in enumerate(layers):
+        # One stage more than layers, so that no layer is the last stage, whose backward starts from a loss.
         stage = PipelineStage(layer, index, len(layers) + 1, platform=platform)
         platform.synchronize()
+        # Devices run asynchronously: both times are read when all submitted work has ended.
         start = time.perf_counter()
         output = stage.forward_first(0, args, {}) if layout is None else stage.forward(0, layout, tensors, {}, None)
         layout, tensors = stage.outputs(0, output)

@@ -43,6 +43,7 @@ def describe_timeline(timeline: Timeline) -> str:
 
 
 def _rows(timeline: Timeline) -> list[str]:
+    """Return one line of text per rank; none if times are not integers or lines would be too long."""
     times = {time for span in timeline.spans.values() for time in span}
     width = max((len(str(action)) for action in timeline.spans), default=0)
     if any(not float(time).is_integer() for time in times) or timeline.end * (width + 1) > MAX_TEXT_COLUMNS:
@@ -52,6 +53,7 @@ def _rows(timeline: Timeline) -> list[str]:
         cells = ["."] * int(timeline.end)
         for action in actions:
             begin, end = (int(time) for time in timeline.spans[action])
+            # An action without duration replaces no cell.
             cells[begin:end] = [str(action), *["="] * (end - begin - 1)][: end - begin]
         rows.append(f"rank {rank}: {' '.join(cell.center(width) for cell in cells)}".rstrip())
     return rows
@@ -87,7 +89,9 @@ def draw_timeline(timeline: Timeline, picture: Path | str) -> None:
     axes = figure.add_subplot()
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
+            # Micro-batch numbers are legible only in small schedules.
             _draw_action(axes, timeline, rank, action, show_text=len(timeline.spans) <= 600)
+    # Inverted, so that rank 0 is at the top.
     axes.set(xlim=(0, timeline.end or 1), ylim=(schedule.num_ranks - 0.5, -0.5), xlabel="time")
     axes.set_yticks(range(schedule.num_ranks), [f"rank {rank}" for rank in range(schedule.num_ranks)])
     _add_legend(axes, timeline)

@@ -67,6 +67,7 @@ def split_inputs(
 
 
 def _split(platform: Platform, leaf: Any, num_microbatches: int, dim: int | None, what: str) -> Sequence[Any]:
+    # The same object for every micro-batch, without a copy.
     if dim is None or not isinstance(leaf, platform.Tensor) or num_microbatches == 1:
         return [leaf] * num_microbatches
     shape = tuple(leaf.shape)
@@ -97,6 +98,7 @@ def merge_outputs(platform: Platform, outputs: Sequence[Any], spec: Any = None) 
 def _merged(platform: Platform, column: Sequence[Any], spec: TensorChunkSpec | None) -> Any:
     if not isinstance(column[0], platform.Tensor):
         return column[0]
+    # Scalars have no dimension to concatenate along.
     if not column[0].shape:
         return platform.ops.stack(list(column), 0)
     return platform.ops.cat(list(column), 0 if spec is None else spec.split_dim)
@@ -113,6 +115,7 @@ def split_all(
     """Return the positional and the keyword arguments of each micro-batch; see `split_inputs`."""
     positional = split_inputs(platform, tuple(args), num_microbatches, args_spec, "argument")
     if kwargs_spec is not None:
+        # Keyword arguments that the specs do not mention are split along dimension 0.
         kwargs_spec = {name: kwargs_spec.get(name, TensorChunkSpec(0)) for name in kwargs}
     return positional, split_inputs(platform, dict(kwargs), num_microbatches, kwargs_spec, "keyword argument")
 
@@ -203,9 +206,12 @@ class Pipeline:
                 return UnshardedForStep(self.platform, module)
             return UnshardedForUse(self.platform, module, reduces_once=reduces_once)
 
+        # Stages may share a module: its parameters are then gathered and reduced once for all of them.
         shared = {id(stage.submod): parameters_of(stage.submod) for stage in stages}
         self._parameters = {index: shared[id(stage.submod)] for index, stage in self.stages.items()}
+        # By `forward_only`.
         self._programs: dict[bool, tuple[Action, ...]] = {}
+        # Bound once: a step looks up the method of each action.
         self._actions: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -315,6 +321,7 @@ class Pipeline:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]], list[Any]]:
         number, (args_spec, kwargs_spec, _) = self.num_microbatches, self._specs
+        # Other ranks may be called with the same arguments, which are not split there.
         if not self.has_first_stage:
             args, args_spec = (), None
         positional, named = split_all(self.platform, args, kwargs, number, args_spec, kwargs_spec)
@@ -353,6 +360,7 @@ class Pipeline:
         return self._results(losses)
 
     def _results(self, losses: list[Tensor] | None) -> Any:
+        """Return the merged outputs, if there are any, and fill `losses` in the order of micro-batches."""
         outputs, found = self._outputs, self._losses
         self._reset()
         if losses is not None:
@@ -367,6 +375,7 @@ class Pipeline:
         self._outputs, self._losses, self._pending_outputs, self._pending_gradients = {}, {}, {}, {}
 
     def _program(self, forward_only: bool) -> tuple[Action, ...]:
+        """Return the actions of a step on this rank, built at the first step."""
         found = self._programs.get(forward_only)
         if found is None:
             # Looked up at the first step: `fully_shard` may be called after the pipeline is created.
@@ -395,8 +404,10 @@ class Pipeline:
             self._pending_outputs[action.stage, microbatch] = stage.outputs(microbatch, output)
 
     def _inputs_for(self, action: Action) -> tuple[MessageLayout, list[Tensor]]:
+        """Return the output of the previous stage, from this rank or received."""
         if not self._is_local(action.stage - 1):
             return self._transfers.receive_forward(action)
+        # Popped, so that the previous stage's output is freed as soon as nothing else needs it.
         return self._pending_outputs.pop((action.stage - 1, action.microbatch))
 
     def _finish(self, stage: PipelineStage, microbatch: int, output: Any) -> None:
@@ -405,18 +416,21 @@ class Pipeline:
             loss = self.loss_fn(output, self._targets[microbatch])
             if self.platform.is_grad_enabled():
                 stage.save_loss(microbatch, loss)
+            # Detached: the graph of a micro-batch is freed by its backward, not held until the end of the step.
             self._losses[microbatch] = self.platform.detach(loss)
         if self._return_outputs:
             self._outputs[microbatch] = map_tensors(output, self.platform.Tensor, self.platform.detach)
 
     def _backward(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage], action.microbatch
+        # The last stage starts from its loss.
         gradients = None if stage.is_last else self._gradients_for(action)
         run = stage.backward if action.kind is Kind.BACKWARD else stage.input_grad
         found = run(microbatch, gradients)
         # After an INPUT_GRAD the gradients of parameters are still missing; `_weight_grad` collects them.
         if action.kind is Kind.BACKWARD:
             self._parameters[action.stage].collect_gradients()
+        # `_send_backward` or the previous stage on this rank takes them.
         if not stage.is_first:
             self._pending_gradients[action.stage, action.microbatch] = found
 
@@ -425,6 +439,7 @@ class Pipeline:
         self._parameters[action.stage].collect_gradients()
 
     def _gradients_for(self, action: Action) -> list[Tensor]:
+        """Return the gradients of a stage's outputs, from this rank or received."""
         if not self._is_local(action.stage + 1):
             return self._transfers.receive_backward(action)
         return self._pending_gradients.pop((action.stage + 1, action.microbatch))
@@ -455,6 +470,7 @@ class Pipeline:
             )
         if schedule.num_ranks != num_ranks:
             raise PipelineError(f"the schedule is for {schedule.num_ranks} ranks, got a mesh or group of {num_ranks}")
+        # A schedule given by the user may deadlock; better an error here than ranks that wait forever.
         validate(schedule)
         return schedule
 

@@ -79,6 +79,7 @@ def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, stages_p
         >>> build_schedule("zero_bubble_v", num_ranks=2, num_microbatches=4).rank_of_stage
         (0, 1, 1, 0)
     """
+    # Raises for an unknown name before anything else is checked.
     _registry().get(name)
     stages_per_rank = _stages_per_rank(name, stages_per_rank)
     numbers = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
@@ -119,6 +120,7 @@ def microbatch_limit(name: str, num_ranks: int, stages_per_rank: int | None = No
 
 
 def _stages_per_rank(name: str, given: int | None) -> int:
+    """Return the given number of stages per rank, or the default of a schedule."""
     if given is not None:
         return given
     return 2 if name in _SEVERAL_STAGES else 1
@@ -147,6 +149,7 @@ def _require_stages(name: str, stages_per_rank: int, expected: int) -> None:
 
 
 def _only(actions: Sequence[Action], num_microbatches: int) -> tuple[Action, ...]:
+    """Return the actions of the first micro-batches; the others are the surplus of complete rounds."""
     return tuple(action for action in actions if action.microbatch < num_microbatches)
 
 
@@ -206,8 +209,10 @@ def zero_bubble_h1(num_ranks: int, stages_per_rank: int, num_microbatches: int) 
         warm_up = num_ranks - rank
         taken = forwards[:warm_up]
         for index, input_grad in enumerate(input_grads):
+            # Rank r runs W r micro-batches after I: the later ranks finish earlier and fill their idle end with it.
             deferred = weight_grads[index - rank : index - rank + 1] if index >= rank else []
             taken += [input_grad, *deferred, *forwards[warm_up + index : warm_up + index + 1]]
+        # Those that are still deferred at the end.
         taken += weight_grads[max(0, num_microbatches - rank) :]
         actions.append(tuple(taken))
     return merge_backwards(Schedule(tuple(range(num_ranks)), num_microbatches, tuple(actions)))
@@ -220,6 +225,7 @@ def zero_bubble_v(num_ranks: int, stages_per_rank: int, num_microbatches: int) -
     of 1F1B.
     """
     _require_stages("zero_bubble_v", stages_per_rank, 2)
+    # Each activation is that of half a rank's layers: 2 * ranks of them are as many as the first rank of 1F1B holds.
     placement, limit = v_placement(num_ranks, 2), 2 * num_ranks
     return merge_backwards(
         list_schedule(placement, num_ranks, num_microbatches, max_activations=limit, deepest_first=True)
@@ -253,6 +259,7 @@ class _DualPipeRank:
 
     def __init__(self, rank: int, num_ranks: int, num_microbatches: int) -> None:
         self._rank, self._num_ranks, self._num_microbatches = rank, num_ranks, num_microbatches
+        # The V: a rank has one stage on the way down and one on the way up.
         self._stages = (rank, 2 * num_ranks - 1 - rank)
         self._forwards, self._backwards = [0, 0], [0, 0]
         self._deferred: list[Action] = []
@@ -260,6 +267,8 @@ class _DualPipeRank:
 
     def actions(self) -> list[Action]:
         """Return the rank's actions."""
+        # The counts of the eight phases depend on the rank's place: `after` ranks come between it and the turn of the
+        # V.
         before, after = self._rank + 1, self._num_ranks - 1 - self._rank
         for _ in range(2 * after):
             self._forward(0)
@@ -295,6 +304,7 @@ class _DualPipeRank:
     def _backward(self, direction: int, defers: bool = False) -> None:
         stage, microbatch = self._stages[direction], self._backwards[direction]
         self._backwards[direction] += 1
+        # Always split here; `merge_backwards` merges those that need not be.
         self._taken.append(Action(stage, Kind.INPUT_GRAD, microbatch))
         weight_grad = Action(stage, Kind.WEIGHT_GRAD, microbatch)
         (self._deferred if defers else self._taken).append(weight_grad)

@@ -100,6 +100,7 @@ class Timeline:
 
 
 def _peak(actions: tuple[Action, ...]) -> int:
+    """Return the largest number of forwards whose backward is not complete. Only the order matters, not the times."""
     live = peak = 0
     for action in actions:
         live += action.kind is Kind.FORWARD
@@ -165,6 +166,7 @@ def _ready(
     """Return when all dependencies of `action` are available on its rank, or None if one is not simulated yet."""
     rank, time = schedule.rank_of_stage[action.stage], 0.0
     for forms in dependencies(action, schedule.num_stages):
+        # Of the two forms of a backward, the schedule contains one.
         source = next((each for each in forms if each in spans), None)
         if source is None:
             return None
@@ -175,6 +177,7 @@ def _ready(
 
 _UNSPLIT = frozenset({Kind.FORWARD, Kind.BACKWARD})
 _SPLIT = frozenset({Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD})
+# Number of missing actions from which on the schedule is rejected without listing them.
 _MAX_MISSING = 1000
 
 
@@ -188,6 +191,7 @@ def validate(schedule: Schedule) -> None:
         >>> from hp_trainer.pipeline import Schedule, validate
         >>> validate(Schedule.parse("rank 0: 0F0 0B0"))
     """
+    # The other checks index by stage and rank, so they run only if these are valid.
     problems = [*_owner_problems(schedule)] or [*_placement_problems(schedule), *_work_problems(schedule)]
     if problems:
         raise ScheduleError("; ".join(problems))
@@ -211,6 +215,7 @@ def check_unsplit_backwards(schedule: Schedule) -> None:
 
 
 def _owner_problems(schedule: Schedule) -> Iterator[str]:
+    """Yield problems of the numbers of stages and micro-batches and of the ranks of stages."""
     if not schedule.num_stages or schedule.num_microbatches < 1:
         yield f"expected stages and micro-batches, got {schedule.num_stages} and {schedule.num_microbatches}"
     count = sum(map(len, schedule.actions))
@@ -227,6 +232,7 @@ def _owner_problems(schedule: Schedule) -> Iterator[str]:
 
 
 def _placement_problems(schedule: Schedule) -> Iterator[str]:
+    """Yield actions that are duplicated, on the wrong rank, or of unknown stages or micro-batches."""
     for rank, actions in enumerate(schedule.actions):
         for action, count in Counter(actions).items():
             if count > 1:
@@ -241,6 +247,7 @@ def _placement_problems(schedule: Schedule) -> Iterator[str]:
 
 
 def _work_problems(schedule: Schedule) -> Iterator[str]:
+    """Yield the stages and micro-batches whose actions are incomplete, or in a wrong order."""
     done: dict[tuple[int, int], set[Kind]] = {}
     positions = [{action: position for position, action in enumerate(actions)} for actions in schedule.actions]
     for action in (action for actions in schedule.actions for action in actions):
@@ -261,6 +268,7 @@ def _order_problems(
 ) -> Iterator[str]:
     order = [Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD] if kinds == _SPLIT else [Kind.FORWARD, Kind.BACKWARD]
     actions = [Action(stage, kind, microbatch) for kind in order if kind in kinds]
+    # Missing actions are reported by the caller.
     found = [positions[action] for action in actions if action in positions]
     if found != sorted(found):
         yield f"stage {stage}, micro-batch {microbatch}: expected the order {' '.join(kind.value for kind in order)}"

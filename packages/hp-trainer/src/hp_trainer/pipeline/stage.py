@@ -107,12 +107,15 @@ class PipelineStage:
                 leaves.append(leaf)
             inputs.append(as_distributed(leaf, meta, mesh, f"stage {self.stage_index}"))
         tree = layout.rebuild(inputs)
+        # As torch does: a tuple or list of outputs becomes the positional arguments.
         args = tuple(tree) if isinstance(tree, (tuple, list)) else (tree,)
         return self._run(microbatch, leaves, args, kwargs)
 
     def _run(self, microbatch: int, leaves: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Whether a part of the module is checkpointed is known only after its forward has run.
         with noticed() as is_recomputed:
             output = self.call(args, kwargs)
+        # Evaluation runs no backward, so nothing is held.
         if self.platform.is_grad_enabled():
             self._in_flight[microbatch] = _MicroBatch(leaves, is_recomputed())
         return output
@@ -165,6 +168,7 @@ class PipelineStage:
             return self._unsplit_backward(run, gradients)
         given = [None] if gradients is None else list(gradients)
         found, run.finish = self.platform.split_backward(run.roots, given, run.leaves)
+        # Dropped now, so that the outputs are freed before the weight gradient runs.
         leaves, run.roots, run.leaves = run.leaves, [], []
         return [self._or_zeros(leaf, grad) for leaf, grad in zip(leaves, found, strict=True)]
 
@@ -175,11 +179,12 @@ class PipelineStage:
 
     def _unsplit_backward(self, run: _MicroBatch, gradients: Sequence[Tensor] | None) -> list[Tensor]:
         run_backward(self.platform, run.roots, gradients)
+        # Frees the outputs, whose graph the backward has consumed.
         run.roots = []
         return [self._or_zeros(leaf, self.platform.get_grad(leaf)) for leaf in run.leaves]
 
     def _or_zeros(self, leaf: Tensor, grad: Tensor | None) -> Tensor:
-        """Return the gradient of an input, or zeros if the stage did not use it."""
+        """Return the gradient of an input; zeros if the stage did not use it, since the previous stage expects one."""
         return self.platform.zeros(tuple(leaf.shape), leaf.dtype) if grad is None else grad
 
     def reset(self) -> None:
@@ -226,7 +231,7 @@ class StageParameters(ABC):
     """The sharded parameters of one module, which several stages of a rank may share.
 
     Args:
-        module: any module; parts on which `fully_shard` was not called are ignored.
+        module: any module; parameters that `fully_shard` has not sharded are ignored.
     """
 
     def __init__(self, platform: Platform, module: Module) -> None:
@@ -234,7 +239,7 @@ class StageParameters(ABC):
 
     @property
     def are_sharded(self) -> bool:
-        """Whether `fully_shard` was called on the module or a part of it."""
+        """Whether `fully_shard` was called on the module or on one below it."""
         return bool(self._roots)
 
     @abstractmethod
@@ -340,6 +345,8 @@ class UnshardedForUse(StageParameters):
 
     def _set_final_reduction(self, enabled: bool) -> None:
         for module in self._roots:
+            # Two flags: whether a backward reduces over the shards at all, and whether it reduces over the replicas
+            # too.
             module.set_requires_gradient_sync(enabled or not self._reduces_once)
             module.set_requires_all_reduce(enabled)
 
@@ -379,6 +386,7 @@ class TiedWeights:
         self._platform: Platform = group.platform
         mine: dict[str, list[Tensor]] = {}
         for name, parameter in parameters:
+            # By identity: stages on this rank that share a module report the same parameter twice.
             if all(parameter is not known for known in mine.get(name, [])):
                 mine.setdefault(name, []).append(parameter)
         self._ranks = self._gather_ranks(mine, group)
@@ -389,6 +397,7 @@ class TiedWeights:
             copy
             for name, copies in self._mine.items()
             for index, copy in enumerate(copies)
+            # The first copy on the first rank counts as the weight itself.
             if index or self._ranks[name][0] != world.rank
         ]
 
@@ -420,6 +429,7 @@ class TiedWeights:
             for name, copies in self._mine.items():
                 first = local_of(self._platform, copies[0])
                 if len(self._ranks[name]) > 1:
+                    # A local tensor may be a strided view; the broadcast needs a contiguous buffer.
                     values = self._platform.contiguous(self._platform.detach(first))
                     self._group(name).broadcast(values, 0)
                     self._platform.copy_(first, values)
@@ -432,6 +442,7 @@ class TiedWeights:
         with platform.no_grad():
             for name, copies in self._mine.items():
                 grads = [grad for copy in copies if (grad := platform.get_grad(copy)) is not None]
+                # Copies on this rank are added first, so that one all-reduce per weight is enough.
                 total = self._local_sum(copies[0], grads)
                 if len(self._ranks[name]) > 1:
                     self._group(name).all_reduce(total)
@@ -439,6 +450,7 @@ class TiedWeights:
                     self._set_gradient(copy, total)
 
     def _local_sum(self, like: Tensor, grads: list[Tensor]) -> Tensor:
+        """Return the sum of local gradients in new memory, shaped like the local tensor of `like`."""
         platform, local = self._platform, local_of(self._platform, like)
         # Zeros if no copy on this rank has a gradient: the rank must take part in the all-reduce all the same.
         total = platform.zeros(tuple(local.shape), (grads[0] if grads else local).dtype)
@@ -452,15 +464,18 @@ class TiedWeights:
             # In place, since a gradient of FSDP is a view into the buffer that the optimizer reads.
             self._platform.copy_(local_of(self._platform, grad), total)
         elif isinstance(copy, DTensor):
+            # A clone for each copy: optimizers and clipping write gradients in place.
             self._platform.set_grad(copy, self._platform.wrap(self._platform.ops.clone(total), copy.spec))
         else:
             self._platform.set_grad(copy, self._platform.ops.clone(total))
 
     def _group(self, name: str) -> ProcessGroup:
+        """Return the process group of the ranks that have a weight."""
         return current_world(self._platform).group(self._ranks[name])
 
 
 def _describe(platform: Platform, x: Tensor) -> str:
+    """Describe what must be equal for all copies of a weight."""
     local = platform.local_shape(x)
     placements = f" {[str(each) for each in x.placements]}" if isinstance(x, DTensor) else ""
     return f"{platform.dtype_name(x.dtype)}{list(local)}{placements}"

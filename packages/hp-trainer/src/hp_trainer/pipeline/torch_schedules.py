@@ -73,11 +73,13 @@ class PipelineSchedule:
 
     def _divide_gradients(self) -> None:
         platform, number = self.pipeline.platform, self.pipeline.num_microbatches
+        # By identity, so that a parameter that stages share is divided once.
         modules = {id(stage.submod): stage.submod for stage in self._stages}.values()
         parameters = {id(p): p for module in modules for _, p in platform.named_parameters(module)}.values()
         grads = [grad for p in parameters if (grad := platform.get_grad(p)) is not None]
         with platform.no_grad():
             for grad in (local_of(platform, each) for each in grads):
+                # In place: gradients of FSDP are views of the buffer that the optimizer reads.
                 platform.copy_(grad, platform.ops.div(grad, number))
 
 
@@ -166,6 +168,7 @@ class ScheduleDualPipeV(PipelineSchedule):
     schedule_name = "dualpipe_v"
 
 
+# Complete: all subclasses are defined above.
 _BY_NAME = {cls.__name__.removeprefix("Schedule"): cls for cls in PipelineSchedule.__subclasses__()}
 
 

@@ -85,6 +85,7 @@ class MessageLayout:
 
 
 def _tuple(value: Any) -> Any:
+    """Convert nested lists to tuples: JSON has no tuples, but layouts are compared and hashed."""
     return tuple(map(_tuple, value)) if isinstance(value, list) else value
 
 
@@ -103,6 +104,7 @@ def layout_of(platform: Platform, tree: Any, who: str) -> tuple[MessageLayout, l
 
 
 def _structure(platform: Platform, tree: Any, tensors: list[Tensor], who: str) -> Any:
+    """Return the nested structure of a stage's output, and append its tensors to `tensors`."""
     if isinstance(tree, platform.Tensor):
         tensors.append(tree)
         return ["tensor"]
@@ -120,6 +122,7 @@ def _structure(platform: Platform, tree: Any, tensors: list[Tensor], who: str) -
 
 
 def _rebuild(structure: Any, remaining: list[Tensor]) -> Any:
+    """Fill a structure with the first of `remaining` tensors, which are removed from the list."""
     kind, *content = structure
     if kind == "tensor":
         return remaining.pop(0)
@@ -132,6 +135,7 @@ def _rebuild(structure: Any, remaining: list[Tensor]) -> Any:
 
 
 def _meta(platform: Platform, x: Tensor, who: str) -> TensorMeta:
+    """Return the metadata of a tensor to send."""
     shape = platform.local_shape(x)
     requires_grad = platform.requires_grad(x) and platform.is_grad_enabled()
     dtype = platform.dtype_name(x.dtype)
@@ -144,6 +148,7 @@ def _meta(platform: Platform, x: Tensor, who: str) -> TensorMeta:
 
 
 def _shard(placement: Placement, x: Any, who: str) -> int | None:
+    """Return the sharded dimension, or None if replicated; raise `PipelineError` for other placements."""
     if placement.is_replicate():
         return None
     if type(placement) is Shard:
@@ -175,6 +180,7 @@ def as_distributed(x: Tensor, meta: TensorMeta, mesh: DeviceMesh | None, who: st
 def send_header(group: ProcessGroup, layout: MessageLayout, platform: Platform) -> list[tuple[Any, Tensor]]:
     """Start to send a layout to the second rank of a group of two; returns handles with the buffers in use."""
     data = layout.to_bytes()
+    # The first 8 bytes are the length of the layout.
     head = len(data).to_bytes(8, "little") + data
     messages = [head[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"), head[HEADER_BYTES:]]
     buffers = [platform.from_numpy(np.frombuffer(each, np.uint8).copy()) for each in messages if each]
@@ -185,6 +191,7 @@ def receive_header(group: ProcessGroup, platform: Platform) -> MessageLayout:
     """Receive a layout from the first rank of a group of two."""
     first = platform.empty((HEADER_BYTES,), platform.dtype("uint8"))
     group.receive(first, 0).wait()
+    # The host reads it: buffers for the data are allocated from the layout.
     data = platform.to_numpy(first).tobytes()
     length = int.from_bytes(data[:8], "little")
     if length > HEADER_BYTES - 8:
@@ -202,7 +209,7 @@ RECEIVES_AHEAD = 2
 
 @dataclass
 class _Sent:
-    """Buffers being sent, and the position of the receiver's action after which they must have arrived."""
+    """Buffers being sent, and the position of the receiver's action that needs them: once it ran, they have arrived."""
 
     needed_by: int
     buffers: Buffers
@@ -262,6 +269,7 @@ class Transfers:
         peers = {source for source, target in _pairs(self._schedule) if target == self._rank}
         self._expected = {peer: deque(self._messages_of(peer, forward_only)) for peer in peers}
         self._arriving = {peer: {} for peer in peers}
+        # Before the first computation: a peer that is ahead finds a buffer ready.
         for peer in peers:
             with self._naming(peer, "receiving its first messages"):
                 self._receive_ahead(peer)
@@ -273,6 +281,7 @@ class Transfers:
                 with self._naming(peer, "sending its last messages"):
                     _wait(each.buffers)
         self._sent.clear()
+        # Only after a complete step, so that a failed one leaves the fixed shapes as they were.
         if self._keeps_layouts:
             self._fixed = self._layouts
 
@@ -293,6 +302,7 @@ class Transfers:
         known = self._layouts.get(stage)
         buffers: Buffers = []
         if known is None:
+            # Recorded here too: the gradients that come back have these shapes.
             self._layouts[stage] = layout
             buffers += send_header(group, layout, self._platform)
         elif known != layout:
@@ -313,6 +323,7 @@ class Transfers:
         """Send the gradients of a stage's inputs to the stage before."""
         peer = self._schedule.rank_of_stage[action.stage - 1]
         buffers = self._send(self._group(self._rank, peer), gradients)
+        # `B` or `I`, whichever the schedule of the peer has.
         needed_by = self._backwards[action.stage - 1, action.microbatch]
         self._note_sent(peer, needed_by, buffers)
 
@@ -336,6 +347,7 @@ class Transfers:
             self._receive_ahead(peer)
 
     def _take(self, action: Action, peer: int) -> list[Tensor]:
+        """Wait for the message that a computation needs, and return its tensors."""
         self._receive_until(action, peer, may_wait=True)
         buffers = self._arriving[peer].pop(action)
         # Posted before waiting: the following messages may arrive in the meantime.
@@ -365,10 +377,13 @@ class Transfers:
     def _metas(self, needed_by: Action, peer: int, may_wait: bool) -> Sequence[TensorMeta] | None:
         """Return the metadata of a message's tensors, or None if its header has not been received yet."""
         if needed_by.kind is not Kind.FORWARD:
+            # Gradients have no header: they are shaped like the outputs that this rank has sent and that require one.
             sent = self._layouts.get(needed_by.stage)
             return None if sent is None else [meta for meta in sent.tensors if meta.requires_grad]
         source = needed_by.stage - 1
         if source not in self._layouts and may_wait:
+            # Blocks until the peer has sent its first output. Only a computation that needs the message may wait for
+            # it.
             self._layouts[source] = receive_header(self._group(peer, self._rank), self._platform)
         return self._layouts[source].tensors if source in self._layouts else None
 
@@ -383,15 +398,19 @@ class Transfers:
                 yield self._backwards[before, action.microbatch]
 
     def _receive(self, peer: int, metas: Sequence[TensorMeta]) -> Buffers:
+        """Allocate buffers for the next message of a peer and post their receives."""
         group, platform = self._group(peer, self._rank), self._platform
         tensors = [platform.empty(meta.shape, platform.dtype(meta.dtype)) for meta in metas]
         return [(group.receive(tensor, 0, async_op=True), tensor) for tensor in tensors]
 
     def _send(self, group: ProcessGroup, tensors: Sequence[Tensor]) -> Buffers:
+        """Start to send tensors to the second rank of a group."""
+        # Detached, so that a pending send does not hold the graph.
         contiguous = [self._platform.contiguous(self._platform.detach(tensor)) for tensor in tensors]
         return [(group.send(tensor, 1, async_op=True), tensor) for tensor in contiguous]
 
     def _note_sent(self, peer: int, needed_by: Action, buffers: Buffers) -> None:
+        """Hold the buffers of a send until `_arrived` or the end of the step."""
         self._sent.setdefault(peer, []).append(_Sent(self._position[needed_by], buffers))
 
     def _arrived(self, peer: int, made_by: Action) -> None:
@@ -407,6 +426,8 @@ class Transfers:
         self._sent[peer] = [each for each in pending if each.needed_by > finished]
 
     def _group(self, source: int, target: int) -> ProcessGroup:
+        """Return the process group of messages from one rank of the pipeline to another."""
+        # The sender is rank 0 of the group, the receiver rank 1.
         return self._world.group((self._ranks[source], self._ranks[target]))
 
     def _connect(self) -> None:
@@ -420,6 +441,7 @@ class Transfers:
                     self._group(source, target).broadcast(one, 0)
 
     def _naming(self, peer: int, doing: str, action: Action | None = None) -> _Naming:
+        """Return a context in which a communication error is raised as one that names the peer."""
         return _Naming(self, peer, doing, action)
 
     def failure(self, peer: int, doing: str, error: BaseException) -> PipelineError:
@@ -466,6 +488,8 @@ def _wait(buffers: Buffers) -> None:
 
 
 def _changed(stage: int, microbatch: int, known: MessageLayout, layout: MessageLayout, *, is_fixed: bool) -> str:
+    """Return the message of the error for an output whose shapes have changed."""
+
     def described(each: MessageLayout) -> str:
         return ", ".join(f"{meta.dtype}{list(meta.shape)}" for meta in each.tensors) or "no tensors"
 
