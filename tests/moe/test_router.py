@@ -141,7 +141,7 @@ def test_no_tokens(platform):
         ({"score_func": "relu"}, "score_func must be 'softmax', 'sigmoid', .* or 'softmax_of_top_k', got 'relu'"),
         ({"top_k": 1, "route_norm": True}, "route_norm with top_k = 1 makes every score 1"),
         ({"group_score": "mean"}, "group_score must be 'top2_sum' or 'max', got 'mean'"),
-        ({"num_expert_groups": 4}, "num_expert_groups and num_limited_groups come together"),
+        ({"num_expert_groups": 4}, "num_expert_groups and num_limited_groups must be given together"),
         ({"num_expert_groups": 3, "num_limited_groups": 1}, "num_expert_groups must divide num_experts = 8, got 3"),
         ({"num_expert_groups": 4, "num_limited_groups": 5}, "must be between 1 and num_expert_groups = 4, got 5"),
         ({"num_expert_groups": 4, "num_limited_groups": 1}, "1 groups of 2 experts hold fewer than top_k = 3"),

@@ -113,6 +113,7 @@ class FSDPModule:
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the framework's own state dict. Its DTensors share the memory of the sharded parameters."""
+        # Modules may hold unsharded parameters now, as in a forward or after `unshard`.
         with sharded_parameters(self._fsdp.platform, self):
             return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
@@ -278,6 +279,7 @@ class FSDPModule:
             raise FullyShardError(f"set_reduce_op_type: expected 'avg' or 'sum', got {op!r}")
         for group in self._groups(recurse):
             group.settings.reduce.op = op
+            # The default of the new operation applies: the number of ranks for a mean, 1 for a sum.
             group.settings.reduce.divide_factor = None
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
@@ -435,6 +437,7 @@ def register_fsdp_forward_method(module: Module, method_name: str) -> None:
     def sharded(*args: Any, **kwargs: Any) -> Any:
         return state.call(module, hooked, args, kwargs)
 
+    # Not by the framework's own `__setattr__`, which is for parameters and modules.
     object.__setattr__(module, method_name, sharded)
 
 
@@ -447,6 +450,7 @@ def with_methods(cls: type, mixin: type | None = None) -> type:
     mixin = mixin or FSDPModule
     if issubclass(cls, mixin):
         return cls
+    # The mixin comes first, so that its `__call__` and `state_dict` wrap those of the module.
     namespace = {"__module__": cls.__module__, "__new__": _new_original, ORIGINAL_CLASS: original_class(cls)}
     if callable(getattr(cls, "save_pretrained", None)):
         namespace["save_pretrained"] = _sharded_save_pretrained(cls)

@@ -221,6 +221,7 @@ def _check_offload(
         FullyShardError: not a policy, or one that `zero_stage` does not allow.
         CapabilityError: the platform does not support it.
     """
+    # torch's base class is a policy that offloads nothing.
     if offload_policy is None or type(offload_policy) is OffloadPolicy:
         return None
     if not isinstance(offload_policy, CPUOffloadPolicy):
@@ -374,6 +375,7 @@ def _buckets(
 ) -> list[list[OriginalParameter]]:
     """Split parameters, in order, into buckets of at most `bucket_size` KB, or of one larger parameter."""
     buckets: list[list[OriginalParameter]] = []
+    # Sizes are those of the longest shard of any rank, so that all ranks make the same buckets.
     room = 0.0
     for original in originals:
         size = original.longest_numel * platform.itemsize(original.tensor.dtype)

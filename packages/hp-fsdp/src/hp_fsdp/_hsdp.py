@@ -168,6 +168,7 @@ class HSDPCell(FSDPModule):
         Raises:
             HSDPError: before `hsdp`.
         """
+        # A running reduction would set gradients after they have been cleared.
         if self._fsdp.schedule is not None:
             self._fsdp.schedule.context.finish_reductions()
         for state in states_below(self._fsdp.platform, self):
@@ -217,6 +218,7 @@ def _mesh_of_parameters(cell: Module) -> DeviceMesh | None:
                 sharded_axes[axis] = spec.mesh[axis.name]
     if not specs:
         return None
+    # Together the sharded axes describe which ranks hold different shards.
     first, *others = sharded_axes.values() if sharded_axes else (specs[0].mesh,)
     try:
         for other in others:

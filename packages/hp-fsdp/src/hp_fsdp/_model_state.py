@@ -105,8 +105,9 @@ class Problems:
     """The problems of a state dict.
 
     Attributes:
-        missing, unexpected: keys.
-        others: sentences.
+        missing: keys of the model that the state dict lacks.
+        unexpected: keys of the state dict that the model lacks.
+        others: other problems, one sentence each.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -133,6 +134,7 @@ def agree(group: ProcessGroup, what: str, sentences: list[str], communicated: Co
     Raises:
         StateDictError: naming the ranks and the problems.
     """
+    # Ranks that convert different DTensors would wait for each other in the collectives.
     digest = hashlib.sha256(json.dumps(list(communicated)).encode()).hexdigest()
     answers = [json.loads(x) for x in group.all_gather_bytes(json.dumps([sentences, digest]).encode())]
     if len({each[1] for each in answers}) > 1 and not any(each[0] for each in answers):
@@ -203,10 +205,12 @@ def copy_into(platform: Platform, target: Tensor, value: Tensor) -> None:
 def regather(groups: Collection[ParameterGroup]) -> None:
     """Fill the full parameters of groups that are unsharded now again, because their shards have changed."""
     for group in groups:
+        # Retained parts hold the old values.
         if group.state is GroupState.SHARDED_AFTER_FORWARD:
             group.reshard()
         if group.state is not GroupState.SHARDED:
             for buffer in group.buffers:
+                # A running gather has read the old shard, so it ends and is started again.
                 buffer.gathering.wait()
                 buffer.gathering.start()
             for buffer in group.buffers:
@@ -313,6 +317,7 @@ def _gather_rows(storage: ParameterStorage, x: Tensor) -> Tensor:
     sizes = [units * row for units in ragged.units]
     starts = [sum(sizes[:rank]) for rank in range(group.size)]
     mine = platform.ops.reshape(local, (-1,))
+    # Each shard is received into its place in the result. Empty shards send nothing.
     receives = [storage.part(full, start, (size,)) if size else None for start, size in zip(starts, sizes, strict=True)]
     group.exchange([mine if sizes[group.rank] else None] * group.size, receives)
     return platform.ops.reshape(full, spec.shape)

@@ -36,13 +36,14 @@ class OptimizerView(Protocol):
         """Compare a state dict with the optimizer.
 
         Returns:
-            The problems; by `<parameter>.<slot>`, tensors with the shapes that the values must have; and the values.
+            (problems, targets, values), the last two by `<parameter>.<slot>`. A target has the shape that the value of
+            this name must have.
         """
 
     def load(self, state_dict: Mapping[str, Any], values: Named) -> None:
         """Load a state dict for which `match` has found no problems."""
 
-    def make(self) -> None:
+    def create_state(self) -> None:
         """Create the state of a new optimizer, see `init_optimizer_state`."""
 
 
@@ -100,7 +101,7 @@ class NamedOptimizerView:
     def slots(self) -> dict[str, Named]:
         return {name: dict(slots) for name, slots in self._optimizer.state().items()}
 
-    def make(self) -> None:
+    def create_state(self) -> None:
         """Do nothing: the optimizer has state from the start."""
 
     def hyperparameters(self) -> Named:
@@ -128,6 +129,7 @@ class GroupedOptimizerView:
         self._optimizer = optimizer
         self._named: dict[int, str] = {}
         for name, parameter in parameters.items():
+            # A tied parameter has several names; the optimizer's state is under the first one.
             self._named.setdefault(id(parameter), name)
         self._first = {name: self._named[id(parameter)] for name, parameter in parameters.items()}
         unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._named]
@@ -195,6 +197,7 @@ class GroupedOptimizerView:
     def _keeps_state(self) -> bool:
         """Return True if the optimizer has state after a step, tried on a copy with a parameter of zeros per group."""
         trial = copy.copy(self._optimizer)
+        # The copy is shallow: the trial must neither call the user's hooks nor write the real state.
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(trial, hooks, {})
         trial.state = collections.defaultdict(dict)
@@ -208,17 +211,19 @@ class GroupedOptimizerView:
         return any(trial.state.values())
 
     def _zeros(self, parameter: Tensor) -> Tensor:
+        """Return a plain parameter of zeros with a gradient of zeros, shaped like the local shard of `parameter`."""
         zeros = self._platform.detach(self._platform.ops.zeros_like(self._platform.unwrap(parameter)))
         self._platform.set_requires_grad(zeros, True)
         self._platform.set_grad(zeros, self._platform.ops.zeros_like(zeros))
         return zeros
 
-    def make(self) -> None:
+    def create_state(self) -> None:
         """Create the state of a new optimizer by a step that does not change the parameters."""
         if self.slots():
             return
         ops = self._platform.ops
         parameters = [x for x in self._parameters().values() if self._platform.requires_grad(x)]
+        # Restored below, like the learning rates.
         grads = [self._platform.get_grad(x) for x in parameters]
         rates = [group["lr"] for group in self._optimizer.param_groups]
         try:
@@ -234,6 +239,7 @@ class GroupedOptimizerView:
                 self._platform.set_grad(x, grad)
 
     def _has_same_options(self, state_dict: Mapping[str, Any], group: Named) -> bool:
+        """Return True if the options of a group that decide about slots are on or off as in the state dict."""
         names = [self._named[id(p)] for p in group["params"]]
         saved = [state_dict["param_groups"][number] for number in self._saved_groups(state_dict, names)]
         pairs = [(group[key], value) for each in saved for key, value in each.items() if key in group]
@@ -249,6 +255,7 @@ class GroupedOptimizerView:
         return problems
 
     def _saved_groups(self, state_dict: Mapping[str, Any], names: list[str]) -> list[int]:
+        """Return the numbers of the groups of a state dict that contain any of these parameters."""
         return [
             number
             for number, group in enumerate(state_dict.get("param_groups", ()))
@@ -264,9 +271,11 @@ class GroupedOptimizerView:
                 parameter = self._parameters()[name]
                 state[indices[name]] = {slot: self._placed(values[f"{name}.{slot}"], parameter) for slot in slots}
         groups = [self._merged(state_dict, group, indices) for group in self._optimizer.param_groups]
+        # torch numbers parameters over all groups, in order.
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _merged(self, state_dict: Mapping[str, Any], group: Named, indices: Mapping[str, int]) -> Named:
+        """Return a group of the optimizer with the options of the state dict, and numbers for its parameters."""
         names = [self._named[id(p)] for p in group["params"]]
         saved = [state_dict["param_groups"][number] for number in self._saved_groups(state_dict, names)]
         return {**group, **(saved[0] if saved else {}), "params": [indices[name] for name in names]}
@@ -288,6 +297,7 @@ class GroupedOptimizerView:
 
 
 def _flat(state: Mapping[str, Mapping[str, Any]]) -> Named:
+    """Return the values of nested state by `<parameter>.<slot>`."""
     return {f"{name}.{slot}": value for name, slots in state.items() for slot, value in slots.items()}
 
 

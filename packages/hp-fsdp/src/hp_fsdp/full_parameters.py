@@ -68,6 +68,7 @@ def summon_full_params(module: Module, *, recurse: bool = True, writeback: bool 
         # with freed parameters.
         for each in reversed(summoned):
             each.hide()
+    # Full parameters that are retained between uses (ZeRO 0 to 2) are out of date now.
     if writeback:
         _state.regather(groups)
 
@@ -146,6 +147,7 @@ class _Summoned:
 
     def _gather(self, buffer: FlatBuffer) -> Tensor:
         full = buffer.new_buffer(buffer.layout.numel, buffer.dtype)
+        # Not by the buffer's `Communication`, which may be lossy.
         buffer.shard_group.all_gather_into(full, buffer.gathering.shard_on_device())
         return full
 
@@ -166,6 +168,7 @@ class _Summoned:
         """Copy this rank's elements of each buffer into its shard."""
         for buffer, full in zip(self._group.buffers, self._group.summoned_buffers, strict=True):
             numel = buffer.layout.shard_numel
+            # Only this rank's rows: no communication.
             own = self._storage.part(full, buffer.shard_group.rank * numel, (numel,))
             self._storage.platform.copy_(buffer.shard, own)
 

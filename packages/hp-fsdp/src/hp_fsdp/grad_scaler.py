@@ -21,7 +21,10 @@ SMALLEST_SCALE = 2.0**-24
 
 
 class _Divided(NamedTuple):
-    """A parameter whose local gradient has been divided. `not_finite`: some rank found a value that is not finite.
+    """A parameter whose local gradient has been divided by the scale.
+
+    Attributes:
+        not_finite: some rank has found a value that is not finite in one of the gradients divided together with it.
 
     It holds the gradient until `update`, so that no other gradient can get the same address.
     """
@@ -189,6 +192,7 @@ class GradScaler:
                 raise LossScalingError(
                     f"step() of a {kind}, which has no param_groups: call unscale_(parameters) first"
                 )
+            # Without `param_groups` it is not known which gradients the step uses.
             skipped = self.found_inf
         else:
             if id(optimizer) not in self._optimizers:
@@ -217,6 +221,7 @@ class GradScaler:
             if self._growth_tracker == self._growth_interval:
                 self._scale *= self._growth_factor
                 self._growth_tracker = 0
+        # Releases the gradients that were held for their addresses.
         for since_update in (self._unscaled, self._optimizers, self._stepped, self._found):
             since_update.clear()
 

@@ -124,6 +124,7 @@ def _states(module: Module) -> list[FSDPState]:
 
 def _use(states: list[FSDPState]) -> MemoryUse:
     buffers = [buffer for state in states for buffer in state.group.buffers]
+    # A schedule is shared by all groups of a model, and counted once.
     schedules = {id(state.schedule): state.schedule for state in states if state.schedule is not None}
     return MemoryUse(
         shards=sum(buffer.shard_bytes for buffer in buffers),
@@ -163,8 +164,8 @@ class PlannedBuffer:
     """One flat buffer of a planned group. All sizes are bytes on one rank.
 
     Attributes:
-        parameters: in the order of the layout's blocks.
-        layout: the place of each parameter in the buffer.
+        parameters: the parameters, in the order of the layout's blocks.
+        layout: the position of each parameter in the buffer.
         param_itemsize: bytes of an element of the full buffer.
         reduce_itemsize: bytes of an element of the gradients when they are reduced.
         num_replicas: number of ranks that hold the same shard.
@@ -241,6 +242,7 @@ class PlannedBuffer:
     @property
     def replicate_wire(self) -> float:
         """Bytes that one rank sends to the ranks with the same shard, in one all-reduce of reduced gradients."""
+        # A ring all-reduce: a reduce-scatter and an all-gather.
         share = 2 * (self.num_replicas - 1) / self.num_replicas
         return share * self.layout.shard_numel * self.reduce_itemsize * self.trainable
 
@@ -277,7 +279,7 @@ def plan_group(
     """Return the flat buffers of the group that `fully_shard` would make of these parameters.
 
     Args:
-        parameters: of one module, in its order.
+        parameters: the parameters of one module, in its order.
         num_shards: size of the shard axis (1 for `zero_stage=0`).
         param_itemsize: bytes of the dtype of the computation. None: the parameters' own.
         reduce_itemsize: bytes of the dtype of the reduction. None: `param_itemsize`.
@@ -290,6 +292,7 @@ def plan_group(
         >>> sum(each.shard for each in buffers), sum(each.full for each in buffers)
         (32, 64)
     """
+    # As in `fully_shard`: one buffer for each dtype (its itemsize here) and trainability.
     kinds: dict[tuple[int, bool], list[PlannedParameter]] = {}
     for parameter in parameters:
         kinds.setdefault((parameter.itemsize, parameter.trainable), []).append(parameter)

@@ -162,6 +162,7 @@ def set_model_state_dict(
         values = _state.run_load_pre_hooks(platform, model, model_state_dict, options.strict, problems)
     if options.broadcast_from_rank0:
         values = _broadcast(platform, ranks, values, targets)
+    # After the pre-hooks, which may rename or add keys.
     missing = _missing(targets, values)
     if options.ignore_frozen_params:
         missing = [name for name in missing if name not in parameters or platform.requires_grad(parameters[name])]
@@ -169,10 +170,12 @@ def set_model_state_dict(
     problems.unexpected += [key for key in values if key not in targets and key not in extra]
     settled_by_hooks = _state.has_load_post_hooks(platform, model)
     strict = options.strict and not settled_by_hooks
+    # The check raises on all ranks before anything is written.
     for name in _check(platform, "load_state_dict", ranks, targets, values, problems, strict):
         _state.copy_into(platform, targets[name], values[name])
     for key in extra.keys() & values.keys():
         extra[key].set_extra_state(values[key])
+    # Unsharded groups hold the old values.
     _state.regather(groups)
     if settled_by_hooks:
         _state.run_load_post_hooks(platform, model, IncompatibleKeys(problems.missing, problems.unexpected))
@@ -231,7 +234,7 @@ def init_optimizer_state(model: Module, optimizer: Any) -> None:
         ['weight']
     """
     *_, view = _optimizer_of(model, optimizer)
-    view.make()
+    view.create_state()
 
 
 def set_optimizer_state_dict(
@@ -408,6 +411,7 @@ def _broadcast(
             if not plain:
                 wrong.append(f"{name}: broadcast_from_rank0 needs full plain tensors, got {type(value).__name__}")
             else:
+                # Other ranks allocate their buffers from this.
                 facts.append([name, list(value.shape), platform.dtype_name(value.dtype)])
     answer = json.loads(ranks.all_gather_bytes(json.dumps([wrong, facts]).encode())[0])
     if answer[0]:
@@ -431,6 +435,7 @@ def _broadcast_one(
         spec = None if target is None else _state.spec_of(target)
         if spec is None or spec.shape != tuple(shape):
             return full
+        # A copy: a view would keep the full tensor alive until all tensors have been broadcast.
         return platform.ops.clone(_state.as_local(platform, full, spec))
 
 

@@ -126,6 +126,7 @@ def _streamed(cls: type) -> type:
         return loss
 
     def load_state_dict(self: Any, state_dict: Any) -> None:
+        # It creates new state tensors, which are moved to the host.
         cls.load_state_dict(self, state_dict)  # type: ignore[attr-defined]
         getattr(self, STEPS_ATTRIBUTE).put_away()
 
@@ -140,7 +141,7 @@ def _streamed(cls: type) -> type:
 
 
 class _StreamedStep:
-    """Takes an optimizer's step as one step per flat buffer, and one for the parameters that are in none."""
+    """Splits an optimizer's step into one for each flat buffer, and one for the parameters outside of buffers."""
 
     def __init__(self, platform: Platform, optimizer: Optimizer, steps: list[BufferStep]) -> None:
         self._platform = platform
@@ -148,13 +149,13 @@ class _StreamedStep:
         self._steps = steps
 
     @property
-    def _given(self) -> set[int]:
+    def _parameter_ids(self) -> set[int]:
         """Ids of the optimizer's parameters, which may change between steps."""
         return {id(p) for group in self._optimizer.param_groups for p in group["params"]}
 
     def drop_gradients(self) -> None:
         """Drop deferred gradients. Reading `grad` to do that would first copy them to the parameters' device."""
-        given = self._given
+        given = self._parameter_ids
         for each in self._steps:
             each.drop_gradients(given)
 
@@ -164,7 +165,7 @@ class _StreamedStep:
             return closure()
 
     def run(self, step: Step) -> None:
-        given = self._given
+        given = self._parameter_ids
         steps = [each for each in self._steps if each.has_gradients(given)]
         try:
             for number, each in enumerate(steps):
@@ -193,6 +194,7 @@ class _StreamedStep:
         try:
             for group in groups:
                 group["params"] = [p for p in group["params"] if id(p) in ids]
+            # The same group objects, so that options which the step changes are kept. Empty groups are left out.
             self._optimizer.param_groups = [group for group in groups if group["params"]]
             if self._optimizer.param_groups:
                 step(self._optimizer)
@@ -225,6 +227,7 @@ class BufferStep:
 
     def has_gradients(self, given: Collection[int]) -> bool:
         """Return True if one of its parameters with ids in `given` has a gradient."""
+        # Without reading `grad`, which would copy deferred gradients to the device.
         if self._buffer.gradients.deferred.flat is not None:
             return True
         parameters = [p.sharded for p in self._buffer.parameters if id(p.sharded) in given]
@@ -351,6 +354,7 @@ class OptimizerStateOnHost:
 
     def fetch(self) -> list[Work]:
         """Start to copy the state to the device."""
+        # One copy per slot and dtype for all parameters of the buffer.
         copies = {key: self._offload.to_device(host) for key, host in self._on_host.items()}
         self._on_device = {key: copy for key, (copy, _) in copies.items()}
         return [arriving for _, arriving in copies.values()]
@@ -362,6 +366,7 @@ class OptimizerStateOnHost:
     def put_away(self, optimizer: Optimizer) -> list[Work]:
         """Start to copy the state back, slots that the optimizer has created included, and set views of the host's."""
         for parameter, _, key, value in self._values(optimizer):
+            # The first step creates state on the device: it gets a flat tensor of its own.
             if key not in self._on_device and not self._is_given(parameter, key, value):
                 self._on_device[key] = self._first_copy(key)
         self._set_state(optimizer, self._on_device)
@@ -376,6 +381,7 @@ class OptimizerStateOnHost:
         return leaving
 
     def _first_copy(self, key: SlotKey) -> Tensor:
+        """Return a flat device tensor for a slot that was not fetched: zeros, or a copy of what the host has."""
         if key not in self._on_host:
             return self._offload.zeros(self._buffer.layout.shard_numel, key[1], on_host=False)
         copy, arriving = self._offload.to_device(self._on_host[key])
@@ -394,6 +400,7 @@ class OptimizerStateOnHost:
                     yield parameter, entry, (slot, local.dtype), value
 
     def _is_given(self, parameter: FSDPParameter, key: SlotKey, value: Tensor) -> bool:
+        """Return True if a state tensor is a view that `_set_state` has set, and not one that the optimizer created."""
         return self._given.get((id(parameter), key)) is value
 
     def _set_state(self, optimizer: Optimizer, flats: Mapping[SlotKey, Tensor], copy_values: bool = True) -> None:

@@ -49,8 +49,8 @@ class ForwardPass:
         uses: the uses of parameters with autograd nodes, in the order of the nodes.
         events: in forward order, with the use that starts there. Backward goes through them in reverse: it reaches a
             group at its end event, and has finished with it at its start event.
-        reachable: groups that the backward of some rank may reach. Frozen groups before the first one that requires a
-            gradient are not among them. After it, a rank may detach the inputs of a group while others do not.
+        reachable: groups that the backward of some rank may reach: all from the first one that requires a gradient.
+            Frozen groups after it are among them, because ranks may detach different tensors.
         frozen_calls: number of calls of each group without trainable parameters.
     """
 
@@ -66,6 +66,7 @@ class ForwardPass:
         # Their autograd nodes refer to the uses: a cycle through C++ that Python's garbage collector cannot see.
         del self.token
         for use in self.uses:
+            # The uses themselves stay: a backward still needs their indices and versions.
             use.unsharded.clear()
 
     def start_group(self, group: ParameterGroup) -> None:
@@ -84,6 +85,7 @@ class ForwardPass:
         self._move_last(Event(group, is_end=True), None)
 
     def _move_last(self, event: Event, use: ParameterUse | None) -> None:
+        # A dict sets an existing key in its old position, so the event is removed first.
         self.events.pop(event, None)
         self.events[event] = use
 
@@ -97,7 +99,7 @@ class BackwardRun:
         frozen_calls: number of calls of groups without trainable parameters that it has finished, by group and pass.
         tokens: tokens of the gather nodes of modules that are being recomputed.
         reached: groups that it has reached, with the pass. The pass is None in a recomputation.
-        remaining: for each pass that it goes through, the events that are not done. The next one is the last.
+        remaining: for each pass that it goes through, the events that it has not taken. They are taken from the end.
     """
 
     def __init__(self, is_for_parameters: bool, end: Callable[[], None]) -> None:
@@ -124,7 +126,7 @@ class BackwardRun:
             use.pending = use.pending or list(use.indices)
 
     def remaining_events(self, forward_pass: ForwardPass) -> dict[Event, ParameterUse | None]:
-        """Return the events of a pass that are not done: all of them when the backward first reaches the pass."""
+        """Return the events of a pass that have not been taken: all of them when the backward first reaches it."""
         if forward_pass not in self.remaining:
             self.remaining[forward_pass] = forward_pass.events.copy()
         return self.remaining[forward_pass]
@@ -162,7 +164,7 @@ class Prefetcher:
         self.start_pass()
 
     def forget_ahead(self) -> None:
-        """Count no group as gathered ahead, as after a backward. The cursor stays."""
+        """Forget which groups have started and which were gathered ahead, as after a backward. The cursor stays."""
         self._recorded, self._ahead = [], []
 
     def expect_nothing(self) -> None:
@@ -189,21 +191,26 @@ class Prefetcher:
         if following is None:
             remaining, reachable = run.remaining_events(forward_pass), forward_pass.reachable
             ends = (event.group for event in reversed(remaining) if event.is_end and event.group in reachable)
+            # Backward reaches groups at their end events, last recorded first.
             following = islice(ends, group.settings.prefetch_depth)
         for other in following:
+            # As in `_unshard`: a group that backward does not gather must not be prefetched either.
             if other.settings.unshard_in_backward or not other.storage.refuses_released:
                 other.start_unshard()
 
     def _following(self, group: ParameterGroup) -> Sequence[ParameterGroup]:
         """Return the groups expected after `group`. If another one was expected, free the groups gathered ahead."""
+        # It is in use now, and no longer to be freed if the order turns out to be another one.
         if group in self._ahead:
             self._ahead.remove(group)
         cursor, expected = self._cursor, self._expected.get(self.order_name, ())
+        # The usual case is O(1). Only a forward that deviates from the last one searches.
         if cursor < len(expected) and expected[cursor] is group:
             found = cursor
         else:
             found = next((i for i in range(cursor, len(expected)) if expected[i] is group), -1)
             for other in self._ahead:
+                # A group that is unsharded by now is in use.
                 if other.state is GroupState.GATHERING:
                     other.reshard()
             self._ahead.clear()
@@ -256,7 +263,7 @@ class RootContext:
         """Wait for the running comparison of call orders.
 
         Args:
-            timeout_seconds: continue after this time, and look later. None: wait without a limit.
+            timeout_seconds: return after this time without a result, which a later call finds. None: no limit.
 
         Raises:
             CallOrderError: ranks have called different modules. Everything has been reset.
@@ -278,11 +285,13 @@ class RootContext:
     def finish_reductions(self) -> None:
         """Wait for all running reductions and set the gradients."""
         self.reducer.finish_all(self.check_order)
+        # Hooks may take the optimizer's step, so during a backward they are called at its end.
         if self.backward is None:
             self.reducer.run_gradient_hooks()
 
     def gather_stale(self, groups: Sequence[ParameterGroup]) -> None:
         """Gather again the full parameters of these groups that any rank has changed since they were gathered."""
+        # A running gather reads the shards. They are compared only when it has ended.
         for group in groups:
             group.wait_for_unshard()
         held = [group for group in groups if group.state is GroupState.UNSHARDED]
@@ -319,6 +328,7 @@ class RootContext:
         self.root_module = None
         for group in self.groups:
             group.in_gathered_step = False
+            # Before `reshard`, which raises while modules hold unsharded parameters.
             group.use_sharded()
             group.reshard()
             group.use = None
@@ -443,6 +453,7 @@ class BackwardSchedule:
 
     def _unshard(self, run: BackwardRun, group: ParameterGroup, forward_pass: ForwardPass | None) -> None:
         run.reached.add((group, forward_pass))
+        # Without waiting: a disagreement that has arrived by now is raised before further collectives are started.
         self._context.check_order(0)
         group.check_same_action("starts the backward of")
         if group.settings.unshard_in_backward or not self._context.storage.refuses_released:
@@ -464,6 +475,7 @@ class BackwardSchedule:
         if buffer in use.pending:
             use.pending.remove(buffer)
         if not use.pending:
+            # A later forward may have made another use already.
             if group.use is use:
                 group.use = None
             # A gradient may share memory with the full buffer. It is copied before that memory is freed.

@@ -1,9 +1,10 @@
 """A flat buffer: parameters of one dtype that are gathered, reduced and freed together.
 
-Each buffer exists in two forms. The *shard* is this rank's 1-D part; the sharded parameters of the optimizer are views
-of it. The *full buffer* holds all shards one after another; the unsharded parameters that modules compute with are
-views of it. The full buffer is one tensor for the life of the model. "Freeing" it releases its storage, and a gather
-gives the same storage memory again, so that views which autograd has saved in forward are valid again in backward.
+Each buffer exists in two forms. The *shard* is this rank's 1-D tensor; the sharded parameters of the optimizer are
+views of it. The *full buffer* holds all shards one after another; the unsharded parameters that modules compute with
+are views of it. The full buffer is one tensor for the life of the model. "Freeing" it releases its storage, and a
+gather gives the same storage memory again, so that views which autograd has saved in forward are valid again in
+backward.
 """
 
 from __future__ import annotations
@@ -38,24 +39,24 @@ class FlatBuffer:
     """The memory of some parameters of a group, and the views of it that are the parameters.
 
     Attributes:
-        layout: the place of each parameter, the same in the full buffer and in the buffer of full gradients.
-        dtype: of the sharded parameters.
-        param_dtype: of the full buffer, in which modules compute.
-        reduce_dtype: in which gradients are accumulated and reduced.
-        grad_dtype: of the sharded parameters' gradients.
-        policy: the dtypes as the user has chosen them.
+        layout: the position of each parameter, the same in the full buffer and in the buffer of full gradients.
+        dtype: dtype of the sharded parameters.
+        param_dtype: dtype of the full buffer, in which modules compute.
+        reduce_dtype: dtype in which gradients are accumulated and reduced.
+        grad_dtype: dtype of the sharded parameters' gradients.
+        policy: the mixed-precision policy, from which these dtypes follow.
         shard_group: the ranks that hold one shard each. Only this rank where nothing is sharded.
         shard_mesh: the 1-D mesh of `shard_group`.
         replicate_group: the ranks that hold the same shard. None if there is only this one.
         communication: the collectives to use.
         actions: records gathers and reductions for the comparison of call orders.
         offload: which shards are stored in host memory between uses.
-        shard: this rank's part, 1-D, `layout.shard_numel` elements.
+        shard: this rank's shard, 1-D, `layout.shard_numel` elements.
         full: 1-D, `layout.numel` elements. Without memory while the parameters are sharded.
         gather_target: the full buffer as collectives write it. On torch it is an alias with its own version counter:
             otherwise autograd would report that the views saved in forward were modified by the gather for backward.
         full_is_shard: a single shard that needs no cast is the full buffer itself: nothing is gathered or freed.
-        parameters: in the order of the layout's blocks.
+        parameters: the parameters, in the order of the layout's blocks.
         versions: version counters of the parameters.
         extension: the gather that the class of the only parameter defines. The full buffer is then never filled.
         gathering: fills and frees the full buffer.
@@ -90,6 +91,7 @@ class FlatBuffer:
         if offload is not None and mesh_info.is_sharded and not storage.is_host(self.device):
             self.offload = ShardOffload(storage, self.device, offload.parameters, offload.gradients, offload.pin_memory)
         self._on_allocation: Callable[[], None] | None = None
+        # In this order: the shard, the full buffer with memory, the views of both, and only then its release.
         self.shard = self._fill_shard(originals)
         self.extension = originals[0].extension
         self._allocate_full()
@@ -120,6 +122,7 @@ class FlatBuffer:
                 continue
             with self.platform.no_grad(), self.platform.local_op():
                 local = self.platform.detach(self.platform.unwrap(original.values))
+                # The sharded dimension becomes the outermost one, so that the rows of a rank are contiguous.
                 if original.outer_dim:
                     dims = moved_to_front(range(len(local.shape)), original.outer_dim)
                     local = self.platform.ops.permute(local, dims)
@@ -168,6 +171,7 @@ class FlatBuffer:
     ) -> tuple[Tensor, Tensor]:
         """Return a parameter's view of the full buffer, and the leaf over it."""
         view = self.storage.view(self.full, self.layout.offsets[index], shape, outer_dim)
+        # A tensor-parallel parameter stays a DTensor over its model-parallel axes in the module.
         leaf = view if spec is None else self.platform.wrap(view, spec)
         self.platform.set_requires_grad(leaf, requires_grad)
         return view, leaf
@@ -216,6 +220,7 @@ class FlatBuffer:
         """
         wanted = self.require_grad_flags()
         for parameter, flag in zip(self.parameters, wanted, strict=True):
+            # Set only where it differs, which is rare: the flag is a call into the framework.
             if flag != self.platform.requires_grad(parameter.leaf):
                 self.platform.set_requires_grad(parameter.leaf, flag)
         return [index for index, flag in enumerate(wanted) if flag]
@@ -326,6 +331,7 @@ class FlatBuffer:
         self._set_dtypes(dtype)
         self.shard = self.offload.zeros(self.layout.shard_numel, dtype, self.offload.parameters)
         self._allocate_full()
+        # Before the data is replaced: the new leaves get the flags of the old parameters.
         wanted = self.require_grad_flags()
         for index, parameter in enumerate(self.parameters):
             shape, spec = tuple(parameter.view.shape), parameter.full_spec
@@ -443,6 +449,7 @@ class Gathering:
 
     def release(self) -> None:
         """Free the full buffer. Its views keep their shape, and must not be read until the next gather."""
+        # The collective writes the buffer: its memory may be freed only when it has ended.
         self.wait()
         self._retained_part = self._copy_of_shard = None
         if not self._buffer.full_is_shard:
@@ -457,6 +464,7 @@ class Gathering:
             part = buffer.new_buffer(numel, buffer.param_dtype)
             first = self._neighbours(num_ranks).rank * numel
             self._platform.copy_(part, self._storage.part(buffer.full, first, (numel,)))
+        # After the copy, which reads the full buffer.
         self.release()
         self._retained_part = part
         buffer.count_allocation()
@@ -464,6 +472,7 @@ class Gathering:
     def _neighbours(self, size: int) -> ProcessGroup:
         """Return the group of `size` consecutive ranks of the shard group that contains this rank."""
         group = self._buffer.shard_group
+        # Groups start at multiples of `size`.
         first = group.rank // size * size
         return self._buffer.world.group(group.ranks[first : first + size])
 
@@ -484,6 +493,7 @@ class Gathering:
         buffer = self._buffer
         if not buffer.offload.parameters:
             return buffer.shard
+        # Remembered: the optimizer must not write the shard on the host before the copy has read it.
         flat, self._host_read = buffer.offload.to_device(buffer.shard)
         self._host_read.wait()
         return flat
@@ -553,6 +563,7 @@ class BufferGradients:
         # A parameter that has been frozen since the forward takes no gradient.
         wanted = self._buffer.require_grad_flags()
         given = {i: grad for i, grad in zip(indices, grads, strict=True) if wanted[i]}
+        # Parameters without a gradient are reduced as zeros, but do not get a `grad` if no rank has one.
         self.unreduced_indices |= {i for i, grad in given.items() if grad is not None}
         for index, parameter in enumerate(self._buffer.parameters):
             self._collect_one(index, given.get(index), is_new)
@@ -575,6 +586,7 @@ class BufferGradients:
             raise self._irreducible(parameter, f"it is of shape {list(shape)}, not of {numel} elements")
         view = self._storage.part(self.unreduced, offset, shape, parameter.outer_dim)
         try:
+            # Copy or addition also casts to the dtype of the reduction.
             (self._platform.copy_ if is_new else self._storage.add_)(view, grad)
         except RuntimeError as error:
             raise self._irreducible(parameter, error) from error
@@ -612,6 +624,7 @@ class BufferGradients:
         """Discard gradients that have been accumulated but not reduced."""
         self.unreduced = self.partial_shard = None
         self.unreduced_indices = self.partial_indices = frozenset()
+        # Gradients that a recomputation has accumulated in leaves too.
         for parameter in self._buffer.parameters:
             self._storage.take_grad(parameter.leaf)
 
@@ -666,6 +679,7 @@ class BufferGradients:
         for parameter in parameters:
             grad = self._buffer.view_in_shard(parameter, flat)
             present = self._storage.local_grad(parameter.sharded)
+            # A view, without a copy: the reduced shard becomes the memory of the gradients.
             if present is None:
                 self._storage.set_local_grad(parameter.sharded, grad, parameter.sharded.spec)
             else:
@@ -711,6 +725,7 @@ def stale_buffers(storage: ParameterStorage, buffers: Sequence[FlatBuffer]) -> s
     # bit by bit. One comparison for all of them, because each has the host wait for the device.
     changed = storage.differ([buffer.gathering.shard_then_and_now() for buffer in unsure])
     stale.update(buffer for buffer, differs in zip(unsure, changed, strict=True) if differs)
+    # If one rank has written its shard, the full buffers of all ranks are out of date.
     for group in dict.fromkeys(buffer.shard_group for buffer in held if buffer.shard_group.size > 1):
         sharing = [buffer for buffer in held if buffer.shard_group is group]
         flags = group.all_gather_bytes(bytes(buffer in stale for buffer in sharing))

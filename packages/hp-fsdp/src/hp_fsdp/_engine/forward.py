@@ -56,6 +56,7 @@ class ForwardSchedule:
         if group.summon_depth:
             group.start_unshard()  # raises: not inside of `summon_full_params`
         if context.backward is not None and (context.backward.has_failed or not self._platform.is_in_backward()):
+            # A backward that has raised has left its state, because autograd does not call the callback then.
             context.reset()
         if self._is_root_pass(group, module) and context.backward is None:
             self._start_pass(module)
@@ -64,6 +65,7 @@ class ForwardSchedule:
             group.sync_moved_parameters()
             group.check_initialized()
             context.gather_stale([group])
+        # Only in check mode. Before the gather, in which ranks that call different modules would wait.
         group.check_same_action("calls")
         starts = context.backward is None and not group.in_forward
         if starts:
@@ -118,6 +120,7 @@ class ForwardSchedule:
         if is_last_module:
             # Before the memory is freed: a write into an unsharded parameter would be lost silently.
             group.check_unwritten()
+            # In this order: `reshard` raises while modules hold the unsharded parameters.
             group.use_sharded()
             self._reshard_after_forward(group, bool(outputs))
         if ends_pass:
@@ -129,6 +132,7 @@ class ForwardSchedule:
     def fail(self, group: ParameterGroup) -> None:
         """Return a group to the resting state after an exception in its forward. If it is the root: all groups."""
         context = self.context
+        # A failed recomputation ends the backward. The next forward or backward resets the state.
         if context.backward is not None:
             return
         if group is context.root:
@@ -173,6 +177,7 @@ class ForwardSchedule:
                 group.wait_for_unshard()
             elif group.state is GroupState.GATHERING or not self._platform.is_grad_enabled():
                 group.reshard()
+        # Groups that were prefetched for another order have been freed above.
         context.prefetcher.end_pass()
         context.start_chain()
         self._compare_orders()
@@ -287,6 +292,7 @@ class FSDPState:
         """Set this state and its hooks on the modules."""
         for module in self.modules:
             object.__setattr__(module, STATE_ATTRIBUTE, self)
+            # First of all pre-hooks, so that the user's hooks see unsharded parameters.
             self.platform.add_forward_pre_hook(module, self.pre_forward, prepend=True)
             self.platform.add_forward_hook(module, self.post_forward)
 
@@ -379,6 +385,7 @@ class FSDPState:
         """
         self._name_groups()
         states = dict.fromkeys([self, *(s for module in self.modules for s in states_below(self.platform, module))])
+        # Before the modules are compared with what `fully_shard` has set: `Module.to` may have replaced the data.
         for state in states:
             state.group.sync_moved_parameters()
         groups = [state.group for state in states]

@@ -49,7 +49,9 @@ class ExtensionGathering(Gathering):
         self._copy_of_shard = buffer.new_buffer(buffer.layout.shard_numel, buffer.dtype)
         flat = self.shard_on_device()
         self._platform.copy_(self._copy_of_shard, flat)
+        # The class computes the tensors to send from the current values in every gather.
         inputs = self._inputs(buffer.view_in_shard(buffer.parameters[0], flat))
+        # Empty in the first gather, whose buffers have memory already.
         for held in self._held:
             self._storage.refill(held)
         buffer.count_allocation()
@@ -71,6 +73,7 @@ class ExtensionGathering(Gathering):
         for x in inputs:
             size = buffer.shard_group.size
             gathered = buffer.new_buffer(math.prod(x.shape) * size, x.dtype)
+            # The protocol concatenates along dimension 0; 0-d tensors such as scales become one element per rank.
             shape = (x.shape[0] * size, *x.shape[1:]) if len(x.shape) else (size,)
             self._gathered.append(gathered)
             self._outputs.append(self._storage.view(gathered, 0, shape))
@@ -108,7 +111,7 @@ class ExtensionGathering(Gathering):
                 self._platform.copy_(target, flat)
             else:
                 works.append(Holding(group.all_gather_into(target, flat, async_op=True), flat))
-        return _All(works) if works else DONE
+        return _JoinedWork(works) if works else DONE
 
     def wait(self) -> None:
         super().wait()
@@ -150,8 +153,8 @@ class ExtensionGathering(Gathering):
         return sum(map(self._storage.held_bytes, (*self._held, *copy)))
 
 
-class _All:
-    """Several started collectives."""
+class _JoinedWork:
+    """One work for several started collectives."""
 
     def __init__(self, works: list[Work]) -> None:
         self._works = works

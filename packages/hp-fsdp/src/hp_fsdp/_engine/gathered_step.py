@@ -53,6 +53,7 @@ class GatheredStep:
         for group in groups:
             group.unshard()
             for buffer in group.buffers:
+                # Leaves accumulate gradients, so they must require the same as the sharded parameters.
                 buffer.trainable()
             group.use_unsharded()
             group.in_gathered_step = True
@@ -61,6 +62,7 @@ class GatheredStep:
         """Add the leaves' gradients to those of earlier micro-batches, in the dtype of the reduction."""
         for group in self._context.groups:
             for buffer in group.buffers:
+                # Buffers of frozen parameters have no gradients.
                 if any(buffer.require_grad_flags()):
                     buffer.gradients.collect((), ())
                     buffer.versions.mark_accumulation()
@@ -69,6 +71,7 @@ class GatheredStep:
         """Free the unsharded parameters, and reduce the gradients to those of the sharded parameters."""
         self._check_running("reduce")
         self.collect_gradients()
+        # The full parameters are freed before the reductions allocate memory.
         self.release()
         context = self._context
         # In the order of a backward: the last group first.
@@ -77,6 +80,7 @@ class GatheredStep:
                 if buffer.gradients.unreduced is not None:
                     group.check_same_action("reduces the gradients of")
                     context.reducer.start(group, buffer, group.settings.reduce, is_last=True)
+        # As at the end of a backward: ranks compare their collectives and exchange used parameters.
         context.orders.start_comparing("backward")
         context.finish_reductions()
 

@@ -78,6 +78,7 @@ class FlatLayout:
         The length is 0 where the shard holds nothing of the block.
         """
         start, stop = self.offsets[index], self.offsets[index] + self.blocks[index].numel
+        # Both ends clamped to the block, so that an empty range has length 0.
         first = min(max(start, shard * self.shard_numel), stop)
         last = max(min(stop, (shard + 1) * self.shard_numel), first)
         return (first - shard * self.shard_numel if last > first else 0), last - first
@@ -112,6 +113,7 @@ def plan_layout(blocks: tuple[Block, ...], num_shards: int) -> FlatLayout:
 
     Complexity: a few hundred placements of O(blocks) each. The cache plans layers of equal shapes once.
     """
+    # No shard can be smaller than the mean.
     lower = max(1, -(-sum(block.numel for block in blocks) // num_shards))
     orders = _orders(blocks)
     best: tuple[int, tuple[int, ...]] | None = None
@@ -143,16 +145,18 @@ def plan_buffers(blocks: Sequence[Block], num_shards: int) -> list[tuple[list[in
 
 
 def _tolerated_padding(blocks: Sequence[Block], num_shards: int) -> int:
+    """Return the number of padding elements up to which one buffer is preferred to several."""
     units = [block.unit for block in blocks]
     eighth = sum(block.numel for block in blocks) // 8
     return max(eighth, num_shards * max(units) + sum(units), SMALL_PADDING)
 
 
 def _divisor_chains(blocks: Sequence[Block]) -> list[list[int]]:
-    """Partition the blocks such that in each part every unit divides the unit of the part's first block."""
+    """Partition the blocks into chains, in each of which every unit divides the unit of the first block."""
     chains: list[list[int]] = []
     for index in sorted(range(len(blocks)), key=lambda i: -blocks[i].unit):
         unit = blocks[index].unit
+        # By descending unit, so that the first block of a chain has its largest unit.
         chain = next((chain for chain in chains if blocks[chain[0]].unit % unit == 0), None)
         if chain is None:
             chains.append([index])
@@ -173,6 +177,8 @@ def _orders(blocks: Sequence[Block]) -> list[tuple[int, ...]]:
 
 def _shard_sizes(blocks: Sequence[Block], num_shards: int, lower: int) -> Iterator[int]:
     """Yield the shard sizes to try. The last one always fits, see `padding_bound`."""
+    # Three kinds of candidates: just above the lower bound, multiples on which most boundaries are legal, and the bound
+    # of `padding_bound`.
     step = _alignment(blocks)
     yield from itertools.islice(_multiples(step, lower), FINE_STEPS)
     for multiple in _common_units(blocks, lower):
@@ -195,6 +201,7 @@ def _common_units(blocks: Sequence[Block], lower: int) -> Iterable[int]:
 
 
 def _multiples(unit: int, lower: int) -> Iterator[int]:
+    """Yield the multiples of `unit` that are at least `lower`, in ascending order."""
     return itertools.count(-(-lower // unit) * unit, unit)
 
 
@@ -228,6 +235,7 @@ def _place(blocks: Sequence[Block], order: Sequence[int], num_shards: int, shard
 
 def _earliest(block: Block, start: int, shard_numel: int) -> int | None:
     """Return the first legal start at or after `start`, or None if a block of this size and unit never fits."""
+    # Two tries: in the shard of `start`, and from the start of the next one, where a block has the most space.
     for _ in range(2):
         boundary = start - start % shard_numel + shard_numel
         if start + block.numel <= boundary:

@@ -82,6 +82,7 @@ class DeferredGradients:
             self._storage.add_(self.flat, flat)
         self._parameters |= {id(parameter): parameter for parameter in parameters}
         for parameter in parameters:
+            # Reading `grad` of any of them fetches all: one copy of the buffer instead of one per parameter.
             self._storage.defer_gradient(parameter.sharded, self.fetch, partial(self.drop, [parameter]))
 
     def drop(self, parameters: Sequence[Any]) -> None:

@@ -64,8 +64,8 @@ class ParameterGroup:
     """The parameters that one call of `fully_shard` manages.
 
     Attributes:
-        name: the group in errors: the places of its modules once the model has been called.
-        modules: the modules that have the parameters. Collectives are recorded under the first.
+        name: the group's name in errors. From the first call of the model on, the dotted names of its modules.
+        modules: the modules that have the parameters. Recorded collectives are attributed to the first one.
         settings: see `GroupSettings`.
         state: the form in which the buffers hold the parameters.
         uses_unsharded: the modules hold the unsharded parameters instead of the sharded ones.
@@ -164,13 +164,14 @@ class ParameterGroup:
         self.wait_for_unshard()
 
     def _gather(self, step: Callable[[Gathering], None]) -> None:
-        """Apply a step of gathering to each buffer. If one raises, all buffers are released."""
+        """Start or wait for the gather of each buffer. If one raises, all buffers are released."""
         try:
             with Communicating(self, "gather parameters"):
                 for buffer in self.buffers:
                     step(buffer.gathering)
         except BaseException:
             for buffer in self.buffers:
+                # Other buffers may have a running collective, which writes memory that is freed next.
                 with contextlib.suppress(RuntimeError):
                     buffer.gathering.wait()
                 buffer.gathering.release()
@@ -184,6 +185,7 @@ class ParameterGroup:
             FSDPStateError: the modules are computing with them.
         """
         self._check_unused()
+        # A running gather, as one that was prefetched and is not used, ends first.
         self.wait_for_unshard()
         if self.state is not GroupState.SHARDED:
             for buffer in self.buffers:
@@ -202,7 +204,7 @@ class ParameterGroup:
     def reshard_outdated(self) -> None:
         """Free full parameters that were gathered before an operation has written the shards.
 
-        No rank asks another one: every rank must have written them.
+        This decides without communication, so every rank must have written them.
         """
         if self.state is not GroupState.SHARDED and any(buffer.is_outdated for buffer in self.buffers):
             self.use_sharded()
@@ -211,6 +213,7 @@ class ParameterGroup:
     def regather(self, stale: Sequence[FlatBuffer]) -> None:
         """Fill full buffers of an unsharded group again, because their shards have changed."""
         with Communicating(self, "gather changed parameters"):
+            # All gathers are started before the first one is waited for.
             for buffer in stale:
                 buffer.gathering.start()
             for buffer in stale:
@@ -237,6 +240,7 @@ class ParameterGroup:
 
     def use_sharded(self) -> None:
         """Set the sharded parameters as attributes of the modules again."""
+        # Also the end of a forward that has raised.
         self.in_forward = False
         if self.uses_unsharded:
             for buffer in self.buffers:
@@ -245,6 +249,7 @@ class ParameterGroup:
 
     def _set_parameters(self, buffer: FlatBuffer, tensors: Sequence[Tensor]) -> None:
         for parameter, tensor in zip(buffer.parameters, tensors, strict=True):
+            # Tied parameters have several owners.
             for module, attribute in parameter.owners:
                 self._set_parameter(module, attribute, tensor)
 
@@ -266,6 +271,7 @@ class ParameterGroup:
             if indices:
                 use.indices[buffer] = indices
                 use.pending.append(buffer)
+                # Of the gather, not of now: the forward computes with the gathered values.
                 use.versions[buffer] = buffer.full_versions
                 backward = located(partial(post_backward, self, use, buffer))
                 token, unsharded = buffer.gather_node(token, indices, backward)
@@ -296,7 +302,9 @@ class ParameterGroup:
 
     def _copy_moved(self) -> None:
         if any(buffer.new_dtype is not None for buffer in self.buffers):
+            # The full buffer has the old dtype.
             self.reshard()
+        # Conversion first: data in a new dtype cannot be copied into the shard as it is.
         problems = [problem for buffer in self.buffers for problem in buffer.convert()]
         problems = problems or [problem for buffer in self.buffers for problem in buffer.copy_moved()]
         if problems:

@@ -290,6 +290,7 @@ def _apply_placement(
 ) -> list[str]:
     """Set what `shard_placement_fn` has returned for a parameter; return why it cannot be used."""
     result = chosen if isinstance(chosen, ShardPlacementResult) else ShardPlacementResult(chosen)
+    # Exactly `Shard`: subclasses place rows in another way.
     if result.placement is not None and type(result.placement) is not Shard:
         return [f"expected Shard(dim), a ShardPlacementResult or None, got {chosen!r}"]
     if result.mesh is not None:
@@ -318,6 +319,7 @@ def _sharding_problems(original: OriginalParameter, mesh: DeviceMesh) -> list[st
             "those around them; if of a module that shares it, one group for both, fully_shard([first, second], mesh)"
         ]
     taken_by = getattr(tensor, TAKEN_ATTRIBUTE, None)
+    # The original parameter object, still held by a module outside of the group that has sharded it.
     if taken_by is not None:
         problems.append(
             f"{name} is the same parameter as {taken_by} of another group; put both modules in one group, "
@@ -396,12 +398,14 @@ def sharded_spec(original: OriginalParameter, mesh_info: MeshInfo, local_numels:
     mesh = mesh_info.mesh
     data_parallel: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
     if mesh_info.is_sharded:
+        # Ragged: padding and units of several rows give ranks different numbers of rows.
         data_parallel = (*data_parallel[1:], RaggedShard(original.shard_dim, _num_rows(original, local_numels)))
     if original.spec is None:
         return TensorSpec(mesh, data_parallel, original.local_shape, original.tensor.dtype)
     spec = original.spec
     axes = _model_parallel_axes(spec, mesh)
     joined = spec.mesh[tuple(spec.mesh.mesh_dim_names[axis] for axis in axes)].concatenate(mesh) if axes else mesh
+    # Outer to inner: the model-parallel shard of a parameter is what is split over the data-parallel ranks.
     placements = tuple(spec.placements[axis] for axis in axes) + data_parallel
     return TensorSpec(joined, placements, spec.shape, original.tensor.dtype)
 
@@ -457,6 +461,7 @@ class ParameterVersions:
         """Return the current counter of each sharded parameter."""
         with self._platform.local_op():
             versions = [self._platform.version(parameter.sharded) for parameter in self._parameters]
+        # A conversion counts as one write of each parameter.
         return [version + self.num_conversions for version in versions] if self.num_conversions else versions
 
     def count_conversion(self) -> None:

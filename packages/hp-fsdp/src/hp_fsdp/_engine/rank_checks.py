@@ -84,7 +84,7 @@ class UsedParameters:
     """The parameters of one reduction that have gradients.
 
     Attributes:
-        indices: of the parameters with gradients on this rank. After ranks have compared: on any rank.
+        indices: indices of the parameters with a gradient on this rank; once ranks have compared, on any rank.
         count: number of parameters in the buffer.
     """
 
@@ -120,6 +120,7 @@ def unpack_flags(messages: Sequence[bytes], reductions: Sequence[UsedParameters]
 def _bit(position: int, total: int) -> int:
     """Return the bit of a parameter. Neighbours share one if there are more parameters than bits."""
     bits = FLAG_BYTES * 8
+    # A parameter that shares the bit of a used one then counts as used, and gets a gradient of zeros.
     return position if total <= bits else position * bits // total
 
 
@@ -173,6 +174,7 @@ class CallOrder:
         """Register a buffer of `group` with these `parameters`; return its number, which is the same on every rank."""
         self._forget_freed()
         number = self._num_joined
+        # Weak: process groups outlive models.
         self._described[number] = weakref.KeyedRef(group, self._freed.append, number), list(parameters)
         self._num_joined += 1
         return number
@@ -208,6 +210,7 @@ class CallOrder:
         Args:
             is_second: it is the second comparison, see `CallOrders`.
         """
+        # There is one comparison at a time, so the previous one ends first.
         self.check()
         pending = self._used_second if is_second else self._used_first
         if self.actions or pending:
@@ -239,6 +242,7 @@ class CallOrder:
         if messages is None:
             self._comparison = comparison
             return
+        # Header and digest of all actions. Other fields differ even if ranks agree (flags), or matter only for errors.
         starts = {message[: len(HEADER) + DIGEST_BYTES] for message in messages}
         if len(starts) == 1:
             self._agree(starts.pop()[len(HEADER) :], comparison)
@@ -265,6 +269,7 @@ class CallOrder:
 
     def _agree(self, agreed: bytes, comparison: Comparison) -> None:
         self._agreed = agreed
+        # Actions recorded since the comparison started belong to the next one.
         del self.actions[: comparison.count]
 
     def _disagree(self, messages: Sequence[bytes], comparison: Comparison) -> CallOrderError:
@@ -554,6 +559,7 @@ def check_replicas(groups: Iterable[Any]) -> None:
     for group in groups if is_checking() else ():
         for buffer in group.buffers:
             if buffer.replicate_group is not None:
+                # Exchanged over the shards too, since only some shards may differ and all ranks have to raise.
                 problem = _replica_problem(buffer, buffer.replicate_group).encode()
                 found = [each.decode() for each in buffer.shard_group.all_gather_bytes(problem) if each]
                 if found:
@@ -566,6 +572,7 @@ def check_replicas(groups: Iterable[Any]) -> None:
 def _replica_problem(buffer: Any, replicate_group: ProcessGroup) -> str:
     """Return the parameters whose replicas differ, and the ranks that agree. Empty if all are equal."""
     platform, shard = buffer.platform, buffer.shard
+    # Digests instead of values: one short message for each buffer.
     own = json.dumps({each.name: digest(platform, buffer.view_in_shard(each, shard)) for each in buffer.parameters})
     digests = [json.loads(answer) for answer in replicate_group.all_gather_bytes(own.encode())]
     differing = sorted(name for name, value in digests[0].items() if any(each[name] != value for each in digests))

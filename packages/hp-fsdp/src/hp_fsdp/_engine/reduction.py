@@ -45,7 +45,7 @@ class Reduction:
         return Communicating(self._group, "reduce gradients", in_backward=True)
 
     def _take_used(self) -> UsedParameters:
-        """Take from the buffer which parameters have gradients, those of a pending shard included."""
+        """Move the record of parameters with gradients, also in a pending shard, from the buffer to this reduction."""
         gradients = self.buffer.gradients
         indices = gradients.unreduced_indices | gradients.partial_indices
         gradients.unreduced_indices = frozenset()
@@ -59,6 +59,7 @@ class Reduction:
         self._full, gradients.unreduced = gradients.unreduced, None
         if self._divisor_before != 1.0:
             buffer.storage.scale_(self._full, 1.0 / self._divisor_before)
+        # Nothing to scatter: the full gradients are the shard.
         if buffer.shard_group.size == 1:
             return self._full, DONE
         shard = buffer.new_buffer(buffer.layout.shard_numel, buffer.reduce_dtype)
@@ -71,6 +72,7 @@ class Reduction:
         self._wait()
         # From here on the memory of the full gradients can serve the next gather.
         self._full, self._work = None, DONE
+        # The shard of earlier reductions is added before the all-reduce, which then covers all of them.
         if gradients.partial_shard is not None:
             buffer.storage.add_(self._shard, gradients.partial_shard)
             gradients.partial_shard = None
@@ -95,6 +97,7 @@ class Reduction:
         if self._store is None:
             self._wait()
             self._store = self._start_store()
+            # The gradients are views of it from now on, or the host has a copy.
             self._shard = None
         return self._store
 
@@ -105,6 +108,7 @@ class Reduction:
             self.buffer.storage.scale_(self._shard, 1.0 / self._divisor_after)
         if self._hook is not None:
             self._hook(self._shard)
+        # After the hook, which may have written the shard in place.
         return self.buffer.gradients.start_store(self._shard, self._used)
 
     @property
@@ -178,6 +182,7 @@ class Reducer:
         # Wait for all reduce-scatters, which starts all all-reduces: these then run at the same time.
         self.limit_in_flight(1)
         running = self._running
+        # Cleared now, so that no reduction is finished a second time if waiting for one raises.
         self._clear()
         # First wait for all collectives, then compare ranks, then set gradients: after an error no parameter has a
         # gradient on some ranks only.

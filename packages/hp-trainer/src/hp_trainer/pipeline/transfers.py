@@ -85,7 +85,7 @@ class MessageLayout:
 
 
 def _tuple(value: Any) -> Any:
-    """Convert nested lists to tuples: JSON has no tuples, but layouts are compared and hashed."""
+    """Convert nested lists to tuples: JSON has no tuples, but layouts that were sent are compared with own ones."""
     return tuple(map(_tuple, value)) if isinstance(value, list) else value
 
 
