@@ -85,6 +85,7 @@ def set_aside_later(storage: Storage, step: int) -> list[str]:
     renamed = []
     for name in list_checkpoints(storage):
         if step_of(name) > step:
+            # A random suffix, because the same step may be set aside more than once.
             renamed.append(f"{name}{SET_ASIDE}{secrets.token_hex(4)}")
             storage.rename_folder(name, renamed[-1])
     return renamed
@@ -113,6 +114,7 @@ def prune(storage: Storage, keep: int, keep_best: int = 0) -> list[str]:
             deleted.append(name)
         elif _first_sound(storage, [name], content=False).checkpoint is not None:
             retained.add(step)
+    # Among those that would be deleted only: the newest ones stay anyway.
     best = _best(storage, deleted, keep_best)
     deleted = [name for name in deleted if name not in best]
     for name in deleted:
@@ -128,6 +130,7 @@ def _best(storage: Storage, names: Sequence[str], count: int) -> set[str]:
         loss = None if checkpoint is None else checkpoint.state.get("evaluation_loss")
         # Losses that are not finite are saved as text; older checkpoints have NaN, which would break the sort.
         if isinstance(loss, float) and math.isfinite(loss):
+            # Of equal losses the later step is better.
             rated.append((loss, -step_of(name), name))
     return {name for _, _, name in sorted(rated)[:count]}
 
@@ -150,6 +153,7 @@ def free_name(storage: Storage, stem: str) -> str:
 
 
 def _order(match: re.Match[str]) -> tuple[int, int]:
+    # Numbers, not text: as text `-10` would come before `-2`.
     return int(match[1]), int(match[2] or 1)
 
 

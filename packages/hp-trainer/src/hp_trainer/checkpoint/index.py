@@ -183,12 +183,14 @@ def _get(value: Any, key: str, kind: type[T], path: str = "") -> T:
     if not isinstance(value, dict) or key not in value:
         raise SchemaError(f"{where} is missing")
     found = value[key]
+    # bool is a subclass of int, and no value of an index is a bool.
     if not isinstance(found, kind) or isinstance(found, bool):
         raise SchemaError(f"{where}: expected {kind.__name__}, got {type(found).__name__}")
     return found
 
 
 def _natural(value: Any, path: str) -> int:
+    # Up to 63 bits: larger numbers would overflow NumPy's sizes and offsets.
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
         raise SchemaError(f"{path}: expected an integer from 0 to 2**63 - 1, got {str(value)[:40]}")
     return value

@@ -60,6 +60,7 @@ class Checkpoint:
         if size > _LARGEST_INDEX:
             raise CheckpointError(f"{where} is damaged: it has {size} bytes, an index has at most {_LARGEST_INDEX}")
         self.index = Index.parse(storage.map_file(folder, INDEX_FILE).tobytes(), where)
+        # A folder set aside has another name, and no step in it.
         if step_in_name(folder) not in (None, self.index.step):
             raise CheckpointError(
                 f"{where} is of step {self.index.step}, but its folder is named after step {step_in_name(folder)}; "
@@ -88,6 +89,7 @@ class Checkpoint:
         box = box if box is not None else Box.full(tensor.shape)
         if not box.is_inside(tensor.shape):
             raise CheckpointError(f"{box} is outside tensor {name!r} of shape {tensor.shape}")
+        # Uninitialized: chunks cover a tensor exactly once, so every element is written below.
         result = np.empty(box.shape, dtype=storage_dtype(tensor.dtype))
         for chunk in tensor.chunks:
             overlap = chunk.box.intersect(box)
@@ -158,6 +160,7 @@ class Checkpoint:
                 yield f"{error}{_list_affected(affected)}"
         for name, tensor in self.index.tensors.items():
             for chunk in tensor.chunks:
+                # A missing or truncated file is reported once, not again for every chunk.
                 if chunk.shard not in broken:
                     yield from self._chunk_problems(name, tensor, chunk, content=content)
 
@@ -244,6 +247,7 @@ class Checkpoint:
             raise CheckpointError(f"{where} is damaged: expected {expected} bytes, got {size}")
         data = self.storage.map_file(self.folder, file)
         header = read_header(data, where, self._longest_header(rank))
+        # A shard of another save may have the same size, shapes and keys.
         owner = (header.metadata.get("hp_save"), header.metadata.get("hp_rank"))
         if owner != (self.index.save_id, str(rank)):
             raise CheckpointError(
@@ -264,6 +268,7 @@ def refuse_other_model(
 ) -> None:
     """Raise `CheckpointError` where two models differ, see `Checkpoint.check_model`. `where` names the checkpoint."""
     saved = _with_defaults(saved, defaults)
+    # Compared as JSON: the saved options have lists where the given ones may have tuples.
     if model_fingerprint(model) == model_fingerprint(saved):
         return
     names = sorted({*saved, *model})

@@ -48,6 +48,7 @@ class TensorPart:
     @property
     def is_writer(self) -> bool:
         """True on the replica that writes this tensor. A hash of the name chooses it, which spreads the writing."""
+        # Not `hash`, which differs between processes: all ranks must agree on the writer.
         return zlib.crc32(self.name.encode()) % self.num_replicas == self.replica
 
 
@@ -127,6 +128,7 @@ class PendingSave:
         self._model, self._state, self._keep, self._keep_best = model, state, keep, keep_best
         self._group: Group = group if group is not None else Alone()
         self._may_write = may_write
+        # One rank creates the folder and the others learn its id, so that all write into the same one.
         self._save_id: str = coordinator(self._group, "creating a checkpoint", self._create_folder, CheckpointError)
         self._folder = f"{step_name(step)}{INCOMPLETE}{self._save_id}"
         self._written: dict[str, Any] | None = None
@@ -135,6 +137,7 @@ class PendingSave:
 
     def is_written(self) -> bool:
         """Return True when every rank has written its shard, so that `publish` does not block. A collective call."""
+        # All ranks must agree, because `publish` is a collective call.
         done = self._thread is None or not self._thread.is_alive()
         return all(flag == b"1" for flag in self._group.all_gather_bytes(b"1" if done else b"0"))
 
@@ -146,6 +149,7 @@ class PendingSave:
         """
         group = self._group
         try:
+            # Only entries of the index are gathered, not data. An error on one rank is raised on all.
             shards = all_ranks(group, "writing a checkpoint", self._finish, CheckpointError)
 
             def publish() -> str:
@@ -179,6 +183,7 @@ class PendingSave:
         except Exception as error:
             self._failure = error
             self._tensors = []
+        # A daemon, so that a hanging file system does not keep a failed process alive.
         thread = threading.Thread(target=self._write_in_thread, name="checkpoint", daemon=True)
         thread.start()
         return thread
@@ -222,6 +227,7 @@ def _write_shard(
     metadata = {"format": "pt", "hp_save": save_id, "hp_rank": str(rank)}
     size = storage.write_file(folder, shard_name(rank), file_parts([entry for _, _, entry in entries], metadata))
     chunks = [[part.name, entry.key, box.offset, box.shape, checksums(entry.data)] for part, box, entry in entries]
+    # Of all tensors, also those that other replicas write, so that disagreements are found.
     kinds = {part.name: [part.dtype, list(part.shape)] for part in parts}
     return {"bytes": size, "tensors": kinds, "chunks": chunks}
 
@@ -234,6 +240,7 @@ def _entries(part: TensorPart) -> Iterator[tuple[Box, Entry]]:
                 f"tensor {part.name!r} ({part.dtype}{list(part.shape)}): {box}: expected {expected}{list(box.shape)} "
                 f"within the tensor, got {data.dtype}{list(data.shape)}"
             )
+        # Ranks with an empty shard contribute nothing to the file.
         if box.numel:
             yield box, Entry(_key(part, box), part.dtype, np.ascontiguousarray(data).reshape(box.shape))
 

@@ -55,6 +55,7 @@ def storage_dtype(dtype: str) -> np.dtype:
 def is_finite(values: np.ndarray, dtype: str) -> bool:
     """Return True when an array in its storage dtype has neither NaN nor infinities."""
     if dtype == "bfloat16":
+        # NaN and infinities have all bits of the exponent set.
         return not bool(np.any((values & _BFLOAT16_EXPONENT) == _BFLOAT16_EXPONENT))
     return values.dtype.kind not in "fc" or bool(np.isfinite(values).all())
 
@@ -114,6 +115,7 @@ def cover_exactly(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
     outside = [box for box in boxes if not box.is_inside(shape)]
     if outside:
         return f"{outside[0]} is outside the shape {tuple(shape)}"
+    # Sorted by the first dimension, so the inner loop ends at the first box that starts after this one.
     ordered = sorted((box for box in boxes if box.numel), key=lambda box: box.offset)
     for i, box in enumerate(ordered):
         for other in ordered[i + 1 :]:
@@ -121,6 +123,7 @@ def cover_exactly(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
                 break
             if box.intersect(other) is not None:
                 return f"{box} and {other} overlap"
+    # Boxes inside the shape that do not overlap cover it exactly if their sizes add up to its size.
     missing = math.prod(shape) - sum(box.numel for box in ordered)
     return f"{missing} of {math.prod(shape)} elements are in no box" if missing else None
 
@@ -196,6 +199,7 @@ def read_header(file: np.ndarray, where: str, longest: int) -> Header:
         entries = {key: _header_entry(value, 8 + length) for key, value in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{where} is damaged: its header cannot be read") from error
+    # Bytes behind the last array would be data without an entry; fewer bytes, a truncated file.
     end = max((entry[3] for entry in entries.values()), default=8 + length)
     if end != file.size:
         raise CheckpointError(f"{where} is damaged: expected {end} bytes by its header, got {file.size}")
@@ -217,6 +221,7 @@ def view_array(file: np.ndarray, begin: int, dtype: str, shape: tuple[int, ...])
     """Return the array that starts at byte `begin` of a mapped file, without copying."""
     kind = storage_dtype(dtype)
     size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+    # Without a copy: pages of a mapped file are read when they are used.
     return np.frombuffer(file[begin : begin + size], dtype=kind).reshape(shape)
 
 

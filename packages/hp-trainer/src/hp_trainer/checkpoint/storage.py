@@ -66,7 +66,7 @@ class Storage(ABC):
 
     @abstractmethod
     def delete_folder(self, name: str) -> None:
-        """Delete a folder. A deletion that is killed half-way leaves no folder of this name."""
+        """Delete a folder. If the process is killed during the deletion, no folder of this name remains."""
 
     @abstractmethod
     def describe(self, folder: str, file: str = "") -> str:
@@ -91,11 +91,13 @@ class LocalStorage(Storage):
 
     def create_folder(self, name: str) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
+        # Without `exist_ok`, so that two processes cannot own one folder.
         (self.root / name).mkdir()
 
     def write_file(self, folder: str, file: str, parts: Iterable[bytes | memoryview]) -> int:
         path = self.root / folder / file
         try:
+            # Exclusive: a file of a checkpoint is written once.
             with path.open("xb") as out:
                 for part in parts:
                     out.write(part)
@@ -104,6 +106,7 @@ class LocalStorage(Storage):
                 os.fsync(out.fileno())
                 return out.tell()
         except OSError as error:
+            # Errors of `write` and `fsync` carry no path.
             raise with_path(error, path) from error
 
     def file_size(self, folder: str, file: str) -> int | None:
@@ -185,6 +188,7 @@ class ObjectStorage(Storage):
         entries = self._list()
         marks = self._marks(entries)
         found = [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
+        # A prefix that a mark refers to is visible under the mark's name only.
         return [*marks, *(name for name in found if name not in set(marks.values()))]
 
     def create_folder(self, name: str) -> None:
@@ -236,6 +240,7 @@ class ObjectStorage(Storage):
             if prefix is not None:
                 self._fs.rm_file(self._mark(name))
             prefix = prefix or name
+            # A kill during `rename_folder` can leave two marks of one prefix; the other one still needs the objects.
             if prefix not in marks.values() and self._fs.exists(self._path(prefix)):
                 self._fs.rm(self._path(prefix), recursive=True)
 
@@ -243,6 +248,7 @@ class ObjectStorage(Storage):
         return "/".join(part for part in (self._url, folder, file) if part)
 
     def _list(self) -> list[dict[str, Any]]:
+        # Other processes write to the store too, so cached listings are outdated.
         self._fs.invalidate_cache()
         try:
             with self._failures(""):
@@ -286,6 +292,7 @@ class ObjectStorage(Storage):
         """Convert exceptions of the store's library into `OSError`, with the name of the object."""
         try:
             yield
+        # Raised as it is, since callers distinguish FileNotFoundError.
         except OSError:
             raise
         except Exception as error:

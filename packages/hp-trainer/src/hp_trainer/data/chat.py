@@ -83,6 +83,7 @@ class TurnTemplate(ChatTemplate):
         text, answers = self.begin, []
         for message in messages:
             text += self.head.format(role=message["role"], Role=str(message["role"]).capitalize())
+            # The tail is part of the answer: the model must learn to end its turn.
             begin = len(text)
             text += _message_text(message) + self.tail
             if message["role"] == "assistant":
@@ -128,10 +129,12 @@ class JinjaTemplate(ChatTemplate):
     def mark(self, messages: Sequence[Message], tools: Any = None) -> list[MarkedText]:
         """Convert a conversation to text, see `ChatTemplate.mark`."""
         full = self._render(messages, tools)
+        # The template marks answers itself, so nothing has to be inferred from prefixes.
         if self._marks_itself:
             return [_without_marks(full, self._mark)]
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         spans = [self._answer(messages[: n + 1], tools) for n in turns]
+        # Each conversation up to an answer is a prefix of the full text, so its spans hold there too.
         if all(full.startswith(text) for text, _ in spans):
             return [MarkedText(full, tuple((begin, len(text)) for text, begin in spans))]
         # The template changes earlier answers when later ones follow (Qwen3 drops reasoning): one text per answer.
@@ -140,6 +143,7 @@ class JinjaTemplate(ChatTemplate):
     def _answer(self, messages: Sequence[Message], tools: Any) -> tuple[str, int]:
         """Return the text of a conversation up to its last answer, and the index where that answer starts."""
         text = self._render(messages, tools)
+        # The generation prompt is the text that precedes an answer when the model is asked to write it.
         before = self._render(messages[:-1], tools, add_generation_prompt=True)
         if not text.startswith(before):
             raise DataError(
@@ -219,6 +223,7 @@ def _environment(mark: str) -> Any:
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
+    # Some templates print the date; transformers offers this function.
     environment.globals["strftime_now"] = lambda wanted: datetime.now().strftime(wanted)
     return environment
 
@@ -348,6 +353,7 @@ class ChatSource(DocumentsSource):
         if fields.get(files.messages_field) is not None:
             return self._conversation(_messages(fields[files.messages_field]), fields.get("tools"))
         prompt, completion = (fields.get(name) for name in (files.prompt_field, files.completion_field))
+        # Prompts of messages, as in TRL's conversational format, are a conversation.
         if isinstance(prompt, list):
             return self._conversation(_messages([*prompt, *(completion or [])]), fields.get("tools"))
         if prompt is None or completion is None:

@@ -67,6 +67,7 @@ class PreparingProgress:
         now = time.monotonic()
         if self._stream.isatty():
             self._show(now)
+        # Not a terminal, such as a log file: whole lines, far apart.
         elif now - self._reported >= _SECONDS:
             self._reported = now
             print(f"{self._title}: {self._read / self._total:.0%}", file=self._stream, flush=True)
@@ -82,6 +83,7 @@ class PreparingProgress:
 
 
 def _bar(stream: TextIO) -> Any:
+    # Imported here, because most runs show no bar: preparing takes less than a second, or there is no terminal.
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -111,6 +113,7 @@ class Block:
     def is_sound(self) -> bool:
         """Return True when the block has the expected digest. hashlib releases the GIL, so threads hash in parallel."""
         digest, left = hashlib.sha256(), self.bytes
+        # Unbuffered: the reads below are large already.
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.start)
             while left and (data := file.read(min(left, _READ_BYTES))):
@@ -162,12 +165,14 @@ def verify_blocks(title: str, blocks: Sequence[Block], part: float = 1.0) -> Non
     Raises:
         DataError: a block has changed; the message has its file and its range of bytes.
     """
+    # Rounded up, so that any part above 0 reads at least one block.
     chosen = list(blocks) if part >= 1 else random.sample(blocks, math.ceil(part * len(blocks)))
     num_threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)), len(chosen)))
     with (
         PreparingProgress(title, sum(block.bytes for block in chosen), action="verifying") as progress,
         ThreadPoolExecutor(num_threads, "verify") as pool,
     ):
+        # `map` returns results in order, so the error names the first damaged block.
         for block, sound in zip(chosen, pool.map(Block.is_sound, chosen), strict=True):
             if not sound:
                 pool.shutdown(cancel_futures=True)
@@ -284,6 +289,7 @@ def build_corpus(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _delete_abandoned(folder)
+        # The smallest unsigned dtype that holds every token; at least uint8.
         with _Writer(folder, np.min_scalar_type(max(255, vocab_size - 1)).name) as writer:
             for document in documents:
                 left = None if max_tokens is None else max_tokens - writer.tokens
@@ -301,6 +307,7 @@ def build_corpus(
             vocab_size=vocab_size,
             files=files,
         )
+        # Last: a folder with a description is complete.
         write_atomically(folder / _DESCRIPTION, json.dumps(asdict(info), indent=2) + "\n")
     except OSError as error:
         reason = describe_machine_error(error) or error
@@ -341,6 +348,7 @@ class _Writer:
         """Append a document, or a segment of one."""
         self.tokens += len(document.tokens)
         self._file("tokens").write(document.tokens.astype(self.dtype, copy=False))
+        # Segments of a long document add tokens; only the last one adds an end.
         if document.ends:
             self.documents += 1
             self._file("ends").write(np.array([self.tokens], np.int64))
@@ -436,6 +444,7 @@ def _parse_info(text: str) -> CorpusInfo | None:
             name: CorpusFile(**file | {"blocks": tuple(file["blocks"])}) for name, file in values.pop("files").items()
         }
         info = CorpusInfo(files=files, **values)
+        # A description may be forged or damaged: names must not leave the folder, and digests must cover every byte.
         sound = info.format == _FORMAT and info.tokens > 0 and {"tokens", "ends"} <= files.keys() <= _DTYPES.keys()
         sound = sound and all(Path(file.name).name == file.name and file.is_covered for file in files.values())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -462,6 +471,7 @@ class Corpus:
             raise DataError(f"{folder} contains no corpus")
         self.info = info
         mapped = {
+            # Processes on one machine share the pages, and only those that are read use memory.
             name: np.memmap(folder / file.name, dtype=_DTYPES[name] or info.dtype, mode="r")
             for name, file in info.files.items()
         }
@@ -489,6 +499,7 @@ def prepared(cache: Path, facts: Mapping[str, Any], build: Callable[[Path], Corp
     Raises:
         DataError: the corpus cannot be built, or the one in the cache is damaged.
     """
+    # Keys are sorted, so that equal facts have one digest.
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     folder = cache / digest[:32]
     if read_corpus_info(folder) is None:
@@ -520,6 +531,7 @@ class CorpusNote:
     def path(self, run_data: Path) -> Path:
         """Return the folder of the corpus, which may not exist. The relative path is tried first."""
         relative = Path(os.path.normpath(run_data / self.folder))
+        # If neither exists, errors name the relative path.
         return relative if relative.exists() or not Path(self.origin).exists() else Path(self.origin)
 
     def open(self, run_data: Path) -> Corpus:

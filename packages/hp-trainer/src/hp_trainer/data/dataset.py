@@ -35,6 +35,7 @@ class Rows:
     @classmethod
     def successors(cls, tokens: np.ndarray) -> Rows:
         """Return samples that predict every next token of `tokens`, which has shape `[samples, length + 1]`."""
+        # Views: both are slices of one array, copied only by `Batch.arrays`.
         return cls(tokens[:, :-1], tokens[:, 1:])
 
     @classmethod
@@ -91,7 +92,7 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: upper bound (exclusive) of the tokens.
         separator: token after each document, or None.
-        begin: token to start generation with when the prompt is empty.
+        begin: first token of a generated text whose prompt is empty.
         around: tokens added before and after each document, two int64 arrays.
         fingerprint: text that identifies the vocabulary: it changes when any token changes.
     """
@@ -202,6 +203,7 @@ class Batch:
     def micro_batches(self, size: int | None) -> list[Batch]:
         """Split the batch into micro-batches of at most `size` samples. None returns one micro-batch."""
         size = size or max(1, len(self.samples))
+        # `global_targets` stays that of the global batch, by which each micro-batch's loss is divided.
         return [self._slice(slice(i, i + size)) for i in range(0, len(self.samples), size)]
 
     def _slice(self, samples: slice) -> Batch:
@@ -247,6 +249,7 @@ class BatchReader:
 
     def read(self, position: int) -> Batch:
         """Return this rank's share of the global batch that starts at global position `position`."""
+        # Every rank computes the order of the full batch, so no rank has to communicate for `global_targets`.
         batch = self._order.samples(position, self._size)
         existing = batch if self._num_samples is None else batch[batch < self._num_samples]
         own = batch[self._begin : self._end]
@@ -266,6 +269,7 @@ class BatchReader:
         if self._num_samples is None:
             return self._samples.read(indices)
         rows = self._samples.read(np.minimum(indices, self._num_samples - 1))
+        # All ranks must read equally many rows, so the last batch is filled up with rows that contribute no loss.
         missing = (indices >= self._num_samples)[:, None]
         return replace(rows, targets=np.where(missing, IGNORED, rows.targets))
 

@@ -179,6 +179,7 @@ class DocumentsSource(DatasetSource):
             yield from self._source_problems(source)
 
     def prepare(self, folder: Path) -> None:
+        # A resumed run keeps its corpora, even if the source files have changed since.
         if read_notes(folder) is not None:
             return
         notes = {
@@ -194,6 +195,7 @@ class DocumentsSource(DatasetSource):
             raise DataError(f"{folder / 'data.json'} is missing: it records the prepared data of the run")
         for use, sources in zip(_USES, (self.sources, self.eval_sources), strict=True):
             for note, source in zip(notes[use], sources, strict=True):
+                # The cache may have been deleted. `note.open` then compares digests: changed sources are refused.
                 if not note.path(folder).exists():
                     self._build(source, note.path(folder))
                 note.open(folder)
@@ -253,6 +255,7 @@ class DocumentsSource(DatasetSource):
             reader = source.reader()
             fields = self.fields(source)
             reader.check(fields)
+            # One document is enough, and reading stops there.
             found = any(True for _ in itertools.islice(self._documents(reader, source, batch=1), 1))
         except DataError as error:
             yield Problem(path=source.at, what=str(error))
@@ -268,6 +271,7 @@ class DocumentsSource(DatasetSource):
 
     def _prepared(self, source: Source, folder: Path) -> Path:
         facts = {
+            # Sizes and modification times stand for contents: hashing terabytes at every start would take too long.
             "files": [(str(file.absolute()), *_stamp(file)) for file in source.reader().files],
             "max tokens": source.files.max_tokens,
             "tokenizer": self.tokenizer().fingerprint,
@@ -298,6 +302,7 @@ class DocumentsSource(DatasetSource):
     def _train_end(self, corpus: Corpus) -> int:
         """Return the token where training ends and evaluation starts, rounded to a document unless concatenated."""
         tokens = corpus.info.tokens
+        # With sources for evaluation, all tokens are for training.
         end = tokens - (0 if self.options.eval else int(tokens * self.options.eval_fraction))
         if self.packing == "concatenate" or end == tokens:
             return end
@@ -314,12 +319,14 @@ class DocumentsSource(DatasetSource):
             return DocumentWindows(tokens, ends, length)
         return PackedSamples(
             tokens,
+            # Starts: 0 and all ends but the last. `ends[:1] * 0` is empty where there are no documents.
             np.concatenate([ends[:1] * 0, ends[:-1]]),
             ends,
             length,
             pad=self.tokenizer().separator or 0,
             predicted=None if corpus.predicted is None else corpus.predicted[begin:end],
             together=self.packing == "whole",
+            # A conversation is truncated: the rest of an answer would lack its question.
             keep_rest=corpus.predicted is None,
         )
 
@@ -337,6 +344,7 @@ class DocumentsSource(DatasetSource):
         }
         if self.packing != "concatenate":
             facts["packing"] = self.packing
+            # Document ends change rows only where packing looks at them.
             facts["documents"] = _alone([corpus.info.files["ends"].sha256 for corpus in corpora])
         if any(corpus.predicted is not None for corpus in corpora):
             facts["answers"] = _alone([corpus.info.files["taken"].sha256 for corpus in corpora])

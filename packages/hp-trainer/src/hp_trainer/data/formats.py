@@ -125,6 +125,7 @@ def find_text_files(path: Path, suffixes: tuple[str, ...] = ()) -> Iterator[Path
     if not path.is_dir():
         raise DataError(f"data path {path} does not exist; expected a text file, or a folder with text files")
     for folder, folders, files in os.walk(path):
+        # In place: `os.walk` then visits them in this order, and skips the others.
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _SKIPPED_FOLDERS)
         for name in sorted(files):
             selected = not name.startswith(".") and (not suffixes or name.endswith(suffixes))
@@ -168,6 +169,7 @@ def _segments(file: Path) -> Iterator[Record]:
         return
     with long as opened:
         while data := rest + opened.read(SEGMENT_BYTES):
+            # Whether the file ends here decides if the rest is a segment of its own.
             ends = not opened.peek(1)
             end = len(data) if ends else _last_break(data)
             segment, rest = data[:end], data[end:]
@@ -185,6 +187,7 @@ def _segments(file: Path) -> Iterator[Record]:
 def _last_break(data: bytes) -> int:
     """Return the end of a segment: after the last line, else before the last space or character. It is never 0."""
     last_character = len(data) - 1
+    # Bytes 10xxxxxx continue a UTF-8 character; step back to the byte that starts it.
     while last_character > 0 and data[last_character] & 0xC0 == 0x80:
         last_character -= 1
     # A segment of continuation bytes only is not UTF-8 and is refused later.
@@ -233,6 +236,7 @@ def _is_list(file: IO[bytes]) -> bool:
 
 
 def _lines(file: Path, opened: IO[bytes]) -> Iterator[Record]:
+    # `readline` with a limit: iterating the file would read a line of any length.
     for number, line in enumerate(iter(lambda: opened.readline(_LONGEST_LINE + 1), b""), 1):
         where = f"{file}:{number}"
         if len(line) > _LONGEST_LINE:
@@ -253,6 +257,7 @@ def _list(file: Path, opened: IO[bytes]) -> Iterator[Record]:
 
 def _parse(text: bytes, where: str) -> Any:
     try:
+        # Files from Windows may start with a byte order mark.
         return json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError(f"{where} is not UTF-8: {error.reason} at byte {error.start}") from error
@@ -301,6 +306,7 @@ class _Columns(Reader):
     def _rows(self, file: Path, columns: list[str]) -> Iterator[Record]:
         row = 0
         for batch in self._batches(file, columns):
+            # The size in memory stands for that in the file, which is not known per row.
             size = batch.nbytes // max(1, batch.num_rows)
             for value in batch.to_pylist():
                 yield Record(value, f"{file}, row {row}", size)
@@ -378,6 +384,7 @@ class Arrow(_Columns):
             opened = _open_ipc(source)
             streamed = isinstance(opened, pyarrow.ipc.RecordBatchStreamReader)
             for batch in opened if streamed else map(opened.get_batch, range(opened.num_record_batches)):
+                # Batches of a file may have millions of rows; `to_pylist` would convert all of them at once.
                 for start in range(0, batch.num_rows, _ROWS):
                     yield batch.select(columns).slice(start, _ROWS)
 
@@ -421,6 +428,7 @@ def _open_ipc(source: Any) -> Any:
     try:
         return ipc.open_file(source)
     except ArrowInvalid:
+        # `open_file` has moved the position.
         source.seek(0)
         return ipc.open_stream(source)
 
@@ -481,6 +489,7 @@ def open_reader(
         return Arrow(saved)
     files = _files(path, suffixes)
     kind = _kind_of(files) if format == "auto" else format
+    # A named file is read whatever it is called; a folder may hold other files.
     if not path.is_file() and kind in _ENDINGS and not suffixes:
         files = [file for file in files if _is_record_file(file, kind)]
     if kind != "text" and not files:

@@ -31,6 +31,7 @@ class SampleOrder:
     def __init__(self, num_samples: int, seed: int) -> None:
         self.num_samples = num_samples
         self.seed = seed
+        # Two halves of equally many bits, so that the network can swap them.
         self._half_bits = np.uint64(max(1, ((num_samples - 1).bit_length() + 1) // 2))
 
     def samples(self, first: int, count: int) -> np.ndarray:
@@ -41,6 +42,7 @@ class SampleOrder:
         """Return the samples at the given global positions. Both are int64 of shape `[n]`."""
         epochs, indices = np.divmod(positions, self.num_samples)
         result = np.empty(len(positions), dtype=np.int64)
+        # A batch spans more than one epoch only at its boundary, or where the samples are few.
         for epoch in np.unique(epochs):
             inside = epochs == epoch
             result[inside] = self._permute(indices[inside].astype(np.uint64), int(epoch))
@@ -61,6 +63,7 @@ class SampleOrder:
         bits = self._half_bits
         mask = (np.uint64(1) << bits) - np.uint64(1)
         left, right = values >> bits, values & mask
+        # A round is invertible whatever `_mix` returns, so the whole network is a permutation.
         for key in keys:
             left, right = right, left ^ (_mix(right ^ key) & mask)
         joined: np.ndarray = (left << bits) | right
@@ -68,6 +71,7 @@ class SampleOrder:
 
 
 def _round_keys(seed: int, epoch: int) -> np.ndarray:
+    # Seeds and epochs are mixed first: neighbouring ones must not give related keys.
     start = _mix(np.array([seed % 2**64], dtype=np.uint64)) ^ np.uint64(epoch)
     return _mix(_mix(start) + np.arange(1, _ROUNDS + 1, dtype=np.uint64))
 
@@ -131,5 +135,6 @@ def integer_weights(weights: Sequence[float]) -> list[int]:
     total = sum(map(Fraction, weights))
     shares = [(Fraction(weight) / total).limit_denominator(10**6) for weight in weights]
     common = math.lcm(*(share.denominator for share in shares))
+    # The least common multiple keeps the proportions exact; a larger one is rounded.
     scale = min(common, _LARGEST)
     return [max(1, round(share * scale)) for share in shares]

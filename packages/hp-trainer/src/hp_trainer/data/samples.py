@@ -25,9 +25,11 @@ def split_documents(starts: np.ndarray, ends: np.ndarray, length: int, *, keep_r
     Returns:
         First token and number of inputs of each chunk, both int64 `[chunks]`. A chunk of n inputs spans n + 1 tokens.
     """
+    # The last token of a document is only a target.
     inputs = np.maximum(ends - starts - 1, 0)
     counts = -(-inputs // length) if keep_rest else np.minimum(inputs, 1)
     document = np.repeat(np.arange(len(starts)), counts)
+    # Index of each chunk within its document.
     number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
     first = starts[document] + number * length
     return first, np.minimum(length, inputs[document] - number * length)
@@ -51,6 +53,8 @@ def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     # A stable sort keeps chunks of equal size in order, so that every machine packs the same rows.
     for chunk in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[chunk])
+        # The smallest free space that fits. There are at most `capacity` different sizes, so a search takes
+        # log(capacity).
         at = bisect.bisect_left(free_sizes, size)
         if at < len(free_sizes):
             free = free_sizes[at]
@@ -83,6 +87,7 @@ class TokenSamples(Samples):
         self._length = sequence_length
 
     def __len__(self) -> int:
+        # A window needs one token more than its inputs.
         return max(0, (len(self._tokens) - 1) // self._length)
 
     def read(self, indices: np.ndarray) -> Rows:
@@ -120,12 +125,14 @@ class DocumentWindows(TokenSamples):
         # Ends are exclusive, so side="right" assigns the position at an end to the next document.
         document = np.searchsorted(self._ends, positions, side="right")
         starts = np.where(document > 0, self._ends[document - 1], 0)
+        # The token after a document's last one belongs to the next document.
         targets = np.where(self._ends[document] == positions + 1, IGNORED, rows.targets)
         # A document that started before the window counts its positions from the start of the window.
         return Rows(rows.ids, targets, positions - np.maximum(starts, positions[:, :1]))
 
     def num_targets(self, indices: np.ndarray) -> int:
         """Return the number of targets of these windows: the last token of a document has none."""
+        # Ends in (begin, begin + length]: each is the last input of its document, without target.
         begin = indices * self._length
         inside = np.searchsorted(self._ends, begin + self._length, side="right") - np.searchsorted(
             self._ends, begin, side="right"
@@ -239,6 +246,7 @@ class MixedSamples(Samples):
             rows = source.read(own)
             result = Rows.empty(len(indices), rows) if result is None else result
             result.put(selected, rows)
+        # No samples: the first source returns empty rows of the right length.
         return result if result is not None else self.sources[0].read(indices)
 
     def num_targets(self, indices: np.ndarray) -> int:

@@ -70,7 +70,9 @@ class TextSource(DocumentsSource):
         tokenizer, texts, segments = self.tokenizer(), [], []
         for record in records:
             text = record.text(source.files.field)
+            # A blank segment within a long text belongs to it; only blank texts are skipped.
             if text.strip() or not (record.begins and record.ends):
+                # With bytes as tokens the separator could not be told from a zero byte of the text.
                 _refuse_separator(text, record, tokenizer.separator if tokenizer.vocab_size == 256 else None)
                 texts.append(text)
                 segments.append(record)

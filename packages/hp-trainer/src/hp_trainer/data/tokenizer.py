@@ -45,6 +45,7 @@ class ByteTokenizer:
 
     def encode_with_spans(self, text: str) -> tuple[np.ndarray, Spans]:
         """Return the tokens of a text and the range of characters `[begin, end)` of each."""
+        # Every byte of a character has the span of that character.
         spans = [(i, i + 1) for i, letter in enumerate(text) for _ in letter.encode("utf-8", errors="surrogateescape")]
         return self.encode(text), np.array(spans, np.int64).reshape(-1, 2)
 
@@ -73,6 +74,7 @@ class FileTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise DataError(f"{file} is a tokenizer with an empty vocabulary")
+        # Not the number of tokens: vocabularies may have gaps.
         self.vocab_size = max(vocabulary.values()) + 1
         self.special_tokens = {name: text for name in _NAMED if (text := _token_text(settings.get(name))) is not None}
         self.chat_template = _chat_template(file.parent, settings) if path.is_dir() else None
@@ -81,6 +83,7 @@ class FileTokenizer:
         self.around = np.array(before, np.int64), np.array([self.separator], np.int64)
         self.begin = before[0] if before else self.separator
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        # The end token may come from a setting, so the file's digest alone does not identify the tokens of a document.
         self.fingerprint = f"{digest[:32]}, documents end in {self.separator}"
 
     def encode(self, text: str) -> np.ndarray:
@@ -109,6 +112,7 @@ class FileTokenizer:
 
     def _prefix(self) -> list[int]:
         """Return the tokens that the tokenizer's post-processor adds before a text, such as `<s>`."""
+        # Post-processors are opaque, so compare a text with and without added tokens.
         full, bare = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (True, False))
         at = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
         return list(full[:at])
@@ -210,6 +214,7 @@ def train_tokenizer(path: Path, to: Path, *, vocab_size: int, field: str = "text
     if vocab_size <= _BYTES:
         raise DataError(f"a vocabulary of bytes and {END} needs at least {_BYTES + 1} tokens, got {vocab_size}")
     texts = _texts(path, field, max_bytes)
+    # Taken before training, so that a source without text is an error.
     first = next(texts, None)
     if first is None:
         raise DataError(f"{path} contains no text to train a tokenizer on")
@@ -219,6 +224,7 @@ def train_tokenizer(path: Path, to: Path, *, vocab_size: int, field: str = "text
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END],
+        # All 256 bytes, so that any text can be encoded, also with bytes that training did not see.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -240,6 +246,7 @@ def _texts(path: Path, field: str, max_bytes: int | None) -> Iterator[str]:
         if left is not None:
             if left <= 0:
                 return
+            # Counted in characters here, so the last text may exceed the limit in bytes.
             text = text[:left]
             left -= len(text.encode("utf-8", errors="replace"))
         if text.strip():

@@ -140,10 +140,10 @@ class BlockActivations:
         return sum(x.result for x in self.tensors if x.kind == "routing" or recompute.saves(x.kind))
 
     def reusable(self, recompute: BlockRecompute = NOTHING_RECOMPUTED) -> float:
-        """Return the bytes of `saved` that backward frees early enough for the tensors of the preceding block.
+        """Return the bytes of `saved` that backward frees before the preceding block's tensors are back from the host.
 
-        A recomputed block consumes its input at once, and the preceding block's tensors are back from the host before
-        its backward starts, so they find no freed memory.
+        These tensors can occupy the freed memory. A recomputed block frees nothing in time: the preceding block's
+        tensors are back before its backward starts.
         """
         return self.saved() if recompute.mode == "none" else 0.0
 

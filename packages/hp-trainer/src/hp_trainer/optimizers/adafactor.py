@@ -58,6 +58,7 @@ class Adafactor:
     def step(self, learning_rate: float) -> None:
         """Update every parameter that has a gradient, and count the update."""
         self.num_steps += 1
+        # beta2_t = 1 - t**-c (section 7): 0 at the first step, so the moment needs no bias correction.
         decay = 1.0 - self.num_steps**-self._options.decay_power
         with self._platform.no_grad():
             for name, parameter in self._parameters.items():
@@ -79,6 +80,7 @@ class Adafactor:
     ) -> None:
         ops, options = self._platform.ops, self._options
         data = self._platform.detach(parameter)
+        # eps_1 is added to the squares, before the mean (algorithm 4), so that zero gradients do not divide by zero.
         squares = ops.add(ops.mul(grad, grad), options.eps)
         moment = self._moment(squares, state, decay)
         update = ops.mul(grad, ops.rsqrt(moment))
@@ -87,6 +89,7 @@ class Adafactor:
         update = ops.div(update, self._like(ops.maximum(ops.div(size, options.clip_threshold), self._one), update))
         scale = ops.clamp(ops.sqrt(self._mean_square(data)), min=options.smallest_scale)
         update = ops.mul(update, self._like(ops.mul(scale, learning_rate), update))
+        # Decoupled weight decay, as in AdamW.
         decayed = ops.mul(data, 1 - learning_rate * options.weight_decay)
         self._copy(parameter, ops.sub(decayed, update))
 
@@ -97,6 +100,8 @@ class Adafactor:
             self._mix(state["square"], squares, decay)
             return state["square"]
         row, column = state["row"], state["column"]
+        # Means over a sharded dimension are partial sums; `to_full` reduces them, so that every rank has the same
+        # state.
         self._mix(row, to_full(ops.mean(squares, -1)), decay)
         self._mix(column, to_full(ops.mean(squares, -2)), decay)
         # The moment is the outer product of row and column means, divided by the mean of all (section 3).
@@ -120,6 +125,7 @@ class Adafactor:
 
     def _copy(self, to: Tensor, x: Tensor) -> None:
         if isinstance(to, DTensor):
+            # The local shards can be copied only if both have the same placements.
             x = x.redistribute(to.spec.mesh, to.spec.placements)
             self._platform.copy_(self._platform.unwrap(to), self._platform.unwrap(x))
         else:
@@ -128,6 +134,7 @@ class Adafactor:
     def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
         platform, shape = self._platform, tuple(parameter.shape)
         if len(shape) >= 2:
+            # Plain, not DTensors: row and column are small, and every rank has all of them.
             row, column = shape[:-1], (*shape[:-2], shape[-1])
             return {"row": platform.zeros(row, parameter.dtype), "column": platform.zeros(column, parameter.dtype)}
         return {"square": zeros_placed_like(platform, parameter)}

@@ -41,16 +41,17 @@ class AdamW8bitConfig(AdamWConfig):
 
     def update_bytes(self, held: Sequence[tuple[str, tuple[int, ...], int]], *, is_host: bool) -> int:
         """Return the bytes of float32 copies while one parameter is updated; see the hook `hp_optimizers`."""
+        # Ten float32 tensors: weight, gradient, moments and temporaries of one parameter.
         return 40 * max((elements for _, _, elements in held), default=0)
 
 
 class CodeSearch:
-    """Finds the interval between increasing float32 bounds that contains a number, by one table look-up and one sum.
+    """Finds the interval of a number between increasing float32 bounds by one table look-up and one addition.
 
     Numbers with the same upper 16 bits (sign, exponent and 7 bits of the fraction) are so close together that at most
-    one bound is among them. The table has an addend for them such that the upper half of bits + addend is the index of
-    the interval: the lower half carries over exactly where the number is above the bound. The bits of negative numbers
-    grow as the numbers fall, so they are inverted first. This takes a twentieth of the time of a binary search.
+    one bound is among them. For each upper half the table has an addend; the upper half of (bits + addend) is the index
+    of the interval. The lower half carries into it exactly where the number is above the bound. Bits of negative
+    numbers increase as the numbers decrease, so they are inverted first. A binary search takes twenty times as long.
 
     Attributes:
         bounds: float32, increasing, fewer than 256.
@@ -72,6 +73,7 @@ class CodeSearch:
         assert np.all((last - first <= 1) | ~np.isfinite(smallest.view(np.float32))), "bounds too close for the table"
         has_bound = (last - first == 1) & np.isfinite(smallest.view(np.float32))
         next_bound = np.append(bounds, bounds[-1:]).astype(np.float32)[first].view(np.uint32)
+        # The lower half above which a number passes the bound; 0xFFFF: never.
         carries_above = np.where(has_bound, _growing(next_bound) & 0xFFFF, 0xFFFF).astype(np.int64)
         addends = ((first - (_growing(halves) >> 16).astype(np.int64)) << 16) + 0xFFFF - carries_above
         self.bounds = bounds
@@ -80,6 +82,7 @@ class CodeSearch:
     def find(self, x: np.ndarray) -> np.ndarray:
         """Return the index of each element's interval as uint8, for a float32 array."""
         bits = x.view(np.int32)
+        # Arithmetic shifts: `bits >> 31` is all ones for negative numbers, so the XOR below inverts them.
         sums = np.take(self.addends, (bits >> 16) & 0xFFFF)
         sums += bits ^ (bits >> 31)
         codes: np.ndarray = (sums >> 16).astype(np.uint8)
@@ -105,9 +108,11 @@ def dynamic_values(*, signed: bool) -> np.ndarray:
     decades = 7 if signed else 8
     fractions = []
     for i in range(decades):
+        # 2**i codes in the i-th decade, at the middles of equal intervals.
         bounds = np.linspace(0.1, 1, 2**i + 1)
         fractions.append((bounds[:-1] + bounds[1:]) / 2 * 10.0 ** (i + 1 - decades))
     positive = np.sort(np.concatenate(fractions))
+    # The largest element of a block is stored exactly, as scale times 1.
     positive[-1] = 1.0
     below = -positive[::-1] if signed else np.zeros(0)
     return np.concatenate([below, [0.0], positive]).astype(np.float32)
@@ -141,6 +146,7 @@ class BlockwiseCodes:
     def __init__(self, platform: Platform, block_size: int, find_codes: FindCodes, *, signed: bool) -> None:
         self._platform, self._block_size, self._find_codes = platform, block_size, find_codes
         self._values, self._signed = dynamic_values(signed=signed), signed
+        # Bounds half-way between neighbouring values: the nearest code is found.
         self._search = CodeSearch((self._values[:-1] + self._values[1:]) / 2)
 
     def quantize(self, x: Tensor) -> Blocks:
@@ -282,6 +288,7 @@ class AdamW8bit:
         mean, square = (self._local_moment(name, slot) for slot in self._kinds)
         if self._own_update is not None:
             mean, square = self._own_update(weight, grad, mean, square, self.num_steps, learning_rate, options)
+            # In float32 the cast returned `local` itself, which the platform's update has written.
             if local.dtype != float32:
                 self._platform.copy_(local, ops.cast(weight, local.dtype))
         else:
@@ -315,12 +322,14 @@ class AdamW8bit:
         if self._is_coded(name):
             self._state[name][slot] = self._kinds[slot].quantize(values)
         else:
+            # A copy: `values` may be shared, as the initial zeros of both moments are.
             self._state[name][slot] = self._platform.ops.clone(values)
 
     def _is_coded(self, name: str) -> bool:
         """Return whether a parameter's moments are quantized; its global size decides, so all layouts agree."""
         parameter = self._parameters[name]
         is_large = math.prod(parameter.shape) >= self._options.min_elements and len(parameter.shape) > 0
+        # A rank with an empty shard has nothing to quantize.
         return is_large and math.prod(self._platform.local_shape(parameter)) > 0
 
 

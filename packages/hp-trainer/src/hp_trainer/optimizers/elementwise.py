@@ -53,6 +53,7 @@ class ElementwiseOptimizer(ABC):
             for name, parameter in self._parameters.items():
                 grad = platform.get_grad(parameter)
                 if grad is not None:
+                    # Elementwise updates need no other rank's elements, so they bypass DTensor dispatch.
                     state = {slot: local_of(platform, x) for slot, x in self._state[name].items()}
                     self.update(local_of(platform, parameter), local_of(platform, grad), state, learning_rate)
         self.num_steps += 1
@@ -97,10 +98,13 @@ class SGD(ElementwiseOptimizer):
     def update(self, parameter: Tensor, grad: Tensor, state: Mapping[str, Tensor], learning_rate: float) -> None:
         """See `ElementwiseOptimizer.update`."""
         ops, options = self.platform.ops, self.options
+        # Coupled, as in `torch.optim.SGD`: the decay is part of the gradient and enters the velocity.
         if options.weight_decay:
             grad = ops.add(grad, ops.mul(parameter, options.weight_decay))
+        # Starting from zero, the first velocity is the gradient itself, as torch initializes it (no dampening).
         velocity = ops.add(ops.mul(state["momentum_buffer"], options.momentum), grad)
         self.platform.copy_(state["momentum_buffer"], velocity)
+        # Nesterov's step uses the velocity after the next decay.
         step = ops.add(grad, ops.mul(velocity, options.momentum)) if options.nesterov else velocity
         self.platform.copy_(parameter, ops.sub(parameter, ops.mul(step, learning_rate)))
 
@@ -131,7 +135,9 @@ class Lion(ElementwiseOptimizer):
         """See `ElementwiseOptimizer.update`."""
         ops, momentum, (beta1, beta2) = self.platform.ops, state["exp_avg"], self.options.betas
         mixed = ops.add(ops.mul(momentum, beta1), ops.mul(grad, 1 - beta1))
+        # The sign, from two comparisons; 0 stays 0.
         sign = ops.sub(ops.cast(ops.gt(mixed, 0), grad.dtype), ops.cast(ops.lt(mixed, 0), grad.dtype))
         decayed = ops.mul(parameter, 1 - learning_rate * self.options.weight_decay)
         self.platform.copy_(parameter, ops.sub(decayed, ops.mul(sign, learning_rate)))
+        # After the update, which uses the old momentum: beta1 is for the update, beta2 for the momentum.
         self.platform.copy_(momentum, ops.add(ops.mul(momentum, beta2), ops.mul(grad, 1 - beta2)))

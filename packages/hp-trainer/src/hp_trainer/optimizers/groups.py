@@ -92,6 +92,7 @@ def build_grouped(
         return build(named, options)
     chosen = {name: _group_of(name, x, groups) for name, x in named}
     own = sorted({n for n in chosen.values() if n is not None})
+    # A group may match parameters of another pipeline stage only; that is no error. Every rank takes part in the call.
     used = {n for stage in all_gather_object(own) for n in stage}
     unused = [", ".join(groups[n].match) for n in range(len(groups)) if n not in used]
     if unused:

@@ -43,6 +43,7 @@ class MuonConfig:
 
     def is_matrix(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether Muon, not AdamW, updates a parameter."""
+        # Stacked experts: each matrix of the stack is orthogonalized on its own.
         is_stack = len(shape) == 3 and matches_any(name, self.stacks)
         return (len(shape) == 2 or is_stack) and not matches_any(name, self.adamw)
 
@@ -51,14 +52,15 @@ class MuonConfig:
         return (1 if self.is_matrix(name, shape) else 2) * elements * itemsize
 
     def update_bytes(self, held: Sequence[tuple[str, tuple[int, ...], int]], *, is_host: bool) -> int:
-        """Return the bytes of an update's temporaries: matrices are gathered on their owner, computed there and sent
-        back.
+        """Return the bytes of an update's temporaries; see the hook `hp_optimizers`.
 
-        Shards of directions, messages and updates, and the owner's gathered matrices, intermediate and final, exist at
-        once. A CPU computes in float32, others in bfloat16. See the hook `hp_optimizers`.
+        Each matrix is gathered on its owner, computed there and sent back. Three tensors of the shards' size exist
+        at once (directions, messages, updates), and three of the owned matrices (gathered, intermediate, final). A CPU
+        computes in float32, other devices in bfloat16.
         """
         matrices = [(shape, elements) for name, shape, elements in held if self.is_matrix(name, shape)]
         shards = sum(elements for _, elements in matrices)
+        # Matrices are dealt out to owners by size: about this rank's share, but at least the largest single one.
         owned = max(shards, max((math.prod(shape) for shape, _ in matrices), default=0))
         return (4 if is_host else 2) * 3 * (shards + owned)
 
@@ -84,6 +86,8 @@ def build_muon(
             nesterov=options.nesterov,
             weight_decay=options.weight_decay,
             steps=options.steps,
+            # Scales updates to AdamW's root mean square, so that one learning rate serves both (arXiv 2502.16982,
+            # section 2.2).
             match_rms=True,
             compute_dtype="float32" if platform.device_types[0] == "cpu" else "bfloat16",
         ),

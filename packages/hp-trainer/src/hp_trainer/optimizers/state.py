@@ -109,6 +109,8 @@ class OptimizerOnHost:
     def step(self, learning_rate: float) -> None:
         """Update every parameter that has a gradient, and count the update."""
         for number, bucket in enumerate(self._buckets):
+            # This bucket and the next, whose copy overlaps with this update. `prefetch` does nothing for a copy that
+            # has started.
             for each in self._buckets[number : number + 2]:
                 each.prefetch()
             bucket.wait()
@@ -155,6 +157,7 @@ class StateOnHost:
     def __init__(self, optimizer: Any, storage: ParameterStorage, platform: Platform) -> None:
         self.optimizer, self._storage, self._platform = optimizer, storage, platform
         self._slots: list[_Slot] = []
+        # Read twice: a state that is computed on access has other tensors each time, and cannot be swapped.
         tensors, again = optimizer.state(), optimizer.state()
         if not has_plain_state(optimizer) or any(
             tensor is not again[name][slot] for name, slots in tensors.items() for slot, tensor in slots.items()
@@ -163,6 +166,7 @@ class StateOnHost:
         self.state = {
             name: {slot: self._on_host(tensor) for slot, tensor in slots.items()} for name, slots in tensors.items()
         }
+        # The initial state exists on the device; it is moved to the host bucket by bucket while the optimizer is built.
         self.offload()
         self.release()
 
@@ -177,6 +181,7 @@ class StateOnHost:
         if self._storage.address(flat) != self._storage.address(local):
             # Its storage is shared with another tensor, so freeing it would free that one too.
             raise self._not_offloadable()
+        # Pinned, because copies from pageable memory do not overlap with computation.
         host = self._storage.host_buffer(numel, local.dtype, pin_memory=True)
         self._slots.append(_Slot(flat, host))
         view = self._strided_as(local, host)
@@ -231,4 +236,5 @@ class StateOnHost:
 
 def _strides(x: Tensor) -> list[tuple[int, int]]:
     """Return size and stride of the dimensions that have more than one element."""
+    # Strides of dimensions of size 1 are arbitrary, and frameworks differ in them.
     return [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]

@@ -53,12 +53,13 @@ def dense_degrees(expert_mesh: ExpertMesh) -> tuple[str, ...]:
 
 
 def degrees_without_dp_shard(expert_mesh: ExpertMesh) -> tuple[str, ...]:
-    """Return the degrees of the equation without `dp_shard`, by which -1 is inferred."""
+    """Return the degrees of the equation except `dp_shard`. `dp_shard=-1` is the world size over their product."""
     return tuple(name for name in dense_degrees(expert_mesh) if name != "dp_shard")
 
 
 def divisors(n: int) -> list[int]:
     """Return all divisors of `n`, ascending. O(sqrt(n))."""
+    # Divisors come in pairs d * (n / d), of which one is at most sqrt(n).
     small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
 
@@ -90,6 +91,7 @@ def build_mesh(
             these three are names in `dense` or `aliases`.
     """
     root = DeviceMesh(device_type, (world.size,), mesh_dim_names=("world",), world=world)
+    # Axes of size 1 would add dimensions to every placement without sharding anything.
     used = {name: size for name, size in dense.items() if size > 1} or {"dp_shard": 1}
     mesh = root.unflatten("world", tuple(used.values()), tuple(used))
     for name, axes in ({name: (name,) for name in dense} | dict(aliases)).items():

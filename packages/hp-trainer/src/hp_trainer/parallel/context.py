@@ -91,11 +91,13 @@ def _compare(shape: AttentionShape, ranks: int, method: str | None, degree: int 
     factor for bytes, and by its square for products of queries and keys. The seconds are the same, and found much
     faster.
     """
+    # Head and tail chunks need an even number of chunks per rank, and a window does not scale with the length.
     factor = 1
     if shape.length % (2 * ranks) == 0 and shape.window is None:
         half = shape.length // (2 * ranks)
         factor = max((each for each in divisors(half) if half // each >= _HALF_TOKENS), default=1)
     shorter = dataclasses.replace(shape, length=shape.length // factor)
+    # Bytes are linear in the length and products quadratic, so these rates give the same seconds.
     rates = Links(bandwidth=BANDWIDTH / factor)
     found = choose_context_parallel(
         shorter, ranks, method=method, ulysses_degree=degree, links=rates, flops=_FLOPS / factor**2
@@ -162,6 +164,7 @@ def context_problems(dims: Any, config: Any, length: int | None = None) -> Itera
 
 def _method(dims: Any, config: Any, training: TrainingConfig | None) -> tuple[Any, int]:
     """Return the method for the outer ranks, and the number of inner ranks that exchange heads (Ulysses)."""
+    # The named method is for all ranks unless Ulysses is given a degree of its own.
     if dims.cp_method in ("ring", "all_gather"):
         return dims.cp_method, dims.ulysses_degree or 1
     if dims.cp_method != "auto" or _heads(dims, config) is None:
@@ -173,9 +176,11 @@ def _method(dims: Any, config: Any, training: TrainingConfig | None) -> tuple[An
 def _shape(dims: Any, config: Any, training: TrainingConfig | None) -> AttentionShape:
     heads = _heads(dims, config)
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    # Latent attention has keys and values for every head once they are expanded.
     if getattr(config, "attention", None) == "latent":
         kv_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # Without training settings: one long sequence in 16 bits.
     batch, length, itemsize = 1, 1 << 15, 2
     if training is not None:
         batch = training.micro_batch_size or max(1, training.global_batch_size // dims.dp_size)
@@ -196,6 +201,7 @@ def _common_window(config: Any) -> int | None:
     if not hasattr(config, "window_of"):
         return None
     windows = {config.window_of(layer) for layer in range(config.num_hidden_layers)}
+    # The widest window costs most, so its layers decide.
     return None if None in windows or not windows else max(windows)
 
 

@@ -276,8 +276,10 @@ def degrees_from_config(config: Any, world_size: int, num_experts: int | None = 
     """Return the fields of `ParallelDims` that `config` sets, with `from_config`'s defaults, without `world_size`."""
     names = (*DEGREES, "expert_mesh", "cp_method", *_DISPATCH)
     found = {name: getattr(config, name, None) for name in names}
+    # `dp` is the older name of the setting.
     if found["dp_shard"] is None:
         found["dp_shard"] = getattr(config, "dp", None)
+    # Tensor parallel experts by default: `etp` of 1 is a choice that must be stated.
     if found["etp"] is None:
         found["etp"] = found["tp"]
     degrees = {name: value for name, value in found.items() if value is not None}
@@ -291,4 +293,5 @@ def _largest_ep(degrees: dict[str, Any], world_size: int, num_experts: int) -> i
     shard, outside = degrees.get("dp_shard", 1), degrees.get("dp_replicate", 1) * degrees.get("pp", 1)
     inside = degrees.get("cp", 1) * degrees.get("tp", 1)
     dense = world_size // outside if shard == -1 else shard * inside
+    # The largest number that divides both the experts and the ranks available to them.
     return math.gcd(num_experts, max(1, dense // degrees.get("etp", 1)))

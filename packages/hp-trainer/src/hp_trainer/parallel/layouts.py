@@ -105,11 +105,15 @@ def list_degrees(
 ) -> Iterator[dict[str, Any]]:
     """Yield the degrees of every layout of so many ranks, as keywords of `ParallelDims`."""
     for ep, expert_mesh in itertools.product(divisors(world_size) if has_experts else [1], expert_meshes):
+        # Without expert parallelism the meshes are the same layout.
         if ep == 1 and expert_mesh != expert_meshes[0]:
             continue
+        # The peer mesh has `ep` as an axis of its own, so the other degrees share what is left.
         around = ep if expert_mesh == "peer" else 1
         for pp, dp_replicate, dp_shard, cp, tp in _factorizations(world_size // around, 5):
+            # `etp` is 1 or `tp`. Without expert parallelism only the default is listed.
             for etp in sorted({1, tp}) if ep > 1 else [tp]:
+                # The folded mesh needs dp_shard*cp*tp == efsdp*ep*etp.
                 if expert_mesh == "peer" or dp_shard * cp * tp % (ep * etp) == 0:
                     yield {
                         "dp_replicate": dp_replicate,
@@ -129,5 +133,6 @@ def _factorizations(n: int, count: int) -> Iterator[tuple[int, ...]]:
         yield (n,)
         return
     for first in divisors(n):
+        # Few even for many ranks: 2**20 has 10,626 such products of five factors.
         for rest in _factorizations(n // first, count - 1):
             yield (first, *rest)

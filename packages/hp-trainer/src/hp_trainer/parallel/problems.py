@@ -201,12 +201,15 @@ def _nearest_products(dims: Any, names: tuple[str, ...], *, divides: bool) -> st
     choices = []
     for name in names:
         degree = getattr(dims, name)
+        # What this degree would be if all others stayed.
         share, rest = divmod(dims.world_size, total // degree)
         if rest == 0:
             values = nearest_divisors(share, degree) if divides else [share]
             choices.append(f"{name}={join_choices(values)}")
+    # No single degree can satisfy the equation, so name the degrees that do not divide the world size.
     if not choices:
         choices = [", ".join(_nearest_degrees(dims, names))]
+    # With -1 any multiple of the product is legal, without it the product itself.
     nearest = max(1, round(dims.world_size / total)) * total if divides else total
     return ", or ".join([choice for choice in choices if choice] + [f"world_size={nearest}"])
 
@@ -218,6 +221,7 @@ def _nearest_degrees(dims: Any, names: tuple[str, ...]) -> Iterator[str]:
 
 
 def _expert_problems(dims: Any, expert_mesh: ExpertMesh, shard: int | None) -> Iterator[Problem]:
+    # A peer mesh without expert parallelism ignores `etp`.
     etp_matters = expert_mesh == "folded" or dims.ep > 1
     etp_fits = dims.etp in (1, dims.tp)
     if etp_matters and not etp_fits:
@@ -229,8 +233,10 @@ def _expert_problems(dims: Any, expert_mesh: ExpertMesh, shard: int | None) -> I
             got=str(dims.etp),
             hint=f"etp={legal}",
         )
+    # `ep` is an axis of its own there; and without `dp_shard` the number of dense ranks is unknown.
     if expert_mesh == "peer" or shard is None or not etp_fits:
         return
+    # Experts reuse the dense ranks of one replica and stage; `efsdp` is the quotient.
     dense, used = shard * dims.cp * dims.tp, dims.ep * dims.etp
     if dense % used:
         nearest = nearest_divisors(dense // dims.etp, dims.ep)
@@ -271,6 +277,7 @@ def _divides(field: str, value: int | None, degree: str, size: int) -> Iterator[
 
 def _sequence_problem(seq_len: int, cp: int, tp: int) -> Problem:
     shares = cp * tp
+    # The multiples of cp * tp on either side of the length.
     nearest = sorted({max(1, seq_len // shares) * shares, -(-seq_len // shares) * shares})
     return Problem(
         path="tp" if cp == 1 else "cp",
