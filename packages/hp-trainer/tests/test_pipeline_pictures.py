@@ -41,7 +41,7 @@ def test_times_and_pictures(show, tmp_path):
     arguments = ("--ranks=4", "--microbatches=8", "--forward=1.5", "--transfer=0.25")
     code, out, _ = show("zero_bubble_v", *arguments, f"--to={picture}")
     assert code == 0
-    assert out.startswith("rank 0: idle ")  # no rows: the times are no whole numbers
+    assert out.startswith("rank 0: idle ")  # no rows: the times are no integers
     assert out.endswith(f"picture: {picture}\n")
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -83,14 +83,13 @@ def hp_checkpoint_formats(registry: Registry) -> None:
 
 @hookspec(firstresult=True)
 def hp_step_counter(platform: Platform) -> Callable[..., CountedStep] | None:
-    """Return a function that counts a step of a module on tensors without memory, or None for other platforms. Since
-    0.1.
+    """Return a function that counts a step of a module on tensors without memory, for plans. Since 0.1.
 
-    Called by `hp-train plan` for a module without estimates of its own. `count(build, run, parts, dtype)` returns a
-    `hp_trainer.records.CountedStep` of one forward and backward. `build()` returns the module. `run(module)` returns
-    the scalar that backward starts from. `parts(module)` returns modules by dotted name, none within another, whose
-    bytes are counted apart. `dtype` is the name of the dtype of computation, or None for the dtypes the module was
-    built with.
+    Returns None for other platforms. Called by `hp-train plan` for a module without estimates of its own. `count(build,
+    run, parts, dtype)` returns a `hp_trainer.records.CountedStep` of one forward and backward. `build()` returns the
+    module. `run(module)` returns the scalar that backward starts from. `parts(module)` returns modules by dotted name,
+    none within another, whose bytes are counted apart. `dtype` is the name of the dtype of computation, or None for the
+    dtypes the module was built with.
     """
 
 

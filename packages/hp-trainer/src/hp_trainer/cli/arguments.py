@@ -33,6 +33,7 @@ def parse(parser: Parser, given: list[str]) -> tuple[argparse.Namespace, Overrid
     Raises:
         UsageError: an option without a value, or arguments that the command does not accept.
     """
+    # argparse rejects options that it does not know, so settings are separated from the command's own options first.
     known = {name for action in parser._actions for name in action.option_strings}
     switches = {name for action in parser._actions if action.nargs == 0 for name in action.option_strings}
     own: list[str] = []
@@ -47,6 +48,7 @@ def parse(parser: Parser, given: list[str]) -> tuple[argparse.Namespace, Overrid
             continue
         name, equals, value = word.partition("=")
         if not equals:
+            # Also for values that start with a dash, such as a negative number.
             value = _following(name, rest)
         if name in known:
             own.append(f"{name}={value}")

@@ -29,10 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done. 1: it failed. 2: invalid input. 128 + n: stopped by signal n (130 for Ctrl-C, 143 for SIGTERM, 141 if the
     output is no longer read). Training stops after the current step, with a checkpoint.
     """
+    # First, before any file is opened that could get the descriptor of a standard stream.
     open_standard_streams()
     write_stacks_on_request()
     code = _run(list(sys.argv[1:] if arguments is None else arguments))
     try:
+        # Here, where an error becomes an exit code; at exit Python would only print it.
         sys.stdout.flush()
     except BrokenPipeError:
         mute(sys.stdout)
@@ -45,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(given: list[str]) -> int:
     """Run the command, print any error in one line, and return the exit code."""
+    # Imported late, so that `--help` and errors of usage do not wait for the imports of training.
     from hp_trainer.stop_signals import Interrupted, interruptible
 
     try:
@@ -72,10 +75,10 @@ def _run(given: list[str]) -> int:
         return _fail(f"something {describe_exit(leaving, 'before its work was done')}", 1, every_rank=True)
     except (OSError, MemoryError, ImportError) as error:
         # The user can act on these without a traceback. Other errors are bugs of ours, and keep theirs.
-        told = describe_machine_error(error)
-        if told is None and not isinstance(error, OSError):
+        message = describe_machine_error(error)
+        if message is None and not isinstance(error, OSError):
             raise
-        return _fail(told or str(error), 1, every_rank=True)
+        return _fail(message or str(error), 1, every_rank=True)
 
 
 def _dispatch(given: list[str]) -> int:
@@ -99,6 +102,7 @@ def _dispatch(given: list[str]) -> int:
 
 def _refuse_unknown_command(word: str, known: list[str]) -> None:
     """Raise for a first word that is neither a command nor a file, and has neither folder nor suffix."""
+    # `run.yaml` or `configs/run` is meant as a file, even if it does not exist.
     if word.startswith("-") or Path(word).name != word or Path(word).suffix or Path(word).exists():
         return
     near = difflib.get_close_matches(word, [*known, "train"], n=1)
@@ -118,8 +122,9 @@ def _fail(message: str, code: int, *, every_rank: bool = False) -> int:
         except OSError:
             # The terminal is closed. The exit code still reports the failure.
             mute(sys.stderr)
+    # A run that was stopped by a signal has not failed.
     if code < 128:
-        _tell_torchrun(message)
+        _report_to_torchrun(message)
     return code
 
 
@@ -134,12 +139,13 @@ def _place() -> RankEnvironment | None:
         return None
 
 
-def _tell_torchrun(message: str) -> None:
+def _report_to_torchrun(message: str) -> None:
     """Write the message to the file from which torchrun takes a rank's error, and prints it below its own traceback.
 
     The format is that of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    # The first error is the cause; a file may already have it.
     if file and not Path(file).exists():
         extra = {"py_callstack": f"hp-train: {message}", "timestamp": str(int(time.time()))}
         text = json.dumps({"message": {"message": f"hp-train: {message}", "extraInfo": extra}})

@@ -36,6 +36,7 @@ def evaluate_command(given: list[str]) -> int:
     parser.add_argument("--tasks", metavar="A,B")
     parser.add_argument("--weights", choices=WEIGHTS, default="last")
     options, overrides = parse(parser, given)
+    # With tasks the settings are options of lm-eval.
     if options.tasks is not None:
         return run_harness(Path(options.run), options.tasks, [f"--{name}={value}" for name, value in overrides])
     _, config = _open(options.run, overrides)
@@ -162,6 +163,7 @@ def export_command(given: list[str]) -> int:
     run, config = open_run(options.run, overrides)
     checkpoint = newest(run, config)
     platform = get_platform(config.platform)
+    # Only host data is communicated: the ranks agree on files, and each reads its shards from the checkpoint.
     group = from_environment(platform, config.launch.timeout_seconds).all if is_launched() else Alone()
     folder = Path(options.to)
     names = export_run(
@@ -203,7 +205,9 @@ def import_command(given: list[str]) -> int:
     run, config = open_run(options.run, [])
     storage = checkpoint_storage(run, config)
     with RunLock(run.path) as lock:
+        # Opened with the nonce, so that a job that takes the run over meanwhile stops this one before it publishes.
         owned = RunFolder.open(run.path, lock.nonce)
+        # Only names, dtypes and shapes are compared, so contents are not read.
         like = find_latest(storage, content=False).checkpoint
         name = import_checkpoint(found, where, config, storage, like, owned.check_owner)
     print(f"{storage.describe(name)}; continue with `hp-train resume {run.path}`")

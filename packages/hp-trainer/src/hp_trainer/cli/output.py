@@ -20,6 +20,7 @@ def open_standard_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
+            # The lowest free descriptor is the closed one.
             os.open(os.devnull, os.O_RDWR)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:

@@ -27,11 +27,11 @@ from hp_trainer.cli.shared import (
     newest,
     on_installed_platform,
     open_run,
+    print_message,
     refuse,
     refuse_settings,
     require_platform,
     resolved,
-    tell,
 )
 from hp_trainer.config import LoadedConfig, TrainerConfig
 from hp_trainer.exceptions import CheckpointError, Problem
@@ -64,12 +64,12 @@ def describe_checkpoints(storage: Storage) -> tuple[str, bool]:
 
     All files are read and compared with their checksums. Checkpoints moved aside by `resume --from-step` come last.
     """
-    rows, all_sound = [_COLUMNS], True
+    rows, all_valid = [_COLUMNS], True
     for name in [*list_checkpoints(storage), *list_set_aside(storage)]:
         try:
             row = _describe(storage, name)
         except (CheckpointError, OSError) as error:
-            row, all_sound = (str(step_in_name(name.partition(".")[0])), "-", "-", f"damaged: {error}", name), False
+            row, all_valid = (str(step_in_name(name.partition(".")[0])), "-", "-", f"damaged: {error}", name), False
         rows.append(row)
     if len(rows) == 1:
         return f"{storage.describe('')} has no checkpoint", True
@@ -77,7 +77,7 @@ def describe_checkpoints(storage: Storage) -> tuple[str, bool]:
     lines = [
         "  ".join([*(text.rjust(width) for text, width in zip(row, widths, strict=False)), *row[3:]]) for row in rows
     ]
-    return "\n".join(lines), all_sound
+    return "\n".join(lines), all_valid
 
 
 def _describe(storage: Storage, name: str) -> tuple[str, str, str, str, str]:
@@ -86,6 +86,7 @@ def _describe(storage: Storage, name: str) -> tuple[str, str, str, str, str]:
     # A loss that is not finite is stored as text.
     shown = f"{loss:.4f}" if isinstance(loss, float) else str(loss or "-")
     size = sum(checkpoint.index.shard_bytes) / 2**20
+    # Last, since it reads all files; the columns above come from the index.
     checkpoint.verify()
     return str(checkpoint.step), shown, f"{size:,.1f} MiB", "valid", name
 
@@ -161,9 +162,9 @@ def checkpoints_command(given: list[str]) -> int:
     parser = Parser(prog="hp-train checkpoints", add_help=False)
     parser.add_argument("run", metavar="RUN")
     options, overrides = parse(parser, given)
-    table, all_sound = describe_checkpoints(checkpoint_storage(*open_run(options.run, overrides)))
+    table, all_valid = describe_checkpoints(checkpoint_storage(*open_run(options.run, overrides)))
     print(table)
-    return 0 if all_sound else 1
+    return 0 if all_valid else 1
 
 
 def _check_early(loaded: LoadedConfig, title: str, check: Callable[[], None]) -> None:
@@ -184,6 +185,7 @@ def _run_problems(loaded: LoadedConfig, folder: Path) -> list[Problem]:
     if not RunFolder.exists(folder):
         return check_new_run(loaded, folder, size, registries())
     run = RunFolder.open(folder)
+    # Without the file the run was killed while it was created, and nothing can have changed.
     before = run.load_config().config if run.config_file.exists() else loaded.config
     return check_resumed_run(loaded, before, size, registries())
 
@@ -201,13 +203,16 @@ def _take_up(run: RunFolder, config: TrainerConfig, from_step: int | None = None
     checkpoint = newest(run, config) if from_step is None else open_step(storage, from_step)
     check_model(checkpoint, config)
     source = registries().datasets.get(config.data.name).build(config.data.options)
+    # Before anything is moved or deleted, so that a run that cannot continue is left unchanged.
     source.verify(run.data, config.launch.verify_data)
     # Moved aside before training starts: if the job is killed from here on, the requested step is already the newest.
     if from_step is not None:
         for name in set_aside_later(storage, from_step):
-            tell(f"moved {storage.describe(name)} aside; delete it when it is no longer needed")
+            print_message(f"moved {storage.describe(name)} aside; delete it when it is no longer needed")
+    # Under the lock: no other job writes these files.
     run.sweep()
     delete_leftovers(storage)
+    # The ranks read their configuration from the folder, also after a restart.
     run.write_config(config)
     return checkpoint.folder
 
@@ -240,6 +245,7 @@ def profile_arguments(given: list[str]) -> list[str]:
     if found is None:
         raise UsageError(f"--steps: expected a step or FIRST-LAST, such as 4-5, got {options.steps!r}")
     first, last = found[1], found[2] or found[1]
+    # Given first, so that settings of the command line override them.
     settings = [("profile.first", first), ("profile.last", last), ("training.steps", last), ("generate.prompts", "[]")]
     return [options.config, *(f"--{path}={value}" for path, value in [*settings, *overrides])]
 
@@ -258,6 +264,7 @@ def sweep_command(given: list[str]) -> int:
     wanted = dict(overrides).get("run.folder")
     base = default_run_folder(Path(options.config)) if wanted is None else Path(wanted).expanduser()
     runs = plan_sweep([one for one in overrides if one[0] != "run.folder"], base)
+    # All runs before the first one starts: a typing error must not be found after hours.
     _check(Path(options.config), runs)
     failed = [folder for folder, chosen in runs.items() if not _train(options.config, chosen, folder, len(runs))]
     done = [folder for folder in runs if folder not in failed]
@@ -265,13 +272,14 @@ def sweep_command(given: list[str]) -> int:
         print(compare_runs(done, base / "comparison.html"))
         print(f"\ncurves: {base / 'comparison.html'}")
     for folder in failed:
-        tell(f"{folder} failed")
+        print_message(f"{folder} failed")
     return 1 if failed else 0
 
 
 def plan_sweep(overrides: Overrides, base: Path) -> dict[Path, Overrides]:
     """Return the settings of each run by folder: all combinations of values, the last setting varying fastest."""
     choices = [[(path, value) for value in split_values(text)] for path, text in overrides]
+    # Folder names have only the settings in which the runs differ.
     varied = {path for path, text in overrides if len(split_values(text)) > 1}
     if not varied:
         raise UsageError("sweep needs a setting with several values, --optimizer.lr=1e-3,3e-3")
@@ -304,6 +312,7 @@ def _check(config: Path, runs: dict[Path, Overrides]) -> None:
     for folder, overrides in runs.items():
         loaded = load(str(config), overrides)
         found = check_new_run(loaded, folder, world_size_of(loaded.config), registries())
+        # Most problems are the same in every run.
         problems += [problem for problem in found if problem not in problems]
     refuse(problems, str(config))
 

@@ -19,7 +19,7 @@ WEIGHTS = ("last", "ema")
 MAX_WORLD_SIZE = 10_000_000
 
 
-def tell(line: str) -> None:
+def print_message(line: str) -> None:
     """Print a message to standard error."""
     print(f"hp-train: {line}", file=sys.stderr, flush=True)
 
@@ -58,7 +58,7 @@ def on_installed_platform(loaded: LoadedConfig, overrides: Overrides) -> LoadedC
     other = chosen_platform(None)
     if not isinstance(other, str):
         return loaded
-    tell(f"the run was trained on {platform}, which is not installed here; continuing with {other}")
+    print_message(f"the run was trained on {platform}, which is not installed here; continuing with {other}")
     return dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, platform=other))
 
 
@@ -121,7 +121,7 @@ def newest(run: RunFolder, config: TrainerConfig) -> Checkpoint:
     storage = checkpoint_storage(run, config)
     found = find_latest(storage)
     for reason in found.skipped:
-        tell(f"skipped a checkpoint: {reason}")
+        print_message(f"skipped a checkpoint: {reason}")
     if found.checkpoint is None:
         if found.skipped:
             advice = "restore one of them, or start a new run in another folder"

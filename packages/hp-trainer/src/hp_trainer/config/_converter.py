@@ -56,6 +56,7 @@ class ValueConverter:
     def convert(self, annotation: Any, value: Tree, path: str, limits: Limits) -> Any:
         """Return the value converted to one of the annotation's types, or INVALID."""
         options = alternatives(annotation)
+        # On the command line a string needs no quotes: `--run.folder=2024` is text.
         if isinstance(value, Override) and str in options and value.text not in ("null", "~"):
             return value.text
         parsed = self.parsed(value, path)
@@ -79,9 +80,12 @@ class ValueConverter:
             return None
         found = scalar_value(value)
         if origin is Literal:
+            # Types are compared too, because in Python `True == 1`.
             return found if any(found == arg and type(found) is type(arg) for arg in args) else None
+        # A float may be written as an integer, but not the reverse.
         if annotation is float and type(found) is int:
             found = float(found)
+        # Not isinstance: bool is a subclass of int.
         if type(found) is not annotation:
             return None
         if isinstance(found, (int, float)) and annotation is not bool and not limits.allows(found):
@@ -133,6 +137,7 @@ def scalar_value(scalar: Scalar) -> bool | int | float | str | None:
     """Return the Python value of a leaf, or its text where it does not match its tag (`!!int x`, `0x_`)."""
     if scalar.tag == "null":
         return None
+    # Python refuses to convert longer texts, since it takes quadratic time.
     if scalar.tag == "int" and len(scalar.text) > _MAX_DIGITS:
         return math.inf
     # YAML 1.1 reads 12:30 as a sexagesimal number.
@@ -216,12 +221,14 @@ class Converter:
             name: self._field(schema, field, tree, path) for name, field in fields.items() if name not in known
         }
         given = {name: value for name, value in values.items() if value is not dataclasses.MISSING}
+        # All settings are converted before this, so that each problem is reported.
         if any(value is INVALID for value in given.values()):
             return INVALID
         return self._checked(schema(**given), tree, path)
 
     def _checked(self, made: Any, tree: Section, path: str) -> Any:
         """Return a section, or INVALID where its own `check()` finds problems across its settings."""
+        # Checks across settings run only on a section whose settings are valid one by one.
         found = list(made.check()) if hasattr(made, "check") else []
         for problem in found:
             source = tree.sources.get(problem.path, tree.source)

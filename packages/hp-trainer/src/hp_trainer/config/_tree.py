@@ -35,6 +35,7 @@ def substitute(text: str) -> str:
     Raises:
         UnsetVariableError: a variable is not set and the reference has no default.
     """
+    # One pass: the value of a variable is not searched for further references.
     return _REFERENCE.sub(_value, text)
 
 
@@ -116,6 +117,7 @@ def parse_yaml(
         what = f"longer than {_LONGEST_TEXT:,} characters"
         return None, [Problem(path="", what=what, expected="a configuration", got=f"{len(text):,}", source=source)]
     try:
+        # Nodes instead of values, because they have line numbers and the original text.
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except RecursionError:
         return None, [Problem(path="", what=f"nested more than {_DEEPEST} levels deep", source=source)]
@@ -151,9 +153,11 @@ class _Builder:
 
     def build(self, node: Any, path: str) -> Tree:
         where = self._where(node)
+        # An alias to an enclosing node is a cycle; PyYAML composes it without an error.
         if id(node) in self._open:
             self.problems.append(Problem(path=path, what="contains itself", source=where))
             return Scalar("", "null", where)
+        # Aliased nodes are built and counted at each use.
         self._num_values += 1
         if len(self._open) >= _DEEPEST:
             raise _TooLargeError(f"nested more than {_DEEPEST} levels deep")
@@ -196,6 +200,7 @@ class _Builder:
             inner = f"{path}.{key}" if path else key
             if not isinstance(key_node, yaml.ScalarNode):
                 self.problems.append(Problem(path=path, what="a key must be a word", source=key_where))
+            # PyYAML would silently use the last one.
             elif key in section.items:
                 places = f"{section.sources[key]} and {key_where}"
                 self.problems.append(Problem(path=inner, what="given twice", got=places, source=key_where))
@@ -210,6 +215,7 @@ class _Builder:
 
 def _resolve(text: str) -> str:
     """Return the tag that YAML resolves for an unquoted scalar."""
+    # (True, False): resolve as an unquoted scalar.
     tag: str = _resolver.resolve(yaml.ScalarNode, text, (True, False))
     return tag
 
@@ -256,10 +262,12 @@ def _apply(tree: Tree, keys: Sequence[str], value: Override) -> Problem | None:
                 source=value.source,
             )
         if depth == len(keys) - 1:
+            # Replaces a value of the file, also a section.
             tree.items[key] = value
             tree.sources[key] = value.source
             return None
         inner = tree.items.get(key)
+        # `section:` without a value is null in YAML, and counts as an empty section.
         if inner is None or (isinstance(inner, Scalar) and inner.tag == "null"):
             tree.items[key] = Section(value.source)
             tree.sources[key] = value.source
@@ -306,6 +314,7 @@ def parse_file(
         return None, problems
     tree.source = source
     names = _included(tree, problems)
+    # A new section: the trees of included files are merged below this file's own settings.
     merged = Section(source)
     for name in names:
         inner = _parse_included(name, including, problems)
@@ -330,6 +339,7 @@ def _included(tree: Section, problems: list[Problem]) -> list[Scalar]:
 
 def _parse_included(name: Scalar, including: tuple[Path, ...], problems: list[Problem]) -> Section | None:
     path = name.folder / Path(name.text).expanduser()
+    # Resolved, so that a cycle through symbolic links is found.
     if path.resolve() in including:
         problems.append(Problem(path=_KEY, what="includes itself", got=str(path), source=name.source))
         return None
@@ -351,6 +361,7 @@ def _merge(base: Section, over: Section) -> None:
             _merge(before, value)
         else:
             base.items[key] = value
+        # A problem then names the file whose value is used.
         base.sources[key] = over.sources[key]
 
 

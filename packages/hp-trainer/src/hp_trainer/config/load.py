@@ -80,12 +80,14 @@ def parse_config(
     problems += apply_overrides(tree, overrides)
     converter = Converter(registered, TrainerConfig)
     config = converter.section(TrainerConfig, tree, "")
+    # Problems of parsing and of conversion together.
     raise_if_any([*problems, *converter.problems], ConfigError, source)
     assert config is not INVALID, "an invalid configuration without a problem"
     return LoadedConfig(config, dict(_sources(tree, "")))
 
 
 def _sources(tree: Tree, path: str) -> Iterator[tuple[str, str]]:
+    # The root has no path of its own.
     if path:
         yield path, tree.source
     if isinstance(tree, Section):
@@ -110,6 +112,7 @@ def to_plain(value: Any) -> Any:
 
 def dump_config(config: Any) -> str:
     """Return a configuration as YAML text with every setting, which loads back to an equal configuration."""
+    # In the order of the schema, which is how the documentation lists the settings.
     text: str = yaml.dump(_escaped(to_plain(config)), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
     return text
 
@@ -186,6 +189,7 @@ def _options(registered: Registries, schema: type, path: str, when: str = "") ->
             yield Option(inner, "a list of sections, or of paths", "[]", field.metadata["help"], when)
             yield from _options(registered, schema_of_one, f"{inner}[]", when)
         else:
+            # The default as it would be written in the file.
             default = None if is_required(field) else _yaml(field.default)
             yield Option(inner, describe(annotation), default, field.metadata.get("help", ""), when)
 

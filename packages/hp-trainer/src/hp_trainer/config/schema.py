@@ -152,11 +152,14 @@ class TrainingConfig:
         for unit in ("global_batch", "micro_batch"):
             tokens = getattr(self, f"{unit}_tokens")
             if tokens is not None:
+                # Converted once, so that the rest of the code knows samples only; a frozen dataclass needs
+                # `object.__setattr__`.
                 object.__setattr__(self, f"{unit}_size", max(1, tokens // self.sequence_length))
 
     def check(self) -> Iterator[Problem]:
         for name in ("global_batch_tokens", "micro_batch_tokens"):
             tokens = getattr(self, name)
+            # `__post_init__` rounds down, so that this check still has a valid instance to report on.
             if tokens is not None and tokens % self.sequence_length:
                 yield Problem(
                     path=name,
@@ -188,6 +191,7 @@ class TrainingConfig:
         if self.activation_costs == "measured" and self.activation_budget is None:
             what = "has no effect without training.activation_budget"
             yield Problem(path="activation_costs", what=what, expected="estimated, or a budget", got="measured")
+        # Settings without effect are errors: they would be mistaken for savings of memory.
         if self.recompute == "none":
             unused = (("every", self.recompute_every == 1), ("blocks", not self.recompute_blocks))
             for name in [f"recompute_{name}" for name, is_default in unused if not is_default]:

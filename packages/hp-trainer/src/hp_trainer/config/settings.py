@@ -99,6 +99,7 @@ def setting(
             the command line to the working directory.
     """
     metadata = {"help": help, "limits": Limits(minimum, above, maximum), "is_path": is_path}
+    # In the metadata, so that the schema remains plain dataclasses that Python code can create directly.
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -134,6 +135,7 @@ def component(registry: str, default: str | tuple[str, ...], *, help: str) -> An
 @functools.cache
 def field_types(schema: type) -> dict[str, Any]:
     """Return the resolved annotation of every field of a dataclass."""
+    # Annotations are text because of `from __future__ import annotations`. Resolving them is slow, so it is cached.
     hints = typing.get_type_hints(schema)
     return {field.name: hints[field.name] for field in dataclasses.fields(schema)}
 

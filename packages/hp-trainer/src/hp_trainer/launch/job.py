@@ -78,6 +78,7 @@ def _train(config: TrainerConfig, platform: Platform, start: Callable[[], tuple[
     """Train on all ranks; `start` locks and prepares the run, and returns its folder, lock and checkpoint."""
     if is_launched():
         world = from_environment(platform, config.launch.timeout_seconds)
+        # Only rank 0 runs `start`; its errors are raised on all ranks, which then end together.
         path, owner, checkpoint = coordinator(world.all, "preparing the run", start, RunFolderError)
         ended_by = _train_here(config, path, owner, checkpoint, platform.name, False)
         # Disconnected first, so that other ranks do not wait while rank 0 writes the samples.
@@ -87,11 +88,14 @@ def _train(config: TrainerConfig, platform: Platform, start: Callable[[], tuple[
     else:
         path, owner, checkpoint = start()
         arguments = (path, owner, checkpoint, platform.name, True)
+        # In this process: a start of a second one would load the framework again. Restarts need a process that
+        # survives.
         if world_size_of(config) == 1 and not config.launch.max_restarts:
             ended_by = _train_here(config, *arguments)
         else:
             ended_by = _train_on_local_ranks(config, platform, arguments)
     if ended_by is not None:
+        # After the ranks have ended, when the checkpoint of the stop is complete.
         advice = _how_to_continue(RunFolder(Path(path)), config)
         raise StoppedError(f"stopped by {signal.Signals(ended_by).name}. {advice}", ended_by)
     return Path(path)
@@ -132,7 +136,9 @@ def run_rank(folder: str, owner: str, checkpoint: str | None, platform: str, sam
 
 def _run_rank(run: RunFolder, checkpoint: str | None, platform: Platform, samples: bool) -> int | None:
     config = run.load_config().config
+    # The configuration is read from the run folder, not passed: a resumed run on another machine reads the same.
     with watched_set_up(run.stalls, current_world(platform), config.launch.timeout_seconds):
+        # Without initial weights, since a checkpoint fills all of them.
         trainer = Trainer(run, config, platform, initial_weights=checkpoint is None)
         if checkpoint is not None:
             trainer.resume(checkpoint)
@@ -167,6 +173,7 @@ def _train_here(config: TrainerConfig, path: str, *arguments: Any) -> int | None
     try:
         return run_rank(path, *arguments)
     except HPError as error:
+        # A bug: the advice would hide the traceback that is needed to find it.
         if error.needs_traceback:
             raise
         raise TrainingError(f"{error}\n{_how_to_continue(RunFolder(Path(path)), config)}") from error
@@ -181,6 +188,7 @@ def _remove_empty(folder: Path) -> None:
 def _how_to_continue(run: RunFolder, config: TrainerConfig) -> str:
     """Return the newest checkpoint of a run that ended early, and the command that continues it."""
     try:
+        # Without reading contents: this is only advice, and checkpoints may be large.
         newest = find_latest(checkpoint_storage(run, config), content=False).checkpoint
     except OSError as error:
         return f"The checkpoints of {run.path} cannot be read: {error}"
@@ -224,6 +232,8 @@ def run_with_restarts(
             # A rank that was stopped by a signal has not failed.
             if not config.launch.max_restarts or error.kind in _FINAL or stopped_by(error) is not None:
                 raise
+            # With contents: a rank may have failed while it wrote, and a restart must not start from a damaged
+            # checkpoint.
             newest = find_latest(checkpoint_storage(run, config)).checkpoint
             # A newer checkpoint means progress, and resets the count.
             if newest is not None and newest.folder != checkpoint:
@@ -235,11 +245,13 @@ def run_with_restarts(
             run.check_owner()
             _rename_logs(run.logs, failures)
             _report_restart(error, config, restarts_left, newest.step if newest is not None else 0)
+            # Devices and ports of the ended ranks may take a moment to become free.
             time.sleep(_PAUSE_SECONDS)
 
 
 def stopped_by(error: LaunchError) -> int | None:
     """Return the stop signal that ended a rank before it reached the other ranks; None: the rank failed."""
+    # Python converts SIGINT to this exception until a rank has installed its handlers.
     if error.kind == "KeyboardInterrupt":
         return signal.SIGINT
     return error.signal if error.signal in STOP_SIGNALS else None
@@ -265,12 +277,14 @@ def _run_once(
     except Interrupted as interrupted:
         # `launch` has forwarded the signal and waited for the ranks to end.
         return int(interrupted.signal)
+    # All ranks agree on the signal, see `Trainer.run`.
     return ended_by[0]
 
 
 def _rename_logs(logs: Path, failures: int) -> None:
     """Rename the logs of ranks that have ended, which the next ranks would overwrite."""
     for log in logs.glob("rank*.log"):
+        # Not the logs of earlier failures, such as `rank1.failed-1.log`.
         if log.stem.removeprefix("rank").isdecimal():
             log.rename(log.with_name(f"{log.stem}.failed-{failures}.log"))
 

@@ -15,6 +15,7 @@ from hp_trainer.exceptions import Problem, join_choices
 
 def chosen_platform(name: str | None) -> str | Problem:
     """Return the name of the platform by the rules of `hp_dtensor.get_platform`, without loading a framework."""
+    # An empty variable counts as unset.
     wanted = name or os.environ.get("HP_PLATFORM") or None
     found = installed_platforms()
     if wanted is None and len(found) == 1:
@@ -69,6 +70,7 @@ def no_platform() -> Problem | None:
 
 def installed_platforms() -> list[str]:
     """List the names of the platform plugins, without loading their frameworks."""
+    # Lists the registered plugins without calling their hook, which would import the framework.
     return sorted(one.plugin_name for one in plugin_manager().hook.hp_platform.get_hookimpls())
 
 
@@ -81,4 +83,5 @@ def world_size_of(config: TrainerConfig) -> int:
     found = rank_environment() if is_launched() else None
     if found is not None:
         return found.size
+    # `num_accelerators` loads a framework, which takes seconds, so it comes second.
     return config.launch.local_ranks or num_accelerators(config.platform) or config.launch.cpu_ranks

@@ -46,6 +46,7 @@ def check_new_run(loaded: LoadedConfig, folder: Path, world_size: int, registere
     config = loaded.config
     problems = [*_run_problems(config, world_size, registered), *_data_problems(config, registered)]
     problems += _weight_problems(config)
+    # Everything is collected before any error is raised: one start reports all problems.
     reason = RunFolder.check_new(folder)
     if reason is not None:
         hint = "another --run.folder"
@@ -72,6 +73,7 @@ def check_resumed_run(
 def check_evaluation(config: TrainerConfig, world_size: int, registered: Registries) -> list[Problem]:
     """Return all problems of evaluating a model on `world_size` ranks in the configured layout."""
     size = config.training.micro_batch_size or config.training.global_batch_size
+    # A batch that divides evenly on any number of ranks, since evaluation may use other ranks than training.
     training = dataclasses.replace(config.training, global_batch_size=size * world_size, micro_batch_size=size)
     problems = list(_run_problems(dataclasses.replace(config, training=training), world_size, registered))
     if config.parallel.pp > 1:
@@ -127,6 +129,7 @@ def _run_problems(config: TrainerConfig, world_size: int, registered: Registries
         if config.training.compile:
             yield from _compiler_problems(config.training.compile_backend, platform)
     yield from group_problems(config.parameter_groups, config.optimizer.options)
+    # Memory is estimated only for a layout that exists.
     found = list(layout_problems(config, world_size))
     yield from found
     if not found and isinstance(platform, str):
@@ -173,6 +176,7 @@ def _idle_degrees(config: TrainerConfig) -> Iterator[Problem]:
 
 def _device_problems(config: TrainerConfig, platform: str) -> Iterator[Problem]:
     """Yield a problem for more local ranks than accelerators or memory: a second rank on a device fails at start."""
+    # The default is one rank per accelerator, which always fits.
     ranks = config.launch.local_ranks or 1
     setting = "cpu_ranks" if config.launch.local_ranks is None else "local_ranks"
     asked, most = getattr(config.launch, setting), _most_processes()
@@ -206,6 +210,7 @@ def _most_processes() -> int:
 def _compiler_problems(backend: str, platform: str) -> Iterator[Problem]:
     """Yield a problem if the platform does not have the compiler."""
     known = compile_backends(platform)
+    # Empty: the platform never compiles. None: it could not be loaded, which is reported elsewhere.
     if known == ():
         what = f"platform {platform} does not compile modules"
         yield Problem(path="training.compile", what=what, expected="false", got="true")
@@ -242,6 +247,7 @@ def batch_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Proble
     shares = dims.dp_size
     unit = shares * (micro or 1)
     if batch % unit:
+        # The multiples just below and above, but never 0.
         nearest = sorted({max(1, batch // unit) * unit, -(-batch // unit) * unit})
         per_rank = "" if micro is None else f" of micro-batches of {micro}"
         yield Problem(
@@ -258,6 +264,7 @@ def _data_problems(config: TrainerConfig, registered: Registries) -> Iterator[Pr
     source = registered.datasets.get(config.data.name).build(config.data.options)
     problems = list(source.problems())
     yield from (problem.within("data") for problem in problems)
+    # The tokenizer cannot be opened without the data.
     if problems:
         return
     needed, vocab_size = source.tokenizer().vocab_size, getattr(config.model.options, "vocab_size", None)
@@ -289,6 +296,7 @@ def _weight_problems(config: TrainerConfig) -> Iterator[Problem]:
 def _unwritable(setting: str, folder: Path) -> Iterator[Problem]:
     """Yield a problem if a folder, or the folder in which it would be created, is not writable."""
     existing = folder.absolute()
+    # The nearest ancestor that exists decides whether the folder can be created.
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():
@@ -308,6 +316,7 @@ def _unwritable(setting: str, folder: Path) -> Iterator[Problem]:
 
 def _changed(before: TrainerConfig, after: TrainerConfig) -> Iterator[Problem]:
     was, now = settings_by_path(before), settings_by_path(after)
+    # Settings of both sides: another component has other settings.
     for path in {**was, **now}:
         if was.get(path) != now.get(path) and path.startswith(_FIXED):
             yield Problem(

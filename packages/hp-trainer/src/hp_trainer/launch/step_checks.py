@@ -84,6 +84,7 @@ def _optimizer_problems(config: TrainerConfig, platform: str) -> Iterator[Proble
     try:
         here = get_platform(platform)
         kind = here.device_types[0]
+        # On a CPU host and device memory are the same, and offloading has no effect.
         if not get_storage(here).is_host(kind):
             get_storage(here).check_offload(kind)
     except CapabilityError as error:
@@ -112,6 +113,7 @@ def _budget_problems(dims: ParallelDims, config: TrainerConfig, platform: str) -
     try:
         chosen_activations(config, dims, platform)
     except BudgetError as error:
+        # Rounded up, so that the suggested budget is accepted.
         mebibytes = math.ceil(error.least / 2**20 * 100) / 100
         yield Problem(
             path=path,
@@ -152,6 +154,7 @@ def schedule_problems(
         max_microbatches: as in `find_pipeline_problems`.
     """
     settings = config.pipeline
+    # Checked before the schedule is built, whose size grows with ranks times micro-batches.
     most = microbatch_limit(settings.schedule, dims.pp, settings.stages_per_rank)
     if max_microbatches is None and (number := num_microbatches(config, dims)) > most:
         yield Problem(
@@ -184,6 +187,7 @@ def find_model_part_problems(config: TrainerConfig, platform: str, registered: R
     except RegistryError:
         return  # reported by the checks of names
     try:
+        # Binding checks the signature without calling the builder, which would allocate a model.
         inspect.signature(entry.build).bind("options", "platform", "parts")
     except TypeError:
         yield Problem(
@@ -198,6 +202,7 @@ def find_model_part_problems(config: TrainerConfig, platform: str, registered: R
 def microbatch_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Problem]:
     """Yield a problem if a rank's samples do not split evenly. Buffers between stages have a fixed shape."""
     batch, number = config.training.global_batch_size, config.pipeline.microbatches
+    # A batch that does not split over the ranks is reported by `batch_problems`.
     if number is None or batch % dims.dp_size:
         return
     share, size = batch // dims.dp_size, config.training.micro_batch_size

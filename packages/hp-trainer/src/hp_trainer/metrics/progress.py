@@ -33,15 +33,15 @@ class ProgressTracker(Tracker):
         self._stream = stream if stream is not None else sys.stdout
         self._steps = 0
         self._first_step = 0
-        self._began = 0.0
-        self._told = 0.0
+        self._started = 0.0
+        self._last_line = 0.0  # time of the last plain line
         self._bar: Any = None
         self._task: Any = None
 
     def start(self, run: RunRecord) -> None:
         self._steps = run.config.training.steps
         self._first_step = run.first_step
-        self._began = time.monotonic()
+        self._started = time.monotonic()
         ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
         self._say(
             f"{run.config.model.name}: {run.num_parameters:,} parameters, {ranks} on {run.platform}, "
@@ -55,8 +55,8 @@ class ProgressTracker(Tracker):
             self._bar.update(self._task, completed=record.step, status=self._status(record))
             return
         now = time.monotonic()
-        if now - self._told >= self._interval or record.step in (self._first_step + 1, self._steps):
-            self._told = now
+        if now - self._last_line >= self._interval or record.step in (self._first_step + 1, self._steps):
+            self._last_line = now
             left = format_seconds(self._seconds_left(record.step))
             self._say(f"step {record.step}/{self._steps}  {self._status(record)}  left {left}")
 
@@ -73,6 +73,7 @@ class ProgressTracker(Tracker):
             self._bar = None
 
     def _open_bar(self) -> None:
+        # Imported here, since most runs write to a log and need no bar.
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -102,8 +103,9 @@ class ProgressTracker(Tracker):
         return "  ".join(parts)
 
     def _seconds_left(self, step: int) -> float:
+        # Only steps of this start: those before a resume may have run on other machines.
         done = step - self._first_step
-        return (time.monotonic() - self._began) / done * (self._steps - step) if done > 0 else 0.0
+        return (time.monotonic() - self._started) / done * (self._steps - step) if done > 0 else 0.0
 
     def _say(self, text: str) -> None:
         if self._bar is not None:

@@ -73,6 +73,7 @@ class JsonLinesTracker(Tracker):
     def start(self, run: RunRecord) -> None:
         for line in damaged_lines(self.path):
             print(f"hp-train: {self.path}: line {line} is damaged and is skipped", file=sys.stderr)
+        # Before the file is opened: `keep_steps` replaces it, and an open file would be the deleted one.
         keep_steps(self.path, run.first_step)
         # Line buffered: every event is on disk as soon as it has happened.
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
@@ -125,6 +126,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """Yield the number and the event of each line; the event is None if the line is damaged."""
     if not path.is_file():
         return
+    # A crash may leave bytes that are not UTF-8.
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             try:

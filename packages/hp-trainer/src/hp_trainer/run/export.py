@@ -84,16 +84,19 @@ def export_run(
     model_type, described = _describe(run, config)
     chosen = dtype or _dtype_of(described)
     described |= {"dtype": chosen, "torch_dtype": chosen}
+    # Chosen before anything is read: a model without a counterpart fails at once.
     tensors = build_tensor_map(options, model_type)
 
     saved = checkpoint.index.tensors
 
     def stored(name: str, box: Box) -> Array:
+        # Frozen weights have no average; they are written as they are.
         chosen = f"ema.{name}" if averaged and f"ema.{name}" in saved else f"model.{name}"
         return widen(checkpoint.read(chosen, box), saved[chosen].dtype)
 
     shapes = {name.removeprefix("model."): saved[name].shape for name in saved if name.startswith("model.")}
     if adapters:
+        # Adapters are small: rank 0 writes them alone.
         coordinator(
             group,
             "writing adapters",
@@ -121,6 +124,7 @@ def _describe(run: RunFolder, config: TrainerConfig) -> tuple[str, dict[str, Any
         values = json.loads(original.read_text(encoding="utf-8"))
         if architecture is not None:
             scaling = type(options.rope_scaling)(**read.pop("rope_scaling"))
+            # Then the original file also preserves keys that this package does not know.
             if same_meaning(options, {**read, "rope_scaling": scaling}):
                 return architecture.model_type, values
     found = find_architecture(options)
@@ -129,6 +133,7 @@ def _describe(run: RunFolder, config: TrainerConfig) -> tuple[str, dict[str, Any
 
 def _longest(config: TrainerConfig) -> int:
     scaling = config.model.options.rope_scaling
+    # With scaled RoPE the usable length is a multiple of the original one.
     scaled = (scaling.original_max_position_embeddings or 0) * scaling.factor
     return max(config.training.sequence_length, int(scaled))
 
@@ -163,6 +168,7 @@ def export_checkpoint(checkpoint: Checkpoint, folder: Path, format_: CheckpointF
         CheckpointError: the checkpoint is damaged.
     """
     index = checkpoint.index
+    # Strict: NaN is not JSON, and other readers reject it.
     values = strict_json({"step": index.step, "model": index.model, "state": index.state}).encode()
     state = np.frombuffer(values, np.uint8)
     chunk = Chunk(0, STATE, Box.full(state.shape), ())
@@ -231,6 +237,7 @@ def convert_weights(found: ForeignCheckpoint, where: Path, folder: Path, prefix:
         some = ", ".join(list(found.tensors())[:4]) or "none"
         raise CheckpointError(f"{where}: no tensor has a name that starts with {prefix!r}; there are {some}, ...")
     make_directory(folder)
+    # Renamed when complete, so that an interrupted conversion leaves no file that looks valid.
     unfinished = folder / "model.safetensors.incomplete"
     # Wide dtypes first keeps every tensor aligned to its item size, as safetensors writes them.
     names = sorted(tensors, key=lambda name: (-storage_dtype(tensors[name][0]).itemsize, name))

@@ -101,6 +101,7 @@ class RunFolder:
         folder = cls(path)
         try:
             folder.fill(config)
+        # Also for an interrupt, so that a second start finds no half-made run.
         except BaseException:
             folder.delete()
             raise
@@ -131,6 +132,7 @@ class RunFolder:
         """Delete incomplete files of a job that was killed. Only the job with the lock may call this."""
         found = [self.path.glob("*.incomplete-*"), self.data.glob("*.incomplete-*"), self.path.glob(f"{PROBE}*")]
         for left in itertools.chain(*found):
+            # The caller has the lock, so that no live process writes these.
             if left.is_file():
                 left.unlink(missing_ok=True)
 
@@ -185,6 +187,7 @@ def chosen_run_folder(loaded: LoadedConfig, config_file: Path) -> Path:
     wanted = loaded.config.run.folder
     if wanted is None:
         return default_run_folder(config_file)
+    # Sources are `file:line` or `--option`.
     source = loaded.sources.get("run.folder", "--")
     base = Path() if source.startswith("--") else Path(source.rpartition(":")[0]).parent
     return base / Path(wanted).expanduser()

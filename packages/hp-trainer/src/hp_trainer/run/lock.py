@@ -117,6 +117,7 @@ class RunLock:
             RunLockedError: a live job holds it; the message names the job.
             OSError: the folder cannot be written.
         """
+        # Each round either finds a live holder and raises, or has seen the lock change.
         while not self._create():
             found = read_holder(self._folder)
             if found is None or not self._is_stale(found):
@@ -133,10 +134,12 @@ class RunLock:
             return
         self._stop.set()
         if self._thread is not None:
+            # Joined first: a renewal after the deletion would create the file again.
             self._thread.join()
         holder, self._holder = self._holder, None
         with contextlib.suppress(OSError, RunFolderError), self._guard():
             found = read_holder(self._folder)
+            # A job that took this one for dead may hold the lock by now.
             if found is not None and found.nonce == holder.nonce:
                 self.path.unlink()
 
@@ -151,6 +154,7 @@ class RunLock:
     def _create(self) -> bool:
         """Create the lock file atomically; return False if there is one already."""
         holder = Holder.this_process()
+        # Written completely and then linked: a hard link either creates the whole lock or fails, also on NFS.
         mine = self._write_temporary(holder)
         try:
             link_new(mine, self.path)
@@ -176,6 +180,7 @@ class RunLock:
             f"the run is locked by {found}, which cannot be checked from here; waiting up to {STALE_SECONDS:g} s for "
             "it to renew the lock"
         )
+        # Only the beat is compared, never a time of the other machine.
         deadline = time.monotonic() + STALE_SECONDS
         while time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
@@ -193,6 +198,7 @@ class RunLock:
             if found is None or found.nonce != stale.nonce:
                 return
             doomed = self.path.with_name(f"{LOCK_FILE}.stale-{secrets.token_hex(4)}")
+            # Renamed and read again, since between check and removal another job may have replaced the lock.
             self.path.rename(doomed)
             taken = _parse(doomed)
             if taken is not None and taken.nonce != stale.nonce:
@@ -234,6 +240,7 @@ class RunLock:
         holder, found = self._holder, read_holder(self._folder)
         if holder is None or found is None or found.nonce != holder.nonce:
             return
+        # Replaced atomically, so that a reader never sees a truncated lock.
         mine = self._write_temporary(Holder(**(asdict(found) | {"beat": found.beat + 1})))
         try:
             mine.replace(self.path)
@@ -247,6 +254,7 @@ class RunLock:
         with path.open("x", encoding="utf-8") as out:
             json.dump(asdict(holder), out)
             out.flush()
+            # On disk before it gets its name: after a power failure the lock is complete or missing.
             os.fsync(out.fileno())
         return path
 
@@ -295,6 +303,7 @@ def _parse(path: Path) -> Holder | None:
     kinds: dict[str, Any] = {field.name: int if field.type == "int" else str for field in fields(Holder)}
     if not isinstance(values, dict) or set(values) != set(kinds):
         return None
+    # `type`, not isinstance: true is not a process id.
     if any(type(values[name]) is not kind for name, kind in kinds.items()):
         return None
     return Holder(**values)
@@ -306,6 +315,7 @@ def _is_of_ended_process(name: str) -> bool:
     host, *numbers = place.rsplit("-", 2)
     if host != socket.gethostname() or len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
         return False
+    # The start distinguishes the writer from a later process with the same id; 0: it is unknown.
     return numbers[1] != "0" and _start_of(int(numbers[0])) != int(numbers[1])
 
 

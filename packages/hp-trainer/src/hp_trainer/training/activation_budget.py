@@ -116,13 +116,16 @@ class Demand:
         """
         peak = pending = before = before_pending = 0.0
         for index, (block, each) in enumerate(zip(self.blocks, chosen, strict=True)):
+            # While backward is in a block, all of its saved tensors and its recomputed ones are on the device.
             own = block.saved(each)
             reused = min(before - before_pending, block.reusable(each))
             peak = max(peak, pending + before - reused + own + block.temporary(each))
+            # For the next block: the bytes on the device of the blocks before its predecessor.
             pending += before_pending
             before, before_pending = own, own if self.never_offloads(index) else block.on_device(each)
         if self.head is not None:
             peak = max(peak, pending + before + self.head.saved() + self.head.working)
+        # The other micro-batches in flight are not in backward, and hold what they hold after forward.
         return (self.in_flight - 1) * (pending + before_pending) + peak
 
     def work(self, rates: CostRates = ESTIMATED) -> float:
@@ -143,6 +146,7 @@ class Demand:
             if chosen[index].offloads and not self.never_offloads(index):
                 after = self.blocks[index + 1]
                 forward = rates.work(after)
+                # Backward computes gradients of inputs and of weights: two products for each one of forward.
                 backward = 2 * forward + rates.recomputation(after, chosen[index + 1])
                 yield rates.exposed_copy(self.blocks[index], chosen[index], forward, backward)
 
@@ -244,6 +248,7 @@ def plan_recompute(
     least = search.least()
     if least > budget:
         raise BudgetError(budget, least, offloads=offloads)
+    # Searched separately, because the larger search is greedy and may miss the best choice without offload.
     without = on_device.best(budget) if on_device.least() <= budget else None
     found = [each for each in (without, search.best(budget) if offloads else None) if each is not None]
     best = min(found, key=lambda chosen: (demand.cost(chosen, rates), demand.peak(chosen)))
@@ -266,6 +271,7 @@ def _options(demand: Demand, kinds: Sequence[Kind], *, offloads: bool) -> Iterat
     usable = [kind for kind in kinds if kind in present]
     for offloaded in (False, True) if offloads else (False,):
         yield BlockRecompute(offloads=offloaded)
+        # Every non-empty subset of the kinds, all of them first.
         for mask in range(2 ** len(usable) - 1, 0, -1):
             keep = tuple(kind for index, kind in enumerate(usable) if mask >> index & 1)
             yield BlockRecompute(mode="selective", keep=keep, offloads=offloaded)
@@ -320,6 +326,7 @@ class _Search:
     def peaks(self, choices: Any) -> Any:
         """Return `Demand.peak` of each row of choices."""
         saved, pending = self._saved[self._kinds, choices], self._on_device[self._kinds, choices]
+        # Vectorized over choices, with the same equation as `Demand.peak`, which is the test's reference.
         pending = np.where(self._never_offloads, saved, pending)
         through = np.cumsum(pending, axis=1)
         # The preceding block is completely back from the host, partly in reused memory; earlier ones are not.
@@ -337,6 +344,7 @@ class _Search:
     def _each_cost(self, choices: Any) -> Any:
         recomputed = self._recomputed[self._kinds, choices]
         copied = self._host * (self._saved - self._on_device)[self._kinds, choices]
+        # Recomputation is counted per block; copies overlap with the next block's forward and backward.
         costs = recomputed.copy()
         forward = np.broadcast_to(self._forward[self._kinds][1:], recomputed[:, 1:].shape)
         hidden = (forward, 2 * forward + recomputed[:, 1:])
@@ -355,6 +363,7 @@ class _Search:
             if better is None:
                 return None
             chosen = better
+        # The last blocks are restored first: their activations live for the shortest time.
         for index in reversed(range(len(chosen))):
             chosen = self._cheapest_that_fits(chosen, (index,), budget)
         return chosen
@@ -362,6 +371,7 @@ class _Search:
     def _exchanged(self, chosen: Any, budget: float) -> Any:
         """Return a choice that no change of two blocks at once makes cheaper."""
         for _ in range(len(chosen)):
+            # O(pairs * options**2) choices are evaluated, each in O(blocks).
             pairs = list(itertools.combinations(self._representatives(chosen), 2))
             better = [self._cheapest_that_fits(chosen, pair, budget) for pair in pairs]
             best = min(better, key=lambda each: self.costs(each[None])[0], default=chosen)
@@ -393,6 +403,7 @@ class _Search:
         bytes_held = np.where(self._never_offloads[indices, None], self._saved[kinds], self._on_device[kinds])
         less = bytes_held[np.arange(len(indices)), chosen[indices]] - bytes_held[np.arange(len(indices)), options]
         freed = np.maximum(freed, 1e-6 * less)
+        # At least 1 operation, so that changes that cost nothing, or less, do not divide by zero.
         rates = freed / np.maximum(self.costs(choices) - self.costs(chosen[None])[0], 1.0)
         best = int(np.argmax(rates)) if len(rates) else 0
         return choices[best] if len(rates) and rates[best] > 0 else None
@@ -652,6 +663,7 @@ def _product_rate(platform: Platform, dtype: Any) -> float:
         seconds = _seconds(platform, functools.partial(platform.ops.linear, x, x))
         if seconds >= _LEAST_SECONDS or size >= 8192:
             return 2.0 * size**3 / seconds
+        # Products that are too short measure the launch of the kernel.
         size *= 2
 
 
@@ -661,6 +673,7 @@ def _send(platform: Platform, group: ProcessGroup, x: Any) -> None:
 
 
 def _round_trip(platform: Platform, x: Any) -> None:
+    # Both directions, which is why the time is halved by the caller.
     copies = platform.host_copies()
     host, wait = copies.to_host(copies.memory(x))
     wait()

@@ -81,13 +81,16 @@ class TrainingCheckpoints:
         """
         setup = self._setup
         checkpoint = Checkpoint(self._storage, folder)
+        # Cheap comparisons of the index come first: they read no tensor.
         check_model(checkpoint, setup.config)
         self._check_data(checkpoint)
         # Read before anything is changed, so that a damaged checkpoint leaves the run unchanged.
         optimizer_steps, samples = _counter(checkpoint, "optimizer_steps"), _counter(checkpoint, "samples")
         all_gather_object = None if setup.pipeline is None else setup.pipeline.all_gather_object
         load_state(setup.platform, setup.model, setup.optimizer, checkpoint, all_gather_object, setup.average)
+        # May be smaller than the run's step: discarded and overflowed steps do not count for bias correction.
         setup.optimizer.num_steps = optimizer_steps
+        # Empty without loss scaling; then the scale starts from its configured value.
         if checkpoint.state.get("loss_scaling"):
             setup.scaler.load_state_dict(checkpoint.state["loss_scaling"])
         if checkpoint.state.get("guard"):
@@ -121,6 +124,7 @@ def _counter(checkpoint: Checkpoint, name: str) -> int:
         CheckpointError: it is missing or invalid.
     """
     value = checkpoint.state.get(name)
+    # In Python, bool is a subclass of int.
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         where = checkpoint.storage.describe(checkpoint.folder, "index.json")
         raise CheckpointError(f"{where} is damaged: state.{name}: expected an integer >= 0, got {value!r}")

@@ -40,6 +40,7 @@ class ExpertMoves:
     def __init__(self, setup: RankSetup) -> None:
         self._model, self._optimizer, self._average = setup.model, setup.optimizer, setup.average
         self._interval = setup.config.parallel.ep_move_interval if setup.dims.ep_enabled else None
+        # By identity: a move changes the values of parameters, not the objects.
         self._names = {id(p): name for name, p in setup.platform.named_parameters(setup.model)}
         self._loads: dict[str, list[int]] = {}
         if self._interval is not None:
@@ -53,6 +54,7 @@ class ExpertMoves:
         """
         if self._interval is None:
             return
+        # Summed since the last move: the loads of a single step are too noisy to place experts by.
         for name, load in loads.items():
             before = self._loads.get(name, [0] * len(load.loads))
             self._loads[name] = [one + other for one, other in zip(before, load.loads, strict=True)]
@@ -109,6 +111,7 @@ class _MovedStates:
 
     def take_over(self, layer: str) -> None:
         """Write the moved states of a layer back to the optimizer, and release them."""
+        # Per layer, so that the float32 moments of one layer at a time are in memory.
         while self._written:
             set_state(self._optimizer, *self._written.pop())
 

@@ -88,6 +88,7 @@ class LossGuard:
             return self._decide(self._config.on_nonfinite, f"the loss of step {step} is {loss}")
         if self._config.on_spike != "ignore" and len(self._losses) == self._config.spike_window:
             mean, deviation = fmean(self._losses), pstdev(self._losses)
+            # Only upwards: a sudden lower loss is no reason to discard a step.
             if loss > mean + self._config.spike_sigmas * deviation:
                 return self._decide(
                     self._config.on_spike,
@@ -110,6 +111,7 @@ class LossGuard:
     def state(self) -> dict[str, Any]:
         """Return the state with which a resumed run takes the same decisions, as JSON values."""
         losses = [] if self._config.on_spike == "ignore" else list(self._losses)
+        # Without a rule for spikes the window is unused, and would only make the index of each checkpoint longer.
         return {"losses": losses, "interventions": self.interventions}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -119,6 +121,7 @@ class LossGuard:
             CheckpointError: the state is damaged.
         """
         try:
+            # Converted completely before `_losses` is cleared, so that a damaged state changes nothing there.
             losses, self.interventions = [float(loss) for loss in state["losses"]], int(state["interventions"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"a checkpoint is damaged: state.guard: {error!r}") from error
@@ -128,6 +131,7 @@ class LossGuard:
     def _decide(self, action: Action, reason: str) -> Verdict:
         if action == "stop":
             raise TrainingError(reason + _ADVICE)
+        # Counted in a row: `accept` resets it, so a run that recovers is never stopped by old interventions.
         self.interventions += 1
         if self.interventions > self._config.max_interventions:
             raise TrainingError(
@@ -169,6 +173,7 @@ class CorruptionChecks:
         second = self._digests(loss)
         differ = [name for name in {**first, **second} if first.get(name) != second.get(name)]
         found = all_ranks(self._setup.mesh.world.all, "comparing a step with itself", lambda: differ[:3], TrainingError)
+        # Every rank has the differences of all ranks and raises, so that no rank waits in the next collective.
         if any(found):
             raise SilentCorruptionError(f"step {step} computed twice is not the same: {_describe(found)}")
         return loss
@@ -194,6 +199,7 @@ class CorruptionChecks:
         digests: dict[str, int] = {}
         for _, parameter in self._platform.named_parameters(self._setup.model):
             group = _replica_group(parameter)
+            # Chained over parameters: a rank sends one digest per group, not one per parameter.
             digests[group] = zlib.crc32(self._bytes(parameter), digests.get(group, 0))
         return digests
 
@@ -208,6 +214,7 @@ class CorruptionChecks:
 
     def _bytes(self, tensor: Tensor) -> memoryview:
         local = local_of(self._platform, tensor)
+        # Bytes, not values: NaN differs from itself, and -0.0 equals 0.0.
         values = np.ascontiguousarray(self._platform.to_numpy(self._platform.detach(local)))
         return values.reshape(-1).view(np.uint8).data
 
@@ -252,6 +259,7 @@ def odd_ranks(digests: list[Mapping[str, int]]) -> list[int]:
     for group in _by_name(digests):
         counts = Counter(digest for _, digest in group).most_common()
         if len(counts) > 1:
+            # With two replicas there is no majority, and either may be wrong.
             is_tie = counts[0][1] == counts[1][1]
             odd.update(rank for rank, digest in group if is_tie or digest != counts[0][0])
     return sorted(odd)

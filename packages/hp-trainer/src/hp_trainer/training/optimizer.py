@@ -54,6 +54,7 @@ def learning_rate_factor(schedule: LrScheduleConfig, step: int, total_steps: int
         total_steps: number of steps of the run; the last step is `total_steps - 1`.
     """
     if step < schedule.warmup_steps:
+        # Never 0, so that the first step already changes the weights; the peak is reached right after warm-up.
         return (step + 1) / (schedule.warmup_steps + 1)
     if schedule.kind == "constant":
         return 1.0
@@ -68,6 +69,7 @@ def learning_rate_factor(schedule: LrScheduleConfig, step: int, total_steps: int
 
 def _start_of_wsd_decay(schedule: LrScheduleConfig, total_steps: int) -> int:
     """Return the last step at the peak."""
+    # A tenth of the run by default (Hu et al., 2024), rounded up.
     decay = schedule.decay_steps if schedule.decay_steps is not None else -(-total_steps // 10)
     return max(schedule.warmup_steps, total_steps - 1 - decay)
 
@@ -75,6 +77,7 @@ def _start_of_wsd_decay(schedule: LrScheduleConfig, total_steps: int) -> int:
 def _fraction_done(step: int, start: int, end: int) -> float:
     if step <= start:
         return 0.0
+    # A run continued beyond its schedule stays at the final value.
     return min(1.0, (step - start) / (end - start)) if end > start else 1.0
 
 
@@ -97,6 +100,7 @@ class WeightAverage:
         self._platform = platform
         self._parameters = dict(parameters)
         with platform.no_grad():
+            # Separate storage: sharing that of the weights would make the average follow them.
             self._averages = {name: self._zeros(x) for name, x in self._parameters.items()}
         self.restart()
 
@@ -138,6 +142,7 @@ class WeightAverage:
         platform, copies = self._platform, []
         with platform.no_grad():
             for average, weight in self._pairs():
+                # One shard at a time; it is freed in the next iteration if the average has taken the values.
                 own = platform.ops.clone(weight)
                 platform.copy_(weight, platform.ops.cast(average, weight.dtype))
                 if average.dtype == weight.dtype:
@@ -163,5 +168,6 @@ class WeightAverage:
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's local shards of each average and its weight."""
         for name, parameter in self._parameters.items():
+            # Looked up each time: sharding engines may exchange the local storage of a parameter.
             weight = self._platform.detach(local_of(self._platform, parameter))
             yield local_of(self._platform, self._averages[name]), weight

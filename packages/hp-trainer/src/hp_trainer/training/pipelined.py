@@ -50,10 +50,12 @@ class SequenceSharder:
 
     def shard(self, batch: Batch) -> Batch:
         """Return this rank's shard of each sample, with positions and the sharding."""
+        # Sharded on the host, before the copy to the device: a cp rank's device only has its own tokens.
         length = batch.ids.shape[1]
         sharding = self.style.sharding(length, self.ranks, positions=batch.positions)
         positions = batch.positions
         if positions is None:
+            # Explicit, since after sharding an index in the shard is no longer the token's position.
             positions = np.broadcast_to(np.arange(length, dtype=np.int64), batch.ids.shape)
         ids, targets, positions = (sharding.shard(x, self.rank) for x in (batch.ids, batch.targets, positions))
         return replace(batch, ids=ids, targets=targets, positions=positions, sharding=sharding)
@@ -112,6 +114,7 @@ def make_schedule(config: TrainerConfig, dims: ParallelDims, max_microbatches: i
         num_microbatches=number if max_microbatches is None else min(number, max_microbatches),
         stages_per_rank=settings.stages_per_rank,
     )
+    # Simulated on the host: a schedule that deadlocks would otherwise hang all ranks until the timeout.
     validate(schedule)
     return schedule
 
@@ -136,6 +139,7 @@ def split_layers(config: TrainerConfig, num_stages: int) -> list[range]:
         raise PipelineError(f"model {config.model.name!r} has no num_hidden_layers, and cannot be split into stages")
     if config.pipeline.layers is not None:
         return listed_stages(config.pipeline.layers, num_layers, num_stages)
+    # The head is in the last stage, and costs as much as several layers with a large vocabulary.
     costs, last_cost = _estimated_costs(options, config.training.sequence_length, num_layers)
     return list(_even_stages(tuple(costs), num_stages, last_cost))
 
@@ -167,6 +171,7 @@ class ModelStage(PipelineStage):
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the stage; only the last stage gets the targets."""
+        # A rank with several stages passes the same kwargs to all of them.
         targets = kwargs["targets"] if self.is_last else None
         with use_sequence_sharding(kwargs["sharding"]):
             return self.submod(*args, targets, kwargs["positions"], self._parts, kwargs["rows"])
@@ -210,6 +215,7 @@ class PipelinedModel:
         ]
         self.tied = TiedWeights(platform.named_parameters(model), pp)
         self._scale: Callable[[Tensor], Tensor] = lambda loss: loss
+        # The loss is scaled by a method that reads `_scale`, because the scale changes between steps.
         self._pipeline = Pipeline(
             stages,
             plan.schedule,
@@ -236,6 +242,7 @@ class PipelinedModel:
         return self._run(batch, forward_only=True)
 
     def _run(self, batch: Batch, *, forward_only: bool) -> Tensor:
+        # A fixed number of micro-batches, since the schedule was built for it; evaluation uses the same one.
         batches = batch.micro_batches(len(batch.samples) // self._pipeline.num_microbatches)
         if self._sharder is not None:
             batches = [self._sharder.shard(micro) for micro in batches]
@@ -251,6 +258,7 @@ class PipelinedModel:
         ]
         self._loss_sums.clear()
         self._pipeline.run_microbatches(ids, kwargs, forward_only=forward_only)
+        # Zero on ranks without the last stage; `OptimizerStep.agree` sums over the pipeline.
         total = self.platform.zeros((), self.platform.dtype("float32"))
         for loss in self._loss_sums:
             total = self.platform.ops.add(total, loss)
@@ -276,5 +284,6 @@ class PipelinedModel:
 
     def num_parameters(self) -> int:
         """Return the number of elements of the parameters of all stages, counting tied weights once."""
+        # Global shapes, so the ranks of one stage agree, and the sum is over stages only.
         parameters = [p for _, p in self.platform.named_parameters(self.model) if not self.tied.is_copy(p)]
         return sum(self.all_gather_object(sum(math.prod(p.shape) for p in parameters)))

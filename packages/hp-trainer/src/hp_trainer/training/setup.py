@@ -85,6 +85,7 @@ class RankSetup:
         dims = ParallelDims.from_config(config.parallel, current_world(platform).size, num_experts)
         mesh = dims.build_mesh(platform.device_types[0], platform=platform)
         dataset = open_dataset(run, config)
+        # Depends on the configuration only, so that all ranks have the same plan without communication.
         plan = plan_stages(config, dims) if dims.pp_enabled else None
         model = build_model(config, platform, dims, mesh, plan, weights=weights)
         all_gather_object = _all_gather_object(plan, mesh)
@@ -124,6 +125,7 @@ class RankSetup:
             samples,
             global_batch_size=training.global_batch_size,
             seed=training.seed,
+            # Ranks that differ only in tp, cp or pp read the same samples.
             num_shares=self.dims.dp_size,
             share=self.dims.batch_rank(self.mesh.world.rank),
             once=once,
@@ -164,6 +166,7 @@ def build_model(
         CheckpointError: `model.from` does not match the model.
     """
     parts = () if plan is None else (plan.parts_of(mesh["pp"].get_local_rank()),)
+    # The full parameters never exist: they are created without data, sharded, and only then allocated.
     with without_data(config, platform):
         model = build_plain_model(config, platform, *parts, all_gather_object=_all_gather_object(plan, mesh))
     reshard = config.parallel.reshard_after_forward
@@ -174,6 +177,7 @@ def build_model(
         raise_on_all_ranks(problems, _all_gather_object(plan, mesh), ParallelDimsError, "parallel")
     if config.training.activation_budget is not None:
         model.recompute = _within_budget(config, platform, dims, mesh)
+    # After `parallelize`: what is allocated now is the shards.
     materialize(model, buffers=lambda name, shape, dtype: platform.zeros(shape, dtype), platform=platform)
     if weights:
         give_initial_weights(model, config, platform)
@@ -256,6 +260,7 @@ def raise_on_all_ranks(
     Raises:
         ProblemsError: of class `error`, listing the problems of all ranks, each once.
     """
+    # Also called without problems: every rank of the pipeline takes part in the collective.
     gathered = all_gather_object([dataclasses.asdict(problem) for problem in problems])
     found = [Problem(**values) for of_rank in gathered for values in of_rank]
     raise_if_any(dict.fromkeys(found), error, title)
@@ -345,6 +350,7 @@ def build_plain_model(
         ConfigError: `parallel.tp_plan` or `fsdp_units` is given for a model with a method `parallelize`, or
             `training.freeze` is invalid.
     """
+    # The same seed on all ranks, so that replicated parameters that a module draws are equal.
     platform.manual_seed(config.training.seed)
     with nn.building(platform):
         model = registries().models.get(config.model.name, platform.name).build(config.model.options, platform, *parts)
@@ -404,6 +410,7 @@ def give_initial_weights(model: Any, config: TrainerConfig, platform: Platform) 
     problems = list(directory.problems())
     if problems:
         raise CheckpointError("; ".join(map(str, problems)))
+    # All problems were found before: from here on the model changes.
     init_parameters(model, model.initializer, seed=config.training.seed, skip=directory.tensors)
     read_weights(model, directory, platform)
 
@@ -432,6 +439,7 @@ def full_model(
         CheckpointError: the checkpoint is of another model, damaged, or without averages.
     """
     check_model(checkpoint, config)
+    # In a world of one rank nothing communicates, even if other ranks run elsewhere.
     with use_world(SilentWorld(0, 1, platform)), platform.no_grad():
         model = build_plain_model(config, platform)
         load_weights(platform, model, checkpoint, averaged=averaged)

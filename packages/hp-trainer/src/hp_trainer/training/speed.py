@@ -28,6 +28,7 @@ class ModelSpeed:
     def __init__(self, setup: RankSetup) -> None:
         training, world_size = setup.config.training, setup.mesh.world.size
         per_token = getattr(setup.model, "training_flops_per_token", None)
+        # Constant over the run: the estimate counts padding of a packed row as tokens.
         tokens = training.global_batch_size * training.sequence_length
         self._step = None if per_token is None else tokens * float(per_token(training.sequence_length))
         rate = setup.platform.peak_flops(training.dtype)
@@ -60,6 +61,7 @@ class StepProfile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._open is not None:
+            # Cleared first: a profiler that fails to write must not be closed a second time.
             opened, self._open = self._open, None
             opened.__exit__(kind, error, trace)
 
@@ -81,6 +83,7 @@ def out_of_memory(error: BaseException, setup: RankSetup, step: int) -> Training
     """Return the error to raise for an out-of-memory error, with the memory by kind; None for any other error."""
     if not is_out_of_memory(error):
         return None
+    # Local shards only; nothing here communicates, since other ranks may still be in the step.
     held = {name: size for name, size in memory_by_kind(setup).items() if size}
     kinds = ", ".join(f"{_size(size)} of {name}" for name, size in held.items())
     first, *_ = str(error).splitlines() or ["an allocation failed"]

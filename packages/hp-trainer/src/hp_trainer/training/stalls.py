@@ -62,15 +62,18 @@ class StallWatch:
         self._folder, self._world, self._timeout = folder, world, timeout_seconds
         self._module_names = module_names
         self._report = report or _to_stderr
+        # The watch is created by the thread that trains.
         self._main = threading.get_ident()
         self._phase, self._step, self._since = "start", 0, time.monotonic()
         self._durations: dict[str, deque[float]] = {}
         self._reported_after = 0.0  # seconds into the phase at the last report; 0: none
         self._stop = threading.Event()
+        # A daemon, so that it does not keep a process alive whose main thread has failed elsewhere.
         self._thread = threading.Thread(target=self._watch, name="stall watch", daemon=True)
 
     def start_phase(self, phase: str, step: int) -> None:
         """Record that a phase starts now, which ends the previous one."""
+        # Monotonic: a clock set by NTP must not look like a stall.
         now, previous, since = time.monotonic(), self._phase, self._since
         self._durations.setdefault(previous, deque(maxlen=_HISTORY)).append(now - since)
         self._phase, self._step, self._since = phase, step, now
@@ -85,12 +88,14 @@ class StallWatch:
         None: the phase has not taken long enough for a timeout, or the error does not come from a collective.
         """
         waited = time.monotonic() - self._since
+        # A collective starts after its phase does, so an error long before the timeout has another cause.
         if waited < 0.8 * self._timeout or not _is_of_collective(error):
             return None
         # The thread stops first: it would overwrite the report with the stack of this error handler.
         self._stop.set()
         self._thread.join()
         self._write_report(waited, frames_of_error(error))
+        # The other ranks reach their timeouts at slightly different times.
         time.sleep(_GRACE_SECONDS)
         return f"{self._describe()}; waited {self._timeout:g} s (launch.timeout_seconds)"
 
@@ -109,7 +114,9 @@ class StallWatch:
 
     def _limit(self) -> float:
         durations = self._durations.get(self._phase)
+        # The median ignores outliers such as the first step, which compiles kernels.
         late = max(_LEAST_SECONDS, _LATE_FACTOR * statistics.median(durations)) if durations else self._timeout
+        # In any case before the timeout, at which the processes end.
         return min(late, self._timeout / 2)
 
     def _watch(self) -> None:
@@ -251,6 +258,7 @@ def read_reports(folder: Path) -> dict[int, StallReport]:
             values = json.loads(read_plain_text(path))
             calls = {name: (int(count), str(call)) for name, (count, call) in values["calls"].items()}
             report = StallReport(**values | {"calls": calls})
+        # Another version or a crash may have left any content; a report only adds to a message.
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue
         found[report.rank] = report
@@ -285,6 +293,7 @@ def _behind(reports: Mapping[int, StallReport]) -> dict[int, str]:
     most: dict[str, tuple[int, str]] = {}
     for report in reports.values():
         for group, call in report.calls.items():
+            # Pairs compare by the number of calls first.
             most[group] = max(most.get(group, (0, "")), call)
     behind: dict[int, str] = {}
     missing: dict[int, int] = defaultdict(int)
@@ -366,6 +375,7 @@ def module_of_frames(frames: Sequence[FrameType], names: Mapping[int, str]) -> s
 def _module_of(value: Any, names: Mapping[int, str]) -> str:
     if id(value) in names:
         return f"module {names[id(value)] or 'the full model'}"
+    # Matched by module name and attribute, since this runs on the stack of any code and must not fail.
     # A parameter group of hp_fsdp, or an object that communicates for one.
     group = getattr(value, "_group", value) if type(value).__module__.startswith("hp_fsdp") else None
     modules = getattr(group, "modules", None)

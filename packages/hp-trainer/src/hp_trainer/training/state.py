@@ -60,12 +60,14 @@ def state_parts(
         CheckpointError: a weight or an optimizer state is not finite.
         ExpertParallelError: experts are not at their original placement; see `hp_moe.move_experts`.
     """
+    # Raises if experts were moved, since their rows would be saved under wrong indices.
     check_state(platform, model)
     buffers = {f"model.{name}" for name, _ in platform.named_buffers(model)}
     for name, tensor in named_state(platform, model, optimizer, average):
         box = box_of(tensor)
         replica, num_replicas = _replica_of(platform, tensor, stage_mesh)
         if _parameter_of(name) in written_elsewhere:
+            # No rank of this stage writes it.
             replica = -1
         dtype = platform.dtype_name(tensor.dtype)
         values = platform.to_numpy(local_of(platform, tensor)).reshape(box.shape)
@@ -102,12 +104,15 @@ def load_state(
     def tensors() -> Iterator[tuple[str, Tensor]]:
         return named_state(platform, model, optimizer, average if is_averaged else None)
 
+    # A generator function, because states of 8-bit optimizers are converted on each pass: one at a time is in memory.
     expected = {name: tuple(tensor.shape) for name, tensor in tensors()}
     unread = [kind for kind, reads in (("optimizer.", optimizer), ("ema.", average)) if reads is None]
+    # What is not read counts as expected, so that the check finds only real surplus.
     expected |= {name: saved[name].shape for name in saved if name.startswith(tuple(unread))}
     if all_gather_object is not None:
         gathered = all_gather_object({name: list(shape) for name, shape in expected.items()})
         expected = {name: tuple(shape) for of_rank in gathered for name, shape in of_rank.items()}
+    # Names and shapes, then dtypes, are checked before the first tensor is changed.
     checkpoint.check_tensors(expected)
     for name, tensor in tensors():
         _check_dtype(platform, tensor, checkpoint, name)
@@ -115,6 +120,7 @@ def load_state(
         for name, tensor in tensors():
             _fill(platform, tensor, checkpoint, name)
             if name.startswith("optimizer."):
+                # Optimizers with another representation convert the tensor that was written.
                 set_state(optimizer, _parameter_of(name), name.rpartition(".")[2], tensor)
     if average is not None and not is_averaged:
         average.restart()
@@ -176,6 +182,7 @@ def box_of(tensor: Tensor) -> Box:
 def _parameter_of(name: str) -> str:
     """Return the name of the parameter or buffer to which a tensor of `named_state` belongs."""
     kind, _, rest = name.partition(".")
+    # Names of parameters have dots, names of slots have none.
     return rest.rpartition(".")[0] if kind == "optimizer" else rest
 
 
@@ -193,7 +200,9 @@ def _replica_of(platform: Platform, tensor: Tensor, stage_mesh: DeviceMesh | Non
     replica = 0
     for at, size, placement in zip(coordinate, spec.mesh.shape, spec.placements, strict=True):
         if placement.is_replicate():
+            # Row-major index over the replicated axes.
             replica = replica * size + at
+    # The same tensor may exist on several meshes; only the one with the first rank of the stage writes it.
     first_rank = 0 if stage_mesh is None else stage_mesh.rank_at((0,))
     holds_first_rank = spec.mesh.rank_at((0,) * spec.mesh.ndim) == first_rank
     return replica if holds_first_rank else -1, spec.num_replicas()

@@ -54,6 +54,7 @@ class OptimizerStep:
         """
         ops, total = self.platform.ops, None
         for layer in self._experts:
+            # Gradients of the auxiliary losses are added in backward and need the scale of the main loss.
             layer.loss_scale = self.scaler.get_scale()
         # Divided once by the targets of the global batch, so that every layout sums the same terms.
         targets = max(1, batch.global_targets)
@@ -64,11 +65,13 @@ class OptimizerStep:
         reduces_each = self.config.parallel.reduce_gradients == "micro_batch"
         for index, micro in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
+            # Without synchronization gradients accumulate unsharded, which saves communication and costs memory.
             self.model.set_requires_gradient_sync(is_last or reduces_each)
             if reduces_each:
                 self.model.set_requires_all_reduce(is_last)
             loss = ops.div(self.loss_sum(micro), targets)
             self.platform.backward(self.scaler.scale(loss))
+            # Detached, or the sum would hold the graphs of all micro-batches.
             loss = self.platform.detach(loss)
             total = loss if total is None else ops.add(total, loss)
         return total
@@ -86,6 +89,7 @@ class OptimizerStep:
     def loss_sum(self, batch: Batch) -> Tensor:
         """Return the cross entropy summed over this rank's targets, in nats."""
         batch = batch if self.sharder is None else self.sharder.shard(batch)
+        # Models that draw random numbers per sample need the global row indices.
         rows = {"rows": batch.rows} if getattr(self.model, "takes_rows", False) else {}
         with use_sequence_sharding(batch.sharding):
             return self.model(*map(self.platform.from_numpy, batch.arrays()), **rows)
@@ -99,6 +103,7 @@ class OptimizerStep:
         world, ops = self.mesh.world, self.platform.ops
         # The ranks of the world outside mesh["loss"] and mesh["pp"] have the same loss.
         fraction = self.mesh["loss"].size() * self.mesh["pp"].size() / world.size
+        # The stop request shares the all-reduce of the loss, so that it costs no collective of its own.
         flag = self.platform.from_numpy(np.array([float(stop)], np.float32))
         both = ops.cat([ops.reshape(ops.mul(loss, fraction), (1,)), flag], 0)
         world.all.all_reduce(both)
@@ -120,6 +125,7 @@ class OptimizerStep:
 
         If float16 overflowed on any rank, no rank updates, and the loss scale shrinks.
         """
+        # Read before `update`, which resets it.
         overflowed = self.overflowed
         self.scaler.step(self.optimizer, learning_rate)
         self.scaler.update()
@@ -128,6 +134,7 @@ class OptimizerStep:
         else:
             self.optimizer.zero_grad()
             if self.average is not None:
+                # After the optimizer step, so that the average includes the new weights.
                 self.average.update(self.optimizer.num_steps)
         return not overflowed
 
@@ -135,6 +142,7 @@ class OptimizerStep:
         """Drop the gradients and the expert loads of a step without updating anything."""
         self.optimizer.zero_grad()
         for layer in self._experts:
+            # Taking resets the totals, which the next step would otherwise add to.
             layer.totals.take()
             layer.totals.take_losses()
 

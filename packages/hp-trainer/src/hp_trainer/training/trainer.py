@@ -80,6 +80,8 @@ class Trainer:
         self._last = StepRecord(step=0, learning_rate=0.0, tokens=0, samples=0)
         self._corruption = CorruptionChecks(self.setup, self._step)
         self._expert_moves = ExpertMoves(self.setup)
+        # Only the last evaluation, by its step: a checkpoint records the loss only if it was evaluated at the same
+        # step.
         self._evaluation_losses: dict[int, float] = {}
         self._pending: _Pending | None = None
         self._watch = StallWatch(
@@ -92,6 +94,7 @@ class Trainer:
         Raises:
             CheckpointError: it is of another model or of other data, or damaged.
         """
+        # Checkpoints have the experts in their original order, so this model must have it before it is filled.
         self._expert_moves.reset()
         self.progress = self._checkpoints.load(checkpoint)
 
@@ -107,10 +110,12 @@ class Trainer:
         """
         record = self._run_record()
         with ExitStack() as stack:
+            # Left in reverse order: the watch, entered first, also observes trackers while they finish.
             stack.enter_context(self._watch)
             stack.enter_context(self._profile)
             stop = stack.enter_context(stop_requests())
             for tracker in self._trackers:
+                # Registered before `start`, so that a tracker that fails there is finished as well.
                 stack.callback(tracker.finish)
                 tracker.start(record)
             try:
@@ -118,6 +123,7 @@ class Trainer:
                 ended_by = self._run_steps(stop)
                 self._hooks.after_run(record)
             except Exception as error:
+                # Before anything else, since `_raise_if_hang` waits for the reports of other ranks.
                 self._hooks.on_error(ErrorRecord(during="training", step=self.progress.step, error=error))
                 step = self.progress.step + 1
                 clearer = out_of_memory(error, self.setup, step) or nonfinite_scores(error, step)
@@ -142,6 +148,7 @@ class Trainer:
         self._watch.start_phase("step", step)
         learning_rate = self.learning_rate(step)
         batch = self._train_batches.read(self.progress.samples)
+        # The position in the data counts samples, not steps, so that it is valid for another batch size after a resume.
         samples = self.progress.samples + self.config.training.global_batch_size
         before = StepRecord(step=step, learning_rate=learning_rate, tokens=batch.global_tokens, samples=samples)
         self._hooks.before_step(before)
@@ -192,6 +199,7 @@ class Trainer:
             verdict = GO_ON if self._step.overflowed else self._guard.judge_norm(norm, step)
         if verdict is GO_ON:
             updated = self._step.update(learning_rate)
+            # Only losses of accepted steps enter the window, or a spike would raise the mean it is compared with.
             self._guard.accept(loss)
         else:
             self._step.discard()
@@ -207,6 +215,7 @@ class Trainer:
             TrainingError: there is no checkpoint yet.
         """
         self.finish_save()
+        # `resume` overwrites both with those of the checkpoint.
         samples, interventions = self.progress.samples, self._guard.interventions
         # All ranks use the checkpoint that rank 0 finds: other ranks may see a shared file system with a delay.
         found = all_ranks(self.setup.mesh.world.all, "going back", self._checkpoints.newest, TrainingError)[0]
@@ -236,6 +245,7 @@ class Trainer:
         self._watch.start_phase("evaluation", self.progress.step)
         self._hooks.before_evaluation(self._last)
         average = self.setup.average if self.config.training.ema.evaluate else None
+        # The weights are swapped with their averages in place, so evaluation needs no second model.
         with self.setup.platform.no_grad(), nullcontext() if average is None else average.in_place():
             loss, targets = self._evaluation_loss()
         seconds = time.perf_counter() - started
@@ -297,6 +307,7 @@ class Trainer:
 
     def _run_steps(self, stop: StopRequest) -> int | None:
         config, stopping = self.config, False
+        # A run that continues from a checkpoint has it already; a new run has none for step 0.
         saved_at = self.progress.step if self.progress.step else None
         while self.progress.step < config.training.steps and not stopping:
             self._profile.before_step(self.progress.step + 1)
@@ -308,6 +319,7 @@ class Trainer:
             self._profile.after_step(step)
             if _is_due(step, config.training.eval_interval):
                 self.evaluate()
+            # After a rollback the step may be one whose checkpoint exists.
             if stopping or (_is_due(step, config.checkpoint.interval) and saved_at != step):
                 self.save(background=config.checkpoint.background)
                 saved_at = step
@@ -327,12 +339,14 @@ class Trainer:
     def _evaluation_loss(self) -> tuple[float, int]:
         """Return (mean loss, number of targets) of the evaluation batches of all ranks."""
         training, ops = self.config.training, self.setup.platform.ops
+        # Sums of losses and of targets, divided once: batches may have different numbers of targets.
         total, targets = None, 0
         all_batches = -(-len(self.setup.dataset.evaluation) // training.global_batch_size)
         for index in range(training.eval_batches or all_batches):
             batch = self._evaluation_batches.read(index * training.global_batch_size)
             targets += batch.global_targets
             loss_sum = self._step.loss_sum_of_all(batch)
+            # The sum remains on the device: reading each loss would wait for its forward.
             total = loss_sum if total is None else ops.add(total, loss_sum)
         loss, _ = self._step.agree(ops.div(total, max(1, targets)), stop=False)
         return loss, targets
@@ -340,6 +354,7 @@ class Trainer:
     def _agreed_signal(self, stop: StopRequest) -> int:
         """Return the stop signal of any rank, on all ranks."""
         world = self.setup.mesh.world.all
+        # A signal may have reached only some ranks; the others report 0.
         return int(max(all_ranks(world, "stopping", lambda: int(stop.signal or 0), TrainingError)))
 
     def _report_step(self, record: StepRecord) -> None:
