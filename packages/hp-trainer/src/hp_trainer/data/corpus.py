@@ -362,6 +362,7 @@ class _Writer:
     def _file(self, name: str) -> _FileInProgress:
         if name not in self._files:
             self._files[name] = file = _FileInProgress(self.folder / f"{name}{_INCOMPLETE}{self._builder}")
+            # After `publish` the temporary name no longer exists, and `discard` only closes it.
             self._stack.callback(file.discard)
         return self._files[name]
 

@@ -278,4 +278,5 @@ class _InOrder:
     """Every sample once, by increasing index."""
 
     def samples(self, first: int, count: int) -> np.ndarray:
+        # May exceed the number of samples; `BatchReader` masks those.
         return np.arange(first, first + count, dtype=np.int64)

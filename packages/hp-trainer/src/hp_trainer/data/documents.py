@@ -254,6 +254,7 @@ class DocumentsSource(DatasetSource):
         try:
             reader = source.reader()
             fields = self.fields(source)
+            # Before ranks start, where an error is cheap.
             reader.check(fields)
             # One document is enough, and reading stops there.
             found = any(True for _ in itertools.islice(self._documents(reader, source, batch=1), 1))
@@ -369,6 +370,7 @@ def _batches(records: Iterator[Record], count: int) -> Iterator[list[Record]]:
 
 def _concatenated(samples: Sequence[Samples]) -> Samples:
     """Return the samples of all sources, without empty sources."""
+    # `MixedSamples` allows no empty source; of only empty ones the first is returned.
     some = [one for one in samples if len(one)] or samples[:1]
     return some[0] if len(some) == 1 else MixedSamples(some)
 

@@ -100,6 +100,7 @@ def build_mesh(
     if sparse is not None:
         # Views of one root share their aliases: names given to the sparse view are found on the dense one.
         view = root.unflatten("world", tuple(sparse.values()), tuple(f"sparse_{name}" for name in sparse))
+        # The prefix keeps a sparse axis apart from a dense one of the same name.
         for name in ("efsdp", "ep", "etp"):
             view.flatten(name, [f"sparse_{name}"])
     return mesh

@@ -504,6 +504,7 @@ def read_rotary(reader: ConfigReader, otherwise: float) -> dict[str, Any]:
         inner.add("rope_type", "is not supported", expected=", ".join(_KINDS), got=repr(kind))
     scaling: dict[str, Any] = {"kind": kind}
     if kind != "default":
+        # Missing numbers keep the defaults of `RopeScalingConfig`.
         numbers = {key: inner.take(float, key, default=None) for key in _NUMBERS}
         scaling |= {key: value for key, value in numbers.items() if value is not None}
         scaling["truncate"] = inner.take(bool, "truncate", default=True)
@@ -511,6 +512,7 @@ def read_rotary(reader: ConfigReader, otherwise: float) -> dict[str, Any]:
         if original is None and kind != "linear":
             original = reader.take(int, "max_position_embeddings")
         scaling["original_max_position_embeddings"] = original
+    # transformers 5 has the base within the rotary settings, transformers 4 at the top.
     theta = inner.take(float, "rope_theta", default=None) or reader.take(float, "rope_theta", default=otherwise)
     # transformers 4 has the key at the top, transformers 5 within the rotary settings.
     for each in (reader, inner):

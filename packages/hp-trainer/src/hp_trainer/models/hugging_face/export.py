@@ -135,6 +135,7 @@ class OutputTensor:
 
     def read(self, read: ReadBox) -> Array:
         """Return the full tensor as float32. Tensors are read one at a time, so only one is in memory."""
+        # Uninitialized: the pieces cover the tensor.
         result = np.empty(self.shape, np.float32)
         for name, piece in self.pieces:
             piece.place(read(name, piece.box), result)
@@ -169,6 +170,7 @@ def output_files(tensors: Sequence[OutputTensor], dtype: str, largest: int = LAR
             filled = 0
         shares[-1].append(tensor)
         filled += size
+    # Names state the number of files, so they are given last.
     count = len(shares)
     names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)] if count > 1 else [WEIGHTS_FILE]
     return [OutputFile(name, tuple(share)) for name, share in zip(names, shares, strict=True)]

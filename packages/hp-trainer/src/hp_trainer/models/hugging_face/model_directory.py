@@ -152,6 +152,7 @@ class Weights:
         if not path.is_file():
             self._add(f"{path} is missing", expected="every shard that the index names", hint="download it again")
             return
+        # An empty file cannot be mapped.
         data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
         try:
             header = read_header(data, str(path), _LONGEST_HEADER)
