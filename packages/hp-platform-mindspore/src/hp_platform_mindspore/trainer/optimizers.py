@@ -45,11 +45,13 @@ class AdamW:
 
     def step(self, learning_rate: float) -> None:
         """Update every parameter that has a gradient, and count the step."""
+        # Before the update: bias correction counts steps from 1.
         self.num_steps += 1
         options = self._options
         coefficients = AdamWStep.number(self.num_steps, learning_rate, options.betas, options.eps, options.weight_decay)
         for slots in self._slots.values():
             gradient = self._platform.get_grad(slots.parameter)
+            # A parameter that took no part in the step keeps its value and its moments.
             if gradient is not None:
                 adamw_(self._platform, slots.parameter, gradient, slots.exp_avg, slots.exp_avg_sq, coefficients)
 
@@ -65,6 +67,7 @@ class AdamW:
 
 def find_codes(platform: MindSporeBase, x: Tensor, search: CodeSearch) -> Tensor:
     """Return, as uint8, the index of the interval of a search that contains each element; see `FindCodes`."""
+    # On a CPU NumPy reads the tensor's memory; elsewhere the search runs on the device.
     if platform.capabilities.host_memory:
         return platform.from_numpy(search.find(platform.to_numpy(x)))
     return mint.searchsorted(platform.from_numpy(search.bounds, platform.device_of(x)), x).astype(ms.uint8)

@@ -102,6 +102,7 @@ class PendingFacts:
             while not self._work.is_completed():
                 if time.monotonic() >= deadline:
                     return None
+                # Polled, so that a timeout leaves the collective running and the caller may wait again.
                 time.sleep(POLL_SECONDS)
         self._work.wait()
         return [row.tobytes() for row in self._gathered.numpy()]

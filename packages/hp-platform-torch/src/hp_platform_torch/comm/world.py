@@ -48,6 +48,7 @@ class TorchWorld(World):
         rank = ranks.index(self.rank)
         if len(ranks) == 1:
             return NoCommunicationGroup(ranks, rank, self.platform)
+        # NCCL refuses two ranks on one device.
         kind = StagedGroup if self.platform.device_types[0] != "cpu" and shares_devices() else TorchGroup
         return kind(ranks, rank, self.platform, functools.partial(self.connect, ranks))
 
@@ -67,8 +68,11 @@ class TorchWorld(World):
 
     def connect(self, ranks: tuple[int, ...], device_type: str) -> dist.Backend:
         """Return a backend for tensors of a device type, or for `FACTS`, among `ranks`; all of them must call it."""
+        # Torch has connected the group of all ranks already; host data has a connection of its own, which other
+        # collectives do not delay.
         if ranks == tuple(range(self.size)) and device_type != FACTS:
             return dist.group.WORLD._get_backend(torch.device(device_type))  # type: ignore[union-attr]
+        # The same key on all members without communication, and short for any number of ranks.
         members = hashlib.sha256(repr(ranks).encode()).hexdigest()
         store = dist.PrefixStore(f"{device_type}/{members}", self._store)
         return _BACKENDS[device_type](store, ranks.index(self.rank), len(ranks), self._timeout)
@@ -151,6 +155,7 @@ def _store(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store
             f"rank {rank} of {size} could not {role} the meeting point {address}: {error}. "
             "Check that the address is right, the port free on rank 0, and every rank started."
         ) from error
+    # The agent's store outlives the ranks: after a restart, keys of the failed attempt must not be found.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if by_agent else "0"
     return dist.PrefixStore(f"hp/attempt_{attempt}", store)
 
@@ -163,6 +168,7 @@ def _serve_locally(host: str, port: int, size: int, timeout: timedelta) -> dist.
     if not _is_loopback(host):
         return None
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # A port of a job that has just ended would otherwise be in TIME_WAIT.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

@@ -22,8 +22,7 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _STRIP, _MOST_IN_STRIPS = 256, 1024
 """Keys per strip of a causal square in backward, and the longest square that is split into strips: in longer ones,
-adding
-up the strips takes more time than they save."""
+adding up the strips takes more time than they save."""
 
 
 def takes(query: Tensor, value: Tensor) -> bool:
@@ -39,10 +38,13 @@ def takes_scores(scores: BlockScores) -> bool:
 def dropout_factors(p: float, rows: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     """Compute `Platform.dropout_factors` on the device of these int64 vectors."""
     numbers = rows
+    # A counter-based generator (SplitMix64): each factor depends on the global indices only, so every sharding draws
+    # the same ones.
     for places in (heads, queries, keys):
         numbers = _mixed(numbers[..., None] + (places + 1) * _signed(GAMMA))
-    kept = _shifted(numbers, 40) >= round(p * 2**24)
-    return kept.float() / (1 - p) if p < 1 else torch.zeros_like(kept, dtype=torch.float32)
+    # The upper 24 bits, which is what float32 can represent exactly.
+    survives = _shifted(numbers, 40) >= round(p * 2**24)
+    return survives.float() / (1 - p) if p < 1 else torch.zeros_like(survives, dtype=torch.float32)
 
 
 def _mixed(z: Tensor) -> Tensor:
@@ -95,6 +97,7 @@ def _causal_grad(
     The kernel computes full blocks of 512 keys, even where most are masked. Given one strip of keys, and the queries
     from its first position on, it wastes only the strip's own masked corner.
     """
+    # `d_q` is replaced in the first strip, whose queries are all of them.
     d_q, d_k, d_v = query, [], []
     for start in range(0, query.shape[2], _STRIP):
         g, q, o = (x[:, :, start:] for x in (grad, query, out))
@@ -112,9 +115,11 @@ def _causal_grad(
 def merge(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Compute `Platform.merge_attention` in the memory of `one`."""
     (out, lse), (more, of_more) = one, other
+    # Log-sum-exp relative to the larger value; clamped, because -inf - -inf is NaN for a query without visible keys.
     highest = torch.maximum(lse, of_more).clamp_(min=LOWEST)
     weight = torch.exp(of_more - highest)
     total = torch.exp(lse - highest).add_(weight)
+    # out + w (more - out) with w = exp(lse_2) / (exp(lse_1) + exp(lse_2)): both outputs are normalized already.
     out.lerp_(more, weight.div_(total.clamp(min=TINY)).unsqueeze_(-1))
     torch.add(highest, total.log_(), out=lse)
     return one

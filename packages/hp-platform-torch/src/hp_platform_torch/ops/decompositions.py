@@ -33,6 +33,7 @@ def _movedim(x: Tensor, source: int | Sequence[int], destination: int | Sequence
         raise ShardingRuleError(
             f"movedim of {x.shape}: dimensions {source} and {destination} are not as many, or repeat"
         )
+    # The other dimensions fill the remaining places in their order.
     rest = iter(d for d in range(x.dim()) if d not in sources)
     order = [sources[targets.index(d)] if d in targets else next(rest) for d in range(x.dim())]
     return x.permute(order)
@@ -109,6 +110,7 @@ def _tensor_split(x: Tensor, indices_or_sections: int | Sequence[int], dim: int 
         lengths = [piece + (i < longer) for i in range(indices_or_sections)]
         return torch.split(x, lengths, dim)
     if isinstance(indices_or_sections, Tensor):
+        # Reads the values: for a DTensor every rank takes part.
         indices = indices_or_sections.tolist()
         return _tensor_split(x, indices, dim)
     ends = [min(max(i + size if i < 0 else i, 0), size) for i in indices_or_sections]
@@ -151,9 +153,9 @@ def _tensordot(x: Tensor, y: Tensor, dims: Any = 2) -> Tensor:
     second = [next(letters) for _ in range(y.dim())]
     for a, b in zip(left, right, strict=True):
         second[b] = first[a]
-    kept = [a for i, a in enumerate(first) if i not in {d % x.dim() for d in left}]
-    kept += [b for i, b in enumerate(second) if i not in {d % y.dim() for d in right}]
-    return torch.einsum(f"{''.join(first)},{''.join(second)}->{''.join(kept)}", x, y)
+    free = [a for i, a in enumerate(first) if i not in {d % x.dim() for d in left}]
+    free += [b for i, b in enumerate(second) if i not in {d % y.dim() for d in right}]
+    return torch.einsum(f"{''.join(first)},{''.join(second)}->{''.join(free)}", x, y)
 
 
 def _plus(product: Tensor, x: Tensor, beta: float, alpha: float) -> Tensor:
@@ -174,6 +176,7 @@ def _addbmm(x: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha
 def _kron(x: Tensor, y: Tensor) -> Tensor:
     ndim = max(x.dim(), y.dim())
     left, right = (t.reshape((1,) * (ndim - t.dim()) + tuple(t.shape)) for t in (x, y))
+    # Each dimension of the result is a pair (left, right), multiplied by broadcasting and then merged.
     apart = left.reshape([n for size in left.shape for n in (size, 1)])
     product = apart * right.reshape([n for size in right.shape for n in (1, size)])
     return product.reshape([a * b for a, b in zip(left.shape, right.shape, strict=True)])
@@ -201,12 +204,14 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 
 
 def _gumbel_softmax(logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Tensor:
+    # The same draws as torch's: -log(Exp(1)) has a Gumbel distribution.
     noise = -torch.empty_like(logits, memory_format=torch.contiguous_format).exponential_().log()
     soft = ((logits + noise) / tau).softmax(dim)
     if not hard:
         return soft
     best = soft.max(dim, keepdim=True)[1]
     chosen = torch.zeros_like(logits, memory_format=torch.contiguous_format).scatter(dim, best, 1.0)
+    # Straight-through: the value is one-hot, and the gradient that of `soft`.
     return chosen - soft.detach() + soft
 
 
@@ -225,9 +230,9 @@ def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) 
 
 def _at_least_eps(norm: Tensor, eps: float) -> Tensor:
     """Return `norm` clamped to at least `eps`, with the gradient of `norm` everywhere, as torch does."""
-    kept = norm.clone()
+    clamped = norm.clone()
     with torch.no_grad():
-        return kept.clamp_min_(eps)
+        return clamped.clamp_min_(eps)
 
 
 def _pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
@@ -337,6 +342,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: 
         return scaled_dot_product_attention(query, key, value, *args, **kwargs)
     if query.shape[-3:-2] == (0,):
         kwargs = {**kwargs, "enable_gqa": False}
+    # The composed form accepts empty operands.
     with sdpa_kernel(SDPBackend.MATH):
         return scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
@@ -374,6 +380,7 @@ def _pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | N
     if x.numel() or mode == "constant":
         return torch.nn.functional.pad(x, pad, mode, value)
     empty = [dim for dim, size in enumerate(x.shape) if not size]
+    # The sum over empty dimensions is zeros of size 1, which torch can pad, and connects the result to the graph.
     padded = torch.nn.functional.pad(x.sum(empty, keepdim=True), pad, mode)
     return padded[tuple(slice(0, size) if dim in empty else slice(None) for dim, size in enumerate(x.shape))]
 

@@ -49,6 +49,7 @@ def _poisson_nll_loss(
 ) -> Tensor:
     loss = input.exp() - target * input if log_input else input - target * (input + eps).log()
     if full:
+        # Approximates log(target!). For targets of at most 1 torch uses 0.
         stirling = target * target.log() - target + 0.5 * (2 * math.pi * target).log()
         loss = loss + stirling.masked_fill(target <= 1, 0)
     return _reduced(loss, reduction, size_average, reduce)
@@ -103,6 +104,7 @@ def _cosine_embedding_loss(
             f"{list(input1.shape)}, {list(input2.shape)} and {list(target.shape)}"
         )
     products = [(x * y).sum(-1) for x, y in ((input1, input2), (input1, input1), (input2, input2))]
+    # Torch adds this epsilon to the squared norms, not to the norms.
     cosine = products[0] / ((products[1] + 1e-12) * (products[2] + 1e-12)).sqrt()
     alike = torch.where(target == 1, 1 - cosine, 0.0)
     apart = torch.where(target == -1, (cosine - margin).clamp_min(0), 0.0)
@@ -171,6 +173,7 @@ def _multi_margin_loss(
         loss = loss * loss
     if weight is not None:
         loss = loss * weight[target].unsqueeze(-1)
+    # The target's own class has margin - x + x, which is not part of the loss.
     others = F.one_hot(target, input.shape[-1]) == 0
     loss = torch.where(others, loss, 0.0).sum(-1) / input.shape[-1]
     return _reduced(loss, reduction, size_average, reduce)
@@ -188,6 +191,7 @@ def _multilabel_margin_loss(
         loss = _multilabel_margin_loss(input.reshape(1), target.reshape(1), size_average, reduce, reduction)
         return loss.reshape(())
     classes = input.shape[-1]
+    # The product is 0 from the first -1 on.
     listed = (target >= 0).long().cumprod(-1)
     index = target.clamp_min(0)
     is_target = (F.one_hot(index, classes) * listed.unsqueeze(-1)).sum(-2) > 0

@@ -75,6 +75,7 @@ def canonical_name(func: Callable[..., Any]) -> tuple[str, bool]:
     if func in _RENAMED:
         return _RENAMED[func], False
     accessed = property_of(func)
+    # Accessors of properties are all called `__get__`.
     if accessed is not None:
         return _PROPERTIES.get(accessed, accessed), False
     name = getattr(func, "__name__", repr(func))
@@ -83,6 +84,7 @@ def canonical_name(func: Callable[..., Any]) -> tuple[str, bool]:
         name = name[3:-2] if reflected or in_place else name[2:-2]
         name = _OPERATORS.get(name, name)
     in_place = in_place or (name.endswith("_") and not name.startswith("_"))
+    # Synonyms are written without the suffix of in-place methods.
     stem = name.rstrip("_")
     return _SYNONYMS.get(stem, stem) + ("_" if in_place else ""), reflected
 

@@ -3,8 +3,7 @@
 Dynamo would read global shapes where its graphs have local ones, so it leaves operations on DTensors out of its graphs.
 It does not trace into functions of hp_dtensor, of hp_fsdp (whose hooks run between compiled forwards) or of hp_moe
 (whose sizes depend on the tokens). It does trace into the modules of `hp_dtensor.nn` and the functions of `ops`, which
-models
-call: on the plain weights of an unsharded module they are compiled with the rest of its block.
+models call: on the plain weights of an unsharded module they are compiled with the rest of its block.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from hp_platform_torch.tensor.dtensor import TorchDTensor
 _LEFT_ALONE = ("hp_dtensor", "hp_platform_torch", "hp_fsdp", "hp_moe")
 _LOOKED_INTO = (
     "hp_dtensor.parallel.nn",
-    "hp_moe.feed_forward",
     "hp_moe.feed_forward",
     "hp_platform_torch.ops.namespace",
     "hp_platform_torch.platform",

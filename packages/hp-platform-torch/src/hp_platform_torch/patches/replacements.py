@@ -170,6 +170,7 @@ def _copy(
     data: TorchDTensor, dtype: Any = None, device: Any = None, requires_grad: bool = False, pin_memory: bool = False
 ) -> Tensor:
     wanted = {name: value for name, value in (("dtype", dtype), ("device", device)) if value is not None}
+    # Detached: `new_tensor` returns a leaf.
     copy = data.detach().clone()
     copy = copy.to(**wanted) if wanted else copy
     return (copy.pin_memory() if pin_memory else copy).requires_grad_(requires_grad)
@@ -183,6 +184,8 @@ def keeping_the_shard(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if not isinstance(tensor, TorchDTensor) or not is_intercepting():
             return function(tensor, *args, **kwargs)
         spec = tensor._spec
+        # The full tensor exists for a moment on every rank; orthogonal and sparse values cannot be drawn shard by
+        # shard.
         full = torch.empty(spec.shape, dtype=spec.dtype, device=tensor.device)
         function(full, *args, **kwargs)
         with torch.no_grad():

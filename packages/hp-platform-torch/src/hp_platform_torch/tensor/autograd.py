@@ -175,10 +175,10 @@ def split_backward(
         retain_graph=True,
         allow_unused=True,
     )
-    kept = list(found[len(inputs) :])
+    at_forks = list(found[len(inputs) :])
     # torch 2.11 frees a node written in Python with the nodes before it in the backward, so the second part holds the
     # roots.
-    return list(found[: len(inputs)]), lambda: _finish(apart, forks, kept, roots)
+    return list(found[: len(inputs)]), lambda: _finish(apart, forks, at_forks, roots)
 
 
 @dataclass(slots=True)
@@ -258,11 +258,11 @@ class _Graph:
         return [GradientEdge(node, place) for place in sorted(places)]
 
 
-def _finish(apart: Sums, forks: list[_Fork], kept: list[Tensor | None], graph: Sequence[GradientEdge]) -> None:
+def _finish(apart: Sums, forks: list[_Fork], at_forks: list[Tensor | None], graph: Sequence[GradientEdge]) -> None:
     """Compute the gradients of the branches, then run one backward over all; `graph` keeps their nodes alive."""
     while forks:
         fork = forks.pop()
-        own = [kept.pop() for _ in fork.edges][::-1]
+        own = [at_forks.pop() for _ in fork.edges][::-1]
         for edge, grad in _branch_gradients(fork, own):
             _add(apart, edge, grad)
     if apart:

@@ -187,6 +187,7 @@ def _unscale(func: Callable[..., Any], grads: Sequence[Tensor], found_inf: Tenso
     specs = [spec for spec in _common_specs(func.__name__, [grads]) if spec is not None]
     with LocalOperations():
         func(grads, found_inf, inv_scale)
+    # In order of first use, which is the same on all ranks; a set's order may differ.
     for mesh in dict.fromkeys(spec.mesh for spec in specs):
         if mesh.get_coordinate() is not None:
             mesh.group_over(tuple(range(mesh.ndim))).all_reduce(found_inf, "max")
@@ -230,6 +231,7 @@ def _check_numbers(name: str, values: Sequence[Any]) -> None:
 
 def _specs_of(tensors: Sequence[Tensor]) -> list[TensorSpec | None]:
     try:
+        # attrgetter in `map` runs in C: this is on the path of each optimizer step.
         return list(map(_spec, tensors))
     except AttributeError:
         return [getattr(x, "_spec", None) for x in tensors]

@@ -53,6 +53,7 @@ def to_torch_dtensor(x: Any) -> TorchDTensor:
     spec = x.spec
     _check_gradient("to_torch_dtensor", x, spec)
     placements = to_torch_placements(spec.placements)
+    # Of a contiguous global tensor; those of the local shard say nothing about it.
     strides = list(itertools.accumulate(reversed(spec.shape[1:]), lambda a, b: a * b, initial=1))[::-1]
     return TorchDTensor.from_local(
         unwrap(x),  # type: ignore[arg-type]
@@ -105,6 +106,7 @@ def to_torch_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _converted(value: Any) -> Any:
     if isinstance(value, DTensor):
+        # Detached: a state dict must not refer to the autograd graph.
         return to_torch_dtensor(value.detach())
     if isinstance(value, Mapping):
         return to_torch_state_dict(value)
@@ -251,6 +253,7 @@ def _share(world: World, ranks: tuple[int, ...], group: dist.ProcessGroup) -> No
             f"torch's mesh has ranks {list(ranks)} along an axis and communicates in the order {list(theirs)}, which "
             "puts its shards in that order; make it with ascending ranks"
         )
+    # A world has one group for each tuple of ranks.
     if ranks in world._groups:
         return
     assert isinstance(world, TorchWorld)

@@ -229,11 +229,13 @@ class TorchOperation(Operation):
         local_kwargs: Mapping[str, Any],
     ) -> DirectCall | None:
         """Return the shortcut for later calls, given the local arguments of the first; None if the plan is needed."""
+        # A shortcut exists only if arguments are passed as they are, or as varying views.
         views, replaced = _views_only(plan.inputs.redistributions), plan.inputs.replaced
         if views is None:
             return None
         if self.in_place and (replaced or not args or any(position == 0 for position, _ in views)):
             return None
+        # A partial 0-d result must be checked in each call, since C++ may read it as a number.
         is_number = is_partial_number(spec) and not self.in_place
         if not replaced:
             return DirectCall(spec, None, views, is_number)
@@ -305,6 +307,7 @@ class Operations(dict[Callable[..., Any], TorchOperation]):
     handler_of: Callable[[Callable[..., Any]], Handler | None] = staticmethod(lambda func: None)
 
     def __missing__(self, func: Callable[..., Any]) -> TorchOperation:
+        # dict's own lookup finds it from then on, without a Python call.
         operation = self[func] = TorchOperation(func, self.handler_of(func))
         return operation
 

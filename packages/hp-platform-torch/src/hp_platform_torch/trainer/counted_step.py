@@ -31,6 +31,7 @@ def count_step(
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), _without_logs():
         _make_fake(model)
         chosen = parts(model)
+        # Before the conversion: a trained model stores its weights in these dtypes and only computes in `dtype`.
         itemsizes = [parameter.element_size() for parameter in model.parameters()]
         if dtype is not None:
             _compute_in(getattr(torch, dtype), model, list(chosen.values()))
@@ -41,6 +42,7 @@ def count_step(
                 meter.watch(name, module)
             loss = run(model)
             after_forward = live.now
+            # Within the modes, so that operations of backward are counted as well.
             loss.backward()
             found = meter.parts()
     last = max((part.after for part in found), default=0)
@@ -67,6 +69,7 @@ def _without_logs() -> Iterator[None]:
 
 def _make_fake(model: torch.nn.Module) -> None:
     """Replace a module's tensors by fake tensors on the CPU."""
+    # By identity, so that tied weights stay tied and are counted once.
     made: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,6 +95,7 @@ def _compute_in(dtype: torch.dtype, model: torch.nn.Module, parts: list[torch.nn
         return tree_map(cast, (args, kwargs))
 
     for parameter in model.parameters():
+        # Through `data`, so that the parameter objects, which modules may share, stay the same.
         parameter.data = parameter.data.to(dtype)
     for module in (model, *parts):
         module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
@@ -130,6 +134,7 @@ class _Mark(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, event: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.event = event
+        # Zeros for unused outputs would be counted as memory that a step does not need.
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in tensors)
 
@@ -194,6 +199,7 @@ class _Meter:
 
     def _pre_forward(self, name: str, _: Any, args: Any, kwargs: Any) -> Any:
         each = self._watched.setdefault(name, _Watched())
+        # Only the first call: recomputation runs the forward again in backward.
         if each.before is None:
             each.before = self._live.now
         return _marked(functools.partial(self._post_backward, name), (args, kwargs))
@@ -208,6 +214,7 @@ class _Meter:
             self.outside = self._live.peak
         if self._watched[name].peak is None:
             self._watched[name].peak = 0
+        # Gradients of other parts stay allocated during this one's backward and are not its own memory.
         self._in_front = self._gradients()
         self._live.peak = self._live.now
 

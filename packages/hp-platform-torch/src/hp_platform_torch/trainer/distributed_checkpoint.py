@@ -1,9 +1,8 @@
 """Folders of `torch.distributed.checkpoint`: written for its `load`, and read without trusting their pickles.
 
 Such a folder has files of tensors in torch's format, and `.metadata`, a pickle of a few dataclasses. The pickle is
-parsed as
-data (`pickle_tree.py`), and the dataclasses are created here from checked fields; no code of the pickle runs. Tensors
-are read by torch's `weights_only` unpickler, which creates tensors only.
+parsed as data (`pickle_tree.py`), and the dataclasses are created here from checked fields; no code of the pickle runs.
+Tensors are read by torch's `weights_only` unpickler, which creates tensors only.
 """
 
 from __future__ import annotations
@@ -111,6 +110,7 @@ class _Parser:
     def _place(self, tree: Any) -> _StorageInfo:
         fields = _fields(tree, _StorageInfo)
         name = fields.get("relative_path")
+        # A path with folders could read any file of the machine.
         if type(name) is not str or name in ("", ".", "..") or Path(name).name != name:
             raise ValueError(f"it names the file {_shown(name)}, which is not in the folder")
         if fields.get("transform_descriptors"):
@@ -137,6 +137,7 @@ def _fields(tree: Any, kind: type) -> dict[str, Any]:
     Raises:
         ValueError: it is something else, or has fields that the dataclass lacks.
     """
+    # Dataclasses are pickled by state; arguments would be another constructor's.
     if not _is(tree, kind) or tree.arguments:
         raise ValueError(f"expected {kind.__name__}, got {_shown(tree)}")
     known = {field.name for field in dataclasses.fields(kind)}
@@ -161,6 +162,7 @@ def _size(tree: Any) -> torch.Size:
 
 
 def _count(value: Any) -> int:
+    # `type`, not isinstance, since a pickle may have booleans.
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError("a size or a file offset is not an integer from 0 to 2**63")
     return value
@@ -247,6 +249,7 @@ class DistributedCheckpoint:
         """
         saved = self._saved[name]
         try:
+            # Uninitialized is safe, because `parse_metadata` has checked that chunks cover the tensor.
             full = torch.empty(saved.size, dtype=saved.properties.dtype)
             with _without_group():
                 dcp.load({name: full}, storage_reader=self._reader, no_dist=True)
@@ -282,6 +285,7 @@ class _ChunkPlanner(SavePlanner):
         name, data = write_item.index.fqn, write_item.tensor_data
         assert data is not None
         values = self._read(name, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
+        # A copy: torch warns about arrays that are read-only, as that of the state is.
         tensor = torch.from_numpy(np.array(values))
         return tensor.view(data.properties.dtype) if self._tensors[name].dtype == "bfloat16" else tensor
 
@@ -291,6 +295,7 @@ class _Reader(dcp.FileSystemReader):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
+        # Before torch reads it: its own reader would unpickle the file.
         self.metadata = _read_metadata(folder)
         _check_files(folder, self.metadata)
 
@@ -328,6 +333,7 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
         for chunk in saved.chunks if isinstance(saved, TensorStorageMetadata) else ():
             stored = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
             needed = math.prod(chunk.sizes) * saved.properties.dtype.itemsize
+            # A small file may claim huge tensors: checked before they are allocated.
             if stored is None or stored.length < needed:
                 raise CheckpointError(f"{folder}: tensor {name!r} cannot be read: no file has all of its bytes")
             file = folder / stored.relative_path

@@ -39,8 +39,11 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
+        # Selected each time: a parameter that took no part in the step keeps its value and its moments.
         names = [name for name, parameter in self._parameters.items() if parameter.grad is not None]
         apply_adamw(
+            # On local shards, since the update is elementwise; intercepting each operation would cost more than the
+            # kernel.
             [unwrap(self._parameters[name]) for name in names],
             [unwrap(self._parameters[name].grad) for name in names],
             [unwrap(self._exp_avgs[name]) for name in names],
@@ -49,6 +52,7 @@ class AdamW:
             learning_rate,
             self._options,
         )
+        # After the update: torch's kernel increments the count that it is given.
         self.num_steps += 1
 
     def zero_grad(self) -> None:
@@ -133,6 +137,7 @@ def find_codes(x: torch.Tensor, search: CodeSearch) -> torch.Tensor:
         return torch.bucketize(x, torch.from_numpy(search.bounds).to(x.device), out_int32=True).to(torch.uint8)
     # On a CPU bucketize takes 20 times as long as this table of the upper 16 bits of each float.
     bits = x.contiguous().view(torch.int32).view(-1)
+    # The sign is shifted in and must be removed for the index.
     halves = (bits >> 16).bitwise_and_(0xFFFF)
     sums = torch.from_numpy(search.addends).index_select(0, halves)
     sums.add_(torch.bitwise_xor(bits, bits >> 31, out=halves))
@@ -149,5 +154,6 @@ def update(
     options: AdamW8bitConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do update number `num_steps` (from 1) of AdamW, by torch's fused kernel if there is one; see `Update`."""
+    # `apply_adamw` takes the number of earlier updates.
     apply_adamw([weight], [grad], [mean], [square], num_steps - 1, learning_rate, options)
     return mean, square

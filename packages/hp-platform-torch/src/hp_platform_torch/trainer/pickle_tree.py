@@ -51,10 +51,13 @@ def read_pickle_tree(data: bytes) -> Any:
     """
     reader = _Reader()
     try:
+        # genops decodes opcodes without executing them. O(bytes).
         for opcode, argument, position in pickletools.genops(data):
+            # What follows is ignored, as Python's unpickler does.
             if opcode.name == "STOP":
                 return reader.stack[-1]
             reader.read(opcode.name, argument, position)
+    # Empty stacks, unknown memo indices and arguments of other types.
     except (IndexError, KeyError, TypeError) as error:
         raise ValueError("it is not a valid pickle") from error
     raise ValueError("it ends too early")
@@ -125,6 +128,7 @@ class _Reader:
 
     # The memo is a dictionary: an index of 2**32 costs one entry, not an array of that length.
     def memoize(self, index: int | None) -> None:
+        # MEMOIZE (protocol 4) numbers entries itself; BINPUT states the index.
         self._memo[len(self._memo) if index is None else index] = self.stack[-1]
 
     def recall(self, index: int) -> None:
@@ -144,6 +148,7 @@ class _Reader:
         return found
 
     def _extend(self, values: list[Any]) -> None:
+        # `Pairs` is a subclass of list, so isinstance would accept a dictionary.
         if type(self.stack[-1]) is not list:
             raise ValueError("it appends to something other than a list")
         self.stack[-1].extend(values)

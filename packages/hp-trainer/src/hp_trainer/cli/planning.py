@@ -105,6 +105,7 @@ def plan_command(given: list[str]) -> int:
     loaded = load_for_planning(options.config, overrides)
     check_world_size(options.world_size)
     world_size = options.world_size or world_size_of(loaded.config)
+    # All arguments are checked before the plan is computed, which may take seconds.
     device, memory = device_of(options.device, options.device_memory)
     check_file_to_write("--to", options.to)
     refuse(_problems(loaded, world_size), options.config)
@@ -118,6 +119,7 @@ def plan_command(given: list[str]) -> int:
     def reload(settings: Settings) -> TrainerConfig:
         return load_for_planning(options.config, [*overrides, *settings]).config
 
+    # Each candidate is loaded again, so that its own checks and derived settings apply.
     changes = find_changes(plan, memory, reload, counter) if is_too_large else []
     if options.json:
         print(strict_json({**plan_as_json(plan, memory), "would_fit": changes_as_json(changes)}))
@@ -181,6 +183,7 @@ def load_for_planning(path: str, overrides: Overrides) -> LoadedConfig:
     Raises:
         ConfigError: listing every problem.
     """
+    # Registries of its own: the optimizers below cannot be built and must not be found by a run in this process.
     known = fill_registries(plugin_manager())
     # Platforms register these two. Their options are the same on all of them.
     for name, options in (("adamw", AdamWConfig), ("adamw_8bit", AdamW8bitConfig)):
@@ -208,6 +211,7 @@ def schedule_command(given: list[str]) -> int:
         print("\n".join(schedule_names()))
         return 0
     schedule = _schedule(options)
+    # Before the simulation, which needs a schedule that ends.
     validate(schedule)
     timeline = simulate(
         schedule,

@@ -41,6 +41,7 @@ def open_run(path: str, overrides: Overrides) -> tuple[RunFolder, TrainerConfig]
         RunFolderError: there is no run in it.
         ConfigError: listing every problem.
     """
+    # Before the platform is required, so that a wrong folder is the first problem named.
     run = RunFolder.open(Path(path))
     require_platform(str(run.config_file))
     return run, resolved(on_installed_platform(run.load_config(overrides), overrides).config, run.path)
@@ -55,6 +56,7 @@ def on_installed_platform(loaded: LoadedConfig, overrides: Overrides) -> LoadedC
     platform = loaded.config.platform
     if platform is None or isinstance(chosen_platform(platform), str) or "platform" in dict(overrides):
         return loaded
+    # Not a string if several platforms are installed and none is chosen; then the checks report the missing one.
     other = chosen_platform(None)
     if not isinstance(other, str):
         return loaded
@@ -108,6 +110,7 @@ def check_file_to_write(option: str, path: str | None) -> None:
 def resolved(config: TrainerConfig, folder: Path) -> TrainerConfig:
     """Return the configuration with the chosen run folder and platform filled in."""
     run = dataclasses.replace(config.run, folder=str(folder))
+    # Ranks on this machine must not choose again: the environment of a resumed run may differ.
     platform = chosen_platform(config.platform)
     return dataclasses.replace(config, run=run, platform=platform if isinstance(platform, str) else config.platform)
 

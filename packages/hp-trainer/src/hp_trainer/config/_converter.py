@@ -62,6 +62,7 @@ class ValueConverter:
         parsed = self.parsed(value, path)
         if parsed is None:
             return INVALID
+        # In the order of the annotation: `int | float` reads `1` as an integer.
         for option in options:
             made = self._try(option, parsed, path, limits)
             if made is not None or (option is type(None) and is_null(parsed)):
@@ -115,6 +116,7 @@ class ValueConverter:
     def _mismatch(self, options: tuple[Any, ...], value: Tree, path: str) -> Any:
         literals = [arg for one in options if typing.get_origin(one) is Literal for arg in typing.get_args(one)]
         expected = join_choices([describe(one) for one in options])
+        # A value from a list can be suggested; for other types only the type is known.
         if literals and isinstance(value, Scalar):
             names = [str(name) for name in literals]
             near = next(iter(difflib.get_close_matches(value.text, names, n=1)), "")
@@ -172,6 +174,7 @@ def _unquoted(options: tuple[Any, ...], value: Tree) -> str:
         return ""
     if str in options:
         return f'"{value.text}" in quotes' if value.tag != "null" else ""
+    # Parsed as if it had no quotes.
     plain, _ = parse_yaml(value.text, "", numbered=False)
     if value.tag == "str" and isinstance(plain, Scalar) and type(scalar_value(plain)) in options:
         return f"{value.text} without quotes"
@@ -216,6 +219,7 @@ class Converter:
         for key in tree.items:
             if key not in fields and key not in ignore:
                 self._unknown_key(schema, tree, path, key)
+        # Precedence: the file, then the model's directory, then the schema's default.
         known = {name: value for name, value in (defaults or {}).items() if name not in tree.items}
         values = known | {
             name: self._field(schema, field, tree, path) for name, field in fields.items() if name not in known
@@ -239,6 +243,7 @@ class Converter:
         annotation = field_types(schema)[field.name]
         inner = _join(path, field.name)
         value = tree.items.get(field.name)
+        # First: the annotation of a component is a dataclass as well.
         if "registry" in field.metadata:
             return self._components(field, annotation, value, inner, tree.source)
         if dataclasses.is_dataclass(annotation):
@@ -363,6 +368,7 @@ class Converter:
     def _unknown_key(self, schema: type, tree: Section, path: str, key: str) -> None:
         names = list(field_types(schema))
         near = difflib.get_close_matches(key, names, n=1)
+        # Most unknown keys are typing errors, or valid in another section.
         hint = _join(path, near[0]) if near else self._elsewhere(key)
         expected = f"one of {', '.join(sorted(names))}" if names else "no options"
         self.problems.add(_join(path, key), "unknown key", tree.sources[key], expected, "", hint)

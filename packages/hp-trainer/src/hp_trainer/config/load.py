@@ -100,6 +100,7 @@ def _sources(tree: Tree, path: str) -> Iterator[tuple[str, str]]:
 
 def to_plain(value: Any) -> Any:
     """Return a configuration as plain values: dataclasses and components become dicts, tuples become lists."""
+    # Before the general case: a component is a dataclass too, but its options are written next to its name.
     if isinstance(value, Component):
         source = {} if value.source is None else {"from": value.source}
         return {"name": value.name, **source} | to_plain(value.options)

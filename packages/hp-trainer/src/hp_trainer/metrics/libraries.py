@@ -169,8 +169,10 @@ class MlflowTracker(Tracker):
 
         uri = self._options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         self._client = MlflowClient(uri or f"sqlite:///{(self._folder / 'mlflow.db').absolute()}")
+        # Known here only; `finish` also runs after a failure and must distinguish the two.
         self._steps = run.config.training.steps
         self._run = self._find() or self._create(run)
+        # An earlier start of this run has set it to FAILED.
         self._client.update_run(self._run, status="RUNNING")
 
     def step(self, record: StepRecord) -> None:
@@ -182,6 +184,7 @@ class MlflowTracker(Tracker):
 
     def finish(self) -> None:
         if self._run:
+            # A run that was stopped early is no success either.
             status = "FINISHED" if self._last_step >= self._steps else "FAILED"
             self._tolerant(lambda: self._client.set_terminated(self._run, status))
 
@@ -210,6 +213,7 @@ class MlflowTracker(Tracker):
     def _log(self, scalars: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
+        # MLflow's unit is milliseconds.
         now = int(time.time() * 1000)
         metrics = [Metric(name, value, now, step) for name, value in scalars.items()]
         self._tolerant(lambda: self._client.log_batch(self._run, metrics=metrics))
@@ -220,6 +224,7 @@ class MlflowTracker(Tracker):
         try:
             call()
         except MlflowException as error:
+            # Once, since every further step would repeat it.
             if not self._has_warned:
                 print(f"hp-train: MLflow does not accept metrics at the moment: {error}", file=sys.stderr)
             self._has_warned = True

@@ -74,6 +74,7 @@ def _points(events: list[dict[str, Any]], kind: str) -> list[Point]:
 def draw_losses(axes: Any, train: list[Point], evaluation: list[Point]) -> None:
     """Draw both curves into the axes of a figure."""
     axes.plot(*zip(*train, strict=True), color="tab:blue", linewidth=0.8, alpha=0.35)
+    # A thirtieth of the run smooths the noise of single batches and keeps the shape.
     window = max(1, len(train) // 30)
     smooth = running_means(train, window)
     label = "training" if window == 1 else f"training, mean over {window} steps"
@@ -148,6 +149,7 @@ def loads_of(events: list[dict[str, Any]]) -> tuple[list[int], dict[str, numpy.n
         for key in _loads(event):
             layer, _, expert = key.removeprefix(EXPERT_LOAD).rpartition("/")
             names[layer] = max(names.get(layer, 0), int(expert) + 1)
+    # NaN is drawn empty: not every step has every layer.
     loads = {layer: numpy.full((experts, len(taken)), numpy.nan) for layer, experts in names.items()}
     for column, event in enumerate(taken):
         for key, value in _loads(event).items():
@@ -158,6 +160,7 @@ def loads_of(events: list[dict[str, Any]]) -> tuple[list[int], dict[str, numpy.n
 
 def draw_loads(figure: Any, steps: list[int], loads: dict[str, numpy.ndarray]) -> None:
     """Draw the heatmap of all layers into `figure`."""
+    # More columns than pixels would be sampled, and peaks of single steps could vanish.
     columns = numpy.array_split(numpy.arange(len(steps)), min(len(steps), _COLUMNS))
     table = numpy.concatenate(list(loads.values()))
     means = numpy.stack([table[:, each].mean(1) for each in columns], 1)

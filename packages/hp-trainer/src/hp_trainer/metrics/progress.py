@@ -47,6 +47,7 @@ class ProgressTracker(Tracker):
             f"{run.config.model.name}: {run.num_parameters:,} parameters, {ranks} on {run.platform}, "
             f"run folder {run.folder}"
         )
+        # In a log file every redraw of the bar would be another line.
         if self._stream.isatty():
             self._open_bar()
 

@@ -94,6 +94,7 @@ def export_run(
         chosen = f"ema.{name}" if averaged and f"ema.{name}" in saved else f"model.{name}"
         return widen(checkpoint.read(chosen, box), saved[chosen].dtype)
 
+    # Global shapes from the index: no tensor is read for them.
     shapes = {name.removeprefix("model."): saved[name].shape for name in saved if name.startswith("model.")}
     if adapters:
         # Adapters are small: rank 0 writes them alone.
