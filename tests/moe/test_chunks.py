@@ -181,7 +181,7 @@ def test_on_slow_links_rows_travel_while_experts_compute(platform, rank_pool):
     for timeline in rank_pool(2).run(transfers, 4):
         # All rows and choices of forward are on their way before the first are waited for.
         _, *forward = timeline[:9]
-        assert max(each.begun for each in forward) < min(each.waited for each in forward)
+        assert max(each.started for each in forward) < min(each.waited for each in forward)
 
 
 @pytest.mark.parametrize(("sent", "work", "chunks"), [(1e-3, 2e-3, 8), (1e-3, 0.0, 1), (0.0, 1e-3, 1), (2e-4, 4e-4, 2)])

@@ -34,7 +34,7 @@ def linear(x: Any, weight: Any) -> Any:
     return _ops(x).matmul(x, _ops(weight).permute(weight, (1, 0)))
 
 
-@sharding_rule("rows columns -> rows columns, rows", whole=["columns"])
+@sharding_rule("rows columns -> rows columns, rows", replicated=["columns"])
 def normed(x: Any, power: float = 2.0, *, scale: float = 1.0) -> tuple[Any, Any]:
     ops = _ops(x)
     total = ops.sum(ops.pow(ops.square(x), power / 2), dim=1, keepdim=True)
@@ -105,10 +105,10 @@ def test_parts_without_elements_are_not_asked_for_the_largest(hp_platform: Platf
     def rank() -> None:
         mesh = DeviceMesh("cpu", (4,), platform=hp_platform)
         for rows, placements in ((9, Replicate()), (8, Partial("max"))):
-            whole = np.arange(rows, dtype=np.float32).reshape(rows, 1)
-            y = largest(distribute_tensor(hp_platform.from_numpy(whole), mesh, [Shard(0)]))
+            values = np.arange(rows, dtype=np.float32).reshape(rows, 1)
+            y = largest(distribute_tensor(hp_platform.from_numpy(values), mesh, [Shard(0)]))
             assert y.placements == (placements,)
-            np.testing.assert_array_equal(hp_platform.to_numpy(y.full_tensor()), whole.max(0))
+            np.testing.assert_array_equal(hp_platform.to_numpy(y.full_tensor()), values.max(0))
 
     run_ranks(rank, 4, hp_platform)
 
@@ -148,23 +148,23 @@ def test_results_of_every_function_of_one_name_are_checked(hp_platform: Platform
 
 
 def test_a_function_that_is_defined_again_is_the_same_operation(hp_platform: Platform) -> None:
-    def made(factor: float, whole: Sequence[str]) -> Any:
-        @sharding_rule("n m -> n m", whole=whole)
+    def made(factor: float, replicated: Sequence[str]) -> Any:
+        @sharding_rule("n m -> n m", replicated=replicated)
         def times(x: Any) -> Any:
             return _ops(x).mul(x, factor)
 
         return times
 
-    def rank(factor: float, whole: Sequence[str]) -> Any:
+    def rank(factor: float, replicated: Sequence[str]) -> Any:
         mesh = DeviceMesh("cpu", (2,), platform=hp_platform)
         x = distribute_tensor(hp_platform.from_numpy(np.ones((4, 3), np.float32)), mesh, [Shard(0)])
-        y = made(factor, whole)(x)
+        y = made(factor, replicated)(x)
         np.testing.assert_array_equal(hp_platform.to_numpy(y.full_tensor()), factor)
         return y.placements
 
-    def number_of_rules(factor: float, *whole: str) -> int:
-        for placements in run_ranks(rank, 2, hp_platform, factor, whole):
-            assert (placements == (Shard(0),)) == (not whole)
+    def number_of_rules(factor: float, *replicated: str) -> int:
+        for placements in run_ranks(rank, 2, hp_platform, factor, replicated):
+            assert (placements == (Shard(0),)) == (not replicated)
         return len(rule_registry().names())
 
     first = number_of_rules(2.0)
@@ -275,7 +275,7 @@ def test_a_write_that_would_be_lost_is_refused(hp_platform: Platform) -> None:
         pytest.skip("it does not count writes")
 
     def rank() -> None:
-        @sharding_rule("a b -> a b", whole=["b"])
+        @sharding_rule("a b -> a b", replicated=["b"])
         def doubled(x: Any) -> Any:
             return hp_platform.own_function("mul_")(x, 2.0)
 
@@ -334,7 +334,7 @@ def _rows_cut(platform: Platform, ranks: int = 2) -> Any:
         ("a 1 -> a", {}, "'1' is not a name"),
         ("a a -> a", {}, "'a a' has a name twice"),
         ("a b -> a", {"reduced": {"c": "sum"}}, "no input has 'c'"),
-        ("a b -> a", {"whole": ["d"]}, "no input has 'd'"),
+        ("a b -> a", {"replicated": ["d"]}, "no input has 'd'"),
         ("a b -> a", {"reduced": {"a": "sum"}}, "'a' is reduced, but an output has it"),
         ("a b -> a", {"reduced": {"b": "mean"}}, "expected one of sum, avg, max, min, product, got 'mean'"),
     ],

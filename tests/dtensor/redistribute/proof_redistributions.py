@@ -31,7 +31,7 @@ CASES: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...], bool]
 
 @pytest.mark.timeout(LONG)
 @pytest.mark.parametrize(("mesh_shape", "shape", "more", "flattened"), CASES)
-def test_every_pair_keeps_values_and_gradients_and_sends_what_it_promised(
+def test_every_pair_keeps_values_and_gradients_and_sends_the_planned_bytes(
     hp_platform: Platform,
     hp_share: Share,
     count_cases: Callable[..., None],
@@ -49,7 +49,7 @@ def test_every_pair_keeps_values_and_gradients_and_sends_what_it_promised(
         count_cases(f"{label}{' with a flattened alias' if flattened else ''}", reports[0].tried)
     assert wrong == []
     sent = np.mean([report.sent for report in reports], axis=0)
-    np.testing.assert_allclose(sent, np.mean([report.promised for report in reports], axis=0), atol=1e-6)
+    np.testing.assert_allclose(sent, np.mean([report.planned for report in reports], axis=0), atol=1e-6)
 
 
 @pytest.mark.timeout(LONG)

@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def sharding_rule(
-    factors: str, *, reduced: Mapping[str, str] | None = None, whole: Sequence[str] = (), linear: bool = False
+    factors: str, *, reduced: Mapping[str, str] | None = None, replicated: Sequence[str] = (), linear: bool = False
 ) -> Callable[[Function], Function]:
     """Make a function on tensors (a kernel, a custom operation) an operation on DTensors, by naming its dimensions.
 
@@ -40,7 +40,7 @@ def sharding_rule(
         reduced: name that the outputs lack -> reduction that combines the shards' results: sum, avg, max, min or
             product. Dimensions of other such names are replicated, as are those of avg with uneven shards, and of max
             and min with empty ones.
-        whole: names of dimensions along which elements depend on each other; they are replicated.
+        replicated: names of dimensions that are never sharded, because elements along them depend on each other.
         linear: the outputs are linear in each argument, so that one argument may be a partial sum.
 
     Raises:
@@ -61,7 +61,7 @@ def sharding_rule(
         >>> run_ranks(program, 2)
         [True, True]
     """
-    notation = Notation(factors, dict(reduced or {}), frozenset(whole), linear)
+    notation = Notation(factors, dict(reduced or {}), frozenset(replicated), linear)
 
     def registered(function: Function) -> Function:
         operation = _OwnOperation(_function_name(function), function, notation)

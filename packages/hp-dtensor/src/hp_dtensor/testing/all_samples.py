@@ -12,7 +12,7 @@ OPERATIONS: tuple[Sample, ...] = (
     *operation_samples.COMPLEX,
     *linear_algebra_samples.SAMPLES,
 )
-"""One or more per operation."""
+"""At least one sample of each operation."""
 
 SAMPLES: tuple[Sample, ...] = (*rule_samples.SAMPLES, *OPERATIONS)
-"""Those, and the forms of calls that rules must tell apart."""
+"""`OPERATIONS`, and calls in forms that a rule must distinguish."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 CASES = "hp_cases"
 """The property of a report that holds [label, cases right, cases refused as declared]."""
-_FIRST_PORT = 10_000  # services of the system are below
+_FIRST_PORT = 10_000  # below are the ports of system services
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -71,11 +71,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class DoneTests:
-    """Tests that have passed before, which are left out; `path` is where those that pass now are added."""
+    """Plugin for `--hp-done`: deselects the tests that are listed in `path`, and appends those that pass."""
 
     def __init__(self, path: Path, config: pytest.Config) -> None:
         self._path = path
-        # All workers of pytest-xdist leave out the same tests: those that its own process read, before the first ran.
+        # Workers of pytest-xdist must collect the same tests, so the controller reads the file and sends them the list.
         given = getattr(config, "workerinput", {}).get("hp_done")
         self._is_worker = given is not None
         self._done: list[str] = given if given is not None else path.read_text().splitlines() if path.exists() else []
@@ -83,11 +83,11 @@ class DoneTests:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Tell a worker of pytest-xdist."""
+        """Send the list to a worker of pytest-xdist."""
         node.workerinput["hp_done"] = self._done
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out the tests that are done."""
+        """Deselect the listed tests."""
         done = set(self._done)
         left_out = [item for item in items if item.nodeid in done]
         if left_out:
@@ -95,7 +95,7 @@ class DoneTests:
             config.hook.pytest_deselected(items=left_out)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Add a test that has passed, and whose fixtures have ended well."""
+        """Append a test that has passed, once its teardown has passed too."""
         if self._is_worker or not report.passed:
             return
         if report.when == "call":
@@ -107,12 +107,13 @@ class DoneTests:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On a worker of pytest-xdist, put tests with real ranks first, those that start their own before all.
+    """On a worker of pytest-xdist, run tests that start processes first, then those with the shared `rank_pool`.
 
-    They take longest, so that none is left for the end, when the other workers have nothing to do; and as workers are
-    given tests that follow each other, few of them start ranks of their own.
+    They take longest, so running them last would leave other workers idle. Workers get consecutive tests, so few
+    workers start a rank pool.
     """
-    if hasattr(config, "workerinput"):  # the variable of a worker is inherited by what its tests start
+    # Not PYTEST_XDIST_WORKER: a pytest that a test starts inherits the variable.
+    if hasattr(config, "workerinput"):
         items.sort(key=_turn)
 
 
@@ -130,7 +131,7 @@ def _keep_to_one_core(worker: str) -> None:
 
 def pytest_report_teststatus(report: pytest.CollectReport | pytest.TestReport) -> tuple[str, str, str] | None:
     """With -v, report the number of cases that a proof counted."""
-    if not isinstance(report, pytest.TestReport):  # a module that is skipped as a whole
+    if not isinstance(report, pytest.TestReport):  # the report of a skipped module
         return None
     counts: list[Any] = [value for name, value in report.user_properties if name == CASES]
     if report.when != "call" or not report.passed or not counts:
@@ -205,9 +206,9 @@ def rank_pool(hp_platform: Platform) -> Iterator[Callable[[int], RankPool]]:
 
 @pytest.fixture(scope="session")
 def free_port() -> Callable[[], int]:
-    """`free_port()`: a port of this machine that is free, and that the system gives to nobody who asks for any.
+    """`free_port()`: a free port of this machine, outside the range from which the system assigns ports.
 
-    So it stays free until a process that starts slowly comes to use it, whatever other tests do meanwhile.
+    It therefore stays free until a slow process binds it, even if other tests request ports meanwhile.
     """
     return _free_port
 
@@ -222,7 +223,7 @@ def _free_port() -> int:
 
 
 def _first_given_port() -> int:
-    """Return the lowest port that the system chooses by itself, or that of Linux where it does not tell."""
+    """Return the first port of the range from which the system assigns ports; Linux's default if it is not known."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
         return max(first, _FIRST_PORT + 1000)
@@ -234,7 +235,7 @@ Case = TypeVar("Case")
 
 @dataclass(frozen=True)
 class Share:
-    """Share `number` (from 1) of `count` disjoint, nearly equal shares that are together everything."""
+    """Share `number` (from 1) of `count` disjoint, nearly equal shares that together are all cases."""
 
     number: int = 1
     count: int = 1
@@ -251,7 +252,7 @@ class Share:
         """Return the share that text such as `2/4` names.
 
         Raises:
-            ValueError: it is anything else.
+            ValueError: the text has another form.
         """
         try:
             number, count = map(int, text.split("/"))
@@ -264,9 +265,9 @@ ALL = Share()
 
 
 def chosen(cases: Sequence[Case], limit: int | None = None, share: Share = ALL) -> list[Case]:
-    """Return the share's cases, at most `limit` of all, in their order; the same ones each time.
+    """Return a reproducible random sample of at most `limit` cases, or a share of it, in their order.
 
-    Drawn, since every nth case of a product of options would have the same last option.
+    The sample is random because every n-th case of a product of options would have the same last option.
     """
     drawn = list(range(len(cases)))
     if share.count > 1 or (limit is not None and limit < len(cases)):

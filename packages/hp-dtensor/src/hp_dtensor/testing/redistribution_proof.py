@@ -1,8 +1,8 @@
-"""Proof of redistribution by brute force: for every pair of placements, values, gradients and bytes are exact.
+"""Exhaustive test of redistribution: for every pair of placements, values, gradients and bytes are exact.
 
 The planner's bytes are compared with a naive planner: an exhaustive search over placements in which every cost is
-counted element by element. The naive planner knows single-axis reductions and an exchange in which each rank receives
-only the elements that it lacks. It uses no closed form and nothing about how shards nest.
+counted element by element. Its steps are reductions over one axis, and an exchange in which each rank receives only the
+elements that it lacks. It uses no closed form and no knowledge about nested shards.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class RedistributionReport:
     Attributes:
         tried: number of pairs.
         wrong: the problems, one line each.
-        promised, sent: per pair the bytes that the plan promises (mean over ranks) and that this rank sent.
+        planned, sent: per pair, the bytes of the plan (mean over ranks) and the bytes that this rank sent.
     """
 
     tried: int = 0
     wrong: list[str] = field(default_factory=list)
-    promised: list[float] = field(default_factory=list)
+    planned: list[float] = field(default_factory=list)
     sent: list[float] = field(default_factory=list)
 
 
@@ -55,13 +55,13 @@ def prove_redistribution(
 ) -> RedistributionReport:
     """Try pairs of placements (replicated, partial sum, every shard and `more`, on every axis) of a tensor.
 
-    Values are integers, so every comparison is exact. To be called on every rank of a world of the mesh's size.
+    Values are integers, so every comparison is exact. Call it on every rank of a world of the mesh's size.
 
     Args:
-        more: further placements; those that do not fit an axis or a dimension there are left out.
-        limit: at most so many pairs; None: all.
-        flattened: the mesh's axes are also known flattened, by a name of their own.
-        share: which of the pairs.
+        more: further placements. Those that do not fit an axis or a dimension are skipped.
+        limit: maximum number of pairs; None: all.
+        flattened: also give the mesh a flattened axis.
+        share: share of the pairs to run.
     """
     names = tuple(f"a{i}" for i in range(len(mesh_shape)))
     mesh = DeviceMesh("cpu", mesh_shape, mesh_dim_names=names, platform=platform)
@@ -86,7 +86,7 @@ class _Proof:
         return [some for some in itertools.product(options, repeat=self.mesh.ndim) if self._fits(some)]
 
     def _fits(self, placements: Placements) -> bool:
-        """Return whether every rank can hold its part (ragged parts must sum up on every line)."""
+        """Return whether the placements are valid on every rank (ragged shards must add up to the dimension)."""
         try:
             spec = self._spec(placements)
             for coordinate in itertools.product(*map(range, self.mesh.shape)):
@@ -96,9 +96,7 @@ class _Proof:
         return True
 
     def check(self, source: Placements, target: Placements, report: RedistributionReport) -> None:
-        """Return whether `source` -> `target` -> replicated gives each rank its part, and its gradient the source's
-        part.
-        """
+        """Run `source` -> `target` -> replicated, and add wrong shards, full values and gradients to the report."""
         platform, plan = self.platform, self._plan(source, target)
         x = platform.from_numpy(self._local(source))
         platform.set_requires_grad(x, True)
@@ -108,7 +106,7 @@ class _Proof:
         weighted = platform.ops.sum(platform.ops.mul(full, platform.from_numpy(self.weight)))
         (grad,) = platform.grad([weighted], [x])
         report.tried += 1
-        report.promised.append(plan.wire_bytes)
+        report.planned.append(plan.wire_bytes)
         report.sent.append(log.wire_bytes())
         report.wrong += [
             f"{source} -> {target} rank {self.mesh.world.rank}: {problem}\n{plan}"
@@ -132,7 +130,7 @@ class _Proof:
         return local_values(self.array, self.mesh, placements)
 
     def _gradient(self, placements: Placements) -> Array:
-        """Return the weights' part, of which each contribution to an average has its share."""
+        """Return the expected gradient: the weights' shard, divided by the number of contributions to an average."""
         ranks = [n for n, p in zip(self.mesh.shape, placements, strict=True) if p == Partial("avg")]
         return _part(self.weight, self.mesh, placements) / np.float32(np.prod(ranks, initial=1.0))
 
@@ -144,7 +142,7 @@ class _Proof:
 
 
 def local_values(array: Array, mesh: DeviceMesh, placements: Sequence[Placement]) -> Array:
-    """Return this rank's part of a whole array; partial axes hold uneven contributions that differ per rank."""
+    """Return this rank's local array of a global one. On partial axes, ranks have different contributions."""
     part = _part(array, mesh, placements)
     coordinate = mesh.get_coordinate()
     for axis, placement in enumerate(placements):
@@ -161,7 +159,7 @@ def _part(array: Array, mesh: DeviceMesh, placements: Sequence[Placement]) -> Ar
 
 
 def _contribution(part: Array, op: str, rank: int, ranks: int) -> Array:
-    """Return this rank's contribution: all but the first are off by different amounts, for which the first makes up."""
+    """Return this rank's contribution. Each other rank adds its own offset, and the first rank subtracts their sum."""
     offset = ranks * (ranks - 1) / 2 if rank == 0 else -rank
     if op == "avg" or rank == 0:
         return part + np.float32(offset)
@@ -172,7 +170,7 @@ Pairs = dict[tuple[Placements, Placements], int]
 
 
 def placement_options(ndim: int, *more: Placement) -> list[Placement]:
-    """Return replicated, partial sum and every shard."""
+    """Return the replicated, partial-sum and sharded placements of a tensor, and `more`."""
     return [Replicate(), Partial(), *(Shard(dim) for dim in range(ndim)), *more]
 
 
@@ -185,7 +183,7 @@ def exhaustive_volumes(mesh_shape: Sequence[int], shape: Sequence[int], options:
 
 
 def _distances(edges: dict[Placements, list[tuple[Placements, int]]], source: Placements) -> dict[Placements, int]:
-    """Return the least volumes from one state to all by Dijkstra's algorithm."""
+    """Return the least volume from one state to every other one, by Dijkstra's algorithm."""
     found: dict[Placements, int] = {}
     ticket = itertools.count()
     queue = [(0, next(ticket), source)]
@@ -201,7 +199,7 @@ def _distances(edges: dict[Placements, list[tuple[Placements, int]]], source: Pl
 
 
 def _held(mesh_shape: Sequence[int], shape: Sequence[int], state: Placements) -> list[frozenset[int]]:
-    """Return, per rank, the numbers of the elements that it holds (partial results count)."""
+    """Return, per rank, the flat indices of the elements that it holds, in full or as partial results."""
     result = []
     for coordinate in itertools.product(*map(range, mesh_shape)):
         indices = []
@@ -244,7 +242,7 @@ def _edges(
 
 
 def _covers(mesh_shape: Sequence[int], now: list[frozenset[int]], then: list[frozenset[int]], axis: int) -> bool:
-    """Return whether the ranks along `axis` together hold all that each of them will hold as partial results."""
+    """Return whether the ranks along `axis` together have all elements of each rank's partial results."""
     return all(frozenset().union(*(now[r] for r in line)) >= then[line[0]] for line in _lines(mesh_shape, axis))
 
 
@@ -255,15 +253,16 @@ def _reduction(
     arrival: Placements,
     axis: int,
 ) -> Iterator[tuple[Placements, int]]:
-    """Return the volume of an all-reduce, or of a reduce-scatter where each rank keeps a part of its line."""
+    """Yield the volume of an all-reduce, or of a reduce-scatter if each rank keeps a shard."""
     ranks = mesh_shape[axis]
     total = 0
     for line in _lines(mesh_shape, axis):
         if any(not held[arrival][r] <= held[state][r] for r in line):
             return
-        kept = sum(len(held[arrival][r]) for r in line)
-        whole = len(held[state][line[0]])
-        total += (ranks - 1) * whole + (kept - whole)
+        # reduce-scatter: every element is sent by all ranks but its owner; all-gather: every copy but the owner's.
+        copies = sum(len(held[arrival][r]) for r in line)
+        elements = len(held[state][line[0]])
+        total += (ranks - 1) * elements + (copies - elements)
     yield arrival, total
 
 
@@ -276,5 +275,5 @@ def _lines(mesh_shape: Sequence[int], axis: int) -> list[list[int]]:
 
 
 def mean_bytes(elements: int, mesh_shape: Sequence[int], itemsize: int) -> float:
-    """Return the bytes sent per rank."""
+    """Return the mean number of bytes that a rank sends."""
     return elements * itemsize / math.prod(mesh_shape)

@@ -1,4 +1,4 @@
-"""Proof of sharding rules by brute force: all placements of all arguments against the unsharded operation."""
+"""Exhaustive test of sharding rules: all placements of all arguments, compared with the unsharded operation."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from hp_dtensor.testing.rule_samples import Sample
 Tensor = Any
 Placements = tuple[Placement, ...]
 RTOL, ATOL = 2e-4, 2e-5
-"""float32 through at most two dozen operations in another order of summation; values are of order one."""
+"""Tolerances for float32 values of order one after up to two dozen operations summed in another order."""
 
 
 class Operations:
     """Functions by canonical name: those of `platform.ops`, else the framework's own.
 
     Raises:
-        CapabilityError: from an attribute, where the framework has no such operation.
+        CapabilityError: raised by an attribute whose operation the framework lacks.
     """
 
     def __init__(self, platform: Platform) -> None:
@@ -46,9 +46,7 @@ class Operations:
 
 
 def provable(platform: Platform, sample: Sample) -> Sample | None:
-    """Return a sample as the platform runs it on plain tensors: without gradients where it lacks them, None where it
-    can't run.
-    """
+    """Return the sample that the platform can run on plain tensors: as given, without gradients, or None."""
     mesh = DeviceMesh("cpu", (1,), world=SilentWorld(0, 1, platform))
     for tried in (sample, dataclasses.replace(sample, gradients=False)):
         with contextlib.suppress(CapabilityError):
@@ -62,8 +60,8 @@ class Report:
     """Report of a proof on one rank.
 
     Attributes:
-        right: cases with the values and gradients of one device.
-        declared: cases refused as the sample says that they may be.
+        right: number of cases with the values and gradients of one device.
+        declared: number of cases refused with the message that the sample allows.
         refused: other refusals, with their message.
         wrong: wrong results, one line each.
     """
@@ -81,11 +79,11 @@ def prove(
     limit: int | None = None,
     share: Share = ALL,
 ) -> Report:
-    """Run on every rank of a world of the mesh's size; all ranks return the same kind of report.
+    """Compare every sample in all placements with one device. Call it on every rank of a world of the mesh's size.
 
     Args:
-        limit: at most so many placement combinations per sample; None: all.
-        share: which of them.
+        limit: maximum number of placement combinations per sample; None: all.
+        share: share of the combinations to run.
     """
     names = tuple(f"a{i}" for i in range(len(mesh_shape)))
     mesh = DeviceMesh("cpu", mesh_shape, mesh_dim_names=names, platform=platform)
@@ -184,25 +182,25 @@ class _Case:
     def _gradient_problems(self, grads: list[np.ndarray | None], placements: tuple[Placements, ...]) -> list[str]:
         differentiable = [i for i, array in enumerate(self.arrays) if self._differentiable(array)]
         problems = []
-        for index, got, whole in zip(differentiable, grads, self.grads, strict=False):
-            if whole is None:
+        for index, got, full in zip(differentiable, grads, self.grads, strict=False):
+            if full is None:
                 continue
-            part = self._gradient_part(index, placements[index], whole)
+            part = self._gradient_part(index, placements[index], full)
             problem = _compare(part, np.zeros_like(part) if got is None else got)
             problems.append(f"gradient of argument {index}: {problem}" if problem else "")
         return problems
 
     def _local(self, index: int, placed: Placements) -> np.ndarray:
-        """Return this rank's part of an argument, which many cases have in common."""
+        """Return this rank's local array of an argument, cached because many cases share it."""
         if (index, placed) not in self._locals:
             self._locals[index, placed] = local_part(self.arrays[index], self.mesh, placed)
         return self._locals[index, placed]
 
-    def _gradient_part(self, index: int, placed: Placements, whole: np.ndarray) -> np.ndarray:
+    def _gradient_part(self, index: int, placed: Placements, full: np.ndarray) -> np.ndarray:
         if (index, placed) not in self._gradient_parts:
-            spec = grad_spec(_numpy_spec(self.mesh, placed, whole))
+            spec = grad_spec(_numpy_spec(self.mesh, placed, full))
             box = tuple(slice(o, o + n) for o, n in zip(*spec.box(), strict=True))
-            self._gradient_parts[index, placed] = whole[box]
+            self._gradient_parts[index, placed] = full[box]
         return self._gradient_parts[index, placed]
 
 
@@ -215,7 +213,7 @@ def _compare(expected: np.ndarray, got: np.ndarray) -> str:
 
 
 def local_part(array: np.ndarray, mesh: DeviceMesh, placements: Sequence[Placement]) -> np.ndarray:
-    """Return this rank's part of a whole array; partial axes hold uneven, rank-dependent contributions."""
+    """Return this rank's local array of a global one. On partial axes, ranks have different contributions."""
     spec = _numpy_spec(mesh, placements, array)
     offset, shape = spec.box()
     part = array[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]

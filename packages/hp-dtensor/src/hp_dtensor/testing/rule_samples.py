@@ -1,4 +1,4 @@
-"""`Sample`, a call of an operation small enough to try all placements, and the samples of `platform.ops`."""
+"""`Sample`: a call of an operation with tensors small enough to try all placements; samples of `platform.ops`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ Tensor = Any
 
 @dataclass(frozen=True)
 class Sample:
-    """One call.
+    """One call of an operation.
 
     Attributes:
         name: shown in reports.
-        shapes: of the tensor arguments.
+        shapes: shapes of the tensor arguments.
         call: `call(ops, *tensors)` runs it.
-        integers: tensor argument -> number of different values, for arguments that hold indices.
-        positive: values above zero only (logarithms, roots).
+        integers: position of an index argument -> exclusive upper bound of its values.
+        positive: all values are positive, for logarithms and roots.
         gradients: whether its outputs are differentiable.
-        may_refuse: what the message says where this operation may be refused for some placements.
+        may_refuse: part of the error message with which some placements may be refused; empty: none may.
     """
 
     name: str

@@ -34,16 +34,16 @@ def run_ranks(
     *args: Any,
     timeout_seconds: float = 300.0,
 ) -> list[Any]:
-    """Call `fn(*args)` on each rank, every one with its own `current_world(platform)`, and return the results by rank.
+    """Call `fn(*args)` on each simulated rank, and return the results by rank. `current_world(platform)` is the rank's.
 
     Args:
-        platform: whose tensors the collectives take; a name, or None for the selected platform.
-        timeout_seconds: how long all ranks together may take.
+        platform: the platform of the tensors, or its name; None: the selected one.
+        timeout_seconds: limit for all ranks together.
 
     Raises:
-        LaunchError: a rank raised (its exception is the cause), or the time is up. All ranks stop at once.
-        CollectiveError: ranks wait for each other, or their collectives, shapes or dtypes do not agree.
-        CapabilityError: the framework mixes up what threads record (MindSpore 2.9).
+        LaunchError: a rank raised (its exception is the cause), or the timeout expired. All ranks stop at once.
+        CollectiveError: deadlock, or different collectives, shapes or dtypes on the ranks of a group.
+        CapabilityError: the framework does not record gradients per thread (MindSpore 2.9).
     """
     if world_size < 1:
         raise LaunchError(f"run_ranks needs at least one rank, got world_size={world_size}")
@@ -84,7 +84,7 @@ class SimulatedWorld(World):
 
 
 class SimulatedGroup(ProcessGroup):
-    """A group of simulated ranks; the last rank to come to a collective does it for all."""
+    """A group of simulated ranks. The last rank to reach a collective computes it for all."""
 
     platform: Platform
     backend = "simulated"
@@ -145,18 +145,18 @@ class SimulatedGroup(ProcessGroup):
 
 Complete = Callable[[Platform, "list[Call]"], None]
 Message = tuple[tuple[int, ...], int, int, int]
-"""A message of a group: (its ranks, sender, receiver, number), the two as group ranks."""
+"""Key of a message: (ranks of the group, sender, receiver, sequence number); sender and receiver are group ranks."""
 
 
 class Posted:
-    """Bytes of every rank that are under way."""
+    """A pending all-gather of bytes."""
 
     def __init__(self, call: Call, job: Job) -> None:
         self._call = call
         self._job = job
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes] | None:
-        """Return the bytes of all ranks, or None. A timeout that is not 0 is over when no rank can go on."""
+        """Return the bytes of all ranks, or None. A timeout other than 0 expires when no rank can continue."""
         if not self._is_complete and timeout_seconds != 0:
             self._job.wait_for_post(self._call, is_patient=timeout_seconds is None)
         everything = sorted(self._call.here.items())
@@ -168,7 +168,7 @@ class Posted:
 
 
 class Receiving:
-    """A message from one rank to another that is awaited; it is the next one of its sender nobody awaits yet."""
+    """A posted receive: the sender's next message that has no pending receive."""
 
     def __init__(self, call: Call, source: int, job: Job) -> None:
         self._call = call
@@ -177,10 +177,10 @@ class Receiving:
         self._is_over = False
 
     def wait(self) -> None:
-        """Return when the message is in the tensor that the call was given.
+        """Wait until the message is in the tensor of the call.
 
         Raises:
-            CollectiveError: on all ranks, where the message has another shape or dtype.
+            CollectiveError: the message has another shape or dtype. Raised on all ranks.
         """
         if not self._is_over:
             self._is_over = True
@@ -192,7 +192,7 @@ class Aborted(BaseException):
 
 
 class Job:
-    """The ranks of one `run_ranks`: the one that has the baton, those that wait, and the first error."""
+    """Scheduler of one `run_ranks`: the running rank, the calls in which others are blocked, and the first error."""
 
     def __init__(self, size: int, platform: Platform, make_world: Callable[[int, Job], World]) -> None:
         self.size = size
@@ -214,7 +214,7 @@ class Job:
         self._finished = threading.Event()
 
     def serve(self, timeout_seconds: float) -> None:
-        """Give the first rank the baton and wait until it has gone through all of them."""
+        """Start the first rank and wait until all have ended."""
         self._pass_on()
         try:
             in_time = self._finished.wait(timeout_seconds)
@@ -226,7 +226,7 @@ class Job:
             raise self.error
 
     def close(self) -> tuple[Exception | None, list[Any]]:
-        """Return the first error and the results, and forget them: caches of plans keep the job alive."""
+        """Return the first error and the results, and drop the references: caches of plans keep the job alive."""
         error, results = self.error, self.results
         self.error, self.results, self._states = None, [], []
         return error, results
@@ -246,7 +246,7 @@ class Job:
             self._pass_on()
 
     def meet(self, call: Call, complete: Complete) -> None:
-        """Return when every rank of the group has come to this call and `complete` has run for them."""
+        """Block until every rank of the group has reached this call and `complete` has run for them."""
         if self.error is not None:
             raise Aborted
         calls = self._meetings.setdefault(call.ranks, {})
@@ -258,13 +258,13 @@ class Job:
             self._complete([calls[rank] for rank in range(len(call.ranks))], complete)
             for rank in call.ranks:
                 self._waits[rank] = None
-            # The calls would hold each other, and their buffers, until Python looks for cycles.
+            # The calls refer to each other: without this their buffers would live until a garbage collection.
             calls.clear()
         else:
             self._wait(call.ranks[call.rank], call)
 
     def post(self, call: Call) -> Posted:
-        """Leave the call's bytes for the other ranks, whose posts meet in their order."""
+        """Post the call's bytes for the other ranks. The n-th posts of all ranks of a group belong together."""
         if self.error is not None:
             raise Aborted
         round_ = self._num_posted[call.ranks, call.rank]
@@ -280,7 +280,7 @@ class Job:
         return Posted(call, self)
 
     def send(self, call: Call, target: int) -> None:
-        """Leave a message (a host array) for another rank of the group."""
+        """Store a message (a host array) for another rank of the group."""
         if self.error is not None:
             raise Aborted
         message = self._next_message("send", call.ranks, call.rank, target)
@@ -291,14 +291,14 @@ class Job:
             self._waits[receiver] = None
 
     def expect(self, call: Call, source: int) -> Message:
-        """Return the message that a `receive` of the group rank `source` will bring."""
+        """Return the key of the message that this `receive` from the group rank `source` will get."""
         message = self._next_message("receive", call.ranks, source, call.rank)
-        # All are here but the sender, whose entry tells which message ends the wait.
+        # Every other rank counts as present. The sender's entry says which message ends the wait.
         call.here = {i: message if i == source else None for i in range(len(call.ranks))}
         return message
 
     def receive(self, call: Call, message: Message) -> None:
-        """Fill the call's tensor with a message, when it has come."""
+        """Wait for a message and copy it into the call's tensor."""
         if self.error is not None:
             raise Aborted
         if message not in self._mail:
@@ -315,7 +315,7 @@ class Job:
         return ranks, source, target, number
 
     def wait_for_post(self, call: Call, is_patient: bool) -> None:
-        """Let other ranks go on until all have posted; if not patient, only until nobody can go on."""
+        """Let other ranks continue until all have posted or, if not patient, until no rank can continue."""
         rank = call.ranks[call.rank]
         self._impatient[rank] = not is_patient
         self._wait(rank, call)
@@ -331,7 +331,7 @@ class Job:
 
     def _wait(self, rank: int, call: Call) -> None:
         self._waits[rank] = call
-        # All ranks share what a framework keeps for the whole process, such as a grad flag: each takes its own along.
+        # State that a framework has per process, such as the grad mode, is saved and restored for each rank.
         self._states[rank] = self.platform.rank_state()
         self._pass_on()
         self._take_turn(rank)
@@ -344,13 +344,13 @@ class Job:
             raise Aborted
 
     def _pass_on(self) -> None:
-        """Hand the baton to the lowest rank that can go on; after a failure every rank can, to unwind."""
+        """Let the lowest rank that can continue run. After a failure every rank can, to unwind."""
         if all(self._ended):
             self._finished.set()
             return
-        ready = [rank for rank in range(self.size) if not self._ended[rank] and self._can_go_on(rank)]
+        ready = [rank for rank in range(self.size) if not self._ended[rank] and self._can_continue(rank)]
         if not ready:
-            # Time does not pass here: a wait with a timeout is over when nobody else can go on.
+            # There is no clock: a wait with a timeout expires when no other rank can continue.
             ready = [rank for rank in range(self.size) if self._impatient[rank]]
             self._waits = [None if rank in ready[:1] else wait for rank, wait in enumerate(self._waits)]
         if not ready:
@@ -358,7 +358,7 @@ class Job:
             ready = [self._ended.index(False)]
         self._turns[ready[0]].release()
 
-    def _can_go_on(self, rank: int) -> bool:
+    def _can_continue(self, rank: int) -> bool:
         return self.error is not None or self._waits[rank] is None
 
     def _fail(self, rank: int, error: BaseException) -> None:
@@ -395,7 +395,7 @@ class Job:
 
 
 def _is_due(call: Call, i: int) -> bool:
-    """Return True for the sender of a message that `call` waits for."""
+    """Return whether group rank `i` is the sender of the message that `call` waits for."""
     return call.name == "receive" and call.here[i] is not None
 
 

@@ -27,7 +27,13 @@ Tensor = Any
 
 @dataclass(slots=True)
 class Call:
-    """One rank's call of a collective: facts on which all ranks must agree, and its buffers."""
+    """One rank's call of a collective.
+
+    Attributes:
+        facts: operands of the call that must be equal on all ranks, by name.
+        payload: the buffers.
+        here: the calls of the ranks that have reached the collective, by group rank.
+    """
 
     name: str
     ranks: tuple[int, ...]
@@ -46,10 +52,6 @@ def describe_tensor(platform: Platform, x: Tensor, shape: Sequence[int] | None =
     return f"{platform.dtype_name(x.dtype)}{list(x.shape if shape is None else shape)}"
 
 
-# The collectives. Data moves as host arrays, which every platform has; reductions use the platform's own
-# arithmetic, in rank order, so that low-precision dtypes round as they do on real ranks.
-
-
 def all_reduce(platform: Platform, calls: list[Call]) -> None:
     total = _reduce(platform, [call.payload for call in calls], calls[0].facts["op"])
     for call in calls:
@@ -64,9 +66,9 @@ def reduce_scatter(platform: Platform, calls: list[Call]) -> None:
 
 
 def all_gather(platform: Platform, calls: list[Call]) -> None:
-    whole = np.concatenate([_flat(platform, call.payload[1]) for call in calls])
+    gathered = np.concatenate([_flat(platform, call.payload[1]) for call in calls])
     for call in calls:
-        _put(platform, call.payload[0], whole)
+        _put(platform, call.payload[0], gathered)
 
 
 def all_to_all(platform: Platform, calls: list[Call]) -> None:
@@ -78,13 +80,14 @@ def all_to_all(platform: Platform, calls: list[Call]) -> None:
 
 def exchange(platform: Platform, calls: list[Call]) -> None:
     _check_exchange(platform, calls)
-    moves = [
+    # All data is copied before any is written: a sent and a received tensor may share memory.
+    transfers = [
         (calls[target].payload[1][source], _flat(platform, calls[source].payload[0][target]).copy())
         for source in range(len(calls))
         for target in range(len(calls))
         if source != target and not _is_nothing(calls[source].payload[0][target])
     ]
-    for into, data in moves:
+    for into, data in transfers:
         _put(platform, into, data)
 
 
@@ -161,27 +164,27 @@ def _check_exchange(platform: Platform, calls: list[Call]) -> None:
 
 @dataclass
 class Transfer:
-    """One all-to-all on a slow link; times are `time.perf_counter()`.
+    """One all-to-all on a simulated slow link. Times are those of `time.perf_counter()`.
 
     Attributes:
-        num_bytes: what this rank sends to others.
-        begun: time of the call.
-        arrived: time at which the link has carried it, after all that was begun before.
-        waited: time at which the caller began to wait for it; 0.0: not yet.
+        num_bytes: bytes that this rank sends to other ranks.
+        started: time of the call.
+        arrived: end of the transfer on the link, which carries one transfer at a time.
+        waited: start of the caller's wait; 0.0: not yet.
 
     Example:
-        >>> Transfer(num_bytes=100, begun=1.0, arrived=2.0).waited
+        >>> Transfer(num_bytes=100, started=1.0, arrived=2.0).waited
         0.0
     """
 
     num_bytes: int
-    begun: float
+    started: float
     arrived: float
     waited: float = 0.0
 
 
 class _Late:
-    """A communication that is over when it is, but not before its transfer has arrived."""
+    """Work that completes when the wrapped work and the transfer on the slow link are both complete."""
 
     def __init__(self, work: Work, transfer: Transfer) -> None:
         self._work = work
@@ -195,12 +198,12 @@ class _Late:
 
 @contextlib.contextmanager
 def slow_link(group: ProcessGroup, bytes_per_second: float) -> Iterator[list[Transfer]]:
-    """Let all-to-alls of a group take as long as a link of this rate from this rank would, while the rank goes on.
+    """Delay the all-to-alls of a group as a link of the given rate would, asynchronously to this rank's computation.
 
-    Transfers follow each other in the order in which they begin. Waiting sleeps, which leaves the processor to others.
+    Transfers run one after the other in the order of their calls. A wait sleeps, so other processes can compute.
 
     Yields:
-        The transfers so far, first begun first: a timeline.
+        The list of transfers so far, in the order of their calls.
 
     Example:
         >>> def program():
@@ -208,7 +211,7 @@ def slow_link(group: ProcessGroup, bytes_per_second: float) -> Iterator[list[Tra
         ...     x = platform.ops.ones((2, 250), platform.dtype("float32"))
         ...     with slow_link(group, bytes_per_second=1e5) as timeline:
         ...         all_to_all_rows_data(x, group, [1, 1], [1, 1])
-        ...     return timeline[0].num_bytes, round(timeline[0].arrived - timeline[0].begun, 3)
+        ...     return timeline[0].num_bytes, round(timeline[0].arrived - timeline[0].started, 3)
         >>> run_ranks(program, 2)  # 1000 bytes to the other rank
         [(1000, 0.01), (1000, 0.01)]
     """
@@ -216,9 +219,9 @@ def slow_link(group: ProcessGroup, bytes_per_second: float) -> Iterator[list[Tra
 
     def slowed(output: Any, x: Any, output_rows: Rows, input_rows: Rows, async_op: bool) -> Work:
         num_bytes = (sum(input_rows) - input_rows[group.rank]) * row_bytes(group.platform, x)
-        begun = time.perf_counter()
-        free = max(begun, timeline[-1].arrived) if timeline else begun
-        timeline.append(Transfer(num_bytes, begun, free + num_bytes / bytes_per_second))
+        started = time.perf_counter()
+        free = max(started, timeline[-1].arrived) if timeline else started
+        timeline.append(Transfer(num_bytes, started, free + num_bytes / bytes_per_second))
         late = _Late(original(output, x, output_rows, input_rows, async_op), timeline[-1])
         if async_op:
             return late

@@ -21,14 +21,14 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Ranks:
-    """`size` ranks: simulated, or of `pool`."""
+    """`size` ranks: processes of `pool`, or simulated ranks if it is None."""
 
     size: int
     platform: Platform
     pool: RankPool | None
 
     def run(self, program: Callable[..., Any], *args: Any) -> list[Any]:
-        """`program(platform, *args)` on every rank; the results by rank."""
+        """Run `program(platform, *args)` on every rank, and return the results by rank."""
         if self.pool is None:
             return run_ranks(program, self.size, self.platform, self.platform, *args)
         return self.pool.run(program, self.platform.name, *args)
@@ -44,8 +44,9 @@ def groups(platform: Platform) -> Iterator[ProcessGroup]:
 
 
 def tensor(platform: Platform, array: Any, dtype_name: str = "float32", requires_grad: bool = False) -> Tensor:
-    """A tensor of its own memory with the array's values, which the dtype must hold exactly."""
+    """Return a tensor with a copy of the array's values, which the dtype must represent exactly."""
     if dtype_name == "bfloat16":
+        # NumPy has no bfloat16: its bits are the upper half of a float32's.
         bits = (np.asarray(array, np.float32).view(np.uint32) >> 16).astype(np.uint16)
         made = platform.from_bits(bits, platform.dtype("bfloat16"))
     else:
@@ -56,15 +57,15 @@ def tensor(platform: Platform, array: Any, dtype_name: str = "float32", requires
 
 
 def read(platform: Platform, x: Tensor) -> Array:
-    """The values as an array; bfloat16 as float32."""
+    """Return the values as an array; bfloat16 as float32."""
     values = platform.to_numpy(x)
     if platform.dtype_name(x.dtype) == "bfloat16":
         return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return np.array(values)
 
 
-def whole_numbers(dtype_name: str, shape: Sequence[int], seed: int) -> Array:
-    """Small integers that differ between seeds and that sums of a few keep exact in every dtype."""
+def small_integers(dtype_name: str, shape: Sequence[int], seed: int) -> Array:
+    """Return small integers that differ between seeds. Sums of a few of them are exact in every dtype."""
     numbers = (np.arange(math.prod(shape)) * 3 + seed * 5 + 1) % 7
     if dtype_name == "bool":
         return (numbers % 2).reshape(shape).astype(bool)
@@ -72,7 +73,7 @@ def whole_numbers(dtype_name: str, shape: Sequence[int], seed: int) -> Array:
 
 
 def assert_values(platform: Platform, x: Tensor, expected: Any, context: str = "") -> None:
-    """`x` holds exactly `expected`, in its shape."""
+    """Assert that `x` has exactly the values and the shape of `expected`."""
     found = read(platform, x)
     assert found.shape == np.shape(expected), f"{context}: expected shape {np.shape(expected)}, got {found.shape}"
     np.testing.assert_array_equal(found, expected, err_msg=context)

@@ -13,10 +13,10 @@ import pytest
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
-from hp_dtensor.testing.conformance.ranks import Array, Ranks, assert_values, groups, tensor, whole_numbers
+from hp_dtensor.testing.conformance.ranks import Array, Ranks, assert_values, groups, small_integers, tensor
 
 SHAPES = ((2, 3), (), (0, 2))
-WAYS = (False, True)  # of `async_op`
+WAYS = (False, True)  # values of `async_op`
 REDUCTIONS = {"sum": np.add, "max": np.maximum, "min": np.minimum, "product": np.multiply}
 
 
@@ -24,10 +24,10 @@ def check_all_reduce(name: str | Platform, dtype: str, op: str) -> None:
     platform = get_platform(name)
     for group in groups(platform):
         for shape, async_op in itertools.product(SHAPES, WAYS):
-            everyone = [_operand(dtype, shape, rank, op, group.size) for rank in group.ranks]
-            x = tensor(platform, everyone[group.rank], dtype)
+            by_rank = [_operand(dtype, shape, rank, op, group.size) for rank in group.ranks]
+            x = tensor(platform, by_rank[group.rank], dtype)
             group.all_reduce(x, op, async_op).wait()
-            assert_values(platform, x, _reduced(everyone, op), f"{op} in {group.ranks}")
+            assert_values(platform, x, _reduced(by_rank, op), f"{op} in {group.ranks}")
 
 
 def check_reduce_scatter(name: str | Platform, dtype: str, op: str) -> None:
@@ -35,22 +35,22 @@ def check_reduce_scatter(name: str | Platform, dtype: str, op: str) -> None:
     for group in groups(platform):
         for rows, async_op in itertools.product((2, 1, 0), WAYS):
             shape = (rows * group.size, 3)
-            everyone = [_operand(dtype, shape, rank, op, group.size) for rank in group.ranks]
+            by_rank = [_operand(dtype, shape, rank, op, group.size) for rank in group.ranks]
             output = platform.empty((rows, 3), platform.dtype(dtype))
-            x = tensor(platform, everyone[group.rank], dtype)
+            x = tensor(platform, by_rank[group.rank], dtype)
             group.reduce_scatter_into(output, x, op, async_op).wait()
             mine = slice(rows * group.rank, rows * (group.rank + 1))
-            assert_values(platform, output, _reduced(everyone, op)[mine], f"{op} in {group.ranks}")
+            assert_values(platform, output, _reduced(by_rank, op)[mine], f"{op} in {group.ranks}")
 
 
 def check_all_gather(name: str | Platform, dtype: str) -> None:
     platform = get_platform(name)
     for group in groups(platform):
         for shape, async_op in itertools.product(SHAPES, WAYS):
-            everyone = [whole_numbers(dtype, shape, rank) for rank in group.ranks]
-            expected = np.stack(everyone) if shape == () else np.concatenate(everyone)
+            by_rank = [small_integers(dtype, shape, rank) for rank in group.ranks]
+            expected = np.stack(by_rank) if shape == () else np.concatenate(by_rank)
             output = platform.empty(expected.shape, platform.dtype(dtype))
-            group.all_gather_into(output, tensor(platform, everyone[group.rank], dtype), async_op).wait()
+            group.all_gather_into(output, tensor(platform, by_rank[group.rank], dtype), async_op).wait()
             assert_values(platform, output, expected, f"in {group.ranks}")
 
 
@@ -73,7 +73,7 @@ def check_messages(name: str | Platform, dtype: str) -> None:
         others = [j for j in range(group.size) if j != group.rank]
         shapes = SHAPES[group.rank % 2 :] + SHAPES[: group.rank % 2]
         sent = [
-            group.send(tensor(platform, whole_numbers(dtype, shape, group.ranks[group.rank] + j), dtype), j, True)
+            group.send(tensor(platform, small_integers(dtype, shape, group.ranks[group.rank] + j), dtype), j, True)
             for j in others
             for shape in shapes
         ]
@@ -81,11 +81,11 @@ def check_messages(name: str | Platform, dtype: str) -> None:
             theirs = SHAPES[j % 2 :] + SHAPES[: j % 2]
             received = [platform.empty(shape, platform.dtype(dtype)) for shape in theirs]
             works = [group.receive(x, j, async_op=True) for x in received]
-            # A message asked for later may be waited for first.
+            # Receives may be waited for in another order than they were posted.
             for work in works[::-1]:
                 work.wait()
             for x, shape in zip(received, theirs, strict=True):
-                expected = whole_numbers(dtype, shape, group.ranks[j] + group.rank)
+                expected = small_integers(dtype, shape, group.ranks[j] + group.rank)
                 assert_values(platform, x, expected, f"from {j} in {group.ranks}")
         for work in sent:
             work.wait()
@@ -110,22 +110,22 @@ def check_broadcast(name: str | Platform, dtype: str) -> None:
     platform = get_platform(name)
     for group in groups(platform):
         for source, shape, async_op in itertools.product(range(group.size), SHAPES, WAYS):
-            x = tensor(platform, whole_numbers(dtype, shape, group.ranks[group.rank]), dtype)
+            x = tensor(platform, small_integers(dtype, shape, group.ranks[group.rank]), dtype)
             group.broadcast(x, source, async_op).wait()
-            assert_values(platform, x, whole_numbers(dtype, shape, group.ranks[source]), f"from {source}")
+            assert_values(platform, x, small_integers(dtype, shape, group.ranks[source]), f"from {source}")
 
 
 def check_bytes(name: str | Platform) -> None:
     platform = get_platform(name)
     for group in groups(platform):
-        everyone = [bytes([rank]) * (3 * rank) for rank in group.ranks]
-        assert group.all_gather_bytes(everyone[group.rank]) == everyone
+        by_rank = [bytes([rank]) * (3 * rank) for rank in group.ranks]
+        assert group.all_gather_bytes(by_rank[group.rank]) == by_rank
         assert group.all_gather_bytes(b"") == [b""] * group.size
         group.barrier()
 
 
 def check_many_at_once(name: str | Platform) -> None:
-    """Collectives of several groups under way together."""
+    """Collectives of several groups in flight at the same time."""
     platform = get_platform(name)
     work, expected = [], []
     for group in groups(platform):
@@ -144,32 +144,32 @@ def where_am_i(name: str | Platform) -> tuple[int, int, tuple[int, ...]]:
 
 
 def _operand(dtype: str, shape: tuple[int, ...], rank: int, op: str, size: int) -> Array:
-    """Numbers whose product stays small, or whose average over `size` ranks is a whole number."""
-    numbers = whole_numbers(dtype, shape, rank)
+    """Return numbers whose product over ranks stays small, or whose average over `size` ranks is an integer."""
+    numbers = small_integers(dtype, shape, rank)
     if op == "product":
         return np.abs(numbers) % 2 + 1
     return numbers * size if op == "avg" else numbers
 
 
-def _reduced(everyone: list[Array], op: str) -> Any:
-    return np.mean(everyone, axis=0) if op == "avg" else reduce(REDUCTIONS[op], everyone)
+def _reduced(by_rank: list[Array], op: str) -> Any:
+    return np.mean(by_rank, axis=0) if op == "avg" else reduce(REDUCTIONS[op], by_rank)
 
 
 def _splits(size: int) -> list[Array]:
-    """rows[i, j] from rank i to rank j: uneven, then with a rank that gets nothing, then none at all."""
+    """Return tables of rows sent from rank i to rank j: uneven, with a rank that receives nothing, and all zeros."""
     uneven = np.fromfunction(lambda i, j: (i * 2 + j * 3 + 1) % 4, (size, size), dtype=int)
-    lonely = uneven.copy()
-    lonely[:, -1] = 0
-    return [uneven, lonely, np.zeros_like(uneven)]
+    without_last = uneven.copy()
+    without_last[:, -1] = 0
+    return [uneven, without_last, np.zeros_like(uneven)]
 
 
 def _message(dtype: str, rows: Array, source: int, target: int) -> Array:
-    return whole_numbers(dtype, (int(rows[source, target]), 2), 3 * source + target)
+    return small_integers(dtype, (int(rows[source, target]), 2), 3 * source + target)
 
 
 def test_ranks_are_numbered(ranks: Ranks) -> None:
-    everyone = tuple(range(ranks.size))
-    assert ranks.run(where_am_i) == [(rank, ranks.size, everyone) for rank in everyone]
+    members = tuple(range(ranks.size))
+    assert ranks.run(where_am_i) == [(rank, ranks.size, members) for rank in members]
 
 
 @pytest.mark.parametrize("check", [check_all_reduce, check_reduce_scatter])
@@ -197,5 +197,5 @@ def test_bytes_of_any_length_and_barriers(ranks: Ranks) -> None:
     ranks.run(check_bytes)
 
 
-def test_collectives_of_several_groups_under_way_together(ranks: Ranks) -> None:
+def test_collectives_of_several_groups_in_flight_together(ranks: Ranks) -> None:
     ranks.run(check_many_at_once)

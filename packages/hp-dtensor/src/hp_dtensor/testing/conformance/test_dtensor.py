@@ -19,7 +19,7 @@ from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicat
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor import conversions
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_dtensor.testing.conformance.ranks import Array, Ranks, assert_values, tensor, whole_numbers
+from hp_dtensor.testing.conformance.ranks import Array, Ranks, assert_values, small_integers, tensor
 
 
 def check_wrapping(name: str | Platform) -> None:
@@ -85,14 +85,14 @@ def check_gradient_placements(name: str | Platform) -> None:
     platform, mesh = _start(name)
     for placement, expected in ((Replicate(), Replicate()), (Shard(0), Shard(0)), (Partial(), Replicate())):
         spec = TensorSpec(mesh, (placement,), (2 * mesh.size(), 3), platform.dtype("float32"))
-        numbers = whole_numbers("float32", spec.local_shape, 4)
+        numbers = small_integers("float32", spec.local_shape, 4)
         leaf = platform.Parameter(platform.wrap(tensor(platform, numbers), spec), requires_grad=True)
         platform.backward(platform.unwrap(leaf), tensor(platform, numbers))
         assert platform.get_grad(leaf).placements == (expected,)
 
 
 def check_operations(name: str | Platform) -> None:
-    """Operations give DTensors; within `local_op` they give plain tensors; plain and distributed do not mix."""
+    """Operations return DTensors, and plain tensors within `local_op`. Plain tensors and DTensors do not mix."""
     platform, mesh = _start(name)
     ops = platform.ops
     spec, mine = _ragged(platform, mesh)
@@ -106,39 +106,39 @@ def check_operations(name: str | Platform) -> None:
     assert not isinstance(plain, DTensor)
     assert_values(platform, plain, 2 * mine)
     with pytest.raises(MixedOperandsError):
-        ops.mul(x, tensor(platform, whole_numbers("float32", spec.shape, 2)))
+        ops.mul(x, tensor(platform, small_integers("float32", spec.shape, 2)))
 
 
 def check_round_trips(name: str | Platform) -> None:
-    """Distributed by every placement and gathered again, with the gradient of the whole."""
+    """Tensors are distributed with every placement and gathered again, with the gradient of the full tensor."""
     platform, mesh = _start(name)
     for shape in ((5, 3), (1, 2), (0, 3)):
-        whole = whole_numbers("float32", shape, 3)
+        full = small_integers("float32", shape, 3)
         for placement in _placements(shape, mesh.size()):
-            x = conversions.distribute_tensor(tensor(platform, whole), mesh, (placement,))
-            assert_values(platform, conversions.full_tensor(x), whole, f"{placement} of {shape}")
+            x = conversions.distribute_tensor(tensor(platform, full), mesh, (placement,))
+            assert_values(platform, conversions.full_tensor(x), full, f"{placement} of {shape}")
             leaf = platform.Parameter(x, requires_grad=True)
             loss = platform.ops.sum(platform.ops.mul(conversions.full_tensor(leaf), conversions.full_tensor(leaf)))
             platform.backward(loss)
             assert_values(
-                platform, conversions.full_tensor(platform.get_grad(leaf)), 2 * whole, f"{placement} of {shape}"
+                platform, conversions.full_tensor(platform.get_grad(leaf)), 2 * full, f"{placement} of {shape}"
             )
 
 
 def check_two_axes(name: str | Platform) -> None:
-    """On a mesh of two axes, every pair of placements, two shards of one dimension among them."""
+    """Every pair of placements on a mesh of two axes, including two shards of one dimension."""
     platform = get_platform(name)
     size = current_world(platform).size
     inner = 2 if size % 2 == 0 else 1
     mesh = init_device_mesh("cpu", (size // inner, inner), mesh_dim_names=("a", "b"), platform=platform)
-    whole = whole_numbers("float32", (5, 3), 6)
+    full = small_integers("float32", (5, 3), 6)
     for placements in itertools.product((Replicate(), Shard(0), Shard(1)), repeat=2):
-        x = conversions.distribute_tensor(tensor(platform, whole), mesh, placements)
-        assert_values(platform, conversions.full_tensor(x), whole, str(placements))
+        x = conversions.distribute_tensor(tensor(platform, full), mesh, placements)
+        assert_values(platform, conversions.full_tensor(x), full, str(placements))
 
 
 def check_local_gradients(name: str | Platform) -> None:
-    """`to_local` of a replicated tensor used differently by every rank sums the gradients when told so."""
+    """`to_local` of a replicated tensor that each rank uses differently sums the gradients given `grad_placements`."""
     platform, mesh = _start(name)
     rank, size = mesh.get_local_rank(), mesh.size()
     x = platform.Parameter(
@@ -162,10 +162,10 @@ def _start(name: str | Platform) -> tuple[Platform, DeviceMesh]:
 
 
 def _ragged(platform: Platform, mesh: DeviceMesh) -> tuple[TensorSpec, Array]:
-    """A spec with different, also empty, shards, and this rank's numbers."""
+    """Return a spec with uneven and empty shards, and this rank's numbers."""
     units = tuple((2 * i + 2) % 4 for i in range(mesh.size()))
     spec = TensorSpec(mesh, (RaggedShard(0, units),), (sum(units), 3), platform.dtype("float32"))
-    return spec, whole_numbers("float32", spec.local_shape, mesh.get_local_rank())
+    return spec, small_integers("float32", spec.local_shape, mesh.get_local_rank())
 
 
 def _placements(shape: tuple[int, ...], size: int) -> list[Placement]:

@@ -19,7 +19,7 @@ from hp_dtensor.comm import collectives
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
-from hp_dtensor.testing.conformance.ranks import Array, Ranks, assert_values, groups, read, tensor, whole_numbers
+from hp_dtensor.testing.conformance.ranks import Array, Ranks, assert_values, groups, read, small_integers, tensor
 
 Tensor = Any
 Map = Callable[[Tensor], Tensor]
@@ -30,16 +30,16 @@ SAME_GRADIENT = {"R": True, "P": True, "S": False, "V": False}
 
 
 def check_gather_and_slice(name: str | Platform) -> None:
-    """S -> R, S -> V, R -> S and P -> S along every dimension, with even, uneven and empty parts."""
+    """S -> R, S -> V, R -> S and P -> S along every dimension, with even, uneven and empty shards."""
     platform = get_platform(name)
     for group in groups(platform):
         for dim, lengths in itertools.product((0, 1), _all_lengths(group.size)):
-            whole = [3, 4]
-            whole[dim] = sum(lengths)
-            everyone = _parts(whole_numbers("float32", whole, 1), dim, lengths)
-            mine, joined = everyone[group.rank], np.concatenate(everyone, dim)
-            partial = [whole_numbers("float32", whole, rank) for rank in group.ranks]
-            summed = _parts(np.sum(partial, 0), dim, lengths)[group.rank]
+            shape = [3, 4]
+            shape[dim] = sum(lengths)
+            shards = _shards(small_integers("float32", shape, 1), dim, lengths)
+            mine, joined = shards[group.rank], np.concatenate(shards, dim)
+            partial = [small_integers("float32", shape, rank) for rank in group.ranks]
+            summed = _shards(np.sum(partial, 0), dim, lengths)[group.rank]
             at = group, dim, lengths
             _check(group, "S", "R", mine, joined, lambda x, at=at: collectives.all_gather(x, *at))
             _check(group, "S", "V", mine, joined, lambda x, at=at: collectives.all_gather_varying(x, *at))
@@ -53,7 +53,7 @@ def check_reduce_and_vary(name: str | Platform) -> None:
     platform = get_platform(name)
     for group in groups(platform):
         for shape in ((3, 2), (), (0, 2)):
-            partial = [whole_numbers("float32", shape, rank) * group.size for rank in group.ranks]
+            partial = [small_integers("float32", shape, rank) * group.size for rank in group.ranks]
             mine, total = partial[group.rank], np.sum(partial, 0)
             same = partial[0]
             first = same if group.rank == 0 else np.zeros(shape)
@@ -63,43 +63,43 @@ def check_reduce_and_vary(name: str | Platform) -> None:
 
 
 def check_average(name: str | Platform) -> None:
-    """P(avg) -> R: its gradient is shared among the ranks."""
+    """P(avg) -> R: the gradient is divided by the number of ranks."""
     platform = get_platform(name)
     for group in groups(platform):
-        everyone = [whole_numbers("float32", (2, 3), rank) * group.size for rank in group.ranks]
-        x = tensor(platform, everyone[group.rank], requires_grad=True)
+        by_rank = [small_integers("float32", (2, 3), rank) * group.size for rank in group.ranks]
+        x = tensor(platform, by_rank[group.rank], requires_grad=True)
         y = collectives.all_reduce(x, group, "avg")
-        assert_values(platform, y, np.mean(everyone, 0), f"in {group.ranks}")
-        w = whole_numbers("float32", (2, 3), 9) * group.size
+        assert_values(platform, y, np.mean(by_rank, 0), f"in {group.ranks}")
+        w = small_integers("float32", (2, 3), 9) * group.size
         platform.backward(y, tensor(platform, w))
         # 1/3 and 1/5 are rounded once before they are multiplied.
         np.testing.assert_allclose(read(platform, platform.get_grad(x)), w / group.size, rtol=3e-7)
 
 
 def check_selections(name: str | Platform) -> None:
-    """max, min and product over ranks have the gradients of the single-device reduction; ties share."""
+    """max, min and product over ranks have the gradients of the single-device reduction. Ties divide the gradient."""
     platform = get_platform(name)
     for group in groups(platform):
-        everyone = np.stack([np.abs(whole_numbers("float32", (4, 3), rank)) + 1.0 for rank in group.ranks])
-        everyone[:, 0] = 2.0
+        by_rank = np.stack([np.abs(small_integers("float32", (4, 3), rank)) + 1.0 for rank in group.ranks])
+        by_rank[:, 0] = 2.0
         expected = {
-            "max": _winners(everyone, everyone.max(0)),
-            "min": _winners(everyone, everyone.min(0)),
-            "product": everyone.prod(0) / everyone,
+            "max": _winners(by_rank, by_rank.max(0)),
+            "min": _winners(by_rank, by_rank.min(0)),
+            "product": by_rank.prod(0) / by_rank,
         }
         for op, gradient in expected.items():
-            x = tensor(platform, everyone[group.rank], requires_grad=True)
+            x = tensor(platform, by_rank[group.rank], requires_grad=True)
             y = collectives.all_reduce(x, group, op)
-            assert_values(platform, y, getattr(everyone, {"product": "prod"}.get(op, op))(0), op)
+            assert_values(platform, y, getattr(by_rank, {"product": "prod"}.get(op, op))(0), op)
             platform.backward(y, tensor(platform, np.full((4, 3), 2.0)))
-            # Ties are divided among up to five.
+            # Up to five ranks tie, and 1/3 and 1/5 are rounded.
             np.testing.assert_allclose(
                 read(platform, platform.get_grad(x)), 2 * gradient[group.rank], rtol=3e-7, err_msg=op
             )
 
 
 def check_all_to_all(name: str | Platform) -> None:
-    """S(i) -> S(j) for every pair of dimensions, uneven on both sides."""
+    """S(i) -> S(j) for every pair of dimensions, with uneven shards on both sides."""
     platform = get_platform(name)
     for group in groups(platform):
         for (split, cat), (out, into) in itertools.product(
@@ -107,36 +107,36 @@ def check_all_to_all(name: str | Platform) -> None:
         ):
             shape = [2, 2, 2]
             shape[split], shape[cat] = sum(out), sum(into)
-            whole = whole_numbers("float32", shape, 1)
-            mine, target = _parts(whole, cat, into)[group.rank], _parts(whole, split, out)[group.rank]
+            full = small_integers("float32", shape, 1)
+            mine, target = _shards(full, cat, into)[group.rank], _shards(full, split, out)[group.rank]
             at = group, split, out, cat, into
             _check(group, "S", "S", mine, target, lambda x, at=at: collectives.all_to_all(x, *at))
 
 
 def check_rows(name: str | Platform) -> None:
-    """Rows to their owners and back."""
+    """Rows are sent to other ranks, and their gradients back."""
     platform = get_platform(name)
     for group in groups(platform):
         size = group.size
         for rows in (np.fromfunction(lambda i, j: (2 * i + 3 * j + 1) % 4, (size, size), dtype=int), np.eye(size) * 2):
             rows = rows.astype(int)
             leaving, arriving = rows[group.rank].tolist(), rows[:, group.rank].tolist()
-            mine = [whole_numbers("float32", (n, 2), 3 * group.rank + j) for j, n in enumerate(leaving)]
-            target = [whole_numbers("float32", (n, 2), 3 * i + group.rank) for i, n in enumerate(arriving)]
+            mine = [small_integers("float32", (n, 2), 3 * group.rank + j) for j, n in enumerate(leaving)]
+            target = [small_integers("float32", (n, 2), 3 * i + group.rank) for i, n in enumerate(arriving)]
             at = group, leaving, arriving
-            move = lambda x, at=at: collectives.all_to_all_rows(x, *at)  # noqa: E731
-            _check(group, "S", "S", np.concatenate(mine), np.concatenate(target), move)
+            exchange = lambda x, at=at: collectives.all_to_all_rows(x, *at)  # noqa: E731
+            _check(group, "S", "S", np.concatenate(mine), np.concatenate(target), exchange)
 
 
 def check_composition(name: str | Platform) -> None:
-    """A replicated weight used on shards: the views' duals give the gradient of the whole computation."""
+    """A replicated weight used on shards has the gradient of the single-device computation."""
     platform = get_platform(name)
     ops = platform.ops
     for group in groups(platform):
         lengths = _all_lengths(group.size)[1]
-        rows = whole_numbers("float32", (sum(lengths), 3), 2)
-        weight = tensor(platform, whole_numbers("float32", (3,), 4), requires_grad=True)
-        x = tensor(platform, _parts(rows, 0, lengths)[group.rank], requires_grad=True)
+        rows = small_integers("float32", (sum(lengths), 3), 2)
+        weight = tensor(platform, small_integers("float32", (3,), 4), requires_grad=True)
+        x = tensor(platform, _shards(rows, 0, lengths)[group.rank], requires_grad=True)
         shard = ops.mul(x, collectives.vary(weight, [group]))
         everything = collectives.all_gather(shard, group, 0, lengths)
         loss = ops.sum(ops.mul(everything, everything))
@@ -144,11 +144,11 @@ def check_composition(name: str | Platform) -> None:
         expected = 2 * rows * rows * read(platform, weight)
         assert_values(platform, platform.get_grad(weight), expected.sum(0), f"in {group.ranks}")
         scaled = 2 * rows * read(platform, weight) ** 2
-        assert_values(platform, platform.get_grad(x), _parts(scaled, 0, lengths)[group.rank], f"in {group.ranks}")
+        assert_values(platform, platform.get_grad(x), _shards(scaled, 0, lengths)[group.rank], f"in {group.ranks}")
 
 
 def _check(group: ProcessGroup, source: str, target: str, mine: Array, expected: Array, apply: Map) -> None:
-    """Value, adjoint identity and gradient type of one map from type `source` to type `target`."""
+    """Check value, adjoint identity and gradient type of one map from type `source` to type `target`."""
     platform = group.platform
     assert platform is not None
     context = f"{source} -> {target} in {group.ranks}"
@@ -156,7 +156,7 @@ def _check(group: ProcessGroup, source: str, target: str, mine: Array, expected:
     y = apply(x)
     assert_values(platform, y, expected, context)
     seed = 11 if SAME_GRADIENT[target] else 12 + group.rank
-    w = whole_numbers("float32", expected.shape, seed)
+    w = small_integers("float32", expected.shape, seed)
     platform.backward(y, tensor(platform, w))
     gradient = read(platform, platform.get_grad(x))
     assert gradient.shape == mine.shape, context
@@ -167,10 +167,10 @@ def _check(group: ProcessGroup, source: str, target: str, mine: Array, expected:
 
 
 def _inner(group: ProcessGroup, kind: str, value: Array, gradient: Array) -> float:
-    """The inner product over the group, each number once: R holds the same product on every rank."""
+    """Return the inner product over the group, counting each number once: R has the same product on every rank."""
     mine = float(np.sum(np.asarray(value, np.float64) * gradient))
-    everyone = [float(text) for text in group.all_gather_bytes(repr(mine).encode())]
-    return everyone[0] if SAME_VALUE[kind] and SAME_GRADIENT[kind] else sum(everyone)
+    by_rank = [float(text) for text in group.all_gather_bytes(repr(mine).encode())]
+    return by_rank[0] if SAME_VALUE[kind] and SAME_GRADIENT[kind] else sum(by_rank)
 
 
 def _regather(group: ProcessGroup, dim: int, lengths: Sequence[int]) -> Map:
@@ -181,21 +181,21 @@ def _regather(group: ProcessGroup, dim: int, lengths: Sequence[int]) -> Map:
 
 
 def _all_lengths(size: int) -> list[tuple[int, ...]]:
-    """Even parts, parts in chunk order with a short or empty end, ragged ones, everything on the last rank."""
+    """Return shard lengths: even, chunks with a short or empty last one, ragged, and all rows on the last rank."""
     chunk = 2
     short = 2 * size - 1 if size > 1 else 1
     chunked = tuple(max(0, min(chunk, short - 1 - chunk * i)) for i in range(size))
     ragged = tuple((3 * i + 1) % 4 for i in range(size))
-    lonely = (*(0 for _ in range(size - 1)), 3)
-    return [(chunk,) * size, chunked, ragged, lonely]
+    all_on_last = (*(0 for _ in range(size - 1)), 3)
+    return [(chunk,) * size, chunked, ragged, all_on_last]
 
 
-def _parts(whole: Array, dim: int, lengths: Sequence[int]) -> list[Array]:
-    return np.split(whole, np.cumsum(lengths)[:-1], dim)
+def _shards(full: Array, dim: int, lengths: Sequence[int]) -> list[Array]:
+    return np.split(full, np.cumsum(lengths)[:-1], dim)
 
 
-def _winners(everyone: Array, result: Array) -> Array:
-    hits: Array = (everyone == result).astype(np.float64)
+def _winners(by_rank: Array, result: Array) -> Array:
+    hits: Array = (by_rank == result).astype(np.float64)
     return hits / hits.sum(0)
 
 

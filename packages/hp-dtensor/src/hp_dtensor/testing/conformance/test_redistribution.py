@@ -50,11 +50,11 @@ def _check(reports: Sequence[RedistributionReport]) -> None:
     assert [problem for report in reports for problem in report.wrong] == []
     assert reports[0].tried
     sent = np.mean([report.sent for report in reports], axis=0)
-    np.testing.assert_allclose(sent, np.mean([report.promised for report in reports], axis=0), atol=1e-6)
+    np.testing.assert_allclose(sent, np.mean([report.planned for report in reports], axis=0), atol=1e-6)
 
 
 @pytest.mark.parametrize(("mesh_shape", "shape", "more", "limit"), CASES)
-def test_redistribution_keeps_values_and_gradients_and_sends_what_it_promised(
+def test_redistribution_keeps_values_and_gradients_and_sends_the_planned_bytes(
     hp_platform: Platform,
     mesh_shape: tuple[int, ...],
     shape: tuple[int, ...],
@@ -73,8 +73,8 @@ def test_a_flattened_mesh_changes_nothing(hp_platform: Platform, shape: tuple[in
 
 @pytest.mark.parametrize("op", ["max", "min"])
 def test_what_becomes_a_partial_maximum_has_its_gradient(hp_platform: Platform, op: str) -> None:
-    """Each rank repeats the value, and gets its share of the gradient."""
-    most, whole, weight = Partial(op), np.arange(12, dtype=np.float32).reshape(4, 3), np.arange(12, dtype=np.float32)
+    """Every rank contributes the same value, and gets an equal share of the gradient."""
+    most, full, weight = Partial(op), np.arange(12, dtype=np.float32).reshape(4, 3), np.arange(12, dtype=np.float32)
     pairs: list[tuple[Sequence[Placement], Sequence[Placement]]] = [
         ((R, R), (R, most)),
         ((P, R), (most, R)),
@@ -91,10 +91,10 @@ def test_what_becomes_a_partial_maximum_has_its_gradient(hp_platform: Platform, 
             rivals = [c for c, p in zip(mesh.get_coordinate() or (), source, strict=True) if p == most]
             others = [R if p == most else p for p in source]
             behind = np.float32(sum(rivals) if op == "max" else -sum(rivals))
-            local = platform.from_numpy(local_values(whole, mesh, others) - behind)
+            local = platform.from_numpy(local_values(full, mesh, others) - behind)
             platform.set_requires_grad(local, True)
-            y = from_local(local, mesh, source, shape=whole.shape).redistribute(placements=target).full_tensor()
-            np.testing.assert_array_equal(platform.to_numpy(y), whole)
+            y = from_local(local, mesh, source, shape=full.shape).redistribute(placements=target).full_tensor()
+            np.testing.assert_array_equal(platform.to_numpy(y), full)
             loss = platform.ops.sum(platform.ops.mul(y, platform.from_numpy(weight.reshape(4, 3))))
             wanted = [R if p.is_partial() else p for p in source]
             expected = local_values(weight.reshape(4, 3), mesh, wanted) * (not any(rivals))
@@ -115,7 +115,7 @@ def test_an_asynchronous_redistribution_is_the_same_redistribution(ranks: Ranks)
 
 
 def test_a_batch_is_the_same_redistributions(ranks: Ranks) -> None:
-    ranks.run(moved_in_batches)
+    ranks.run(redistributed_in_batches)
 
 
 def test_a_batch_shares_collectives(ranks: Ranks) -> None:
@@ -124,7 +124,7 @@ def test_a_batch_shares_collectives(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("size", [4, 5, 7])
 def test_redistribution_between_meshes(hp_platform: Platform, size: int) -> None:
-    """Overlapping, and with no rank in common."""
+    """The meshes overlap, or have no rank in common."""
     run_ranks(between_meshes, size, hp_platform, hp_platform)
 
 
@@ -140,7 +140,7 @@ def test_redistribution_between_views_of_the_same_ranks(hp_platform: Platform) -
 
 
 def _select(platform: Platform, op: str, target: Sequence[Placement]) -> tuple[np.ndarray, ...]:
-    """Return the result as a whole and the gradient of this rank's contribution, by `weight` at each element."""
+    """Return the full result, and the gradient of this rank's contribution with `_weight` on each element."""
     mesh = DeviceMesh("cpu", (2, 2), mesh_dim_names=("a", "b"), platform=platform)
     x = platform.from_numpy(_contributions()[mesh.world.rank])
     platform.set_requires_grad(x, True)
@@ -164,11 +164,11 @@ def _weight() -> np.ndarray:
 @pytest.mark.parametrize("op", ["max", "min", "product"])
 def test_selecting_reductions_and_their_gradients(hp_platform: Platform, op: str, target: Sequence[Placement]) -> None:
     parts = _contributions()
-    whole = {"max": np.max, "min": np.min, "product": np.prod}[op](parts, axis=0)
-    won = parts == whole
+    full = {"max": np.max, "min": np.min, "product": np.prod}[op](parts, axis=0)
+    won = parts == full
     for rank, (value, grad) in enumerate(run_ranks(_select, 4, hp_platform, hp_platform, op, target)):
-        np.testing.assert_array_equal(value, whole)
-        share = whole / parts[rank] if op == "product" else won[rank] / won.sum(axis=0)
+        np.testing.assert_array_equal(value, full)
+        share = full / parts[rank] if op == "product" else won[rank] / won.sum(axis=0)
         np.testing.assert_allclose(grad, _weight() * share, rtol=1e-6)
 
 
@@ -190,7 +190,7 @@ def test_a_product_with_zeros_has_its_gradient(hp_platform: Platform) -> None:
 
 
 def _select_elsewhere(platform: Platform, op: str, target: Sequence[Placement]) -> tuple[np.ndarray, ...]:
-    """As `_select`, by way of a mesh of the same ranks in another order."""
+    """Like `_select`, but through a mesh of the same ranks in another order."""
     mesh = DeviceMesh("cpu", (4,), mesh_dim_names=("a",), platform=platform)
     other = DeviceMesh("cpu", (2, 2), ranks=(3, 1, 0, 2), mesh_dim_names=("b", "c"), platform=platform)
     x = platform.from_numpy(_contributions()[mesh.world.rank])
@@ -207,13 +207,13 @@ def test_reductions_on_the_way_to_another_mesh_and_their_gradients(
 ) -> None:
     parts = _contributions()
     reduced = {"max": np.max, "min": np.min, "product": np.prod, "sum": np.sum, "avg": np.mean}[op]
-    whole = reduced(parts, axis=0)
-    won = parts == whole
+    full = reduced(parts, axis=0)
+    won = parts == full
     for target in ((R, R), (Shard(0), Partial(repeated)), (Partial(repeated), Partial(repeated))):
         found = run_ranks(_select_elsewhere, 4, hp_platform, hp_platform, op, target)
         for rank, (value, grad) in enumerate(found):
-            np.testing.assert_allclose(value, whole, rtol=1e-6)
-            share: Any = {"sum": 1.0, "avg": 0.25, "product": whole / parts[rank]}.get(op)
+            np.testing.assert_allclose(value, full, rtol=1e-6)
+            share: Any = {"sum": 1.0, "avg": 0.25, "product": full / parts[rank]}.get(op)
             share = won[rank] / won.sum(axis=0) if share is None else share
             np.testing.assert_allclose(grad, _weight() * share, rtol=1e-6)
 
@@ -229,7 +229,7 @@ def _repeated(platform: Platform, op: str) -> tuple[np.ndarray, ...]:
 
 
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "min"])
-def test_a_value_becomes_partial_and_whole_again(hp_platform: Platform, op: str) -> None:
+def test_a_value_becomes_partial_and_replicated_again(hp_platform: Platform, op: str) -> None:
     for rank, (value, grad) in enumerate(run_ranks(_repeated, 3, hp_platform, hp_platform, op)):
         np.testing.assert_array_equal(value, _weight()[:3])
         np.testing.assert_allclose(grad, 2 * _weight()[rank : rank + 1], rtol=1e-6)
@@ -253,20 +253,20 @@ def test_averages_of_integers_are_refused(hp_platform: Platform) -> None:
 def _varying_gradient(platform: Platform, source: Sequence[Placement]) -> tuple[list[str], np.ndarray, np.ndarray]:
     """A weight gathered for rows that are sharded: its gradient is summed over the rows' ranks."""
     mesh = DeviceMesh("cpu", (2, 2), mesh_dim_names=("a", "b"), platform=platform)
-    whole = np.arange(24, dtype=np.float32).reshape(6, 4)
-    spec = TensorSpec(mesh, source, whole.shape, platform.dtype("float32"))
-    part = whole[tuple(slice(o, o + n) for o, n in zip(*spec.box(), strict=True))]
+    full = np.arange(24, dtype=np.float32).reshape(6, 4)
+    spec = TensorSpec(mesh, source, full.shape, platform.dtype("float32"))
+    part = full[tuple(slice(o, o + n) for o, n in zip(*spec.box(), strict=True))]
     weight = platform.from_numpy(np.ascontiguousarray(part))
     platform.set_requires_grad(weight, True)
     rows = np.arange(8, dtype=np.float32).reshape(2, 4) + mesh.world.rank
     x = from_local(platform.from_numpy(rows), mesh, (Shard(0), Shard(0)))
-    gathered = redistribute_to(from_local(weight, mesh, source, shape=whole.shape), spec.with_placements((R, R)))
+    gathered = redistribute_to(from_local(weight, mesh, source, shape=full.shape), spec.with_placements((R, R)))
     y = dispatch(platform, "linear", platform.ops.linear, (x, gathered), {})
     loss = platform.ops.sum(platform.unwrap(y))
     with record_collectives() as log:
         (grad,) = platform.grad([loss], [weight])
     all_rows = np.concatenate([np.arange(8, dtype=np.float32).reshape(2, 4) + r for r in range(4)])
-    expected = np.broadcast_to(all_rows.sum(0), whole.shape)
+    expected = np.broadcast_to(all_rows.sum(0), full.shape)
     part = expected[tuple(slice(o, o + n) for o, n in zip(*spec.box(), strict=True))]
     return [record.name for record in log.records], platform.to_numpy(grad), part
 
@@ -292,7 +292,7 @@ WHOLE = np.arange(35, dtype=np.float32).reshape(7, 5)
 
 
 def every_step_works(name: str | Platform) -> None:
-    """A spread of pairs that needs each kind of step, on ranks of any kind."""
+    """Redistribute a sample of pairs that includes each kind of step."""
     platform = get_platform(name)
     size = current_world(platform).size
     mesh_shape = (2, size // 2) if size > 2 and size % 2 == 0 else (size,)
@@ -303,7 +303,7 @@ def every_step_works(name: str | Platform) -> None:
 
 
 def started_and_waited_for(name: str | Platform) -> None:
-    """An asynchronous redistribution gives what the other one does, with its gradient."""
+    """An asynchronous redistribution has the values and gradients of a synchronous one."""
     platform = get_platform(name)
     size = current_world(platform).size
     mesh = DeviceMesh("cpu", (size,), mesh_dim_names=("a",), platform=platform)
@@ -322,8 +322,8 @@ def started_and_waited_for(name: str | Platform) -> None:
         np.testing.assert_array_equal(platform.to_numpy(grad), expected)
 
 
-def moved_in_batches(name: str | Platform, limit: int | None = 36) -> None:
-    """A batch gives what its redistributions give one by one, and the same gradients, whatever goes together.
+def redistributed_in_batches(name: str | Platform, limit: int | None = 36) -> None:
+    """A batch has the values and gradients of its redistributions run one by one, in any combination.
 
     Args:
         limit: at most so many pairs of placements; None: all.
@@ -373,26 +373,26 @@ def _check_batch(platform: Platform, mesh: DeviceMesh, cases: Sequence[Any], buc
 
 
 def _gradients_of(platform: Platform, given: Sequence[Any], moved: Sequence[Any]) -> list[np.ndarray]:
-    """Of a weighted sum of all floating-point results."""
+    """Return the gradients of a weighted sum of all floating-point results."""
     locals_, losses = [], []
     for (local, _), y in zip(given, moved, strict=True):
         if platform.is_floating(local.dtype):
-            whole = y.full_tensor()
-            weight = np.arange(1, math.prod(whole.shape) + 1, dtype=np.float32).reshape(whole.shape)
-            losses.append(platform.ops.sum(platform.ops.mul(whole, platform.from_numpy(weight))))
+            full = y.full_tensor()
+            weight = np.arange(1, math.prod(full.shape) + 1, dtype=np.float32).reshape(full.shape)
+            losses.append(platform.ops.sum(platform.ops.mul(full, platform.from_numpy(weight))))
             locals_.append(local)
     return [platform.to_numpy(grad) for grad in platform.grad(losses, locals_)]
 
 
 def batches_share_collectives(name: str | Platform) -> None:
-    """One collective for all that goes the same way, in as many buckets as asked for; the same bytes."""
+    """Equal redistributions share one collective per bucket, and send the same bytes."""
     platform = get_platform(name)
     size = current_world(platform).size
     mesh = DeviceMesh("cpu", (size,), mesh_dim_names=("a",), platform=platform)
-    whole = platform.from_numpy(np.ones((2 * size, size), np.float32))
-    sharded = [distribute_tensor(whole, mesh, (Shard(0),)) for _ in range(6)]
-    partial = [from_local(whole, mesh, (P,), shape=tuple(whole.shape)) for _ in range(3)]
-    across = [distribute_tensor(whole, mesh, (Shard(1),)) for _ in range(3)]
+    full = platform.from_numpy(np.ones((2 * size, size), np.float32))
+    sharded = [distribute_tensor(full, mesh, (Shard(0),)) for _ in range(6)]
+    partial = [from_local(full, mesh, (P,), shape=tuple(full.shape)) for _ in range(3)]
+    across = [distribute_tensor(full, mesh, (Shard(1),)) for _ in range(3)]
     with record_collectives() as alone:
         for x in (*sharded, *partial):
             x.full_tensor()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hp_dtensor.platform.interface import DTYPE_NAMES, OP_NAMES, Platform
-from hp_dtensor.testing.conformance.ranks import assert_values, read, tensor, whole_numbers
+from hp_dtensor.testing.conformance.ranks import assert_values, read, small_integers, tensor
 
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2}
 every_dtype = pytest.mark.parametrize("name", DTYPE_NAMES)
@@ -40,7 +40,7 @@ def test_a_dtype_without_a_name_is_refused(hp_platform: Platform) -> None:
 @every_dtype
 @pytest.mark.parametrize("shape", [(2, 3), (), (0, 3), (4, 1)])
 def test_numbers_go_in_and_out_unchanged(hp_platform: Platform, name: str, shape: tuple[int, ...]) -> None:
-    numbers = whole_numbers(name, shape, 3)
+    numbers = small_integers(name, shape, 3)
     made = tensor(hp_platform, numbers, name)
     assert tuple(made.shape) == shape
     assert made.dtype == hp_platform.dtype(name)
@@ -79,7 +79,7 @@ def test_zeros_and_empty(hp_platform: Platform, name: str) -> None:
 
 @every_dtype
 def test_copying_overwrites_in_place(hp_platform: Platform, name: str) -> None:
-    numbers = whole_numbers(name, (2, 3), 5)
+    numbers = small_integers(name, (2, 3), 5)
     target = hp_platform.zeros((2, 3), hp_platform.dtype(name))
     alias = hp_platform.detach(target)
     hp_platform.copy_(target, tensor(hp_platform, numbers, name))
