@@ -21,8 +21,8 @@ SETTINGS = {"training__steps": 3, "model__num_experts_per_tok": 2}
 )
 def test_losses_and_weights_are_bitwise_the_same(lab, monkeypatch, degrees, world_size, more):
     moved = []
-    fetch = offload._Entry.fetch
-    monkeypatch.setattr(offload._Entry, "fetch", lambda self: (moved.append(self), fetch(self)))
+    fetch = offload._OffloadedStorage.fetch
+    monkeypatch.setattr(offload._OffloadedStorage, "fetch", lambda self: (moved.append(self), fetch(self)))
 
     def numbers(flag):
         run = lab.run(

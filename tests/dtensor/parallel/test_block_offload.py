@@ -62,8 +62,8 @@ def plainly(block, x):
 def fetched(monkeypatch):
     """Entries that were brought back from the host."""
     found = []
-    fetch = offload._Entry.fetch
-    monkeypatch.setattr(offload._Entry, "fetch", lambda self: (found.append(self), fetch(self)))
+    fetch = offload._OffloadedStorage.fetch
+    monkeypatch.setattr(offload._OffloadedStorage, "fetch", lambda self: (found.append(self), fetch(self)))
     return found
 
 
@@ -298,7 +298,7 @@ def test_copies_and_waits_come_in_an_order_in_which_they_are_hidden(hp_platform,
 
 def test_memories_leave_one_by_one_and_come_back_in_the_second_half_of_the_block_behind(hp_platform, monkeypatch):
     """Four of a block: each is freed for one of the next block, and vice versa in backward."""
-    events, ops, finish, fetch = [], hp_platform.ops, offload._Entry.finish, offload._Entry.fetch
+    events, ops, finish, fetch = [], hp_platform.ops, offload._OffloadedStorage.finish, offload._OffloadedStorage.fetch
     order = {}
 
     def noted(what, run):
@@ -309,17 +309,19 @@ def test_memories_leave_one_by_one_and_come_back_in_the_second_half_of_the_block
 
         return call
 
-    take, made = offload._Entry.take, offload._Entry.__init__
-    monkeypatch.setattr(offload._Entry, "finish", noted("frees", finish))
-    monkeypatch.setattr(offload._Entry, "fetch", noted("brings", fetch))
-    monkeypatch.setattr(offload._Entry, "take", lambda entry: (events.append(f"takes {order[entry]}"), take(entry))[1])
+    take, made = offload._OffloadedStorage.take, offload._OffloadedStorage.__init__
+    monkeypatch.setattr(offload._OffloadedStorage, "finish", noted("frees", finish))
+    monkeypatch.setattr(offload._OffloadedStorage, "fetch", noted("brings", fetch))
+    monkeypatch.setattr(
+        offload._OffloadedStorage, "take", lambda entry: (events.append(f"takes {order[entry]}"), take(entry))[1]
+    )
 
     def numbered(entry, *args):
         order[entry] = len(order)
         events.append(f"saves {order[entry]}")
         made(entry, *args)
 
-    monkeypatch.setattr(offload._Entry, "__init__", numbered)
+    monkeypatch.setattr(offload._OffloadedStorage, "__init__", numbered)
     x = hp_platform.from_numpy(VALUES)
     hp_platform.set_requires_grad(x, True)
     offloaded, y = ActivationOffload(hp_platform), ops.mul(x, 2.0)

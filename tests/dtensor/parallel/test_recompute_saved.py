@@ -10,8 +10,8 @@ import pytest
 
 from hp_dtensor import get_platform
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.saved_tensors import reached
-from hp_dtensor.parallel.recompute import checkpoint, noticed, saved_result, saved_value
+from hp_dtensor.comm.saved_tensors import mark_reached
+from hp_dtensor.parallel.recompute import checkpoint, detect_checkpoint, saved_result, saved_value
 from hp_dtensor.testing import run_ranks
 
 torch = pytest.importorskip("torch")
@@ -281,7 +281,7 @@ def test_a_function_compiled_around_a_part(x, weight):
 
 
 def test_parts_are_noticed(x):
-    with noticed() as is_repeated:
+    with detect_checkpoint() as is_repeated:
         torch.exp(x)
         assert not is_repeated()
         again(torch.exp, x)
@@ -304,7 +304,7 @@ def test_ranks_that_save_less_repeat_as_many_collectives():
         def part(x):
             y = exchange(x)
             y = torch.exp(y) if group.rank == 0 else y
-            return exchange(reached(PLATFORM, y))
+            return exchange(mark_reached(PLATFORM, y))
 
         x = torch.ones(3, requires_grad=True)
         again(part, x).sum().backward()
@@ -323,7 +323,7 @@ def test_a_kept_collective_and_a_mark_in_front_of_it_are_in_step(x):
         y = PLATFORM.custom_function(
             lambda x: saved_result("collectives", lambda: made.append(1) or torch.exp(x)), lambda g: g, x
         )
-        return reached(PLATFORM, y) * 2
+        return mark_reached(PLATFORM, y) * 2
 
     again(part, x, save=("collectives",)).sum().backward()
     assert made == [1]

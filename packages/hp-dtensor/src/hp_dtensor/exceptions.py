@@ -1,34 +1,34 @@
-"""Every exception that hp_dtensor raises for a user's mistake; each is also the builtin one would expect."""
+"""The exceptions that hp_dtensor raises for mistakes of its user. Each also derives from a fitting builtin one."""
 
 
 class HPError(Exception):
-    """Base of all errors raised on purpose by the hp packages.
+    """Base of all errors that the hp packages raise on purpose.
 
     Attributes:
-        needs_traceback: whether a reader wants to know which line raised it; not where the message says it all.
+        needs_traceback: whether a traceback helps; False where the message alone is enough.
     """
 
     needs_traceback = True
 
 
 class PlatformError(HPError, RuntimeError):
-    """There is no platform, there are several and none was chosen, or a framework is missing or too old."""
+    """No platform is installed, several are and none is selected, or a framework is missing or too old."""
 
 
 class PluginError(HPError, RuntimeError):
-    """A plugin does not import, implements a hook that does not exist, or failed in a hook; the message names it."""
+    """A plugin cannot be imported, implements a hook that does not exist, or failed in a hook. Names the plugin."""
 
 
 class RegistryError(HPError, ValueError):
-    """A name that no plugin has registered, one that is taken, or an entry that its registry cannot take."""
+    """A name that no plugin has registered, a name that is taken, or an entry of the wrong kind for its registry."""
 
 
 class CapabilityError(HPError, NotImplementedError):
-    """The platform's framework cannot do what was asked on this device."""
+    """An operation that the platform's framework does not support on this device."""
 
 
 class MeshError(HPError, ValueError):
-    """A device mesh that cannot exist, or an axis, name or rank that the mesh does not have."""
+    """An invalid device mesh, or an axis, name or rank that the mesh does not have."""
 
 
 class PlacementError(HPError, ValueError):
@@ -36,11 +36,11 @@ class PlacementError(HPError, ValueError):
 
 
 class ShardShapeError(HPError, ValueError):
-    """A local shard whose shape is not the one its placements give."""
+    """A local shard whose shape does not follow from the global shape and the placements."""
 
 
 class MetaTensorError(HPError, ValueError):
-    """A tensor without data where data is needed; names it."""
+    """A tensor on the meta device where data is needed. Names the tensor."""
 
 
 class ShardingRuleError(HPError, NotImplementedError):
@@ -48,34 +48,34 @@ class ShardingRuleError(HPError, NotImplementedError):
 
 
 class IndexOutOfRangeError(HPError, IndexError):
-    """A position that a dimension of the global shape does not have; raised before anything is communicated."""
+    """An index outside a dimension of the global shape. Raised before anything is communicated."""
 
 
 class MixedOperandsError(HPError, ValueError):
     """Plain and distributed tensors, or tensors of different meshes, in one operation.
 
-    Not a TypeError: operators of tensors turn those into NotImplemented, and the message is lost.
+    Not a TypeError: tensor operators turn a TypeError into NotImplemented, which would lose the message.
     """
 
 
 class GradientPathError(HPError, RuntimeError):
-    """A gradient is asked for where it does not pass; the message says where it does."""
+    """A gradient that autograd does not compute at this tensor. The message says where it can be read instead."""
 
 
 class RankMismatchError(HPError, ValueError):
-    """Ranks that should make the same tensor, or hold the same values, do not; the message names them."""
+    """Ranks create different tensors, or hold different values, where they must be equal. Names the ranks."""
 
 
 class ImplicitRedistributionError(HPError, RuntimeError):
-    """An operation would have communicated to bring an input to a placement, where that was forbidden."""
+    """An operation would have redistributed an input implicitly inside a block that forbids it."""
 
 
 class PlanError(HPError, ValueError):
-    """A sharding plan with one or more problems; the message lists all of them."""
+    """A sharding plan with one or more problems. The message lists all of them."""
 
 
 class AttentionError(HPError, ValueError):
-    """Queries, keys, values or a mask that do not fit each other, or that ranks cannot share as asked."""
+    """Queries, keys, values and mask that do not fit together, or cannot be sharded in the given way."""
 
 
 class CollectiveError(HPError, ValueError):
@@ -83,12 +83,12 @@ class CollectiveError(HPError, ValueError):
 
 
 class LaunchError(HPError, RuntimeError):
-    """A rank failed or could not be started; the message names it and carries its traceback.
+    """A rank failed or could not be started. The message names the rank and contains its traceback.
 
     Attributes:
-        rank: the first rank that failed; None when it is no single rank's fault.
-        kind: name of the class of that rank's exception; empty where it ended without one.
-        signal: number of the signal that ended that rank; None where none did.
+        rank: the first rank that failed; None if no single rank is the cause.
+        kind: class name of that rank's exception; empty if it ended without one.
+        signal: number of the signal that ended that rank; None if no signal did.
     """
 
     def __init__(self, message: str, rank: int | None = None, kind: str = "", signal: int | None = None) -> None:

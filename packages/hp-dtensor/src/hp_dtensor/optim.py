@@ -148,6 +148,7 @@ def _reduce(
     The check takes two more numbers in the same all-reduce: each rank adds a hash of its shapes.
     """
     code = 0.0 if copies_over is not None else _shape_code(tensors, world.size)
+    # The maximum of codes and that of their negatives, the minimum, are opposite only if all codes are equal.
     codes = (code, -code) if op == "max" else (code, code * code)
     on_device = platform.from_numpy(numpy.array(codes, numpy.float32), platform.device_of(x))
     packed = platform.ops.cat([platform.ops.reshape(x, (1,)), on_device], 0)
@@ -288,7 +289,10 @@ def _cost(shape: tuple[int, ...]) -> float:
 
 
 def _sends(spec: TensorSpec, coordinate: Coordinate, owner: Coordinate) -> bool:
-    """Return whether a rank sends its shard: of replicas, the one on the owner's replicated coordinates does."""
+    """Return whether the rank at `coordinate` sends its shard to the owner.
+
+    Of several replicas of a shard only one sends: the one whose coordinates on the replicated axes are the owner's.
+    """
     return all(
         not placement.is_replicate() or mine == its
         for placement, mine, its in zip(spec.placements, coordinate, owner, strict=True)
@@ -361,7 +365,11 @@ class _OwnerExchange:
 
 
 def _boxes(exchange: _OwnerExchange, tensor: int, rank: int, elements: Tensor) -> Iterator[tuple[Compute, Tensor]]:
-    """Yield (function to the view of the full tensor, elements) for each contiguous box of a shard."""
+    """Split a received shard into boxes that are contiguous in the full tensor.
+
+    Yields:
+        (function from the full tensor to its view of the box, the elements of the box).
+    """
     ops = exchange.ops
     ranges = exchange.assignment.specs[tensor].ranges(exchange.assignment.coordinates[rank])
     sizes = tuple(sum(stop - start for start, stop in dim) for dim in ranges)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.saved_tensors import reached
+from hp_dtensor.comm.saved_tensors import mark_reached
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.recompute import saved_value
 from hp_dtensor.platform.interface import Platform
@@ -184,7 +184,7 @@ class GroupedExperts(nn.Module):
         results = self._fused(sent, weights)
         results = self._one_step_at_a_time(sent, weights) if results is None else results
         # On a rank without rows, a subclass may save no tensor for backward; recomputation must still reach this point.
-        return reached(self.platform, results)
+        return mark_reached(self.platform, results)
 
     def take_sent_bytes(self) -> int:
         """Return and reset the bytes that this rank sent for dispatch and combine in forward."""
@@ -382,7 +382,7 @@ class ExpertHooks:
         if call.dispatched.permutation is not None:
             results = call.dispatched.permutation.unpermute(results)
         # As in GroupedExperts: other modules may save no tensor for a rank without rows.
-        return self.dispatcher.combine(reached(self.platform, results), call.dispatched)
+        return self.dispatcher.combine(mark_reached(self.platform, results), call.dispatched)
 
     def use_local_weights(self, module: Module) -> None:
         """Replace the weights of `module` by this rank's plain local tensors until `restore_weights`."""

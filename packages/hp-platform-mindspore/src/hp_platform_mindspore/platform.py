@@ -31,7 +31,7 @@ from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.launch.environment import from_environment, is_launched
 from hp_dtensor.platform.interface import Removable
 from hp_dtensor.spec.tensor_spec import TensorSpec
-from hp_dtensor.tensor.gradients import check_reached, differentiated
+from hp_dtensor.tensor.gradients import check_autograd_reaches, plain_backward_arguments
 from hp_dtensor.tensor.redistribution import shortcut_views, with_shortcuts
 from hp_platform_mindspore.ops.namespace import FOUND, Operations, build_functions, build_ops
 from hp_platform_mindspore.ops.primitive_names import names_of, primitives_of
@@ -193,7 +193,7 @@ class MindSporePlatform(MindSporeBase):
         return autograd.is_for_parameters()
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
-        autograd.backward(*differentiated(loss, gradient), retain_graph)
+        autograd.backward(*plain_backward_arguments(loss, gradient), retain_graph)
 
     def grad(
         self,
@@ -202,9 +202,9 @@ class MindSporePlatform(MindSporeBase):
         output_grads: Sequence[Tensor | None] | None = None,
     ) -> list[Tensor | None]:
         # Raises for inputs whose gradients autograd does not have, such as parameters of `fully_shard`.
-        check_reached("grad", inputs)
+        check_autograd_reaches("grad", inputs)
         seeds = output_grads if output_grads is not None else [None] * len(outputs)
-        roots = [differentiated(y, g) for y, g in zip(outputs, seeds, strict=True)]
+        roots = [plain_backward_arguments(y, g) for y, g in zip(outputs, seeds, strict=True)]
         bypassing = [shortcut_views(x) if isinstance(x, dtensor.MindSporeDTensor) else [] for x in inputs]
         views = [view for several in bypassing for _, view in several]
         # Inputs and the views that bypass gathered tensors are asked for in one call.

@@ -38,15 +38,17 @@ class TorchProcesses(Platform):
         self._owns_process_group = False
         self._connections = 0
         # The program's own default group for which `_world` was created without `connect`, or which was left.
-        self._adopted: Any = None
+        self._default_group: Any = None
 
     @property
     def world(self) -> World | None:
         """The job that this process joined by `connect` or torch's own `init_process_group`; None without one."""
-        if self._world is None and dist.is_initialized() and dist.group.WORLD is not self._adopted:
+        if self._world is None and dist.is_initialized() and dist.group.WORLD is not self._default_group:
             self.connect(dist.get_rank(), dist.get_world_size(), "", local_rank=self._local_rank())
-            self._adopted = dist.group.WORLD
-        elif self._world is not None and not dist.is_initialized() and (self._adopted or self._owns_process_group):
+            self._default_group = dist.group.WORLD
+        elif (
+            self._world is not None and not dist.is_initialized() and (self._default_group or self._owns_process_group)
+        ):
             self.disconnect()  # the program has destroyed the groups
         return self._world
 
@@ -64,7 +66,7 @@ class TorchProcesses(Platform):
             PlatformError: this process has joined a job already, or the job cannot be joined.
         """
         if self._world is not None:
-            if self._adopted is not None and (rank, size) == (self._world.rank, self._world.size):
+            if self._default_group is not None and (rank, size) == (self._world.rank, self._world.size):
                 return self._world
             raise PlatformError(
                 f"this process is already rank {self._world.rank} of a job of {self._world.size}; disconnect() first"
@@ -83,7 +85,7 @@ class TorchProcesses(Platform):
             store = join(rank, size, address, timeout)
             self._owns_process_group = True
         self._world = TorchWorld(rank, size, self, store, timeout)
-        self._adopted = None
+        self._default_group = None
         return self._world
 
     def wrap_mesh(self, mesh: Any) -> DeviceMesh | None:
@@ -105,7 +107,7 @@ class TorchProcesses(Platform):
         # True for the program's own group. A group of ours that outlived torch's destruction of it could abort the
         # process.
         is_left = dist.is_initialized() and not self._owns_process_group
-        self._adopted = dist.group.WORLD if is_left else None
+        self._default_group = dist.group.WORLD if is_left else None
         if world is not None:
             world.close()
         # Cached plans refer to meshes, and so to this world and its connections.

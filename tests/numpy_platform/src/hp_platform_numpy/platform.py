@@ -13,7 +13,7 @@ from hp_dtensor.comm.world import SilentWorld, World
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import DTYPE_NAMES, Platform, Removable
 from hp_dtensor.spec.tensor_spec import TensorSpec, grad_spec
-from hp_dtensor.tensor.gradients import differentiated
+from hp_dtensor.tensor.gradients import plain_backward_arguments
 from hp_platform_numpy import kernels, module, tape
 from hp_platform_numpy.dispatching import build_ops, local_operations
 from hp_platform_numpy.tensor import FLOATING, Array, NumpyDTensor, Tensor, alias, as_dtype
@@ -120,7 +120,7 @@ class NumpyPlatform(Platform):
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
         walk = tape.Walk()
-        root, seed = differentiated(loss, gradient)
+        root, seed = plain_backward_arguments(loss, gradient)
         walk.run([root], [np.ones_like(root.data) if seed is None else seed.data])
         for leaf, found in walk.leaves.values():
             before = 0 if leaf.grad is None else leaf.grad.data
@@ -133,7 +133,7 @@ class NumpyPlatform(Platform):
         output_grads: Sequence[Tensor | None] | None = None,
     ) -> list[Tensor | None]:
         given = output_grads or [None] * len(outputs)
-        roots = [differentiated(x, g) for x, g in zip(outputs, given, strict=True)]
+        roots = [plain_backward_arguments(x, g) for x, g in zip(outputs, given, strict=True)]
         walk = tape.Walk(inputs)
         walk.run([x for x, _ in roots], [np.ones_like(x.data) if g is None else g.data for x, g in roots])
         found = [walk.gradient_of(x) for x in inputs]

@@ -19,7 +19,7 @@ from hp_dtensor.comm.mesh_layout import (
     split_axis,
 )
 from hp_dtensor.comm.process_group import ProcessGroup
-from hp_dtensor.comm.world import World, alone, current_world, existing_world, joined_world
+from hp_dtensor.comm.world import World, current_world, existing_world, joined_world, single_rank_world
 from hp_dtensor.exceptions import MeshError, PlatformError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
@@ -39,7 +39,7 @@ def read_shape_and_ranks(
     if (mesh is None) == (mesh_shape is None):
         raise MeshError("a mesh takes its ranks (mesh=, as in torch) or its shape (mesh_shape=): pass exactly one")
     if mesh_shape is not None:
-        return listed("mesh_shape", "ints", mesh_shape), None if ranks is None else tuple(ranks)
+        return require_tuple("mesh_shape", "ints", mesh_shape), None if ranks is None else tuple(ranks)
     if _is_shape(mesh):
         return tuple(map(int, mesh)), None if ranks is None else tuple(ranks)
     if ranks is not None:
@@ -66,7 +66,7 @@ def _read_ranks(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(map(int, array.shape)), tuple(map(int, array.ravel()))
 
 
-def listed(what: str, kind: str, value: Any) -> tuple[Any, ...]:
+def require_tuple(what: str, kind: str, value: Any) -> tuple[Any, ...]:
     """Return `value` as a tuple. A string or a value that is not iterable raises a `MeshError` about `what`."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise MeshError(f"{what} must be a tuple of {kind}, got {value!r}")
@@ -116,7 +116,7 @@ def _rank_problems(size: int, ranks: Sequence[int] | None, world: World) -> list
 
 
 def _size_of(world: World) -> str:
-    if world is not alone(world.platform):
+    if world is not single_rank_world(world.platform):
         return str(world.size)
     return "1: this process has joined no job, see hp_dtensor.init_process_group and hp_dtensor.launch"
 
@@ -170,7 +170,7 @@ class DeviceMesh(MeshCoordinates):
     ) -> None:
         shape, given = read_shape_and_ranks(mesh, mesh_shape, ranks)
         default = [f"axis{i}" for i in range(len(shape))]
-        names = listed("mesh_dim_names", "names", default if mesh_dim_names is None else mesh_dim_names)
+        names = require_tuple("mesh_dim_names", "names", default if mesh_dim_names is None else mesh_dim_names)
         if world is None:
             world = current_world(get_platform(platform) if isinstance(platform, str) else platform)
         check_new_mesh(device_type, shape, names, given, world)
@@ -241,7 +241,7 @@ class DeviceMesh(MeshCoordinates):
         Raises:
             MeshError: this rank is outside the mesh, or the mesh has several axes and none was named.
         """
-        return self.group_over((self._own_axis(mesh_dim, "group"),))
+        return self.group_over((self._axis_inside(mesh_dim, "group"),))
 
     def group_over(self, axes: tuple[int, ...]) -> ProcessGroup:
         """Return the group of the ranks that differ from this one only on `axes` (indices), in mesh order."""
@@ -278,7 +278,7 @@ class DeviceMesh(MeshCoordinates):
         return self._derive(axes, self._base_of(axes))
 
     def along(self, axes: Sequence[MeshAxis]) -> DeviceMesh:
-        """Return the sub-mesh of this rank along axes of another mesh over the same ranks.
+        """Return the mesh over this rank's ranks along `axes`, which may belong to another mesh over the same ranks.
 
         Raises:
             MeshError: axes that share ranks.
@@ -378,6 +378,7 @@ class DeviceMesh(MeshCoordinates):
                 f"{[list(line) for line in lines]}, got {[list(group.ranks) for group in groups]}"
             )
         for axis, group in enumerate(groups):
+            # In the world too, so that no second group with its own connections is created for the same ranks.
             self.world._groups.setdefault(group.ranks, group)
             self._groups[(axis,)] = group
 

@@ -3,8 +3,6 @@
 An axis is one or more (size, stride) pieces, outermost first, as in CuTe layouts, so that flattening axes that are
 not adjacent in rank order is still arithmetic. An index is a position in row-major order. The mesh maps it to a global
 rank.
-
-Coordinates of ranks on named axes: which global rank sits where, by arithmetic alone.
 """
 
 from __future__ import annotations
@@ -91,6 +89,7 @@ def merge_axes(name: str, parts: Sequence[MeshAxis]) -> MeshAxis:
 
 def remaining_axis(name: str, axes: Sequence[MeshAxis], num_ranks: int) -> MeshAxis:
     """Return the axis that completes `axes`, which share no ranks, to `num_ranks` ranks."""
+    # Walk from the outermost piece inwards: the gap between two neighbouring strides is a piece of the remaining axis.
     rest, outer = [], num_ranks
     pieces = [(stride, size) for axis in axes for size, stride in zip(axis.sizes, axis.strides, strict=True)]
     for stride, size in sorted((piece for piece in pieces if piece[1] > 1), reverse=True):
@@ -198,7 +197,7 @@ class MeshCoordinates:
         Raises:
             MeshError: this rank is outside the mesh, or the mesh has several axes and none was named.
         """
-        axis = self._own_axis(mesh_dim, "coordinate")
+        axis = self._axis_inside(mesh_dim, "coordinate")
         assert self._coordinate is not None
         return self._coordinate[axis]
 
@@ -258,8 +257,12 @@ class MeshCoordinates:
             return self._base
         return index - sum(axis.offset(axis.coordinate(index)) for axis in axes)
 
-    def _own_axis(self, axis: int | str | None, wanted: str) -> int:
-        """Return the index of an axis (None: the only one), for `wanted`, which this rank has inside the mesh only."""
+    def _axis_inside(self, axis: int | str | None, wanted: str) -> int:
+        """Return the index of an axis (None: the only one), after checking that this rank is inside the mesh.
+
+        Args:
+            wanted: what is asked for, such as a group or a coordinate; named in the error.
+        """
         if self._coordinate is None:
             raise MeshError(f"rank {self.world.rank} is outside mesh {self.describe()} and has no {wanted} in it")
         if axis is None and self.ndim != 1:

@@ -161,7 +161,7 @@ class ProcessGroup(ABC):
 
         Entries that are None or empty are skipped, on both sides alike. This rank's own entry is copied.
         """
-        self._begin_exchange(sends, receives)
+        self._record_exchange(sends, receives)
         if self.size > 1:
             self._exchange(sends, receives)
 
@@ -171,10 +171,11 @@ class ProcessGroup(ABC):
         Exchanges between two ranks match in the order in which they are started. On torch the transfer runs while this
         rank computes. On backends without background transfers it is finished when this returns.
         """
-        self._begin_exchange(sends, receives)
+        self._record_exchange(sends, receives)
         return self._start_exchange(sends, receives) if self.size > 1 else DONE
 
-    def _begin_exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
+    def _record_exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
+        """Check and record an exchange, and copy this rank's own entry."""
         if len(sends) != self.size or len(receives) != self.size:
             raise CollectiveError(
                 f"exchange in a group of {self.size}: expected {self.size} entries each, "

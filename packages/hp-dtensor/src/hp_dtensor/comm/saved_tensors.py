@@ -28,7 +28,7 @@ class SavedTensor(Protocol):
         """Return the tensor with the values that it had when it was saved."""
 
     def check(self) -> None:
-        """Raise RuntimeError if the tensor had to stay unchanged and was written."""
+        """Raise RuntimeError if the tensor is held by reference and has been written in place."""
 
 
 class SavedReference:
@@ -68,8 +68,8 @@ class SavedReference:
 class SavedTensors:
     """Tensors that a custom function saves for its backward, plain and outside the graph.
 
-    The values stay those of forward, whatever happens to the tensor objects. Inside `saving_tensors` each tensor is
-    saved in the given way.
+    Data, class or gradient of the given tensor objects may be replaced afterwards. In-place writes raise. Inside
+    `saving_tensors` each tensor is saved by the given function, by default as a reference.
 
     Raises:
         RuntimeError: from `tensors`, if one was written in place meanwhile (if the framework counts writes).
@@ -88,7 +88,7 @@ class SavedTensors:
         return [saved.get() for saved in self._saved]
 
     def check(self) -> None:
-        """Raise RuntimeError if a tensor that had to stay unchanged was written."""
+        """Raise RuntimeError if a tensor is held by reference and has been written in place."""
         for saved in self._saved:
             saved.check()
 
@@ -157,7 +157,7 @@ def saved_result(kind: str, compute: Callable[[], T]) -> T:
     return results
 
 
-def reached(platform: Platform, x: Tensor) -> Tensor:
+def mark_reached(platform: Platform, x: Tensor) -> Tensor:
     """Return `x`, and mark this point as one that recomputation reaches on every rank.
 
     For use before a collective if this rank may save nothing for backward while others do, such as a rank whose experts
@@ -168,11 +168,12 @@ def reached(platform: Platform, x: Tensor) -> Tensor:
         x: plain.
 
     Example:
-        >>> reached(platform, platform.zeros((2,), platform.dtype("float32"))).shape
+        >>> mark_reached(platform, platform.zeros((2,), platform.dtype("float32"))).shape
         torch.Size([2])
     """
     if current_record.get() is None or not platform.recomputes_on_unpack or not platform.requires_grad(x):
         return x
+    # Empty: it costs no memory, and only its place in the order of saved tensors counts.
     mark = SavedTensors(platform, platform.zeros((0,), x.dtype))
 
     def backward(grad: Tensor) -> Tensor:
@@ -184,7 +185,7 @@ def reached(platform: Platform, x: Tensor) -> Tensor:
 
 
 class RecomputeRecord:
-    """Values of one call of a recomputed function, in the order in which they were computed.
+    """Values saved by the first run of one recomputed call, in the order in which they were computed.
 
     Args:
         outer: the record of the recomputed call around this one. This record asks it for values, so that they are saved
@@ -220,7 +221,10 @@ class RecomputeRecord:
         return len(self._values) if self._position is None else self._position
 
     def value(self, compute: Callable[[], Any]) -> Any:
-        """Return the next value: of this call, or of the outer one while that is recomputed."""
+        """Return the next saved value; on the first run, compute and save it.
+
+        It is computed through the outer record, which returns its own saved value while the outer call is recomputed.
+        """
         outer = self._outer
         return self._next(compute if outer is None else lambda: outer.value(compute))
 
@@ -233,6 +237,7 @@ class RecomputeRecord:
         return map_tensors(values, self.platform.Tensor, self.platform.detach)
 
     def _with_versions(self, values: Any) -> tuple[Any, SavedTensors]:
+        """Return the results with references to their tensors, which notice in-place writes."""
         tensors: list[Any] = []
         map_tensors(values, self.platform.Tensor, tensors.append)
         return values, SavedTensors(self.platform, *tensors)
@@ -292,6 +297,7 @@ current_record: ContextVar[RecomputeRecord | None] = ContextVar("hp_dtensor.comm
 
 @contextlib.contextmanager
 def _within(record: RecomputeRecord) -> Iterator[None]:
+    """Make `record` the current one in the block."""
     token = current_record.set(record)
     try:
         yield

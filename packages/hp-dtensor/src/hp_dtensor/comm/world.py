@@ -20,6 +20,8 @@ Tensor = Any
 
 
 class _Local(threading.local):
+    """The worlds of this thread's `use_world` blocks, the innermost last."""
+
     def __init__(self) -> None:
         self.worlds: list[World] = []
 
@@ -139,30 +141,33 @@ def current_world(platform: Platform | None = None) -> World:
     """
     if platform is None and not _local.worlds:
         selected = platform_here()
-        return alone(None) if selected is None else joined_world(selected)
+        return single_rank_world(None) if selected is None else joined_world(selected)
     return existing_world(platform)
 
 
 def existing_world(platform: Platform | None) -> World:
-    """Return the world of the innermost `use_world`, or of the job that `platform` joined, or a single rank."""
+    """Return the current world without joining a job.
+
+    It is that of the innermost `use_world`, else that of the job that `platform` has joined, else a single rank.
+    """
     for used in reversed(_local.worlds):
         if platform is None or used.platform is None or used.platform is platform:
             return used
     world = platform.world if platform is not None else None
-    return world if world is not None else alone(platform)
+    return world if world is not None else single_rank_world(platform)
 
 
 def joined_world(platform: Platform) -> World:
     """Return the current world. A process that a launcher started and that has not joined its job joins it first."""
     world = existing_world(platform)
-    if world is alone(platform):
+    if world is single_rank_world(platform):
         platform.join_launched()
         world = existing_world(platform)
     return world
 
 
 @functools.cache
-def alone(platform: Platform | None) -> World:
+def single_rank_world(platform: Platform | None) -> World:
     """Return the world of a single rank. It is always the same object, so that its meshes are equal."""
     return SilentWorld(0, 1, platform)
 

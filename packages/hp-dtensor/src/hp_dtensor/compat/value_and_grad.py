@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hp_dtensor.exceptions import GradientPathError
-from hp_dtensor.parallel.recompute import for_given_inputs
+from hp_dtensor.parallel.recompute import backward_to_given_inputs
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.spec.tensor_spec import grad_spec
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_dtensor.tensor.gradients import check_reached
+from hp_dtensor.tensor.gradients import check_autograd_reaches
 
 Tensor = Any
 
@@ -52,7 +52,7 @@ def parallelize_value_and_grad(
         raise TypeError(f"parallelize_value_and_grad: weights must be one tensor or several, got {', '.join(wrong)}")
 
     def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        with for_given_inputs():
+        with backward_to_given_inputs():
             outputs = fn(*args, **kwargs)
         several = isinstance(outputs, (tuple, list))
         losses = _losses(outputs if several else [outputs], several, sens)
@@ -69,7 +69,7 @@ def parallelize_value_and_grad(
 
 
 def _check_weights(platform: Platform, weights: Sequence[Tensor]) -> None:
-    check_reached("parallelize_value_and_grad", weights)
+    check_autograd_reaches("parallelize_value_and_grad", weights)
     without = [index for index, weight in enumerate(weights) if not platform.requires_grad(weight)]
     if without:
         raise GradientPathError(

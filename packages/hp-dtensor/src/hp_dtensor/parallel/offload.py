@@ -70,7 +70,7 @@ class ActivationOffload:
             return function(x, *args)
         block = _Block(self._platform, self._copies, self._smallest, self._last)
         # Parameters and arguments outlive the block, so copying them would free nothing.
-        block.leave(self._tensors_of(function), tensors_in(args, self._platform.Tensor))
+        block.exclude(self._tensors_of(function), tensors_in(args, self._platform.Tensor))
         return self._run(block, function, x, args)
 
     def staying(self, function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
@@ -99,7 +99,7 @@ class ActivationOffload:
         with ExitStack() as stack:
             # Two sources of saved tensors: the framework's own operations, and nodes of `platform.custom_function`.
             stack.enter_context(self._platform.saving(block.save, lambda holder: holder.get()))
-            stack.enter_context(saving_tensors(block.keep))
+            stack.enter_context(saving_tensors(block.save_detached))
             result = function(x, *args)
         # What this block's own saves have not freed yet: copies of the block before had the time of this whole block.
         if self._last is not None:
@@ -126,37 +126,37 @@ class _Block:
 
     def __init__(self, platform: Platform, copies: HostCopies, smallest: int, before: _Block | None) -> None:
         self._platform, self._copies, self._smallest, self._before = platform, copies, smallest, before
-        self._left: set[Hashable] = set()
+        self._excluded: set[Hashable] = set()
         # Weak: an entry lives as long as the graph needs it. While it holds its source, the address that identifies it
         # cannot be reused.
-        self._entries: weakref.WeakValueDictionary[Hashable, _Entry] = weakref.WeakValueDictionary()
+        self._entries: weakref.WeakValueDictionary[Hashable, _OffloadedStorage] = weakref.WeakValueDictionary()
         self.num_bytes, self._used = 0, 0
         # Entries not freed yet, with the bytes saved up to their end, and entries not fetched yet, with those before
         # them.
-        self._leaving: deque[tuple[int, weakref.ref[_Entry]]] = deque()
-        self._on_host: list[tuple[int, weakref.ref[_Entry]]] = []
+        self._leaving: deque[tuple[int, weakref.ref[_OffloadedStorage]]] = deque()
+        self._on_host: list[tuple[int, weakref.ref[_OffloadedStorage]]] = []
         self._is_entered = False
 
-    def leave(self, *lists: list[Tensor]) -> None:
+    def exclude(self, *lists: list[Tensor]) -> None:
         """Exclude the storages of these tensors from offload."""
         with self._platform.local_op():
             found = [self._copies.memory_of(x) for tensors in lists for x in tensors]
-        self._left |= {memory[0] for memory in found if memory is not None}
+        self._excluded |= {memory[0] for memory in found if memory is not None}
 
     def save(self, x: Tensor) -> SavedTensor:
-        """Return a holder for a tensor that autograd saves, a leaf or part of the graph."""
+        """Return a holder for a tensor that the framework's autograd saves, which may be part of the graph."""
         if self._platform.is_leaf(x):
             if self._platform.requires_grad(x):
-                self.leave([x])
-            return self.keep(x)
+                self.exclude([x])
+            return self.save_detached(x)
         with self._platform.no_grad():
             # Detached: the graph would hold its own results otherwise, a cycle.
-            return self.keep(self._platform.detach(x))
+            return self.save_detached(self._platform.detach(x))
 
-    def keep(self, x: Tensor) -> SavedTensor:
-        """Return a holder for a leaf, or a tensor outside the graph."""
+    def save_detached(self, x: Tensor) -> SavedTensor:
+        """Return a holder for a leaf, or a tensor outside the graph: a reference if its storage stays on the device."""
         memory = self._copies.memory_of(x)
-        if memory is None or memory[1] < self._smallest or memory[0] in self._left:
+        if memory is None or memory[1] < self._smallest or memory[0] in self._excluded:
             return SavedReference(self._platform, x)
         # Where whole storages cannot be copied, views with different forms need copies of their own.
         shared = None if self._copies.copies_full_storage else self._copies.form(x)
@@ -167,11 +167,11 @@ class _Block:
             # Tensors over one storage may count their writes separately (MindSpore), so a write to one need not show in
             # the version of another.
             if entry is None or entry.is_written:
-                entry = self._entries[key] = _Entry(self, self._platform, self._copies, x, memory[1])
+                entry = self._entries[key] = _OffloadedStorage(self, self._platform, self._copies, x, memory[1])
                 self._on_host.append((self.num_bytes, weakref.ref(entry)))
                 self._save(memory[1])
                 self._leaving.append((self.num_bytes, weakref.ref(entry)))
-            return _Offloaded(entry, self._copies, x)
+            return _OffloadedTensor(entry, self._copies, x)
 
     def _save(self, num_bytes: int) -> None:
         """Count saved bytes, and free as many of the block before."""
@@ -196,13 +196,19 @@ class _Block:
                 entry.fetch()
 
     def enter(self) -> None:
-        """Start copying back everything still on the host, at the first call."""
+        """Start copying back everything that is still on the host. Only the first call has an effect."""
         if not self._is_entered:
             self._is_entered = True
             self.fetch()
 
     def use(self, num_bytes: int, *, is_last: bool = True) -> None:
-        """Count the use of a storage; in the second half of this block, fetch twice as much of the block before."""
+        """Count the use of a storage in backward, and fetch storages of the block before.
+
+        In the second half of this block two bytes of the block before are fetched for each byte used.
+
+        Args:
+            is_last: no other tensor over the storage is still needed.
+        """
         # Bytes used by the current operation are still on the device, so they do not count yet.
         used_up = self._used
         if is_last:
@@ -216,10 +222,10 @@ class _Block:
 class _StayingBlock(_Block):
     """A block whose storages stay on the device; their use still fetches those of the block before."""
 
-    def keep(self, x: Tensor) -> SavedTensor:
+    def save_detached(self, x: Tensor) -> SavedTensor:
         """Return a holder that leaves a tensor on the device and reports its use."""
         memory = self._copies.memory_of(x)
-        num_bytes = 0 if memory is None or memory[0] in self._left else memory[1]
+        num_bytes = 0 if memory is None or memory[0] in self._excluded else memory[1]
         self._save(num_bytes)
         return _Watched(self, self._platform, x, num_bytes)
 
@@ -236,8 +242,11 @@ class _Watched(SavedReference):
         return super().get()
 
 
-class _Entry:
-    """One storage: the tensors over it while it is on the device, its host copy, and the storage copied back."""
+class _OffloadedStorage:
+    """One saved storage: first on the device with its tensors, then as a host copy, then copied back.
+
+    `finish` ends the first state and `fetch` starts the last one.
+    """
 
     def __init__(self, block: _Block, platform: Platform, copies: HostCopies, x: Tensor, num_bytes: int) -> None:
         self._block, self._platform, self._copies = block, platform, copies
@@ -250,16 +259,17 @@ class _Entry:
         self._users = 0
 
     def add(self, x: Tensor) -> None:
-        """Add a user, whose tensor must not be written while it is on the device."""
+        """Add a saved tensor over this storage. It must not be written while the storage is on the device."""
         self._users += 1
         self._sources.append(SavedReference(self._platform, x))
 
     @property
     def is_written(self) -> bool:
-        """True if a user's tensor was written while it was on the device."""
+        """True if one of the tensors was written while the storage was on the device."""
         return self._was_written or not all(source.is_unchanged for source in self._sources)
 
     def finish(self) -> None:
+        """Wait for the copy to the host, and free the storage on the device."""
         if not self._sources:
             return
         self._wait()
@@ -268,6 +278,7 @@ class _Entry:
         self._sources = []
 
     def fetch(self) -> None:
+        """Start copying the storage back to the device, unless it is there."""
         if not self._sources and self._fetched is None:
             # Waits here too: backward may run on another stream than the one on which `finish` waited.
             self._wait()
@@ -278,7 +289,8 @@ class _Entry:
             raise RuntimeError(MODIFIED.format(self._shape))
 
     def take(self) -> Tensor:
-        """Return the storage on the device for one of its users; it is released with the last one."""
+        """Return the storage on the device for one of its saved tensors. It is released with the last of them."""
+        # The first use in backward means that this block has been reached: all of it is needed now.
         self._block.enter()
         self._users -= 1
         self._block.use(self._num_bytes, is_last=self._users == 0)
@@ -295,10 +307,10 @@ class _Entry:
         return memory
 
 
-class _Offloaded:
-    """A holder for one tensor over the storage of an entry."""
+class _OffloadedTensor:
+    """The holder of one saved tensor: its storage, and its form (offset, shape, strides) within that."""
 
-    def __init__(self, entry: _Entry, copies: HostCopies, x: Tensor) -> None:
+    def __init__(self, entry: _OffloadedStorage, copies: HostCopies, x: Tensor) -> None:
         self._entry, self._copies, self._form = entry, copies, copies.form(x)
         entry.add(x)
 

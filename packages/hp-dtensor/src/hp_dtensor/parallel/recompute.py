@@ -39,7 +39,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.recording import located
 from hp_dtensor.tensor.dtensor import DTensor
 
-__all__ = ["KINDS", "checkpoint", "is_checkpointed", "noticed", "saved_result", "saved_value"]
+__all__ = ["KINDS", "checkpoint", "detect_checkpoint", "is_checkpointed", "saved_result", "saved_value"]
 
 
 Tensor = Any
@@ -122,6 +122,7 @@ class _Random:
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
+        """Note the state at the start of the block, unless the block draws no numbers."""
         self._before = self._platform.random_state()
         yield
         # Most functions draw no random numbers, and need no saved state.
@@ -130,6 +131,7 @@ class _Random:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
+        """Start the block in the noted state."""
         if self._before is None:
             yield
             return
@@ -170,7 +172,7 @@ def with_placeholders(call: CheckpointedCall, local: Tensor) -> Tensor:
         torch.Size([2])
     """
     placeholders = _Placeholders(call)
-    with call.platform.saving(placeholders.save, _get), saving_tensors(placeholders.keep):
+    with call.platform.saving(placeholders.save, _get), saving_tensors(placeholders.save_detached):
         return call.first(local)
 
 
@@ -192,12 +194,12 @@ class _Placeholders:
         """Return what autograd saves in place of `x`: a parameter itself, else a placeholder."""
         # Parameters exist anyway. A placeholder would only make backward recompute for them.
         if not (self._platform.is_leaf(x) and self._platform.requires_grad(x)):
-            return self.keep(x)
+            return self.save_detached(x)
         self._add(x, lambda: None)
         return SavedReference(self._platform, x)
 
-    def keep(self, x: Tensor) -> SavedTensor:
-        """Return a placeholder."""
+    def save_detached(self, x: Tensor) -> SavedTensor:
+        """Return a placeholder for a tensor outside the graph, or a leaf."""
         placeholder = _Placeholder(self)
         self._add(x, weakref.ref(placeholder))
         return placeholder
@@ -233,9 +235,10 @@ class _Placeholders:
             recomputation.forget()
 
     def _run(self, recomputation: _Recomputation) -> None:
+        """Call the function again, until the recomputation stops it."""
         try:
             leaf = self._call.leaf()
-            with self._platform.saving(recomputation.save, _get), saving_tensors(recomputation.keep):
+            with self._platform.saving(recomputation.save, _get), saving_tensors(recomputation.save_detached):
                 self._call.again(leaf)
         except Exception:
             # `_AllFilled`, or an error raised by a function that caught it.
@@ -293,9 +296,9 @@ class _Recomputation:
         self._saved.append(SavedReference(self._platform, x))
         with self._platform.no_grad():
             # Detached: the placeholder would hold the graph of the recomputation otherwise.
-            return self.keep(self._platform.detach(x))
+            return self.save_detached(self._platform.detach(x))
 
-    def keep(self, x: Tensor) -> SavedTensor:
+    def save_detached(self, x: Tensor) -> SavedTensor:
         index, self._index = self._index, self._index + 1
         # Shape, dtype and the position among saved values identify a saved tensor without comparing data.
         form = _form(self._call, x)
@@ -329,6 +332,7 @@ def _get(holder: SavedTensor) -> Tensor:
 
 
 def _form(call: CheckpointedCall, x: Tensor) -> Form:
+    """Return what a saved tensor of a recomputation is compared by: shape, dtype, number of values saved before it."""
     return tuple(x.shape), x.dtype, call.position
 
 
@@ -353,7 +357,7 @@ def as_one_node(call: CheckpointedCall, local: Tensor) -> Tensor:
         torch.Size([2])
     """
     # Refused in forward already: the backward to given inputs may not reach this node.
-    if _for_given_inputs.get():
+    if _backward_to_given_inputs.get():
         raise GradientPathError(_GIVEN_INPUTS)
     platform = call.platform
     leave: list[Callable[[Tensor], Tensor]] = []
@@ -387,17 +391,17 @@ def as_one_node(call: CheckpointedCall, local: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def for_given_inputs() -> Iterator[None]:
-    """Refuse `as_one_node` in the block, because the backward of its results will be to given inputs.
+def backward_to_given_inputs() -> Iterator[None]:
+    """State that the backward of forwards in the block will be to given inputs. `as_one_node` then raises in forward.
 
     If none of the inputs precedes the node, that backward does not reach it and could not raise the error itself.
     """
     # A context variable, for each simulated rank is a thread, and async code may interleave.
-    token = _for_given_inputs.set(True)
+    token = _backward_to_given_inputs.set(True)
     try:
         yield
     finally:
-        _for_given_inputs.reset(token)
+        _backward_to_given_inputs.reset(token)
 
 
 _GIVEN_INPUTS = (
@@ -405,11 +409,13 @@ _GIVEN_INPUTS = (
     "function of hp_dtensor.parallel.recompute.checkpoint. It would miss the gradients of parameters inside, which "
     "would be left in their grad. Use platform.backward(loss) and read grad, or leave checkpoint out"
 )
-_for_given_inputs: ContextVar[bool] = ContextVar("hp_dtensor.parallel.recompute.for_given_inputs", default=False)
+_backward_to_given_inputs: ContextVar[bool] = ContextVar(
+    "hp_dtensor.parallel.recompute.backward_to_given_inputs", default=False
+)
 
 
 def _end_of(platform: Platform, y: Tensor, grad: Tensor) -> Tensor:
-    """Return a scalar without the data of `y`, whose backward continues with `grad` as the gradient of `y`."""
+    """Return a scalar whose backward passes `grad` to `y`. The scalar does not hold the data of `y`."""
     # float32 for the scalar's own gradient, which is ignored: MindSpore's CPU cannot make ones of bfloat16.
     return platform.custom_function(lambda y: platform.zeros((), platform.dtype("float32")), lambda _: grad, y)
 
@@ -457,13 +463,13 @@ def is_checkpointed() -> bool:
 
 
 @contextlib.contextmanager
-def noticed() -> Iterator[Callable[[], bool]]:
+def detect_checkpoint() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether `checkpoint` was used in the block with recording.
 
     Example:
         >>> x = platform.from_numpy(np.zeros(2, np.float32))
         >>> platform.set_requires_grad(x, True)
-        >>> with noticed() as is_recomputed:
+        >>> with detect_checkpoint() as is_recomputed:
         ...     _ = checkpoint(platform.ops.silu, x, platform=platform)
         >>> is_recomputed()
         True
@@ -477,4 +483,4 @@ def noticed() -> Iterator[Callable[[], bool]]:
         _calls.reset(token)
 
 
-_calls: ContextVar[list[int] | None] = ContextVar("hp_dtensor.parallel.recompute.noticed", default=None)
+_calls: ContextVar[list[int] | None] = ContextVar("hp_dtensor.parallel.recompute.detect_checkpoint", default=None)

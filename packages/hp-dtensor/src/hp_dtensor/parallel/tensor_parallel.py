@@ -32,8 +32,8 @@ Tensor = Any
 Module = Any
 
 
-def bring(x: Any, mesh: DeviceMesh, given: Placement, desired: Placement) -> Any:
-    """Return `x` as a DTensor with placement `desired` on a 1-D mesh.
+def to_placement(x: Any, mesh: DeviceMesh, given: Placement, desired: Placement) -> Any:
+    """Return `x` as a DTensor redistributed to placement `desired` on a 1-D mesh.
 
     Args:
         x: a DTensor, or a plain tensor that is this rank's shard of one placed as `given`. The global length of the
@@ -140,7 +140,7 @@ class _ShardedLayer(ParallelStyle):
         given, wanted, result = self._boundary(module)
 
         def before(m: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            return (bring(first_input(m, args), device_mesh, given, wanted), *args[1:]), kwargs
+            return (to_placement(first_input(m, args), device_mesh, given, wanted), *args[1:]), kwargs
 
         # A replicated input of a column-wise layer gets a different gradient from each rank's columns. The varying view
         # that `linear` takes of it sums them, so no hook of the backward is needed here.
@@ -240,7 +240,7 @@ class SequenceParallel(ParallelStyle):
         sharding = self.sequence_sharding
 
         def input_fn(m: Module, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-            return (bring(first_input(m, args), mesh, sharding, sharding), *args[1:])
+            return (to_placement(first_input(m, args), mesh, sharding, sharding), *args[1:])
 
         def output_fn(m: Module, output: Any, mesh: DeviceMesh) -> Any:
             return output.to_local() if self.use_local_output else output
@@ -439,7 +439,7 @@ def _placed(x: Any, mesh: DeviceMesh, ways: tuple[Placement | None, Placement | 
     given, desired = ways
     if given is None or desired is None:
         return x
-    x = bring(x, mesh, given, desired)
+    x = to_placement(x, mesh, given, desired)
     return x.to_local() if local else x
 
 

@@ -93,8 +93,9 @@ class AcrossPlan:
 
     @functools.cached_property
     def _recipe(self) -> Recipe:
-        """How the result is assembled. The messages fill the cells of a grid, because owners shard each dimension alike
-        for all others.
+        """How the result is assembled from the messages.
+
+        The messages fill the cells of a grid: along each dimension, all owners split the result at the same indices.
         """
         shape = self.after.source.local_shape
         # No message is received, and the grid would have no cell.
@@ -105,7 +106,7 @@ class AcrossPlan:
             sorted((run, runs) for runs in {regions[dim] for regions in owners} for run in runs)
             for dim in range(len(shape))
         ]
-        return grid_recipe(runs_by_dim, functools.partial(_message_region, owners))
+        return grid_recipe(runs_by_dim, functools.partial(_cell_recipe, owners))
 
     # Senders and receivers ----------------------------------------------------------------------------------
 
@@ -117,7 +118,7 @@ class AcrossPlan:
         if source.mesh.get_coordinate() is None:
             return result
         held = source.ranges()
-        for receiver, wanted in self._wanting.items():
+        for receiver, wanted in self._target_ranges.items():
             common = tuple(_common(a, b) for a, b in zip(wanted, held, strict=True))
             if all(common) and me == self._sender(receiver, source.mesh.get_coordinate()):
                 runs = tuple(runs_in(a, b) for a, b in zip(common, held, strict=True))
@@ -128,7 +129,7 @@ class AcrossPlan:
     def _receives(self) -> dict[int, Region]:
         """The regions of this rank's result, by the group rank of their sender."""
         me = self.source.mesh.world.rank
-        wanted = self._wanting.get(me)
+        wanted = self._target_ranges.get(me)
         result: dict[int, Region] = {}
         for coordinate, held in self._owners if wanted is not None else ():
             assert wanted is not None
@@ -143,22 +144,22 @@ class AcrossPlan:
     def _elements(self) -> int:
         """Number of elements that all ranks together receive from others."""
         total = 0
-        for receiver, wanted in self._wanting.items():
+        for receiver, wanted in self._target_ranges.items():
             for coordinate, held in self._owners:
                 if self._sender(receiver, coordinate) != receiver:
                     total += math.prod(size_of(_common(a, b)) for a, b in zip(wanted, held, strict=True))
         return total
 
     @functools.cached_property
-    def _wanting(self) -> dict[int, tuple[Ranges, ...]]:
-        """The index ranges that each rank of the target's mesh will hold, without empty ranks."""
+    def _target_ranges(self) -> dict[int, tuple[Ranges, ...]]:
+        """Global rank -> the index ranges that it will hold after the exchange, for ranks that will hold elements."""
         spec = self.after.source
         held = {spec.mesh.rank_at(where): spec.ranges(where) for where in _coordinates(spec.mesh.shape)}
         return {rank: ranges for rank, ranges in held.items() if all(ranges)}
 
     @functools.cached_property
     def _owners(self) -> list[tuple[tuple[int, ...], tuple[Ranges, ...]]]:
-        """One mesh coordinate for each distinct shard of the source, with the index ranges of the shard."""
+        """The distinct shards of the source: (coordinate of the first replica, index ranges)."""
         spec = self.before.target
         choices = [
             range(n) if p.is_shard() else range(1) for n, p in zip(spec.mesh.shape, spec.placements, strict=True)
@@ -241,8 +242,8 @@ def _common(first: Ranges, second: Ranges) -> Ranges:
     return tuple((start, stop) for start, stop in pairs if start < stop)
 
 
-def _message_region(owners: dict[tuple[Runs, ...], int], chosen: tuple[tuple[tuple[int, int], Runs], ...]) -> Recipe:
-    """Return the recipe for one run per dimension of the result."""
+def _cell_recipe(owners: dict[tuple[Runs, ...], int], chosen: tuple[tuple[tuple[int, int], Runs], ...]) -> Recipe:
+    """Return the recipe for one cell of the result, given by one run per dimension: a region of one message."""
     within = [((sum(n for start, n in runs if start < offset), length),) for (offset, length), runs in chosen]
     sizes = [sum(length for _, length in runs) for _, runs in chosen]
     return FromMessage(owners[tuple(runs for _, runs in chosen)], Region(within, sizes))

@@ -97,7 +97,7 @@ def _collect(steps: Sequence[Collective], locals_: Sequence[Tensor]) -> list[Ten
     results, start = [], 0
     for step, shape in zip(steps, shapes, strict=True):
         length = math.prod(shape) // num_blocks
-        blocks_of_step = _own(platform, ops.narrow(received, 1, start, length))
+        blocks_of_step = _owned_copy(platform, ops.narrow(received, 1, start, length))
         results.append(step.unpack(ops.reshape(blocks_of_step, step.output_shape(shape))))
         start += length
     return results
@@ -124,13 +124,16 @@ def _exchange(steps: Sequence[Exchange], locals_: Sequence[Tensor]) -> list[Tens
         for i, peer, shape in step.incoming:
             numel = math.prod(shape)
             received[peer] = platform.ops.reshape(
-                _own(platform, platform.ops.narrow(receives[i], 0, passed[i], numel)), shape
+                _owned_copy(platform, platform.ops.narrow(receives[i], 0, passed[i], numel)), shape
             )
             passed[i] += numel
         results.append(step.assemble(local, received))
     return results
 
 
-def _own(platform: Platform, view: Tensor) -> Tensor:
-    """Return a contiguous copy, so that a result does not keep the bucket alive or share its version counter."""
+def _owned_copy(platform: Platform, view: Tensor) -> Tensor:
+    """Return a contiguous copy of a view of a bucket.
+
+    The result then neither keeps the bucket alive nor shares its version counter.
+    """
     return platform.contiguous(platform.ops.clone(view))

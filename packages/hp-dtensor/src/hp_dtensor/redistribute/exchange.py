@@ -84,11 +84,12 @@ def runs_in(ranges: Ranges, held: Ranges) -> Runs:
 
 
 def size_of(ranges: Ranges) -> int:
+    """Return the number of indices in the ranges."""
     return sum([stop - start for start, stop in ranges])
 
 
 class Recipe(Protocol):
-    """How a tensor is assembled from received ones."""
+    """How a tensor is assembled from received messages."""
 
     def make(self, platform: Platform, received: Received, like: Tensor) -> Tensor:
         """Return the tensor, with the dtype and on the device of `like`."""
@@ -187,7 +188,7 @@ def exchange_messages(ownership: Ownership, me: Coordinate) -> Messages:
     own = None
     by_dim = [dict.fromkeys(run.owner for run in dim_runs if run.owner is not None) for dim_runs in runs]
     for owners in itertools.product(*by_dim):
-        owner = _by_axis(ownership.owner_axes, owners)
+        owner = _coordinates_by_axis(ownership.owner_axes, owners)
         if ownership.owns(me, owner):
             own = _staying_region(ownership, me, owned, held)
             found[owners] = me, own.shape
@@ -198,14 +199,17 @@ def exchange_messages(ownership: Ownership, me: Coordinate) -> Messages:
             )
             found[owners] = ownership.sender(me, owner), tuple(lengths)
     receives = {sender: sizes for sender, sizes in found.values() if sender != me}
-    return Messages(sends, receives, own, grid_recipe(runs, functools.partial(_message_region, found)))
+    return Messages(sends, receives, own, grid_recipe(runs, functools.partial(_cell_recipe, found)))
 
 
 _MessagesByOwners = dict[tuple[Owner, ...], tuple[Coordinate, tuple[int, ...]]]
 
 
-def _message_region(found: _MessagesByOwners, chosen: tuple[OwnedRun, ...]) -> Recipe:
-    """Return the recipe for one run per dimension."""
+def _cell_recipe(found: _MessagesByOwners, chosen: tuple[OwnedRun, ...]) -> Recipe:
+    """Return the recipe for one cell of the result, given by one run per dimension.
+
+    It is a region of one message, or zeros if the run of any dimension has no owner.
+    """
     owners = tuple(run.owner for run in chosen if run.owner is not None)
     if len(owners) < len(chosen):
         return Zeros(tuple(run.length for run in chosen))
@@ -220,6 +224,7 @@ def reduction_regions(ownership: Ownership, me: Coordinate) -> dict[Coordinate, 
     sizes = [size_of(ranges) for ranges in held]
     choices = [range(n) if a in ownership.reduced_axes else (me[a],) for a, n in enumerate(ownership.mesh_shape)]
     result: dict[Coordinate, Region | None] = {}
+    # The rows name the owners along all reduced axes, so they are computed once for all members.
     for member in itertools.product(*choices):
         ranges = [_owned_ranges(ownership, member, dim, dim_rows) for dim, dim_rows in enumerate(rows)]
         region = Region([runs_in(a, b) for a, b in zip(ranges, held, strict=True)], sizes)
@@ -250,9 +255,10 @@ def _outgoing_regions(
     result = {}
     for targets in itertools.product(*wanted):
         region = None
-        for receiver in ownership.receivers(me, _by_axis(ownership.target_axes, targets)):
+        for receiver in ownership.receivers(me, _coordinates_by_axis(ownership.target_axes, targets)):
             if ownership.owns(receiver, here) or ownership.sender(receiver, here) != me:
                 continue
+            # Receivers with equal target coordinates need the same rows, so they share one region.
             if region is None:
                 ranges = [join_ranges(by[target]) for by, target in zip(wanted, targets, strict=True)]
                 runs = [runs_in(a, b) for a, b in zip(ranges, held, strict=True)]
@@ -300,8 +306,13 @@ def _staying_region(
     return Region(result, [size_of(ranges) for ranges in held])
 
 
-def _by_axis(axes: Sequence[Sequence[int]], coordinates: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Return the coordinate on each axis from the axes and the coordinates of each dimension."""
+def _coordinates_by_axis(axes: Sequence[Sequence[int]], coordinates: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Return mesh axis -> coordinate.
+
+    Args:
+        axes: per tensor dimension, the mesh axes that shard it.
+        coordinates: per tensor dimension, the coordinates on these axes.
+    """
     return {
         a: c
         for dim_axes, dim_coordinates in zip(axes, coordinates, strict=True)

@@ -1,9 +1,10 @@
-"""Direct exchange on paper: how many elements it sends, and which rank owns, sends and receives each of them.
+"""The plan of a direct exchange: the number of elements sent, and the rank that owns, sends and receives each of them.
 
 Before a direct exchange every element of the full tensor has one owner. It is found from the coordinates on the axes
 that shard the source; the other axes hold replicas of it. Partial results are first summed up by their owners. A
 receiver that can choose between several replicas takes the one on its own line of the mesh or, where several receivers
-need the same elements, they take turns. Sender and receiver compute this alike, so no message announces another one.
+need the same elements, they take turns. Sender and receiver compute the same
+assignment, so no message has to announce another one.
 """
 
 from __future__ import annotations
@@ -180,12 +181,12 @@ class Ownership:
         return outer[0] == outer[1]
 
     def rows_wanted(self, coordinate: Coordinate) -> list[list[Row]]:
-        """Return, per dimension, the rows that the rank at `coordinate` will hold, of all owners."""
+        """Return, per dimension, the rows that the target places on the rank at `coordinate`, each with its owner."""
         fixed = self._fixed(coordinate, self.moving_axes)
         return self._rows(fixed, dict(enumerate(coordinate)) if not self._split_axes else fixed)
 
     def rows_owned(self, coordinate: Coordinate) -> list[list[Row]]:
-        """Return, per dimension, the rows that the rank at `coordinate` owns, for all receivers."""
+        """Return, per dimension, the rows that the rank at `coordinate` owns, each with its receiver."""
         fixed = self._fixed(coordinate, self.moving_axes)
         if self._split_axes:
             return self._rows(fixed, fixed)
@@ -193,15 +194,20 @@ class Ownership:
         return self._rows(own, fixed | {a: own[a] for a in self._from_target})
 
     def rows_partial(self, coordinate: Coordinate) -> list[list[Row]]:
-        """Return, per dimension, the partial results of this rank with their owners along the reduced axes."""
+        """Return, per dimension, the rows of this rank's partial results, with their owners along the reduced axes."""
         fixed = self._fixed(coordinate, self.reduced_axes)
         return self._rows(fixed, {a: c for a, c in fixed.items() if a in self._from_target or self._is_inert(a)})
 
     def _fixed(self, coordinate: Coordinate, moving: Sequence[int]) -> dict[int, int]:
+        """Return axis -> coordinate for all axes but `moving`."""
         return {a: c for a, c in enumerate(coordinate) if a not in moving}
 
     def _rows(self, source: Mapping[int, int], target: Mapping[int, int]) -> list[list[Row]]:
-        """Return, per dimension, the rows of ranks with the given coordinates in the source and in the target."""
+        """Return, per dimension, the rows that ranks at the given coordinates hold in the source and in the target.
+
+        Args:
+            source, target: axis -> coordinate. Axes that are missing stand for all their coordinates.
+        """
         result = []
         for dim, size in enumerate(self.shape):
             first = segments(size, shardings_of(self.source, dim), self.mesh_shape, source)
@@ -220,6 +226,8 @@ class Ownership:
 
     def _split_rows(self, rows: Sequence[Row], fixed: Mapping[int, int]) -> list[Row]:
         """Return the rows with each owner's range split evenly over the axes that nothing else divides."""
+        # Split per owner and not per row: the target may divide an owner's range into many rows, wherever the even
+        # split ends.
         held: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
         for start, stop, owner, _ in rows:
             held[owner].append((start, stop))
@@ -245,7 +253,7 @@ class Ownership:
         return [join_ranges([(start, stop) for start, stop, _ in found]) for found in held]
 
     def owns(self, coordinate: Coordinate, owner: Mapping[int, int]) -> bool:
-        """Return whether the rank at `coordinate` holds what the owners with these coordinates hold."""
+        """Return whether the rank at `coordinate` is the owner at the coordinates `owner` (axis -> coordinate)."""
         return all(coordinate[a] == c for a, c in owner.items()) and self.holds_any(coordinate)
 
     def holds_any(self, coordinate: Coordinate) -> bool:
@@ -261,7 +269,7 @@ class Ownership:
         )
 
     def sender(self, receiver: Coordinate, owner: Mapping[int, int]) -> Coordinate:
-        """Return the rank that sends to `receiver` what the owners with these coordinates hold."""
+        """Return the rank that sends `receiver` the rows of the owner at coordinates `owner` (axis -> coordinate)."""
         result = list(receiver)
         for axis, coordinate in owner.items():
             result[axis] = coordinate
@@ -278,7 +286,7 @@ class Ownership:
         return tuple(result)
 
     def receivers(self, sender: Coordinate, wanted: Mapping[int, int]) -> Iterator[Coordinate]:
-        """Yield the ranks at the target coordinates `wanted` to which `sender` may have to send."""
+        """Yield the ranks to which `sender` may have to send the rows of the target coordinates `wanted`."""
         choices: list[Sequence[int]] = []
         for axis, own in enumerate(sender):
             if axis in wanted:

@@ -66,6 +66,7 @@ class Step(ABC):
 
     @property
     def group(self) -> ProcessGroup:
+        """Return the group of the ranks that communicate in this step."""
         return self.mesh.group_over(self.axes)
 
     @property
@@ -74,6 +75,7 @@ class Step(ABC):
 
     @property
     def coordinate(self) -> tuple[int, ...]:
+        """Return the mesh coordinate of this rank, which is inside the mesh."""
         coordinate = self.mesh.get_coordinate()
         assert coordinate is not None
         return coordinate
@@ -92,6 +94,7 @@ class Scale(Step):
 
 
 def scaled(platform: Platform, x: Tensor, up: int, down: int) -> Tensor:
+    """Return `x * up / down`; factors of 1 cost nothing."""
     if up != 1:
         x = platform.ops.mul(x, up)
     return x if down == 1 else platform.ops.div(x, down)
@@ -119,7 +122,7 @@ class Stage:
     Attributes:
         op: the reduction of partial results (`sum` for averages too).
         factors: (multiplier, divisor) that convert the sums computed by the steps to averages or back.
-        replan: plans the redistribution of gradients.
+        replan: function that plans the redistribution of a gradient.
     """
 
     source: TensorSpec
@@ -244,7 +247,7 @@ class RedistributePlan:
 
     def run(self, local: Tensor) -> Tensor:
         """Return this rank's `local` (plain) redistributed; differentiable."""
-        if self.is_elsewhere:
+        if self.is_outside_mesh:
             return local
         platform = self.source.mesh.platform
         if platform.is_meta(local):
@@ -280,7 +283,7 @@ class RedistributePlan:
 
     def run_backward(self, grad: Tensor) -> Tensor:
         """Return the gradient of the input of `run_data` from that of its result. Not for a plan that `selects`."""
-        if self.is_elsewhere:
+        if self.is_outside_mesh:
             return grad
         for stage in reversed(self.stages):
             grad = stage.run_backward(grad)
@@ -293,21 +296,24 @@ class RedistributePlan:
 
     def run_data(self, local: Tensor) -> Tensor:
         """Return this rank's `local` (plain) redistributed, without gradient."""
-        if self.is_elsewhere:
+        if self.is_outside_mesh:
             return local
         for stage in self.stages:
             local = stage.run_data(local)
         return local
 
     @property
-    def is_elsewhere(self) -> bool:
-        """Return whether this rank is outside the mesh and holds nothing."""
+    def is_outside_mesh(self) -> bool:
+        """Return whether this rank is outside the mesh, so that it holds no data."""
         return self.source.mesh.get_coordinate() is None
 
     # Results that each rank uses differently ----------------------------------------------------------------
 
     def varies_cheaply(self, axes: tuple[int, ...]) -> bool:
-        """Return whether `run_varying` saves bytes: the plan gathers over one of `axes` and reduces over none."""
+        """Return whether `run_varying` sends fewer bytes in backward than a varying view of the gathered result.
+
+        It does if the plan gathers over one of `axes` and has no partial results.
+        """
         return (
             self.may_vary_cheaply
             and all(self.target.placements[a].is_replicate() for a in axes)
@@ -316,7 +322,7 @@ class RedistributePlan:
 
     @functools.cached_property
     def may_vary_cheaply(self) -> bool:
-        """Whether `varies_cheaply` holds for some axes."""
+        """Whether there are axes for which `varies_cheaply` is true."""
         pairs = list(zip(self.source.placements, self.target.placements, strict=True))
         gathers = any(s.is_shard() and t.is_replicate() for s, t in pairs)
         return gathers and not any(isinstance(p, Partial) for pair in pairs for p in pair)

@@ -238,6 +238,7 @@ class _StagePlanner:
 
     def _exact_volume(self, source: Placements, target: Placements, otherwise: int) -> int:
         """Return the elements that all ranks send if the ragged sizes are equal on all lines, else `otherwise`."""
+        # Along an axis that stays replicated or partial every rank sends the same amount, so one of them is counted.
         unchanged = [s == t and not s.is_shard() for s, t in zip(source, target, strict=True)]
         ranks = [1 if same else n for n, same in zip(self.mesh_shape, unchanged, strict=True)]
         try:

@@ -50,6 +50,7 @@ def cheapest_moves(problem: Problem, source: Placements, by_bytes: bool) -> tupl
     Args:
         by_bytes: minimize bytes and then time; otherwise time alone.
     """
+    # Tickets break ties: heap entries must never be compared by their placements, which have no order.
     ticket = itertools.count()
     queue: list[tuple[tuple[float, ...], int, Placements, tuple[Move, ...]]] = [((0.0, 0, 0, 0), 0, source, ())]
     done: set[Placements] = set()
@@ -68,6 +69,7 @@ def cheapest_moves(problem: Problem, source: Placements, by_bytes: bool) -> tupl
             if arrival in done or (by_bytes and spent + problem.least(arrival).total > problem.least(state).total):
                 continue
             heapq.heappush(queue, (_add(cost, moves, problem.seconds), next(ticket), arrival, (*path, *moves)))
+    # Too many states on a mesh of many axes: the direct exchange sends the fewest bytes, though perhaps not fastest.
     return problem.direct(source)
 
 

@@ -27,6 +27,8 @@ Coordinate = tuple[int, ...]
 
 
 class _Mode(threading.local):
+    """The number of `check_mode` blocks that this thread is in."""
+
     def __init__(self) -> None:
         self.depth = 0
 
@@ -93,6 +95,7 @@ def check_alike(mesh: DeviceMesh, what: str, facts: Sequence[str]) -> None:
 
     Ranks exchange a digest, and the descriptions themselves only if digests differ.
     """
+    # A rank outside the mesh is in no group with the others, and no rank waits for it.
     if mesh.get_coordinate() is None or mesh.size() == 1:
         return
     # One digest of all descriptions: the usual case, in which nothing differs, costs one short exchange.
@@ -224,6 +227,7 @@ def _summed(mine: _Local, shards: Mapping[Coordinate, _Local], placements: Seque
         return tuple(shape)
     for dim in range(len(shape)):
         axes = [axis for axis, placement in enumerate(placements) if placement.is_shard(dim)]
+        # One line of ranks: the sizes along the axes that shard the dimension, at coordinate 0 of all others.
         same_elsewhere = [
             shard for shard in shards.values() if all(axis in axes or c == 0 for axis, c in enumerate(shard.coordinate))
         ]
@@ -255,6 +259,7 @@ def _check_replicas(placements: Sequence[Placement], shards: Mapping[Coordinate,
     if len(dtypes) > 1:
         raise RankMismatchError(f"shards of one tensor have different dtypes: {_ranks_and_facts(dtypes)}")
     problems = []
+    # Each replica is compared with the first one of its own line, not with all others: O(ranks * axes).
     for axis, placement in enumerate(placements):
         if not placement.is_replicate():
             continue
@@ -275,7 +280,7 @@ def require_same(what: str, spec: TensorSpec, more: str = "") -> None:
     One exchange of a few bytes, and a second one of the full descriptions only if ranks differ.
 
     Args:
-        more: a further text that must be equal.
+        more: a text that must be equal on all ranks too, appended to the description.
 
     Raises:
         RankMismatchError: they differ. Raised on every rank of the mesh, with the ranks and what each has.
@@ -292,12 +297,13 @@ def reporting_failure(mesh: DeviceMesh, what: str, exchanges: bool = True) -> It
     its text. If all ranks raise the same error, each raises its own.
 
     Args:
-        exchanges: whether a `require_same` follows the block.
+        exchanges: whether a `require_same` follows the block; if not, no rank waits, and nothing is reported.
     """
     try:
         yield
     except Exception as error:
         if exchanges:
+            # The same exchange as in the `require_same` that this rank does not reach, with its error as description.
             with contextlib.suppress(Exception):  # this rank raises its own error instead
                 _require_same_fact(mesh, what, _failure(error))
         raise

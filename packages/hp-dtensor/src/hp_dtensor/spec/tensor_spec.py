@@ -121,9 +121,12 @@ class TensorSpec:
         Args:
             local: the strides of the shard.
         """
+        # Row-major strides, for shards whose own strides say nothing.
         packed = [math.prod(self.shape[dim + 1 :]) for dim in range(self.ndim)]
         result = list(local)
         grown, shrunk = 1, 1  # global and local number of elements of the dimensions with smaller strides
+        # From the fastest dimension to the slowest. A dimension's stride grows by the ratio of global to local size of
+        # all faster dimensions.
         for dim in sorted(range(self.ndim), key=lambda dim: (local[dim], -dim)):
             # An empty shard has no memory order, and for a view of a larger tensor the strides may not be integers.
             if not shrunk or local[dim] * grown % shrunk:
@@ -244,7 +247,7 @@ def join_ranges(ranges: Sequence[tuple[int, int]]) -> Ranges:
 
 
 def _take(ranges: Ranges, begin: int, end: int) -> list[tuple[int, int]]:
-    """Return the ranges of the elements at positions [begin, end) of the concatenated `ranges`."""
+    """Slice concatenated ranges: return the ranges of their elements number `begin` to `end`."""
     result, passed = [], 0
     for start, stop in ranges:
         low, high = max(begin - passed, 0), min(end - passed, stop - start)

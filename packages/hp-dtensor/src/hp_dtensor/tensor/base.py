@@ -78,6 +78,7 @@ class PendingDTensor:
 
     def __getattribute__(self, name: str) -> Any:
         known = object.__getattribute__(self, "__dict__")
+        # `isinstance` reads `__class__`, and code that must not wait reads `__dict__`.
         if "_arrive" in known and name not in ("__class__", "__dict__"):
             fact = object.__getattribute__(self, "facts").get(name)
             if fact is not None:
@@ -105,13 +106,19 @@ def set_pending(x: Any, arrive: Callable[[Any], None]) -> None:
 
 
 def _wait_for(x: Any, known: dict[str, Any]) -> None:
+    """Wait for the data of a pending DTensor, and make it one of the platform's class.
+
+    Args:
+        known: the attributes of `x`, read without waiting.
+    """
+    # Removed and with its final class first: `arrive` reads attributes of `x`, which must not wait again.
     arrive = known.pop("_arrive")
     pending = type(x)
     object.__setattr__(x, "__class__", next(base for base in pending.__bases__ if base is not PendingDTensor))
     try:
         arrive(x)
     except BaseException as error:
-        # The memory holds no data. Every later access raises the same error again.
+        # The memory holds no data, so the tensor stays pending and every later access raises the same error.
         object.__setattr__(x, "__class__", pending)
         known["_arrive"] = _raising(error)
         raise

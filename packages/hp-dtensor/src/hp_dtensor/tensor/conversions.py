@@ -19,7 +19,7 @@ from hp_dtensor.spec import rank_checks
 from hp_dtensor.spec.placements import Placement, RaggedShard, Shard, StridedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec, grad_spec, normalize_placements
 from hp_dtensor.tensor.base import DTensorBase
-from hp_dtensor.tensor.gradients import gradient_placed, with_grad_plan
+from hp_dtensor.tensor.gradients import checked_grad_spec, with_redistributed_grad
 from hp_dtensor.tensor.redistribution import Placements, placements_on, redistribute, replicated_on
 
 Tensor = Any
@@ -185,14 +185,14 @@ def from_local(
     if stride is not None:
         _check_stride(spec, local, shape is not None, tuple(stride))
     if grad_placements is not None:
-        arriving, wanted = grad_spec(spec), gradient_placed("from_local", spec, grad_placements)
+        arriving, wanted = grad_spec(spec), checked_grad_spec("from_local", spec, grad_placements)
         # A replicated gradient is not turned into a partial one: code that asks for a partial gradient sums over the
         # ranks itself, and gets each rank's own gradient, as in torch.
         placed = [
             a if a.is_replicate() and w.is_partial() else w
             for a, w in zip(arriving.placements, wanted.placements, strict=True)
         ]
-        local = with_grad_plan(platform, local, arriving, wanted.with_placements(placed))
+        local = with_redistributed_grad(platform, local, arriving, wanted.with_placements(placed))
     return platform.wrap(local, spec)
 
 
@@ -216,8 +216,8 @@ def to_local(x: Any, grad_placements: Placements | None = None) -> Tensor:
     local = platform.unwrap(x)
     if grad_placements is None:
         return local
-    arriving = gradient_placed("to_local", spec, grad_placements)
-    return with_grad_plan(platform, local, arriving, grad_spec(spec))
+    arriving = checked_grad_spec("to_local", spec, grad_placements)
+    return with_redistributed_grad(platform, local, arriving, grad_spec(spec))
 
 
 def full_tensor(x: Any, grad_placements: Placements | None = None) -> Tensor:

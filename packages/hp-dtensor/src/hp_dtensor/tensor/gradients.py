@@ -42,11 +42,12 @@ def lost_hooks(platform: Platform, name: str, parameter: Tensor) -> str | None:
     )
 
 
-def check_reached(what: str, weights: Sequence[Any]) -> None:
-    """Check that autograd computes the gradients of the weights.
+def check_autograd_reaches(what: str, weights: Sequence[Any]) -> None:
+    """Check that autograd itself computes the gradients of the weights.
 
     Raises:
-        GradientPathError: it does not for those of `fully_shard`, because forward computes with other tensors.
+        GradientPathError: it does not for parameters of `fully_shard`: forward computes with their unsharded copies,
+            and the gradients are set at the end of backward.
     """
     sources = [x._gradient_from for x in weights if isinstance(x, DTensorBase) and x._gradient_from]
     if sources:
@@ -57,10 +58,10 @@ def check_reached(what: str, weights: Sequence[Any]) -> None:
 
 
 def as_replicated(spec: TensorSpec, grad: Tensor) -> Tensor:
-    """Return the local gradient of a value of `spec`, such that second derivatives count it once.
+    """Return the local gradient of a partial sum, which is equal on all ranks, as a replicated tensor.
 
-    The gradient of a partial sum is equal on all ranks. A second derivative sums over the ranks, so it must pass
-    through one of these copies only.
+    Its own gradient, in a second derivative, arrives on every rank and is summed over them. So it passes to the first
+    rank's copy only, and counts once.
     """
     axes = _summed_axes(spec, grad)
     if not axes:
@@ -71,7 +72,10 @@ def as_replicated(spec: TensorSpec, grad: Tensor) -> Tensor:
 
 
 def as_contributed(spec: TensorSpec, grad: Tensor) -> Tensor:
-    """Return the gradient of a sum as that of every rank's contribution: the dual of `as_replicated`."""
+    """Return the replicated gradient of a partial sum as that of each rank's contribution: the dual of `as_replicated`.
+
+    Its own gradient, in a second derivative, is summed over the ranks.
+    """
     axes = _summed_axes(spec, grad)
     return collectives.vary(grad, [spec.mesh.group_over(axes)]) if axes else grad
 
@@ -107,7 +111,7 @@ def check_gradient(spec: TensorSpec, value: Tensor) -> TensorSpec:
     return wanted
 
 
-def gradient_placed(what: str, spec: TensorSpec, grad_placements: Sequence[Placement]) -> TensorSpec:
+def checked_grad_spec(what: str, spec: TensorSpec, grad_placements: Sequence[Placement]) -> TensorSpec:
     """Return the spec of a gradient with `grad_placements` for local shards of `spec`.
 
     Raises:
@@ -124,8 +128,8 @@ def gradient_placed(what: str, spec: TensorSpec, grad_placements: Sequence[Place
     return wanted
 
 
-def differentiated(output: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Convert an output and its gradient, which may be DTensors, to the plain tensors to call backward with.
+def plain_backward_arguments(output: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return an output and its gradient, which may be DTensors, as plain tensors to call the framework's backward with.
 
     Raises:
         PlacementError: the gradient has another shape than the output, or a plain gradient than its shard.
@@ -154,8 +158,8 @@ def differentiated(output: Tensor, gradient: Tensor | None) -> tuple[Tensor, Ten
         return platform.unwrap(output), gradient
 
 
-def with_grad_plan(platform: Any, local: Tensor, arriving: TensorSpec, wanted: TensorSpec) -> Tensor:
-    """Return `local` with its gradient redistributed from `arriving` to `wanted`."""
+def with_redistributed_grad(platform: Any, local: Tensor, arriving: TensorSpec, wanted: TensorSpec) -> Tensor:
+    """Return `local` with a backward that redistributes its gradient from `arriving` to `wanted`."""
     if arriving is wanted:
         return local
     plan = plan_between(arriving, wanted, platform.itemsize(arriving.dtype))

@@ -96,6 +96,7 @@ def materialize(
     for path, owner in list(chosen.named_modules(module)):
         for name, old in list(chosen.named_parameters(owner, recurse=False, remove_duplicate=False)):
             if chosen.is_meta(old):
+                # By identity, and under every name: a tied parameter stays one parameter.
                 if id(old) not in made:
                     made[id(old)] = _with_memory(chosen, old, device)
                 chosen.set_parameter(owner, name, made[id(old)])
@@ -163,6 +164,7 @@ class Uniform(Distribution):
     high: float
 
     def values(self, words: Array) -> Array:
+        # The upper 53 bits, because a float64 has no more: the factor is exact and below 1.
         return self.low + (self.high - self.low) * (words >> numpy.uint64(11)) * 2.0**-53
 
 
@@ -269,6 +271,7 @@ def _words(
     if not shape:
         yield (), _run(key, 0, 1)[0]
         return
+    # An element's word is that of its index in the row-major order of the full tensor.
     row = math.prod(shape[1:])
     if extent[1:] == shape[1:]:
         rows = max(1, _BLOCK_WORDS // max(row, 1))
@@ -278,6 +281,8 @@ def _words(
             yield slice(start, start + count), words.reshape(count, *shape[1:])
         return
     inner = tuple(slice(o, o + e) for o, e in zip(offset[1:], extent[1:], strict=True))
+    # Counters are consecutive within a row only. Starting at the box's second dimension bounds the waste by the inner
+    # dimensions, which are then sliced.
     first, last = offset[1], offset[1] + extent[1]
     line = math.prod(shape[2:])
     for index in range(extent[0]):
@@ -287,6 +292,7 @@ def _words(
 
 def _run(key: tuple[int, int], start: int, count: int) -> Array:
     """Return words start .. start+count of the stream of a key. Philox generates four words per counter."""
+    # A counter-based generator starts anywhere in O(1). The four words of the first counter may start before `start`.
     generator = numpy.random.Philox(
         key=numpy.array(key, numpy.uint64), counter=numpy.array([start // 4, 0, 0, 0], numpy.uint64)
     )

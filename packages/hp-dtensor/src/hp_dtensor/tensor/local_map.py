@@ -104,6 +104,7 @@ def _mapped(
         device_mesh = require_mesh("local_map", device_mesh)
     if not callable(func):
         raise TypeError(f"local_map takes a function, got {func!r}")
+    # Outlives the calls: ranks compare the shapes of an output only once.
     checked: set[Any] = set()
 
     @functools.wraps(func)
@@ -212,6 +213,8 @@ def _grad_along(axis: int, index: int, specs: Sequence[TensorSpec | None], outs:
         return placement
     if not placement.is_replicate() or spec.mesh.shape[axis] == 1 or not any(outs.entries):
         return Replicate()
+    # Replicated argument. If ranks compute different outputs along the axis, each computes its own contribution to the
+    # gradient. If all outputs and all other arguments are replicated too, each rank computes all of it.
     same = outs.replicated_along(spec.mesh, axis)
     others = [other for other in specs if other is not None and _varies_along(other, spec.mesh, axis)]
     if same and not any(same):
@@ -236,6 +239,7 @@ def _axis_of(mesh: DeviceMesh, other: DeviceMesh, axis: int) -> int | None:
         return axis
     if mesh.get_coordinate() is None or other.get_coordinate() is None:
         return None
+    # Compared by ranks: meshes sliced from different ones may have the same axis under another name or index.
     line = other.group_over((axis,)).ranks
     return next((each for each in range(mesh.ndim) if mesh.group_over((each,)).ranks == line), None)
 
@@ -258,6 +262,7 @@ def _placements(mesh: DeviceMesh, entry: Any, where: str) -> tuple[Placement, ..
 
 
 def _shown(entry: Any) -> Any:
+    """Return an entry as it is printed in messages."""
     return list(entry) if isinstance(entry, (tuple, list)) else entry
 
 

@@ -58,7 +58,11 @@ def vary(x: Any, axes: tuple[int, ...]) -> Tensor:
 
 
 def recorded_view(x: Any, local: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Return `vary` of `x` with local data `local`, if it is known that autograd records operations on it."""
+    """Return the varying view of `x` as `vary` does, without checking that autograd records operations on `local`.
+
+    Args:
+        local: the local data of `x`, which requires a gradient.
+    """
     platform = x._spec.mesh.platform
     # A leaf lives longer than a training step: a view stored on it would keep the graph of that step alive.
     if platform.is_leaf(x):
@@ -75,7 +79,7 @@ def recorded_view(x: Any, local: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def forget_source(x: Any) -> None:
-    """From now on let gradients pass through `x` itself instead of going straight to the source it was gathered from.
+    """Drop the source of `x` and its varying views: gradients of later uses pass through `x` itself.
 
     Called when the data of `x` is replaced or its gradient is observed; see `observe_gradient`.
     """
@@ -98,7 +102,10 @@ def observe_gradient(x: Any) -> None:
 
 
 def shortcut_views(x: Any) -> list[tuple[tuple[int, ...], Tensor]]:
-    """Return (axes, view) of the current varying views of `x` whose gradients, partial on `axes`, bypass `x`."""
+    """Return (axes, view) of the varying views of `x` whose gradients go straight to its source and bypass `x`.
+
+    The gradient of such a view is partial on `axes`.
+    """
     source: Source | None = x.__dict__.get("_redistributed_from")
     if source is None:
         return []
@@ -116,7 +123,7 @@ def with_shortcuts(x: Any, grad: Tensor | None, past: Sequence[tuple[tuple[int, 
 
     Args:
         grad: the gradient that passed through `x`, or None.
-        past: (axes, gradient) of each shortcut view. It is summed over the axes.
+        past: (axes, gradient) of each shortcut view. Each gradient is summed over its axes here.
     """
     mesh = x._spec.mesh
     for axes, of_view in past:
@@ -127,6 +134,7 @@ def with_shortcuts(x: Any, grad: Tensor | None, past: Sequence[tuple[tuple[int, 
 
 
 def _varying_view(x: Any, local: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Create a varying view, with a gradient that goes straight to the source of `x` where that saves bytes."""
     mesh = x._spec.mesh
     source: Source | None = x.__dict__.get("_redistributed_from")
     if source is not None and _has_shortcut(x, source, axes):
@@ -137,6 +145,7 @@ def _varying_view(x: Any, local: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def _has_shortcut(x: Any, source: Source, axes: tuple[int, ...]) -> bool:
+    """Return whether the gradient of a varying view of `x` may go straight to its source."""
     # After a write to source or result the gradient of the result is not that of the source any more.
     version = x._spec.mesh.platform.version
     return (
@@ -197,12 +206,17 @@ def redistribute_to(x: Any, target: TensorSpec, async_op: bool = False) -> Any:
     plan = plan_between(source, target, platform.itemsize(source.dtype))
     # A pending result has no values yet. Max, min and product compare them with the input to save for backward, and
     # torch reads a tensor without dimensions as a number by itself.
-    if async_op and plan.steps and source.shape and not (plan.selects or plan.is_elsewhere or platform.is_meta(local)):
-        return _started(local, plan, target)
-    return remembering(local, plan, plan.run(local), target)
+    if (
+        async_op
+        and plan.steps
+        and source.shape
+        and not (plan.selects or plan.is_outside_mesh or platform.is_meta(local))
+    ):
+        return _start(local, plan, target)
+    return wrap_with_source(local, plan, plan.run(local), target)
 
 
-def _started(local: Tensor, plan: RedistributePlan, target: TensorSpec) -> Any:
+def _start(local: Tensor, plan: RedistributePlan, target: TensorSpec) -> Any:
     """Start the plan and return its result as a pending DTensor."""
     platform = target.mesh.platform
     with platform.no_grad():
@@ -211,7 +225,7 @@ def _started(local: Tensor, plan: RedistributePlan, target: TensorSpec) -> Any:
     # while the forward continues. Storage and version counter are those of the final result from the start.
     promised = platform.empty_deferred(target.local_shape, target.dtype, platform.device_of(local))
     moved = plan.record(local, promised)
-    memory = _memory_of(local, plan, moved)
+    memory = _source_attribute(local, plan, moved)
     result = platform.wrap_deferred(moved, target, finish)
     result.__dict__.update(memory)  # setting an attribute would wait for the data
     return result
@@ -250,17 +264,17 @@ def _redistribute_in(
     return platform.wrap(moved, target)
 
 
-def remembering(local: Tensor, plan: RedistributePlan, moved: Tensor, target: TensorSpec) -> Any:
-    """Return the result as a DTensor that remembers its source, for its varying views."""
+def wrap_with_source(local: Tensor, plan: RedistributePlan, moved: Tensor, target: TensorSpec) -> Any:
+    """Return the result of a plan as a DTensor that refers to its source, for its varying views."""
     result = target.mesh.platform.wrap(moved, target)
-    result.__dict__.update(_memory_of(local, plan, moved))
+    result.__dict__.update(_source_attribute(local, plan, moved))
     return result
 
 
-def _memory_of(local: Tensor, plan: RedistributePlan, moved: Tensor) -> dict[str, Source]:
-    """Return the attribute by which a result remembers its source; none if no varying view would use it."""
+def _source_attribute(local: Tensor, plan: RedistributePlan, moved: Tensor) -> dict[str, Source]:
+    """Return the attribute of a result that refers to its source; empty if no varying view could use it."""
     platform = plan.target.mesh.platform
-    # Remembering keeps the memory of the source alive as long as the result, which autograd may save until backward.
+    # The reference keeps the memory of the source alive as long as the result, which autograd may save until backward.
     if not (plan.may_vary_cheaply and platform.requires_grad(local)):
         return {}
     # Both counters: after an in-place write to source or result, the gradient has to pass through the result again.
@@ -347,12 +361,15 @@ def batch_redistribute(
     moving = [(x, target) for x, target in zip(tensors, targets, strict=True) if x.spec is not target]
     for x, target in moving:
         rank_checks.check_redistribution(x.spec, target)
-    moved = iter(_moved_together([x for x, _ in moving], [target for _, target in moving], bucket_bytes))
+    moved = iter(_redistribute_together([x for x, _ in moving], [target for _, target in moving], bucket_bytes))
     return [x if x.spec is target else next(moved) for x, target in zip(tensors, targets, strict=True)]
 
 
 def _targets_of(tensors: Sequence[Any], placements: Any) -> list[TensorSpec]:
-    each = [placements] * len(tensors) if _is_of_all(placements) else placements
+    for_all = (
+        placements is None or isinstance(placements, Placement) or any(isinstance(p, Placement) for p in placements)
+    )
+    each = [placements] * len(tensors) if for_all else placements
     if len(each) != len(tensors):
         raise PlacementError(
             f"batch_redistribute of {len(tensors)} tensors: expected the placements of all, or a list with those of "
@@ -371,11 +388,7 @@ def _targets_of(tensors: Sequence[Any], placements: Any) -> list[TensorSpec]:
     return targets
 
 
-def _is_of_all(placements: Any) -> bool:
-    return placements is None or isinstance(placements, Placement) or any(isinstance(p, Placement) for p in placements)
-
-
-def _moved_together(tensors: Sequence[Any], targets: Sequence[TensorSpec], bucket_bytes: int) -> list[Any]:
+def _redistribute_together(tensors: Sequence[Any], targets: Sequence[TensorSpec], bucket_bytes: int) -> list[Any]:
     sources: list[TensorSpec] = [x.spec for x in tensors]
     locals_ = [source.mesh.platform.unwrap(x) for x, source in zip(tensors, sources, strict=True)]
     plans = [
@@ -387,7 +400,7 @@ def _moved_together(tensors: Sequence[Any], targets: Sequence[TensorSpec], bucke
     together = [
         i
         for i, (plan, local) in enumerate(zip(plans, locals_, strict=True))
-        if plan.steps and not plan.selects and not plan.is_elsewhere and not plan.source.mesh.platform.is_meta(local)
+        if plan.steps and not plan.selects and not plan.is_outside_mesh and not plan.source.mesh.platform.is_meta(local)
     ]
     data: dict[int, Tensor] = {}
     # In the order of the tensors, which is the same on all ranks, so that they call the same collectives.
@@ -399,5 +412,5 @@ def _moved_together(tensors: Sequence[Any], targets: Sequence[TensorSpec], bucke
     results = []
     for i, (plan, local, target) in enumerate(zip(plans, locals_, targets, strict=True)):
         moved = plan.record(local, data[i]) if i in data else plan.run(local)
-        results.append(remembering(local, plan, moved, target))
+        results.append(wrap_with_source(local, plan, moved, target))
     return results

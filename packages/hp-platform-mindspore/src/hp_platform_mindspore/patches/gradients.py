@@ -20,7 +20,7 @@ from mindspore.graph.api import _pynative_executor as executor
 from hp_dtensor.exceptions import CapabilityError, GradientPathError
 from hp_dtensor.tensor.conversions import zeros_placed_like
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_dtensor.tensor.gradients import check_reached
+from hp_dtensor.tensor.gradients import check_autograd_reaches
 from hp_platform_mindspore.patches.functions import first_dtensor, held_tensors
 from hp_platform_mindspore.tensor.dtensor import is_local
 
@@ -117,7 +117,7 @@ class _Derivative:
         try:
             # Parameters of `fully_shard` are not in the graph: the unsharded views are. Their gradients exist only
             # after a complete backward, in `.grad`.
-            check_reached("mindspore.value_and_grad", targets)
+            check_autograd_reaches("mindspore.value_and_grad", targets)
         except GradientPathError:
             found = self._in_a_complete_backward(platform, outputs, targets, given)
         else:

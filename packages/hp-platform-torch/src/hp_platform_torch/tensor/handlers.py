@@ -21,7 +21,7 @@ from hp_dtensor.dispatch.operation import dispatch, registered_sharding
 from hp_dtensor.exceptions import GradientPathError, MixedOperandsError, ShardingRuleError
 from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.spec.tensor_spec import TensorSpec
-from hp_dtensor.tensor.gradients import check_hook, check_reached, differentiated
+from hp_dtensor.tensor.gradients import check_autograd_reaches, check_hook, plain_backward_arguments
 from hp_dtensor.tensor.redistribution import observe_gradient, shortcut_views, with_shortcuts
 from hp_platform_torch.ops.decompositions import DECOMPOSED
 from hp_platform_torch.ops.names import property_of
@@ -45,9 +45,9 @@ def _run_backward(
 ) -> None:
     # Backward runs on plain tensors. For a partial loss each rank starts from its own summand, with the seed of the
     # sum: d(sum)/d(summand) = 1, so the loss need not be reduced first.
-    root, seed = differentiated(loss, gradient)
+    root, seed = plain_backward_arguments(loss, gradient)
     if inputs is not None:
-        check_reached("backward(inputs=...)", _listed(inputs))
+        check_autograd_reaches("backward(inputs=...)", _listed(inputs))
         inputs = [_accumulating(x) for x in ((inputs,) if isinstance(inputs, Tensor) else inputs)]
     torch.autograd.backward(root, seed, retain_graph, create_graph, inputs=inputs)
 
@@ -58,9 +58,9 @@ def _backward_of_several(func: Callable[..., Any], args: tuple[Any, ...], kwargs
     outputs = _listed(call.pop("tensors"))
     seeds = call.pop("grad_tensors", None)
     seeds = [None] * len(outputs) if seeds is None else _listed(seeds)
-    roots = [differentiated(output, seed) for output, seed in zip(outputs, seeds, strict=True)]
+    roots = [plain_backward_arguments(output, seed) for output, seed in zip(outputs, seeds, strict=True)]
     inputs = call.pop("inputs", None)
-    check_reached("backward(inputs=...)", _listed(inputs) if inputs is not None else ())
+    check_autograd_reaches("backward(inputs=...)", _listed(inputs) if inputs is not None else ())
     inputs = None if inputs is None else [_accumulating(x) for x in _listed(inputs)]
     func([root for root, _ in roots], [seed for _, seed in roots], inputs=inputs, **call)
 
@@ -87,10 +87,10 @@ def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
     """Handler of `torch.autograd.grad`; gradients of DTensors are DTensors."""
     call = inspect.signature(func).bind(*args, **kwargs).arguments
     outputs, inputs = _listed(call.pop("outputs")), _listed(call.pop("inputs"))
-    check_reached("torch.autograd.grad", inputs)
+    check_autograd_reaches("torch.autograd.grad", inputs)
     seeds = call.pop("grad_outputs", None)
     seeds = [None] * len(outputs) if seeds is None else _listed(seeds)
-    roots = [differentiated(output, seed) for output, seed in zip(outputs, seeds, strict=True)]
+    roots = [plain_backward_arguments(output, seed) for output, seed in zip(outputs, seeds, strict=True)]
     materialize = call.pop("materialize_grads", False)
     # A gathered `x` that ranks then use differently has two gradient paths: through `x` itself, and through its varying
     # views straight to what it was gathered from (`tensor/redistribution.py`). The gradient asked for is the sum of

@@ -16,7 +16,7 @@ from typing import Any
 from hp_dtensor.comm.mesh import DeviceMesh, as_group
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import current_world
-from hp_dtensor.parallel.recompute import noticed
+from hp_dtensor.parallel.recompute import detect_checkpoint
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import platform_of
 from hp_dtensor.tensor.conversions import local_of
@@ -113,7 +113,7 @@ class PipelineStage:
 
     def _run(self, microbatch: int, leaves: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Whether a part of the module is checkpointed is known only after its forward has run.
-        with noticed() as is_recomputed:
+        with detect_checkpoint() as is_recomputed:
             output = self.call(args, kwargs)
         # Evaluation runs no backward, so nothing is held.
         if self.platform.is_grad_enabled():

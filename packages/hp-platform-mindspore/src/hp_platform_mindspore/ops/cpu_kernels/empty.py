@@ -14,7 +14,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from hp_dtensor.comm.saved_tensors import current_record, reached
+from hp_dtensor.comm.saved_tensors import current_record, mark_reached
 from hp_platform_mindspore.tensor.autograd import custom_function, is_recording
 from hp_platform_mindspore.tensor.memory import FLOATING
 
@@ -51,7 +51,7 @@ def as_saved(result: Tensor) -> Tensor:
     collectives as on ranks whose tensors have elements.
     """
     record = current_record.get()
-    return result if record is None else reached(record.platform, result)
+    return result if record is None else mark_reached(record.platform, result)
 
 
 def as_saved_by(kernel: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor) -> Tensor:
