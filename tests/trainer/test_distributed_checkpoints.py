@@ -220,7 +220,7 @@ def test_what_does_not_fit_is_refused_by_name(lab: Lab, tmp_path: Path, capsys):
     larger = lab.run("larger", training__steps=1, model__hidden_size=24)
     assert "hidden_size is 16 there and 24 here" in refused(capsys, "import", folder, f"--run={larger.path}")
     assert "import needs either --run=RUN or --to=DIR" in refused(capsys, "import", folder)
-    assert "--dtype changes a model" in refused(
+    assert "--dtype is for models" in refused(
         capsys, "export", run.path, f"--to={tmp_path / 'x'}", "--format=dcp", "--dtype=float16"
     )
     assert "is not empty; choose another --to" in refused(capsys, "export", run.path, f"--to={folder}", "--format=dcp")

@@ -118,7 +118,7 @@ def test_states_that_are_parts_of_one_tensor_are_refused(hp_platform, copies):
             return self.slots
 
     named = [(str(n), hp_platform.zeros((3,), kind)) for n in range(2)]
-    with pytest.raises(TrainingError, match="Together keeps its state in another form than dense tensors"):
+    with pytest.raises(TrainingError, match="state of Together cannot be offloaded, because it is not dense"):
         state.build_on_host(named, Together, hp_platform)
 
 

@@ -213,7 +213,7 @@ def test_a_file_that_is_not_there(lab: Lab):
 def test_layouts_that_a_plain_module_does_not_have_are_refused(lab: Lab):
     with pytest.raises(LaunchError, match="no module is called 'upp'"):
         trained(lab, "wrong", laid_out(lab, NEUTRAL, {"tp": 2, "dp_shard": 1}, {"upp": "colwise"}), 2)
-    with pytest.raises(LaunchError, match="tp needs to know which layers to cut"):
+    with pytest.raises(LaunchError, match="tp needs a plan of the layers to shard"):
         trained(lab, "none", configured(lab, NEUTRAL, **{"parallel.tp": 2, "parallel.dp_shard": 1}), 2)
 
 
@@ -240,7 +240,7 @@ LAID_OUT = NEUTRAL.replace(
 
 def test_weights_laid_out_without_their_replicas_are_refused(lab: Lab):
     degrees = {"parallel.dp_replicate": 2, "parallel.dp_shard": 1}
-    told = r"parallel.dp_replicate: .*own.py:build lays out embed.weight, up.weight, up.bias on a mesh without"
+    told = r"parallel.dp_replicate: .*own.py:build places embed.weight, up.weight, up.bias on a mesh without"
     with pytest.raises(LaunchError, match=told):
         trained(lab, "apart", configured(lab, LAID_OUT.replace("AXES", "'fsdp'"), **degrees), 2)
 
