@@ -1,4 +1,4 @@
-"""The least time that any runner could take for a step of a pipeline, from processor seconds of its stages."""
+"""Lower bound of the time of a pipeline step, from the processor seconds of its stages."""
 
 from __future__ import annotations
 
@@ -15,26 +15,29 @@ from hp_trainer.pipeline import ActionSeconds, Schedule, simulate
 
 
 class StageClock:
-    """Processor seconds of forward and backward of one rank's stages, all ranks computing and nothing sent.
+    """Measures the processor seconds of forward and backward of a rank's stages, while all ranks compute.
 
     Args:
         modules: the stages of this rank.
-        shape: of a stage's input for one micro-batch.
+        shape: shape of a stage's input for one micro-batch.
     """
 
     def __init__(self, modules: Sequence[nn.Module], shape: Sequence[int]) -> None:
         self._modules = modules
         self._x, self._grad = torch.randn(shape), torch.randn(shape)
-        self._seconds: dict[str, list[float]] = {"forward": [], "input_grad": [], "first": [], "whole": []}
+        self._seconds: dict[str, list[float]] = {"forward": [], "input_grad": [], "first": [], "full": []}
 
     def measure(self) -> None:
-        """Run every stage forward and backward: first into no gradients, then adding to them, then without weights'."""
+        """Run forward and backward of every stage in three ways.
+
+        First without existing gradients, then adding to them, then for the gradient of the input alone.
+        """
         dist.barrier()
         for module in self._modules:
             parameters = list(module.parameters())
             module.zero_grad()
-            for kind in ("first", "whole", "input_grad"):
-                # Without gradients of weights: an input's gradient alone, without the cost of any split.
+            for kind in ("first", "full", "input_grad"):
+                # Without gradients of weights autograd computes the input's gradient alone, without the cost of a split.
                 for parameter in parameters:
                     parameter.requires_grad_(kind != "input_grad")
                 x = self._x.clone().requires_grad_()
@@ -53,10 +56,10 @@ class StageClock:
         """Return the medians over all measurements, averaged over the ranks; every rank calls it."""
         found = torch.tensor([statistics.median(each) for each in self._seconds.values()])
         dist.all_reduce(found)
-        forward, input_grad, first, whole = (found / dist.get_world_size()).tolist()
-        # Only the first micro-batch of a step finds no gradients to add to.
-        whole += (first - whole) / num_microbatches
-        return ActionSeconds(forward=forward, input_grad=input_grad, weight_grad=max(0.0, whole - input_grad))
+        forward, input_grad, first, full = (found / dist.get_world_size()).tolist()
+        # Only the first micro-batch of a step has no gradients to add to.
+        full += (first - full) / num_microbatches
+        return ActionSeconds(forward=forward, input_grad=input_grad, weight_grad=max(0.0, full - input_grad))
 
 
 def least_seconds(schedule: Schedule, seconds: ActionSeconds) -> tuple[float, float]:

@@ -1,15 +1,18 @@
-"""Expert parallelism over real ranks: the ways that tokens travel, side by side in one run.
+"""Token dispatchers of expert parallelism, compared in one run over real ranks.
 
     python benchmarks/expert_parallel.py                      # 2 gloo ranks
     python benchmarks/expert_parallel.py --ranks 4 --tokens 2048 --top-k 8
 
-Each rank has tokens of its own. Timed are dispatch and combine, forward and backward, without experts: the slowest
-rank's median and best over rounds, contenders taking turns. `MB a rank` leave a rank in forward, and `formula` is what
-would if a token went once to each other rank that has experts for it and returned once, with its choices and the sizes,
-counted from the choices alone; `limit` is one `all_to_all` of as many bytes from rank to rank, evenly, there and back,
-in forward and backward. `its slots` are the part of `all_to_all` that finds each token's ranks, in O(top_k * ranks) or
-O(top_k ** 2). With `--bytes-per-second` each rank's sending is slowed down to that rate, as on a link of a
-network, by waiting.
+Each rank has its own tokens. Dispatch and combine are measured, forward and backward, without experts: median and best
+over rounds of the slowest rank, with contenders in turns.
+
+    MB a rank    bytes that a rank sends in forward
+    of formula   these bytes over the formula: each token sent once to each other rank that has experts for it and
+                 returned once, with its choices and the sizes, computed from the choices alone
+    limit        even all-to-alls of as many bytes, in both directions, in forward and backward
+    its slots    the part of `all_to_all` that finds the ranks of each token, in O(top_k * ranks) or O(top_k ** 2)
+
+With `--bytes-per-second` each rank waits after sending, to simulate a network link of this rate.
 """
 
 from __future__ import annotations
@@ -33,12 +36,12 @@ NAMES = ("all_to_all", "all_to_all_int8", "copy_per_expert", "all_gather")
 
 
 def choices(random, tokens, num_experts, top_k):
-    """Distinct experts of each token, all equally likely."""
+    """Return distinct random experts for each token, all equally likely."""
     return numpy.argsort(random.random((tokens, num_experts)), 1)[:, :top_k]
 
 
 def deduplicated_bytes(sizes):
-    """Mean over ranks of the bytes that leave one where a token goes once to each rank that has experts for it."""
+    """Return the mean bytes that a rank sends if each token is sent once to each rank that has experts for it."""
     ranks, top_k, row = sizes["ranks"], sizes["top_k"], 4 * sizes["dim"]
     chunk = -(-sizes["num_experts"] // ranks)
     rows = 0
@@ -46,7 +49,7 @@ def deduplicated_bytes(sizes):
         chosen = choices(numpy.random.default_rng(rank), sizes["tokens"], sizes["num_experts"], top_k)
         reached = (chosen[:, :, None] // chunk == numpy.arange(ranks)).any(1)
         rows += reached.sum() - reached[:, rank].sum()
-    # There with numbers and scores of experts, and back; before that, sizes as int64.
+    # Rows in both directions, experts and scores in one; before them the sizes, as int64.
     return rows * (2 * row + 8 * top_k) / ranks + (ranks - 1) * (1 + chunk) * 8
 
 
@@ -71,7 +74,7 @@ class Contender:
 
 
 def slot_searches(contender):
-    """The two ways to find the ranks of each token, as `all_to_all` does within its dispatch."""
+    """Return the two methods by which `all_to_all` finds the ranks of each token within its dispatch."""
     dispatcher, experts = contender.dispatcher, contender.routing.experts
     return {
         "its slots by rank": lambda: dispatcher._by_rank(dispatcher._owners(experts)),
@@ -80,7 +83,7 @@ def slot_searches(contender):
 
 
 def limit(platform, group, num_bytes):
-    """Four exchanges: two ways, two directions; half of the bytes each way."""
+    """Return a function that runs four even all-to-alls: dispatch and combine, forward and backward."""
     rows = max(1, int(num_bytes / 2 / 4 / max(1, group.size - 1)))
     x = platform.from_numpy(numpy.zeros((rows * group.size, 1), numpy.float32))
 
@@ -92,7 +95,7 @@ def limit(platform, group, num_bytes):
 
 
 def slowed(run, bytes_per_second):
-    """Let `run` last at least as long as its bytes take at the rate."""
+    """Return `run`, followed by the time that its bytes would take at this rate."""
     if not bytes_per_second:
         return run
 
@@ -105,7 +108,7 @@ def slowed(run, bytes_per_second):
 
 
 def measure(sizes, rounds, bytes_per_second):
-    """Of this rank: by contender, (bytes in forward, seconds of each round)."""
+    """Return (bytes sent in forward, seconds of each round) of this rank for each contender."""
     platform = get_platform()
     mesh = init_device_mesh("cpu", (sizes["ranks"],), platform=platform)
     group, found = mesh.group_along(), {}
@@ -119,14 +122,15 @@ def measure(sizes, rounds, bytes_per_second):
         found[name] = (contender.step(), [])
         runs[name] = slowed(contender.step, bytes_per_second)
         if name == "all_to_all":
-            ways = slot_searches(contender)
+            searches = slot_searches(contender)
     sent = statistics.mean(float(each) for each in group.all_gather_bytes(str(found["all_to_all"][0]).encode()))
     found["limit"] = (sent, [])
     runs["limit"] = slowed(limit(platform, group, sent), bytes_per_second)
-    runs |= ways
-    found |= {name: (0, []) for name in ways}
+    runs |= searches
+    found |= {name: (0, []) for name in searches}
     for _ in range(rounds):
         for name, run in runs.items():
+            # All ranks start together, so that waiting for a late rank is not measured.
             group.barrier()
             start = time.perf_counter()
             run()

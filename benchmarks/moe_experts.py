@@ -1,17 +1,21 @@
-"""One expert layer, forward and backward: hp_moe's, and what else there is, in the same process on the same data.
+"""Forward and backward of one expert layer: hp_moe's and other implementations, in one process on the same data.
 
     python benchmarks/moe_experts.py                                # CPU: a small layer in float32
     python benchmarks/moe_experts.py --device cuda                  # T 16384, H 2048, I 768, E 128, K 8 in bfloat16
     python benchmarks/moe_experts.py --only hp grouped_mm
 
-Contenders take turns. Each gets tokens, expert numbers and scores, and does its own counting and sorting; gradients
-go to tokens, scores and weights. Printed are medians of rounds, TFLOP/s counted as 6 * T * K * H * I forward and 18
-forward and backward, hp_moe's time over the contender's (of medians, and of the best rounds), and on CUDA what is kept
-for backward with the tokens (also as a multiple of the floor: tokens and the two pre-activations) and the peak, in
-which gradients are. `error` is the largest relative difference of output and gradients from the loop over experts in
-float32. transformers and Liger take part where they are installed. On the CPU `products alone` is the limit: the nine
-matrix products of each expert, between memory that is there. With `--processor-time` and one thread (OMP_NUM_THREADS=1)
-what else the machine does counts less.
+Contenders are measured in turns. Each gets tokens, expert numbers and scores, and does its own counting and sorting.
+Gradients are those of tokens, scores and weights.
+
+The columns are medians over rounds; TFLOP/s, counted as 6 * T * K * H * I for forward and three times that for forward
+and backward; and hp_moe's time divided by the contender's (medians, and best rounds). `error` is the largest relative
+difference of output and gradients from a loop over experts in float32. On CUDA also the memory saved for backward
+including the tokens, the same as a multiple of the minimum (tokens and the two pre-activations), and the peak, which
+includes gradients.
+
+transformers and Liger take part if they are installed. On the CPU `products alone` is the lower bound: the nine matrix
+products of each expert, in memory that is allocated already. With `--processor-time` and one thread (OMP_NUM_THREADS=1)
+other load on the machine has less effect.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from hp_moe import GroupedExperts, Routing
 
 @dataclass
 class Problem:
-    """Inputs of every contender, leaves of autograd; w1, w3 `[E, I, H]`, w2 `[E, H, I]`, scores float32 `[T, K]`."""
+    """Inputs of all contenders, as leaves of autograd: w1, w3 `[E, I, H]`, w2 `[E, H, I]`, scores float32 `[T, K]`."""
 
     x: torch.Tensor
     experts: torch.Tensor
@@ -63,15 +67,15 @@ class Problem:
         (_, hidden_dim, dim), (tokens, top_k) = self.w1.shape, self.scores.shape
         return 6 * tokens * top_k * dim * hidden_dim
 
-    def floor(self):
-        """Bytes of tokens and pre-activations."""
+    def least_saved(self):
+        """Return the bytes of tokens and pre-activations, the least that backward needs."""
         rows, hidden_dim = self.scores.numel(), self.w1.shape[1]
         return self.x.element_size() * (self.x.numel() + 2 * rows * hidden_dim)
 
 
 @dataclass
 class Contender:
-    """A layer on a problem's data: `run(x, scores)`, and the leaves that are its weights."""
+    """An implementation on a problem's data: `run(x, scores)`, and its weights as leaves."""
 
     run: object
     weights: list
@@ -80,7 +84,7 @@ class Contender:
         return self.run(problem.x, problem.scores)
 
     def step(self, problem):
-        """Output and gradients: of tokens, scores and weights."""
+        """Return the output and the gradients of tokens, scores and weights."""
         y = self.forward(problem)
         return y, *torch.autograd.grad(y, [problem.x, problem.scores, *self.weights], problem.grad)
 
@@ -93,7 +97,7 @@ def hp(problem, fused=True):
         setattr(layer, name, torch.nn.Parameter(getattr(problem, name).detach()))
 
     def run(x, scores):
-        # The count is the router's, but the others count too.
+        # Usually the router counts. Counted here, because the other contenders count too.
         counts = platform.ops.bincount(problem.experts.reshape(-1), problem.w1.shape[0])
         routing = Routing(problem.experts, counts, scores)
         if fused:
@@ -105,7 +109,7 @@ def hp(problem, fused=True):
 
 
 def loop(problem):
-    """One expert after the other."""
+    """A loop over experts."""
 
     def run(x, scores):
         out = torch.zeros_like(x)
@@ -121,7 +125,7 @@ def loop(problem):
 
 
 def grouped_mm(problem, compiled=False):
-    """Three of torch's grouped products between a sort and a sum."""
+    """Three of torch's grouped products, with a sort before and a sum after them."""
 
     def run(x, scores):
         (tokens, top_k), num_experts = scores.shape, problem.w1.shape[0]
@@ -155,7 +159,7 @@ def transformers(problem, implementation="grouped_mm"):
 
 
 class ProductsAlone:
-    """Each expert's three products forward and six backward, and nothing else: no order, no activation, no memory."""
+    """Only each expert's three products of forward and six of backward: no sort, activation or allocation."""
 
     weights = ()
 
@@ -169,21 +173,22 @@ class ProductsAlone:
         self.gradients = [torch.empty_like(weight) for weight in self.matrices]
 
     def forward(self, problem):
-        for inputs, gate, up, results, (w1, w2, w3), _ in self.parts():
+        for inputs, gate, up, results, (w1, w2, w3), _ in self.by_expert():
             torch.mm(inputs, w1.t(), out=gate)
             torch.mm(inputs, w3.t(), out=up)
             torch.mm(gate, w2.t(), out=results)
 
     def step(self, problem):
         self.forward(problem)
-        for inputs, gate, up, results, (w1, w2, w3), (d_w1, d_w2, d_w3) in self.parts():
+        for inputs, gate, up, results, (w1, w2, w3), (d_w1, d_w2, d_w3) in self.by_expert():
             torch.mm(inputs, w2, out=gate)
             torch.mm(inputs.t(), gate, out=d_w2)
             torch.mm(gate.t(), inputs, out=d_w1)
             torch.mm(up.t(), inputs, out=d_w3)
             torch.mm(gate, w1, out=results).addmm_(up, w3)
 
-    def parts(self):
+    def by_expert(self):
+        """Yield the rows of inputs, gate, up and results, the weights and their gradients of each expert."""
         rows = [each.split(self.counts) for each in (self.inputs, self.gate, self.up, self.results)]
         pairs = (zip(*(each.unbind(0) for each in three), strict=True) for three in (self.matrices, self.gradients))
         return zip(*rows, *pairs, strict=True)
@@ -213,7 +218,7 @@ CONTENDERS = {
 
 def takes_part(name, device):
     module = {"transformers": "transformers", "liger": "liger_kernel"}.get(name.split(",")[0])
-    # On the CPU hp goes one step at a time anyhow, and compiled grouped products take bfloat16 only.
+    # Not measured on the CPU; compiled grouped products support bfloat16 only.
     if name in ("hp, one step at a time", "grouped_mm, compiled", "liger") and device != "cuda":
         return False
     return module is None or importlib.util.find_spec(module) is not None
@@ -233,20 +238,20 @@ def seconds(function, device, clock=time.perf_counter):
 
 
 def memory(contender, problem):
-    """(kept for backward with the tokens, peak), in bytes, beside weights, scores, output and its gradient."""
+    """Return (saved for backward with the tokens, peak) in bytes, without weights, scores, output and its gradient."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     y = contender.forward(problem)
-    kept = torch.cuda.memory_allocated() - before - y.nbytes + problem.x.nbytes
+    saved = torch.cuda.memory_allocated() - before - y.nbytes + problem.x.nbytes
     grads = torch.autograd.grad(y, [problem.x, problem.scores, *contender.weights], problem.grad)
     peak = torch.cuda.max_memory_allocated() - before + problem.x.nbytes
     del y, grads
-    return kept, peak
+    return saved, peak
 
 
 def reference(problem):
-    """Output and gradients of the loop over experts in float32, those of weights as w1, w2, w3."""
+    """Return the output and gradients of the loop over experts in float32, those of weights in the order w1, w2, w3."""
     wide = Problem(*(getattr(problem, name).detach() for name in ("x", "experts", "scores", "w1", "w2", "w3", "grad")))
     for name in ("x", "w1", "w2", "w3", "grad"):
         setattr(wide, name, getattr(wide, name).float())
@@ -260,6 +265,7 @@ def error(contender, problem, expected):
         return float("nan")
     results = [result.detach().float() for result in contender.step(problem)]
     if len(results) == len(expected) - 1:
+        # Contenders with w1 and w3 in one tensor: split its gradient and restore the order.
         d_gate_up, d_w2 = results[3:]
         results[3:] = [*d_gate_up.split(problem.w1.shape[1], 1), d_w2]
         results[4], results[5] = results[5], results[4]
@@ -267,7 +273,7 @@ def error(contender, problem, expected):
 
 
 def dense_rate(problem):
-    """TFLOP/s of a large dense product."""
+    """Return the TFLOP/s of a large dense matrix product, to notice a device whose clock changes."""
     size = 8192 if problem.x.is_cuda else 1024
     a, b = (torch.randn(size, size, device=problem.x.device).to(problem.x.dtype) for _ in range(2))
     device = problem.x.device.type
@@ -276,13 +282,14 @@ def dense_rate(problem):
 
 
 def measure(contenders, problem, rounds, clock):
-    """Seconds of every round's (forward, forward and backward) of each, taking turns."""
+    """Return the seconds of (forward, forward and backward) of each contender, one number for each round."""
     device = problem.x.device.type
+    # In turns, so that slow changes of the machine affect all contenders alike.
     times = {name: ([], []) for name in contenders}
     for _ in range(rounds):
         for name, contender in contenders.items():
             for at, function in enumerate((contender.forward, contender.step)):
-                # Twice: the first call refills the allocator's cache with blocks of this contender's sizes.
+                # A call that is not measured refills the allocator's cache with blocks of this contender's sizes.
                 function(problem)
                 times[name][at].append(seconds(lambda f=function: f(problem), device, clock))
     return times
@@ -300,7 +307,7 @@ def report(problem, names, rounds, clock):
         f"{'':24}{'forward':>9}{'TFLOP/s':>9}{'and back':>10}{'TFLOP/s':>9}{'hp over':>9}{'best':>7}{'error':>9}",
         end="",
     )
-    print(f"{'kept MiB':>10}{'floors':>8}{'peak MiB':>10}" if problem.x.is_cuda else "")
+    print(f"{'saved MiB':>10}{'of least':>9}{'peak MiB':>10}" if problem.x.is_cuda else "")
     for name, rounds_of in times.items():
         forward, both = map(statistics.median, rounds_of)
         rates = problem.flop() / forward / 1e12, 3 * problem.flop() / both / 1e12
@@ -309,8 +316,8 @@ def report(problem, names, rounds, clock):
         print(f"{name:24}{forward * 1e3:6.2f} ms{rates[0]:9.3g}{both * 1e3:7.2f} ms{rates[1]:9.3g}", end="")
         print(f"{ratios[0]:9.2f}{ratios[1]:7.2f}{errors[name]:9.1e}", end="")
         if problem.x.is_cuda:
-            kept, peak = memory(contenders[name], problem)
-            print(f"{kept / 2**20:10.0f}{kept / problem.floor():8.2f}{peak / 2**20:10.0f}", end="")
+            saved, peak = memory(contenders[name], problem)
+            print(f"{saved / 2**20:10.0f}{saved / problem.least_saved():9.2f}{peak / 2**20:10.0f}", end="")
         print(flush=True)
 
 
@@ -328,7 +335,11 @@ def main():
         parser.set_defaults(**{f"default_{name}": (cpu, cuda)})
     parser.add_argument("--dtype", help="float32 on the CPU, bfloat16 on CUDA")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--processor-time", action="store_true", help="of this thread, on the CPU; else wall time")
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="measure processor time of this thread instead of wall time; CPU only",
+    )
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, metavar="NAME", help=", ".join(CONTENDERS))
     options = vars(parser.parse_args())
     on_cuda = options["device"] == "cuda"

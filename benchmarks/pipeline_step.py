@@ -1,20 +1,22 @@
-"""Steps of pipelines here and by torch.distributed.pipelining, on gloo ranks of one thread each.
+"""Pipeline steps of hp_trainer and of torch.distributed.pipelining, on gloo ranks with one thread each.
 
     python benchmarks/pipeline_step.py [--ranks 2 | --ranks 4] [--schedule 1F1B ...] [--dim 64 256 --length 32 128]
 
-A stack of transformer blocks, the same stages and weights for both; every schedule at a narrow size, where overhead
-shows, and at a wide one, where computation does. Milliseconds, measured in turns in the same processes:
+The model is a stack of transformer blocks, with the same stages and weights for both packages. Every schedule runs at
+a narrow size, where overhead dominates, and at a wide one, where computation does. Times are milliseconds, measured in
+turns in the same processes:
 
-    step   median time of a step, the slowest rank's; torch: that of torch; ratio: median of ours over torch's of a turn
-    limit  our schedule with nothing but its computation: processor time of a stage's forward, input gradient and weight
-           gradient, measured in the same turns with all ranks computing and nothing sent, laid into the schedule by
-           `hp_trainer.pipeline.simulate`; never less than all work over the cores
-    share  the limit over the step, ours and torch's: 1.00 is a step that cannot be faster
-    cpu    processor time of a step, of all ranks together, and torch's; their ratio; work: the computation's alone
+    step   median time of a step on the slowest rank, of hp_trainer and of torch, and the median of their ratios
+    limit  lower bound of a step: the schedule of hp_trainer simulated with the processor time of each stage's forward,
+           input gradient and weight gradient. These are measured in the same turns, with all ranks computing and no
+           communication. The bound is at least the total work divided by the number of cores.
+    share  limit divided by step, of hp_trainer and of torch; a step cannot be faster than 1.00
+    cpu    processor time of a step, summed over ranks, of hp_trainer and of torch, and their ratio;
+           work: that of the computation alone
 
-Where other programs take the cores, steps become longer and shares smaller; processor times stay.
+Other programs on the same cores lengthen steps and reduce shares, but do not affect processor times.
 
-With --memory also the largest resident memory of a rank, at the last size, each package in processes of its own.
+With --memory also the largest resident memory of a rank at the last size, with each package in its own processes.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def stages_per_rank(schedule: str) -> int:
 
 
 class Contender:
-    """A pipeline of one of the two packages, with stages of its own."""
+    """A pipeline of one of the two packages, with its own stages."""
 
     def __init__(self, package: str, name: str, dim: int, length: int, options: argparse.Namespace) -> None:
         if package == "torch":
@@ -74,7 +76,7 @@ class Contender:
         self.x, self.target = torch.randn(shape), torch.randn(shape)
 
     def step(self) -> tuple[float, float]:
-        """Take a step; the seconds of the slowest rank, and the processor seconds of all."""
+        """Run a step; return the seconds of the slowest rank and the processor seconds of all ranks."""
         for module in self.modules:
             module.zero_grad()
         dist.barrier()
@@ -95,7 +97,7 @@ HEAD = (
 
 
 def measure(name: str, dim: int, length: int, options: argparse.Namespace) -> str:
-    """Return a row of the table: both packages and the limit, measured in turns."""
+    """Measure both packages and the limit in turns; return a row of the table."""
     contenders = {package: Contender(package, name, dim, length, options) for package in ("ours", "torch")}
     clock = StageClock(contenders["ours"].modules, (1, length, dim))
     turns = []
@@ -115,7 +117,7 @@ def measure(name: str, dim: int, length: int, options: argparse.Namespace) -> st
 
 
 def measure_all(options: argparse.Namespace) -> None:
-    """Print every row as it is measured."""
+    """Measure all sizes and schedules, and print each row at once."""
     for dim, length in sizes(options):
         for name in options.schedule:
             found = measure(name, dim, length, options)
@@ -143,10 +145,14 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--schedule", nargs="+", default=["all"], choices=["all", *SCHEDULES], help="default: all")
     parser.add_argument("--dim", type=int, nargs="+", default=[64, 256], help="widths; default: 64 256")
-    parser.add_argument("--length", type=int, nargs="+", default=[32, 128], help="of each width; default: 32 128")
-    parser.add_argument("--layers", type=int, default=8, help="blocks of the whole model; default: 8")
-    parser.add_argument("--microbatches", type=int, default=8, help="of one sequence each; default: 8")
-    parser.add_argument("--rounds", type=int, default=9, help="turns that are measured; default: 9")
+    parser.add_argument(
+        "--length", type=int, nargs="+", default=[32, 128], help="sequence length for each width; default: 32 128"
+    )
+    parser.add_argument("--layers", type=int, default=8, help="blocks of the model; default: 8")
+    parser.add_argument(
+        "--microbatches", type=int, default=8, help="number of micro-batches, of one sequence each; default: 8"
+    )
+    parser.add_argument("--rounds", type=int, default=9, help="number of measured turns; default: 9")
     parser.add_argument("--memory", action="store_true", help="measure resident memory too")
     options = parser.parse_args()
     if "all" in options.schedule:

@@ -79,6 +79,7 @@ class BaseExpertParallel(ParallelStyle):
             self._partition_fn("", experts, device_mesh)
             if dispatcher is not None:
                 experts.dispatcher = dispatcher
+            # Its cost model compares communication with the computation that hides it.
             if isinstance(dispatcher, AutoDispatcher):
                 dispatcher.expert_flop = self._expert_flop(experts, device_mesh)
         else:
@@ -227,6 +228,7 @@ class ExpertParallel(BaseExpertParallel):
         build: Callable[..., TokenDispatcher] = (
             dispatchers().get(self.dispatcher).build if isinstance(self.dispatcher, str) else self.dispatcher
         )
+        # Left out otherwise: dispatchers of other plugins need not have this argument.
         if self.num_chunks is not None:
             build = functools.partial(build, num_chunks=self.num_chunks)
         return build(mesh.group_along(_expert_axis(mesh)), num_experts)
@@ -281,6 +283,7 @@ class ExpertTensorParallel(ExpertParallel):
     mesh_ndims = (2,)
 
     def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
+        # Placements are in the order of the mesh axes.
         if _expert_axis(mesh) == 0:
             return {name: (Shard(0), placement) for name, placement in _HIDDEN_SHARDING.items()}
         return {name: (placement, Shard(0)) for name, placement in _HIDDEN_SHARDING.items()}
@@ -291,6 +294,7 @@ class ExpertTensorParallel(ExpertParallel):
 
 def _expert_axis(mesh: DeviceMesh) -> int:
     """Return the index of the axis over which experts are spread: the one named `ep`, else the first."""
+    # By name, since the order of the axes is that of the ranks, which the caller chooses.
     names = mesh.mesh_dim_names
     return names.index("ep") if "ep" in names else 0
 

@@ -147,6 +147,7 @@ class GroupedExperts(nn.Module):
         """
         with reported_faults(self.dispatcher, self.platform, x):
             routing = self._routing(x, routing, num_tokens_per_expert)
+            # Before anything is sent: a rank with invalid inputs reports them in the first exchange.
             weights = {name: each for name in ExpertWeights._fields if (each := getattr(self, name)) is not None}
             check_inputs(self.platform, x, weights, routing, int(self.w1.shape[0]))
         # Only after the checks: the choice of `AutoDispatcher` is a collective, in which faults are reported too.
@@ -204,6 +205,7 @@ class GroupedExperts(nn.Module):
         return Routing.expert_major(self.platform, counts, int(x.shape[0]), int(self.w1.shape[0]))
 
     def _local_weights(self) -> ExpertWeights:
+        # Replicating dispatchers append the weights of copies, which are received here.
         own = local_weights(self.platform, self, self.partial_mesh)
         return ExpertWeights(**{name: self.dispatcher.with_copies(weight) for name, weight in own.items()})
 
@@ -219,6 +221,7 @@ class GroupedExperts(nn.Module):
 
     def _one_step_at_a_time(self, sent: Dispatched, weights: ExpertWeights) -> Tensor:
         """Compute the results by separate operations, on all platforms; the reference for fused experts."""
+        # Without a permutation the rows are in expert-major order already.
         permutation, rows, scores = sent.permutation, sent.rows, sent.scores
         if permutation is not None:
             rows = permutation.permute(rows)
@@ -370,6 +373,7 @@ class ExpertHooks:
             rows = sent.permutation.permute(rows)
             scores = None if scores is None else sent.permutation.permute_scores(scores)
         if scores is not None and getattr(module, "score_before_experts", False):
+            # The experts are given weighted inputs, so their results are not weighted again.
             rows, scores = weighted(self.platform, rows, scores), None
         self.calls.append(Call(sent, scores))
         return rows, sent.sizes.tensor
@@ -426,6 +430,7 @@ def run_experts(module: Module, platform: Platform, x: Tensor, routing: Routing)
     if _STATE in vars(module):
         results: Tensor = module(x, routing)
         return results
+    # No style was applied: the same steps with a local dispatcher, and the weights as they are.
     hooks = ExpertHooks(module, platform, None)
     return hooks.combine(module(*hooks.dispatch(module, (x, routing))))
 

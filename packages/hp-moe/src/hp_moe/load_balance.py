@@ -159,6 +159,7 @@ def place_copies_of_experts(model: Any, loads: Mapping[str, LoadMetrics]) -> dic
 
 
 def _write(layer: MoE, buffer: str, value: numpy.ndarray) -> None:
+    # In place: the buffer object stays the one that is registered.
     target = plain(getattr(layer, buffer))
     new = layer.platform.from_numpy(value.astype(numpy.float32), layer.platform.device_of(target))
     layer.platform.copy_(target, new)

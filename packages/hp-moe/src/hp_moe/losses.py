@@ -60,6 +60,7 @@ class StepTotals:
 
     def take(self) -> Tensor:
         """Return and reset the counts as one int64 tensor `[num_experts + 2]`: token counts, dropped, bytes sent."""
+        # One tensor, so that the totals of all layers need one all-reduce.
         platform, ops = self.platform, self.platform.ops
         int64 = platform.dtype("int64")
         counts = platform.zeros((self.num_experts,), int64) if self.counts is None else self.counts
@@ -202,6 +203,7 @@ class LossTerms:
 
 def shares_of(ops: Any, counts: Tensor, dtype: Any) -> Tensor:
     """Divide each row of counts `[rows, experts]` by its sum; a row of zeros stays zero."""
+    # At least 1, so that an empty row is divided by one and stays zero.
     counts = ops.cast(counts, dtype)
     return ops.div(counts, ops.clamp(ops.sum(counts, 1, keepdim=True), min=1.0))
 

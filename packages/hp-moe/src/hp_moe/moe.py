@@ -304,6 +304,7 @@ class MoE(nn.Module):
         self.register_buffer("expert_bias", bias if load_balance_coeff is not None else None)
         shares = self.platform.zeros((num_experts,), self.platform.dtype("float32"))
         self.register_buffer("last_shares", shares if self.aux_losses.global_batch else None)
+        # Set by parallel styles and by the caller; the defaults are those of one rank.
         self.split_mesh = None
         self.token_mesh = None
         self.sequence_mesh = None
@@ -370,6 +371,7 @@ class MoE(nn.Module):
         dispatcher = dispatcher_of(self.experts, self.platform)
         with reported_faults(dispatcher, self.platform, x):
             valid_ids, fault = self._validated_ids(None if ids is None else self._per_row(ids, region), rows)
+            # Losses and jitter are passed as functions: most calls need neither, and both communicate.
             scores, experts, counts = self.router(
                 rows,
                 self.expert_bias,
@@ -438,10 +440,12 @@ class MoE(nn.Module):
         """Return (experts, token counts per expert), with `num_experts` in place of each dropped choice."""
         assert self.capacity is not None
         platform, device = self.platform, self.platform.device_of(experts)
+        # On the host: a sort by several keys of the choices of all ranks. This waits for the device.
         mine = Choices(platform.to_numpy(experts), platform.to_numpy(scores), self._positions(region, shape))
         group = None if self.token_mesh is None else self.token_mesh.group_along()
         within = choices_within_capacity(mine, self.capacity, self.num_experts, group, region.num_token_ranks)
         remaining = numpy.where(within, mine.experts, self.num_experts)
+        # Dropped choices are counted as expert `num_experts`, which is left out of the counts.
         counts = numpy.bincount(remaining.reshape(-1), minlength=self.num_experts + 1)[:-1]
         if is_trained(self):
             self.totals.add("dropped", platform.from_numpy(numpy.array([(~within).sum()]), device))
@@ -510,6 +514,7 @@ class MoE(nn.Module):
         """Raise if the gate's gradient would miss the tokens of other ranks that share this input."""
         # The gate's gradient is a partial sum on each rank (`plain`). Only a DTensor gate on the same ranks sums it.
         weight = self.router.gate.weight
+        # A plain gate gets the gradient of the tokens of this rank alone.
         gate_ranks = weight.device_mesh.size() if isinstance(weight, DTensor) else 1
         if gate_ranks != num_ranks:
             raise ExpertParallelError(

@@ -109,6 +109,7 @@ def uniform_noise(numbers: numpy.ndarray, width: int, seed: int, call: int) -> n
     """
     # SeedSequence mixes seed and call, so that nearby pairs start at unrelated states.
     (start,) = numpy.random.SeedSequence([seed, call]).generate_state(1, numpy.uint64)
+    # Counters start at 1: SplitMix64 adds the increment before it mixes.
     index = numbers.astype(numpy.uint64)[:, None] * numpy.uint64(width) + numpy.arange(1, width + 1, dtype=numpy.uint64)
     # SplitMix64 is defined modulo 2**64, which is how NumPy's uint64 arrays overflow.
     mixed = index * _GOLDEN + start
@@ -138,6 +139,7 @@ class Tape:
         if self.position == len(self.calls):
             raise ExpertParallelError(f"{self._layer}: only {len(self.calls)} calls were recorded, this is another one")
         experts = self.calls[self.position]
+        # Before the position advances, so that the message names this call.
         if experts.shape != (num_tokens, top_k):
             raise ExpertParallelError(
                 f"{self._layer}, call {self.position}: recorded with {experts.shape[0]} tokens of {experts.shape[1]} "
@@ -232,6 +234,7 @@ class TokenChoiceTopKRouter(nn.Module):
         self.force_uniform = force_uniform
         self.hash_vocab_size = hash_vocab_size
         self.tapes: list[Tape] = []
+        # All problems are reported at once, before any parameter is created.
         problems = list(_problems(self))
         if problems:
             raise MoEConfigError("router: " + "; ".join(problems))
@@ -294,6 +297,7 @@ class TokenChoiceTopKRouter(nn.Module):
     def _choose(self, scores: Tensor, expert_bias: Tensor | None, ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return (experts of each token, token counts per expert) for scores `[tokens, num_experts]`."""
         num_tokens, device = int(scores.shape[0]), self.platform.device_of(scores)
+        # Every tape advances, and the innermost replay wins.
         replayed = [tape.next(num_tokens, self.top_k) for tape in self.tapes if tape.replays]
         if replayed:
             selected = self.platform.from_numpy(replayed[-1], device)

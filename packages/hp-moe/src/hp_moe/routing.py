@@ -79,6 +79,7 @@ def count_keys(platform: Platform, keys: Tensor, num_keys: int) -> Tensor:
 def local_numbers(platform: Platform, experts: Tensor, first: int, num_local: int) -> Tensor:
     """Number experts from the first one of a rank; experts of other ranks become `num_local`, which sorts last."""
     ops = platform.ops
+    # A key behind all own experts, so that rows of other ranks are sorted to the end.
     local = ops.sub(experts, first)
     elsewhere = ops.logical_or(ops.lt(local, 0), ops.ge(local, num_local))
     return ops.masked_fill(local, elsewhere, num_local)
@@ -186,6 +187,7 @@ def faults(platform: Platform, routing: Routing, num_experts: int, rank: int) ->
     ops, int64 = platform.ops, platform.dtype("int64")
     # All comparisons stay on the device: the result is read together with the exchanged sizes.
     experts = ops.reshape(routing.experts, (-1,))
+    # `num_experts` itself is no fault here: it marks dropped choices, if there may be any.
     outside = ops.logical_or(ops.lt(experts, 0), ops.gt(experts, num_experts))
     # Dropped choices (`num_experts`) are in no count, so counts and dropped choices add up to all choices.
     nowhere = ops.sum(ops.cast(ops.ge(experts, num_experts), int64))
@@ -216,6 +218,7 @@ def reported_faults(dispatcher: Any, platform: Platform, x: Tensor) -> Iterator[
     try:
         yield
     except ExpertParallelError:
+        # Other ranks are about to exchange sizes and would wait for this one.
         dispatcher.report_fault(fault_code(current_world(platform).rank), platform.device_of(x))
         raise
 
@@ -243,6 +246,7 @@ def refuse_faulty(numbers: Sequence[int]) -> None:
     Raises:
         RefusedRouting: the message names these ranks and their faults.
     """
+    # A number of rows is below FAULTY, so the quotient is the code.
     codes = sorted({int(number) // FAULTY for number in numbers} - {0})
     if codes:
         raise RefusedRouting(codes)

@@ -143,6 +143,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
         Args:
             lengths: number of tokens of each chunk.
         """
+        # One row per distinct rank, however many experts a token has there.
         destinations = self._without_repeats(self._owners(routing.experts))
         by_chunk = self._split_chunks(destinations, lengths)
         if len(lengths) == 1:
@@ -255,6 +256,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
         others = [rank for rank in range(self.group.size) if rank != self.group.rank]
         row = result = dim * itemsize
         if self.wire_format is not None:
+            # One byte per element, and a float32 scale per block.
             row = dim + 4 * (dim // block_width(dim))
         choices = int(routing.experts.shape[1]) * (4 if routing.scores is None else 8)
         sizes = len(others) * (1 + self.chunk) * 8
@@ -324,6 +326,7 @@ class CopyPerExpertDispatcher(AllToAllDispatcher):
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
         """Send a copy of each token to each of its experts; see `TokenDispatcher`."""
         tokens, top_k = (int(size) for size in routing.experts.shape)
+        # Each copy is routed as a token with one expert.
         copies = saved_value(lambda: self._copies(tokens, top_k, x))
         shape = (tokens * top_k, 1)
         single = replace(

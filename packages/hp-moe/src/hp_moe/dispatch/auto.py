@@ -103,6 +103,7 @@ class AutoDispatcher(TokenDispatcher):
 
     def _mean_tokens(self, code: int, num_tokens: int) -> int:
         """Return the mean number of tokens of all ranks; raise if any rank reports a fault (`code`, 0 for none)."""
+        # On the host, before any tensor is sent: the codes and numbers of all ranks as text.
         every = [tuple(map(int, each.split())) for each in self.group.all_gather_bytes(f"{code} {num_tokens}".encode())]
         codes = {each[0] for each in every} - {0}
         # The rank with the fault raises its own error.
@@ -140,6 +141,7 @@ class AutoDispatcher(TokenDispatcher):
     def _link(self, x: Tensor) -> Link:
         if self.link is not None:
             return self.link
+        # Without given rates, by the device: processes on the CPU, or accelerators.
         return Link.between_processes() if is_on_host(self.platform, x) else Link()
 
 
@@ -236,10 +238,12 @@ def dispatch_costs(
     outside, inside = (num_ranks - node) / num_ranks, (node - 1) / num_ranks
     reached = ranks_per_token(num_experts, top_k, num_ranks)
     plans = {
+        # Rows per direction as in the equations at the top of this module.
         "all_to_all": (reached * outside, reached * inside, reached, 4, 8 * top_k),
         "copy_per_expert": (top_k * outside, top_k * inside, 2 * top_k, 4, 8),
         "all_gather": (num_ranks - node, node - 1, 0, 5, 12 * top_k),
     }
+    # Two levels need nodes of equal size.
     if node > 1 and num_ranks % node == 0:
         nodes = num_ranks // node
         to_nodes = _reached(num_experts, top_k, nodes, -(-num_experts // num_ranks) * node) * (nodes - 1) / nodes

@@ -305,6 +305,7 @@ class LocalDispatcher(TokenDispatcher):
 
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
         """Compute the order of tokens by expert; see `TokenDispatcher`."""
+        # Not read from the device, unless an implementation of the experts needs them on the host.
         sizes = GroupSizes(self.platform, routing.counts)
         if routing.is_expert_major:
             return Dispatched(x, sizes, routing.scores, None)

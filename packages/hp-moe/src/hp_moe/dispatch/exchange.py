@@ -141,6 +141,7 @@ class RoundedExchange(RowExchange):
     def _start_forward(self, rows: Tensor) -> Tensor:
         platform, ops, dim = self.platform, self.platform.ops, int(rows.shape[1])
         width = block_width(dim)
+        # One scale per block: a large element costs precision only within its own block.
         blocks = ops.reshape(ops.cast(rows, platform.dtype("float32")), (-1, dim // width, width))
         codes, scales = self.wire_format.encode(blocks)
         # Two messages, since codes are int8 and scales float32.

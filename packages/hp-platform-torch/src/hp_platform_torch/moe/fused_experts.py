@@ -52,6 +52,7 @@ def order_rows(permutation: TokenPermutation, num_experts: int) -> RowOrder:
     keys = permutation.keys.reshape(-1)
     # A radix sort takes time for each byte of a key, so keys are narrowed first.
     narrow = torch.int16 if num_experts < 2**15 else torch.int64
+    # Stable: rows of an expert stay in token order, so that every sum has one order.
     order = torch.sort(keys.to(narrow), stable=True).indices
     positions = torch.empty(order.shape, dtype=torch.int32, device=order.device)
     # The inverse permutation by one scatter instead of a second sort.
@@ -165,6 +166,7 @@ class _FusedExperts(torch.autograd.Function):
     ) -> torch.Tensor:
         x, w1, w2, w3 = (tensor.contiguous() for tensor in (x, w1, w2, w3))
         scores = None if scores is None else scores.contiguous()
+        # One schedule for all kernels over tiles of rows, in forward and backward.
         schedule = problem.schedule()
         pre, act = _gate_up(problem, schedule, x, scores, w1, w3, problem.saves)
         y = _down(problem, schedule, act, w2)

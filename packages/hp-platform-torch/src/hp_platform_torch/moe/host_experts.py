@@ -31,6 +31,7 @@ def host_experts(
     score_before_experts: bool,
 ) -> torch.Tensor:
     """Return the weighted sum of each token's experts, `[tokens, dim]`; see `hp_moe.hookspecs.hp_fused_experts`."""
+    # Recomputation takes the saved order instead of sorting again.
     entries = saved_value(lambda: permutation.entries)
     groups = _Groups(entries, permutation.num_rows, permutation.num_slots, sizes.host)
     return _HostExperts.apply(groups, x, scores, score_before_experts, *weights)
@@ -75,6 +76,7 @@ class _Groups:
 
     def new_gradient(self, weight: torch.Tensor) -> torch.Tensor:
         """Return memory for the gradient of a weight: zeros for experts without rows, uninitialized for the others."""
+        # Products overwrite the gradients of visited experts, so only the others are set to zero.
         gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
         for expert, count in enumerate(self.counts):
             if not count:
@@ -220,6 +222,7 @@ def _products(
     score_of_inputs = groups.scores(scores, x.dtype) if score_before else None
     batches = groups.batches(dim)
     space = _workspace(batches, x, dim, width)
+    # Views of all experts' matrices, made once instead of by indexing in the loops.
     to_gate, to_result, to_up = (weight.transpose(1, 2).unbind(0) for weight in (w1, w2, w3))
     for batch in batches:
         tokens, gate, up, score, batch_results = batch.of_rows(groups.tokens, *pre, score_of_inputs, results)

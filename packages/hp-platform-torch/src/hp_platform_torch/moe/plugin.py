@@ -30,6 +30,7 @@ def hp_fused_experts(platform: Platform) -> FusedExperts | None:
         return None
     if importlib.util.find_spec("triton") is None:
         return experts_of_host
+    # Imported here, because its kernels import Triton.
     from hp_platform_torch.moe.kernel_check import checked_fused_experts
 
     def experts_of_device(x: torch.Tensor, *args: Any) -> torch.Tensor | None:
