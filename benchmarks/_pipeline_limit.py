@@ -37,7 +37,7 @@ class StageClock:
             parameters = list(module.parameters())
             module.zero_grad()
             for kind in ("first", "full", "input_grad"):
-                # Without gradients of weights autograd computes the input's gradient alone, without the cost of a split.
+                # Without gradients of weights autograd computes only the input's gradient, without the cost of a split.
                 for parameter in parameters:
                     parameter.requires_grad_(kind != "input_grad")
                 x = self._x.clone().requires_grad_()
