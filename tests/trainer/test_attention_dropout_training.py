@@ -52,7 +52,7 @@ def test_rows_without_numbers_are_refused(lab):
 
     model = build_decoder(DecoderConfig(num_hidden_layers=1, attention_dropout=0.5), lab.platform)
     ids = lab.platform.from_numpy(np.zeros((1, 4), np.int64))
-    with pytest.raises(TrainingError, match=r"attention_dropout = 0.5: expected rows, the number of each row"):
+    with pytest.raises(TrainingError, match=r"attention_dropout = 0.5: expected rows, the index of each row"):
         model(ids)
     with lab.platform.no_grad():
         assert tuple(model(ids).shape) == (1, 4, 256)

@@ -132,7 +132,7 @@ def test_a_model_of_ones_own_is_exported_as_what_it_is(lab: Lab):
 
 def test_what_transformers_does_not_have_is_not_exported(lab: Lab):
     run = lab.run("run", training__steps=1, training__global_batch_size=2)
-    with pytest.raises(ExportError, match="no architecture of transformers"):
+    with pytest.raises(ExportError, match="no known architecture of transformers"):
         export(run, lab.folder / "out")
 
 

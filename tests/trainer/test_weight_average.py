@@ -105,7 +105,7 @@ def test_weights_that_were_not_averaged_are_refused_by_name(lab: Lab, tmp_path, 
     run = lab.run("run", training__steps=1)
     for command in (["evaluate", str(run.path)], ["export", str(run.path), f"--to={tmp_path / 'out'}"]):
         assert cli.main([*command, "--weights=ema"]) == 2
-        assert "holds no moving average of the weights: its run was trained without" in capsys.readouterr().err
+        assert "has no moving averages of the weights: its run was trained without" in capsys.readouterr().err
     assert cli.main(["evaluate", str(run.path), "--weights=best"]) == 2
     assert "argument --weights: invalid choice: 'best'" in capsys.readouterr().err
 

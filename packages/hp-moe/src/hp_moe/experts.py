@@ -296,7 +296,12 @@ def fused_experts(sent: Dispatched, weights: tuple[Tensor, ...], score_before_ex
 
 
 def has_fused_experts(platform: Platform) -> bool:
-    """Return whether an installed plugin computes SwiGLU experts of this platform in its own kernels."""
+    """Return whether an installed plugin computes SwiGLU experts of this platform in its own kernels.
+
+    Example:
+        >>> isinstance(has_fused_experts(platform), bool)
+        True
+    """
     return _implementation(platform) is not None
 
 
