@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Sequence
 
-from hp_fsdp._engine.layout import Block, plan_buffers, plan_layout
+from hp_fsdp._engine.buffer_layout import Block, plan_buffers, plan_layout
 
 HIDDEN, DENSE, EXPERT, EXPERTS, LAYERS, DENSE_LAYERS = 7168, 18432, 2048, 256, 61, 3
 ATTENTION = ((1536, HIDDEN), (24576, 1536), (576, HIDDEN), (32768, 512), (HIDDEN, 16384))

@@ -16,10 +16,10 @@ from hp_dtensor.parallel import nn
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.spec.rank_checks import check_alike, reporting_failure_to_check_alike
+from hp_fsdp._engine.buffer_layout import plan_buffers
 from hp_fsdp._engine.flat_buffer import FlatBuffer
 from hp_fsdp._engine.forward import FSDPState, state_of
 from hp_fsdp._engine.gather_extension import ExtensionGathering, chunked_layout
-from hp_fsdp._engine.layout import plan_buffers
 from hp_fsdp._engine.param_group import ParameterGroup
 from hp_fsdp._engine.parameters import (
     MeshInfo,

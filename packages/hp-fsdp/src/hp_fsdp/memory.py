@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from hp_fsdp._engine.buffer_layout import Block, FlatLayout, block_of, default_shard_dim, plan_buffers
 from hp_fsdp._engine.forward import FSDPState, state_of, states_below
-from hp_fsdp._engine.layout import Block, FlatLayout, block_of, default_shard_dim, plan_buffers
 from hp_fsdp.exceptions import FullyShardError
 
 Module = Any

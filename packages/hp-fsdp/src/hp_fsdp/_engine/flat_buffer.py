@@ -15,7 +15,7 @@ from typing import Any
 
 from hp_dtensor.comm.process_group import DONE, ProcessGroup, Work
 from hp_dtensor.spec.tensor_spec import TensorSpec
-from hp_fsdp._engine.layout import FlatLayout
+from hp_fsdp._engine.buffer_layout import FlatLayout
 from hp_fsdp._engine.offload import DeferredGradients, ShardOffload
 from hp_fsdp._engine.parameters import (
     TAKEN_ATTRIBUTE,

@@ -7,8 +7,8 @@ import math
 from typing import Any
 
 from hp_dtensor.comm.process_group import DONE, Work
+from hp_fsdp._engine.buffer_layout import Block, FlatLayout
 from hp_fsdp._engine.flat_buffer import FlatBuffer, Gathering
-from hp_fsdp._engine.layout import Block, FlatLayout
 from hp_fsdp._engine.parameters import OriginalParameter
 from hp_fsdp.communication import Holding
 from hp_fsdp.exceptions import FSDPStateError

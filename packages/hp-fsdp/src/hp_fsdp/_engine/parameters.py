@@ -14,7 +14,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Placement, RaggedShard, Replicate, Shard
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_fsdp._engine.layout import Block, block_of, default_shard_dim
+from hp_fsdp._engine.buffer_layout import Block, block_of, default_shard_dim
 from hp_fsdp._engine.settings import mesh_problems, reshard_problems
 from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.policies import ShardPlacementResult

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from hp_fsdp._engine.layout import (
+from hp_fsdp._engine.buffer_layout import (
     SMALL_PADDING,
     Block,
     FlatLayout,
