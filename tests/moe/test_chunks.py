@@ -9,12 +9,21 @@ import pytest
 from moe_layouts import BY_DISPATCHER, DIM, LAYOUTS, train
 from test_expert_parallel import CLOSE, NUM_SAMPLES
 
+from hp_dtensor.comm.links import Links
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.parallel import nn
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_dtensor.testing import run_ranks, slow_link
-from hp_moe import AllToAllDispatcher, AutoDispatcher, ExpertParallel, ExpertParallelError, GroupedExperts, Link, MoE
+from hp_moe import (
+    AllToAllDispatcher,
+    AutoDispatcher,
+    DispatchRates,
+    ExpertParallel,
+    ExpertParallelError,
+    GroupedExperts,
+    MoE,
+)
 from hp_moe.dispatch.auto import best_num_chunks
 from hp_moe.dispatch.exchange import RowExchange
 
@@ -187,18 +196,18 @@ def test_on_slow_links_rows_travel_while_experts_compute(platform, rank_pool):
 @pytest.mark.parametrize(("sent", "work", "chunks"), [(1e-3, 2e-3, 8), (1e-3, 0.0, 1), (0.0, 1e-3, 1), (2e-4, 4e-4, 2)])
 def test_the_number_of_chunks_by_the_cost_model(sent, work, chunks):
     """None where one of travel and work is nothing; few where an exchange costs as much as is saved."""
-    found, seconds = best_num_chunks(sent, work, Link(seconds_per_exchange=2e-5))
+    found, seconds = best_num_chunks(sent, work, DispatchRates(Links(latency=2e-5)))
     assert found == chunks
     assert seconds <= 2 * sent + work + 4 * 2e-5 + 1e-12
 
 
 @pytest.mark.parametrize("wanted", [None, 2])
 def test_auto_chooses_chunks_and_says_why(platform, wanted):
-    link = Link(bytes_per_second=1e5, flop_per_second=1e6, seconds_per_exchange=1e-4)
+    rates = DispatchRates(Links(latency=1e-4, bandwidth=1e5), flops=1e6)
 
     def rank():
         mesh = init_device_mesh("cpu", (2,), platform=platform)
-        layer = built(platform, mesh, functools.partial(AutoDispatcher, link=link, num_chunks=wanted))
+        layer = built(platform, mesh, functools.partial(AutoDispatcher, rates=rates, num_chunks=wanted))
         tokens = numpy.random.default_rng(mesh.get_local_rank()).normal(size=(30, DIM)).astype("f4")
         return stepped(platform, layer, tokens), layer.experts.dispatcher
 

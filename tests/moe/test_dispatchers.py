@@ -13,6 +13,7 @@ from moe_layouts import BY_DISPATCHER, LAYOUTS, VOCABULARY, train
 from test_expert_parallel import NUM_SAMPLES, assert_same
 
 import hp_moe.experts
+from hp_dtensor.comm.links import Links
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.exceptions import CapabilityError
@@ -23,9 +24,9 @@ from hp_moe import (
     AllToAllDispatcher,
     AutoDispatcher,
     Capacity,
+    DispatchRates,
     ExpertParallel,
     ExpertParallelError,
-    Link,
     MoE,
     TwoLevelDispatcher,
     dispatch_costs,
@@ -109,15 +110,17 @@ def test_published_shapes():
 
 def test_the_choice_follows_the_links():
     def best(**rates):
-        return dispatch_costs(4096, 14336, 256, 8, 64, Link(**rates))[0].name
+        return dispatch_costs(4096, 14336, 256, 8, 64, DispatchRates(**rates))[0].name
 
     assert best() == "all_to_all"
-    assert best(gathered_bytes_per_second=500e9) == "all_gather"
+    assert best(gather_bandwidth=500e9) == "all_gather"
     # Measured between two processes of one machine, there and back: 25 ms, by all-gather 55, a copy per expert 290.
-    costs = dispatch_costs(1024, 2048, 64, 8, 2, Link.between_processes())
+    costs = dispatch_costs(1024, 2048, 64, 8, 2, DispatchRates.between_processes())
     assert [cost.name for cost in costs] == ["all_to_all", "all_gather", "copy_per_expert"]
-    assert dispatch_costs(1024, 2048, 64, 8, 2, Link(2e9, copied_bytes_per_second=2e9))[0].name == "all_gather"
-    assert best(inner_size=8, inner_bytes_per_second=300e9) == "two_level"
+    slow = Links(latency=2e-5, bandwidth=2e9)
+    assert dispatch_costs(1024, 2048, 64, 8, 2, DispatchRates(slow, copy_bandwidth=2e9))[0].name == "all_gather"
+    nodes = Links(latency=2e-5, bandwidth={"ep": 10e9, "ep_inner": 300e9})
+    assert best(links=nodes, inner_size=8) == "two_level"
 
 
 def layer_of(platform, dispatcher, mesh, dim=16):
@@ -131,8 +134,8 @@ def layer_of(platform, dispatcher, mesh, dim=16):
 def test_auto_says_why(platform):
     def rank():
         mesh = init_device_mesh("cpu", (4,), platform=platform)
-        link = Link(inner_size=2, bytes_per_second=1e9, seconds_per_exchange=0.0)
-        layer = layer_of(platform, functools.partial(AutoDispatcher, link=link), mesh)
+        rates = DispatchRates(Links(latency=0.0, bandwidth={"ep": 1e9, "ep_inner": 100e9}), inner_size=2)
+        layer = layer_of(platform, functools.partial(AutoDispatcher, rates=rates), mesh)
         assert layer.experts.dispatcher.reason == ""
         layer(platform.ops.ones((3, 16), platform.dtype("float32")))
         return layer.experts.dispatcher.reason

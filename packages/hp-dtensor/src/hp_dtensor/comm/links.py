@@ -62,9 +62,16 @@ class Links:
         axes = list(axes)
         if not axes:
             return 0.0
-        latency = max(_value(self.latency, axis, LATENCY) for axis in axes)
-        bandwidth = min(_value(self.bandwidth, axis, BANDWIDTH) for axis in axes)
+        latency, bandwidth = max(map(self.latency_along, axes)), min(map(self.bandwidth_along, axes))
         return latency * _ROUNDS.get(collective, 1) + wire_bytes / bandwidth
+
+    def latency_along(self, axis: str) -> float:
+        """Return the seconds that a collective over one axis takes at least."""
+        return _value(self.latency, axis, LATENCY)
+
+    def bandwidth_along(self, axis: str) -> float:
+        """Return the bytes per second that one rank sends along one axis."""
+        return _value(self.bandwidth, axis, BANDWIDTH)
 
 
 def _value(values: float | Mapping[str, float] | AxisValues, axis: str, default: float) -> float:

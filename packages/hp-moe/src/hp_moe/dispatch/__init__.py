@@ -2,7 +2,14 @@
 
 from hp_moe.dispatch.all_gather import AllGatherDispatcher
 from hp_moe.dispatch.all_to_all import AllToAllDispatcher, CopyPerExpertDispatcher
-from hp_moe.dispatch.auto import AutoDispatcher, DispatchCost, Link, dispatch_costs, dispatchers, ranks_per_token
+from hp_moe.dispatch.auto import (
+    AutoDispatcher,
+    DispatchCost,
+    DispatchRates,
+    dispatch_costs,
+    dispatchers,
+    ranks_per_token,
+)
 from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, LocalDispatcher, TokenDispatcher
 from hp_moe.dispatch.exchange import WireFormat
 from hp_moe.dispatch.replicating import ReplicatingDispatcher
@@ -16,8 +23,8 @@ __all__ = [
     "ChunkedDispatcher",
     "CopyPerExpertDispatcher",
     "DispatchCost",
+    "DispatchRates",
     "Dispatched",
-    "Link",
     "LocalDispatcher",
     "ReplicatingDispatcher",
     "TokenDispatcher",

@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from hp_dtensor.comm.links import Links
 from hp_dtensor.comm.mesh import as_group
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.platform.registry import Registry, fill_registry
@@ -38,8 +39,8 @@ class AutoDispatcher(TokenDispatcher):
     Args:
         group: the ranks that share the experts; rank i owns the i-th chunk, and the last ones may own none.
         num_experts: number of experts of all ranks.
-        link: rates of the links; None for the defaults of `Link`, or of `Link.between_processes` on the CPU. Use
-            `functools.partial(AutoDispatcher, link=...)` to pass it to a style.
+        rates: None for the defaults of `DispatchRates`, or of `DispatchRates.between_processes` on the CPU. Use
+            `functools.partial(AutoDispatcher, rates=...)` to pass them to a style.
         num_chunks: number of chunks for `all_to_all`; None to choose it too.
 
     Attributes:
@@ -59,11 +60,16 @@ class AutoDispatcher(TokenDispatcher):
     """
 
     def __init__(
-        self, group: ProcessGroup, num_experts: int, *, link: Link | None = None, num_chunks: int | None = None
+        self,
+        group: ProcessGroup,
+        num_experts: int,
+        *,
+        rates: DispatchRates | None = None,
+        num_chunks: int | None = None,
     ) -> None:
         group = as_group(group)
         assert group.platform is not None
-        self.link = link
+        self.rates = rates
         self._wanted_chunks = num_chunks
         self.expert_flop = 0
         self.group = group
@@ -113,71 +119,78 @@ class AutoDispatcher(TokenDispatcher):
 
     def _choose(self, x: Tensor, top_k: int, tokens: int) -> TokenDispatcher:
         """Build the dispatcher with the smallest estimated time for `tokens` tokens per rank."""
-        link, experts, ranks = self._link(x), self.num_experts, self.group.size
+        experts, ranks, rates = self.num_experts, self.group.size, self.rates
+        if rates is None:
+            # By the device: processes on the CPU, or accelerators.
+            rates = DispatchRates.between_processes() if is_on_host(self.platform, x) else DispatchRates()
         row_bytes = int(x.shape[1]) * self.platform.itemsize(x.dtype)
-        costs = dispatch_costs(tokens, row_bytes, experts, min(top_k, experts), ranks, link)
+        costs = dispatch_costs(tokens, row_bytes, experts, min(top_k, experts), ranks, rates)
         self.reason = explain(costs, tokens)
         name = costs[0].name
         if name == "two_level":
-            assert link.inner_size is not None
-            return TwoLevelDispatcher(self.group, experts, inner_size=link.inner_size)
+            assert rates.inner_size is not None
+            return TwoLevelDispatcher(self.group, experts, inner_size=rates.inner_size)
         if name == "all_to_all":
-            chunks = self._chunks(costs[0], tokens * top_k * self.expert_flop / link.flop_per_second, link)
+            chunks = self._chunks(costs[0], tokens * top_k * self.expert_flop / rates.flops, rates)
             return AllToAllDispatcher(self.group, experts, num_chunks=chunks)
         return _KINDS[name](self.group, experts)
 
-    def _chunks(self, cost: DispatchCost, expert_seconds: float, link: Link) -> int:
+    def _chunks(self, cost: DispatchCost, expert_seconds: float, rates: DispatchRates) -> int:
         """Return the number of chunks to use, and add the reason to `reason`."""
         # The cost is four latencies and the time of sending in both directions.
-        sent_seconds = (cost.seconds - 4 * link.seconds_per_exchange) / 2
-        chunks, seconds = best_num_chunks(sent_seconds, expert_seconds, link)
+        sent_seconds = (cost.seconds - 4 * rates.latency) / 2
+        chunks, seconds = best_num_chunks(sent_seconds, expert_seconds, rates)
         if self._wanted_chunks is not None:
             chunks = self._wanted_chunks
         elif chunks > 1:
-            alone = 2 * sent_seconds + expert_seconds + 4 * link.seconds_per_exchange
+            alone = 2 * sent_seconds + expert_seconds + 4 * rates.latency
             self.reason += f"; in {chunks} chunks, {seconds * 1e3:.2g} ms with the experts instead of {alone * 1e3:.2g}"
         return chunks
 
-    def _link(self, x: Tensor) -> Link:
-        if self.link is not None:
-            return self.link
-        # Without given rates, by the device: processes on the CPU, or accelerators.
-        return Link.between_processes() if is_on_host(self.platform, x) else Link()
+
+# Axes of the links between ranks that share experts: to other nodes (all ranks if nodes are unknown), and in a node.
+EP, EP_INNER = "ep", "ep_inner"
+# One network link of a node's rank, and the links in a node.
+DISPATCH_LINKS = Links(latency=2e-5, bandwidth={EP: 10e9, EP_INNER: 100e9})
 
 
 @dataclass(frozen=True)
-class Link:
-    """Rates of links and devices, as seen by one rank, for the cost model.
+class DispatchRates:
+    """Rates by which dispatchers are compared: of the links between ranks, and of the ranks' devices.
 
     Attributes:
-        bytes_per_second: send rate of an all-to-all to other nodes.
-        gathered_bytes_per_second: rate of an all-gather or reduce-scatter, which hardware may speed up; None if equal.
-        seconds_per_exchange: latency of a collective.
-        inner_size: number of ranks of a node; None if all links are alike.
-        inner_bytes_per_second: send rate within a node.
-        copied_bytes_per_second: rate of copies in local memory, which sort rows by rank and back; an all-gather needs
-            none.
-        flop_per_second: rate of the experts' computation.
+        links: latency and bandwidth along the axes `"ep"` (ranks that share experts) and `"ep_inner"` (those of one
+            node), set by hand or measured (`hp_dtensor.comm.links.measure_links` of a mesh with these axes).
+        inner_size: number of ranks of a node; None if all links are those of `"ep"`.
+        gather_bandwidth: bytes per second of an all-gather or reduce-scatter to other nodes, which hardware may speed
+            up; None for the bandwidth of `"ep"`.
+        copy_bandwidth: bytes per second of copies in local memory, which sort rows by rank and back; an all-gather
+            needs none.
+        flops: floating-point operations per second of the experts.
 
     Example:
-        >>> nodes = Link(bytes_per_second=25e9, inner_size=8, inner_bytes_per_second=300e9)
-        >>> dispatch_costs(4096, 14336, num_experts=256, top_k=8, num_ranks=64, link=nodes)[0].name  # DeepSeek-V3
+        >>> nodes = DispatchRates(Links(bandwidth={"ep": 25e9, "ep_inner": 300e9}), inner_size=8)
+        >>> dispatch_costs(4096, 14336, num_experts=256, top_k=8, num_ranks=64, rates=nodes)[0].name  # DeepSeek-V3
         'two_level'
     """
 
-    bytes_per_second: float = 10e9
-    gathered_bytes_per_second: float | None = None
-    seconds_per_exchange: float = 2e-5
+    links: Links = DISPATCH_LINKS
     inner_size: int | None = None
-    inner_bytes_per_second: float = 100e9
-    copied_bytes_per_second: float = 1e12
-    flop_per_second: float = 3e14
+    gather_bandwidth: float | None = None
+    copy_bandwidth: float = 1e12
+    flops: float = 3e14
 
     @classmethod
-    def between_processes(cls) -> Link:
+    def between_processes(cls) -> DispatchRates:
         """Return the default rates on the CPU, measured between gloo processes on two cores."""
         # gloo implements a reduce-scatter by sends and sums, which is slower.
-        return cls(2e9, 8e8, seconds_per_exchange=5e-4, copied_bytes_per_second=4e9, flop_per_second=5e10)
+        links = Links(latency=5e-4, bandwidth={EP: 2e9, EP_INNER: 100e9})
+        return cls(links, gather_bandwidth=8e8, copy_bandwidth=4e9, flops=5e10)
+
+    @property
+    def latency(self) -> float:
+        """Seconds that an exchange between all ranks takes at least."""
+        return self.links.latency_along(EP)
 
 
 @dataclass(frozen=True)
@@ -189,7 +202,7 @@ class DispatchCost:
         'all_to_all'
 
     Attributes:
-        name: name of the dispatcher; `two_level` only if `Link.inner_size` is given.
+        name: name of the dispatcher; `two_level` only if `DispatchRates.inner_size` is given.
         sent_bytes: mean bytes of rows that one rank sends, for its own tokens and in results for others.
         seconds: time of these bytes, of local copies and of the collectives' latency.
     """
@@ -217,24 +230,25 @@ def _reached(num_experts: int, top_k: int, owners: int, chunk: int) -> float:
 
 
 def dispatch_costs(
-    num_tokens: int, row_bytes: int, num_experts: int, top_k: int, num_ranks: int, link: Link | None = None
+    num_tokens: int, row_bytes: int, num_experts: int, top_k: int, num_ranks: int, rates: DispatchRates | None = None
 ) -> list[DispatchCost]:
     """Return the costs of the dispatchers that do not round, the fastest one first.
 
     Args:
         num_tokens: number of tokens of one rank.
         row_bytes: bytes of one row.
-        link: rates of the links; None for the defaults, 10 GB/s between any two ranks.
+        rates: None for the defaults, 10 GB/s between any two ranks.
 
     Example:
         >>> costs = dispatch_costs(num_tokens=4096, row_bytes=4096, num_experts=128, top_k=8, num_ranks=8)
         >>> costs[0].name
         'all_to_all'
     """
-    link = link or Link()
+    rates = rates or DispatchRates()
+    between, within_node = (rates.links.bandwidth_along(axis) for axis in (EP, EP_INNER))
     # For each dispatcher: rows of a token sent to other nodes, sent within the node, and copied; number of collectives;
     # bytes of experts and scores in a row.
-    node = 1 if link.inner_size is None else link.inner_size
+    node = 1 if rates.inner_size is None else rates.inner_size
     outside, inside = (num_ranks - node) / num_ranks, (node - 1) / num_ranks
     reached = ranks_per_token(num_experts, top_k, num_ranks)
     plans = {
@@ -252,15 +266,16 @@ def dispatch_costs(
     for name, (to_others, within, copied, exchanges, choices) in plans.items():
         # There and back; experts and scores go there only.
         row = 2 * row_bytes + choices
-        rate = link.gathered_bytes_per_second if name == "all_gather" else None
-        seconds = to_others * row / (rate or link.bytes_per_second) + within * row / link.inner_bytes_per_second
-        seconds += 2 * copied * row_bytes / link.copied_bytes_per_second
+        outer = (rates.gather_bandwidth if name == "all_gather" else None) or between
+        seconds = to_others * row / outer + within * row / within_node + 2 * copied * row_bytes / rates.copy_bandwidth
         sent_bytes = num_tokens * (to_others + within) * row
-        costs.append(DispatchCost(name, sent_bytes, num_tokens * seconds + exchanges * link.seconds_per_exchange))
+        costs.append(DispatchCost(name, sent_bytes, num_tokens * seconds + exchanges * rates.latency))
     return sorted(costs, key=lambda cost: cost.seconds)
 
 
-def best_num_chunks(sent_seconds: float, expert_seconds: float, link: Link, most: int = 8) -> tuple[int, float]:
+def best_num_chunks(
+    sent_seconds: float, expert_seconds: float, rates: DispatchRates, most: int = 8
+) -> tuple[int, float]:
     """Return the fastest number of chunks, a power of two, and the seconds of dispatch, experts and combine.
 
     With C chunks, either communication is hidden behind computation except for sending the first chunk and returning
@@ -271,16 +286,16 @@ def best_num_chunks(sent_seconds: float, expert_seconds: float, link: Link, most
         expert_seconds: time of the overlapping computation, including shared experts.
 
     Example:
-        >>> best_num_chunks(sent_seconds=2e-3, expert_seconds=4e-3, link=Link())[0]
+        >>> best_num_chunks(sent_seconds=2e-3, expert_seconds=4e-3, rates=DispatchRates())[0]
         8
-        >>> best_num_chunks(sent_seconds=2e-6, expert_seconds=4e-3, link=Link())[0]
+        >>> best_num_chunks(sent_seconds=2e-6, expert_seconds=4e-3, rates=DispatchRates())[0]
         1
     """
 
     def seconds(chunks: int) -> float:
         # The first form if computation is longer, the second if communication is.
         hidden = max(expert_seconds + 2 * sent_seconds / chunks, 2 * sent_seconds + expert_seconds / chunks)
-        return hidden + (1 + 3 * chunks) * link.seconds_per_exchange
+        return hidden + (1 + 3 * chunks) * rates.latency
 
     candidates = [2**power for power in range(most.bit_length())]
     return min(((chunks, seconds(chunks)) for chunks in candidates), key=lambda pair: pair[1])

@@ -28,9 +28,9 @@ from hp_fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_met
 from hp_moe import (
     AutoDispatcher,
     BaseExpertParallel,
+    DispatchRates,
     ExpertParallel,
     ExpertTensorParallel,
-    Link,
     MoE,
     ReplicatedExperts,
     ReplicatingDispatcher,
@@ -228,8 +228,8 @@ def _dispatch_options(dims: ParallelDims) -> dict[str, Any]:
     if name == "two_level" and node is not None:
         return {"dispatcher": functools.partial(TwoLevelDispatcher, inner_size=node)}
     if name == "auto" and node is not None:
-        link = Link(inner_size=node)
-        return {"dispatcher": functools.partial(AutoDispatcher, link=link, num_chunks=dims.ep_chunks)}
+        rates = DispatchRates(inner_size=node)
+        return {"dispatcher": functools.partial(AutoDispatcher, rates=rates, num_chunks=dims.ep_chunks)}
     return {"dispatcher": name, "num_chunks": dims.ep_chunks}
 
 
