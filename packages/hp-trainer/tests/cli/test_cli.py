@@ -64,6 +64,14 @@ def test_the_options_are_frozen(registered: Registries) -> None:
     assert options == OPTIONS.read_text(), f"options changed; where that is wanted, write the left side to {OPTIONS}"
 
 
+def test_options_list_the_values_of_enumerations(registered: Registries) -> None:
+    choices = {option.path: option.choices for option in list_options(registered) if option.choices}
+    assert choices["training.compile"] == ("true", "false")
+    assert choices["model.name"] == ("decoder", "tiny")
+    assert choices["data.template"] == ("chatml", "llama3", "plain", "null")
+    assert "training.steps" not in choices
+
+
 def test_help_lists_every_option_and_command(installed: Registries, capsys) -> None:
     for arguments in (["--help"], ["resume", "-h"], ["layouts", "--help"]):
         assert cli.main(arguments) == 0

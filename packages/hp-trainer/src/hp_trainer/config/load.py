@@ -16,7 +16,7 @@ import yaml
 from hp_trainer.config._converter import INVALID, Converter
 from hp_trainer.config._tree import Items, Section, Tree, apply_overrides, escape, is_number, parse_file, read_text
 from hp_trainer.config.schema import TrainerConfig
-from hp_trainer.config.settings import Component, describe, field_types, is_required
+from hp_trainer.config.settings import Component, choices_of, describe, field_types, is_required
 from hp_trainer.exceptions import ConfigError, Problem, raise_if_any
 from hp_trainer.registries import Registries
 
@@ -163,6 +163,7 @@ class Option:
         default: the default as YAML; None: the setting is required.
         help: one line.
         when: the choice that it belongs to (`model.name=decoder`); empty: it always exists.
+        choices: the values of an enumeration or of a boolean, which shells complete; empty: any value of the type.
     """
 
     path: str
@@ -170,6 +171,7 @@ class Option:
     default: str | None
     help: str
     when: str = ""
+    choices: tuple[str, ...] = ()
 
 
 def list_options(registered: Registries, schema: type = TrainerConfig) -> list[Option]:
@@ -192,7 +194,9 @@ def _options(registered: Registries, schema: type, path: str, when: str = "") ->
         else:
             # The default as it would be written in the file.
             default = None if is_required(field) else _yaml(field.default)
-            yield Option(inner, describe(annotation), default, field.metadata.get("help", ""), when)
+            yield Option(
+                inner, describe(annotation), default, field.metadata.get("help", ""), when, choices_of(annotation)
+            )
 
 
 def _component_options(
@@ -207,7 +211,8 @@ def _component_options(
         for name in registry.names():
             yield from _options(registered, registry.options(name), f"{path}[]", f"name: {name} in {path}")
         return
-    yield Option(f"{path}.name", f"the name of {registry.a_kind}", field.metadata["default_name"], text)
+    default = field.metadata["default_name"]
+    yield Option(f"{path}.name", f"the name of {registry.a_kind}", default, text, choices=tuple(registry.names()))
     if any(hasattr(registry.options(name), "read_directory") for name in registry.names()):
         directory = "directory of a Hugging Face model: its weights, and its sizes as defaults"
         yield Option(f"{path}.from", "text or null", "null", directory)

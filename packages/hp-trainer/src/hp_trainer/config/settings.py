@@ -152,6 +152,17 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
+def choices_of(annotation: Any) -> tuple[str, ...]:
+    """Return the values of a type that can be listed, as text: those of enumerations and booleans."""
+    found: list[str] = []
+    for one in alternatives(annotation):
+        if one is bool:
+            found += ["true", "false"]
+        elif typing.get_origin(one) is Literal:
+            found += map(str, typing.get_args(one))
+    return (*found, "null") if found and type(None) in alternatives(annotation) else tuple(found)
+
+
 def describe(annotation: Any) -> str:
     """Return the type of a setting in words: `an integer or null`."""
     return join_choices([_describe_one(one) for one in alternatives(annotation)])
