@@ -398,7 +398,7 @@ def test_complex_activations_are_not_offloaded_by_way_of_numpy(platform):
     np.testing.assert_array_equal(platform.to_numpy(ActivationOffload(platform)(block, x)), np.ones((16, 16)))
 
 
-@pytest.mark.parametrize("package", ["hp_fsdp", "hp_moe", "hp_trainer"])
+@pytest.mark.parametrize("package", ["hp_fsdp", "hp_trainer"])
 def test_each_package_takes_the_plugin_of_this_platform(package):
     plugins = pytest.importorskip(f"{package}.plugins")
     manager = plugins.plugin_manager()

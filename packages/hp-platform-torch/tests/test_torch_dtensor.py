@@ -26,7 +26,7 @@ from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.testing import run_ranks
-from hp_platform_torch.tensor import operations
+from hp_platform_torch.tensor import torch_operation
 from hp_platform_torch.tensor.dtensor import TorchDTensor
 
 WHOLE = torch.arange(15.0).view(5, 3) - 4
@@ -205,7 +205,7 @@ def test_other_dimensions_and_shapes_have_plans_of_their_own(mesh):
 def test_scalars_that_change_share_a_plan(mesh):
     x = sharded(mesh)
     _ = x * 0.5
-    plans = operations.operations[torch.Tensor.mul].plans
+    plans = torch_operation.operations[torch.Tensor.mul].plans
     before = len(plans)
     for number in range(5):
         assert torch.equal((x * (number + 0.5)).full_tensor(), WHOLE * (number + 0.5))
@@ -578,6 +578,6 @@ def test_pickling_is_refused(mesh):
 
 def test_leaving_the_job_forgets_plans_and_meshes(platform, mesh):
     _ = sharded(mesh) + 1
-    assert any(operation.plans for operation in operations.operations.values())
+    assert any(operation.plans for operation in torch_operation.operations.values())
     forget_plans()
-    assert not any(operation.plans for operation in operations.operations.values())
+    assert not any(operation.plans for operation in torch_operation.operations.values())

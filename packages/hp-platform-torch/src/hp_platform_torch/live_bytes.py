@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from hp_platform_torch.tensor.operations import LocalMode
+from hp_platform_torch.tensor.torch_operation import LocalMode
 
 
 @contextlib.contextmanager

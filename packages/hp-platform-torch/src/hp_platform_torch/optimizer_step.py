@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_platform_torch.tensor.dtensor import TorchDTensor
-from hp_platform_torch.tensor.operations import LocalOperations
+from hp_platform_torch.tensor.torch_operation import LocalOperations
 
 Tensor = torch.Tensor
 

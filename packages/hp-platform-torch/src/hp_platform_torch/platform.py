@@ -24,12 +24,12 @@ from hp_platform_torch.ops.names import function_named, names_of
 from hp_platform_torch.ops.namespace import build_ops
 from hp_platform_torch.patches import autograd_function, table
 from hp_platform_torch.processes import TorchProcesses
-from hp_platform_torch.tensor import dtensor, operations
+from hp_platform_torch.tensor import dtensor, torch_operation
 from hp_platform_torch.tensor.autograd import automatic_precision_of, custom_function, linear_map, split_backward
 from hp_platform_torch.tensor.dtensor import TorchDTensor
 from hp_platform_torch.tensor.handlers import handler_of
-from hp_platform_torch.tensor.operations import LocalOperations, NoGrad
 from hp_platform_torch.tensor.saved_tensors import TorchHostCopies, saved_operations
+from hp_platform_torch.tensor.torch_operation import LocalOperations, NoGrad
 
 Tensor = torch.Tensor
 Removable.register(RemovableHandle)
@@ -126,7 +126,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         self._devices = threading.local()
         self.device = torch.device(self.device_types[0], 0) if self.device_types[0] != "cpu" else torch.device("cpu")
         self.ops = build_ops(lambda: self.device)
-        operations.operations.handler_of = handler_of
+        torch_operation.operations.handler_of = handler_of
         table.install()
 
     @property

@@ -14,7 +14,7 @@ import torch
 
 from hp_dtensor.exceptions import CapabilityError
 from hp_fsdp.storage import GATHER_METHODS, GatherExtension
-from hp_platform_torch.tensor.operations import NoGrad
+from hp_platform_torch.tensor.torch_operation import NoGrad
 
 Tensor = torch.Tensor
 

@@ -29,8 +29,8 @@ from hp_fsdp.storage import GatherExtension, Gradients, ParameterStorage, moved_
 from hp_platform_torch.fsdp.gather_extension import find_extension
 from hp_platform_torch.patches import autograd_function
 from hp_platform_torch.tensor.dtensor import TorchDTensor, wrap_in_place
-from hp_platform_torch.tensor.operations import LocalOperations, NoGrad
 from hp_platform_torch.tensor.saved_tensors import stay_on_device
+from hp_platform_torch.tensor.torch_operation import LocalOperations, NoGrad
 
 Tensor = torch.Tensor
 

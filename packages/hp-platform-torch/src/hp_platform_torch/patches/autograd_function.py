@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.spec.tensor_spec import TensorSpec, has_gradient
 from hp_platform_torch.tensor.dtensor import TorchDTensor, unwrap, unwrap_gradient, wrap_gradient
-from hp_platform_torch.tensor.operations import is_intercepting
+from hp_platform_torch.tensor.torch_operation import is_intercepting
 
 Tensor = torch.Tensor
 

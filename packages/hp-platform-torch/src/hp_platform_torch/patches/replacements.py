@@ -17,7 +17,7 @@ from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.platform.patch import Patch
 from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_platform_torch.tensor.dtensor import TorchDTensor
-from hp_platform_torch.tensor.operations import is_intercepting
+from hp_platform_torch.tensor.torch_operation import is_intercepting
 
 Tensor = torch.Tensor
 

@@ -23,7 +23,7 @@ from hp_dtensor.tensor.gradients import as_contributed, as_replicated, check_gra
 from hp_dtensor.tensor.redistribution import forget_source
 from hp_platform_torch.comm.groups import is_watched
 from hp_platform_torch.tensor import distributed_checkpoint as checkpointing
-from hp_platform_torch.tensor.operations import (
+from hp_platform_torch.tensor.torch_operation import (
     LocalOperations,
     is_intercepting,
     is_partial_number,

@@ -26,7 +26,7 @@ from hp_dtensor.tensor.redistribution import observe_gradient, shortcut_views, w
 from hp_platform_torch.ops.decompositions import DECOMPOSED
 from hp_platform_torch.ops.names import property_of
 from hp_platform_torch.tensor.dtensor import READS_NUMBER, TorchDTensor, unwrap_gradient, wrap_gradient, wrap_in_place
-from hp_platform_torch.tensor.operations import Handler, LocalOperations, first_spec, locally, run_into
+from hp_platform_torch.tensor.torch_operation import Handler, LocalOperations, first_spec, locally, run_into
 
 Tensor = torch.Tensor
 

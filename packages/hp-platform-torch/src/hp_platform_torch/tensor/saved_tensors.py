@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from hp_dtensor.comm.saved_tensors import ATTENTION, PRODUCTS, RECOMPUTED_DIFFERENTLY
 from hp_dtensor.platform.autograd import HostCopies, SavedOperations, Wait
 from hp_platform_torch.tensor.dtensor import TorchDTensor
-from hp_platform_torch.tensor.operations import LocalMode, LocalOperations, NoGrad, is_intercepting
+from hp_platform_torch.tensor.torch_operation import LocalMode, LocalOperations, NoGrad, is_intercepting
 
 _NAMES = {
     PRODUCTS: ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm"),
