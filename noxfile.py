@@ -226,16 +226,9 @@ def cross(session: nox.Session, platform: str, **variables: str) -> None:
     """Run the conformance suite and the tests across packages on a platform, or the tests that the arguments select."""
     python = full(platform)
     conformance = ("--pyargs", "hp_dtensor.testing.conformance")
-    tests = ("tests", "--ignore", "tests/house", *served_tests(platform))
+    tests = ("tests", "--ignore", "tests/house")
     for selected in [()] if session.posargs else [conformance, tests]:
         pytest(session, python, *one_core(platform), *selected, HP_PLATFORM=platform, **variables)
-
-
-def served_tests(platform: str) -> list[str]:
-    """Return a platform's tests of its parts of other components, which its own environment skips."""
-    tests = workspace.packages()[f"hp-platform-{platform}"].folder / "tests"
-    found = [path for part in ("fsdp", "moe", "trainer") for path in tests.glob(f"test_*_{part}*.py")]
-    return [str(path.relative_to(ROOT)) for path in sorted(found)]
 
 
 @session

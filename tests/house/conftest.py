@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+# Tests use the functions of tools, and of each other.
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "house")]
 
 
 @pytest.fixture

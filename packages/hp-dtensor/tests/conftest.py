@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from hp_dtensor.platform import plugins, selection
+
+# Tests and ranks import helper modules by their names.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture

@@ -81,43 +81,6 @@ def test_state_is_placed_as_its_parameter(platform):
             np.testing.assert_allclose(values, wanted.asnumpy(), rtol=1e-5, atol=1e-7)
 
 
-# Along a later dimension the parameters are permuted views of a flat buffer.
-CUTS = [(optim.AdamW, 0), (optim.SGD, 0), *((kind, 1) for kind in OPTIMIZERS)]
-
-
-@pytest.mark.parametrize(("kind", "dim"), CUTS, ids=lambda value: getattr(value, "__name__", value))
-def test_parameters_of_fully_shard(platform, kind, dim):
-    hp_fsdp = pytest.importorskip("hp_fsdp")
-
-    class Model(platform.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.bias = plain(platform)
-
-        def forward(self, batch):
-            return platform.ops.add(platform.ops.matmul(batch, self.weight), self.bias)
-
-    def steps(model, kind):
-        parameters = [parameter for _, parameter in platform.named_parameters(model)]
-        optimizer, ops = kind(parameters, lr=0.05), platform.ops
-        for _ in range(STEPS):
-            platform.backward(ops.mean(ops.square(model(tensor(BATCH)))))
-            optimizer(tuple(platform.get_grad(parameter) for parameter in parameters))
-            for parameter in parameters:
-                platform.set_grad(parameter, None)
-        return [platform.to_numpy(x.full_tensor() if isinstance(x, DTensor) else x).copy() for x in parameters]
-
-    def program():
-        model, mesh = Model(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",), platform=platform)
-        hp_fsdp.fully_shard(model, mesh=mesh, shard_placement_fn=lambda x: Shard(min(dim, x.ndim - 1)))
-        return steps(model, kind)
-
-    expected = steps(Model(), kind)
-    for found in run_ranks(program, 2, platform):
-        for array, wanted in zip(found, expected, strict=True):
-            np.testing.assert_allclose(array, wanted, rtol=1e-6, atol=1e-6)
-
-
 REFUSED = {
     "nn.LazyAdam": lambda parameters: nn.LazyAdam(parameters, 0.1),
     "nn.AdamOffload, groups": lambda parameters: nn.AdamOffload([{"params": parameters}]),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pluggy
@@ -15,6 +17,10 @@ from hp_trainer.config import AdamWConfig, setting
 from hp_trainer.launch import platforms
 from hp_trainer.plugins import hookimpl
 from hp_trainer.registries import Registries, fill_registries
+
+FOLDER = Path(__file__).parent
+# Tests import helper modules by their names.
+sys.path[:0] = [str(FOLDER), str(FOLDER / "cli")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""MindSpore's own ways to train, on sharded models: gradients, TrainOneStepCell, optimizers and checkpoints."""
+"""MindSpore's own ways to train sharded models: derivatives, TrainOneStepCell, optimizers and checkpoints."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
+import hp_fsdp
 from hp_dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.testing import run_ranks
 from hp_platform_mindspore.patches.optimizers import ELEMENTWISE
-
-hp_fsdp = pytest.importorskip("hp_fsdp")
 
 RNG = np.random.default_rng(5)
 WEIGHT, BIAS, BATCH = (RNG.normal(size=shape).astype(np.float32) for shape in ((5, 4), (5,), (3, 4)))

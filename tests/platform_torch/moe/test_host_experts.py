@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-pytest.importorskip("hp_moe", reason="hp-moe is not installed")
-
 from hp_dtensor.parallel import nn
 from hp_moe import Dispatched, ExpertWeights, GroupedExperts, GroupSizes, TokenPermutation
 from hp_platform_torch.moe import plugin

@@ -8,15 +8,13 @@ import sys
 import pytest
 import torch
 
-hp_trainer = pytest.importorskip("hp_trainer", reason="hp-trainer is not installed")
-
-from hp_dtensor.comm.mesh import init_device_mesh  # noqa: E402
-from hp_dtensor.platform.registry import Registry  # noqa: E402
-from hp_dtensor.spec.placements import Replicate, Shard  # noqa: E402
-from hp_dtensor.tensor.conversions import distribute_tensor  # noqa: E402
-from hp_dtensor.testing import run_ranks  # noqa: E402
-from hp_platform_torch.trainer import plugin  # noqa: E402
-from hp_trainer.config import AdamWConfig  # noqa: E402
+from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.platform.registry import Registry
+from hp_dtensor.spec.placements import Replicate, Shard
+from hp_dtensor.tensor.conversions import distribute_tensor
+from hp_dtensor.testing import run_ranks
+from hp_platform_torch.trainer import plugin
+from hp_trainer.config import AdamWConfig
 
 SHAPES = {"weight": (5, 3), "bias": (3,), "norm": (1,)}
 OPTIONS = AdamWConfig(lr=9.0, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)

@@ -13,6 +13,7 @@ from hp_dtensor.spec.placements import Replicate, Shard
 from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.testing import run_ranks
 from hp_platform_mindspore.trainer.optimizers import AdamW
+from hp_trainer.plugins import registries
 
 OPTIONS = SimpleNamespace(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 SHAPES = {"matrix": (5, 3), "vector": (4,), "scalar": ()}
@@ -126,9 +127,6 @@ def test_low_precision(platform, dtype):
 
 
 def test_the_trainer_finds_it(platform):
-    pytest.importorskip("hp_trainer")
-    from hp_trainer.plugins import registries
-
     entry = registries().optimizers.get("adamw", "mindspore")
     optimizer = entry.build([("w", platform.Parameter(platform.zeros((2,), ms.float32)))], entry.options(), platform)
     assert isinstance(optimizer, AdamW)

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint, nn
 
+import hp_fsdp as fsdp
 from hp_dtensor import init_device_mesh, parallelize_value_and_grad
 from hp_dtensor.exceptions import CapabilityError, GradientPathError
 from hp_dtensor.testing import run_ranks
 from hp_platform_mindspore.optim import AdamW
-
-fsdp = pytest.importorskip("hp_fsdp")
 
 RANKS = 2
 STEPS = 3

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("hp_moe", reason="hp-moe is not installed")
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 if importlib.metadata.version("triton").startswith(("3.5.", "3.6.")):
