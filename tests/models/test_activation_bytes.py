@@ -6,7 +6,7 @@ import pytest
 from activation_meter import measure
 
 from hp_trainer.models import DecoderConfig
-from hp_trainer.models.decoder.activations import MicroBatchShape, decoder_activations
+from hp_trainer.models.decoder.activation_memory import MicroBatchShape, decoder_activations
 from hp_trainer.models.recomputation import KINDS, NOTHING_RECOMPUTED, BlockRecompute
 from hp_trainer.sizes import format_size, parse_size
 from hp_trainer.training.activation_budget import Demand

@@ -9,7 +9,7 @@ import pytest
 from test_decoder import SMALL, VARIANTS
 
 from hp_trainer.models import build_decoder
-from hp_trainer.models.decoder.activations import visible_keys
+from hp_trainer.models.decoder.activation_memory import visible_keys
 
 
 @pytest.mark.parametrize("name", list(VARIANTS))

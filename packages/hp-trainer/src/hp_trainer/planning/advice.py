@@ -239,7 +239,13 @@ def possible_changes(plan: StepPlan) -> Iterator[Change]:
     yield from _micro_batches(shape)
     yield from _gathers_and_sums(shape)
     if not plan.device.is_host:
-        yield from _offloaded(shape)
+        config = shape.config
+        if shape.model.is_recomputable and not config.training.offload_activations:
+            yield _change("training.offload_activations", "true")
+        # As `build_on_host` requires: a quantized state has no tensors that could be offloaded.
+        has_plain_state = getattr(config.optimizer.options, "has_plain_state", True)
+        if not config.training.offload_optimizer and has_plain_state and config.parallel.ep_move_interval is None:
+            yield _change("training.offload_optimizer", "true")
     if shape.dims.pp_enabled:
         settings = shape.config.pipeline
         more = [] if settings.stages_per_rank is None else [("pipeline.stages_per_rank", "null")]
@@ -292,16 +298,6 @@ def _gathers_and_sums(shape: StepShape) -> Iterator[Change]:
     if shape.dims.cp_enabled and parallel.ulysses_degree is None:
         others = (name for name in ("ulysses", "ring", "all_gather") if name != parallel.cp_method)
         yield from (_change("parallel.cp_method", name) for name in others)
-
-
-def _offloaded(shape: StepShape) -> Iterator[Change]:
-    config = shape.config
-    if shape.model.is_recomputable and not config.training.offload_activations:
-        yield _change("training.offload_activations", "true")
-    # As `build_on_host` requires: a quantized state has no tensors that could be offloaded.
-    has_plain_state = getattr(config.optimizer.options, "has_plain_state", True)
-    if not config.training.offload_optimizer and has_plain_state and config.parallel.ep_move_interval is None:
-        yield _change("training.offload_optimizer", "true")
 
 
 def _changing_results(shape: StepShape) -> Iterator[Change]:

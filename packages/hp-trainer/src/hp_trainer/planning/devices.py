@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import yaml
 
+from hp_dtensor.comm.links import Links
 from hp_trainer._files import read_plain_text
 from hp_trainer.exceptions import PlanError
 from hp_trainer.sizes import parse_size
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_POINT_TO_POINT = ("all_to_all", "exchange", "send")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,23 @@ class Device:
     efficiency: float = 0.6
     is_host: bool = False
 
+    def links(self, collective: str, stride: int, size: int) -> Links:
+        """Return the links of a collective over `size` ranks whose numbers in the job are `stride` apart.
+
+        Within a node links are fast, and all ranks of a node share its links to other nodes.
+        """
+        inside = min(size, max(1, self.ranks_per_node // stride))
+        if inside == size:
+            return Links(self.inner_latency, self.inner_bandwidth)
+        if collective in _POINT_TO_POINT:
+            # Each rank sends equal shares to all others, of which `inside - 1` are in its node.
+            near = (inside - 1) / (size - 1)
+            bandwidth = 1 / (near / self.inner_bandwidth + (1 - near) / self.outer_bandwidth)
+        else:
+            # A ring enters and leaves each node once, so it can use the outer links of all its ranks of a node.
+            bandwidth = min(self.inner_bandwidth, self.outer_bandwidth * inside)
+        return Links(self.outer_latency, bandwidth)
+
 
 def _accelerator(name: str, memory: float, half: float, single: float, rates: tuple[float, float, float]) -> Device:
     memory_bandwidth, inner, outer = rates
@@ -75,29 +94,24 @@ _KNOWN = {
 }
 
 
-def device_names() -> list[str]:
-    """Return the names that `find_device` knows."""
-    return [*_KNOWN, "cpu"]
-
-
 def find_device(name: str) -> Device:
     """Return a device by its name, or from a YAML file with the fields of `Device`; `cpu` is measured now.
 
     Raises:
         PlanError: there is no such device or file, or fields of the file are missing, unknown or invalid.
     """
-    known = {each.lower(): each for each in _KNOWN}
-    if name.lower() in known:
-        return _KNOWN[known[name.lower()]]
+    known = {each.lower(): each for each in (*_KNOWN, "cpu")}
     if name.lower() == "cpu":
         return measure_cpu()
+    if name.lower() in known:
+        return _KNOWN[known[name.lower()]]
     path = Path(name)
     if path.is_file():
         return _read(path)
-    near = next(iter(difflib.get_close_matches(name.lower(), [*known, "cpu"], n=1)), "")
-    hint = f" Did you mean {known.get(near, near)}?" if near else ""
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    hint = f" Did you mean {known[near[0]]}?" if near else ""
     raise PlanError(
-        f"device {name!r} is unknown; expected one of {', '.join(device_names())}, or a YAML file with "
+        f"device {name!r} is unknown; expected one of {', '.join(known.values())}, or a YAML file with "
         f"{', '.join(each.name for each in fields(Device))}.{hint}"
     )
 

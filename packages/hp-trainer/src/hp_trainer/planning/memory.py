@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from hp_fsdp import PlannedBuffer
@@ -82,7 +82,8 @@ def plan_memory(shape: StepShape, stage: StageBuffers) -> MemoryPlan:
     the embedding and head, the update. Small tensors are left out: rotary tables, masks, ids, and the framework itself.
     """
     for_step = stage.is_pipelined and shape.config.parallel.gathers_for_step
-    return (_GatheredForStep if for_step else _GatheredForUse)(shape, stage).peak()
+    moments = (_GatheredForStep if for_step else _GatheredForUse)(shape, stage).moments()
+    return max(moments, key=lambda each: each.total)
 
 
 class _Moments(ABC):
@@ -106,10 +107,6 @@ class _Moments(ABC):
         self.bytes = {layer: of_kind[kind] for layer, kind in kinds.items()}
         self._ends = shape.last_layers(stage.rank)
 
-    def peak(self) -> MemoryPlan:
-        """Return the memory at the moment that needs most."""
-        return max(self.moments(), key=lambda each: each.total)
-
     @abstractmethod
     def moments(self) -> Iterable[MemoryPlan]:
         """Yield the memory at each moment of a step that may be the peak."""
@@ -125,7 +122,13 @@ class _Moments(ABC):
         held = {"gradients": gradients, "updating": _update_bytes(self.shape, self.stage)}
         if not self.shape.config.training.offload_optimizer:
             return self.at("the update", **held)
-        share = _share_on_device(self.shape, self.stage)
+        # Of the state on the host, the largest share that three consecutive buckets have.
+        full = full_shapes(self.shape)
+        trained = [each for buffer in self.stage.buffers if buffer.trainable for each in buffer.parameters]
+        counts = [math.prod(full[each.name]) for each in trained]
+        # The buckets of `build_on_host`, whose elements are those of unsharded parameters.
+        buckets = [sum(counts[bucket]) for bucket in split_into_buckets(counts, BUCKET_ELEMENTS)]
+        share = max((sum(buckets[first : first + 3]) for first in range(len(buckets))), default=0) / max(1, sum(counts))
         return self.at("the update", **held, optimizer=share * self.optimizer)
 
     def pending(self, layer: int) -> float:
@@ -225,10 +228,16 @@ class _GatheredForUse(_Moments):
         # One message being received and one being sent.
         messages = 2.0 * message_bytes(self.shape) if stage.is_pipelined else 0.0
         if stage.head:
+            last = stage.layers[-1] if stage.layers else None
+            resharded = self.shape.config.parallel.reshard_after_forward is not False
+            # The last block without its experts is prefetched for its backward.
+            gathered_at_loss = (
+                0.0 if last is None else self.bytes[last].dense_full if resharded else self._gathered(last)
+            )
             yield self.at(
                 "the loss",
                 gradients=unreduced + reduced,
-                gathered=root + self._gathered_at_loss(),
+                gathered=root + gathered_at_loss,
                 activations=others + below + self.head.saved(),
                 loss=self.head.working,
                 communication=messages,
@@ -238,31 +247,14 @@ class _GatheredForUse(_Moments):
             # Accumulated gradients have their memory already. It is freed when the next block's are reduced.
             fresh = 0.0 if accumulates and finds_gradients else block.full_gradient
             if may_be_peak:
-                gathered = root + self._gathered(layer)
-                yield self.at(
-                    f"the backward of {self.shape.model.block_name(layer)}",
+                yield from self._of_block(
+                    layer,
                     gradients=unreduced + reduced,
-                    gathered=gathered,
-                    reducing=head + before + block.expert_autograd,
-                    activations=others + self.at_backward(layer),
-                    communication=messages + self.communication,
-                )
-                yield self.at(
-                    f"the end of the backward of {self.shape.model.block_name(layer)}",
-                    gradients=unreduced + reduced,
-                    gathered=gathered,
-                    reducing=head + before + block.autograd,
-                    activations=others + self.preceding[layer] + self.costs[layer].input,
-                    communication=messages,
-                )
-                yield self.at(
-                    f"the reduction of {self.shape.model.block_name(layer)}",
-                    gradients=unreduced + reduced,
-                    # Backward has resharded the block before its gradients are reduced.
-                    gathered=gathered - block.full,
-                    reducing=head + block.autograd + fresh + block.reduced,
-                    activations=others + self.preceding[layer] + self.costs[layer].input,
-                    communication=messages,
+                    gathered=root + self._gathered(layer),
+                    # Buffers of the preceding block's reduction, and those that the block's own one allocates.
+                    reducing=(head, before, fresh),
+                    others=others,
+                    messages=messages,
                 )
             if accumulates and not finds_gradients:
                 unreduced += block.full_gradient
@@ -274,11 +266,13 @@ class _GatheredForUse(_Moments):
             reduced += 0.0 if joins else block.gradient
         if stage.head and not stage.is_pipelined:
             # Autograd adds the gradient of a tied embedding to that of the head: both and their sum are alive.
+            embedding = (_autograd_bytes(each) - _autograd_bytes(each, ("embed.weight",)) for each in stage.root)
+            tied = 0.0 if _has_own_head(stage) else sum(embedding)
             yield self.at(
                 "the backward of the embedding",
                 gradients=unreduced + reduced,
                 gathered=root,
-                reducing=head + before + 2 * _tied_gradient(stage),
+                reducing=head + before + 2 * tied,
                 activations=others,
             )
         fresh = 0.0 if accumulates and finds_gradients else _total(stage.root, "full_gradient")
@@ -289,6 +283,45 @@ class _GatheredForUse(_Moments):
             activations=others,
         )
 
+    def _of_block(
+        self,
+        layer: int,
+        *,
+        gradients: float,
+        gathered: float,
+        reducing: tuple[float, float, float],
+        others: float,
+        messages: float,
+    ) -> Iterable[MemoryPlan]:
+        """Yield the moments of a block: most activations, most gradients of single weights, and the reduction."""
+        name, block, (head, before, fresh) = self.shape.model.block_name(layer), self.bytes[layer], reducing
+        after = others + self.preceding[layer] + self.costs[layer].input
+        yield self.at(
+            f"the backward of {name}",
+            gradients=gradients,
+            gathered=gathered,
+            reducing=head + before + block.expert_autograd,
+            activations=others + self.at_backward(layer),
+            communication=messages + self.communication,
+        )
+        yield self.at(
+            f"the end of the backward of {name}",
+            gradients=gradients,
+            gathered=gathered,
+            reducing=head + before + block.autograd,
+            activations=after,
+            communication=messages,
+        )
+        yield self.at(
+            f"the reduction of {name}",
+            gradients=gradients,
+            # Backward has resharded the block before its gradients are reduced.
+            gathered=gathered - block.full,
+            reducing=head + block.autograd + fresh + block.reduced,
+            activations=after,
+            communication=messages,
+        )
+
     def _gathered(self, layer: int) -> float:
         """Return the gathered weights of blocks during the backward of one: its own, and the prefetched next ones."""
         if self.shape.config.parallel.reshard_after_forward is False:
@@ -296,14 +329,6 @@ class _GatheredForUse(_Moments):
         ahead = self.bytes[layer - 1].dense_full if layer - 1 in self.stage.blocks else 0.0
         # On the host, gloo gathers into a buffer of its own first.
         return (2 if self.shape.is_host else 1) * ahead + self.bytes[layer].full
-
-    def _gathered_at_loss(self) -> float:
-        """Return the gathered weights of blocks at the loss: of all blocks, or of the last one without its experts."""
-        if not self.stage.layers:
-            return 0.0
-        last = self.stage.layers[-1]
-        resharded = self.shape.config.parallel.reshard_after_forward is not False
-        return self.bytes[last].dense_full if resharded else self._gathered(last)
 
 
 class _GatheredForStep(_Moments):
@@ -441,40 +466,38 @@ _NOTHING = LayerCost(**dict.fromkeys((field.name for field in fields(LayerCost))
 
 def layer_costs(shape: StepShape) -> list[LayerCost]:
     """Return the costs of each block of the model on a rank."""
-    key = "layer costs", shape.micro_batch_shape, recompute_key(shape)
-    return shape.shared(key, lambda: _layer_costs(shape))
 
+    def compute() -> list[LayerCost]:
+        pairs = list(zip(activations_of(shape).blocks, recompute_of(shape), strict=True))
+        # By identity: hashing a block would hash all its tensors.
+        kinds = {(id(block), recompute): (block, recompute) for block, recompute in pairs}
+        of_kind = {key: LayerCost.of(*kind) for key, kind in kinds.items()}
+        return [of_kind[id(block), recompute] for block, recompute in pairs]
 
-def _layer_costs(shape: StepShape) -> list[LayerCost]:
-    pairs = list(zip(activations_of(shape).blocks, recompute_of(shape), strict=True))
-    # By identity: hashing a block would hash all its tensors.
-    kinds = {(id(block), recompute): (block, recompute) for block, recompute in pairs}
-    of_kind = {key: LayerCost.of(*kind) for key, kind in kinds.items()}
-    return [of_kind[id(block), recompute] for block, recompute in pairs]
+    return shape.shared(("layer costs", shape.micro_batch_shape, recompute_key(shape)), compute)
 
 
 def optimizer_bytes(shape: StepShape, stage: StageBuffers) -> tuple[float, float]:
     """Return the bytes of the optimizer's state and of the moving average, on the rank that has most."""
     full = full_shapes(shape)
+    # An optimizer that does not state its bytes is assumed to have two moments of each element.
+    state_bytes = getattr(shape.config.optimizer.options, "state_bytes", lambda _, __, count, size: 2 * count * size)
+
+    def of_one(buffer: PlannedBuffer) -> tuple[int, int]:
+        """Return the bytes of the optimizer's state for a buffer, and of the buffer's largest shard."""
+        shards = buffer.largest_local_numels()
+        state = sum(state_bytes(name, full[name], count, buffer.itemsize) for name, count in shards.items())
+        return state, sum(shards.values()) * buffer.itemsize
+
     state = elements = 0
     for buffer, times in stage.counted:
         if buffer.trainable:
             # By identity of the parameters, which copies of a buffer share and the memo keeps alive.
             key = "optimizer", id(buffer.parameters), buffer.layout.num_shards
-            of_one = shape.shared(key, functools.partial(_optimizer_bytes_of, shape, buffer, full))
-            state += times * of_one[0]
-            elements += times * of_one[1]
+            own_state, own_elements = shape.shared(key, functools.partial(of_one, buffer))
+            state += times * own_state
+            elements += times * own_elements
     return float(state), 0.0 if shape.config.training.ema.decay is None else float(elements)
-
-
-def _optimizer_bytes_of(
-    shape: StepShape, buffer: PlannedBuffer, full: Mapping[str, tuple[int, ...]]
-) -> tuple[int, int]:
-    """Return the bytes of the optimizer's state for a buffer, and of the buffer's largest shard."""
-    state_bytes = getattr(shape.config.optimizer.options, "state_bytes", _two_moments)
-    pieces = buffer.largest_local_numels()
-    state = sum(state_bytes(name, full[name], count, buffer.itemsize) for name, count in pieces.items())
-    return state, sum(pieces.values()) * buffer.itemsize
 
 
 def _update_bytes(shape: StepShape, stage: StageBuffers) -> float:
@@ -493,36 +516,13 @@ def _update_bytes(shape: StepShape, stage: StageBuffers) -> float:
     return float(update_bytes(held, is_host=shape.is_host))
 
 
-def _share_on_device(shape: StepShape, stage: StageBuffers) -> float:
-    """Return the largest share of an offloaded optimizer's state that three consecutive buckets have."""
-    full = full_shapes(shape)
-    trained = [each for buffer in stage.buffers if buffer.trainable for each in buffer.parameters]
-    counts = [math.prod(full[each.name]) for each in trained]
-    # The buckets of `build_on_host`, whose elements are those of unsharded parameters.
-    buckets = [sum(counts[bucket]) for bucket in split_into_buckets(counts, BUCKET_ELEMENTS)]
-    return max((sum(buckets[first : first + 3]) for first in range(len(buckets))), default=0) / max(1, sum(counts))
-
-
-def _two_moments(name: str, shape: tuple[int, ...], elements: int, itemsize: int) -> int:
-    return 2 * elements * itemsize
-
-
 def _head_gradients(stage: StageBuffers) -> float:
     """Return the bytes of the root group's gradients after the head's backward.
 
     The gradient of an untied embedding is in the same group, but exists only at the end of backward.
     """
-    if not stage.head:
-        return 0.0
     later = ("embed.weight",) if _has_own_head(stage) else ()
-    return sum(_autograd_bytes(each, later) for each in stage.root)
-
-
-def _tied_gradient(stage: StageBuffers) -> float:
-    """Return the bytes of the gradient of an embedding that is also the head; 0 if the head is separate."""
-    if _has_own_head(stage):
-        return 0.0
-    return sum(_autograd_bytes(each) - _autograd_bytes(each, ("embed.weight",)) for each in stage.root)
+    return sum(_autograd_bytes(each, later) for each in stage.root) if stage.head else 0.0
 
 
 def _has_own_head(stage: StageBuffers) -> bool:

@@ -143,7 +143,12 @@ def plan_step(
 
 def describe_plan(plan: StepPlan, device_memory: float) -> str:
     """Return the plan as tables of memory, traffic and time."""
-    tables = [_head(plan), _memory_table(plan, device_memory), _traffic_table(plan), _time_table(plan)]
+    peak = plan.memory[plan.peak_rank]
+    where = f" (pipeline rank {plan.peak_rank})" if len(plan.memory) > 1 else ""
+    fits = "fits" if peak.total <= device_memory else "does NOT fit"
+    title = f"peak memory of a rank{where}, at {peak.moment}: {format_size(peak.total)} of {format_size(device_memory)}"
+    memory = "\n".join([f"{title}: {fits}", *_rows(peak.parts(), format_size)])
+    tables = [_head(plan), memory, _traffic_table(plan), _time_table(plan)]
     if (error := budget_error(plan.shape)) is not None:
         tables.append(f"training.activation_budget: {error}; a run would be refused, the memory above is the least")
     return "\n\n".join(tables)
@@ -183,14 +188,6 @@ def _head(plan: StepPlan) -> str:
         else f"{plan.device.name}, measured now",
     }
     return "\n".join(f"{name}: {text}" for name, text in lines.items())
-
-
-def _memory_table(plan: StepPlan, device_memory: float) -> str:
-    peak = plan.memory[plan.peak_rank]
-    where = f" (pipeline rank {plan.peak_rank})" if len(plan.memory) > 1 else ""
-    fits = "fits" if peak.total <= device_memory else "does NOT fit"
-    title = f"peak memory of a rank{where}, at {peak.moment}: {format_size(peak.total)} of {format_size(device_memory)}"
-    return "\n".join([f"{title}: {fits}", *_rows(peak.parts(), format_size)])
 
 
 def _traffic_table(plan: StepPlan) -> str:

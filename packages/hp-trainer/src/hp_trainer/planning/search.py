@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -128,7 +127,12 @@ class _Planner:
             return None
         if plan.peak <= self._memory:
             return plan
-        recomputes, often = plan.shape.recomputes, self._may_reduce_often(plan)
+        recomputes, often = plan.shape.recomputes, plan.shape.config.parallel.reduce_gradients == "step"
+        if often:
+            # Gradients could be reduced after each micro-batch. A pipeline then also gathers weights for each use,
+            # which saves memory even with one micro-batch.
+            is_pipelined, several = plan.shape.dims.pp_enabled, plan.shape.num_microbatches > 1
+            often = not plan.shape.pipeline.splits_backward if is_pipelined else several
         tried = [] if recomputes else [self._plan(self._recomputed, dims, self._memory)]
         if often:
             tried.append(self._plan(self._often, dims, self._memory))
@@ -141,16 +145,6 @@ class _Planner:
         self.num_too_large += 1
         self.too_large += [plan, *tried]
         return None
-
-    def _may_reduce_often(self, plan: StepPlan) -> bool:
-        """Return whether gradients are reduced at the end of the step, and could be reduced after each micro-batch.
-
-        A pipeline then also gathers weights for each use, which saves memory even with one micro-batch.
-        """
-        shape = plan.shape
-        if shape.config.parallel.reduce_gradients != "step":
-            return False
-        return not shape.pipeline.splits_backward if shape.dims.pp_enabled else shape.num_microbatches > 1
 
     def smallest(self) -> StepPlan | None:
         """Return the plan of the layout that needs least memory among those that do not fit."""
@@ -182,24 +176,20 @@ class _SingleDegreeProblems:
 
     def of(self, degrees: Degrees) -> tuple[str, ...]:
         """Return the reasons against these degrees, each taken alone."""
-        found = [self._of_degree(name, degrees[name]) for name in ("tp", "ep", "pp")]
-        found.append(self._of_batch(degrees["dp_replicate"] * degrees["dp_shard"]))
-        found.append(self._of_sequence(degrees["cp"]))
-        return tuple(itertools.chain(*found))
-
-    def _of_degree(self, name: str, value: int) -> tuple[str, ...]:
-        key = name, value
-        if key not in self._known:
-            # One degree alone, the others 1, so that the result serves every layout with this degree.
-            degrees = SimpleNamespace(**(dict.fromkeys(DEGREES, 1) | {name: value}))
-            self._known[key] = _reasons(find_model_problems(degrees, self._config.model.options))
-        return self._known[key]
-
-    def _of_sequence(self, cp: int) -> tuple[str, ...]:
-        length = self._config.training.sequence_length
-        if cp == 1 or (cp <= MAX_CP and length // cp >= min(MIN_TOKENS, length // 2)):
-            return ()
-        return (f"parallel.cp: more than {MAX_CP} ranks, or fewer than {MIN_TOKENS} tokens per rank, are not searched",)
+        found: list[str] = []
+        for name in ("tp", "ep", "pp"):
+            key = name, degrees[name]
+            if key not in self._known:
+                # One degree alone, the others 1, so that the result serves every layout with this degree.
+                alone = SimpleNamespace(**(dict.fromkeys(DEGREES, 1) | {name: degrees[name]}))
+                self._known[key] = _reasons(find_model_problems(alone, self._config.model.options))
+            found += self._known[key]
+        found += self._of_batch(degrees["dp_replicate"] * degrees["dp_shard"])
+        cp, length = degrees["cp"], self._config.training.sequence_length
+        if cp > 1 and (cp > MAX_CP or length // cp < min(MIN_TOKENS, length // 2)):
+            limits = f"more than {MAX_CP} ranks, or fewer than {MIN_TOKENS} tokens per rank"
+            found.append(f"parallel.cp: {limits}, are not searched")
+        return tuple(found)
 
     def _of_batch(self, shares: int) -> tuple[str, ...]:
         key = "batch", shares

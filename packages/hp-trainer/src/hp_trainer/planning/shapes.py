@@ -202,16 +202,14 @@ class StepShape:
         if not self.dims.pp_enabled:
             return ModelPart(layers=tuple(range(self.model.num_layers)))
         owners = self.pipeline.rank_of_stage
-        return self.shared(("part", owners, rank), lambda: self._part_of(owners, rank))
 
-    def _part_of(self, owners: tuple[int, ...], rank: int) -> ModelPart:
-        layers = self._stages(len(owners))
-        own = [stage for stage, owner in enumerate(owners) if owner == rank]
-        return ModelPart(
-            embed=0 in own,
-            layers=tuple(layer for stage in own for layer in layers[stage]),
-            head=len(owners) - 1 in own,
-        )
+        def compute() -> ModelPart:
+            stages = self._stages(len(owners))
+            own = [stage for stage, owner in enumerate(owners) if owner == rank]
+            layers = tuple(layer for stage in own for layer in stages[stage])
+            return ModelPart(embed=0 in own, layers=layers, head=len(owners) - 1 in own)
+
+        return self.shared(("part", owners, rank), compute)
 
     def last_layers(self, rank: int) -> frozenset[int]:
         """Return the last layer of each stage of a rank, whose activations are not offloaded."""
@@ -240,11 +238,6 @@ def activations_of(shape: StepShape) -> ModelActivations:
     """Return the activations of one micro-batch."""
     sizes = shape.micro_batch_shape
     return shape.shared(("activations", sizes), lambda: shape.model.activations(sizes))
-
-
-def recompute_of(shape: StepShape) -> list[BlockRecompute]:
-    """Return the recomputation of each block of the model."""
-    return shape.shared(("recompute", recompute_key(shape)), lambda: _recompute(shape))
 
 
 def recompute_key(shape: StepShape) -> Hashable:
@@ -285,19 +278,24 @@ def _saved_kinds(shape: StepShape) -> Sequence[Kind]:
     return KINDS if keep is None else keep
 
 
-def _recompute(shape: StepShape) -> list[BlockRecompute]:
+def recompute_of(shape: StepShape) -> list[BlockRecompute]:
+    """Return the recomputation of each block of the model."""
     training, num_layers = shape.config.training, shape.model.num_layers
-    if not shape.model.is_recomputable:
-        return [NOTHING_RECOMPUTED] * num_layers
-    if training.activation_budget is not None:
-        # A budget that is too small is reported apart; the plan then shows the least memory there is.
-        least = [BlockRecompute(mode="full", offloads=training.offload_activations)] * num_layers
-        found = _within_budget(shape)
-        return least if isinstance(found, BudgetError) else found
-    keep = tuple(_saved_kinds(shape)) if training.recompute == "selective" else ()
-    chosen = BlockRecompute(mode=training.recompute, keep=keep, offloads=training.offload_activations)
-    patterns = training.recompute_blocks
-    return recompute_by_pattern(block_names(num_layers), chosen, every=training.recompute_every, patterns=patterns)
+
+    def compute() -> list[BlockRecompute]:
+        if not shape.model.is_recomputable:
+            return [NOTHING_RECOMPUTED] * num_layers
+        if training.activation_budget is not None:
+            # A budget that is too small is reported apart; the plan then shows the least memory there is.
+            least = [BlockRecompute(mode="full", offloads=training.offload_activations)] * num_layers
+            found = _within_budget(shape)
+            return least if isinstance(found, BudgetError) else found
+        keep = tuple(_saved_kinds(shape)) if training.recompute == "selective" else ()
+        chosen = BlockRecompute(mode=training.recompute, keep=keep, offloads=training.offload_activations)
+        patterns = training.recompute_blocks
+        return recompute_by_pattern(block_names(num_layers), chosen, every=training.recompute_every, patterns=patterns)
+
+    return shape.shared(("recompute", recompute_key(shape)), compute)
 
 
 # Weights -------------------------------------------------------------------------------------------------
@@ -335,13 +333,8 @@ class StageBuffers:
         return layers
 
     @property
-    def embed(self) -> bool:
-        """Whether the part has the embedding."""
-        return self.part.embed
-
-    @property
     def head(self) -> bool:
-        """Whether the part has the final norm and the head."""
+        """True if the part has the final norm and the head."""
         return self.part.head
 
     @functools.cached_property
@@ -385,18 +378,18 @@ class StageBuffers:
         return id(self.blocks[layer]), id(self.block_experts.get(layer))
 
 
-def every_stage(shape: StepShape) -> list[StageBuffers]:
-    """Return the buffers of each rank of the pipeline, in order; one entry without a pipeline."""
-    return [stage_buffers(shape, rank) for rank in range(shape.dims.pp)]
-
-
 def stage_buffers(shape: StepShape, rank: int) -> StageBuffers:
     """Return the buffers of one rank of the pipeline; without a pipeline, rank 0 has everything."""
+
+    def first_of_each_kind() -> dict[Hashable, int]:
+        # Filled from the last layer to the first, so that the first one of a kind remains.
+        return {shape.model.layer_kind(layer): layer for layer in reversed(range(shape.model.num_layers))}
+
     dims, freeze, part = shape.dims, shape.config.training.freeze, shape.part_of(rank)
     layers = tuple(part.layers or ())
     # Blocks of one kind differ only in names, so the first block's buffers serve for all. Patterns of frozen names may
     # tell them apart.
-    first = {} if freeze else shape.shared("first of each kind", lambda: _first_of_each_kind(shape.model))
+    first = {} if freeze else shape.shared("first of each kind", first_of_each_kind)
     representative = {layer: layer if freeze else first[shape.model.layer_kind(layer)] for layer in layers}
     # Everything that the buffers depend on: data-parallel degrees count only by their products.
     sizes = dims.tp, dims.ep, dims.etp, dims.pp_enabled, dims.fsdp_size, dims.efsdp_size, shape.num_replicas
@@ -445,7 +438,11 @@ class _Groups:
 def _groups(shape: StepShape, part: ModelPart) -> _Groups:
     dims = shape.dims
     sizes = dims.tp, dims.ep, dims.etp, dims.pp_enabled, dims.efsdp_size
-    planned = shape.shared(("parameters", sizes, part), lambda: _parameters(shape, part))
+
+    def plan_parameters() -> ModelParameters:
+        return shape.model.parameters(dims, part, freeze=shape.config.training.freeze)
+
+    planned = shape.shared(("parameters", sizes, part), plan_parameters)
 
     def buffers(parameters: tuple[PlannedParameter, ...], shards: int) -> tuple[PlannedBuffer, ...]:
         # By identity, which is unique because the memo keeps the parameters alive.
@@ -460,10 +457,6 @@ def _groups(shape: StepShape, part: ModelPart) -> _Groups:
     )
 
 
-def _parameters(shape: StepShape, part: ModelPart) -> ModelParameters:
-    return shape.model.parameters(shape.dims, part, freeze=shape.config.training.freeze)
-
-
 def _plan_buffers(shape: StepShape, parameters: tuple[PlannedParameter, ...], shards: int) -> tuple[PlannedBuffer, ...]:
     # None: each parameter keeps its own item size, as in an unmodified module of mixed dtypes.
     retains_dtypes = shape.model.retains_dtypes and shape.config.training.dtype == "float32"
@@ -476,13 +469,6 @@ def _plan_buffers(shape: StepShape, parameters: tuple[PlannedParameter, ...], sh
             num_replicas=shape.num_replicas,
         )
     )
-
-
-def _first_of_each_kind(model: ModelEstimates) -> dict[Hashable, int]:
-    first: dict[Hashable, int] = {}
-    for layer in range(model.num_layers):
-        first.setdefault(model.layer_kind(layer), layer)
-    return first
 
 
 def _by_layer(

@@ -6,16 +6,16 @@ for. Within a block, products and cheap operations follow each other.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from hp_dtensor.comm.links import Links
 from hp_trainer.models.estimates import Traffic
 from hp_trainer.parallel.axes import DENSE_AXES
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.memory import layer_costs
 from hp_trainer.planning.shapes import StageBuffers, StepShape
 from hp_trainer.planning.traffic import message_bytes, stage_traffic
-
-_POINT_TO_POINT = ("all_to_all", "exchange", "send")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +88,10 @@ def step_time(shape: StepShape, stage: StageBuffers, device: Device, state_bytes
     idle = 0.0
     if stage.is_pipelined:
         stride, size = _one_axis("pp", shape)
+        # The slowest hop counts: if the pipeline spans nodes, some neighbours are in different ones.
         is_inside = stride * size <= device.ranks_per_node
-        rate = device.inner_bandwidth if is_inside else device.outer_bandwidth
-        hop = message_bytes(shape) / rate + device.outer_latency
+        links = Links(device.outer_latency, device.inner_bandwidth if is_inside else device.outer_bandwidth)
+        hop = links.seconds("send", ["pp"], message_bytes(shape))
         inside = busy + sum(seconds for axis, seconds in exchanges.items() if axis != "pp")
         # `bubble` is idle over busy time of the schedule; the second term is a message through all ranks and back.
         idle = shape.pipeline.bubble * inside + 2 * (shape.dims.pp - 1) * hop
@@ -124,35 +125,14 @@ def step_time(shape: StepShape, stage: StageBuffers, device: Device, state_bytes
 
 
 def seconds_of(traffic: Traffic, shape: StepShape, device: Device) -> float:
-    """Return the time of collectives over an axis, by the links between its ranks.
-
-    Within a node links are fast, and all ranks of a node share its links to other nodes.
-    """
-    stride, size = _axis(traffic.axis, shape)
-    inside = min(size, max(1, device.ranks_per_node // stride))
-    latency = device.inner_latency if inside == size else device.outer_latency
-    if inside == size:
-        return traffic.bytes / device.inner_bandwidth + traffic.count * latency
-    if traffic.collective in _POINT_TO_POINT:
-        # Each rank sends equal shares to all others, of which `inside - 1` are in its node.
-        near = (inside - 1) / (size - 1)
-        rate = near / device.inner_bandwidth + (1 - near) / device.outer_bandwidth
-        return traffic.bytes * rate + traffic.count * latency
-    # A ring enters and leaves each node once, so it can use the outer links of all its ranks of a node.
-    rate = min(device.inner_bandwidth, device.outer_bandwidth * inside)
-    return traffic.bytes / rate + traffic.count * latency
-
-
-def _axis(name: str, shape: StepShape) -> tuple[int, int]:
-    """Return the (stride, size) of an axis in the numbering of the job's ranks."""
-    found = [_one_axis(each, shape) for each in name.split("+")]
-    size = 1
-    for _, each in found:
-        size *= each
-    return min(stride for stride, _ in found), max(1, size)
+    """Return the time of collectives over an axis, by the links between its ranks."""
+    strides, sizes = zip(*(_one_axis(each, shape) for each in traffic.axis.split("+")), strict=True)
+    links = device.links(traffic.collective, min(strides), math.prod(sizes))
+    return traffic.count * links.seconds(traffic.collective, [traffic.axis], traffic.bytes / traffic.count)
 
 
 def _one_axis(name: str, shape: StepShape) -> tuple[int, int]:
+    """Return the (stride, size) of an axis in the numbering of the job's ranks."""
     dims = shape.dims
     folded = dims.expert_mesh == "folded"
     if name == "efsdp" and folded:
@@ -166,7 +146,4 @@ def _one_axis(name: str, shape: StepShape) -> tuple[int, int]:
     for axis in reversed(DENSE_AXES[dims.expert_mesh]):
         strides[axis] = stride
         stride *= getattr(dims, axis)
-    size = 1
-    for axis in names:
-        size *= getattr(dims, axis)
-    return min(strides[axis] for axis in names), size
+    return min(strides[axis] for axis in names), math.prod(getattr(dims, axis) for axis in names)

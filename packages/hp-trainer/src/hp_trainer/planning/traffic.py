@@ -34,6 +34,10 @@ def _weights_and_gradients(shape: StepShape, stage: StageBuffers) -> Iterator[Tr
     overlaps = not (stage.is_pipelined and shape.config.parallel.gathers_for_step)
     counts = _Counts.of(shape, stage)
     experts = set(map(id, itertools.chain(*stage.block_experts.values())))
+    # `cp` ranks of the peer mesh are replicas: each has all weights of its shard.
+    is_peer = shape.dims.expert_mesh == "peer" and shape.dims.cp_enabled
+    axes = [*["dp_replicate"] * (shape.dims.dp_replicate > 1), *["cp"] * is_peer]
+    replicas = "+".join(axes) or "dp_replicate"
     for axis, of_experts in (("fsdp", False), ("efsdp", True)):
         buffers = [(each, times) for each, times in stage.counted if (id(each) in experts) == of_experts]
         gathers = [times * counts.gathered(each) for each, times in buffers]
@@ -44,7 +48,7 @@ def _weights_and_gradients(shape: StepShape, stage: StageBuffers) -> Iterator[Tr
         reduced = sum(count * each.reduce_wire for count, (each, _) in zip(reductions, trained, strict=True))
         yield Traffic(axis, "reduce_scatter", reduced, sum(reductions), overlaps)
         summed = sum(times * each.replicate_wire for each, times in trained)
-        yield Traffic(_replica_axis(shape), "all_reduce", summed, sum(times for _, times in trained), overlaps)
+        yield Traffic(replicas, "all_reduce", summed, sum(times for _, times in trained), overlaps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +85,7 @@ class _Counts:
             pipeline, stages = shape.pipeline, shape.pipeline.rank_of_stage.count(stage.rank)
             if never_resharded:
                 blocks = number + pipeline.backwards_after_other_stage[stage.rank] / stages, reductions
-            uses = stage.embed + stage.head
+            uses = stage.part.embed + stage.head
             tied = blocks[0] * uses, reductions * (uses if reductions > 1 else 1)
             # Every stage of the rank calls the outermost module.
             root = (
@@ -112,15 +116,6 @@ class _Counts:
         if id(buffer) in self.tied_ids:
             return self.tied
         return self.root if id(buffer) in self.root_ids else self.blocks
-
-
-def _replica_axis(shape: StepShape) -> str:
-    dims = shape.dims
-    # `cp` ranks of the peer mesh are replicas: each has all weights of its shard.
-    axes = ["dp_replicate"] if dims.dp_replicate > 1 else []
-    if dims.expert_mesh == "peer" and dims.cp_enabled:
-        axes.append("cp")
-    return "+".join(axes) or "dp_replicate"
 
 
 # Stages --------------------------------------------------------------------------------------------------

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hp_trainer.exceptions import Problem
 from hp_trainer.models.base import ModelPart
-from hp_trainer.models.decoder.activations import (
+from hp_trainer.models.decoder.activation_memory import (
     decoder_activations,
     head_flops_per_token,
     layer_flops_per_token,
     routed_flops_per_token,
-    training_flops_per_token,
 )
 from hp_trainer.models.decoder.lora import is_adapter
 from hp_trainer.models.decoder.options import DecoderOptions, RopeScalingConfig
@@ -60,6 +59,10 @@ class DecoderConfig(DecoderOptions):
     def stage_costs(self, sequence_length: int) -> tuple[Sequence[float], float]:
         """Return the operations per token of each block, and of the head, by which a pipeline is split into stages."""
         return layer_flops_per_token(self, sequence_length), head_flops_per_token(self)
+
+    def training_flops_per_token(self, sequence_length: int) -> float:
+        """Return the operations of forward and backward for a token; see `layer_flops_per_token`."""
+        return sum(layer_flops_per_token(self, sequence_length)) + head_flops_per_token(self)
 
     def estimates(self) -> DecoderEstimates:
         """Return the decoder's memory, operations and traffic by formulas."""
@@ -117,15 +120,15 @@ class DecoderEstimates:
         total = sum(per_token[layer] for layer in layers)
         if shape.splits_tokens:
             # Ranks of `ep` compute the same tokens, except that each routes only some of them to experts.
-            routed = sum(routed_flops_per_token(self._config, layer) for layer in layers)
-            total -= routed * (1 - 1 / shape.ep)
+            routed = routed_flops_per_token(self._config, shape.length)
+            total -= sum(routed[layer] for layer in layers) * (1 - 1 / shape.ep)
         if head:
             total += head_flops_per_token(self._config)
         return total * shape.batch * shape.length / (shape.cp * shape.tp)
 
     def step_flops(self, samples: int, length: int) -> float:
         """See `ModelEstimates`."""
-        return samples * length * training_flops_per_token(self._config, length)
+        return samples * length * self._config.training_flops_per_token(length)
 
     def traffic(
         self,

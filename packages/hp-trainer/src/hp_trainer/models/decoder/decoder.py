@@ -20,7 +20,6 @@ from hp_moe import LoadMetrics, place_copies_of_experts, update_expert_bias
 from hp_trainer.exceptions import TrainingError
 from hp_trainer.metrics.tracker import EXPERT_LOAD
 from hp_trainer.models.base import ModelPart
-from hp_trainer.models.decoder.activations import training_flops_per_token
 from hp_trainer.models.decoder.attention import build_norm
 from hp_trainer.models.decoder.block import DecoderBlocks
 from hp_trainer.models.decoder.config import DecoderConfig
@@ -202,7 +201,7 @@ class Decoder(nn.Module):
 
     def training_flops_per_token(self, sequence_length: int) -> float:
         """Return a token's operations in forward and backward of the full decoder, also for a part of it."""
-        return training_flops_per_token(self.config, sequence_length)
+        return self.config.training_flops_per_token(sequence_length)
 
     def after_optimizer_step(self, all_gather_object: Callable[[Any], list[Any]] | None = None) -> Mapping[str, float]:
         """Update the routers' biases and the copies of busy experts; return the step's routing metrics.

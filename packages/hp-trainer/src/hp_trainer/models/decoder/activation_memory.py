@@ -1,49 +1,46 @@
 """Activation bytes and operations of the decoder by formula, without a module.
 
-The byte formulas list what autograd saves of each operation (after arXiv 2205.05198, section 4, extended to this
-decoder's operations). They hold for torch's operations on the CPU and on CUDA; tests compare them with bytes counted on
+The formulas of a block list its operations, with the bytes that autograd saves of each (after arXiv 2205.05198,
+section 4, extended to this decoder's operations). The operations of a token follow from them. The bytes hold for torch's operations on the CPU and on CUDA; tests compare them with bytes counted on
 torch's CPU, to a tenth. MindSpore does not report when a tensor is freed, so they have not been compared there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from hp_trainer.models.decoder.options import DecoderOptions
 from hp_trainer.models.estimates import BlockActivations, MicroBatchShape, ModelActivations, SavedActivation
 
+_GATE, _EXPERTS = "gate", "experts"
+
 # Operations ----------------------------------------------------------------------------------------------
 
 
-def training_flops_per_token(config: DecoderOptions, sequence_length: int) -> float:
-    """Return the operations that a token needs in forward and backward, on average over one document.
+def layer_flops_per_token(config: DecoderOptions, sequence_length: int) -> list[float]:
+    """Return the operations per token of each block, forward and backward, on average over one document.
 
     A weight of a matrix product costs 2 in forward and 4 in backward for each token multiplied by it, so an expert
     counts for the tokens routed to it. Attention counts the pairs of query and key that the causal mask and the window
     let through. Recomputation is not counted (PaLM, arXiv 2204.02311, appendix B, which counts all pairs).
     """
-    return sum(layer_flops_per_token(config, sequence_length)) + head_flops_per_token(config)
+    return _flops_per_token(config, sequence_length, lambda _: True)
 
 
-def layer_flops_per_token(config: DecoderOptions, sequence_length: int) -> list[float]:
-    """Return the operations per token of each block, forward and backward."""
-    # For each pair of query and key: a dot product of the score's width, and a sum over the value's width.
-    widths = config.num_attention_heads * (_score_width(config) + _value_width(config))
-    keys = [visible_keys(sequence_length, config.window_of(layer)) for layer in range(config.num_hidden_layers)]
-    return [
-        # 2 operations per weight in forward, and 4 in backward for the gradients of input and weight.
-        6.0 * (_attention_weights(config) + _feed_forward_weights(config, layer) + seen * widths)
-        for layer, seen in enumerate(keys)
-    ]
+def routed_flops_per_token(config: DecoderOptions, sequence_length: int) -> list[float]:
+    """Return the operations per token of each block's gate and routed experts; 0 for a dense block."""
+    return _flops_per_token(config, sequence_length, lambda tensor: tensor.name in (_GATE, _EXPERTS))
 
 
-def routed_flops_per_token(config: DecoderOptions, layer: int) -> float:
-    """Return the operations per token of a block's gate and routed experts; 0 for a dense block."""
-    if config.num_experts is None or config.is_dense(layer):
-        return 0.0
-    experts = 3 * config.moe_intermediate_size * config.num_experts_per_tok
-    return 6.0 * config.hidden_size * (experts + config.num_experts)
+def _flops_per_token(
+    config: DecoderOptions, sequence_length: int, counts: Callable[[SavedActivation], bool]
+) -> list[float]:
+    blocks = decoder_activations(config, MicroBatchShape(batch=1, length=sequence_length)).blocks
+    # Blocks of one kind share one object.
+    forward = {id(block): sum(each.flops for each in block.tensors if counts(each)) for block in blocks}
+    # Backward has two products for each one of forward: the gradients of input and weight.
+    return [3 * forward[id(block)] / sequence_length for block in blocks]
 
 
 def head_flops_per_token(config: DecoderOptions) -> float:
@@ -56,27 +53,6 @@ def visible_keys(length: int, window: int | None) -> float:
     width = length if window is None else min(window, length)
     # The first `width` queries see 1, 2, ..., `width` keys, the others `width` each.
     return width - width * (width - 1) / 2 / length
-
-
-def _attention_weights(config: DecoderOptions) -> int:
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    output = heads * _value_width(config) * hidden
-    query_width = heads * _score_width(config)
-    if config.attention == "grouped":
-        return hidden * (query_width + 2 * config.num_key_value_heads * config.head_dim) + output
-    # Latent attention (DeepSeek-V2, section 2.1): narrow products down, then wide ones up to all heads.
-    rank = config.q_lora_rank
-    queries = hidden * query_width if rank is None else (hidden + query_width) * rank
-    compressed = hidden * (config.kv_lora_rank + config.qk_rope_head_dim)
-    return queries + compressed + config.kv_lora_rank * heads * (config.qk_nope_head_dim + config.v_head_dim) + output
-
-
-def _feed_forward_weights(config: DecoderOptions, layer: int) -> int:
-    if config.num_experts is None or config.is_dense(layer):
-        # SwiGLU has three matrices: gate (w1), up (w3) and down (w2).
-        return 3 * config.hidden_size * config.intermediate_size
-    experts = config.num_experts_per_tok + config.num_shared_experts
-    return config.hidden_size * (3 * config.moe_intermediate_size * experts + config.num_experts)
 
 
 # Blocks --------------------------------------------------------------------------------------------------
@@ -164,6 +140,7 @@ def _latent(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedAct
     tokens, e, heads = shape.tokens, shape.itemsize, config.num_attention_heads / shape.tp
     hidden, rank, q_rank = config.hidden_size, config.kv_lora_rank, config.q_lora_rank
     score, value = _score_width(config), config.v_head_dim
+    # Latent attention (DeepSeek-V2, section 2.1): narrow products down, then wide ones up to all heads.
     narrow, wide = rank + config.qk_rope_head_dim, heads * (config.qk_nope_head_dim + value)
     widths = heads * score + narrow + wide + (q_rank or 0)
     queries = hidden * heads * score if q_rank is None else q_rank * (hidden + heads * score)
@@ -231,7 +208,8 @@ def _dense(name: str, config: DecoderOptions, width: float, shape: MicroBatchSha
     yield SavedActivation(
         name=f"{name}.w1, w3", kind="products", saved=gates, result=gates, flops=4 * tokens * hidden * width
     )
-    # The gate's activation is saved for the product with w3, and that product as the input of w2.
+    # SwiGLU has three matrices: gate (w1), up (w3) and down (w2). The gate's activation is saved for the product with
+    # w3, and that product as the input of w2.
     activated = gates if _saves_input(config, "down_proj") else gates / 2
     yield SavedActivation(name=f"{name} activation", kind="rest", saved=activated)
     yield SavedActivation(
@@ -252,7 +230,7 @@ def _experts(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedAc
     rows = tokens * top_k
     # The gate computes in float32: it saves its scores, and in 16 bits a copy of its input.
     gate = tokens * (4 * config.num_experts + (4 * hidden if e == 2 else 0) + 4 * top_k + 4)
-    yield SavedActivation(name="gate", kind="rest", saved=gate, flops=2 * tokens * hidden * config.num_experts)
+    yield SavedActivation(name=_GATE, kind="rest", saved=gate, flops=2 * tokens * hidden * config.num_experts)
     # 16 bytes for each choice. Recomputation must route tokens as the forward did, so decisions are saved, never
     # recomputed.
     decided = rows * 16
@@ -273,7 +251,7 @@ def _experts(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedAc
     tables = rows * 16 + tokens * 8
     saved = tables + (gates if _is_fused(config, shape) else 2 * gates + rows * hidden * (e + 4))
     yield SavedActivation(
-        name="experts",
+        name=_EXPERTS,
         kind="products",
         saved=saved,
         result=gates + tokens * hidden * e,
