@@ -1,8 +1,9 @@
 """Activation bytes and operations of the decoder by formula, without a module.
 
 The formulas of a block list its operations, with the bytes that autograd saves of each (after arXiv 2205.05198,
-section 4, extended to this decoder's operations). The operations of a token follow from them. The bytes hold for torch's operations on the CPU and on CUDA; tests compare them with bytes counted on
-torch's CPU, to a tenth. MindSpore does not report when a tensor is freed, so they have not been compared there.
+section 4, extended to this decoder's operations). The operations of a token follow from them. The bytes hold for
+torch's operations on the CPU and on CUDA; tests compare them with bytes counted on torch's CPU, to a tenth. MindSpore
+does not report when a tensor is freed, so they have not been compared there.
 """
 
 from __future__ import annotations
