@@ -13,8 +13,7 @@ from hp_dtensor.exceptions import CapabilityError
 from hp_fsdp._engine.forward import ORIGINAL_CLASS, FSDPState, groups_below, original_class, state_of, states_below
 from hp_fsdp._engine.gathered_step import GatheredStep
 from hp_fsdp._engine.param_group import ParameterGroup
-from hp_fsdp._engine.parameters import STATE_ATTRIBUTE
-from hp_fsdp._engine.settings import normalize_reshard_size, reshard_problems
+from hp_fsdp._engine.parameters import STATE_ATTRIBUTE, normalize_reshard_size, reshard_problems
 from hp_fsdp._model_state import sharded_parameters
 from hp_fsdp.communication import Communication
 from hp_fsdp.exceptions import FullyShardError, StateDictError
@@ -450,17 +449,14 @@ def with_methods(cls: type, mixin: type | None = None) -> type:
     mixin = mixin or FSDPModule
     if issubclass(cls, mixin):
         return cls
-    # The mixin comes first, so that its `__call__` and `state_dict` wrap those of the module.
-    namespace = {"__module__": cls.__module__, "__new__": _new_original, ORIGINAL_CLASS: original_class(cls)}
+    namespace: dict[str, Any] = {"__module__": cls.__module__, ORIGINAL_CLASS: original_class(cls)}
+    # A slice of a sharded `Sequential` is a plain `Sequential`, which holds the sharded modules themselves. Classes
+    # that users derive from `FSDPModule` make their own instances.
+    namespace["__new__"] = lambda new_class, *args, **kwargs: original_class(new_class)(*args, **kwargs)
     if callable(getattr(cls, "save_pretrained", None)):
         namespace["save_pretrained"] = _sharded_save_pretrained(cls)
+    # The mixin comes first, so that its `__call__` and `state_dict` wrap those of the module.
     return type(f"{mixin.__name__[:4]}{cls.__name__}", (mixin, cls), namespace)
-
-
-def _new_original(cls: type, *args: Any, **kwargs: Any) -> Any:
-    """Make a module of the original class: a slice of a sharded `Sequential` is a plain `Sequential`."""
-    # It holds the sharded modules themselves. Classes that users derive from `FSDPModule` make their own instances.
-    return original_class(cls)(*args, **kwargs)
 
 
 def _sharded_save_pretrained(cls: Any) -> Callable[..., None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,11 +15,11 @@ from hp_dtensor.parallel import nn
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.spec.rank_checks import check_alike, reporting_failure_to_check_alike
-from hp_fsdp._engine.buffer_layout import plan_buffers
+from hp_fsdp._engine.buffer_layout import block_of, plan_buffers
 from hp_fsdp._engine.flat_buffer import FlatBuffer
 from hp_fsdp._engine.forward import FSDPState, state_of
 from hp_fsdp._engine.gather_extension import ExtensionGathering, chunked_layout
-from hp_fsdp._engine.param_group import ParameterGroup
+from hp_fsdp._engine.param_group import GroupSettings, ParameterGroup
 from hp_fsdp._engine.parameters import (
     MeshInfo,
     OriginalParameter,
@@ -29,14 +28,16 @@ from hp_fsdp._engine.parameters import (
     collect_parameters,
     find_extensions,
     mark_ignored,
+    mesh_problems,
+    normalize_reshard_size,
     place_parameters,
+    reshard_problems,
 )
-from hp_fsdp._engine.settings import GroupSettings, check_settings
 from hp_fsdp._fsdp_module import with_methods
 from hp_fsdp.communication import Communication
 from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.plugins import get_communication, get_storage
-from hp_fsdp.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, check_policy
+from hp_fsdp.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, resolve_policy
 from hp_fsdp.storage import ParameterStorage
 
 Tensor = Any
@@ -117,23 +118,30 @@ def fully_shard(
     name = ", ".join(type(module).__name__ for module in modules)
     # If one rank finds a problem, this reports it to the others, which would wait for it in `_check_ranks`.
     with reporting_failure_to_check_alike(mesh, f"fully_shard({name})"):
-        reshard_after_forward = check_settings(mesh, zero_stage, reshard_after_forward, threshold, bucket_size)
+        settings = _group_settings(mesh, zero_stage, reshard_after_forward, threshold, bucket_size)
         _check_modules(mesh.platform, modules)
         storage = get_storage(mesh.platform)
-        settings = _buffer_settings(storage, mesh, mp_policy, communication, bucket_size, offload_policy, zero_stage)
-        ignored = _parameter_list("ignored_params", () if ignored_params is None else ignored_params, mesh.platform)
-        replicated = _parameter_list("replicate_params", replicate_params, mesh.platform)
-        _check_disjoint(ignored, replicated)
-        originals = _collect(storage, modules, ignored, settings.mp_policy)
-        place_parameters(originals, mesh, shard_placement_fn, reshard_after_forward, name)
+        mp_policy = resolve_policy(mesh.platform, mp_policy)
+        communication = get_communication(communication, mesh.platform)
+        offload_policy = _check_offload(storage, mesh, offload_policy, zero_stage)
+        ignored, replicated = _parameter_lists(
+            mesh.platform,
+            ignored_params=() if ignored_params is None else ignored_params,
+            replicate_params=replicate_params,
+        )
+        originals = _collect(storage, modules, ignored, mp_policy)
+        place_parameters(originals, mesh, shard_placement_fn, settings.reshard_after_forward, name)
         replicated_ids = _replicated_ids(mesh.platform, originals, replicated, threshold if zero_stage else math.inf)
     # Up to here nothing has been changed: an error on this rank or another one leaves the modules as they were.
-    facts = f"zero_stage={zero_stage}, reshard_after_forward={reshard_after_forward}, bucket_size={bucket_size}"
+    facts = (
+        f"zero_stage={zero_stage}, reshard_after_forward={settings.reshard_after_forward}, bucket_size={bucket_size}"
+    )
     _check_ranks(mesh, f"fully_shard({name})", originals, replicated_ids, [str(mp_policy), facts])
-    buffers = list(_make_buffers(storage, originals, replicated_ids, settings))
+    buffers = list(
+        _make_buffers(storage, originals, replicated_ids, mp_policy, communication, offload_policy, bucket_size)
+    )
     mark_ignored(mesh.platform, modules, ignored)
-    group_settings = GroupSettings(zero_stage=zero_stage, reshard_after_forward=reshard_after_forward)
-    _apply(ParameterGroup(name, modules, storage, buffers, group_settings), settings.mp_policy)
+    _install(ParameterGroup(name, modules, storage, buffers, settings), mp_policy)
     return module
 
 
@@ -143,7 +151,7 @@ def fully_shard(
 def _data_parallel_mesh(modules: Sequence[Module], mesh: Any, dims: DataParallelMeshDims | None) -> Any:
     """Return the mesh to shard over: the given one, or its data-parallel axes. By default one axis over all ranks."""
     if mesh is not None:
-        with contextlib.suppress(MeshError):  # `check_settings` reports what it is instead
+        with contextlib.suppress(MeshError):  # `_group_settings` reports what it is instead
             mesh = require_mesh("fully_shard", mesh)
         return mesh if dims is None else dims.of(mesh)
     if dims is not None:
@@ -152,6 +160,38 @@ def _data_parallel_mesh(modules: Sequence[Module], mesh: Any, dims: DataParallel
     return init_device_mesh(
         platform.device_types[0], (joined_world(platform).size,), mesh_dim_names=("dp",), platform=platform
     )
+
+
+def _group_settings(
+    mesh: DeviceMesh,
+    zero_stage: int,
+    reshard_after_forward: bool | int | None,
+    threshold: float,
+    bucket_size: float | None,
+) -> GroupSettings:
+    """Return the settings of the group.
+
+    Raises:
+        FullyShardError: listing every setting with an invalid value, and every pair that contradict each other.
+    """
+    problems = mesh_problems(mesh)
+    if problems:
+        raise FullyShardError("; ".join(problems))
+    if isinstance(zero_stage, bool) or zero_stage not in (0, 1, 2, 3):
+        problems.append(f"zero_stage: expected 0, 1, 2 or 3, got {zero_stage!r}")
+    elif zero_stage < 3 and reshard_after_forward:
+        problems.append(
+            f"reshard_after_forward={reshard_after_forward!r} frees full parameters, which zero_stage={zero_stage} "
+            "retains; use zero_stage=3, or leave reshard_after_forward out"
+        )
+    problems += reshard_problems(reshard_after_forward, mesh.shape[-1])
+    for name, size in (("threshold", threshold), ("bucket_size", 0 if bucket_size is None else bucket_size)):
+        if isinstance(size, bool) or not isinstance(size, (int, float)) or not size >= 0:
+            problems.append(f"{name}: expected a size in KB of at least 0, got {size!r}")
+    if problems:
+        raise FullyShardError("; ".join(problems))
+    reshard = normalize_reshard_size(reshard_after_forward, mesh.shape[-1])
+    return GroupSettings(zero_stage=zero_stage, reshard_after_forward=reshard)
 
 
 def _check_modules(platform: Platform, modules: Sequence[Module]) -> None:
@@ -184,34 +224,6 @@ def _is_container(platform: Platform, module: Module) -> bool:
     return holds or platform.is_container(module)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _BufferSettings:
-    """Checked settings of `fully_shard` that its flat buffers share."""
-
-    mp_policy: MixedPrecisionPolicy
-    communication: Communication
-    bucket_size: float | None
-    offload_policy: CPUOffloadPolicy | None
-
-
-def _buffer_settings(
-    storage: ParameterStorage,
-    mesh: DeviceMesh,
-    mp_policy: MixedPrecisionPolicy,
-    communication: str | Communication,
-    bucket_size: float | None,
-    offload_policy: OffloadPolicy | None,
-    zero_stage: int,
-) -> _BufferSettings:
-    check_policy(storage.platform, mp_policy)
-    return _BufferSettings(
-        mp_policy=mp_policy.resolve(storage.platform),
-        communication=get_communication(communication, storage.platform),
-        bucket_size=bucket_size,
-        offload_policy=_check_offload(storage, mesh, offload_policy, zero_stage),
-    )
-
-
 def _check_offload(
     storage: ParameterStorage, mesh: DeviceMesh, offload_policy: OffloadPolicy | None, zero_stage: int
 ) -> CPUOffloadPolicy | None:
@@ -238,25 +250,24 @@ def _check_offload(
     return offload_policy
 
 
-def _parameter_list(name: str, given: Any, platform: Platform) -> list[Any]:
-    """Return the parameters of an argument as a list, because a generator can be consumed only once.
+def _parameter_lists(platform: Platform, **arguments: Any) -> list[list[Tensor]]:
+    """Return the parameters of each argument as a list, because a generator can be consumed only once.
 
     Raises:
-        FullyShardError: something in it is not a parameter.
+        FullyShardError: something in an argument is not a parameter, or a parameter is in several arguments.
     """
-    if isinstance(given, (str, platform.Tensor)) or not isinstance(given, Iterable):
-        raise FullyShardError(f"{name}: expected several parameters, as a list, got {type(given).__name__}")
-    listed = list(given)
-    wrong = [repr(each) for each in listed if not isinstance(each, platform.Tensor)]
-    if wrong:
-        raise FullyShardError(f"{name}: expected parameters, such as module.weight, got {', '.join(wrong)}")
-    return listed
-
-
-def _check_disjoint(ignored: Collection[Tensor], replicated: Collection[Tensor]) -> None:
-    both = {id(parameter) for parameter in ignored} & {id(parameter) for parameter in replicated}
+    lists: list[list[Tensor]] = []
+    for name, given in arguments.items():
+        if isinstance(given, (str, platform.Tensor)) or not isinstance(given, Iterable):
+            raise FullyShardError(f"{name}: expected several parameters, as a list, got {type(given).__name__}")
+        lists.append(list(given))
+        wrong = [repr(each) for each in lists[-1] if not isinstance(each, platform.Tensor)]
+        if wrong:
+            raise FullyShardError(f"{name}: expected parameters, such as module.weight, got {', '.join(wrong)}")
+    both = set.intersection(*({id(parameter) for parameter in each} for each in lists))
     if both:
-        raise FullyShardError(f"ignored_params and replicate_params: {len(both)} parameters are in both; choose one")
+        raise FullyShardError(f"{' and '.join(arguments)}: {len(both)} parameters are in both; choose one")
+    return lists
 
 
 # Parameters ----------------------------------------------------------------------------------------------
@@ -343,11 +354,13 @@ def _make_buffers(
     storage: ParameterStorage,
     originals: Sequence[OriginalParameter],
     replicated_ids: Collection[int],
-    settings: _BufferSettings,
+    mp_policy: MixedPrecisionPolicy,
+    communication: Communication,
+    offload_policy: CPUOffloadPolicy | None,
+    bucket_size: float | None,
 ) -> Iterator[FlatBuffer]:
     """Yield the flat buffers. Parameters share one if they have the same dtype, mesh and trainability."""
-    mp_policy = settings.mp_policy
-    common = (mp_policy, settings.communication, settings.offload_policy)
+    common = (mp_policy, communication, offload_policy)
     kinds: dict[Any, list[OriginalParameter]] = {}
     for original in originals:
         assert original.mesh is not None
@@ -364,8 +377,8 @@ def _make_buffers(
     for (dtype, _, mesh_info), same_kind in kinds.items():
         # Blocks are aligned in elements. The alignment must hold in the shard, and in the narrower dtype of a gather.
         itemsize = min(storage.platform.itemsize(kind) for kind in (dtype, mp_policy.param_dtype or dtype))
-        for bucket in _buckets(storage.platform, same_kind, settings.bucket_size):
-            blocks = [original.block(itemsize) for original in bucket]
+        for bucket in _buckets(storage.platform, same_kind, bucket_size):
+            blocks = [block_of(each.local_shape, each.shard_dim, itemsize) for each in bucket]
             for indices, layout in plan_buffers(blocks, mesh_info.num_shards):
                 yield FlatBuffer(storage, mesh_info, [bucket[i] for i in indices], layout, *common)
 
@@ -387,11 +400,11 @@ def _buckets(
     return buckets
 
 
-def _apply(group: ParameterGroup, mp_policy: MixedPrecisionPolicy) -> None:
+def _install(group: ParameterGroup, mp_policy: MixedPrecisionPolicy) -> None:
     """Set the sharded parameters, the state and its hooks, and the methods of `FSDPModule` on the modules."""
     # The modules hold unsharded parameters, the original ones. `use_sharded` replaces them.
     group.uses_unsharded = True
     group.use_sharded()
-    FSDPState(group.storage, group, mp_policy).install()
+    FSDPState(group, mp_policy).install()
     for each in group.modules:
         each.__class__ = with_methods(type(each))  # type: ignore[arg-type]

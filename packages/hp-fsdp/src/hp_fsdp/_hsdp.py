@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh, init_device_mesh
@@ -86,14 +85,16 @@ def hsdp(
         mesh = _mesh_of_parameters(cell)
     platform = mesh.platform if isinstance(mesh, DeviceMesh) else get_platform()
     num_ranks = mesh.size() if isinstance(mesh, DeviceMesh) else current_world(platform).size
-    _check(
-        _cell_problems(cell, platform, mesh),
-        _size_problems(shard_size, num_ranks, threshold, bucket_size),
-        _choice_problems(optimizer_level, grad_scale, platform, reduce_dtype),
-        _bool_problems(enable_grad_accumulation=enable_grad_accumulation, use_eager_hook=use_eager_hook),
-        _bool_problems(comm_async=comm_async, comm_fusion=comm_fusion),
-    )
-    kind: Any = type(cell)
+    flags = {"enable_grad_accumulation": enable_grad_accumulation, "use_eager_hook": use_eager_hook}
+    problems = [
+        *_cell_problems(cell, platform, mesh),
+        *_size_problems(shard_size, num_ranks, threshold, bucket_size),
+        *_choice_problems(optimizer_level, grad_scale, platform, reduce_dtype),
+        *_flag_problems(**flags, comm_async=comm_async, comm_fusion=comm_fusion),
+    ]
+    if problems:
+        raise HSDPError("hsdp: " + "; ".join(problems))
+    original_class: Any = type(cell)
     data_mesh = _data_mesh(platform, mesh, shard_size, num_ranks)
     fully_shard(
         cell,
@@ -101,9 +102,10 @@ def hsdp(
         zero_stage=ZERO_STAGES[optimizer_level],
         mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
         threshold=threshold,
-        bucket_size=_kilobytes_of_bucket(comm_fusion, bucket_size),
+        # Without fusion each parameter has a bucket of its own.
+        bucket_size=0 if not comm_fusion else None if bucket_size == -1 else bucket_size,
     )
-    cell.__class__ = with_methods(kind, HSDPCell)
+    cell.__class__ = with_methods(original_class, HSDPCell)
     cell.set_requires_gradient_sync(not enable_grad_accumulation, recurse=False)
     cell.set_gradient_scaling_factor(grad_scale, recurse=False)
     if comm_async:
@@ -139,7 +141,7 @@ class HSDPCell(FSDPModule):
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)
-        ...     hsdp(model, optimizer_level="level3")
+        ...     hsdp(model).set_requires_grad_sync(False)  # accumulate micro-batches
         ...     return isinstance(model, HSDPCell)
         >>> run_ranks(program, 2)[0]
         True
@@ -243,20 +245,7 @@ def _data_mesh(platform: Platform, mesh: DeviceMesh | None, shard_size: int, num
     )
 
 
-def _kilobytes_of_bucket(comm_fusion: bool, bucket_size: int) -> int | None:
-    """Return the `bucket_size` of `fully_shard`: None for no limit, 0 for one parameter per bucket."""
-    if not comm_fusion:
-        return 0
-    return None if bucket_size == -1 else bucket_size
-
-
 # Checks ---------------------------------------------------------------------------------------------------
-
-
-def _check(*problems: Iterable[str]) -> None:
-    found = [*itertools.chain(*problems)]
-    if found:
-        raise HSDPError("hsdp: " + "; ".join(found))
 
 
 def _cell_problems(cell: Any, platform: Platform, mesh: Any) -> Iterator[str]:
@@ -292,7 +281,7 @@ def _choice_problems(level: Any, grad_scale: Any, platform: Platform, reduce_dty
         yield problem
 
 
-def _bool_problems(**flags: Any) -> Iterator[str]:
+def _flag_problems(**flags: Any) -> Iterator[str]:
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             yield f"{name}: expected a bool, got {flag!r}"

@@ -79,12 +79,8 @@ def extra_states(platform: Platform, module: Module) -> dict[str, Module]:
     return {
         f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE: each
         for prefix, each in platform.named_modules(module)
-        if _overrides(each, platform.Module, "get_extra_state")
+        if getattr(type(each), "get_extra_state", None) is not getattr(platform.Module, "get_extra_state", None)
     }
-
-
-def _overrides(module: Module, base: type, method: str) -> bool:
-    return getattr(type(module), method, None) is not getattr(base, method, None)
 
 
 # All ranks together --------------------------------------------------------------------------------------
@@ -280,8 +276,10 @@ def gather_full(storage: ParameterStorage, x: Tensor) -> Tensor:
     with platform.no_grad():
         if _is_sharded_by_rows(x.spec):
             return _gather_rows(storage, x)
-        full = platform.detach(x).full_tensor()
-        return platform.ops.clone(full) if _shares_memory(x.spec) else full
+        full, spec = platform.detach(x).full_tensor(), x.spec
+        # A gather that has communicated nothing shares memory with the DTensor.
+        is_shared = all(n == 1 or p.is_replicate() for n, p in zip(spec.mesh.shape, spec.placements, strict=True))
+        return platform.ops.clone(full) if is_shared else full
 
 
 def to_host(platform: Platform, x: Tensor) -> Tensor:
@@ -321,8 +319,3 @@ def _gather_rows(storage: ParameterStorage, x: Tensor) -> Tensor:
     receives = [storage.part(full, start, (size,)) if size else None for start, size in zip(starts, sizes, strict=True)]
     group.exchange([mine if sizes[group.rank] else None] * group.size, receives)
     return platform.ops.reshape(full, spec.shape)
-
-
-def _shares_memory(spec: TensorSpec) -> bool:
-    """Return True if `full_tensor` communicates nothing, so that its result shares memory with the DTensor."""
-    return all(n == 1 or p.is_replicate() for n, p in zip(spec.mesh.shape, spec.placements, strict=True))

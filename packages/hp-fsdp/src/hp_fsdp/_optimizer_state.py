@@ -270,15 +270,13 @@ class GroupedOptimizerView:
             if name in indices:
                 parameter = self._parameters()[name]
                 state[indices[name]] = {slot: self._placed(values[f"{name}.{slot}"], parameter) for slot in slots}
-        groups = [self._merged(state_dict, group, indices) for group in self._optimizer.param_groups]
+        groups = []
+        for group in self._optimizer.param_groups:
+            names = [self._named[id(p)] for p in group["params"]]
+            saved = [state_dict["param_groups"][number] for number in self._saved_groups(state_dict, names)]
+            groups.append({**group, **(saved[0] if saved else {}), "params": [indices[name] for name in names]})
         # torch numbers parameters over all groups, in order.
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-    def _merged(self, state_dict: Mapping[str, Any], group: Named, indices: Mapping[str, int]) -> Named:
-        """Return a group of the optimizer with the options of the state dict, and numbers for its parameters."""
-        names = [self._named[id(p)] for p in group["params"]]
-        saved = [state_dict["param_groups"][number] for number in self._saved_groups(state_dict, names)]
-        return {**group, **(saved[0] if saved else {}), "params": [indices[name] for name in names]}
 
     def _placed(self, value: Any, parameter: Tensor) -> Any:
         """Return a slot as the optimizer stores it: sharded like its parameter if it has the same shape."""

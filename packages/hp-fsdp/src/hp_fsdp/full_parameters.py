@@ -11,7 +11,6 @@ from hp_dtensor.parallel.distribute_module import check_state
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp import _model_state as _state
-from hp_fsdp._engine.flat_buffer import FlatBuffer
 from hp_fsdp._engine.forward import groups_below, platform_of_model, state_of
 from hp_fsdp._engine.param_group import ParameterGroup
 from hp_fsdp._engine.parameters import FSDPParameter
@@ -139,21 +138,18 @@ class _Summoned:
         # The group's full buffers would have the dtype of the computation.
         if not self._group.summon_depth:
             self._group.sync_moved_parameters()
-            full = [self._gather(buffer) for buffer in self._group.buffers]
-            self._group.use_unsharded([self._views(*pair) for pair in zip(self._group.buffers, full, strict=True)])
-            self._group.summoned_buffers = full
+            views, summoned = [], []
+            for buffer in self._group.buffers:
+                full = buffer.new_buffer(buffer.layout.numel, buffer.dtype)
+                # Not by the buffer's `Communication`, which may be lossy.
+                buffer.shard_group.all_gather_into(full, buffer.gathering.shard_on_device())
+                summoned.append(full)
+                pairs = zip(buffer.layout.offsets, buffer.parameters, strict=True)
+                views.append([self._view(full, offset, parameter) for offset, parameter in pairs])
+            self._group.use_unsharded(views)
+            self._group.summoned_buffers = summoned
         self._group.summon_depth += 1
         self._is_shown = True
-
-    def _gather(self, buffer: FlatBuffer) -> Tensor:
-        full = buffer.new_buffer(buffer.layout.numel, buffer.dtype)
-        # Not by the buffer's `Communication`, which may be lossy.
-        buffer.shard_group.all_gather_into(full, buffer.gathering.shard_on_device())
-        return full
-
-    def _views(self, buffer: FlatBuffer, full: Tensor) -> list[Tensor]:
-        pairs = zip(buffer.layout.offsets, buffer.parameters, strict=True)
-        return [self._view(full, offset, parameter) for offset, parameter in pairs]
 
     def _view(self, full: Tensor, offset: int, parameter: FSDPParameter) -> Tensor:
         spec = parameter.full_spec

@@ -215,7 +215,13 @@ class GradScaler:
         elif not self._found:
             raise LossScalingError("update() without unscale_() or step() before it")
         elif self.found_inf:
-            self._shrink()
+            self._scale *= self._backoff_factor
+            self._growth_tracker = 0
+            if self._scale < SMALLEST_SCALE:
+                raise LossScalingError(
+                    f"gradients are not finite even at a loss scale of {self._scale:g}; check the model and its input "
+                    "for values that are not finite"
+                )
         else:
             self._growth_tracker += 1
             if self._growth_tracker == self._growth_interval:
@@ -224,15 +230,6 @@ class GradScaler:
         # Releases the gradients that were held for their addresses.
         for since_update in (self._unscaled, self._optimizers, self._stepped, self._found):
             since_update.clear()
-
-    def _shrink(self) -> None:
-        self._scale *= self._backoff_factor
-        self._growth_tracker = 0
-        if self._scale < SMALLEST_SCALE:
-            raise LossScalingError(
-                f"gradients are not finite even at a loss scale of {self._scale:g}; check the model and its input "
-                "for values that are not finite"
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that `update` depends on, as JSON values. Empty if the scaler is disabled."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from hp_fsdp._engine.buffer_layout import Block, FlatLayout, block_of, default_shard_dim, plan_buffers
+from hp_fsdp._engine.buffer_layout import FlatLayout, block_of, plan_buffers
 from hp_fsdp._engine.forward import FSDPState, state_of, states_below
+from hp_fsdp._engine.parameters import default_shard_dim
 from hp_fsdp.exceptions import FullyShardError
 
 Module = Any
@@ -107,7 +108,7 @@ class MemoryMeter:
     def _watch(self, on: bool) -> None:
         for state in self._states:
             for buffer in state.group.buffers:
-                buffer.on_allocation(self._sample if on else None)
+                buffer.on_allocation = self._sample if on else None
 
     def _sample(self) -> None:
         now = _use(self._states)
@@ -263,8 +264,12 @@ class PlannedBuffer:
             # A shard in the middle of a gap is all padding. Shards at its ends and next to it have the least of it.
             for end in (offset, offset + length):
                 candidates.update((end // size - 1, end // size, end // size + 1))
-        legal = [shard for shard in sorted(candidates) if 0 <= shard < self.layout.num_shards]
-        return min(legal, key=lambda shard: _overlap(gaps, shard * size, (shard + 1) * size))
+
+        def padding(shard: int) -> int:
+            start, end = shard * size, (shard + 1) * size
+            return sum(max(0, min(end, offset + length) - max(start, offset)) for offset, length in gaps)
+
+        return min((shard for shard in sorted(candidates) if 0 <= shard < self.layout.num_shards), key=padding)
 
 
 def plan_group(
@@ -299,7 +304,9 @@ def plan_group(
     planned = []
     for (itemsize, trainable), same_kind in kinds.items():
         computed = param_itemsize or itemsize
-        for chosen, layout in plan_buffers([_block(each, min(itemsize, computed)) for each in same_kind], num_shards):
+        dims = [default_shard_dim(x.shape) if x.shard_dim is None else x.shard_dim for x in same_kind]
+        blocks = [block_of(x.shape, dim, min(itemsize, computed)) for x, dim in zip(same_kind, dims, strict=True)]
+        for chosen, layout in plan_buffers(blocks, num_shards):
             planned.append(
                 PlannedBuffer(
                     tuple(same_kind[index] for index in chosen),
@@ -312,12 +319,3 @@ def plan_group(
                 )
             )
     return planned
-
-
-def _block(parameter: PlannedParameter, itemsize: int) -> Block:
-    shard_dim = default_shard_dim(parameter.shape) if parameter.shard_dim is None else parameter.shard_dim
-    return block_of(parameter.shape, shard_dim, itemsize)
-
-
-def _overlap(gaps: Sequence[tuple[int, int]], start: int, end: int) -> int:
-    return sum(max(0, min(end, offset + length) - max(start, offset)) for offset, length in gaps)

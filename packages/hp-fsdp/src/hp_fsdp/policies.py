@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
@@ -181,18 +181,9 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     grad_dtype: DType | str | None = None
 
-    def resolve(self, platform: Platform) -> MixedPrecisionPolicy:
-        """Return the same policy with names replaced by the platform's dtypes."""
-        named = {
-            field.name: platform.dtype(getattr(self, field.name))
-            for field in fields(self)
-            if isinstance(getattr(self, field.name), str)
-        }
-        return replace(self, **named)
 
-
-def check_policy(platform: Platform, mp_policy: Any) -> None:
-    """Check a mixed-precision policy.
+def resolve_policy(platform: Platform, mp_policy: Any) -> MixedPrecisionPolicy:
+    """Return a mixed-precision policy with names replaced by the platform's dtypes.
 
     Raises:
         FullyShardError: not a `MixedPrecisionPolicy`, or one with something else than a floating-point dtype.
@@ -200,9 +191,12 @@ def check_policy(platform: Platform, mp_policy: Any) -> None:
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise FullyShardError(f"mp_policy: expected a MixedPrecisionPolicy, got {type(mp_policy).__name__}")
     names = ("param_dtype", "reduce_dtype", "output_dtype", "grad_dtype")
-    problems = [dtype_problem(platform, name, getattr(mp_policy, name)) for name in names]
+    dtypes = {name: getattr(mp_policy, name) for name in names}
+    problems = [dtype_problem(platform, name, dtype) for name, dtype in dtypes.items()]
     if any(problems):
         raise FullyShardError("mp_policy: " + "; ".join(filter(None, problems)))
+    named = {name: platform.dtype(dtype) for name, dtype in dtypes.items() if isinstance(dtype, str)}
+    return replace(mp_policy, **named)
 
 
 def dtype_problem(platform: Platform, name: str, dtype: Any) -> str | None:

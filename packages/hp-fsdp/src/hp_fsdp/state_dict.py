@@ -350,20 +350,19 @@ class _Collector:
     def _collect_one(self, value: Any) -> Any:
         if not isinstance(value, self._platform.Tensor):
             return value
+        platform = self._platform
         if not self._options.full_state_dict:
-            return self._sharded(self._platform.detach(value))
-        full = gather_full(self._storage, value) if isinstance(value, DTensor) else copy_of(self._platform, value)
+            sharded = platform.detach(value)
+            if not self._options.cpu_offload:
+                return sharded
+            if isinstance(sharded, DTensor):
+                return platform.wrap(to_host(platform, platform.unwrap(sharded)), sharded.spec)
+            return to_host(platform, sharded)
+        full = gather_full(self._storage, value) if isinstance(value, DTensor) else copy_of(platform, value)
         # Only after the gather, in which every rank takes part.
         if self.drops:
             return None
-        return to_host(self._platform, full) if self._options.cpu_offload else full
-
-    def _sharded(self, value: Tensor) -> Tensor:
-        if not self._options.cpu_offload:
-            return value
-        if isinstance(value, DTensor):
-            return self._platform.wrap(to_host(self._platform, self._platform.unwrap(value)), value.spec)
-        return to_host(self._platform, value)
+        return to_host(platform, full) if self._options.cpu_offload else full
 
 
 # Setting -------------------------------------------------------------------------------------------------

@@ -368,7 +368,11 @@ class OptimizerStateOnHost:
         for parameter, _, key, value in self._values(optimizer):
             # The first step creates state on the device: it gets a flat tensor of its own.
             if key not in self._on_device and not self._is_given(parameter, key, value):
-                self._on_device[key] = self._first_copy(key)
+                if key in self._on_host:
+                    self._on_device[key], arriving = self._offload.to_device(self._on_host[key])
+                    arriving.wait()
+                else:
+                    self._on_device[key] = self._offload.zeros(self._buffer.layout.shard_numel, key[1], on_host=False)
         self._set_state(optimizer, self._on_device)
         leaving = []
         for key, copy in self._on_device.items():
@@ -379,14 +383,6 @@ class OptimizerStateOnHost:
         self._set_state(optimizer, {key: self._on_host[key] for key in self._on_device}, copy_values=False)
         self._on_device = {}
         return leaving
-
-    def _first_copy(self, key: SlotKey) -> Tensor:
-        """Return a flat device tensor for a slot that was not fetched: zeros, or a copy of what the host has."""
-        if key not in self._on_host:
-            return self._offload.zeros(self._buffer.layout.shard_numel, key[1], on_host=False)
-        copy, arriving = self._offload.to_device(self._on_host[key])
-        arriving.wait()
-        return copy
 
     def _values(self, optimizer: Optimizer) -> Iterator[tuple[FSDPParameter, dict[str, Any], SlotKey, Tensor]]:
         """Yield (parameter, its state, slot and dtype, value) for each state tensor as large as its parameter."""

@@ -33,12 +33,6 @@ class Block:
     unit: int
 
 
-def default_shard_dim(shape: Sequence[int]) -> int:
-    """Return the dimension to shard where none is requested: the first one longer than 1."""
-    # All dimensions before it have size 1, so that every shard is contiguous in the parameter.
-    return next((dim for dim, size in enumerate(shape) if size > 1), 0)
-
-
 def block_of(shape: Sequence[int], shard_dim: int, itemsize: int) -> Block:
     """Return the block of a tensor in a flat buffer whose elements have `itemsize` bytes."""
     row_numel = math.prod(shape[:shard_dim]) * math.prod(shape[shard_dim + 1 :])
@@ -115,12 +109,19 @@ def plan_layout(blocks: tuple[Block, ...], num_shards: int) -> FlatLayout:
     """
     # No shard can be smaller than the mean.
     lower = max(1, -(-sum(block.numel for block in blocks) // num_shards))
-    orders = _orders(blocks)
+    indices = range(len(blocks))
+    by_unit = sorted(indices, key=lambda i: (-blocks[i].unit, -blocks[i].numel))
+    by_numel = sorted(indices, key=lambda i: -blocks[i].numel)
+    # All orders of a few blocks are tried, and three of many.
+    orders: Iterable[Sequence[int]] = dict.fromkeys((tuple(by_unit), tuple(by_numel), tuple(indices)))
+    if len(blocks) <= ALL_ORDERS:
+        orders = list(itertools.permutations(indices))
     best: tuple[int, tuple[int, ...]] | None = None
     for shard_numel in _shard_sizes(blocks, num_shards, lower):
         if best is not None and shard_numel >= best[0]:
             continue
-        offsets = _first_fit(blocks, orders, num_shards, shard_numel)
+        placed = (_place(blocks, order, num_shards, shard_numel) for order in orders)
+        offsets = next((each for each in placed if each is not None), None)
         if offsets is not None:
             best = shard_numel, offsets
     assert best is not None, "the last shard size always fits"
@@ -138,17 +139,11 @@ def plan_buffers(blocks: Sequence[Block], num_shards: int) -> list[tuple[list[in
         (indices of the blocks, layout) of each buffer.
     """
     single = plan_layout(tuple(blocks), num_shards)
-    if single.padding <= _tolerated_padding(blocks, num_shards):
+    units, eighth = [block.unit for block in blocks], sum(block.numel for block in blocks) // 8
+    if single.padding <= max(eighth, num_shards * max(units) + sum(units), SMALL_PADDING):
         return [(list(range(len(blocks))), single)]
     chains = _divisor_chains(blocks)
     return [(chain, plan_layout(tuple(blocks[i] for i in chain), num_shards)) for chain in chains]
-
-
-def _tolerated_padding(blocks: Sequence[Block], num_shards: int) -> int:
-    """Return the number of padding elements up to which one buffer is preferred to several."""
-    units = [block.unit for block in blocks]
-    eighth = sum(block.numel for block in blocks) // 8
-    return max(eighth, num_shards * max(units) + sum(units), SMALL_PADDING)
 
 
 def _divisor_chains(blocks: Sequence[Block]) -> list[list[int]]:
@@ -165,16 +160,6 @@ def _divisor_chains(blocks: Sequence[Block]) -> list[list[int]]:
     return chains
 
 
-def _orders(blocks: Sequence[Block]) -> list[tuple[int, ...]]:
-    """Return the orders in which to try to place the blocks: all of a few blocks, else three."""
-    indices = range(len(blocks))
-    if len(blocks) <= ALL_ORDERS:
-        return list(itertools.permutations(indices))
-    by_unit = sorted(indices, key=lambda i: (-blocks[i].unit, -blocks[i].numel))
-    by_numel = sorted(indices, key=lambda i: -blocks[i].numel)
-    return list(dict.fromkeys((tuple(by_unit), tuple(by_numel), tuple(indices))))
-
-
 def _shard_sizes(blocks: Sequence[Block], num_shards: int, lower: int) -> Iterator[int]:
     """Yield the shard sizes to try. The last one always fits, see `padding_bound`."""
     # Three kinds of candidates: just above the lower bound, multiples on which most boundaries are legal, and the bound
@@ -187,33 +172,21 @@ def _shard_sizes(blocks: Sequence[Block], num_shards: int, lower: int) -> Iterat
     yield next(_multiples(math.lcm(*(block.unit for block in blocks)), -(-total // num_shards)))
 
 
-def _common_units(blocks: Sequence[Block], lower: int) -> Iterable[int]:
-    """Return the least common multiples of the units of the largest block, the two largest, and so on."""
+def _common_units(blocks: Sequence[Block], lower: int) -> Iterator[int]:
+    """Yield the least common multiples of the units of the largest block, the two largest, and so on."""
     # Large blocks come first because most shard boundaries are inside them.
-    multiple = 1
-    found: dict[int, None] = {}
+    multiple = 0
     for block in sorted(blocks, key=lambda b: -b.numel):
-        multiple = math.lcm(multiple, block.unit)
-        found[multiple] = None
+        before, multiple = multiple, math.lcm(multiple or 1, block.unit)
+        if multiple != before:
+            yield multiple
         if multiple > 2 * lower:
             break
-    return found
 
 
 def _multiples(unit: int, lower: int) -> Iterator[int]:
     """Yield the multiples of `unit` that are at least `lower`, in ascending order."""
     return itertools.count(-(-lower // unit) * unit, unit)
-
-
-def _first_fit(
-    blocks: Sequence[Block], orders: Iterable[Sequence[int]], num_shards: int, shard_numel: int
-) -> tuple[int, ...] | None:
-    """Return the offsets of the first order in which all blocks fit into shards of this size, or None."""
-    for order in orders:
-        offsets = _place(blocks, order, num_shards, shard_numel)
-        if offsets is not None:
-            return offsets
-    return None
 
 
 def _place(blocks: Sequence[Block], order: Sequence[int], num_shards: int, shard_numel: int) -> tuple[int, ...] | None:

@@ -10,7 +10,7 @@ backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hp_dtensor.comm.process_group import DONE, ProcessGroup, Work
@@ -44,7 +44,7 @@ class FlatBuffer:
         param_dtype: dtype of the full buffer, in which modules compute.
         reduce_dtype: dtype in which gradients are accumulated and reduced.
         grad_dtype: dtype of the sharded parameters' gradients.
-        policy: the mixed-precision policy, from which these dtypes follow.
+        mp_policy: the mixed-precision policy, from which these dtypes follow.
         shard_group: the ranks that hold one shard each. Only this rank where nothing is sharded.
         shard_mesh: the 1-D mesh of `shard_group`.
         replicate_group: the ranks that hold the same shard. None if there is only this one.
@@ -62,6 +62,7 @@ class FlatBuffer:
         gathering: fills and frees the full buffer.
         gradients: collects full gradients, and stores reduced ones.
         from_meta: parameters that were on the meta device. Emptied once it is known that they have been initialized.
+        on_allocation: called after each allocation of a buffer (`MemoryMeter`). None: nothing is called.
     """
 
     def __init__(
@@ -70,9 +71,9 @@ class FlatBuffer:
         mesh_info: MeshInfo,
         originals: Sequence[OriginalParameter],
         layout: FlatLayout,
-        policy: MixedPrecisionPolicy,
+        mp_policy: MixedPrecisionPolicy,
         communication: Communication,
-        offload: CPUOffloadPolicy | None = None,
+        offload_policy: CPUOffloadPolicy | None = None,
         make_gathering: Callable[[FlatBuffer], Gathering] | None = None,
     ) -> None:
         self.storage = storage
@@ -82,15 +83,15 @@ class FlatBuffer:
         self.layout = layout
         self.world = mesh_info.mesh.world
         self.device = mesh_info.mesh.device_type
-        self.policy = policy
+        self.mp_policy = mp_policy
         self._set_dtypes(originals[0].tensor.dtype)
         self.shard_group: ProcessGroup = mesh_info.shard_group
         self.replicate_group: ProcessGroup | None = mesh_info.replicate_group
         self.shard_mesh = mesh_info.shard_mesh
-        self.offload = ShardOffload(storage, self.device)
-        if offload is not None and mesh_info.is_sharded and not storage.is_host(self.device):
-            self.offload = ShardOffload(storage, self.device, offload.parameters, offload.gradients, offload.pin_memory)
-        self._on_allocation: Callable[[], None] | None = None
+        # Replicas, and shards of a device that is the host, stay where they are.
+        is_offloaded = mesh_info.is_sharded and not storage.is_host(self.device)
+        self.offload = ShardOffload.of(storage, self.device, offload_policy if is_offloaded else None)
+        self.on_allocation: Callable[[], None] | None = None
         # In this order: the shard, the full buffer with memory, the views of both, and only then its release.
         self.shard = self._fill_shard(originals)
         self.extension = originals[0].extension
@@ -107,9 +108,9 @@ class FlatBuffer:
     def _set_dtypes(self, dtype: DType) -> None:
         """Set the parameters' dtype, and those of computation, reduction and gradients that follow from it."""
         self.dtype = dtype
-        self.param_dtype: DType = self.policy.param_dtype or dtype
-        self.reduce_dtype: DType = self.policy.reduce_dtype or self.param_dtype
-        self.grad_dtype: DType = self.policy.grad_dtype or dtype
+        self.param_dtype: DType = self.mp_policy.param_dtype or dtype
+        self.reduce_dtype: DType = self.mp_policy.reduce_dtype or self.param_dtype
+        self.grad_dtype: DType = self.mp_policy.grad_dtype or dtype
 
     # Shard, full buffer and views ------------------------------------------------------------------------
 
@@ -202,14 +203,10 @@ class FlatBuffer:
         """Bytes of this rank's shard."""
         return self.storage.held_bytes(self.shard)
 
-    def on_allocation(self, callback: Callable[[], None] | None) -> None:
-        """Call `callback` after each allocation of a buffer from now on. None: stop calling it."""
-        self._on_allocation = callback
-
     def count_allocation(self) -> None:
-        """Report to a `MemoryMeter` that a buffer has been allocated."""
-        if self._on_allocation is not None:
-            self._on_allocation()
+        """Report that a buffer has been allocated."""
+        if self.on_allocation is not None:
+            self.on_allocation()
 
     # Autograd --------------------------------------------------------------------------------------------
 
@@ -353,18 +350,17 @@ class FlatBuffer:
         """
         with self.platform.local_op():
             moved = self._moved()
-        return [problem for parameter in moved for problem in self._copy_moved(parameter)]
-
-    def _copy_moved(self, parameter: FSDPParameter) -> list[str]:
-        replaced = self.platform.unwrap(parameter.sharded)
-        device = str(self.platform.device_of(replaced))
-        expected = str(self.platform.device_of(self.shard))
-        if replaced.dtype != self.dtype or device != expected:
-            return [f"{parameter.name} is {replaced.dtype} on {device} now, expected {self.dtype} on {expected}"]
-        local = self.view_in_shard(parameter, self.shard)
-        self.platform.copy_(local, replaced)
-        self.storage.put_data(parameter.sharded, local)
-        return []
+        problems, expected = [], f"{self.dtype} on {self.platform.device_of(self.shard)}"
+        for parameter in moved:
+            replaced = self.platform.unwrap(parameter.sharded)
+            got = f"{replaced.dtype} on {self.platform.device_of(replaced)}"
+            if got != expected:
+                problems.append(f"{parameter.name} is {got} now, expected {expected}")
+                continue
+            local = self.view_in_shard(parameter, self.shard)
+            self.platform.copy_(local, replaced)
+            self.storage.put_data(parameter.sharded, local)
+        return problems
 
     def replaced_parameters(self) -> list[str]:
         """Return the parameters that a module no longer holds. Only valid while modules hold the sharded ones."""
@@ -404,8 +400,12 @@ class Gathering:
         # filled too, and their version counters do not change.
         self._storage.refill(buffer.full)
         buffer.count_allocation()
-        if buffer.layout.num_shards == 1:
-            self._start_copy_of_shard()
+        if buffer.layout.num_shards == 1 and buffer.offload.parameters:
+            with self._storage.copy_stream():
+                self._work = self._host_read = self._storage.to_device(buffer.gather_target, buffer.shard)
+        elif buffer.layout.num_shards == 1:
+            # The only shard needs a cast, otherwise it would be the full buffer.
+            self._platform.copy_(buffer.gather_target, buffer.shard)
         elif self._retained_part is not None:
             group = self._neighbours(buffer.full.shape[0] // self._retained_part.shape[0])
             self._work = group.all_gather_into(buffer.gather_target, self._retained_part, async_op=True)
@@ -429,15 +429,6 @@ class Gathering:
             work = buffer.communication.all_gather(buffer.gather_target, shard, buffer.shard_group)
             # The collective reads the copy on another stream, and nothing else refers to it.
             self._work = Holding(work, shard)
-
-    def _start_copy_of_shard(self) -> None:
-        """Fill the full buffer of a single shard, which needs a cast or a copy to the device."""
-        buffer = self._buffer
-        if not buffer.offload.parameters:
-            self._platform.copy_(buffer.gather_target, buffer.shard)
-            return
-        with self._storage.copy_stream():
-            self._work = self._host_read = self._storage.to_device(buffer.gather_target, buffer.shard)
 
     def wait(self) -> None:
         """Wait until the full buffer is filled, if a gather is running."""
@@ -535,7 +526,7 @@ class BufferGradients:
         self._buffer = buffer
         self._storage, self._platform = buffer.storage, buffer.platform
         self._gaps = list(buffer.layout.gaps())
-        self.deferred = DeferredGradients(buffer.offload, self._zero_in_shard, self._set_gradients)
+        self.deferred = DeferredGradients(buffer.offload, buffer.view_in_shard, self._set_gradients)
         self.unreduced: Tensor | None = None
         self.unreduced_indices: frozenset[int] = frozenset()
         self.partial_shard: Tensor | None = None
@@ -652,27 +643,27 @@ class BufferGradients:
         offload = self._buffer.offload
         flat = self._buffer.cast(reduced, self._buffer.grad_dtype)
         # A gradient that has been read is on the parameters' device. Further ones are added to it there.
-        is_deferred = offload.separates_gradients and not self._any_gradient_set()
+        parameters = self._buffer.parameters
+        is_deferred = offload.separates_gradients and not any(
+            wanted and self._storage.local_grad(each.sharded) is not None
+            for each, wanted in zip(parameters, self._buffer.require_grad_flags(), strict=True)
+        )
         on_host = offload.gradients if is_deferred else offload.parameters
         flat, copy = offload.to_host(flat) if on_host else (flat, DONE)
 
         def finish() -> None:
             copy.wait()
-            parameters = [self._buffer.parameters[index] for index in sorted(used.indices)]
-            if not parameters:
+            receivers = [parameters[index] for index in sorted(used.indices)]
+            if not receivers:
                 return
             if is_deferred:
-                self.deferred.add(flat, parameters)
+                self.deferred.add(flat, receivers)
             else:
                 # Deferred gradients of earlier backwards first: otherwise they would replace this sum when fetched.
                 self.deferred.fetch()
-                self._set_gradients(parameters, flat)
+                self._set_gradients(receivers, flat)
 
         return finish
-
-    def _any_gradient_set(self) -> bool:
-        wanted = zip(self._buffer.parameters, self._buffer.require_grad_flags(), strict=True)
-        return any(self._storage.local_grad(each.sharded) is not None for each, is_wanted in wanted if is_wanted)
 
     def _set_gradients(self, parameters: Sequence[FSDPParameter], flat: Tensor) -> None:
         """Set views of a flat shard as the gradients of sharded parameters, or add them to those that are set."""
@@ -684,14 +675,6 @@ class BufferGradients:
                 self._storage.set_local_grad(parameter.sharded, grad, parameter.sharded.spec)
             else:
                 self._storage.add_(present, grad)
-
-    def _zero_in_shard(self, parameter: FSDPParameter, flat: Tensor) -> None:
-        self._storage.zero_(self._buffer.view_in_shard(parameter, flat))
-
-    def run_gradient_hooks(self, indices: Collection[int]) -> None:
-        """Call the hooks that users have registered on the accumulated gradients of these parameters."""
-        for index in sorted(indices):
-            self._storage.run_gradient_hooks(self._buffer.parameters[index].sharded)
 
     # Memory ----------------------------------------------------------------------------------------------
 

@@ -21,7 +21,6 @@ from hp_fsdp._engine.parameters import STATE_ATTRIBUTE, unmanaged_parameters
 from hp_fsdp._engine.rank_checks import PATIENCE_SECONDS, check_replicas
 from hp_fsdp.exceptions import FSDPStateError
 from hp_fsdp.policies import MixedPrecisionPolicy
-from hp_fsdp.storage import ParameterStorage
 
 Tensor = Any
 Module = Any
@@ -225,25 +224,23 @@ class ForwardSchedule:
             forward_pass.add_use(group, group.use)
 
     def _reshard_after_forward(self, group: ParameterGroup, has_outputs: bool) -> None:
-        reshard = self._frees_after_forward(group, has_outputs)
+        """Free the full parameters of a group, shard them over fewer ranks, or leave them in place."""
+        reshard = group.settings.reshard_after_forward
+        if group.settings.retains_full:
+            reshard = False
+        elif not self._platform.is_grad_enabled():
+            reshard = True
+        elif not has_outputs:
+            # Without an output whose gradient announces the backward, nothing would gather them again in time.
+            reshard = group.use is None
+        elif reshard is None:
+            reshard = group is not self.context.root
         if reshard is True:
             group.reshard()
             return
         if reshard:
             group.reshard_to(reshard)
         group.unsharded_after_forward = True
-
-    def _frees_after_forward(self, group: ParameterGroup, has_outputs: bool) -> bool | int:
-        """Return True to free full parameters now, False to retain them, or a number of ranks to shard them over."""
-        if group.settings.retains_full:
-            return False
-        if not self._platform.is_grad_enabled():
-            return True
-        if not has_outputs:
-            # Without an output whose gradient announces the backward, nothing would gather them again in time.
-            return group.use is None
-        wanted = group.settings.reshard_after_forward
-        return group is not self.context.root if wanted is None else wanted
 
     def _watch_frozen(self, group: ParameterGroup, inputs: Callable[[], Iterable[Tensor]]) -> None:
         """Free a group without trainable parameters in backward once the gradients of its inputs are known."""
@@ -268,23 +265,17 @@ class ForwardSchedule:
 
 
 class FSDPState:
-    """The state of one group's modules, stored on each of them: their group, their policy, their model's schedule.
+    """The state of one group's modules, stored on each of them: their group, their policy, and their model's schedule.
 
     Attributes:
         schedule: shared by all groups below one root. None before the first forward, which decides the root.
     """
 
-    def __init__(
-        self,
-        storage: ParameterStorage,
-        group: ParameterGroup,
-        policy: MixedPrecisionPolicy,
-    ) -> None:
-        self.storage = storage
-        self.platform: Platform = storage.platform
+    def __init__(self, group: ParameterGroup, mp_policy: MixedPrecisionPolicy) -> None:
+        self.platform: Platform = group.storage.platform
         self.modules = group.modules
         self.group = group
-        self.policy = policy
+        self.mp_policy = mp_policy
         self.schedule: ForwardSchedule | None = None
         self._not_called = list(self.modules)
 
@@ -311,8 +302,8 @@ class FSDPState:
             schedule.pre_forward(self.group, module, lambda: tensors_in((args, kwargs), self.platform.Tensor))
             if self.group.in_forward and not was_in_forward:
                 self._not_called = list(self.modules)
-        if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
-            args, kwargs = self._cast((args, kwargs), self.policy.param_dtype)
+        if self.mp_policy.cast_forward_inputs and self.mp_policy.param_dtype is not None:
+            args, kwargs = self._cast((args, kwargs), self.mp_policy.param_dtype)
             return args, kwargs
         return None
 
@@ -320,14 +311,18 @@ class FSDPState:
         """Cast the outputs, register the hooks for their backward, and reshard the group."""
         if self._is_inner(module):
             return output
-        if self.policy.output_dtype is not None:
-            output = self._cast(output, self.policy.output_dtype)
+        if self.mp_policy.output_dtype is not None:
+            output = self._cast(output, self.mp_policy.output_dtype)
         if self.group.in_gathered_step:
             return output
-        outputs = self._requiring_grad(output)
+        tensors = tensors_in(output, self.platform.Tensor) if self.platform.is_grad_enabled() else []
+        outputs = [tensor for tensor in tensors if self.platform.requires_grad(tensor)]
         assert self.schedule is not None
         watched = self.schedule.post_forward(self.group, module, outputs, self._is_last(module))
-        return _replace(output, self.platform.Tensor, outputs, watched)
+        if watched is outputs or not outputs:
+            return output
+        replacements = {id(before): after for before, after in zip(outputs, watched, strict=True)}
+        return map_tensors(output, self.platform.Tensor, lambda x: replacements.get(id(x), x))
 
     def call(self, module: Module, forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Call `forward`, which calls the hooks. Count it while it runs, and reset the group if it raises."""
@@ -359,12 +354,6 @@ class FSDPState:
         self._not_called = list(self.modules)
         return True
 
-    def _requiring_grad(self, output: Any) -> list[Tensor]:
-        if not self.platform.is_grad_enabled():
-            return []
-        tensors = tensors_in(output, self.platform.Tensor)
-        return [tensor for tensor in tensors if self.platform.requires_grad(tensor)]
-
     def _cast(self, tree: Any, dtype: DType) -> Any:
         def cast(x: Tensor) -> Tensor:
             return self.platform.ops.cast(x, dtype) if self.platform.is_floating(x.dtype) and x.dtype != dtype else x
@@ -390,7 +379,7 @@ class FSDPState:
             state.group.sync_moved_parameters()
         groups = [state.group for state in states]
         self._check_none_added(groups)
-        schedule = ForwardSchedule(RootContext(self.storage, self.group, groups))
+        schedule = ForwardSchedule(RootContext(self.group, groups))
         for state in states:
             state.schedule = schedule
         return schedule
@@ -450,11 +439,3 @@ def platform_of_model(model: Module) -> Platform:
         return state.platform
     own = getattr(model, "platform", None)
     return own if isinstance(own, Platform) else get_platform()
-
-
-def _replace(tree: Any, tensor_type: type, old: list[Tensor], new: list[Tensor]) -> Any:
-    """Replace the tensors `old` by `new` in a nested structure."""
-    if old is new or not old:
-        return tree
-    replacements = {id(before): after for before, after in zip(old, new, strict=True)}
-    return map_tensors(tree, tensor_type, lambda x: replacements.get(id(x), x))

@@ -63,10 +63,10 @@ class ExtensionGathering(Gathering):
         buffer = self._buffer
         module, _ = buffer.parameters[0].owners[0]
         if self._gathered:
-            return self._extension.inputs(shard, buffer.shard_mesh, module, buffer.policy)
+            return self._extension.inputs(shard, buffer.shard_mesh, module, buffer.mp_policy)
         inputs, problem = [], None
         try:
-            inputs = self._extension.inputs(shard, buffer.shard_mesh, module, buffer.policy)
+            inputs = self._extension.inputs(shard, buffer.shard_mesh, module, buffer.mp_policy)
         except Exception as error:  # reported to the other ranks, which would wait for this one in the gather
             problem = error
         self._check_same_inputs(inputs, problem)

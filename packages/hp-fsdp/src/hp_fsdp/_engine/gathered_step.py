@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hp_fsdp._engine.backward import RootContext
-from hp_fsdp._engine.param_group import ParameterGroup
 from hp_fsdp.exceptions import FSDPStateError
 
 
@@ -33,10 +32,7 @@ class GatheredStep:
     def __init__(self, context: RootContext) -> None:
         self._context = context
         self._is_over = False
-        self._start()
-
-    def _start(self) -> None:
-        context, groups = self._context, self._context.groups
+        groups = context.groups
         busy = [group.name for group in groups if group.in_forward or group.in_gathered_step]
         if busy or context.backward is not None:
             raise FSDPStateError(
@@ -89,7 +85,11 @@ class GatheredStep:
         self._check_running("release")
         self._is_over = True
         for group in self._context.groups:
-            self._release_group(group)
+            group.in_gathered_step = False
+            group.check_unwritten()
+            group.use_sharded()
+            if not group.settings.retains_full:
+                group.reshard()
         self._context.finish_reading()
 
     def drop(self) -> None:
@@ -98,13 +98,6 @@ class GatheredStep:
         for group in self._context.groups:
             group.in_gathered_step = False
         self._context.reset()
-
-    def _release_group(self, group: ParameterGroup) -> None:
-        group.in_gathered_step = False
-        group.check_unwritten()
-        group.use_sharded()
-        if not group.settings.retains_full:
-            group.reshard()
 
     def _check_running(self, method: str) -> None:
         if self._is_over:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from hp_dtensor.comm.process_group import Work
+from hp_fsdp.policies import CPUOffloadPolicy
 from hp_fsdp.storage import ParameterStorage
 
 Tensor = Any
@@ -30,6 +31,13 @@ class ShardOffload:
     parameters: bool = False
     gradients: bool = False
     pin_memory: bool = False
+
+    @classmethod
+    def of(cls, storage: ParameterStorage, device: str, policy: CPUOffloadPolicy | None) -> ShardOffload:
+        """Return the offload of a policy. None: nothing is offloaded."""
+        if policy is None:
+            return cls(storage, device)
+        return cls(storage, device, policy.parameters, policy.gradients, policy.pin_memory)
 
     @property
     def separates_gradients(self) -> bool:
@@ -66,10 +74,12 @@ class DeferredGradients:
         flat: the gradients, in the layout of the shard. None: there are none.
     """
 
-    def __init__(self, offload: ShardOffload, zero: Callable[[Any, Tensor], None], set_gradients: SetGradients) -> None:
+    def __init__(
+        self, offload: ShardOffload, view: Callable[[Any, Tensor], Tensor], set_gradients: SetGradients
+    ) -> None:
         self._offload = offload
         self._storage = offload.storage
-        self._zero = zero
+        self._view = view
         self._set_gradients = set_gradients
         self._parameters: dict[int, Any] = {}
         self.flat: Tensor | None = None
@@ -94,7 +104,7 @@ class DeferredGradients:
             self.flat = None
         # The buffer stays for the other parameters, and later gradients are added to it: the dropped ones must be zero.
         for parameter in dropped if self._parameters else ():
-            self._zero(parameter, self.flat)
+            self._storage.zero_(self._view(parameter, self.flat))
 
     def fetch(self) -> None:
         """Copy all gradients to the device of the parameters, and set them as `grad`."""

@@ -1,9 +1,10 @@
-"""A parameter group: the modules and flat buffers that one `fully_shard` call gathers, uses and frees together."""
+"""A parameter group: what one `fully_shard` call gathers, uses and frees together; its settings and its state."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -13,12 +14,86 @@ from hp_dtensor.platform.recording import located
 from hp_dtensor.spec.rank_checks import is_checking
 from hp_fsdp._engine.flat_buffer import FlatBuffer, Gathering
 from hp_fsdp._engine.rank_checks import CallOrder, Communicating, check_same_action
-from hp_fsdp._engine.settings import GroupSettings
 from hp_fsdp.exceptions import FSDPStateError
 from hp_fsdp.storage import Gradients, ParameterStorage
 
 Tensor = Any
 Module = Any
+
+
+@dataclass(slots=True)
+class ReduceOptions:
+    """How the gradients of a group are reduced.
+
+    Attributes:
+        all_reduce: reduce over the replicate axis too. False: the shards reduced over the shard axis stay pending until
+            a later reduction.
+        divide_factor: divisor of the sum over all ranks. None: the number of ranks for `op` "avg", 1 for "sum".
+        op: "avg" or "sum".
+        scaling_factor: the result is multiplied by this.
+        hook: called with each reduced flat shard, in the dtype of the reduction. It may write the shard in place.
+    """
+
+    all_reduce: bool = True
+    divide_factor: float | None = None
+    op: str = "avg"
+    scaling_factor: float = 1.0
+    hook: Callable[[Any], None] | None = None
+
+    def divisor(self, num_ranks: int) -> float:
+        """Return the number by which the sum over all ranks is divided, with the scaling factor included."""
+        divisor = self.divide_factor
+        if divisor is None:
+            divisor = float(num_ranks) if self.op == "avg" else 1.0
+        return divisor / self.scaling_factor
+
+
+@dataclass(slots=True)
+class GroupSettings:
+    """When a group's full parameters are freed, how its gradients are reduced, and how many buffers overlap may hold.
+
+    Attributes:
+        zero_stage: 3 shards the parameters and frees the full ones between uses. Below 3 the full parameters stay.
+        reshard_after_forward: free the full parameters after forward. None: yes, except for the root's own group. A
+            number above 1: shard them over that many ranks.
+        unshard_in_backward: gather before backward. False: no operation of the module reads its parameters in backward
+            (an embedding). Ignored where the platform does not refuse to read released memory.
+        reshard_after_backward: free the full parameters once their gradients are complete.
+        gradient_sync: reduce gradients after backward. False: accumulate them unsharded.
+        reduce: how gradients are reduced.
+        is_last_backward: of a root: gradients that autograd did not deliver count as zero at the end of backward.
+        defers_reduction: of a root: `RootContext.finish_reductions` waits for the reductions, not the end of backward.
+        prefetch_depth: number of groups to gather ahead in the recorded order.
+        max_gradient_buffers: number of full gradient buffers that may be held at once.
+    """
+
+    zero_stage: int = 3
+    reshard_after_forward: bool | int | None = None
+    unshard_in_backward: bool = True
+    reshard_after_backward: bool = True
+    gradient_sync: bool = True
+    reduce: ReduceOptions = field(default_factory=ReduceOptions)
+    is_last_backward: bool = True
+    defers_reduction: bool = False
+    prefetch_depth: int = 1
+    max_gradient_buffers: int = 1
+
+    @property
+    def retains_full(self) -> bool:
+        """True if the full parameters stay in memory between uses (ZeRO stages 0 to 2)."""
+        return self.zero_stage < 3
+
+    @property
+    def frees_after_backward(self) -> bool:
+        """True if the full parameters are freed at the end of a backward."""
+        # A backward that reduces is followed by an optimizer step, which changes the shards: the full parameters would
+        # be out of date.
+        return not self.retains_full and (self.reshard_after_backward or self.gradient_sync)
+
+    @property
+    def shards_every_gradient(self) -> bool:
+        """True if each backward reduce-scatters its gradients, even one whose gradients accumulate (ZeRO-2)."""
+        return self.zero_stage == 2
 
 
 class GroupState(Enum):

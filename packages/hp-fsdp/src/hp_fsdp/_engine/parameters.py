@@ -14,8 +14,6 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Placement, RaggedShard, Replicate, Shard
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_fsdp._engine.buffer_layout import Block, block_of, default_shard_dim
-from hp_fsdp._engine.settings import mesh_problems, reshard_problems
 from hp_fsdp.exceptions import FullyShardError
 from hp_fsdp.policies import ShardPlacementResult
 from hp_fsdp.storage import GatherExtension, ParameterStorage
@@ -65,6 +63,44 @@ class MeshInfo:
         if not self.is_sharded:
             return self.mesh.world.group(self.mesh.ranks()) if self.mesh.size() > 1 else None
         return self.mesh.group_along(0) if self.mesh.ndim == 2 else None
+
+
+def mesh_problems(mesh: Any) -> list[str]:
+    """Return the reasons why parameters cannot be sharded over `mesh`. The list is empty if they can."""
+    if not isinstance(mesh, DeviceMesh):
+        kind = type(mesh)
+        got = f"one of {kind.__module__}" if kind.__name__ == "DeviceMesh" else kind.__name__
+        return [f"mesh: expected a DeviceMesh, got {got}"]
+    if mesh.ndim not in (1, 2):
+        return [
+            f"mesh: expected 1 axis (shard) or 2 (replicate, shard), got {mesh.describe()}; "
+            'select the data-parallel axes, such as mesh["dp_replicate", "dp_shard"]'
+        ]
+    if mesh.get_coordinate() is None:
+        return [f"mesh: rank {mesh.world.rank} is outside mesh {mesh.describe()}"]
+    return []
+
+
+def reshard_problems(reshard_after_forward: Any, num_shards: int) -> list[str]:
+    """Return why parameters sharded over `num_shards` ranks cannot be resharded like this after forward."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return []
+    if not isinstance(reshard_after_forward, int):
+        return [f"reshard_after_forward: expected a bool, a number of ranks or None, got {reshard_after_forward!r}"]
+    if reshard_after_forward < 1 or num_shards % reshard_after_forward:
+        divisors = ", ".join(str(k) for k in range(1, num_shards + 1) if num_shards % k == 0)
+        return [
+            f"reshard_after_forward={reshard_after_forward} does not divide the {num_shards} ranks of the shard axis; "
+            f"expected one of {divisors}, or a bool"
+        ]
+    return []
+
+
+def normalize_reshard_size(reshard_after_forward: bool | int | None, num_shards: int) -> bool | int | None:
+    """Replace 1 rank by False (each rank retains everything) and all ranks by True (the usual shards)."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
+    return {1: False, num_shards: True}.get(reshard_after_forward, reshard_after_forward)
 
 
 # Before `fully_shard` ------------------------------------------------------------------------------------
@@ -135,9 +171,11 @@ class OriginalParameter:
         """Elements of the local tensor per index of the shard dimension."""
         return math.prod(self.local_shape[: self.shard_dim]) * math.prod(self.local_shape[self.shard_dim + 1 :])
 
-    def block(self, itemsize: int) -> Block:
-        """Return the block of this parameter in a flat buffer whose elements have `itemsize` bytes."""
-        return block_of(self.local_shape, self.shard_dim, itemsize)
+
+def default_shard_dim(shape: Sequence[int]) -> int:
+    """Return the dimension to shard where none is requested: the first one longer than 1."""
+    # All dimensions before it have size 1, so that every shard is contiguous in the parameter.
+    return next((dim for dim, size in enumerate(shape) if size > 1), 0)
 
 
 def _longest_local_shape(spec: TensorSpec) -> list[int]:
@@ -280,7 +318,7 @@ def place_parameters(
         wrong = _apply_placement(original, mesh, chosen, reshard_after_forward)
         problems += [f"{original.name}: shard_placement_fn: {problem}" for problem in wrong]
         if not wrong:
-            problems += _sharding_problems(original, original.mesh) or _extension_problems(original)
+            problems += _sharding_problems(original, original.mesh)
     if problems:
         raise FullyShardError(f"{group_name}, rank {mesh.world.rank}: {'; '.join(problems)}")
 
@@ -331,6 +369,11 @@ def _sharding_problems(original: OriginalParameter, mesh: DeviceMesh) -> list[st
         problems.append(f"{name} is of {tensor.dtype}, expected a floating-point parameter; make it a buffer")
     if original.spec is not None:
         problems += _spec_problems(original, original.spec, mesh)
+    if not problems and original.extension is not None and original.shard_dim != 0:
+        problems.append(
+            f"{name}: shard_placement_fn shards dimension {original.shard_dim}, expected 0, because the gather of "
+            f"{original.extension.kind} joins shards along the first dimension"
+        )
     return problems
 
 
@@ -346,16 +389,6 @@ def _spec_problems(original: OriginalParameter, spec: TensorSpec, mesh: DeviceMe
         where = f"{original.name} is a DTensor on mesh {spec.mesh.describe()}"
         return [f"{where}, which cannot be combined with {mesh.describe()}: {error}"]
     return []
-
-
-def _extension_problems(original: OriginalParameter) -> list[str]:
-    """Return why a parameter whose class defines its gather cannot be sharded along its shard dimension."""
-    if original.extension is None or original.shard_dim == 0:
-        return []
-    return [
-        f"{original.name}: shard_placement_fn shards dimension {original.shard_dim}, expected 0, because the gather of "
-        f"{original.extension.kind} joins shards along the first dimension"
-    ]
 
 
 # The sharded form ----------------------------------------------------------------------------------------
@@ -398,8 +431,12 @@ def sharded_spec(original: OriginalParameter, mesh_info: MeshInfo, local_numels:
     mesh = mesh_info.mesh
     data_parallel: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
     if mesh_info.is_sharded:
+        rows = tuple(numel // max(1, original.row_numel) for numel in local_numels)
+        if math.prod(original.local_shape) == 0:
+            # An empty tensor has no elements to count by. Rank 0 holds all of its rows.
+            rows = (original.local_shape[original.shard_dim], *rows[1:])
         # Ragged: padding and units of several rows give ranks different numbers of rows.
-        data_parallel = (*data_parallel[1:], RaggedShard(original.shard_dim, _num_rows(original, local_numels)))
+        data_parallel = (*data_parallel[1:], RaggedShard(original.shard_dim, rows))
     if original.spec is None:
         return TensorSpec(mesh, data_parallel, original.local_shape, original.tensor.dtype)
     spec = original.spec
@@ -420,15 +457,6 @@ def _model_parallel_axes(spec: TensorSpec, mesh: DeviceMesh) -> list[int]:
         for axis, placement in enumerate(spec.placements)
         if not (placement.is_replicate() and ranks.issuperset(spec.mesh.ranks_along(axis)))
     ]
-
-
-def _num_rows(original: OriginalParameter, local_numels: Sequence[int]) -> tuple[int, ...]:
-    """Return the number of indices of the shard dimension that each rank holds."""
-    rows = tuple(numel // max(1, original.row_numel) for numel in local_numels)
-    if math.prod(original.local_shape) == 0:
-        # An empty tensor has no elements to count by. Rank 0 holds all of its rows.
-        rows = (original.local_shape[original.shard_dim], *rows[1:])
-    return rows
 
 
 class ParameterVersions:

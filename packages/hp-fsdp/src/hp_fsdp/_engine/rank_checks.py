@@ -80,6 +80,7 @@ class Group(Protocol):
 # Used parameters -----------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class UsedParameters:
     """The parameters of one reduction that have gradients.
 
@@ -88,9 +89,8 @@ class UsedParameters:
         count: number of parameters in the buffer.
     """
 
-    def __init__(self, indices: frozenset[int], count: int) -> None:
-        self.indices = indices
-        self.count = count
+    indices: frozenset[int]
+    count: int
 
 
 def pack_flags(reductions: Sequence[UsedParameters]) -> bytes:
@@ -219,7 +219,7 @@ class CallOrder:
             codes = [*self.actions[:NUM_CODES_SENT], *[0] * (NUM_CODES_SENT - len(self.actions))]
             used = pending.copy()
             pending.clear()
-            kinds, flags = _digest(_kinds(self.actions)), pack_flags(used)
+            kinds, flags = _digest(bytes(code % len(ACTIONS) for code in self.actions)), pack_flags(used)
             message = MESSAGE.pack(HEADER, order_digest, kinds, len(self.actions), *codes, flags)
             with self._naming_failures(phase):
                 messages = self._process_group.start_all_gather_bytes(message)
@@ -275,7 +275,13 @@ class CallOrder:
     def _disagree(self, messages: Sequence[bytes], comparison: Comparison) -> CallOrderError:
         headers, _, kinds, counts, *codes, _ = zip(*map(MESSAGE.unpack, messages), strict=True)
         if set(headers) != {HEADER}:
-            return self._other_collective(headers, comparison)
+            # A message without the header belongs to another collective, in which those ranks still are.
+            by_rank = zip(self._process_group.ranks, headers, strict=True)
+            others = name_ranks([rank for rank, header in by_rank if header != HEADER])
+            return CallOrderError(
+                f"ranks call modules in different orders: rank {self._rank} has ended its {comparison.phase} while "
+                f"{others} still gathers or reduces. {self.last_actions()}. {RESTART}. {SAME_CALLS}"
+            )
         same_kinds = len(set(kinds)) == 1
         error = self._disagreement(_first_difference(counts, codes), comparison, same_kinds)
         if same_kinds:
@@ -308,15 +314,6 @@ class CallOrder:
         return (
             f"No gradient is affected here; the next step can continue if {others}, which this group cannot see, "
             "abandoned this step too: otherwise restart the ranks"
-        )
-
-    def _other_collective(self, headers: Sequence[bytes], comparison: Comparison) -> CallOrderError:
-        """Make the error for ranks that have sent something else than a comparison: they are in another collective."""
-        by_rank = zip(self._process_group.ranks, headers, strict=True)
-        others = [rank for rank, header in by_rank if header != HEADER]
-        return CallOrderError(
-            f"ranks call modules in different orders: rank {self._rank} has ended its {comparison.phase} while "
-            f"{name_ranks(others)} still gathers or reduces. {self.last_actions()}. {RESTART}. {SAME_CALLS}"
         )
 
     def _describe(self, code: int | None) -> str:
@@ -353,10 +350,6 @@ def copy_of(error: CallOrderError) -> CallOrderError:
 
 def _digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
-
-
-def _kinds(codes: Sequence[int]) -> bytes:
-    return bytes(code % len(ACTIONS) for code in codes)
 
 
 def _first_difference(counts: Sequence[int], sent: Sequence[Sequence[int]]) -> list[int | None]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from hp_dtensor.comm.process_group import DONE, Work
 from hp_fsdp._engine.flat_buffer import FlatBuffer
-from hp_fsdp._engine.rank_checks import Communicating, Group, UsedParameters
-from hp_fsdp._engine.settings import ReduceOptions
+from hp_fsdp._engine.param_group import ParameterGroup, ReduceOptions
+from hp_fsdp._engine.rank_checks import Communicating, UsedParameters
 
 Tensor = Any
 
@@ -24,7 +24,7 @@ class Reduction:
         is_last: it completes the gradients of a step.
     """
 
-    def __init__(self, group: Group, buffer: FlatBuffer, options: ReduceOptions, is_last: bool) -> None:
+    def __init__(self, group: ParameterGroup, buffer: FlatBuffer, options: ReduceOptions, is_last: bool) -> None:
         self.buffer = buffer
         self._group = group
         self._hook = options.hook
@@ -33,7 +33,12 @@ class Reduction:
         num_replicas = buffer.replicate_group.size if buffer.replicate_group is not None else 1
         divisor = options.divisor(buffer.shard_group.size * num_replicas)
         self._divisor_before, self._divisor_after = _split_divisor(divisor, buffer)
-        self._used = self._take_used()
+        # Take the record of parameters with gradients, those of a pending shard too, from the buffer.
+        gradients = buffer.gradients
+        indices = gradients.unreduced_indices | gradients.partial_indices
+        gradients.unreduced_indices = frozenset()
+        gradients.partial_indices = indices if self._stays_partial else frozenset()
+        self._used = UsedParameters(indices, len(buffer.parameters))
         self._shard: Tensor = None
         self._store: Callable[[], None] | None = None
         with self._communicating():
@@ -43,14 +48,6 @@ class Reduction:
 
     def _communicating(self) -> Communicating:
         return Communicating(self._group, "reduce gradients", in_backward=True)
-
-    def _take_used(self) -> UsedParameters:
-        """Move the record of parameters with gradients, also in a pending shard, from the buffer to this reduction."""
-        gradients = self.buffer.gradients
-        indices = gradients.unreduced_indices | gradients.partial_indices
-        gradients.unreduced_indices = frozenset()
-        gradients.partial_indices = indices if self._stays_partial else frozenset()
-        return UsedParameters(indices, len(self.buffer.parameters))
 
     def _start_reduce_scatter(self) -> tuple[Tensor, Work]:
         """Take the full gradients from the buffer, and start their reduce-scatter; return the shard and the work."""
@@ -165,7 +162,7 @@ class Reducer:
         for reduction in due:
             reduction.finish()
 
-    def start(self, group: Group, buffer: FlatBuffer, options: ReduceOptions, is_last: bool) -> None:
+    def start(self, group: ParameterGroup, buffer: FlatBuffer, options: ReduceOptions, is_last: bool) -> None:
         """Start to reduce the full gradients of a buffer. `is_last`: this completes the gradients of a step."""
         self._running.append(Reduction(group, buffer, options, is_last))
 
@@ -195,10 +192,11 @@ class Reducer:
             self._stored[reduction.buffer] = self._stored.get(reduction.buffer, frozenset()) | reduction.stored
 
     def run_gradient_hooks(self) -> None:
-        """Call the gradient hooks of each parameter whose gradient has been set since the last call, once."""
+        """Call the users' gradient hooks of each parameter whose gradient has been set since the last call, once."""
         stored, self._stored = self._stored, {}
         for buffer, indices in stored.items():
-            buffer.gradients.run_gradient_hooks(indices)
+            for index in sorted(indices):
+                buffer.storage.run_gradient_hooks(buffer.parameters[index].sharded)
 
     def reset(self) -> None:
         """Discard the running reductions, after an error."""
