@@ -46,13 +46,13 @@ class GatherExtension(ABC):
         """Make the weight of shard `index` of `num_shards`, whose values `inputs` will set."""
 
     @abstractmethod
-    def inputs(self, shard: Tensor, mesh: Any, module: Any, policy: Any) -> list[Tensor]:
+    def inputs(self, shard: Tensor, mesh: Any, module: Any, mp_policy: Any) -> list[Tensor]:
         """Return the tensors to gather for a shard of the values: contiguous plain tensors.
 
         Args:
             mesh: the 1-D mesh of the ranks that hold the shards.
             module: the module that has the weight.
-            policy: the group's `MixedPrecisionPolicy`.
+            mp_policy: the group's `MixedPrecisionPolicy`.
         """
 
     @abstractmethod

@@ -11,7 +11,7 @@ Checkpoints of a family have one tensor per expert, as in files, or all experts 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,24 +69,19 @@ def family_of(config: Config) -> Family:
     return FAMILIES[kind]
 
 
-def _activation(config: Config) -> str:
-    """Return the name of the gated activation, as hp_moe calls it."""
-    name = config.get("hidden_act", "silu")
-    if name not in _ACTIVATIONS:
-        raise MoEConfigError(f"hidden_act: expected one of {', '.join(_ACTIVATIONS)}, got {name!r}")
-    return _ACTIVATIONS[name]
-
-
 def _common(config: Config, hidden_dim: str, num_experts: str) -> dict[str, Any]:
     """Return the options that all families have, given the keys of two entries whose names differ."""
     # transformers 5 calls the number of experts num_local_experts in every family.
     experts = config[num_experts] if num_experts in config else config["num_local_experts"]
+    activation = config.get("hidden_act", "silu")
+    if activation not in _ACTIVATIONS:
+        raise MoEConfigError(f"hidden_act: expected one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
     return {
         "dim": config["hidden_size"],
         "hidden_dim": config[hidden_dim],
         "num_experts": experts,
         "top_k": config["num_experts_per_tok"],
-        "activation": _activation(config),
+        "activation": _ACTIVATIONS[activation],
     }
 
 
@@ -190,15 +185,9 @@ def from_huggingface(tensors: Mapping[str, Array], config: Config) -> dict[str, 
     options = family.options(config)
     joint = family.experts is None or _JOINT[0] in left
     names = _names(family, options)
-    experts = _joint_names(options) if joint else _expert_names(family, options["num_experts"])
-    expected = {*names.values(), *experts}
-    missing, others = sorted(expected - {*left}), sorted({*left} - expected)
-    if missing or others:
-        # Names of quantized formats: the missing weights are there in a form that cannot be converted.
-        hint = "; dequantize the checkpoint first" if any(_is_quantized(name) for name in others) else ""
-        raise MoEConfigError(
-            f"tensors of a {config['model_type']} layer: missing {_some(missing)}; not expected {_some(others)}{hint}"
-        )
+    _check_names(
+        f"tensors of a {config['model_type']} layer", left, {*names.values(), *_expert_names(family, options, joint)}
+    )
     weights = {ours: left[theirs] for ours, theirs in names.items()}
     parts = _from_joint(left, family) if joint else _from_single(left, family, options["num_experts"])
     weights |= {f"experts.{name}": weight for name, weight in parts.items()}
@@ -230,17 +219,23 @@ def to_huggingface(weights: Mapping[str, Array], config: Config, *, joint: bool 
     names = _names(family, options)
     parts = ("w1", "w2", "w3", "b1", "b2", "b3") if options.get("bias") else ("w1", "w2", "w3")
     expected = {*names, *(f"experts.{part}" for part in parts)}
-    missing, others = sorted(expected - {*weights}), sorted({*weights} - expected)
-    if missing or others:
-        raise MoEConfigError(
-            f"weights for a {config['model_type']} layer: missing {_some(missing)}; not expected {_some(others)}"
-        )
+    _check_names(f"weights for a {config['model_type']} layer", weights, expected)
     tensors = {theirs: weights[ours] for ours, theirs in names.items()}
     experts = {part: weights[f"experts.{part}"] for part in parts}
     joint = joint or family.experts is None
     tensors |= _to_joint(experts, family) if joint else _to_single(experts, family)
     # Files are written from contiguous memory.
     return {name: numpy.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+
+
+def _check_names(what: str, given: Collection[str], needed: set[str], optional: Collection[str] = ()) -> None:
+    """Raise if needed names are missing, or names are given that are neither needed nor optional."""
+    missing, others = sorted(needed - {*given}), sorted({*given} - needed - {*optional})
+    if missing or others:
+        # Names of quantized formats: the missing weights are there in a form that cannot be converted.
+        is_quantized = any(re.search(r"(_blocks|_scales|_scale_inv|qweight)$", name) for name in others)
+        hint = "; dequantize the checkpoint first" if is_quantized else ""
+        raise MoEConfigError(f"{what}: missing {_some(missing)}; not expected {_some(others)}{hint}")
 
 
 def _check_shapes(weights: Mapping[str, Array], options: Mapping[str, Any], config: Config) -> None:
@@ -267,15 +262,12 @@ def _names(family: Family, options: Mapping[str, Any]) -> dict[str, str]:
     return names
 
 
-def _expert_names(family: Family, num_experts: int) -> list[str]:
-    """Return the names of the tensors of single experts."""
+def _expert_names(family: Family, options: Mapping[str, Any], joint: bool) -> list[str]:
+    """Return the names of the tensors of single experts, or of those that hold all experts."""
+    if joint:
+        return [*_JOINT, *(f"{name}_bias" for name in _JOINT)] if options.get("bias") else [*_JOINT]
     assert family.experts is not None
-    return [f"experts.{e}.{name}.weight" for e in range(num_experts) for name in family.experts.values()]
-
-
-def _joint_names(options: Mapping[str, Any]) -> list[str]:
-    """Return the names of the tensors that hold all experts."""
-    return [*_JOINT, *(f"{name}_bias" for name in _JOINT)] if options.get("bias") else [*_JOINT]
+    return [f"experts.{e}.{name}.weight" for e in range(options["num_experts"]) for name in family.experts.values()]
 
 
 def _from_single(tensors: Mapping[str, Array], family: Family, num_experts: int) -> dict[str, Array]:
@@ -328,10 +320,6 @@ def _to_joint(experts: Mapping[str, Array], family: Family) -> dict[str, Array]:
     }
 
 
-def _is_quantized(name: str) -> bool:
-    return re.search(r"(_blocks|_scales|_scale_inv|qweight)$", name) is not None
-
-
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:6]) or "none"
     return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"
@@ -371,7 +359,8 @@ def upcycle(
         >>> weights["experts.w1"].shape, weights["router.gate.weight"].shape
         ((4, 4, 4), (4, 4))
     """
-    _check_names(dense)
+    optional = {f"{weight}.{kind}" for weight in ("w1", "w2", "w3") for kind in ("weight", "bias")}
+    _check_names("weights of a dense network", dense, {"w1.weight", "w2.weight"}, optional)
     hidden = dense["w1.weight"].shape[0]
     _check(hidden, num_experts, granularity, gate.shape, dense["w1.weight"].shape[1])
     random = numpy.random.default_rng(seed)
@@ -396,17 +385,6 @@ def _split(array: Array, weight: str, kind: str, granularity: int) -> Array:
         # An expert's result is a partial sum, multiplied by 1 / granularity of the copy's score: compensate for that.
         return numpy.stack(numpy.split(array * granularity, granularity, axis=1))
     return numpy.stack(numpy.split(array, granularity, axis=0))
-
-
-def _check_names(dense: Mapping[str, Array]) -> None:
-    needed = {"w1.weight", "w2.weight"}
-    known = {f"{weight}.{kind}" for weight in ("w1", "w2", "w3") for kind in ("weight", "bias")}
-    missing, others = sorted(needed - {*dense}), sorted({*dense} - known)
-    if missing or others:
-        raise MoEConfigError(
-            f"weights of a dense network: missing {', '.join(missing) or 'none'}; not expected "
-            f"{', '.join(others) or 'none'}"
-        )
 
 
 def _check(hidden: int, num_experts: int, granularity: int, gate: tuple[int, ...], dim: int) -> None:

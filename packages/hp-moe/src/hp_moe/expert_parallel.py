@@ -75,7 +75,9 @@ class BaseExpertParallel(ParallelStyle):
         self._check(experts, device_mesh)
         # Before the weights are sharded: `w1` still has the experts of all ranks.
         dispatcher = self._dispatcher(int(experts.w1.shape[0]), device_mesh)
-        if isinstance(experts, GroupedExperts) and not self._has_own_dispatch():
+        base, own = BaseExpertParallel, type(self)
+        has_own_dispatch = (own._token_dispatch, own._token_combine) != (base._token_dispatch, base._token_combine)
+        if isinstance(experts, GroupedExperts) and not has_own_dispatch:
             self._partition_fn("", experts, device_mesh)
             if dispatcher is not None:
                 experts.dispatcher = dispatcher
@@ -153,10 +155,6 @@ class BaseExpertParallel(ParallelStyle):
         width, dim = (int(size) for size in experts.w1.shape[1:])
         # Each element of a weight is one multiplication and one addition.
         return 2 * products * width * dim // (1 if partial is None else partial.size())
-
-    def _has_own_dispatch(self) -> bool:
-        base, own = BaseExpertParallel, type(self)
-        return (own._token_dispatch, own._token_combine) != (base._token_dispatch, base._token_combine)
 
     def _dispatcher(self, num_experts: int, mesh: DeviceMesh) -> TokenDispatcher | None:
         """Return the dispatcher, or None if all experts are on every rank."""

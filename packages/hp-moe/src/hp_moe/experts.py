@@ -490,19 +490,18 @@ def local_weights(platform: Platform, module: Module, partial_mesh: DeviceMesh |
     first get zeros for it.
     """
     found = {name: getattr(module, name, None) for name in WEIGHTS}
-    local = {name: _local_weight(weight) for name, weight in found.items() if weight is not None}
+    local = {}
+    for name, weight in found.items():
+        if isinstance(weight, DTensor):
+            # The dual placements of the forward: replicated weights have partial gradients, shards have shards.
+            grads = [Partial() if placement.is_replicate() else placement for placement in weight.placements]
+            local[name] = weight.to_local(grad_placements=grads)
+        elif weight is not None:
+            local[name] = weight
     if "b2" in local and partial_mesh is not None and partial_mesh.get_local_rank() != 0:
         # Multiplied instead of replaced: the bias stays in the graph, and its gradient is zero on these ranks.
         local["b2"] = platform.ops.mul(local["b2"], 0.0)
     return local
-
-
-def _local_weight(weight: Tensor) -> Tensor:
-    if not isinstance(weight, DTensor):
-        return weight
-    # The dual placements of the forward: replicated weights have partial gradients, shards have shards.
-    grads = [Partial() if placement.is_replicate() else placement for placement in weight.placements]
-    return weight.to_local(grad_placements=grads)
 
 
 def weighted(platform: Platform, rows: Tensor, scores: Tensor) -> Tensor:

@@ -78,10 +78,6 @@ def _gated(function: Callable[[Ops, Tensor], Tensor]) -> Callable[[Ops, Tensor, 
     return lambda ops, gate, up: ops.mul(function(ops, gate), up)
 
 
-def _relu_squared(ops: Ops, gate: Tensor, up: Tensor | None) -> Tensor:
-    return ops.square(ops.relu(gate))
-
-
 SWIGLU = Activation("swiglu", _gated(lambda ops, gate: ops.silu(gate)))
 
 _BY_NAME = {
@@ -93,7 +89,7 @@ _BY_NAME = {
         Activation("geglu_tanh", _gated(_gelu_tanh)),
         Activation("reglu", _gated(lambda ops, gate: ops.relu(gate))),
         # arXiv 2109.08668.
-        Activation("relu_squared", _relu_squared, is_gated=False),
+        Activation("relu_squared", lambda ops, gate, up: ops.square(ops.relu(gate)), is_gated=False),
         Activation("gelu", lambda ops, gate, up: ops.gelu(gate), is_gated=False),
     )
 }

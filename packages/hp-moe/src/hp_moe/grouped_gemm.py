@@ -123,7 +123,9 @@ def loop_grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
         (3, 5)
     """
     ops = sizes.platform.ops
-    slices = _group_slices(sizes.host)
+    starts = numpy.cumsum((0, *sizes.host))
+    # (group, (first row, number of rows)) of every group that has rows.
+    slices = [(group, (int(starts[group]), size)) for group, size in enumerate(sizes.host) if size]
     # Saved for backward through the framework, so that recomputation and its version checks apply.
     saved = SavedTensors(sizes.platform, x, weight)
 
@@ -150,12 +152,6 @@ def loop_grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
         )
 
     return sizes.platform.custom_function(forward, backward, x, weight)
-
-
-def _group_slices(host: tuple[int, ...]) -> list[tuple[int, tuple[int, int]]]:
-    """List (group, (first row, number of rows)) for every group that has rows."""
-    starts = numpy.cumsum((0, *host))
-    return [(group, (int(starts[group]), size)) for group, size in enumerate(host) if size]
 
 
 def _rows(ops: Any, x: Tensor, rows: tuple[int, int]) -> Tensor:

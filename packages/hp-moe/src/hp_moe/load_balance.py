@@ -126,7 +126,10 @@ def update_expert_bias(model: Any) -> dict[str, LoadMetrics]:
     for layer, metric in zip(layers.values(), metrics, strict=True):
         load = numpy.asarray(metric.loads, numpy.float64)
         if layer.expert_bias is not None:
-            step = layer.load_balance_coeff * _bias_direction(load)
+            # The step depends on the sign of the error alone (arXiv 2408.15664). A step common to all experts changes
+            # no choice and would let the biases drift, so the mean is subtracted.
+            direction = numpy.sign(load.mean() - load)
+            step = layer.load_balance_coeff * (direction - direction.mean())
             _write(layer, "expert_bias", layer.platform.to_numpy(plain(layer.expert_bias)) + step.astype(numpy.float32))
         # Without tokens (a step that was skipped) the last shares remain.
         if layer.last_shares is not None and metric.tokens:
@@ -221,11 +224,3 @@ def _relative_entropy(loads: numpy.ndarray) -> float:
     # p log p is 0 for p = 0.
     shares = loads[loads > 0] / loads.sum()
     return float(-(shares * numpy.log(shares)).sum() / numpy.log(len(loads)))
-
-
-def _bias_direction(load: numpy.ndarray) -> numpy.ndarray:
-    # The step depends on the sign of the error alone (arXiv 2408.15664). A step common to all experts changes no choice
-    # and would let the biases drift, so the mean is subtracted.
-    direction = numpy.sign(load.mean() - load)
-    centred: numpy.ndarray = direction - direction.mean()
-    return centred

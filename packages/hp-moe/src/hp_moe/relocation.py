@@ -184,7 +184,12 @@ def _agreed_placements(movable: Movable, choose: ChoosePlacements) -> dict[str, 
     placements: dict[str, ExpertPlacement] = {}
     fault = None
     try:
-        placements = _checked(movable, choose(movable))
+        given = choose(movable)
+        if unknown := [name for name in given if name not in movable]:
+            raise ExpertParallelError(f"experts of {unknown[0]!r} cannot be moved; those of {[*movable]} can")
+        placements = {
+            name: check_placement(given[name], movable[name][1].num_experts) for name in movable if name in given
+        }
     except Exception as error:
         # Any error: a rank that raised here without reporting it would leave them waiting for its rows.
         fault = error
@@ -206,13 +211,6 @@ def _agreed_placements(movable: Movable, choose: ChoosePlacements) -> dict[str, 
             f"another placement, on rank {rank}"
         )
     return placements
-
-
-def _checked(movable: Movable, given: Mapping[str, Sequence[int]]) -> dict[str, ExpertPlacement]:
-    """Return the given placements in model order, or raise `ExpertParallelError` if one is not valid."""
-    if unknown := [name for name in given if name not in movable]:
-        raise ExpertParallelError(f"experts of {unknown[0]!r} cannot be moved; those of {[*movable]} can")
-    return {name: check_placement(given[name], movable[name][1].num_experts) for name in movable if name in given}
 
 
 def _move_layer(

@@ -5,7 +5,7 @@ Logits, scores and probabilities are float32 `[tokens, num_experts]` throughout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -240,7 +240,12 @@ class TokenChoiceTopKRouter(nn.Module):
             raise MoEConfigError("router: " + "; ".join(problems))
         self.scoring = SCORINGS[score_func]
         self.gate = nn.Linear(dim, num_experts, gate_bias)
-        self.register_buffer("expert_of_id", self._random_table())
+        table = None
+        if hash_vocab_size is not None:
+            # A fixed seed: all ranks create the same table without communication.
+            random = numpy.random.Generator(numpy.random.Philox(0))
+            table = self.platform.from_numpy(random.integers(num_experts, size=(hash_vocab_size, top_k)))
+        self.register_buffer("expert_of_id", table)
         # A buffer, so that checkpoints save it: a resumed run continues with new noise instead of repeating the old.
         calls = self.platform.zeros((1,), self.platform.dtype("int64")) if jitter else None
         self.register_buffer("jitter_calls", calls)
@@ -330,13 +335,6 @@ class TokenChoiceTopKRouter(nn.Module):
             return self.platform.zeros((0, self.top_k), self.platform.dtype("int64"))
         return self.ops.index_select(plain(self.expert_of_id), 0, ids)
 
-    def _random_table(self) -> Tensor | None:
-        if self.hash_vocab_size is None:
-            return None
-        # A fixed seed: all ranks create the same table without communication.
-        random = numpy.random.Generator(numpy.random.Philox(0))
-        return self.platform.from_numpy(random.integers(self.num_experts, size=(self.hash_vocab_size, self.top_k)))
-
     def _jittered(self, x: Tensor, token_numbers: Callable[[], numpy.ndarray] | None) -> Tensor:
         # Evaluation adds no noise, and does not advance the counter that the noise of later training depends on.
         if not (self.jitter and is_trained(self)):
@@ -390,11 +388,13 @@ def plain(parameter: Tensor | None) -> Tensor | None:
 
 
 def _problems(router: TokenChoiceTopKRouter) -> Iterator[str]:
-    experts, top_k, groups = router.num_experts, router.top_k, router.num_expert_groups
+    experts, top_k = router.num_experts, router.top_k
+    groups, limited = router.num_expert_groups, router.num_limited_groups or 0
     if not 1 <= top_k <= experts:
         yield f"top_k must be between 1 and num_experts = {experts}, got {top_k}"
     if router.score_func not in SCORINGS:
-        yield f"score_func must be {_or(SCORINGS)}, got {router.score_func!r}"
+        *most, last = map(repr, SCORINGS)
+        yield f"score_func must be {', '.join(most)} or {last}, got {router.score_func!r}"
     elif top_k == 1 and (router.route_norm or SCORINGS[router.score_func].sums_to_one):
         option = "route_norm" if router.route_norm else router.score_func
         yield f"{option} with top_k = 1 makes every score 1, so the gate would never learn; remove one of them"
@@ -406,19 +406,11 @@ def _problems(router: TokenChoiceTopKRouter) -> Iterator[str]:
         yield f"group_score must be 'top2_sum' or 'max', got {router.group_score!r}"
     if (groups is None) != (router.num_limited_groups is None):
         yield "num_expert_groups and num_limited_groups must be given together; only one of them is given"
-    elif groups is not None:
-        yield from _group_problems(experts, top_k, groups, router.num_limited_groups or 0)
-
-
-def _group_problems(experts: int, top_k: int, groups: int, limited: int) -> Iterator[str]:
-    if groups < 1 or experts % groups:
+    elif groups is None:
+        return
+    elif groups < 1 or experts % groups:
         yield f"num_expert_groups must divide num_experts = {experts}, got {groups}"
     elif not 1 <= limited <= groups:
         yield f"num_limited_groups must be between 1 and num_expert_groups = {groups}, got {limited}"
     elif limited * (experts // groups) < top_k:
         yield f"{limited} groups of {experts // groups} experts hold fewer than top_k = {top_k} experts"
-
-
-def _or(names: Iterable[str]) -> str:
-    *most, last = map(repr, names)
-    return f"{', '.join(most)} or {last}"

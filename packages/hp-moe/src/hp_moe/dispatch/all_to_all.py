@@ -93,7 +93,9 @@ class AllToAllDispatcher(ChunkedDispatcher):
 
     def start_dispatch(self, x: Tensor, routing: Routing) -> list[PendingDispatch]:
         """Start to send all chunks of the tokens; see `ChunkedDispatcher`."""
-        lengths = self._chunk_lengths(int(x.shape[0]))
+        # As even as possible.
+        bounds = [int(x.shape[0]) * i // self.num_chunks for i in range(self.num_chunks + 1)]
+        lengths = [end - start for start, end in itertools.pairwise(bounds)]
         # One exchange of sizes for all chunks. Recomputation reuses it, as in `dispatch`.
         routes = saved_value(lambda: self._plan_routes(routing, lengths))
         ops, pending = self.platform.ops, []
@@ -164,11 +166,6 @@ class AllToAllDispatcher(ChunkedDispatcher):
         ops, number = self.platform.ops, self.num_experts
         keys = ops.clamp(experts, min=0, max=number) if _numel(experts) else experts
         return ops.narrow(count_keys(self.platform, keys, number + 1), 0, 0, number)
-
-    def _chunk_lengths(self, num_tokens: int) -> list[int]:
-        """Return the number of tokens of each chunk, as even as possible."""
-        bounds = [num_tokens * i // self.num_chunks for i in range(self.num_chunks + 1)]
-        return [end - start for start, end in itertools.pairwise(bounds)]
 
     def _split_chunks(self, x: Tensor, lengths: list[int]) -> list[Tensor]:
         """Split the rows of `x` into chunks of these lengths."""
@@ -327,7 +324,8 @@ class CopyPerExpertDispatcher(AllToAllDispatcher):
         """Send a copy of each token to each of its experts; see `TokenDispatcher`."""
         tokens, top_k = (int(size) for size in routing.experts.shape)
         # Each copy is routed as a token with one expert.
-        copies = saved_value(lambda: self._copies(tokens, top_k, x))
+        keys = numpy.arange(tokens * top_k).reshape(tokens, top_k)
+        copies = saved_value(lambda: TokenPermutation(self.platform, self._constant(keys, x), tokens * top_k))
         shape = (tokens * top_k, 1)
         single = replace(
             routing,
@@ -340,7 +338,3 @@ class CopyPerExpertDispatcher(AllToAllDispatcher):
         """Send the result of every copy back and sum those of a token; see `TokenDispatcher`."""
         assert dispatched.copies is not None
         return dispatched.copies.unpermute(super().combine(y, dispatched))
-
-    def _copies(self, tokens: int, top_k: int, x: Tensor) -> TokenPermutation:
-        keys = self._constant(numpy.arange(tokens * top_k).reshape(tokens, top_k), x)
-        return TokenPermutation(self.platform, keys, tokens * top_k)

@@ -203,14 +203,11 @@ class ReplicatingDispatcher(ChunkedDispatcher):
                 rank = (
                     self.group.rank if self.group.rank in holders else holders[(turn + self.group.rank) % len(holders)]
                 )
-                self._slots[expert, turn] = rank * self._width + self._slot_on(rank, position)
+                # A rank's own positions come first, then its copies.
+                is_own = position // self.chunk == rank
+                slot = position % self.chunk if is_own else self.chunk + copied[rank].index(position)
+                self._slots[expert, turn] = rank * self._width + slot
         self._inner = AllToAllDispatcher(self.group, ranks * self._width, chunk=self._width, **self._options)
-
-    def _slot_on(self, rank: int, position: int) -> int:
-        """Return the slot of a position among those of a rank: own positions first, then copies."""
-        if position // self.chunk == rank:
-            return position - rank * self.chunk
-        return self.chunk + self._copied[rank].index(position)
 
     def _to_slots(self, routing: Routing) -> Routing:
         """Return the routing with slots instead of expert numbers."""

@@ -76,7 +76,7 @@ class TorchGatherExtension(GatherExtension):
             self._shard = chunks[index] if index < len(chunks) else chunks[0].narrow(0, 0, 0)
         del self._full, self.values
 
-    def inputs(self, shard: Tensor, mesh: Any, module: Any, policy: Any) -> list[Tensor]:
+    def inputs(self, shard: Tensor, mesh: Any, module: Any, mp_policy: Any) -> list[Tensor]:
         shard = shard.detach()
         if self._holder is not None:
             setattr(self._shard, self._holder, shard)
@@ -84,7 +84,7 @@ class TorchGatherExtension(GatherExtension):
             self._attributes.update(vars(self._shard))
             self._shard = shard.as_subclass(type(self._shard))
             vars(self._shard).update(self._attributes)
-        more = () if self._takes_mesh_only else (self._size, self._strides, module, policy)
+        more = () if self._takes_mesh_only else (self._size, self._strides, module, mp_policy)
         with NoGrad():
             inputs, self._metadata = self._shard.fsdp_pre_all_gather(mesh, *more)
             return [x.contiguous() for x in inputs]
