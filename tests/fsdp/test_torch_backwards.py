@@ -197,6 +197,20 @@ def test_a_backward_to_named_parameters_is_refused(hp_platform):
     run_ranks(rank, 2, hp_platform)
 
 
+def test_the_gradient_of_an_output_leaves_those_of_parameters(hp_platform):
+    """The hooks of the last group then run in a backward that runs none of its nodes."""
+
+    def rank():
+        net = shard_net(hp_platform, Net())
+        y = net(torch.ones(2, 5))
+        torch.autograd.grad(y.square().sum(), y, retain_graph=True)
+        assert all(parameter.grad is None for parameter in net.parameters())
+        y.square().sum().backward()
+        assert all(parameter.grad is not None for parameter in net.parameters())
+
+    run_ranks(rank, 2, hp_platform)
+
+
 def _grad_of_input(loss, x):
     (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
     return grad

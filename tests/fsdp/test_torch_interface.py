@@ -10,7 +10,7 @@ from hp_dtensor import init_device_mesh
 from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.testing.simulated import run_ranks
-from hp_fsdp import DataParallelMeshDims, FSDPStateError, FullyShardError, OffloadPolicy, fully_shard, share_comm_ctx
+from hp_fsdp import DataParallelMeshDims, FullyShardError, OffloadPolicy, fully_shard, share_comm_ctx
 
 CASE = Case((2,), num_blocks=2)
 
@@ -133,7 +133,8 @@ def test_weights_that_backward_needs_after_all_are_told_or_gathered(hp_platform)
         model.head.set_unshard_in_backward(False)
         loss = loss_of(hp_platform, model, CASE)
         if hp_platform.name == "torch":
-            with pytest.raises(FSDPStateError, match=r"set_unshard_in_backward\(False\) was called for head \(Linear"):
+            # torch's own error: every read of freed memory raises.
+            with pytest.raises(RuntimeError, match=r"data is not allocated yet|out of bounds for storage of size 0"):
                 hp_platform.backward(loss)
             model.head.set_unshard_in_backward(True)
             loss = loss_of(hp_platform, model, CASE)

@@ -8,6 +8,8 @@ import weakref
 import pytest
 import torch
 
+from hp_dtensor import get_platform
+
 
 def _double(t):
     return 2 * t
@@ -175,3 +177,57 @@ def test_gradients_without_touching_leaves(platform, x):
         None,
     ]
     assert x.grad is None
+
+
+def _observed(backward) -> list[bool]:
+    """What hooks on two results, one made of the other, and on the leaves see of a backward."""
+    platform, seen = get_platform("torch"), []
+    x, weight = (torch.ones(3, requires_grad=True) for _ in range(2))
+    hidden = x * weight
+    y = hidden * weight
+    for tensor in (x, hidden, y):
+        tensor.register_hook(lambda grad: seen.append(platform.is_for_parameters()))
+    backward(y, hidden, x, weight)
+    return seen
+
+
+BACKWARDS = {
+    "plain": (lambda y, hidden, x, weight: y.sum().backward(), True),
+    "plain of several": (lambda y, hidden, x, weight: torch.autograd.backward([y.sum(), hidden.sum()]), True),
+    "to a leaf": (lambda y, hidden, x, weight: torch.autograd.grad(y.sum(), x), False),
+    "to all leaves": (lambda y, hidden, x, weight: torch.autograd.grad(y.sum(), [x, weight]), False),
+    "to a result": (lambda y, hidden, x, weight: torch.autograd.grad(y.sum(), hidden), False),
+    "to the last result": (lambda y, hidden, x, weight: torch.autograd.grad(y.sum(), y), False),
+    "to its own root": (lambda y, hidden, x, weight: torch.autograd.grad(y, y, torch.ones(3)), False),
+    "to a result and a leaf": (lambda y, hidden, x, weight: torch.autograd.grad(y.sum(), [hidden, x]), False),
+    "accumulating in a leaf": (lambda y, hidden, x, weight: y.sum().backward(inputs=[x]), False),
+    "accumulating in a result": (lambda y, hidden, x, weight: y.sum().backward(inputs=[hidden]), False),
+}
+
+
+@pytest.mark.parametrize(("backward", "expected"), BACKWARDS.values(), ids=BACKWARDS)
+def test_hooks_know_whether_their_backward_has_inputs(backward, expected) -> None:
+    seen = _observed(backward)
+    assert seen
+    assert set(seen) == {expected}
+
+
+@pytest.mark.parametrize("outer", ["plain", "to a leaf"])
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_a_backward_inside_of_another_one_is_judged_alone(outer, name) -> None:
+    backward, expected = BACKWARDS[name]
+    found, after = [], []
+
+    def inside(grad):
+        with torch.enable_grad():
+            found.extend(_observed(backward))
+        after.append(get_platform("torch").is_for_parameters())
+
+    def nested(y, hidden, x, weight):
+        hidden.register_hook(inside)
+        BACKWARDS[outer][0](y, hidden, x, weight)
+
+    _observed(nested)
+    # The leaf of a plain backward has nothing behind it that would show that no node is left out.
+    assert set(found[:2]) == {expected}
+    assert after == [outer == "plain"]

@@ -12,7 +12,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hp_dtensor import DeviceMesh, Partial, RaggedShard, Replicate, Shard, StridedShard, distribute_tensor, get_platform
+from hp_dtensor import (
+    DeviceMesh,
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
+    distribute_tensor,
+    get_platform,
+    implicit_replication,
+)
+from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.spec.placements import Placement
 from hp_dtensor.testing import run_ranks
 
@@ -39,7 +50,6 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
     "kaiming_normal": lambda x: torch.nn.init.kaiming_normal_(x.clone(), mode="fan_out"),
     "orthogonal": lambda x: torch.nn.init.orthogonal_(x.clone(), gain=2.0),
     "orthogonal of a flat matrix": lambda x: torch.nn.init.orthogonal_(torch.empty_like(x.t().contiguous())),
-    "sparse": lambda x: torch.nn.init.sparse_(x.clone(), 0.4),
     "eye": lambda x: torch.nn.init.eye_(x.clone()),
     "bernoulli_": lambda x: x.clone().bernoulli_(0.3),
     "exponential_": lambda x: x.clone().exponential_(2.0),
@@ -257,8 +267,28 @@ def _dirac(groups: int) -> list[torch.Tensor]:
         assert torch.nn.init.dirac_(x, groups) is x
         assert x.placements == (placement,)
         made.append(x.detach().clone().full_tensor())
-        torch.nn.init.orthogonal_(x)
+        if placement == Shard(2):
+            # It writes through a view as a matrix, of which the sharded dimension would be a part of one.
+            with pytest.raises(ShardingRuleError, match="copy_ on the result of view, which is a copy"):
+                torch.nn.init.orthogonal_(x)
+        else:
+            torch.nn.init.orthogonal_(x)
     return made
+
+
+def _sparse(placement: Placement) -> torch.Tensor:
+    mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+    x = distribute_tensor(torch.empty(7, 5), mesh, [placement])
+    torch.manual_seed(11)
+    with implicit_replication():  # of the plain indices, which are equal on all ranks
+        return torch.nn.init.sparse_(x, 0.4).full_tensor()
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)])
+def test_sparse_initial_values_under_implicit_replication(placement: Placement) -> None:
+    torch.manual_seed(11)
+    expected = torch.nn.init.sparse_(torch.empty(7, 5), 0.4)
+    assert all(torch.equal(got, expected) for got in run_ranks(_sparse, 2, "torch", placement))
 
 
 def test_dirac_and_orthogonal_convolutions() -> None:

@@ -330,12 +330,6 @@ class ParameterStorage(ABC):
     def at_end_of_backward(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the running backward has ended. Only called during one."""
 
-    def explain_released(self, explain: Callable[[], Exception | None]) -> None:
-        """If the running backward raises because it reads released memory, raise what `explain` returns instead.
-
-        For platforms with `refuses_released`.
-        """
-
 
 def moved_to_front(items: Sequence[Any], index: int) -> list[Any]:
     """Return the items with one of them moved to the front."""

@@ -19,13 +19,19 @@ from hp_dtensor.platform.attention import BlockScores
 from hp_dtensor.platform.autograd import SavedOperations
 from hp_dtensor.platform.interface import DTYPE_NAMES, ModuleInterface, Platform, Removable
 from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_platform_torch import patches
 from hp_platform_torch.ops import attention
 from hp_platform_torch.ops.names import function_named, names_of
 from hp_platform_torch.ops.namespace import build_ops
-from hp_platform_torch.patches import autograd_function, table
 from hp_platform_torch.processes import TorchProcesses
 from hp_platform_torch.tensor import dtensor, torch_operation
-from hp_platform_torch.tensor.autograd import automatic_precision_of, custom_function, linear_map, split_backward
+from hp_platform_torch.tensor.autograd import (
+    automatic_precision_of,
+    custom_function,
+    is_for_parameters,
+    linear_map,
+    split_backward,
+)
 from hp_platform_torch.tensor.dtensor import TorchDTensor
 from hp_platform_torch.tensor.handlers import handler_of
 from hp_platform_torch.tensor.saved_tensors import TorchHostCopies, saved_operations
@@ -127,7 +133,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         self.device = torch.device(self.device_types[0], 0) if self.device_types[0] != "cpu" else torch.device("cpu")
         self.ops = build_ops(lambda: self.device)
         torch_operation.operations.handler_of = handler_of
-        table.install()
+        patches.install()
 
     @property
     def device(self) -> torch.device:
@@ -235,7 +241,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         return bool(torch._C._current_graph_task_id() != -1)
 
     def is_for_parameters(self) -> bool:
-        return not autograd_function.are_named()
+        return is_for_parameters()
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
         loss.backward(gradient, retain_graph=retain_graph)

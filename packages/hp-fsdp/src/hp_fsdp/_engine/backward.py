@@ -169,7 +169,6 @@ class BackwardSchedule:
             end = located(self._end)
             context.backward = BackwardRun(self._platform.is_for_parameters(), end)
             context.storage.at_end_of_backward(end)
-            context.storage.explain_released(self._explain_released)
         return context.backward
 
     def pre_backward(self, group: ParameterGroup, forward_pass: ForwardPass | None) -> None:
@@ -179,6 +178,13 @@ class BackwardSchedule:
         if (group, forward_pass) in run.reached:
             return
         if forward_pass is not None:
+            use = forward_pass.events.get(Event(group, is_end=False))
+            # The memory that autograd has saved views of was freed by the conversion.
+            if use is not None and use.is_converted:
+                raise FSDPStateError(
+                    f"{group.where}: parameters have been converted to another dtype between a forward and its "
+                    "backward; convert modules between steps"
+                )
             self._advance(run, forward_pass, Event(group, is_end=True))
         self._unshard(run, group, forward_pass)
 
@@ -313,24 +319,6 @@ class BackwardSchedule:
     def _is_computing(self, group: ParameterGroup) -> bool:
         """Return True if this backward runs inside of a forward of the group, as that of a force field."""
         return group.in_forward and (self._context.root_module is not None or bool(group.forward_depth))
-
-    def _explain_released(self) -> FSDPStateError | None:
-        """Return why a backward has read parameters without memory, if the reason is known."""
-        groups = self._context.groups
-        sharded = [g.name for g in groups if not g.settings.unshard_in_backward and g.state is GroupState.SHARDED]
-        converted = [g.name for g in groups if any(buffer.versions.num_conversions for buffer in g.buffers)]
-        rank = current_world(self._platform).rank
-        if sharded:
-            return FSDPStateError(
-                f"rank {rank}: set_unshard_in_backward(False) was called for {', '.join(sharded)}, and this backward "
-                "needs values of parameters there; it is for modules whose backward needs none, such as embeddings"
-            )
-        if converted:
-            return FSDPStateError(
-                f"rank {rank}: parameters of {', '.join(converted)} may have been converted to another dtype between a "
-                "forward and its backward; convert modules between steps"
-            )
-        return None
 
     # The end of a backward -------------------------------------------------------------------------------
 

@@ -122,6 +122,20 @@ class ParameterUse:
         self.indices: dict[FlatBuffer, list[int]] = {}
         self.pending: list[FlatBuffer] = []
         self.versions: dict[FlatBuffer, list[int]] = {}
+        self._conversions: dict[FlatBuffer, int] = {}
+
+    def add_buffer(self, buffer: FlatBuffer, indices: list[int]) -> None:
+        """Add a buffer with trainable parameters, in the state of its last gather."""
+        self.indices[buffer] = indices
+        self.pending.append(buffer)
+        # Of the gather, not of now: the forward computes with the gathered values.
+        self.versions[buffer] = buffer.full_versions
+        self._conversions[buffer] = buffer.versions.num_conversions
+
+    @property
+    def is_converted(self) -> bool:
+        """True if the parameters have been converted to another dtype since the forward."""
+        return any(buffer.versions.num_conversions != number for buffer, number in self._conversions.items())
 
     def changed_parameters(self, buffer: FlatBuffer, grads: Gradients) -> list[str]:
         """Return the parameters with gradients that have other values in backward than the forward computed with."""
@@ -344,10 +358,7 @@ class ParameterGroup:
         for buffer in self.buffers:
             indices = buffer.trainable()
             if indices:
-                use.indices[buffer] = indices
-                use.pending.append(buffer)
-                # Of the gather, not of now: the forward computes with the gathered values.
-                use.versions[buffer] = buffer.full_versions
+                use.add_buffer(buffer, indices)
                 backward = located(partial(post_backward, self, use, buffer))
                 token, unsharded = buffer.gather_node(token, indices, backward)
             else:

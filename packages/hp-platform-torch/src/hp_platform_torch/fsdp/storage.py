@@ -27,7 +27,6 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_fsdp.storage import GatherExtension, Gradients, ParameterStorage, moved_to_front
 from hp_platform_torch.fsdp.gather_extension import find_extension
-from hp_platform_torch.patches import autograd_function
 from hp_platform_torch.tensor.dtensor import TorchDTensor, wrap_in_place
 from hp_platform_torch.tensor.saved_tensors import stay_on_device
 from hp_platform_torch.tensor.torch_operation import LocalOperations, NoGrad
@@ -262,9 +261,6 @@ class TorchParameterStorage(ParameterStorage):
             )
         Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
-    def explain_released(self, explain: Callable[[], Exception | None]) -> None:
-        autograd_function.explain(_RELEASED, explain)
-
 
 @functools.lru_cache(maxsize=4096)
 def _strides(shape: tuple[int, ...], outer_dim: int) -> tuple[int, ...]:
@@ -277,10 +273,6 @@ def _strides(shape: tuple[int, ...], outer_dim: int) -> tuple[int, ...]:
 
 def _bits(x: Tensor) -> Tensor:
     return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
-
-
-# Texts of torch's errors for a tensor, or a view of it, whose storage has been released.
-_RELEASED = "data is not allocated yet", "out of bounds for storage of size 0"
 
 
 # Host memory ---------------------------------------------------------------------------------------------

@@ -15,10 +15,42 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Map = Callable[[torch.Tensor], torch.Tensor]
+
+
+def is_for_parameters() -> bool:
+    """Return True if the running backward accumulates into all leaves: it has no `inputs=`, and is not `autograd.grad`.
+
+    Called by a hook or node of that backward.
+    """
+    node = torch._C._current_autograd_node()
+    following = [child for child, _ in node.next_functions if child is not None]
+    if Variable._execution_engine.is_checkpoint_valid():  # type: ignore[attr-defined]
+        # Torch says so while it runs a node of a backward without inputs. But hooks on a gradient that is an input run
+        # outside of a node: then nothing that follows in the graph is to run.
+        return any(map(_will_run, following or [node]))
+    # Torch also says no inside of an outer backward to inputs. The running one has inputs if it leaves out a node.
+    waiting, seen = list(following), set(following)
+    while waiting:
+        node = waiting.pop()
+        if not _will_run(node):
+            return False
+        found = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= found
+        waiting += found
+    return bool(following)
+
+
+def _will_run(node: Any) -> bool:
+    """Return True if the running backward runs a node, which is in its graph."""
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[no-any-return]
+    except RuntimeError:  # torch cannot tell for a leaf whose gradient `autograd.grad` returns
+        return False
 
 
 def linear_map(x: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:

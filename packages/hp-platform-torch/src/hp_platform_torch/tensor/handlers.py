@@ -337,6 +337,15 @@ def _detach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     return detached
 
 
+def _transpose_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TorchDTensor:
+    """Handler of `Tensor.t_`, by which `torch.nn.init.orthogonal_` turns a flat matrix. It changes the spec as well."""
+    x: TorchDTensor = args[0]
+    if x.requires_grad:
+        raise ShardingRuleError(no_rule("t_", args, kwargs))
+    x.data = x.t()
+    return x
+
+
 # Shapes of other tensors -----------------------------------------------------------------------------------
 
 
@@ -412,6 +421,7 @@ HANDLERS: dict[Callable[..., Any], Handler] = {
     **AUTOGRAD_FUNCTIONS,
     torch.Tensor.detach: _detach,
     torch.detach: _detach,
+    torch.Tensor.t_: _transpose_in_place,
     torch.numel: _number_of_elements,
     torch.Tensor.data_ptr: _data_ptr,
     torch.Tensor.stride: _stride,

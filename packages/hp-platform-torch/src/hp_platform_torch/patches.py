@@ -1,0 +1,313 @@
+"""The functions of torch that this platform replaces, installed when the platform is first created.
+
+`__torch_function__` gets only calls that torch routes to it. Some functions pass a tensor to C++ or autograd directly;
+there a DTensor would count as this rank's shard, and the result would be wrong without an error. Each replacement looks
+for DTensors among its arguments, and calls torch's own function if there is none. Refusals name a way out.
+
+To add one: write it (`functools.wraps`, plain tensors first), and add a line to `PATCHES`, a call to `PLAIN_CALLS` of
+`tests/test_torch_patches.py`, and the new table to the package's README, which a test compares.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import torch
+from torch.nn.modules._functions import BackwardHookFunction
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
+
+from hp_dtensor.exceptions import ShardingRuleError
+from hp_dtensor.platform.patch import Patch
+from hp_dtensor.spec.tensor_spec import TensorSpec, has_gradient
+from hp_platform_torch import compile, optimizer_step
+from hp_platform_torch.tensor.dtensor import TorchDTensor, unwrap, unwrap_gradient, wrap_gradient
+from hp_platform_torch.tensor.torch_operation import is_intercepting
+
+Tensor = torch.Tensor
+
+
+# `torch.autograd.Function` --------------------------------------------------------------------------------
+
+_TRANSPARENT = ("torch.utils.checkpoint", "torch.distributed.fsdp", "torch.distributed._composable")
+"""Modules whose functions return their inputs, or run forward and backward on DTensors again."""
+
+
+def _refusing_dtensors(apply: Any) -> Any:
+    """Return a `Function.apply` that refuses DTensors, except in torch's own checkpoints and module hooks.
+
+    The backward of such a function gets local gradients of tensors that its forward got as DTensors.
+    """
+    plain = getattr(apply, "__func__", apply)  # in torch 2.15 a class method of C++
+
+    @functools.wraps(plain)
+    def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # Plain calls first and without a helper: every custom function of the program passes here.
+        for x in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(x, TorchDTensor):
+                break
+        else:
+            return plain(cls, *args, **kwargs)
+        if not is_intercepting():  # inside `LocalOperations` DTensors stand for their shards
+            return plain(cls, *args, **kwargs)
+        if cls is BackwardHookFunction:
+            return _with_dtensor_hooks(plain(cls, *args), args)
+        if not cls.__module__.startswith(_TRANSPARENT):
+            _refuse_function(cls, x)
+        outputs = plain(cls, *args, **kwargs)
+        if cls is CheckpointFunction:
+            _refuse_contributions(outputs)
+        return outputs
+
+    return classmethod(checked)
+
+
+def _refuse_function(cls: type, x: TorchDTensor) -> NoReturn:
+    raise ShardingRuleError(
+        f"{cls.__qualname__}.apply on {x.spec!r}: torch passes the backward of an autograd.Function plain local "
+        f"gradients, even if its forward got DTensors. Call it on local tensors and state the placements: "
+        f"hp_dtensor.local_map({cls.__qualname__}.apply, out_placements, in_placements)."
+    )
+
+
+def _refuse_contributions(outputs: Any) -> None:
+    """Raise for partial results with another reduction than a sum.
+
+    The gradient of their contributions differs from that of the reduced value, and the backward of a reentrant
+    checkpoint would confuse the two.
+    """
+    for x in tree_leaves(outputs):
+        if isinstance(x, TorchDTensor) and x.requires_grad and not has_gradient(x.spec):
+            raise ShardingRuleError(
+                f"torch.utils.checkpoint with use_reentrant=True of a function that returns {x.spec!r}: its backward "
+                "would use gradients of contributions as those of the reduced value. Redistribute the result to "
+                "Replicate() or Shard, or pass use_reentrant=False."
+            )
+
+
+def _with_dtensor_hooks(outputs: tuple[Tensor, ...], inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Wrap hooks registered on the identity node of a module's backward hooks, so that they get DTensor gradients."""
+    specs = [x._spec if isinstance(x, TorchDTensor) else None for x in inputs]
+    node = next((x.grad_fn for x in outputs if x.grad_fn is not None), None)
+    if node is not None:
+        # Torch registers the module's hooks on the node only after `apply` has returned it.
+        register = node.register_hook
+        node.register_hook = lambda hook: register(_on_dtensors(hook, specs))  # type: ignore[method-assign]
+    return outputs
+
+
+def _on_dtensors(hook: Callable[..., Any], specs: Sequence[TensorSpec | None]) -> Callable[..., Any]:
+    """Return a node's hook that passes local gradients on to `hook` as DTensors, and unwraps those that it returns."""
+
+    def wrapped(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        pairs = zip(grads, specs, strict=True)
+        return tuple(x if x is None or spec is None else wrap_gradient(spec, x) for x, spec in pairs)
+
+    def hooked(*grads: tuple[Tensor | None, ...]) -> Any:
+        changed = hook(*map(wrapped, grads))
+        if changed is None:
+            return None
+        listed = changed if isinstance(changed, tuple) else (changed,)
+        return tuple(x if spec is None else unwrap_gradient(spec, x) for x, spec in zip(listed, specs, strict=True))
+
+    return hooked
+
+
+def _returning_local_gradients(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a backward that unwraps the DTensor gradients of a reentrant checkpoint: autograd expects local ones."""
+
+    @functools.wraps(backward)
+    def unwrapped(*args: Any) -> tuple[Any, ...]:
+        return tuple(map(unwrap, backward(*args)))
+
+    return unwrapped
+
+
+# Functions that would use the local shard as the tensor ---------------------------------------------------
+
+
+def _refusing(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a replacement of the function through which each input of a transform passes: DTensors are refused."""
+
+    def replacement(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def refused(x: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(x, TorchDTensor):
+                raise ShardingRuleError(
+                    f"{name} of {x.spec!r} would transform this rank's shard alone. Use torch.autograd.grad, or "
+                    "transform local tensors inside hp_dtensor.local_map."
+                )
+            return function(x, *args, **kwargs)
+
+        return refused
+
+    return replacement
+
+
+def _refusing_arguments(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `ScriptFunction.__call__` that raises for DTensors anywhere in its arguments."""
+
+    @functools.wraps(call)
+    def refused(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_intercepting():
+            for x in tree_leaves((args, kwargs)):
+                if isinstance(x, TorchDTensor):
+                    raise ShardingRuleError(
+                        f"a function made by torch.jit.script with {x.spec!r} would work on this rank's shard alone. "
+                        "Call it on local tensors inside hp_dtensor.local_map, or the function that it was made of."
+                    )
+        return call(self, *args, **kwargs)
+
+    return refused
+
+
+def _refusing_source(set_: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `Tensor.set_` that raises for a DTensor as the source of the storage."""
+
+    @functools.wraps(set_)
+    def refused(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, TorchDTensor) and is_intercepting():
+                raise ShardingRuleError(
+                    f"set_ of a plain tensor to {x.spec!r} would use this rank's shard; if that is intended, pass "
+                    "x.to_local()"
+                )
+        return set_(self, *args, **kwargs)
+
+    return refused
+
+
+def _refusing_sharded(init: Callable[..., None]) -> Callable[..., None]:
+    """Return a `DistributedDataParallel.__init__` that raises for modules with DTensor parameters.
+
+    It would broadcast rank 0's shards to the other ranks, without an error.
+    """
+
+    @functools.wraps(init)
+    def refused(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        for path, parameter in module.named_parameters():
+            if isinstance(parameter, TorchDTensor):
+                raise ShardingRuleError(
+                    f"DistributedDataParallel of a model whose {path} is {parameter.spec!r}: it would treat shards as "
+                    "replicas. A model of hp_fsdp.fully_shard reduces its gradients itself: use it as it is; one of "
+                    "parallelize_module is given to hp_fsdp.fully_shard. With accelerate, prepare the optimizer and "
+                    "the data loader and not the model: optimizer, loader = accelerator.prepare(optimizer, loader). "
+                    "With Lightning Fabric, use ModelParallelStrategy with a parallelize_fn that calls "
+                    "hp_fsdp.fully_shard, and set up the plain model."
+                )
+        init(self, module, *args, **kwargs)
+
+    return refused
+
+
+def _copying_dtensors(new_tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a `new_tensor` that copies a DTensor to a DTensor with the same placements."""
+
+    def copy_of(
+        data: TorchDTensor, dtype: torch.dtype, device: Any, requires_grad: bool = False, pin_memory: bool = False
+    ) -> Tensor:
+        copy = data.detach().clone().to(dtype=dtype, device=device)  # detached: `new_tensor` returns a leaf
+        return (copy.pin_memory() if pin_memory else copy).requires_grad_(requires_grad)
+
+    @functools.wraps(new_tensor)
+    def copied(self: Tensor, data: Any, **options: Any) -> Tensor:
+        if isinstance(data, TorchDTensor) and is_intercepting():
+            given = {name: value for name, value in options.items() if value is not None}
+            return copy_of(data, **{"dtype": self.dtype, "device": self.device, **given})
+        return new_tensor(self, data, **options)
+
+    return copied
+
+
+# The table ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A hook or setting of torch that the platform uses; fields as those of `Patch`."""
+
+    name: str
+    why: str
+    dtensors: str
+    register: Callable[[], None]
+
+
+_BYPASSED = "C++ treats the local shard as the tensor"
+_REFUSED = "refused"
+
+PATCHES = (
+    Patch(
+        "torch.autograd.Function.apply",
+        "forward would get DTensors and backward plain local gradients",
+        "refused, except in torch's own checkpoints and module hooks, which get DTensors in both",
+        _refusing_dtensors,
+    ),
+    Patch(
+        "torch.utils.checkpoint.CheckpointFunction.backward",
+        "returns DTensors to autograd, which expects local gradients",
+        "their local data is returned",
+        _returning_local_gradients,
+    ),
+    Patch(
+        "torch._functorch.eager_transforms._wrap_for_grad",
+        _BYPASSED,
+        _REFUSED,
+        _refusing("torch.func (grad, vjp and the like)"),
+    ),
+    Patch("torch._functorch.vmap._add_batch_dim", _BYPASSED, _REFUSED, _refusing("torch.func (vmap)")),
+    Patch(
+        "torch._functorch.eager_transforms._maybe_wrap_functional_tensor",
+        _BYPASSED,
+        _REFUSED,
+        _refusing("torch.func.functionalize"),
+    ),
+    Patch("torch._C.ScriptFunction.__call__", _BYPASSED, _REFUSED, _refusing_arguments),
+    Patch("torch.Tensor.set_", _BYPASSED, _REFUSED, _refusing_source),
+    Patch(
+        "torch.nn.parallel.DistributedDataParallel.__init__",
+        "treats shards as replicas",
+        "parameters that are DTensors are refused",
+        _refusing_sharded,
+    ),
+    Patch("torch.Tensor.new_tensor", _BYPASSED, "returns a DTensor with the same placements", _copying_dtensors),
+    Patch(
+        "torch.compile",
+        "its graphs would mix global and local shapes",
+        "operations on them are left out of the graphs",
+        compile.preparing,
+    ),
+)
+
+REGISTRATIONS = (
+    Registration(
+        "torch.optim.optimizer.register_optimizer_step_pre_hook",
+        "each operation of a step would be intercepted",
+        "steps of elementwise optimizers run on local data",
+        optimizer_step.install,
+    ),
+    Registration(
+        "torch._dynamo.config.nontraceable_tensor_subclasses",
+        "see `torch.compile`, where the program has loaded dynamo before",
+        "operations on them are left out of the graphs",
+        compile.prepare_if_loaded,
+    ),
+)
+
+
+@functools.cache
+def install() -> Mapping[str, Any]:
+    """Install all replacements, once per process; return torch's own functions by their full names."""
+    replaced = {patch.name: patch.install() for patch in PATCHES}
+    for registration in REGISTRATIONS:
+        registration.register()
+    return MappingProxyType(replaced)
+
+
+def as_markdown() -> str:
+    """Return the table as Markdown, for the README of this package."""
+    rows = [f"| `{entry.name}` | {entry.why} | {entry.dtensors} |" for entry in (*PATCHES, *REGISTRATIONS)]
+    return "\n".join(["| in torch | without it | DTensors |", "|---|---|---|", *rows])
