@@ -160,13 +160,18 @@ class CommDebugMode:
 
     def table(self) -> str:
         """Return a table with a row per module and collective (count and bytes, forward and backward) and a total."""
-        rows = [
+        rows: list[tuple[Any, ...]] = [
             (module or "(no module)", collective, *(x for name, _ in _DIRECTIONS for x in both[name].values()))
             for module, collectives in self.to_dict().items()
             for collective, both in collectives.items()
         ]
         sums = [_sums([r for r in self.log.records if r.in_backward is flag]).values() for _, flag in _DIRECTIONS]
-        return _table([*rows, ("total", "", *(x for each in sums for x in each))])
+        rows.append(("total", "", *(x for each in sums for x in each)))
+        cells = [["module", "collective", "forward", "bytes", "backward", "bytes"]]
+        cells += [[f"{x:,.0f}" if isinstance(x, (int, float)) else x for x in row] for row in rows]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        aligned = [[f"{x:{'<' if i < 2 else '>'}{widths[i]}}" for i, x in enumerate(row)] for row in cells]
+        return "\n".join("  ".join(row) for row in aligned)
 
     __str__ = table
 
@@ -236,11 +241,3 @@ _DIRECTIONS = (("forward", False), ("backward", True))
 
 def _sums(records: Sequence[CollectiveRecord]) -> dict[str, float]:
     return {"count": len(records), "bytes": math.fsum(record.wire_bytes for record in records)}
-
-
-def _table(rows: Sequence[Sequence[Any]]) -> str:
-    cells = [[f"{x:,.0f}" if isinstance(x, (int, float)) else x for x in row] for row in rows]
-    cells.insert(0, ["module", "collective", "forward", "bytes", "backward", "bytes"])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    aligned = [[f"{x:{'<' if i < 2 else '>'}{widths[i]}}" for i, x in enumerate(row)] for row in cells]
-    return "\n".join("  ".join(row) for row in aligned)

@@ -8,6 +8,8 @@ empty.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,25 +37,9 @@ def all_gather_varying(x: Tensor, group: ProcessGroup, dim: int, lengths: Length
     )
 
 
-def regather_varying(x: Tensor, gathered: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
-    """Return `gathered`, an earlier all-gather of `x`, for a use that differs per rank (S -> V).
-
-    Forward communicates nothing. Backward reduce-scatters to `x`.
-    """
-    platform = _platform(group)
-    # The first call takes the tensor out: the node lives longer and must not hold it. A later call, for a second
-    # derivative, gathers again.
-    available = [platform.detach(gathered)]
-
-    def forward(t: Tensor) -> Tensor:
-        return available.pop() if available else gather_data(t, group, dim, lengths)
-
-    return platform.linear_map(x, forward, lambda g: reduce_scatter_data(g, group, dim, lengths))
-
-
 def vary(x: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
     """Return `x` for a use that differs per rank of every group (R -> V). Backward all-reduces."""
-    return _platform(groups[0]).linear_map(x, lambda t: t, lambda g: _all_reduce_over(g, groups))
+    return _platform(groups[0]).linear_map(x, lambda t: t, lambda g: functools.reduce(all_reduce_data, groups, g))
 
 
 def local_slice(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
@@ -70,16 +56,15 @@ def all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
     had the result.
     """
     platform = _platform(group)
-    # A partial sum x_r has d(sum)/d(x_r) = 1, so each rank's gradient is that of the result, which is the same on all
-    # ranks already: no collective in backward.
-    if op == "sum":
-        return platform.linear_map(x, saving_result(lambda t: all_reduce_data(t, group)), lambda g: g)
-    if op == "avg":
-        scale = 1.0 / group.size
-        return platform.linear_map(
-            x, saving_result(lambda t: all_reduce_data(t, group, "avg")), lambda g: platform.ops.mul(g, scale)
-        )
-    return _all_reduce_selecting(x, group, op)
+    if op not in ("sum", "avg"):
+        return _all_reduce_selecting(x, group, op)
+
+    def backward(g: Tensor) -> Tensor:
+        # A partial sum x_r has d(sum)/d(x_r) = 1, so each rank's gradient is that of the result, which is the same on
+        # all ranks already: no collective in backward.
+        return g if op == "sum" else platform.ops.mul(g, 1.0 / group.size)
+
+    return platform.linear_map(x, saving_result(lambda t: all_reduce_data(t, group, op)), backward)
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
@@ -92,12 +77,7 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -
 
 
 def all_to_all(
-    x: Tensor,
-    group: ProcessGroup,
-    split_dim: int,
-    split_lengths: Lengths,
-    cat_dim: int,
-    cat_lengths: Lengths,
+    x: Tensor, group: ProcessGroup, split_dim: int, split_lengths: Lengths, cat_dim: int, cat_lengths: Lengths
 ) -> Tensor:
     """Shard along `split_dim` what was sharded along `cat_dim` (S -> S). Backward does the reverse."""
     return _platform(group).linear_map(
@@ -143,16 +123,11 @@ def move_rows(x: Tensor, group: ProcessGroup, dim: int, moves: Sequence[RowMove]
 
     Backward moves the rows of the gradient back.
     """
+    # A permutation is orthogonal: its dual is the inverse permutation.
     back = [move.reversed() for move in moves]
     return _platform(group).linear_map(
         x, saving_result(lambda t: move_rows_data(t, group, dim, moves)), lambda g: move_rows_data(g, group, dim, back)
     )
-
-
-def as_partial(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the value on the first rank of the group and zeros elsewhere (R -> P). Backward is the identity."""
-    platform = _platform(group)
-    return platform.linear_map(x, lambda t: t if group.rank == 0 else platform.ops.zeros_like(t), lambda g: g)
 
 
 def saving_result(collective: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -176,6 +151,7 @@ def gather_data(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> T
     if len(set(lengths)) == 1:
         gathered = platform.empty((group.size * x.shape[0], *x.shape[1:]) if x.shape else (group.size,), x.dtype)
         group.all_gather_into(gathered, x)
+        # Blocks arrive in rank order along dim 0. For another dimension one more copy reorders them.
         return gathered if dim == 0 else platform.ops.cat(platform.ops.chunk(gathered, group.size, 0), dim)
     # An all-gather of the framework takes equal shards only, and padding would send more bytes than these messages.
     shards = [platform.empty(_with_length(x, dim, length), x.dtype) for length in lengths]
@@ -198,6 +174,7 @@ def reduce_scatter_data(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengt
         return x
     platform = _platform(group)
     if len(set(lengths)) == 1:
+        # The framework's reduce-scatter divides dim 0 only.
         rows_first = x if dim == 0 else platform.ops.cat(platform.ops.chunk(x, group.size, dim), 0)
         output = platform.empty(_with_length(x, dim, lengths[0]), x.dtype)
         # The collective may overwrite its input, hence the copy.
@@ -217,28 +194,23 @@ def all_reduce_data(x: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
     """Return the reduction of all ranks' `x`, as a new tensor."""
     if group.size == 1:
         return x
+    # Reduced in place, and `x` may be an activation that autograd has saved.
     result = _own_copy(group, x)
     group.all_reduce(result, op)
     return result
 
 
 def all_to_all_data(
-    x: Tensor,
-    group: ProcessGroup,
-    split_dim: int,
-    split_lengths: Lengths,
-    cat_dim: int,
-    cat_lengths: Lengths,
+    x: Tensor, group: ProcessGroup, split_dim: int, split_lengths: Lengths, cat_dim: int, cat_lengths: Lengths
 ) -> Tensor:
     """Split `x` along `split_dim`, send chunk j to rank j, and concatenate what is received along `cat_dim`."""
     if group.size == 1:
         return x
     platform = _platform(group)
     # Every rank knows the lengths of all ranks. So no message shapes are exchanged, and both sides skip empty messages.
-    mine = split_lengths[group.rank]
     sends = [_contiguous(group, chunk) for chunk in platform.ops.split(x, list(split_lengths), split_dim)]
     shape = list(x.shape)
-    shape[split_dim] = mine
+    shape[split_dim] = split_lengths[group.rank]
     receives = []
     for length in cat_lengths:
         shape[cat_dim] = length
@@ -280,12 +252,6 @@ def move_rows_data(x: Tensor, group: ProcessGroup, dim: int, moves: Sequence[Row
         blocks.append(ops.narrow(x if move.source == me else receives[move.source], dim, start, move.rows))
         taken[move.source] += move.rows
     return ops.cat(blocks, dim) if blocks else ops.clone(ops.narrow(x, dim, 0, 0))
-
-
-def _all_reduce_over(x: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
-    for group in groups:
-        x = all_reduce_data(x, group)
-    return x
 
 
 def _all_reduce_selecting(x: Tensor, group: ProcessGroup, op: str) -> Tensor:
@@ -343,3 +309,28 @@ def _with_length(x: Tensor, dim: int, length: int) -> tuple[int, ...]:
     shape = list(x.shape)
     shape[dim] = length
     return tuple(shape)
+
+
+# Messages of several tensors ------------------------------------------------------------------------------
+
+
+def pack(platform: Platform, tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors of one dtype into one contiguous vector, a message for `ProcessGroup.exchange`."""
+    flat = [platform.ops.reshape(platform.contiguous(x), (-1,)) for x in tensors]
+    return flat[0] if len(flat) == 1 else platform.ops.cat(flat, 0)
+
+
+def unpack(platform: Platform, message: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Split a vector made by `pack` into tensors of these shapes, views of it."""
+    found, start = [], 0
+    for shape in shapes:
+        size = math.prod(shape)
+        part = message if size == message.shape[0] else platform.ops.narrow(message, 0, start, size)
+        found.append(platform.ops.reshape(part, shape))
+        start += size
+    return found
+
+
+def empty_message(platform: Platform, shapes: Sequence[tuple[int, ...]], dtype: Any) -> Tensor:
+    """Return uninitialized memory for a message of tensors of these shapes."""
+    return platform.empty((sum(math.prod(shape) for shape in shapes),), dtype)

@@ -40,15 +40,11 @@ def read_shape_and_ranks(
         raise MeshError("a mesh takes its ranks (mesh=, as in torch) or its shape (mesh_shape=): pass exactly one")
     if mesh_shape is not None:
         return require_tuple("mesh_shape", "ints", mesh_shape), None if ranks is None else tuple(ranks)
-    if _is_shape(mesh):
+    if isinstance(mesh, tuple) and all(isinstance(size, numbers.Integral) for size in mesh):
         return tuple(map(int, mesh)), None if ranks is None else tuple(ranks)
     if ranks is not None:
         raise MeshError(f"mesh={mesh!r} already lists the ranks; ranks= goes with a shape, a tuple of ints")
     return _read_ranks(mesh)
-
-
-def _is_shape(mesh: Any) -> bool:
-    return isinstance(mesh, tuple) and all(isinstance(size, numbers.Integral) for size in mesh)
 
 
 def _read_ranks(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -174,6 +170,8 @@ class DeviceMesh(MeshCoordinates):
         if world is None:
             world = current_world(get_platform(platform) if isinstance(platform, str) else platform)
         check_new_mesh(device_type, shape, names, given, world)
+        # Ranks 0, 1, 2, ... are not stored: memory and hash stay constant in their number, and such a mesh equals one
+        # that was created from its shape.
         explicit = None if given is None or given == tuple(range(len(given))) else given
         self._setup(device_type, row_major_axes(names, shape), 0, explicit, world, {})
 
@@ -297,7 +295,10 @@ class DeviceMesh(MeshCoordinates):
         parts = tuple(self._axis_named(axis) for axis in (axes if axes is not None else self.mesh_dim_names))
         check_disjoint(parts)
         axis = merge_axes(name, parts)
-        self._add_alias(axis)
+        if self._aliases.get(name, axis) != axis or name in self.mesh_dim_names:
+            raise MeshError(f"the name {name!r} is taken in mesh {self.describe()}")
+        # Written to the dict that all meshes derived from the same one share.
+        self._aliases[name] = axis
         return self._derive((axis,), self._base_of((axis,)))
 
     def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
@@ -327,12 +328,6 @@ class DeviceMesh(MeshCoordinates):
         axes = self.axes + other.axes
         check_disjoint(axes)
         return self._derive(axes, self._base_of(axes))
-
-    def _add_alias(self, axis: MeshAxis) -> None:
-        known = self._aliases.get(axis.name, axis)
-        if known != axis or axis.name in self.mesh_dim_names:
-            raise MeshError(f"the name {axis.name!r} is taken in mesh {self.describe()}")
-        self._aliases[axis.name] = axis
 
     @classmethod
     def from_group(
@@ -405,12 +400,13 @@ class DeviceMesh(MeshCoordinates):
         return self
 
     def __eq__(self, other: object) -> bool:
+        # Almost always the same object: specs of a model share their mesh, and every look-up of a plan compares them.
         if self is other:
             return True
-        return isinstance(other, DeviceMesh) and self._key() == other._key() and self.world is other.world
-
-    def _key(self) -> tuple[Any, ...]:
-        return self.device_type, self.axes, self._base, self._ranks
+        if not isinstance(other, DeviceMesh) or self.world is not other.world:
+            return False
+        mine, others = ((mesh.device_type, mesh.axes, mesh._base, mesh._ranks) for mesh in (self, other))
+        return mine == others
 
     def __hash__(self) -> int:
         return self._hash
@@ -444,6 +440,7 @@ def init_device_mesh(
         >>> run_ranks(program, 4)
         [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
+    # Inside `use_world` or a fake world of several ranks there is no job to join, nor a platform to select.
     if isinstance(platform, str) or (platform is None and existing_world(None).size == 1):
         platform = get_platform(platform)
         joined_world(platform)
@@ -516,6 +513,7 @@ def _own_group(group: Any) -> ProcessGroup | None:
 
 def _platform_of_object(value: Any) -> Platform | None:
     """Return the platform of the framework that defines the type of `value`, or None."""
+    # By name, so that no framework is imported to find out that a value is not one of its objects.
     framework = type(value).__module__.partition(".")[0]
     if framework in sys.builtin_module_names:
         return None

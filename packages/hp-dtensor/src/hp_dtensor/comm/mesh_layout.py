@@ -31,6 +31,7 @@ class MeshAxis:
 
     def offset(self, coordinate: int) -> int:
         """Return the distance in ranks between `coordinate` and coordinate 0."""
+        # The coordinate's digits in mixed radix, the innermost piece first.
         total = 0
         for size, stride in zip(reversed(self.sizes), reversed(self.strides), strict=True):
             coordinate, digit = divmod(coordinate, size)
@@ -149,7 +150,13 @@ class MeshCoordinates:
         self._ranks = ranks
         # One dict for all meshes derived from the same one, so that a flattened axis is known in all of them.
         self._aliases = aliases
-        self._coordinate = self._find_coordinate()
+        self._coordinate: tuple[int, ...] | None = None
+        index = self._index()
+        if index is not None:
+            coordinate = tuple(axis.coordinate(index) for axis in axes)
+            # `MeshAxis.coordinate` returns a value for any index. Only inside the mesh does it lead back to that index.
+            if base + sum(axis.offset(c) for axis, c in zip(axes, coordinate, strict=True)) == index:
+                self._coordinate = coordinate
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...]:
@@ -211,16 +218,16 @@ class MeshCoordinates:
         where = self.axis_index(axis)
         mine = list(self._coordinate if self._coordinate is not None else (0,) * self.ndim)
         mine[where] = 0
+        # The offset of the other axes is added once: `rank_at` for every rank of a long line would be slower.
         start = self._base + sum(axis.offset(c) for axis, c in zip(self.axes, mine, strict=True))
         line = [start + self.axes[where].offset(c) for c in range(self.shape[where])]
         return tuple(line) if self._ranks is None else tuple(self._ranks[index] for index in line)
 
     def ranks(self) -> tuple[int, ...]:
         """Return all global ranks in row-major order, in time and memory linear in their number."""
-        line = [0]
+        line = [self._base]
         for axis in self.axes:
             line = [index + axis.offset(c) for index in line for c in range(axis.size)]
-        line = [index + self._base for index in line]
         return tuple(line) if self._ranks is None else tuple(self._ranks[index] for index in line)
 
     def members_over(self, axes: Sequence[int]) -> list[tuple[int, ...]]:
@@ -241,15 +248,6 @@ class MeshCoordinates:
         if self._ranks is None:
             return self.world.rank
         return self._ranks.index(self.world.rank) if self.world.rank in self._ranks else None
-
-    def _find_coordinate(self) -> tuple[int, ...] | None:
-        index = self._index()
-        if index is None:
-            return None
-        coordinate = tuple(axis.coordinate(index) for axis in self.axes)
-        here = self._base + sum(axis.offset(c) for axis, c in zip(self.axes, coordinate, strict=True))
-        # `MeshAxis.coordinate` returns a value for any index. Only inside the mesh does it lead back to that index.
-        return coordinate if here == index else None
 
     def _base_of(self, axes: Iterable[MeshAxis]) -> int:
         index = self._index()

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.trees import map_tensors
+from hp_dtensor.trees import map_tensors, tensors_in
 
 Tensor = Any
 T = TypeVar("T")
@@ -230,17 +230,16 @@ class RecomputeRecord:
 
     def result(self, compute: Callable[[], Any]) -> Any:
         """Return the next results of an operation, as new tensors that share the memory of the saved ones."""
-        values, saved = self._next(lambda: self._with_versions(compute()))
+
+        def with_versions() -> tuple[Any, SavedTensors]:
+            results = compute()
+            return results, SavedTensors(self.platform, *tensors_in(results, self.platform.Tensor))
+
+        values, saved = self._next(with_versions)
         # Forward may have written to the result, which recomputation would then return with the wrong values.
         saved.check()
         # An autograd node makes the tensors that its forward returns part of the graph. The record must not hold those.
         return map_tensors(values, self.platform.Tensor, self.platform.detach)
-
-    def _with_versions(self, values: Any) -> tuple[Any, SavedTensors]:
-        """Return the results with references to their tensors, which notice in-place writes."""
-        tensors: list[Any] = []
-        map_tensors(values, self.platform.Tensor, tensors.append)
-        return values, SavedTensors(self.platform, *tensors)
 
     def _next(self, compute: Callable[[], Any]) -> Any:
         if self._position is None:

@@ -9,14 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hp_dtensor.comm.process_group import ProcessGroup, Rows, Work
+from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.exceptions import CollectiveError
 from hp_dtensor.platform.selection import platform_here
 
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
-
-Tensor = Any
 
 
 class _Local(threading.local):
@@ -91,32 +89,14 @@ class World(ABC):
 class NoCommunicationGroup(ProcessGroup):
     """A group of a world without communication: its ranks are known, and every collective raises."""
 
-    def _refuse(self) -> CollectiveError:
-        return CollectiveError(
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise CollectiveError(
             f"group {self.ranks} belongs to a world without communication; start real ranks "
             "(hp_dtensor.launch) or simulated ones (hp_dtensor.testing.run_ranks)"
         )
 
-    def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work:
-        raise self._refuse()
-
-    def _all_gather_into(self, output: Tensor, x: Tensor, async_op: bool) -> Work:
-        raise self._refuse()
-
-    def _reduce_scatter_into(self, output: Tensor, x: Tensor, op: str, async_op: bool) -> Work:
-        raise self._refuse()
-
-    def _all_to_all_into(self, output: Tensor, x: Tensor, output_rows: Rows, input_rows: Rows, async_op: bool) -> Work:
-        raise self._refuse()
-
-    def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
-        raise self._refuse()
-
-    def _broadcast(self, x: Tensor, source: int, async_op: bool) -> Work:
-        raise self._refuse()
-
-    def _all_gather_bytes(self, data: bytes) -> list[bytes]:
-        raise self._refuse()
+    _all_reduce = _all_gather_into = _reduce_scatter_into = _all_to_all_into = _refuse
+    _exchange = _broadcast = _all_gather_bytes = _refuse
 
 
 class SilentWorld(World):
@@ -150,6 +130,7 @@ def existing_world(platform: Platform | None) -> World:
 
     It is that of the innermost `use_world`, else that of the job that `platform` has joined, else a single rank.
     """
+    # A world without a platform, for planning, serves all of them.
     for used in reversed(_local.worlds):
         if platform is None or used.platform is None or used.platform is platform:
             return used
@@ -160,6 +141,7 @@ def existing_world(platform: Platform | None) -> World:
 def joined_world(platform: Platform) -> World:
     """Return the current world. A process that a launcher started and that has not joined its job joins it first."""
     world = existing_world(platform)
+    # By identity: a job of one rank is joined already, and has another world than a process outside of any job.
     if world is single_rank_world(platform):
         platform.join_launched()
         world = existing_world(platform)

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from hp_dtensor.comm.collectives import empty_message, pack, unpack
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.attention.blockwise import Options, accumulator_dtype, attend, attend_grad, narrow_tokens
 from hp_dtensor.parallel.attention.functional import attention_node
 from hp_dtensor.parallel.attention.masks import Array, Plan, Tokens, plan_blocks
-from hp_dtensor.parallel.attention.messages import empty_message, pack, unpack
 from hp_dtensor.platform.interface import Platform
 
 Tensor = Any
@@ -64,18 +64,20 @@ def plan_gather(tokens: Sequence[Tokens], rank: int, causal: bool, window: int |
     for source, ranges in enumerate(received):
         offset = 0
         for start, stop in ranges:
-            for a, b in _consecutive(tokens[source].indices, start, stop):
+            # Split where the tokens are not consecutive in the full sequence: other ranks' tokens are between them.
+            breaks = np.flatnonzero(np.diff(tokens[source].indices[start:stop]) != 1) + 1 + start
+            for a, b in itertools.pairwise([start, *breaks.tolist(), stop]):
                 spans.append((int(tokens[source].indices[a]), source, offset + a - start, offset + b - start, a, b))
             offset += stop - start
     # Into the order of the sequence: adjacent tokens of different ranks form few, large blocks.
     spans.sort()
-    indices = [tokens[source].indices[a:b] for _, source, _, _, a, b in spans]
-    documents = [_documents(tokens[source], a, b) for _, source, _, _, a, b in spans]
+    indices = [np.empty(0, np.int64), *(tokens[source].indices[a:b] for _, source, _, _, a, b in spans)]
+    documents = None
+    if tokens[rank].documents is not None:
+        parts = [(tokens[source].documents, a, b) for _, source, _, _, a, b in spans]
+        documents = np.concatenate([x[:, a:b] for x, a, b in parts if x is not None], axis=1)
     # The gathered keys are planned like keys of one rank; the ring's merging is not needed.
-    gathered = Tokens(
-        np.concatenate(indices) if indices else np.empty(0, np.int64),
-        None if tokens[rank].documents is None else np.concatenate(documents, axis=1),
-    )
+    gathered = Tokens(np.concatenate(indices), documents)
     plan = plan_blocks(tokens[rank], gathered, causal, window, tile)
     order = tuple((source, start, stop) for _, source, start, stop, _, _ in spans)
     return GatherPlan(sent, received, order, plan, gathered.indices, is_saved)
@@ -114,13 +116,14 @@ def gathering_attention(
 def _gather(
     platform: Platform, group: ProcessGroup, plan: GatherPlan, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
-    sends = [_picked(platform, (key, value), ranges) for ranges in plan.sent]
     shapes = [[_with_length(x, _length(ranges)) for x in (key, value)] for ranges in plan.received]
     receives = [
         empty_message(platform, each, key.dtype) if ranges else None
         for each, ranges in zip(shapes, plan.received, strict=True)
     ]
-    messages = [pack(platform, parts) if parts else None for parts in sends]
+    messages = [
+        pack(platform, [_picked(platform, x, ranges) for x in (key, value)]) if ranges else None for ranges in plan.sent
+    ]
     # The own spans are not sent; they are unpacked like the others'.
     receives[group.rank] = messages[group.rank]
     messages[group.rank] = None
@@ -187,15 +190,10 @@ def _added_at(platform: Platform, total: Tensor, part: Tensor, ranges: Ranges) -
     return spans[0] if len(spans) == 1 else ops.cat(spans, 2)
 
 
-def _picked(platform: Platform, tensors: Sequence[Tensor], ranges: Ranges) -> list[Tensor]:
-    """Return the concatenated spans of tokens of each tensor; an empty list if there are no spans."""
-    if not ranges:
-        return []
-    found = []
-    for x in tensors:
-        spans = [narrow_tokens(platform, x, start, stop) for start, stop in ranges]
-        found.append(spans[0] if len(spans) == 1 else platform.ops.cat(spans, 2))
-    return found
+def _picked(platform: Platform, x: Tensor, ranges: Ranges) -> Tensor:
+    """Return the concatenated spans of tokens of a tensor."""
+    spans = [narrow_tokens(platform, x, start, stop) for start, stop in ranges]
+    return spans[0] if len(spans) == 1 else platform.ops.cat(spans, 2)
 
 
 def _needed(queries: Tokens, keys: Tokens, causal: bool, window: int | None) -> Ranges:
@@ -210,17 +208,6 @@ def _needed(queries: Tokens, keys: Tokens, causal: bool, window: int | None) -> 
     # The running sum counts the ranges that contain a key; where it is positive, some query sees the key.
     edges = np.flatnonzero(np.diff(np.concatenate([[0], np.cumsum(seen) > 0, [0]]).astype(np.int8)))
     return tuple((int(a), int(b)) for a, b in edges.reshape(-1, 2))
-
-
-def _consecutive(indices: Any, start: int, stop: int) -> list[Range]:
-    """Split `start` to `stop` into spans whose tokens are consecutive in the full sequence."""
-    breaks = np.flatnonzero(np.diff(indices[start:stop]) != 1) + 1 + start
-    bounds = [start, *breaks.tolist(), stop]
-    return list(itertools.pairwise(bounds))
-
-
-def _documents(tokens: Tokens, start: int, stop: int) -> Any:
-    return None if tokens.documents is None else tokens.documents[:, start:stop]
 
 
 def _length(ranges: Ranges) -> int:

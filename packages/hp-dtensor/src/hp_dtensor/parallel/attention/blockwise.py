@@ -190,9 +190,16 @@ class PartialAttention:
 
     def __init__(self, platform: Platform, query: Tensor, value: Tensor) -> None:
         self._platform, self._query = platform, query
-        # A partial, not a bound method: a reference cycle would keep the tensors until the garbage collector runs.
+        # `nothing` refers to no tensor and not to `self`: a reference cycle would keep the tensors until the garbage
+        # collector runs.
         dtype, width = accumulator_dtype(platform, query), value.shape[3]
-        nothing = functools.partial(_nothing, platform, dtype, query.shape[1], width)
+        heads = query.shape[1]
+
+        def nothing(batch: int, length: int) -> tuple[Tensor, Tensor]:
+            """Return attention and log-sum-exp of queries that see no key."""
+            shape = (batch, heads, length)
+            return platform.zeros((*shape, width), dtype), platform.ops.full(shape, -np.inf, dtype)
+
         self._found = SpanTensors(platform, platform.merge_attention, nothing, query.shape[0], query.shape[2])
 
     def add(self, key: Tensor, value: Tensor, plan: Plan, options: Options) -> None:
@@ -218,12 +225,6 @@ class PartialAttention:
         """
         out, lse = self._found.full()
         return out, lse
-
-
-def _nothing(platform: Platform, dtype: Any, heads: int, width: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return attention and log-sum-exp of queries that see no key."""
-    shape = (batch, heads, length)
-    return platform.zeros((*shape, width), dtype), platform.ops.full(shape, -np.inf, dtype)
 
 
 class AttentionGrads:

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar, Token
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -31,8 +30,9 @@ from hp_dtensor.exceptions import AttentionError
 from hp_dtensor.parallel.attention.all_gather import gathering_attention, plan_gather
 from hp_dtensor.parallel.attention.blockwise import Options
 from hp_dtensor.parallel.attention.functional import (
-    attention_of_dtensors,
-    check_inputs,
+    Settings,
+    call_on_shards,
+    checked_settings,
     local_attention,
     routed_attention,
     tile_of,
@@ -43,7 +43,6 @@ from hp_dtensor.parallel.attention.sharding import SequenceSharding, positions_o
 from hp_dtensor.parallel.attention.ulysses import HeadShares, heads_for_sequence, sequence_for_heads
 from hp_dtensor.parallel.parallelize_module import ParallelStyle
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.tensor.dtensor import DTensor
 
 Tensor = Any
 Method = Literal["ring", "all_gather"]
@@ -92,22 +91,19 @@ def context_parallel_attention(
         >>> run_ranks(program, 2)  # of 12 tokens, each rank has 6
         [(1, 4, 6, 8), (1, 4, 6, 8)]
     """
-    check_inputs(query, key, value, mask, soft_cap, sinks, dropout)
+    settings = checked_settings(query, key, value, mask, scale, soft_cap, sinks, dropout)
     mesh = require_mesh("context_parallel_attention", device_mesh)
     job = _Job.of(query, key, mesh, mask, sharding, method)
-    scale = 1.0 / math.sqrt(max(query.shape[3], 1)) if scale is None else float(scale)
-    if any(isinstance(x, DTensor) for x in (query, key, value, sinks)):
-        return attention_of_dtensors(job.attention, query, key, value, mask, scale, soft_cap, sinks, dropout)
-    return job.attention(query, key, value, mask, scale, soft_cap, sinks, dropout)
+    return call_on_shards(job.attention, query, key, value, settings)
 
 
 def check_method(what: str, method: str) -> None:
     """Raise AttentionError for an unknown method."""
     if method not in METHODS:
-        hint = ": heads are exchanged among the sharding's ulysses_degree ranks, which may be all" * (
-            method == "ulysses"
+        hint = ": heads are exchanged among the sharding's ulysses_degree ranks, which may be all"
+        raise AttentionError(
+            f"{what}: method must be one of {METHODS}, got {method!r}{hint if method == 'ulysses' else ''}"
         )
-        raise AttentionError(f"{what}: method must be one of {METHODS}, got {method!r}{hint}")
 
 
 @dataclass(frozen=True)
@@ -147,29 +143,23 @@ class _Job:
             )
         return cls(mesh.platform, group, mesh, sharding, method)
 
-    def attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: AttentionMask,
-        scale: float,
-        soft_cap: float | None,
-        sinks: Tensor | None,
-        dropout: AttentionDropout | None,
-    ) -> Tensor:
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, settings: Settings) -> Tensor:
         """Return attention of plain tensors for the heads and rows that this rank has."""
+        own_mask, _, _, sinks, dropout = settings
+
+        def full_mask() -> AttentionMask:
+            positions = positions_of_all(self.platform, self.group, self.sharding, own_mask)
+            return AttentionMask(own_mask.causal, own_mask.window, positions)
+
         # One exchange of positions per mask, not per layer.
-        mask = mask.cached(("full", self.group.ranks, self.sharding), lambda: self._full_mask(mask))
-        window = mask.window if mask.window is not None and mask.window < self.sharding.length else None
-        options = Options(scale, soft_cap, mask.causal, window)
+        mask = own_mask.cached(("full", self.group.ranks, self.sharding), full_mask)
         # Resolved before the exchange of heads, while rows and heads are those of the caller.
         if dropout is not None:
             numbers = dropout.numbers(self.platform, query.shape[1])
             dropout = AttentionDropout(dropout.p, dropout.rows(self.platform, query.shape[0]), numbers)
-        degree = self.sharding.ulysses_degree
+        settings, degree = settings._replace(mask=mask, dropout=dropout), self.sharding.ulysses_degree
         if degree == 1:
-            return self._among_ring(query, key, value, sinks, mask, options, dropout)
+            return self._among_ring(query, key, value, settings)
         ring, within = divmod(self.group.rank, degree)
         # Neighbouring ranks hold neighbouring tokens, so the concatenation of their tokens is in sequence order.
         neighbours = self._subgroup(range(ring * degree, (ring + 1) * degree))
@@ -184,33 +174,30 @@ class _Job:
             k, v = (self.platform.ops.index_select(x, 1, index) for x in (k, v))
         first, last = shares.queries[within]
         # A rank's gradient of the sinks is its contribution; here that is zero for heads it does not have.
-        own_sinks = None if sinks is None else self.platform.ops.narrow(sinks, 0, first, last - first)
-        own_dropout = None
+        if sinks is not None:
+            settings = settings._replace(sinks=self.platform.ops.narrow(sinks, 0, first, last - first))
         if dropout is not None:
             own_dropout = AttentionDropout(dropout.p, dropout.seed, dropout.heads[first:last])
-        out = self._among_ring(q, k, v, own_sinks, mask, options, own_dropout)
+            settings = settings._replace(dropout=own_dropout)
+        out = self._among_ring(q, k, v, settings)
         return sequence_for_heads(self.platform, out, neighbours, shares, lengths)
 
-    def _among_ring(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        mask: AttentionMask,
-        options: Options,
-        dropout: AttentionDropout | None,
-    ) -> Tensor:
+    def _among_ring(self, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Tensor:
         """Return attention once heads are exchanged: over the tokens of all Ulysses groups of this rank's ring."""
-        size, degree = self.sharding.ring_size, self.sharding.ulysses_degree
-        # More ranks than heads: all ranks of this ring have none, so skipping its communication is consistent.
+        degree = self.sharding.ulysses_degree
+        # More ranks than heads: all ranks of this ring have none, so skipping its communication is consistent. The
+        # empty result is made of the queries: so it is in the graph, and the rank takes part in backward's exchanges.
         if q.shape[1] == 0:
-            return _without_heads(self.platform, q, v)
-        if size == 1:
-            return local_attention(q, k, v, mask, options.scale, options.soft_cap, sinks, dropout)
+            return self.platform.ops.reshape(q, (*q.shape[:3], v.shape[3]))
+        if self.sharding.ring_size == 1:
+            return local_attention(q, k, v, settings)
+        mask, scale, soft_cap, sinks, dropout = settings
         ring, within = divmod(self.group.rank, degree)
         indices = self.sharding.ring_indices(ring)
-        options = replace(options, dropout=local_dropout(self.platform, dropout, q, indices, indices))
+        # A window that covers the sequence masks nothing.
+        window = mask.window if mask.window is not None and mask.window < self.sharding.length else None
+        dropped = local_dropout(self.platform, dropout, q, indices, indices)
+        options = Options(scale, soft_cap, mask.causal, window, dropped)
         # Depends on shapes and options that are equal on all ranks of the ring, so plans are too.
         tile = tile_of(self.platform, q, v, options)
         group = self._subgroup(range(within, self.sharding.ranks, degree))
@@ -234,10 +221,6 @@ class _Job:
 
         return mask.cached((self.method, self.sharding, ring, tile), find)
 
-    def _full_mask(self, mask: AttentionMask) -> AttentionMask:
-        """Return the mask of the full sequence, given one with this rank's positions."""
-        return AttentionMask(mask.causal, mask.window, positions_of_all(self.platform, self.group, self.sharding, mask))
-
     def _subgroup(self, ranks: range) -> ProcessGroup:
         # A group is created once by the world, and reused by all layers.
         if len(ranks) == self.group.size:
@@ -255,14 +238,6 @@ def _plan_without_documents(
 ) -> Any:
     """Return `make`'s plan for sequences of one document each, which is the same in every step."""
     return make([Tokens(sharding.ring_indices(each)) for each in range(sharding.ring_size)], ring, causal, window, tile)
-
-
-def _without_heads(platform: Platform, q: Tensor, v: Tensor) -> Tensor:
-    """Return the empty result of a rank without heads.
-
-    It is made of the queries, so that it is in the graph and the rank takes part in the exchanges of backward.
-    """
-    return platform.ops.reshape(q, (*q.shape[:3], v.shape[3]))
 
 
 Module = Any

@@ -1,13 +1,13 @@
 """Cost model of context parallelism: bytes sent, time and memory of each method, counted from its plan.
 
 `choose_context_parallel` ranks the methods by it. Times are those of a latency and bandwidth model of the links
-(`CostModel`) and of a constant rate of the attention kernels.
+(`Links`) and of a constant rate of the attention kernels.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -220,26 +220,24 @@ class _Ring:
         needed = needed_hops(tokens, shape.causal, shape.window)
         plans = [plan_member(tokens, ring, needed, shape.causal, shape.window, None) for ring in range(size)]
         per_token = 2 * shape.batch * heads.kv_heads_mean * shape.head_dim
-        forward_tokens = sum(hops * count for hops, count in zip(plans[0].reach, plans[0].lengths, strict=True)) / size
-        backward_tokens = (
-            sum(hops * count for hops, count in zip(plans[0].back_reach, plans[0].lengths, strict=True)) / size
-        )
-        gradient_tokens = (
-            sum(
-                _sum_hops(first, last) * count
-                for first, last, count in zip(plans[0].back_first, plans[0].back_reach, plans[0].lengths, strict=True)
-            )
-            / size
-        )
-        self.forward_bytes = forward_tokens * per_token * shape.itemsize
-        self.backward_bytes = (
-            backward_tokens * per_token * shape.itemsize + gradient_tokens * per_token * _sum_itemsize(shape)
-        )
-        self.hops = max(max(plans[0].reach), max(plans[0].back_reach)) if size > 1 else 0
+        # Hops are equal in all plans, so the first one has those of all ranks.
+        any_plan = plans[0]
+
+        def bytes_sent(hops: Iterable[int], itemsize: int) -> float:
+            tokens_sent = sum(n * count for n, count in zip(hops, any_plan.lengths, strict=True)) / size
+            return tokens_sent * per_token * itemsize
+
+        # A sum of gradients is sent from the first to the last rank that used the block, and then to its owner.
+        uses = zip(any_plan.back_first, any_plan.back_reach, strict=True)
+        sum_hops = [last - first + 1 if first else 0 for first, last in uses]
+        self.forward_bytes = bytes_sent(any_plan.reach, shape.itemsize)
+        self.backward_bytes = bytes_sent(any_plan.back_reach, shape.itemsize)
+        self.backward_bytes += bytes_sent(sum_hops, _sum_itemsize(shape))
+        self.hops = max(max(any_plan.reach), max(any_plan.back_reach)) if size > 1 else 0
         # Ranks hop in lock-step, so each hop lasts as long as its busiest rank.
         self._work = [max(_operations(plan.plans[hop], shape, heads) for plan in plans) for hop in range(size)]
         # Present and next block of keys and values, and three of the sums of gradients.
-        block = max(plans[0].lengths) * 2 * shape.batch * heads.kv_heads * shape.head_dim
+        block = max(any_plan.lengths) * 2 * shape.batch * heads.kv_heads * shape.head_dim
         self.extra_bytes = 0.0 if size == 1 else block * (2 * shape.itemsize + 3 * _sum_itemsize(shape))
 
     def seconds(self, links: Links, axis: str, flops: float) -> float:
@@ -250,10 +248,9 @@ class _Ring:
         backward = links.seconds("exchange", (axis,), self.backward_bytes / self.hops)
         # Each hop overlaps with attention over the block before it. Backward has 2.5 times the products of forward:
         # five (S, dP, dQ, dK, dV) against two (S, O).
-        forward_seconds = sum(max(forward, work) for work in compute[: self.hops]) + sum(compute[self.hops :])
-        backward_seconds = sum(max(backward, 2.5 * work) for work in compute[: self.hops]) + 2.5 * sum(
-            compute[self.hops :]
-        )
+        hidden, rest = compute[: self.hops], sum(compute[self.hops :])
+        forward_seconds = sum(max(forward, work) for work in hidden) + rest
+        backward_seconds = sum(max(backward, 2.5 * work) for work in hidden) + 2.5 * rest
         return forward_seconds + backward_seconds
 
 
@@ -282,12 +279,8 @@ class _Gather:
         return forward + links.seconds("exchange", (axis,), self.backward_bytes) + 3.5 * self._work / flops
 
 
-def _sum_hops(first: int, last: int) -> int:
-    """Return the hops of a block's gradient sum: from the first to the last rank that used it, and to its owner."""
-    return last - first + 1 if first else 0
-
-
 def _sum_itemsize(shape: AttentionShape) -> int:
+    # Sums of gradients are sent in float32 at least.
     return max(shape.itemsize, 4)
 
 

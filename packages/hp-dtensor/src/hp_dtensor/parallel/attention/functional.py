@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from hp_dtensor.parallel.attention.masks import (
     plan_blocks,
 )
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.platform.selection import get_platform, platform_of_tensor
+from hp_dtensor.platform.selection import platform_of_tensor
 from hp_dtensor.rules.factors import Dims, Factorization, unsharded
 from hp_dtensor.rules.registry import REQUIRED, OpCall, Parameter, Registration
 from hp_dtensor.rules.tables import rule_registry
@@ -113,56 +113,51 @@ def attention_node(
     return platform.custom_function(forward, backward, *inputs)
 
 
+class Settings(NamedTuple):
+    """The arguments of a call of `attention` besides queries, keys and values."""
+
+    mask: AttentionMask
+    scale: float
+    soft_cap: float | None
+    sinks: Tensor | None
+    dropout: AttentionDropout | None
+
+
 NAME = "hp_dtensor.attention"
 
 
-def attention_of_dtensors(
-    local: Callable[..., Tensor],
+def call_on_shards(
+    local: Callable[[Tensor, Tensor, Tensor, Settings], Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: AttentionMask,
-    scale: float,
-    soft_cap: float | None,
-    sinks: Tensor | None,
-    dropout: AttentionDropout | None,
+    settings: Settings,
 ) -> Tensor:
-    """Call `local` on local shards, after redistributing the inputs to placements that allow it."""
-    _register()
+    """Call `local` on plain tensors. DTensors are redistributed to placements that allow it on shards."""
+    mask, _, _, sinks, dropout = settings
     # Any of the inputs may be the DTensor; it determines mesh and platform.
-    first = next(x for x in (query, key, value, sinks) if isinstance(x, DTensor))
+    first = next((x for x in (query, key, value, sinks) if isinstance(x, DTensor)), None)
+    if first is None:
+        return local(query, key, value, settings)
+    _register()
     platform, batch = first.device_mesh.platform, query.shape[0]
-    positions = _positions(mask, first)
-
-    p = 0.0 if dropout is None else dropout.p
-    numbers = _numbers(platform, dropout, query, first)
+    # Positions, seeds of rows and indices of heads become DTensors, so that they are sharded as batch and heads are.
+    positions, seeds, heads = mask.positions, None, None
+    if positions is not None:
+        is_tensor = isinstance(positions, (DTensor, platform.Tensor))
+        positions = replicate_like(positions if is_tensor else platform.from_numpy(positions), first)
+    if dropout is not None and dropout.p != 0:
+        numbers = dropout.rows(platform, batch), dropout.numbers(platform, query.shape[1])
+        seeds, heads = (replicate_like(platform.from_numpy(np.ascontiguousarray(x, np.int64)), first) for x in numbers)
 
     def run(*args: Any) -> Tensor:
-        q, k, v, rows, own_sinks, seeds, heads = map_tensors(args, DTensor, platform.unwrap)
+        q, k, v, rows, own_sinks, own_seeds, own_heads = map_tensors(args, DTensor, platform.unwrap)
         # Where the batch is sharded, the mask needs the positions of the local rows only.
         own = mask if rows is None or rows.shape[0] == batch else mask.of_rows(rows)
-        own_dropout = None if seeds is None else AttentionDropout(p, seeds, heads)
-        return local(q, k, v, own, scale, soft_cap, own_sinks, own_dropout)
+        own_dropout = None if dropout is None or seeds is None else AttentionDropout(dropout.p, own_seeds, own_heads)
+        return local(q, k, v, settings._replace(mask=own, sinks=own_sinks, dropout=own_dropout))
 
-    return dispatch(platform, NAME, run, (query, key, value, positions, sinks, *numbers), {})
-
-
-def _positions(mask: AttentionMask, like: DTensor) -> Tensor | None:
-    """Return the mask's positions as a DTensor, so that they are sharded as a sharded batch is."""
-    if mask.positions is None:
-        return None
-    platform = get_platform(like.device_mesh.platform)
-    is_tensor = isinstance(mask.positions, (DTensor, platform.Tensor))
-    return replicate_like(mask.positions if is_tensor else platform.from_numpy(mask.positions), like)
-
-
-def _numbers(platform: Platform, dropout: AttentionDropout | None, query: Tensor, like: DTensor) -> tuple[Any, Any]:
-    """Return the seeds of all rows and indices of all heads as DTensors, so that they are sharded as the query is."""
-    if dropout is None or dropout.p == 0:
-        return None, None
-    found = dropout.rows(platform, query.shape[0]), dropout.numbers(platform, query.shape[1])
-    seeds, heads = (replicate_like(platform.from_numpy(np.ascontiguousarray(x, np.int64)), like) for x in found)
-    return seeds, heads
+    return dispatch(platform, NAME, run, (query, key, value, positions, sinks, seeds, heads), {})
 
 
 @functools.cache
@@ -252,27 +247,29 @@ def attention(
         >>> tuple(attention(q, k, v, mask=AttentionMask()).shape)
         (1, 4, 3, 8)
     """
-    check_inputs(query, key, value, mask, soft_cap, sinks, dropout)
+    settings = checked_settings(query, key, value, mask, scale, soft_cap, sinks, dropout)
     # Inside a ContextParallel module the tensors are shards, so the module's attention is called instead.
     route = routed_attention.get()
     if route is not None and route[0](mask):
         return route[1](query, key, value, mask=mask, scale=scale, soft_cap=soft_cap, sinks=sinks, dropout=dropout)
-    scale = 1.0 / math.sqrt(max(query.shape[3], 1)) if scale is None else float(scale)
-    if any(isinstance(x, DTensor) for x in (query, key, value, sinks)):
-        return attention_of_dtensors(local_attention, query, key, value, mask, scale, soft_cap, sinks, dropout)
-    return local_attention(query, key, value, mask, scale, soft_cap, sinks, dropout)
+    return call_on_shards(local_attention, query, key, value, settings)
 
 
-def check_inputs(
+def checked_settings(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: AttentionMask,
+    scale: float | None,
     soft_cap: float | None,
     sinks: Tensor | None,
     dropout: AttentionDropout | None,
-) -> None:
-    """Raise AttentionError if tensors, mask and options do not fit together; see `attention`."""
+) -> Settings:
+    """Return the settings of a call, with the default scale filled in.
+
+    Raises:
+        AttentionError: tensors, mask and options do not fit together; see `attention`.
+    """
     q, k, v = (tuple(x.shape) for x in (query, key, value))
     problems = []
     if not isinstance(mask, AttentionMask):
@@ -297,19 +294,13 @@ def check_inputs(
         problems.append(f"sinks {list(sinks.shape)} must be [heads] {[q[1]]}")
     if problems:
         raise AttentionError(f"attention: {'; '.join(problems)}")
+    scale = 1.0 / math.sqrt(max(q[3], 1)) if scale is None else float(scale)
+    return Settings(mask, scale, soft_cap, sinks, dropout)
 
 
-def local_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: AttentionMask,
-    scale: float,
-    soft_cap: float | None,
-    sinks: Tensor | None,
-    dropout: AttentionDropout | None = None,
-) -> Tensor:
+def local_attention(query: Tensor, key: Tensor, value: Tensor, settings: Settings) -> Tensor:
     """Return `attention` of plain tensors."""
+    mask, scale, soft_cap, sinks, dropout = settings
     platform = platform_of_tensor(query)
     queries, keys = query.shape[2], key.shape[2]
     documents = mask.documents(platform)

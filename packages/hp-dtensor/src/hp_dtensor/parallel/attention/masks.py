@@ -1,4 +1,4 @@
-"""Which keys a query sees, and which entries of the softmax drop out.
+"""Masks and dropout of attention: the keys that a query sees, and the entries of the softmax that drop out.
 
 `AttentionMask` states the rule. `plan_blocks` turns it into the blocks of the score matrix that have to be computed:
 rectangles in which every query sees every key, causal squares, and bands under a window. This is arithmetic on the
@@ -126,13 +126,11 @@ class Tokens:
         if self.documents is not None:
             breaks |= np.diff(self.documents[row]) != 0
         bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), self.count]
-        return [
-            Run(start, int(self.indices[start]), stop - start, self._document(row, start))
-            for start, stop in itertools.pairwise(bounds)
-        ]
-
-    def _document(self, row: int, token: int) -> int:
-        return 0 if self.documents is None else int(self.documents[row, token])
+        found = []
+        for start, stop in itertools.pairwise(bounds):
+            document = 0 if self.documents is None else int(self.documents[row, start])
+            found.append(Run(start, int(self.indices[start]), stop - start, document))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +209,10 @@ class AttentionDropout:
     def rows(self, platform: Platform, batch: int) -> Array:
         """Return the seed of each row, int64 `[batch]`."""
         if isinstance(self.seed, (int, np.integer)):
-            return np.array([_seed_of_row(int(self.seed), row) for row in range(batch)], np.uint64).view(np.int64)
+            # The multipliers keep neighbouring seeds from sharing rows.
+            first = int(self.seed) * 0xD1342543DE82EF95 + 1
+            seeds = [(first + row * 0x9E3779B97F4A7C15) % 2**64 for row in range(batch)]
+            return np.array(seeds, np.uint64).view(np.int64)
         return self._checked("seed", host_integers(platform, self.seed), batch, "rows of the batch")
 
     def numbers(self, platform: Platform, heads: int) -> Array:
@@ -243,9 +244,7 @@ class LocalDropout:
 
     def of(self, **parts: Array | slice) -> LocalDropout:
         """Return a copy with some vectors replaced; a slice selects from the present vector."""
-        changed: dict[str, Any] = {
-            name: getattr(self, name)[x] if isinstance(x, slice) else x for name, x in parts.items()
-        }
+        changed: dict[str, Any] = {n: getattr(self, n)[x] if isinstance(x, slice) else x for n, x in parts.items()}
         return dataclasses.replace(self, **changed)
 
     def factors(self, platform: Platform) -> Tensor:
@@ -261,11 +260,6 @@ def local_dropout(
         return None
     rows, heads = dropout.rows(platform, query.shape[0]), dropout.numbers(platform, query.shape[1])
     return LocalDropout(float(dropout.p), rows, heads, queries, keys)
-
-
-def _seed_of_row(seed: int, row: int) -> int:
-    """Return the seed of a row of the batch. The multipliers keep neighbouring seeds from sharing rows."""
-    return (seed * 0xD1342543DE82EF95 + row * 0x9E3779B97F4A7C15 + 1) % 2**64
 
 
 _BAND_ROWS = 512

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hp_dtensor.comm.collectives import empty_message, pack, unpack
 from hp_dtensor.comm.process_group import DONE, ProcessGroup, Work
 from hp_dtensor.parallel.attention.blockwise import (
     AttentionGrads,
@@ -32,7 +33,6 @@ from hp_dtensor.parallel.attention.masks import (
     runs_by_document,
     sees_any,
 )
-from hp_dtensor.parallel.attention.messages import empty_message, pack, unpack
 from hp_dtensor.platform.interface import Platform
 
 Tensor = Any

@@ -83,12 +83,12 @@ def work_of_indices(documents: Documents, indices: Sequence[Array]) -> tuple[int
 
 def document_lengths(positions: Array) -> Documents:
     """Return the lengths of each row's documents, given positions that restart at 0 in each document."""
-    return tuple(_lengths(row) for row in positions)
-
-
-def _lengths(row: Array) -> tuple[int, ...]:
-    starts = np.flatnonzero(np.concatenate([[True], row[1:] == 0])) if row.size else np.empty(0, np.int64)
-    return tuple(np.diff([*starts.tolist(), row.size]).tolist())
+    lengths = []
+    for row in positions:
+        # The first token starts a document whatever its position is.
+        starts = [0, *(np.flatnonzero(row[1:] == 0) + 1).tolist()] if row.size else []
+        lengths.append(tuple(np.diff([*starts, row.size]).tolist()))
+    return tuple(lengths)
 
 
 class _Work:
@@ -360,7 +360,7 @@ class SequenceSharding:
         """Return the indices of the tokens that the ranks of one Ulysses group hold together."""
         size = self.ring_size
         if not self.balanced or size == 1:
-            return _chunk(self.length, size, ring)
+            return np.arange(ring * self.length // size, (ring + 1) * self.length // size)
         if self.documents:
             return balanced_indices(self.documents, size, self.even_hops)[ring]
         return head_tail_indices(self.length, size)[ring]
@@ -383,7 +383,11 @@ class SequenceSharding:
         Args:
             x: an array or, with `platform`, a tensor, of the full sequence.
         """
-        self._check_length(x, dim)
+        if x.shape[dim] != self.length:
+            raise AttentionError(
+                f"SequenceSharding of {self.length} tokens: dimension {dim} of a tensor of shape {list(x.shape)} has "
+                f"length {x.shape[dim]}"
+            )
         indices = self.indices(rank)
         if platform is None or isinstance(x, np.ndarray):
             return np.ascontiguousarray(np.take(x, indices, dim))
@@ -418,17 +422,6 @@ class SequenceSharding:
                     f"expected lengths of at least 1 that make up the row's {self.length}"
                 )
         return found
-
-    def _check_length(self, x: Any, dim: int) -> None:
-        if x.shape[dim] != self.length:
-            raise AttentionError(
-                f"SequenceSharding of {self.length} tokens: dimension {dim} of a tensor of shape {list(x.shape)} has "
-                f"length {x.shape[dim]}"
-            )
-
-
-def _chunk(length: int, count: int, index: int) -> Array:
-    return np.arange(index * length // count, (index + 1) * length // count)
 
 
 _DIGEST_BYTES = 16

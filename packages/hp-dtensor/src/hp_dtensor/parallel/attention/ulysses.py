@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.comm.collectives import saving_result
+from hp_dtensor.comm.collectives import empty_message, pack, saving_result, unpack
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.saved_tensors import COLLECTIVES, saved_result
-from hp_dtensor.parallel.attention.messages import empty_message, pack, unpack
 from hp_dtensor.platform.interface import Platform
 
 Tensor = Any

@@ -45,21 +45,18 @@ def check_gather_and_slice(name: str | Platform) -> None:
             _check(group, "S", "V", mine, joined, lambda x, at=at: collectives.all_gather_varying(x, *at))
             _check(group, "R", "S", joined, mine, lambda x, at=at: collectives.local_slice(x, *at))
             _check(group, "P", "S", partial[group.rank], summed, lambda x, at=at: collectives.reduce_scatter(x, *at))
-            _check(group, "S", "V", mine, joined, _regather(*at))
 
 
 def check_reduce_and_vary(name: str | Platform) -> None:
-    """P -> R, R -> V and R -> P."""
+    """P -> R and R -> V."""
     platform = get_platform(name)
     for group in groups(platform):
         for shape in ((3, 2), (), (0, 2)):
             partial = [small_integers("float32", shape, rank) * group.size for rank in group.ranks]
             mine, total = partial[group.rank], np.sum(partial, 0)
             same = partial[0]
-            first = same if group.rank == 0 else np.zeros(shape)
             _check(group, "P", "R", mine, total, lambda x, group=group: collectives.all_reduce(x, group))
             _check(group, "R", "V", same, same, lambda x, group=group: collectives.vary(x, [group]))
-            _check(group, "R", "P", same, first, lambda x, group=group: collectives.as_partial(x, group))
 
 
 def check_average(name: str | Platform) -> None:
@@ -171,13 +168,6 @@ def _inner(group: ProcessGroup, kind: str, value: Array, gradient: Array) -> flo
     mine = float(np.sum(np.asarray(value, np.float64) * gradient))
     by_rank = [float(text) for text in group.all_gather_bytes(repr(mine).encode())]
     return by_rank[0] if SAME_VALUE[kind] and SAME_GRADIENT[kind] else sum(by_rank)
-
-
-def _regather(group: ProcessGroup, dim: int, lengths: Sequence[int]) -> Map:
-    def apply(x: Tensor) -> Tensor:
-        return collectives.regather_varying(x, collectives.all_gather(x, group, dim, lengths), group, dim, lengths)
-
-    return apply
 
 
 def _all_lengths(size: int) -> list[tuple[int, ...]]:
