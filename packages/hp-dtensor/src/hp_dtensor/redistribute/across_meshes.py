@@ -93,7 +93,7 @@ class AcrossPlan:
 
     @functools.cached_property
     def _recipe(self) -> Recipe:
-        """How the result is assembled from the messages.
+        """The assembly of the result from the messages.
 
         The messages fill the cells of a grid: along each dimension, all owners split the result at the same indices.
         """
@@ -154,7 +154,8 @@ class AcrossPlan:
     def _target_ranges(self) -> dict[int, tuple[Ranges, ...]]:
         """Global rank -> the index ranges that it will hold after the exchange, for ranks that will hold elements."""
         spec = self.after.source
-        held = {spec.mesh.rank_at(where): spec.ranges(where) for where in _coordinates(spec.mesh.shape)}
+        coordinates = itertools.product(*map(range, spec.mesh.shape))
+        held = {spec.mesh.rank_at(where): spec.ranges(where) for where in coordinates}
         return {rank: ranges for rank, ranges in held.items() if all(ranges)}
 
     @functools.cached_property
@@ -219,21 +220,16 @@ def _exchangeable(spec: TensorSpec, divide: bool) -> TensorSpec:
         if isinstance(placement, RaggedShard):
             result.append(Shard(placement.dim))
         elif isinstance(placement, Partial):
-            result.append(_even_shard(spec, axis) if divide else Replicate())
+            ranks = spec.mesh.shape[axis]
+            even = [
+                Shard(dim)
+                for dim, size in enumerate(spec.shape)
+                if divide and size % ranks == 0 and not any(p.is_shard(dim) for p in spec.placements)
+            ]
+            result.append(even[0] if even else Replicate())
         else:
             result.append(placement)
     return spec.with_placements(result)
-
-
-def _even_shard(spec: TensorSpec, axis: int) -> Placement:
-    for dim, size in enumerate(spec.shape):
-        if size % spec.mesh.shape[axis] == 0 and not any(p.is_shard(dim) for p in spec.placements):
-            return Shard(dim)
-    return Replicate()
-
-
-def _coordinates(mesh_shape: Sequence[int]) -> list[tuple[int, ...]]:
-    return list(itertools.product(*map(range, mesh_shape)))
 
 
 def _common(first: Ranges, second: Ranges) -> Ranges:

@@ -11,7 +11,7 @@ from typing import Any
 from hp_dtensor.comm.process_group import Work
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute.plan import Step, after
-from hp_dtensor.redistribute.segments import Placements
+from hp_dtensor.redistribute.segments import Placements, sharded_dim
 
 Tensor = Any
 
@@ -76,7 +76,7 @@ class Collective(Step):
 
     def _splits(self, placements: Placements) -> list[tuple[int, int]]:
         """Return (tensor dimension, number of shards) for each axis of the step, all of which are sharded."""
-        return [(placements[a].dim, self.mesh.shape[a]) for a in self.axes]  # type: ignore[attr-defined]
+        return [(sharded_dim(placements[a]), self.mesh.shape[a]) for a in self.axes]
 
 
 class AllGather(Collective):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -89,7 +88,7 @@ def size_of(ranges: Ranges) -> int:
 
 
 class Recipe(Protocol):
-    """How a tensor is assembled from received messages."""
+    """The assembly of a tensor from received messages."""
 
     def make(self, platform: Platform, received: Received, like: Tensor) -> Tensor:
         """Return the tensor, with the dtype and on the device of `like`."""
@@ -361,17 +360,14 @@ class Exchange(Step):
             outgoing[i] = math.prod(region.shape)
         for i, _, shape in self.incoming:
             incoming[i] = math.prod(shape)
-        flat = platform.empty((sum(incoming),), local.dtype, platform.device_of(local))
-        work = group.all_to_all_into(flat, self._flatten(local), incoming, outgoing, True)
-        return after(work, lambda: self.assemble(local, self._unflatten(flat)))
-
-    def _flatten(self, local: Tensor) -> Tensor:
-        """Return all outgoing messages, concatenated in one dimension."""
-        platform = self.platform
-        messages = [message for _, message in self.outgoing(local)]
-        if not messages:
-            return platform.empty((0,), local.dtype, platform.device_of(local))
-        return platform.contiguous(platform.ops.cat([platform.ops.reshape(x, (-1,)) for x in messages], 0))
+        device = platform.device_of(local)
+        messages = [platform.ops.reshape(x, (-1,)) for _, x in self.outgoing(local)] or [
+            platform.empty((0,), local.dtype, device)
+        ]
+        received = platform.empty((sum(incoming),), local.dtype, device)
+        sent = platform.contiguous(platform.ops.cat(messages, 0))
+        work = group.all_to_all_into(received, sent, incoming, outgoing, True)
+        return after(work, lambda: self.assemble(local, self._unflatten(received)))
 
     def _unflatten(self, flat: Tensor) -> Received:
         platform, start = self.platform, 0
@@ -404,12 +400,14 @@ class Exchange(Step):
     @functools.cached_property
     def _outgoing(self) -> list[tuple[int, Region]]:
         """Pairs (group rank, region of the local tensor for it) in the order of the group."""
-        return sorted(((self._index[peer], region) for peer, region in self._messages.sends.items()), key=_first)
+        sends = self._messages.sends
+        return [(i, sends[peer]) for peer, i in self._index.items() if peer in sends]
 
     @functools.cached_property
     def incoming(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
         """Triples (group rank, its coordinate, shape of its message) in the order of the group."""
-        return sorted(((self._index[peer], peer, shape) for peer, shape in self._messages.receives.items()), key=_first)
+        receives = self._messages.receives
+        return [(i, peer, receives[peer]) for peer, i in self._index.items() if peer in receives]
 
     @functools.cached_property
     def _index(self) -> dict[tuple[int, ...], int]:
@@ -438,7 +436,9 @@ class ReduceToOwners(Step):
         # A rank that owns nothing was needed only as a sender. The next step does not read what it returns.
         if mine is None:
             return platform.zeros((), local.dtype, device)
-        result = functools.reduce(_reduction(platform, self.op), receives)
+        ops = platform.ops
+        reduction = {"max": ops.maximum, "min": ops.minimum, "product": ops.mul}.get(self.op, ops.add)
+        result = functools.reduce(reduction, receives)
         return platform.ops.reshape(result, self._empty_shape) if 0 in shape and 0 in self._empty_shape else result
 
     @functools.cached_property
@@ -452,11 +452,3 @@ class ReduceToOwners(Step):
     def _regions(self) -> list[Region | None]:
         regions = reduction_regions(self.ownership, self.coordinate)
         return [regions[member] for member in self.mesh.members_over(self.axes)]
-
-
-def _reduction(platform: Platform, op: str) -> Any:
-    ops = platform.ops
-    return {"max": ops.maximum, "min": ops.minimum, "product": ops.mul}.get(op, ops.add)
-
-
-_first = operator.itemgetter(0)

@@ -3,8 +3,8 @@
 Before a direct exchange every element of the full tensor has one owner. It is found from the coordinates on the axes
 that shard the source; the other axes hold replicas of it. Partial results are first summed up by their owners. A
 receiver that can choose between several replicas takes the one on its own line of the mesh or, where several receivers
-need the same elements, they take turns. Sender and receiver compute the same
-assignment, so no message has to announce another one.
+need the same elements, they take turns. Sender and receiver compute the same assignment, so no message has to announce
+another one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 from hp_dtensor.redistribute.segments import (
     Placements,
-    Segment,
     elements_in_place,
     overlaps,
     product,
     segments,
+    sharded_dim,
     shardings_of,
 )
 from hp_dtensor.spec.placements import Shard
@@ -151,18 +151,20 @@ class Ownership:
         self._split_dim = max(range(len(shape)), key=lambda dim: shape[dim], default=0)
         self.first_only_axes = frozenset(divided) - self._from_target if not shape else frozenset[int]()
         self.target_axes = tuple(tuple(a for a, _ in shardings_of(target, dim)) for dim in range(len(shape)))
-        self.owner_axes = tuple(self._owner_axes(dim) for dim in range(len(shape)))
+        self.owner_axes = tuple(
+            (
+                *(a for a, _ in shardings_of(source, dim)),
+                *(a for a in self.target_axes[dim] if a in self._from_target),
+                *(self._split_axes if dim == self._split_dim else ()),
+            )
+            for dim in range(len(shape))
+        )
         self.owned_axes = frozenset({axis for axes in self.owner_axes for axis in axes} | self.first_only_axes)
         self.moving_axes = tuple(a for a in range(len(mesh_shape)) if mesh_shape[a] > 1 and not self._is_inert(a))
         owned, moving = self.owned_axes, self.moving_axes
         self._replica_axes = [a for a in moving if a not in owned and not target[a].is_replicate()]
         self._receiver_axes = [a for a in moving if a in owned and target[a].is_replicate()]
         self.unused_axes = frozenset(a for a in moving if a not in owned and target[a].is_replicate())
-
-    def _owner_axes(self, dim: int) -> tuple[int, ...]:
-        axes = [a for a, _ in shardings_of(self.source, dim)]
-        axes += [a for a, _ in shardings_of(self.target, dim) if a in self._from_target]
-        return (*axes, *(self._split_axes if dim == self._split_dim else ()))
 
     def _is_inert(self, axis: int) -> bool:
         """Return whether every rank gets all that it lacks from ranks with its own coordinate on the axis."""
@@ -173,7 +175,7 @@ class Ownership:
             return source == target
         if source != target:
             return False
-        dim = source.dim  # type: ignore[attr-defined]
+        dim = sharded_dim(source)
         # The same placement holds the same rows only if all outer shardings of the dimension are the same too.
         outer = [
             [sharding for sharding in shardings_of(p, dim) if sharding[0] <= axis] for p in (self.source, self.target)
@@ -212,17 +214,12 @@ class Ownership:
         for dim, size in enumerate(self.shape):
             first = segments(size, shardings_of(self.source, dim), self.mesh_shape, source)
             second = segments(size, shardings_of(self.target, dim), self.mesh_shape, target)
-            result.append(self._rows_of_dim(dim, first, second, source))
+            # On axes that the target shards, the owner of a sum is its receiver.
+            where = [i for i, a in enumerate(self.target_axes[dim]) if a in self._from_target]
+            rows = [(start, stop, (*s, *(t[i] for i in where)), t) for start, stop, s, t in overlaps(first, second)]
+            is_split = dim == self._split_dim and self._split_axes
+            result.append(self._split_rows(rows, source) if is_split else rows)
         return result
-
-    def _rows_of_dim(
-        self, dim: int, first: Sequence[Segment], second: Sequence[Segment], fixed: Mapping[int, int]
-    ) -> list[Row]:
-        where = [i for i, a in enumerate(self.target_axes[dim]) if a in self._from_target]
-        rows = [(start, stop, (*s, *(t[i] for i in where)), t) for start, stop, s, t in overlaps(first, second)]
-        if dim != self._split_dim or not self._split_axes:
-            return rows
-        return self._split_rows(rows, fixed)
 
     def _split_rows(self, rows: Sequence[Row], fixed: Mapping[int, int]) -> list[Row]:
         """Return the rows with each owner's range split evenly over the axes that nothing else divides."""
@@ -280,7 +277,10 @@ class Ownership:
         # Receivers that need the same elements take turns among the replicas, so that no replica sends everything.
         # With fewer receivers than replicas, each uses the replica on its own line.
         if 1 < replicas <= receivers:
-            turn = self._index(receiver, self._receiver_axes) % replicas
+            turn = 0
+            for axis in self._receiver_axes:
+                turn = turn * self.mesh_shape[axis] + receiver[axis]
+            turn %= replicas
             for axis in reversed(self._replica_axes):
                 turn, result[axis] = divmod(turn, self.mesh_shape[axis])
         return tuple(result)
@@ -298,9 +298,3 @@ class Ownership:
             else:
                 choices.append(range(self.mesh_shape[axis]))
         return itertools.product(*choices)
-
-    def _index(self, coordinate: Coordinate, axes: Sequence[int]) -> int:
-        index = 0
-        for axis in axes:
-            index = index * self.mesh_shape[axis] + coordinate[axis]
-        return index

@@ -322,7 +322,7 @@ class RedistributePlan:
 
     @functools.cached_property
     def may_vary_cheaply(self) -> bool:
-        """Whether there are axes for which `varies_cheaply` is true."""
+        """True if there are axes for which `varies_cheaply` is true."""
         pairs = list(zip(self.source.placements, self.target.placements, strict=True))
         gathers = any(s.is_shard() and t.is_replicate() for s, t in pairs)
         return gathers and not any(isinstance(p, Partial) for pair in pairs for p in pair)

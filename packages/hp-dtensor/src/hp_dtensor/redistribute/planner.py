@@ -21,7 +21,7 @@ from hp_dtensor.redistribute.exchange import Exchange, ReduceToOwners
 from hp_dtensor.redistribute.ownership import Ownership, least_volume
 from hp_dtensor.redistribute.plan import RedistributePlan, Scale, Stage, Step
 from hp_dtensor.redistribute.search import REPLICATE, SUM, Move, Problem, cheapest_moves
-from hp_dtensor.redistribute.segments import Placements, product, shardings_of
+from hp_dtensor.redistribute.segments import Placements, product, sharded_dim, shardings_of
 from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec, require_placements
 
@@ -210,31 +210,24 @@ class _StagePlanner:
         # With one latency and one bandwidth for all axes and bytes first, the size changes no ranking.
         depends_on_size = self.minimize == "seconds" or not self.links.is_uniform
         size_class = (math.prod(self.shape) * self.itemsize).bit_length() if depends_on_size else 0
+        is_linear, links = self.op == "sum", self.links
         moves = _find_moves(
-            small,
-            self.mesh_shape,
-            first,
-            last,
-            self.op == "sum",
-            uneven,
-            self.links,
-            self.minimize,
-            self.names,
-            size_class,
+            small, self.mesh_shape, first, last, is_linear, uneven, links, self.minimize, self.names, size_class
         )
         scale, unit = math.prod(self.shape), math.prod(small)
         scaled = [replace(move, elements=move.elements * scale // unit) for move in moves]
         if not uneven:
             return tuple(scaled)
-        return tuple(self._with_ragged(move, source, {first: source, last: target}) for move in scaled)
-
-    def _with_ragged(self, move: Move, source: Placements, ends: dict[Placements, Placements]) -> Move:
-        """Return a move with the ragged shards that take no part in it put back in place."""
-        first, last = restore_ragged(move.source, source, ends), restore_ragged(move.target, source, ends)
-        elements = move.elements
-        if move.name in ("exchange", "all_to_all") and move.volume is None:
-            elements = self._exact_volume(first, last, elements)
-        return replace(move, source=first, target=last, elements=elements)
+        # Ragged shards that take no part in the moves are put back in place.
+        ends = {first: source, last: target}
+        restored = []
+        for move in scaled:
+            before, after = restore_ragged(move.source, source, ends), restore_ragged(move.target, source, ends)
+            elements = move.elements
+            if move.name in ("exchange", "all_to_all") and move.volume is None:
+                elements = self._exact_volume(before, after, elements)
+            restored.append(replace(move, source=before, target=after, elements=elements))
+        return tuple(restored)
 
     def _exact_volume(self, source: Placements, target: Placements, otherwise: int) -> int:
         """Return the elements that all ranks send if the ragged sizes are equal on all lines, else `otherwise`."""
@@ -266,15 +259,16 @@ class _StagePlanner:
         changed = tuple(a for a, (s, t) in enumerate(zip(move.source, move.target, strict=True)) if s != t)
         if move.name != "all_to_all" or changed != move.axes:
             return False
-        return all(self._is_even_inside(placements, *move.axes) for placements in (move.source, move.target))
-
-    def _is_even_inside(self, placements: Placements, axis: int) -> bool:
-        """Return whether `axis` is the innermost sharding of its dimension and all shards of that are equal."""
-        dim: int = placements[axis].dim  # type: ignore[attr-defined]
-        shardings = shardings_of(placements, dim)
-        num_shards = product(self.mesh_shape, [a for a, _ in shardings])
-        is_plain = all(type(p) is Shard for _, p in shardings)
-        return shardings[-1][0] == axis and is_plain and self.shape[dim] % num_shards == 0
+        (axis,) = changed
+        for placements in (move.source, move.target):
+            dim = sharded_dim(placements[axis])
+            shardings = shardings_of(placements, dim)
+            is_plain = all(type(p) is Shard for _, p in shardings)
+            num_shards = product(self.mesh_shape, [a for a, _ in shardings])
+            # Blocks are of equal size only if the axis is the innermost sharding of the dimension.
+            if shardings[-1][0] != axis or not is_plain or self.shape[dim] % num_shards:
+                return False
+        return True
 
     def _step_on_one_axis(self, source: Placements, target: Placements) -> Step:
         """Return a step on one axis, planned with the ragged sizes of this rank's line; other lines may differ."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hp_dtensor.redistribute.ownership import Ownership, Volume, least_volume
-from hp_dtensor.redistribute.segments import Placements, product, shardings_of
+from hp_dtensor.redistribute.segments import Placements, product, sharded_dim, shardings_of
 from hp_dtensor.spec.placements import Partial, Placement, Replicate, Shard
 
 MAX_STATES = 2000
@@ -179,12 +179,11 @@ class Problem:
         now = state[axis]
         if option.is_shard():
             sliced = _with(state, {axis: option})
-            dim = option.dim  # type: ignore[attr-defined]
             return (
                 # Only innermost: a new outer sharding would change the rows that an inner one holds, and so move data.
                 now.is_replicate()
                 and self._is_innermost(sliced, axis)
-                and (option == self.target[axis] or self._is_even(sliced, dim))
+                and (option == self.target[axis] or self._is_even(sliced, sharded_dim(option)))
             )
         return option.is_partial() and not now.is_partial() and (now.is_replicate() or self._is_innermost(state, axis))
 
@@ -192,7 +191,7 @@ class Problem:
         copies = self._copies(state)
         for axes in _subsets([a for a, p in enumerate(state) if isinstance(p, Shard)]):
             arrival = _with(state, dict.fromkeys(axes, REPLICATE))
-            dims = {state[a].dim for a in axes}  # type: ignore[attr-defined]
+            dims = {sharded_dim(state[a]) for a in axes}
             # Only then are the gathered blocks of equal size and consecutive in the dimension.
             if all(self._is_even(state, d) and self._are_inner(state, d, axes) for d in dims):
                 elements = (product(self.mesh_shape, axes) - 1) * self.elements * copies
@@ -240,7 +239,7 @@ class Problem:
         )
 
     def _is_innermost(self, state: Placements, axis: int) -> bool:
-        dim = state[axis].dim  # type: ignore[attr-defined]
+        dim = sharded_dim(state[axis])
         return not any(p.is_shard(dim) for p in state[axis + 1 :])
 
     def _are_inner(self, state: Placements, dim: int, axes: Sequence[int]) -> bool:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from hp_dtensor.spec.placements import Placement
+import numpy
+
+from hp_dtensor.spec.placements import Placement, RaggedShard, Shard, StridedShard
 from hp_dtensor.spec.tensor_spec import split_ranges
 
 Placements = tuple[Placement, ...]
@@ -28,6 +30,12 @@ MAX_COUNTED_SHARDS = 1024
 def shardings_of(placements: Sequence[Placement], dim: int) -> tuple[AxisSharding, ...]:
     """Return the (axis, placement) pairs that shard a tensor dimension, outermost first."""
     return tuple([(axis, placement) for axis, placement in enumerate(placements) if placement.is_shard(dim)])
+
+
+def sharded_dim(placement: Placement) -> int:
+    """Return the tensor dimension that a placement shards."""
+    assert isinstance(placement, (Shard, StridedShard, RaggedShard))
+    return placement.dim
 
 
 def product(values: Sequence[int], axes: Sequence[int]) -> int:
@@ -80,42 +88,30 @@ def overlaps(
 def elements_in_place(shape: Sequence[int], mesh_shape: Sequence[int], source: Placements, target: Placements) -> int:
     """Return the number of elements that at least one rank holds in `source` and needs in `target`.
 
-    Those are the elements with the same coordinate in both on every axis that shards in both. Above
+    These are the elements with the same coordinate in both on every axis that shards in both. Above
     `MAX_COUNTED_SHARDS` shards the result is an estimate, so that the cost of planning is bounded for any mesh.
     """
-    shared = {a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s.is_shard() and t.is_shard()}
+    shared = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s.is_shard() and t.is_shard()]
     for dim in range(len(shape)):
-        shared -= _equal_outer_axes(shardings_of(source, dim), shardings_of(target, dim))
+        # Coordinates on the outer axes that shard the dimension alike in both always agree.
+        pairs = zip(shardings_of(source, dim), shardings_of(target, dim), strict=False)
+        alike = {first[0] for first, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)}
+        shared = [axis for axis in shared if axis not in alike]
     elements = math.prod(shape)
     if not shared:
         return elements
-    if max(_num_shards(mesh_shape, source), _num_shards(mesh_shape, target)) > MAX_COUNTED_SHARDS:
+    num_shards = [product(mesh_shape, [a for a, p in enumerate(each) if p.is_shard()]) for each in (source, target)]
+    if max(num_shards) > MAX_COUNTED_SHARDS:
         # As if the coordinates in source and target were independent. Never all elements: a volume of zero would
         # stand for a redistribution that communicates nothing.
-        return min(elements // product(mesh_shape, sorted(shared)), max(elements - 1, 0))
-    unsharded = 1
-    counts: list[_Counts] = []
+        return min(elements // product(mesh_shape, shared), max(elements - 1, 0))
+    operands: list[Any] = []
     for dim, size in enumerate(shape):
         before, after = shardings_of(source, dim), shardings_of(target, dim)
-        if shared & {axis for axis, _ in (*before, *after)}:
-            counts.append(_count_by_coordinates(size, before, after, mesh_shape, shared))
-        else:
-            unsharded *= size
-    return unsharded * _count_agreeing(counts)
-
-
-def _num_shards(mesh_shape: Sequence[int], placements: Placements) -> int:
-    return math.prod(n for n, p in zip(mesh_shape, placements, strict=True) if p.is_shard())
-
-
-def _equal_outer_axes(first: Sequence[AxisSharding], second: Sequence[AxisSharding]) -> set[int]:
-    """Return the axes of the outer shardings that both have in common: coordinates on these always agree."""
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
-    return {sharding[0] for sharding, _ in pairs}
-
-
-_Counts = tuple[tuple[int, ...], dict[tuple[int, ...], int]]
-"""Axes, and the number of indices of a dimension for each combination of coordinates on them."""
+        operands += _count_by_coordinates(size, before, after, mesh_shape, shared)
+    # Dimensions are independent once the coordinates on the shared axes are given, so the number of elements that agree
+    # on them is a product of the counts summed over these coordinates: an Einstein sum whose labels are mesh axes.
+    return int(numpy.einsum(*operands, []))
 
 
 def _count_by_coordinates(
@@ -123,42 +119,19 @@ def _count_by_coordinates(
     before: Sequence[AxisSharding],
     after: Sequence[AxisSharding],
     mesh_shape: Sequence[int],
-    shared: set[int],
-) -> _Counts:
-    """Count the indices of one dimension by their coordinates on the shared axes that shard it once.
+    shared: Sequence[int],
+) -> tuple[numpy.ndarray[Any, Any], list[int]]:
+    """Count the indices of one dimension by their coordinates on the shared axes that shard it before or after.
 
-    An axis that shards the dimension both before and after is settled here: only indices that agree on it count. An
-    axis that shards this dimension before and another one after, or the reverse, is matched in `_count_agreeing`.
+    Returns:
+        The counts, and the mesh axis of each of their dimensions, twice if it shards both before and after.
     """
-    axes_before, axes_after = [axis for axis, _ in before], [axis for axis, _ in after]
-    both = [(axes_before.index(a), axes_after.index(a)) for a in shared if a in axes_before and a in axes_after]
-    only_before = [i for i, a in enumerate(axes_before) if a in shared and a not in axes_after]
-    only_after = [i for i, a in enumerate(axes_after) if a in shared and a not in axes_before]
-    counts: dict[tuple[int, ...], int] = defaultdict(int)
+    axes = [axis for axis, _ in (*before, *after)]
+    columns = [i for i, axis in enumerate(axes) if axis in shared]
+    if not columns:
+        return numpy.array(size), []
+    counts = numpy.zeros([mesh_shape[axes[i]] for i in columns], numpy.int64)
     for start, stop, s, t in overlaps(segments(size, before, mesh_shape), segments(size, after, mesh_shape)):
-        if all(s[i] == t[j] for i, j in both):
-            counts[(*(s[i] for i in only_before), *(t[i] for i in only_after))] += stop - start
-    return (*(axes_before[i] for i in only_before), *(axes_after[i] for i in only_after)), counts
-
-
-def _count_agreeing(counts: Sequence[_Counts]) -> int:
-    """Return the number of combinations of one index per dimension whose coordinates agree on every axis."""
-    # A natural join, dimension by dimension, of tables whose columns are mesh axes.
-    axes: tuple[int, ...] = ()
-    found: dict[tuple[int, ...], int] = {(): 1}
-    for more_axes, more in counts:
-        common = [axis for axis in more_axes if axis in axes]
-        rest = [axis for axis in more_axes if axis not in axes]
-        by_common: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = defaultdict(list)
-        for coordinates, n in more.items():
-            by_axis = dict(zip(more_axes, coordinates, strict=True))
-            by_common[tuple(by_axis[a] for a in common)].append((tuple(by_axis[a] for a in rest), n))
-        joined: dict[tuple[int, ...], int] = defaultdict(int)
-        remaining = [i for i, axis in enumerate(axes) if axis not in common]
-        where = [axes.index(axis) for axis in common]
-        for coordinates, n in found.items():
-            for others, m in by_common[tuple(coordinates[i] for i in where)]:
-                joined[(*(coordinates[i] for i in remaining), *others)] += n * m
-        axes = (*(axes[i] for i in remaining), *rest)
-        found = joined
-    return sum(found.values())
+        coordinates = (*s, *t)
+        counts[tuple([coordinates[i] for i in columns])] += stop - start
+    return counts, [axes[i] for i in columns]
