@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy
 
-from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.exceptions import HPError, MixedOperandsError, ShardingRuleError
 from hp_dtensor.platform.interface import DTYPE_NAMES, Platform
 from hp_dtensor.rules.factors import Factorization
@@ -23,8 +22,12 @@ Location = tuple[int | str, ...]
 
 def bind(registration: Registration, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments by parameter name, with the signature's defaults; unknown keywords keep their names."""
-    bound = {_parameter_name(registration, keyword): value for keyword, value in kwargs.items()}
-    for index, parameter in enumerate(registration.parameters):
+    parameters, bound = registration.parameters, {}
+    for keyword, value in kwargs.items():
+        # Frameworks spell some keywords in two ways (`dim` and `axis`). The rule knows the parameter's own name.
+        position = registration.position(keyword)
+        bound[parameters[position].name if position < len(parameters) else keyword] = value
+    for index, parameter in enumerate(parameters):
         if index < len(args):
             collapse = parameter.variadic and not isinstance(args[index], (tuple, list))
             bound[parameter.name] = tuple(args[index:]) if collapse else args[index]
@@ -97,20 +100,11 @@ def replace_static(
         if parameter.name not in replaced:
             continue
         if index < len(args):
-            args = [
-                *args[:index],
-                replaced[parameter.name],
-                *([] if parameter.variadic else args[index + 1 :]),
-            ]
+            args = [*args[:index], replaced[parameter.name], *([] if parameter.variadic else args[index + 1 :])]
         else:
             given = [keyword for keyword in kwargs if registration.position(keyword) == index]
             kwargs[given[0] if given else parameter.name] = replaced[parameter.name]
     return args
-
-
-def _parameter_name(registration: Registration, keyword: str) -> str:
-    position = registration.position(keyword)
-    return registration.parameters[position].name if position < len(registration.parameters) else keyword
 
 
 def replace_at(args: list[Any], kwargs: dict[str, Any], location: Location, change: Callable[[Any], Any]) -> None:
@@ -170,35 +164,34 @@ def check_lists(platform: Platform, name: str, args: tuple[Any, ...], kwargs: Ma
 
 def mixed(name: str, value: Tensor, kind: str = "tensor") -> MixedOperandsError:
     """Return the error of a plain tensor or array with dimensions as an operand of `name`."""
+    more = ""
+    # Guessed from the operation: norms of gradients are stacked by hand-written clipping, and `load_state_dict` copies.
+    if name == "stack" and not value.shape:
+        more = " hp_dtensor.clip_grad_norm_ takes plain and distributed parameters together."
+    if name == "copy_":
+        more = " A state dict of full tensors goes into a module by hp_fsdp.set_model_state_dict(module, state_dict)."
     return MixedOperandsError(
         f"{name}: a plain {kind} of shape {list(value.shape)} among DTensors. Say how it is placed: "
         "distribute_tensor, DTensor.from_local, or replicate_like for a constant that is equal on all ranks. A "
         "parameter that no plan has placed is replicated by distribute_module; one that fully_shard has sharded is "
         "plain in its module's forward, and in methods named to register_fsdp_forward_method; the output of a "
-        f"module with a parallel style is plain unless the style has use_local_output=False.{_more_about(name, value)}"
+        f"module with a parallel style is plain unless the style has use_local_output=False.{more}"
     )
-
-
-def _more_about(name: str, value: Tensor) -> str:
-    """Return advice for operations that users often call with plain tensors, guessing what they intended."""
-    if name == "stack" and not value.shape:
-        return " hp_dtensor.clip_grad_norm_ takes plain and distributed parameters together."
-    if name == "copy_":
-        return " A state dict of full tensors goes into a module by hp_fsdp.set_model_state_dict(module, state_dict)."
-    return ""
 
 
 def check_one_mesh(name: str, specs: tuple[TensorSpec, ...]) -> None:
     """Raise unless all operands are on one mesh."""
     meshes = dict.fromkeys(spec.mesh for spec in specs)
     if len(meshes) > 1:
-        listed = " and ".join(map(_where, meshes))
-        raise MixedOperandsError(f"{name}: operands on different meshes: {listed}. Redistribute one of them.")
-
-
-def _where(mesh: DeviceMesh) -> str:
-    platform = "" if mesh.world.platform is None else f"{mesh.world.platform.name}, "
-    return f"{mesh.describe()} ({platform}rank {mesh.world.rank}, ranks from {mesh.rank_at([0] * mesh.ndim)})"
+        listed = []
+        for mesh in meshes:
+            # Meshes may differ in nothing but their world's platform, or in where in the world they are.
+            platform = "" if mesh.world.platform is None else f"{mesh.world.platform.name}, "
+            first = mesh.rank_at([0] * mesh.ndim)
+            listed.append(f"{mesh.describe()} ({platform}rank {mesh.world.rank}, ranks from {first})")
+        raise MixedOperandsError(
+            f"{name}: operands on different meshes: {' and '.join(listed)}. Redistribute one of them."
+        )
 
 
 def no_rule(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.platform.thread_region import ThreadRegion
 from hp_dtensor.spec import rank_checks
 from hp_dtensor.spec.placements import Replicate
@@ -16,10 +17,7 @@ from hp_dtensor.tensor.dtensor import DTensor
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
 
-
 Tensor = Any
-
-
 _replicating = ThreadRegion()
 
 
@@ -84,8 +82,6 @@ class SkipDTensorDispatch:
         self._region: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
-        from hp_dtensor.platform.selection import get_platform
-
         self._region = get_platform(self._platform).local_op()
         self._region.__enter__()
 

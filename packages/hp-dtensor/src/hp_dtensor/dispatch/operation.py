@@ -2,8 +2,7 @@
 
 The way of `x + y`: a platform intercepts its framework's function and looks its `Operation` up. `Operation.key` is made
 of the specs and the static arguments, and the plan cached under it runs (`plan.py`). Without a plan, `strategies.py`
-makes
-one: it binds the arguments (`arguments.py`), asks the sharding rule, and chooses a strategy for each mesh axis.
+makes one: it binds the arguments (`arguments.py`), asks the sharding rule, and chooses a strategy for each mesh axis.
 
 All platforms, and all functions of a framework that mean the same operation, share keys and plans. In steady state a
 call costs its key, a dictionary look-up, the local operation and the wrapper of the result. PyTorch's
@@ -291,11 +290,7 @@ def dispatch(
 
 
 def run(
-    operation: Operation,
-    platform: Platform,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    operation: Operation, platform: Platform, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """Run a call of `operation`, as `dispatch` does after it has looked the operation up."""
     # Before the key is made: operands that are converted to DTensors enter it as their specs.

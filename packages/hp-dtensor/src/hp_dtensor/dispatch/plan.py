@@ -11,6 +11,7 @@ A `LocalPlan` may also have a `DirectCall`, which a platform runs without the st
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +33,8 @@ from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.local_map import local_map
 
 
-class Plan:
-    """How the calls of one operation with one key run on this rank.
+class Plan(ABC):
+    """A way to run the calls of one operation with one key on this rank.
 
     Attributes:
         operation: the operation's name.
@@ -46,9 +47,9 @@ class Plan:
         self.platform, self.operation = platform, operation
         self.direct: DirectCall | None = None
 
+    @abstractmethod
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the call. `args` and `kwargs` have the structure that the plan was made for."""
-        raise NotImplementedError
 
 
 class PlacementChangeError(ShardingRuleError):
@@ -101,7 +102,11 @@ class InPlacePlan(Plan):
         """
         make, write = (self.platform.own_function(name) for name in (self.operation.removesuffix("_"), "copy_"))
         kwargs = {name: value for name, value in kwargs.items() if name != "inplace"}
-        x, *rest = args or (kwargs.pop(self._first_name(kwargs)),)
+        if not args:
+            registration = rule_registry().get(self.operation.removesuffix("_"))
+            assert registration is not None, self.operation
+            args = (kwargs.pop(registration.first_among(kwargs)),)
+        x, *rest = args
         check_reaches_original(self.operation, x)
         if make is None or write is None:
             raise ShardingRuleError(self.refusal)
@@ -118,11 +123,6 @@ class InPlacePlan(Plan):
             raise ShardingRuleError(f"{self.refusal} Its result {list(result.shape)} does not fit.")
         write(x, result)
         return x
-
-    def _first_name(self, kwargs: Mapping[str, Any]) -> str:
-        registration = rule_registry().get(self.operation.removesuffix("_"))
-        assert registration is not None, self.operation
-        return registration.first_among(kwargs)
 
 
 Tensor = Any
@@ -297,7 +297,13 @@ class LocalPlan(Plan):
         first, new_args = self._first(args, kwargs), list(args)
         for each in self.inputs.redistributions:
             replace_at(new_args, kwargs, each.location, each.apply)
-        result = self._run_local(func, new_args, kwargs)
+        if self.local is not None:
+            result = self.local(self._local_call(func, new_args, kwargs))
+        else:
+            if self.inputs.replaced:
+                new_args = replace_static(self.registration, new_args, kwargs, self.inputs.replaced)
+            with self.platform.local_op():
+                result = func(*new_args, **kwargs)
         if self.registration.in_place:
             return first
         wrapped = self._wrap(result)
@@ -310,25 +316,16 @@ class LocalPlan(Plan):
             self._mark_copies(wrapped, first._copied_by)
         return wrapped
 
-    def _run_local(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
-        if self.local is not None:
-            return self.local(self._local_call(func, args, kwargs))
-        if self.inputs.replaced:
-            args = replace_static(self.registration, args, kwargs, self.inputs.replaced)
-        with self.platform.local_op():
-            return func(*args, **kwargs)
-
     @staticmethod
     def _mark_copies(wrapped: Any, made_by: str) -> None:
         for x in wrapped if isinstance(wrapped, (tuple, list)) else (wrapped,):
             x._copied_by = made_by
 
     def _local_call(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> LocalCall:
-        unwrap = self.platform.unwrap
-        bound = {
-            name: unwrap(value) if isinstance(value, DTensor) else value
-            for name, value in bind(self.registration, tuple(args), kwargs).items()
-        }
+        def local_of(x: Any) -> Any:
+            return self.platform.unwrap(x) if isinstance(x, DTensor) else x
+
+        bound = {name: local_of(x) for name, x in bind(self.registration, tuple(args), kwargs).items()}
         inside = self.mesh.get_coordinate() is not None  # a rank outside the mesh has empty shards and no groups
         groups = {
             factor: tuple(self.mesh.group_along(axis) for axis in axes if inside)
@@ -341,9 +338,9 @@ class LocalPlan(Plan):
         }
         placements, shape = self.outputs.placed[0]
         output = TensorSpec(self.mesh, placements, shape, None)
-        rest = [unwrap(x) if isinstance(x, DTensor) else x for x in args[1:]]
-        named = {name: unwrap(x) if isinstance(x, DTensor) else x for name, x in kwargs.items()}
+        rest, named = [local_of(x) for x in args[1:]], {name: local_of(x) for name, x in kwargs.items()}
 
+        # For rules that run the operation itself on other data, such as a shard with a border from its neighbours.
         def on(x: Tensor, **static: Any) -> Any:
             given, by_name = [x, *rest] if args else [], dict(named)
             if not args:
@@ -497,9 +494,7 @@ def _fits(choice: Sequence[Sharding], specs: Sequence[TensorSpec | None]) -> boo
 def _placements(choice: Sequence[Sharding], specs: Sequence[TensorSpec | None]) -> tuple[list[Any], list[Any]]:
     """Return the placements of the outputs and of the arguments over all mesh axes."""
     outputs = [tuple(each) for each in zip(*(outputs for outputs, _ in choice), strict=True)]
-    wanted = [
-        None if spec is None else tuple(inputs[index] for _, inputs in choice) for index, spec in enumerate(specs)
-    ]
+    wanted = [None if spec is None else tuple(inputs[i] for _, inputs in choice) for i, spec in enumerate(specs)]
     return outputs, wanted
 
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from hp_dtensor.dispatch.arguments import Location, locate_tensors
 from hp_dtensor.dispatch.operation import dispatch, register_sharding_function
@@ -64,7 +64,10 @@ def sharding_rule(
     notation = Notation(factors, dict(reduced or {}), frozenset(replicated), linear)
 
     def registered(function: Function) -> Function:
-        operation = _OwnOperation(_function_name(function), function, notation)
+        name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
+        # With its module: a function may have the name of a framework's operation.
+        name = f"{getattr(function, '__module__', None) or 'own'}.{name}"
+        operation = _OwnOperation(name, function, notation)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -74,12 +77,6 @@ def sharding_rule(
         return cast(Function, call)
 
     return registered
-
-
-def _function_name(function: Callable[..., Any]) -> str:
-    """Return the function's name with its module, which differs from a framework's operation of the same name."""
-    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
-    return f"{getattr(function, '__module__', None) or 'own'}.{name}"
 
 
 @dataclass
@@ -112,7 +109,11 @@ class _OwnOperation:
             result = self.function(*given[0], **given[1])
             for (location, x), version in zip(moved.items(), versions, strict=True):
                 if platform.version(x) != version:
-                    self._refuse_write(location)
+                    raise ShardingRuleError(
+                        f"{self.name} writes its argument {self._shown(location[0])}, which its rule "
+                        f"{self.notation.text!r} had to redistribute: the write does not reach the caller's tensor. "
+                        "Redistribute it before the call, or let the function write to a clone."
+                    )
             self._check_results(result, platform)
             return result
 
@@ -128,13 +129,6 @@ class _OwnOperation:
                     f"{self.name}: argument {self._shown(place)} holds DTensors inside a {type(value).__name__}, where "
                     f"its rule {self.notation.text!r} does not see them. Pass them as arguments, or in one list."
                 )
-
-    def _refuse_write(self, location: Location) -> NoReturn:
-        raise ShardingRuleError(
-            f"{self.name} writes its argument {self._shown(location[0])}, which its rule {self.notation.text!r} had to "
-            "redistribute: the write does not reach the caller's tensor. Redistribute it before the call, or let "
-            "the function write to a clone."
-        )
 
     def _check_results(self, result: Any, platform: Platform) -> None:
         results = result if isinstance(result, (tuple, list)) else (result,)
@@ -157,8 +151,7 @@ def _moved(originals: Mapping[Location, Any], placed: Any, given: Any) -> dict[L
     found = {}
     for location, original in originals.items():
         x, local = _at(placed, location), _at(given, location)
-        same = x is original or (not isinstance(x, DTensor) and tuple(local.shape) == original.spec.local_shape)
-        if not same:
+        if x is not original and (isinstance(x, DTensor) or tuple(local.shape) != original.spec.local_shape):
             found[location] = local
     return found
 
@@ -174,18 +167,14 @@ def _registration(function: Callable[..., Any], notation: Notation) -> Registrat
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a builtin
         return Registration(notation.rule, (), by_type=True, open=True, own=True)
-    kind = inspect.Parameter
     known = tuple(
         Parameter(
-            p.name,
-            REQUIRED if p.default is p.empty else None,
-            p.kind is kind.VAR_POSITIONAL,
-            p.kind is kind.KEYWORD_ONLY,
+            p.name, REQUIRED if p.default is p.empty else None, p.kind is p.VAR_POSITIONAL, p.kind is p.KEYWORD_ONLY
         )
         for p in parameters
-        if p.kind is not kind.VAR_KEYWORD
+        if p.kind is not p.VAR_KEYWORD
     )
-    takes_more = any(p.kind is kind.VAR_KEYWORD for p in parameters)
+    takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return Registration(notation.rule, known, by_type=True, open=takes_more, own=True)
 
 

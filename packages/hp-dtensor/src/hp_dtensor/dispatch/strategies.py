@@ -39,7 +39,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.rules.factors import Factorization, LocalCall, Span, Strategy, spans_of_ranks, strategies
 from hp_dtensor.rules.pointwise import rounds
 from hp_dtensor.rules.registry import NeedsReplicatedError, OpCall, Registration
-from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.spec.placements import Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec
 
 
@@ -62,17 +62,22 @@ def choose_strategies(
         where = mesh.get_coordinate() or (0,) * mesh.ndim
         return _span(mesh, rule.sizes[factor], _sharding_axes(chosen).get(factor, ()), chosen, where)
 
-    nbytes = [_mean_bytes(platform, spec) for spec in call.tensors]
+    # Bytes of a shard, averaged over ranks: all ranks must make the same choice, whatever the sizes of their shards.
+    nbytes = []
+    for spec in call.tensors:
+        shards = math.prod(n for n, p in zip(mesh.shape, spec.placements, strict=True) if p.is_shard())
+        nbytes.append(math.prod(spec.shape) * platform.itemsize(spec.dtype) / shards)
     # Greedy, axis by axis in the mesh's order: a later axis shards what earlier ones leave. Searching all combinations
     # would be exponential in the number of axes. Whatever is chosen, the planner of redistributions then brings the
     # inputs there with the fewest bytes.
     for axis, ranks in enumerate(mesh.shape):
-        found = strategies(rule, _placed(call, axis), ranks, num_shards, _untouched(call, chosen), span_of)
-        strategy = _choose(rule, call, registration, axis, found, nbytes)
+        current = [spec.placements[axis] for spec in call.tensors]
+        found = strategies(rule, current, ranks, num_shards, _untouched(call, chosen), span_of)
+        strategy = _choose(rule, call, registration, current, found, nbytes, ranks)
         chosen.append(strategy)
         if strategy.factor is not None:
-            shards = math.inf if isinstance(strategy.kind, RaggedShard) else ranks
-            num_shards[strategy.factor] = num_shards.get(strategy.factor, 1) * shards
+            more = math.inf if isinstance(strategy.kind, RaggedShard) else ranks
+            num_shards[strategy.factor] = num_shards.get(strategy.factor, 1) * more
     return chosen
 
 
@@ -83,16 +88,9 @@ def _is_element_by_element(rule: Factorization) -> bool:
     # whatever the order of its elements.
     known = all(other == dims for other in rule.outputs) and all(other in (dims, ()) for other in rule.inputs)
     alike = known and all(len(dim) == 1 for dim in dims)
-    special = (
-        rule.limits.fixed
-        or rule.work.by_factor
-        or rule.work.localize
-        or rule.limits.picked
-        or rule.operands.ignored
-        or rule.limits.nonempty
-        or rule.limits.known_spans
-    )
-    return alike and not special
+    limits, work = rule.limits, rule.work
+    special = (limits.fixed, limits.picked, limits.nonempty, limits.known_spans, work.by_factor, work.localize)
+    return alike and not any(special) and not rule.operands.ignored
 
 
 def _stay_strided(specs: Sequence[TensorSpec], in_place: bool) -> bool:
@@ -114,10 +112,6 @@ def _stay_strided(specs: Sequence[TensorSpec], in_place: bool) -> bool:
     )
 
 
-def _placed(call: OpCall, axis: int) -> list[Placement]:
-    return [spec.placements[axis] for spec in call.tensors]
-
-
 def _untouched(call: OpCall, chosen: list[Strategy]) -> list[bool]:
     """Return per tensor whether earlier axes leave its sharding as it is, so that later ragged shards still fit."""
     return [
@@ -133,11 +127,11 @@ def _choose(
     rule: Factorization,
     call: OpCall,
     registration: Registration,
-    axis: int,
+    current: list[Placement],
     found: list[Strategy],
     nbytes: list[float],
+    ranks: int,
 ) -> Strategy:
-    ranks, current = call.tensors[0].mesh.shape[axis], _placed(call, axis)
     if registration.in_place:
         # The written tensor keeps its placement: views of it and the optimizer's state rely on that.
         found = [strategy for strategy in found if strategy.inputs[0] == strategy.outputs[0] == current[0]]
@@ -152,12 +146,6 @@ def _choose(
             placed = ", ".join(str(current[i]) for i in sorted(rule.operands.written))
             raise call.refuse(f"it would have to change the placements {placed} of tensors that it writes")
     return cheapest(found, current, nbytes, ranks).with_ignored(rule.operands.ignored, current)
-
-
-def _mean_bytes(platform: Platform, spec: TensorSpec) -> float:
-    """Return the bytes of a shard, averaged over ranks: all ranks must make the same choice."""
-    shards = (n for n, placement in zip(spec.mesh.shape, spec.placements, strict=True) if placement.is_shard())
-    return math.prod(spec.shape) * platform.itemsize(spec.dtype) / math.prod(shards)
 
 
 def factor_shardings(rule: Factorization, mesh: DeviceMesh, chosen: list[Strategy]) -> FactorShardings:
@@ -243,11 +231,7 @@ def make_plan(
 
 
 def _plan_by_rule(
-    platform: Platform,
-    name: str,
-    registration: Registration,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    platform: Platform, name: str, registration: Registration, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> LocalPlan:
     # Rules get tensors in the order of the signature, whatever the order of the call's keywords.
     located = locate_tensors(args, dict(sorted(kwargs.items(), key=lambda item: registration.position(item[0]))))
@@ -258,8 +242,10 @@ def _plan_by_rule(
     arguments = {key: specs_of(value) for key, value in bind(registration, args, kwargs).items()}
     call = OpCall(name, arguments, specs)
     check_known(registration, call, args)
-    if registration.in_place and _is_first(registration, located[0][0]):
-        check_reaches_original(name, located[0][1])  # no other placements would help
+    (place, *inside), first = located[0]
+    index = place if isinstance(place, int) else registration.position(place)
+    if registration.in_place and index == 0 and not inside:
+        check_reaches_original(name, first)  # no other placements would help
     rule = rule_of(registration, call)
     if _makes_integers(platform, specs, args, kwargs):
         # round(a) + round(b) is not round(a + b): partial sums must be reduced before they are rounded.
@@ -269,15 +255,17 @@ def _plan_by_rule(
         (tuple(strategy.outputs[i] for strategy in chosen), rule.output_shape(i)) for i in range(len(rule.outputs))
     )
     shardings = factor_shardings(rule, mesh, chosen)
+    replaced: Mapping[str, Any] = {}
+    if rule.work.localize is not None:
+        # A static shape among the arguments (of `view`, `expand`) is global; the local operation needs the local one.
+        shapes = [TensorSpec(mesh, placements, shape, specs[0].dtype).local_shape for placements, shape in outputs]
+        replaced = rule.work.localize(shapes, shardings.spans)
     return LocalPlan(
         platform,
         name,
         mesh=mesh,
         registration=registration,
-        inputs=Inputs(
-            redistributions=_redistributions(name, located, chosen),
-            replaced=_replacements(rule, mesh, outputs, specs[0].dtype, shardings.spans),
-        ),
+        inputs=Inputs(redistributions=_redistributions(name, located, chosen), replaced=replaced),
         outputs=Outputs(
             placed=outputs,
             view=registration.view and len(specs) == 1,
@@ -286,11 +274,6 @@ def _plan_by_rule(
         factors=shardings,
         local=_local_function(rule, shardings.axes, chosen),
     )
-
-
-def _is_first(registration: Registration, location: Location) -> bool:
-    (place, *inside) = location
-    return not inside and (place == 0 if isinstance(place, int) else registration.position(place) == 0)
 
 
 def _makes_integers(
@@ -320,35 +303,13 @@ def _redistributions(
     return tuple(found)
 
 
-def _replacements(
-    rule: Factorization,
-    mesh: DeviceMesh,
-    outputs: tuple[tuple[tuple[Placement, ...], tuple[int, ...]], ...],
-    dtype: Any,
-    spans: Mapping[str, Span],
-) -> Mapping[str, Any]:
-    # A static shape among the arguments (of `view`, `expand`, a factory) is global; the local operation needs the local
-    # one.
-    if rule.work.localize is None:
-        return {}
-    shapes = [TensorSpec(mesh, placements, shape, dtype).local_shape for placements, shape in outputs]
-    return rule.work.localize(shapes, spans)
-
-
 def _local_function(
     rule: Factorization, sharding_axes: Mapping[str, Any], chosen: Sequence[Strategy]
 ) -> Callable[[LocalCall], Any] | None:
-    if rule.work.on_shards is not None and not all(
-        p.is_replicate() or p.is_partial() for s in chosen for p in s.outputs
-    ):
-        return rule.work.on_shards
-    for factor in sharding_axes:
-        if factor in rule.work.by_factor:
-            return rule.work.by_factor[factor]
-    return None
-
-
-INFINITE = float("inf")
+    work = rule.work
+    if work.on_shards is not None and any(p.is_shard() for s in chosen for p in s.outputs):
+        return work.on_shards
+    return next((work.by_factor[factor] for factor in sharding_axes if factor in work.by_factor), None)
 
 
 def cheapest(found: Sequence[Strategy], current: Sequence[Placement], nbytes: Sequence[float], ranks: int) -> Strategy:
@@ -357,37 +318,25 @@ def cheapest(found: Sequence[Strategy], current: Sequence[Placement], nbytes: Se
     # but the result would have placements that the user did not ask for.
     if all(placement.is_replicate() for placement in current):
         return found[0]
-    return min(found, key=lambda strategy: _cost(strategy, current, nbytes, ranks))
 
+    def cost(strategy: Strategy) -> tuple[float, int, bool]:
+        moves = list(zip(current, strategy.inputs, nbytes, strict=True))
+        wire = sum(move_bytes(source, target, size, ranks) for source, target, size in moves)
+        return wire, sum(source != target for source, target, _ in moves), strategy.is_replicated
 
-def _cost(
-    strategy: Strategy, current: Sequence[Placement], nbytes: Sequence[float], ranks: int
-) -> tuple[float, float, int]:
-    moves = list(zip(current, strategy.inputs, nbytes, strict=True))
-    wire = sum(move_bytes(source, target, size, ranks) for source, target, size in moves)
-    changes = sum(source != target for source, target, _ in moves)
-    return wire, changes, strategy.is_replicated
+    return min(found, key=cost)
 
 
 def move_bytes(source: Placement, target: Placement, nbytes: float, ranks: int) -> float:
     """Return the bytes that each rank sends to redistribute a tensor of `nbytes` per rank between two placements."""
-    if source == target:
+    if source == target or source.is_replicate():
         return 0.0
-    match source, target:
-        case (Partial(), Replicate()):
-            # Ring algorithms: an all-reduce is a reduce-scatter and an all-gather, each of which sends (ranks - 1) /
-            # ranks of the tensor per rank (Patarasuk and Yuan, 2009).
-            return 2 * nbytes * (ranks - 1) / ranks
-        case (Partial(), Shard() | RaggedShard() | StridedShard()):
-            return nbytes * (ranks - 1) / ranks
-        case (Shard() | RaggedShard() | StridedShard(), Shard() | RaggedShard() | StridedShard()):
-            return nbytes * (ranks - 1) / ranks
-        case (Shard() | RaggedShard() | StridedShard(), Partial()):
-            return 2 * nbytes * (ranks - 1)  # sends nothing now, but the result is all-reduced later
-        case (Shard() | RaggedShard() | StridedShard(), _):
-            return nbytes * (ranks - 1)
-        case (Replicate(), Partial()) if target == Partial("sum"):
-            return 0.0
-        case (Replicate(), _):
-            return 0.0
-    return INFINITE
+    # From partial sums or from shards to other shards, each rank sends all but its own block.
+    if target.is_shard():
+        return nbytes * (ranks - 1) / ranks
+    if source.is_partial():
+        # Ring algorithms: an all-reduce is a reduce-scatter and an all-gather, each of which sends (ranks - 1) / ranks
+        # of the tensor per rank (Patarasuk and Yuan, 2009). Another kind of partial result does not follow from this.
+        return 2 * nbytes * (ranks - 1) / ranks if target.is_replicate() else math.inf
+    # From shards to partial sums sends nothing now, but the result is all-reduced later.
+    return nbytes * (ranks - 1) * (2 if target.is_partial() else 1)
