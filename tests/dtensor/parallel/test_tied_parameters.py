@@ -217,8 +217,8 @@ def _wrong_plans(platform: Platform) -> list[str]:
 
 
 class _Odd(ColwiseParallel):
-    def _sharded(self, module: Any) -> Any:
-        return {"weight": Shard(3)}
+    def _layout(self, table: str | None) -> Any:
+        return {"weight": Shard(3)}, Replicate(), Replicate()
 
 
 def test_a_plan_of_styles_is_checked_before_anything_changes(hp_platform: Platform) -> None:

@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +98,11 @@ def total_norm(
         if norm_type == math.inf:
             return _reduce(platform, world, _largest(platform, tensors), "max", tensors, copies_over)
         total = platform.zeros((), platform.dtype("float32"))
-        for distinct, locals_ in _by_distinct_shards(platform, tensors).items():
+        groups: dict[int, list[Tensor]] = defaultdict(list)
+        for x in tensors:
+            distinct = x.spec.mesh.size() // x.spec.num_replicas() if isinstance(x, DTensor) else 1
+            groups[distinct].append(local_of(platform, x))
+        for distinct, locals_ in groups.items():
             # The reduction below sums every shard once per replica; this factor makes it count once.
             total = ops.add(total, ops.mul(platform.sum_of_squares(locals_), distinct / holders))
         return ops.sqrt(_reduce(platform, world, total, "sum", tensors, copies_over))
@@ -118,15 +122,6 @@ def _check_tiling(tensors: Iterable[Tensor], holders: int, world: World) -> None
             f"ranks: {', '.join(problems)}. Pass this rank's own parameters only, and the mesh of the ranks with the "
             "same parameters as copies_over."
         )
-
-
-def _by_distinct_shards(platform: Platform, tensors: Iterable[Tensor]) -> dict[int, list[Tensor]]:
-    """Group local shards by the number of distinct shards of their tensors."""
-    groups: dict[int, list[Tensor]] = defaultdict(list)
-    for x in tensors:
-        distinct = x.spec.mesh.size() // x.spec.num_replicas() if isinstance(x, DTensor) else 1
-        groups[distinct].append(local_of(platform, x))
-    return dict(groups)
 
 
 def _largest(platform: Platform, tensors: Iterable[Tensor]) -> Tensor:
@@ -271,7 +266,9 @@ class _Assignment:
 def _assignment(specs: tuple[TensorSpec, ...]) -> _Assignment:
     mesh = specs[0].mesh
     coordinates = tuple(itertools.product(*map(range, mesh.shape)))
-    owners = assign_owners([_cost(spec.shape) for spec in specs], len(coordinates))
+    # Operations of a product of a matrix with its transpose. Outer dimensions are a stack of matrices.
+    costs = [float(math.prod(spec.shape) * min(spec.shape[-2:], default=1)) for spec in specs]
+    owners = assign_owners(costs, len(coordinates))
     me = coordinates.index(mesh.get_coordinate() or ())
     senders = [
         frozenset(i for i, c in enumerate(coordinates) if _sends(spec, c, coordinates[owner]))
@@ -281,11 +278,6 @@ def _assignment(specs: tuple[TensorSpec, ...]) -> _Assignment:
     outgoing = tuple(tuple(t for t, o in enumerate(owners) if o == rank and me in senders[t]) for rank in positions)
     incoming = tuple(tuple(t for t, o in enumerate(owners) if o == me and rank in senders[t]) for rank in positions)
     return _Assignment(specs, coordinates, me, tuple(owners), outgoing, incoming)
-
-
-def _cost(shape: tuple[int, ...]) -> float:
-    # Operations of a product of a matrix with its transpose. Outer dimensions are a stack of matrices.
-    return float(math.prod(shape) * min(shape[-2:], default=1))
 
 
 def _sends(spec: TensorSpec, coordinate: Coordinate, owner: Coordinate) -> bool:
@@ -315,9 +307,12 @@ class _OwnerExchange:
             [shards[t] for tensors in assignment.outgoing for t in tensors], sizes, expected, dtype
         )
         full = {t: self.platform.zeros(assignment.specs[t].shape, dtype) for t in assignment.owned}
-        for (t, rank), elements in self._messages(received, assignment.incoming):
-            for view_of, box in _boxes(self, t, rank, elements):
-                self.platform.copy_(view_of(full[t]), box)
+        start = 0
+        for rank, tensors in enumerate(assignment.incoming):
+            for t in tensors:
+                count = assignment.numel(t, rank)
+                self._fill(full[t], t, rank, self.ops.narrow(received, 0, start, count))
+                start += count
         return self._return_shards({t: compute(x) for t, x in full.items()}, shards, dtype)
 
     def _return_shards(self, results: dict[int, Tensor], shards: Sequence[Tensor], dtype: Any) -> list[Tensor]:
@@ -345,15 +340,6 @@ class _OwnerExchange:
         self.group.all_to_all_into(received, sent, expected, sizes)
         return received
 
-    def _messages(self, flat: Tensor, tensors: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, int], Tensor]]:
-        """Yield ((tensor, sender), elements) of a received buffer."""
-        start = 0
-        for rank, from_rank in enumerate(tensors):
-            for t in from_rank:
-                count = self.assignment.numel(t, rank)
-                yield (t, rank), self.ops.narrow(flat, 0, start, count)
-                start += count
-
     def _shard_of(self, full: Tensor, tensor: int, rank: int) -> Tensor:
         """Return a rank's shard of a full tensor."""
         for dim, ranges in enumerate(self.assignment.specs[tensor].ranges(self.assignment.coordinates[rank])):
@@ -363,34 +349,21 @@ class _OwnerExchange:
             full = slices[0] if len(slices) == 1 else self.ops.cat(slices, dim)
         return full
 
-
-def _boxes(exchange: _OwnerExchange, tensor: int, rank: int, elements: Tensor) -> Iterator[tuple[Compute, Tensor]]:
-    """Split a received shard into boxes that are contiguous in the full tensor.
-
-    Yields:
-        (function from the full tensor to its view of the box, the elements of the box).
-    """
-    ops = exchange.ops
-    ranges = exchange.assignment.specs[tensor].ranges(exchange.assignment.coordinates[rank])
-    sizes = tuple(sum(stop - start for start, stop in dim) for dim in ranges)
-    if not math.prod(sizes):
-        return
-    shard = ops.reshape(elements, sizes)
-    offsets = [itertools.accumulate((stop - start for start, stop in dim), initial=0) for dim in ranges]
-    for box in itertools.product(
-        *(zip(dim, begins, strict=False) for dim, begins in zip(ranges, offsets, strict=True))
-    ):
-        of_box = shard
-        for dim, ((start, stop), begin) in enumerate(box):
-            of_box = ops.narrow(of_box, dim, begin, stop - start)
-
-        # `box` is bound as a default: a closure would see the last value of the loop.
-        def view(full: Tensor, box: Any = box) -> Tensor:
-            for dim, ((start, stop), _) in enumerate(box):
-                full = ops.narrow(full, dim, start, stop - start)
-            return full
-
-        yield view, of_box
+    def _fill(self, full: Tensor, tensor: int, rank: int, elements: Tensor) -> None:
+        """Copy a rank's shard, received as `elements`, into the full tensor."""
+        ranges = self.assignment.specs[tensor].ranges(self.assignment.coordinates[rank])
+        sizes = tuple(sum(stop - start for start, stop in dim) for dim in ranges)
+        if not math.prod(sizes):
+            return
+        shard = self.ops.reshape(elements, sizes)
+        offsets = [itertools.accumulate((stop - start for start, stop in dim), initial=0) for dim in ranges]
+        # Strided and nested shards hold several ranges of a dimension. Each combination of ranges is one box.
+        for box in itertools.product(*(zip(*each, strict=False) for each in zip(ranges, offsets, strict=True))):
+            source, target = shard, full
+            for dim, ((start, stop), offset) in enumerate(box):
+                source = self.ops.narrow(source, dim, offset, stop - start)
+                target = self.ops.narrow(target, dim, start, stop - start)
+            self.platform.copy_(target, source)
 
 
 # Muon -----------------------------------------------------------------------------------------------------
@@ -476,7 +449,13 @@ class Muon:
         grads = {name: grad for name, x in self._parameters.items() if (grad := platform.get_grad(x)) is not None}
         with platform.no_grad():
             directions = {name: self._direction(name, platform.unwrap(grad)) for name, grad in grads.items()}
-            for name, update in self._orthogonalised(directions).items():
+            names = [name for name in directions if _needs_owner(self._parameters[name])]
+            specs = [self._parameters[name].spec for name in names]
+            # All shards of a mesh are sent together, in one all-to-all there and one back.
+            shards = at_owners([directions[name] for name in names], specs, self._newton_schulz)
+            updates = dict(zip(names, shards, strict=True))
+            for name, direction in directions.items():
+                update = updates[name] if name in updates else self._newton_schulz(direction)
                 self._apply(name, update, learning_rate)
         self.num_steps += 1
 
@@ -497,13 +476,6 @@ class Muon:
         self.platform.copy_(momentum, new)
         direction = _mix(ops, grad, new, options.momentum) if options.nesterov else new
         return ops.cast(direction, self.platform.dtype(options.compute_dtype))
-
-    def _orthogonalised(self, directions: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        names = [name for name in directions if _needs_owner(self._parameters[name])]
-        specs = [self._parameters[name].spec for name in names]
-        shards = at_owners([directions[name] for name in names], specs, self._newton_schulz)
-        updates = dict(zip(names, shards, strict=True))
-        return {name: updates[name] if name in updates else self._newton_schulz(x) for name, x in directions.items()}
 
     def _newton_schulz(self, matrix: Tensor) -> Tensor:
         """Return the matrix (or stack) with the same singular vectors and singular values close to one."""

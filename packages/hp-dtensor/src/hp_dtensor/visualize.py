@@ -59,7 +59,9 @@ def sharding_picture(x: TensorSpec | Any, dims: Sequence[int] = (0, 1)) -> Shard
         raise PlacementError(f"a picture shows one or two of the {spec.ndim} dimensions, got {list(dims)}")
     shown = tuple(dim % spec.ndim for dim in shown)
     held = _held(spec, shown)
-    rows, columns = (_cells([ranges[i] for ranges in held.values()]) for i in (0, 1))
+    # Cells lie between any two neighbouring boundaries of all ranks' ranges.
+    edges = [sorted({edge for ranges in held.values() for each in ranges[i] for edge in each}) for i in (0, 1)]
+    rows, columns = (tuple(itertools.pairwise(each)) or ((0, 0),) for each in edges)
     if len(rows) * len(columns) > MAX_CELLS:
         raise PlacementError(
             f"a picture of {len(rows)} x {len(columns)} cells is too large (limit {MAX_CELLS}); slice the mesh"
@@ -81,7 +83,14 @@ def visualize_sharding(x: TensorSpec | Any, dims: Sequence[int] = (0, 1), *, col
         True
     """
     picture = sharding_picture(x, dims)
-    return _rich_table(picture) if color else _plain_table(picture)
+    if not color:
+        return _plain_table(picture)
+    from rich.console import Console
+
+    console = Console(force_terminal=True, color_system="standard", width=200)
+    with console.capture() as capture:
+        console.print(_rich(picture))
+    return capture.get()
 
 
 def print_sharding(x: TensorSpec | Any, dims: Sequence[int] = (0, 1)) -> None:
@@ -144,12 +153,6 @@ def _held(spec: TensorSpec, dims: tuple[int, ...]) -> dict[int, tuple[Sequence[B
         shown = [ranges[dim] for dim in dims] + [((0, 1),)] * (2 - len(dims))
         held[spec.mesh.rank_at(coordinate)] = (shown[0], shown[1])
     return held
-
-
-def _cells(held: Sequence[Sequence[Boundary]]) -> tuple[Boundary, ...]:
-    """Return the (start, stop) of the cells: between any two neighbouring boundaries of all ranks' ranges."""
-    edges = sorted({edge for ranges in held for boundary in ranges for edge in boundary})
-    return tuple(itertools.pairwise(edges)) or ((0, 0),)
 
 
 def _holders(
@@ -244,12 +247,3 @@ def _rich(picture: ShardingPicture) -> Any:
         ]
         table.add_row(_range(boundary) if picture.dims else "value", *cells)
     return table
-
-
-def _rich_table(picture: ShardingPicture) -> str:
-    from rich.console import Console
-
-    console = Console(force_terminal=True, color_system="standard", width=200)
-    with console.capture() as capture:
-        console.print(_rich(picture))
-    return capture.get()

@@ -168,27 +168,22 @@ class PlannedParameters:
             None if the entry is wrong, which is added to `problems`: the parameter is a DTensor already or has gradient
             hooks, the placements do not fit mesh or shape, or another entry places the same parameter differently.
         """
-        problem, normal = self._read(label, parameter, placements)
-        if problem is not None:
-            self.problems.append(problem)
-        return normal
-
-    def _read(
-        self, label: str, parameter: Tensor, placements: Sequence[Placement]
-    ) -> tuple[str | None, Placements | None]:
         if isinstance(parameter, DTensor):
-            return f"{label}: is a DTensor already, placed {parameter.spec.describe_placements()}", None
-        if (hooks := gradients.lost_hooks(self._mesh.platform, label, parameter)) is not None:
-            return hooks, None
-        try:
-            normal = normalize_placements(self._mesh, placements, len(parameter.shape))
-        except PlacementError as error:
-            return f"{label}: {error}", None
-        # By identity, so that the entries of a tied parameter are compared with each other.
-        first, known = self._placed.setdefault(id(parameter), (label, normal))
-        if known != normal:
-            return f"{label}: the same parameter as {first}: placed {list(normal)} and {list(known)}", None
-        return None, normal
+            problem = f"{label}: is a DTensor already, placed {parameter.spec.describe_placements()}"
+        elif (hooks := gradients.lost_hooks(self._mesh.platform, label, parameter)) is not None:
+            problem = hooks
+        else:
+            try:
+                normal = normalize_placements(self._mesh, placements, len(parameter.shape))
+                # By identity, so that the entries of a tied parameter are compared with each other.
+                first, known = self._placed.setdefault(id(parameter), (label, normal))
+                if known == normal:
+                    return normal
+                problem = f"{label}: the same parameter as {first}: placed {list(normal)} and {list(known)}"
+            except PlacementError as error:
+                problem = f"{label}: {error}"
+        self.problems.append(problem)
+        return None
 
 
 PartitionFn = Callable[[str, Module, DeviceMesh], None]
@@ -238,19 +233,16 @@ def distribute_module(
         tie_again(platform, tied)
     replicate_plain(module, mesh)
     if input_fn is not None:
-        platform.add_forward_pre_hook(
-            module, lambda m, args, kwargs: (_arguments(input_fn(m, args, mesh), args), kwargs)
-        )
+
+        def before(m: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            # As in torch: None leaves the arguments of the call, and a single argument needs no tuple.
+            found: Any = input_fn(m, args, mesh)
+            return args if found is None else found if isinstance(found, tuple) else (found,), kwargs
+
+        platform.add_forward_pre_hook(module, before)
     if output_fn is not None:
         platform.add_forward_hook(module, lambda m, args, kwargs, output: output_fn(m, output, mesh))
     return module
-
-
-def _arguments(returned: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the positional arguments that `input_fn` returned; None leaves those of the call."""
-    if returned is None:
-        return args
-    return returned if isinstance(returned, tuple) else (returned,)
 
 
 def replicate_plain(module: Module, device_mesh: DeviceMesh, src_data_rank: int | None = 0) -> None:

@@ -27,8 +27,9 @@ from hp_dtensor.platform.selection import get_platform
 Tensor = Any
 
 
-# Per thread, as each simulated rank is a thread that may build for its own platform.
 class _Building(threading.local):
+    """The platforms of this thread's `building` blocks: each simulated rank is a thread with its own."""
+
     def __init__(self) -> None:
         self.platforms: list[Platform] = []
 

@@ -61,8 +61,7 @@ class ParallelStyle(ABC):
         Raises:
             MeshError: `device_mesh` is not a mesh.
         """
-        device_mesh = require_mesh(type(self).__name__, device_mesh)
-        return self._apply(module, device_mesh)
+        return self._apply(module, require_mesh(type(self).__name__, device_mesh))
 
     @abstractmethod
     def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
@@ -107,8 +106,7 @@ def parallelize_module(
         >>> run_ranks(program, 2)[0]
         ((Shard(0),), (Shard(1),))
     """
-    given = device_mesh if device_mesh is not None else get_current_mesh()
-    device_mesh = require_mesh("parallelize_module", given)
+    device_mesh = require_mesh("parallelize_module", device_mesh if device_mesh is not None else get_current_mesh())
     if device_mesh.ndim != 1:
         raise MeshError(f"parallelize_module needs a 1-D mesh, got {device_mesh.describe()}; slice it: mesh['tp']")
     if parallelize_plan is None:
@@ -120,7 +118,8 @@ def parallelize_module(
         )
     platform = device_mesh.platform
     # Everything below, up to the error, only reads, so a wrong plan leaves the model unchanged.
-    matches = _matches(module, platform, _by_name(parallelize_plan))
+    plan = {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan
+    matches = _matches(module, platform, plan)
     # Found before styles replace parameters in single modules.
     tied = tied_owners(platform, module)
     problems = [*_placement_problems(platform, device_mesh, matches), *_uncovered_ties(platform, tied, matches)]
@@ -132,10 +131,6 @@ def parallelize_module(
         style.apply(target, device_mesh)
     tie_again(platform, tied)
     return module
-
-
-def _by_name(plan: ParallelStyle | Mapping[str, ParallelStyle]) -> Mapping[str, ParallelStyle]:
-    return {"": plan} if isinstance(plan, ParallelStyle) else plan
 
 
 def _matches(module: Module, platform: Platform, plan: Mapping[str, ParallelStyle]) -> Matches:

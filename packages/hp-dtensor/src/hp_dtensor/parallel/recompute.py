@@ -380,7 +380,13 @@ def as_one_node(call: CheckpointedCall, local: Tensor) -> Tensor:
         leaf = call.leaf()
         y = call.again(leaf)
         with platform.enable_grad():
-            end = _end_of(platform, y.to_local() if isinstance(y, DTensor) else y, grad)
+            # A scalar whose backward passes `grad` to the result and that does not hold its data. Its own gradient is
+            # ignored; float32, because MindSpore's CPU cannot make ones of bfloat16.
+            end = platform.custom_function(
+                lambda _: platform.zeros((), platform.dtype("float32")),
+                lambda _: grad,
+                y.to_local() if isinstance(y, DTensor) else y,
+            )
             # The recomputed result is not needed, so its memory is freed before the backward.
             del y
             platform.backward(end)
@@ -412,12 +418,6 @@ _GIVEN_INPUTS = (
 _backward_to_given_inputs: ContextVar[bool] = ContextVar(
     "hp_dtensor.parallel.recompute.backward_to_given_inputs", default=False
 )
-
-
-def _end_of(platform: Platform, y: Tensor, grad: Tensor) -> Tensor:
-    """Return a scalar whose backward passes `grad` to `y`. The scalar does not hold the data of `y`."""
-    # float32 for the scalar's own gradient, which is ignored: MindSpore's CPU cannot make ones of bfloat16.
-    return platform.custom_function(lambda y: platform.zeros((), platform.dtype("float32")), lambda _: grad, y)
 
 
 def checkpoint(

@@ -108,12 +108,12 @@ class _ShardedLayer(ParallelStyle):
         self.use_local_output = use_local_output
 
     @abstractmethod
-    def _sharded(self, module: Module) -> Mapping[str, Placement]:
-        """Return the placements of the sharded parameters; the others are replicated."""
+    def _layout(self, table: str | None) -> tuple[Mapping[str, Placement], Placement, Placement]:
+        """Return the placements of the sharded parameters, of the input to compute with, and of the output by default.
 
-    @abstractmethod
-    def _boundary(self, module: Module) -> tuple[Placement, Placement, Placement]:
-        """Return the placements of a plain input, of the input that the layer computes with, and of the output."""
+        Args:
+            table: name of an embedding's table; None for a linear layer.
+        """
 
     def unfit(self, module: Module, platform: Platform) -> str | None:
         names = list(own_parameters(platform, module))
@@ -123,7 +123,7 @@ class _ShardedLayer(ParallelStyle):
         return f"it is for a linear layer or an embedding, with a weight; {type(module).__name__} has {own}"
 
     def placements(self, module: Module, platform: Platform) -> Mapping[str, Placement]:
-        sharded = self._sharded(module)
+        sharded, _, _ = self._layout(_table_of(module))
         own = own_parameters(platform, module)
         names: dict[int, str] = {}
         for name, parameter in own.items():
@@ -137,7 +137,9 @@ class _ShardedLayer(ParallelStyle):
         platform = device_mesh.platform
         for name, placement in self.placements(module, platform).items():
             place_parameter(module, name, device_mesh, (placement,), self.src_data_rank)
-        given, wanted, result = self._boundary(module)
+        _, wanted, result = self._layout(_table_of(module))
+        # A plain input is expected in the placement that the layer computes with, unless stated otherwise.
+        given, result = self.input_layouts or wanted, self.output_layouts or result
 
         def before(m: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             return (to_placement(first_input(m, args), device_mesh, given, wanted), *args[1:]), kwargs
@@ -173,12 +175,9 @@ class ColwiseParallel(_ShardedLayer):
         ((Shard(0),), (3, 3))
     """
 
-    def _sharded(self, module: Module) -> Mapping[str, Placement]:
-        table = _table_of(module)
-        return {"weight": Shard(0), "bias": Shard(0)} if table is None else {table: Shard(1)}
-
-    def _boundary(self, module: Module) -> tuple[Placement, Placement, Placement]:
-        return self.input_layouts or Replicate(), Replicate(), self.output_layouts or Shard(-1)
+    def _layout(self, table: str | None) -> tuple[Mapping[str, Placement], Placement, Placement]:
+        sharded = {"weight": Shard(0), "bias": Shard(0)} if table is None else {table: Shard(1)}
+        return sharded, Replicate(), Shard(-1)
 
 
 class RowwiseParallel(_ShardedLayer):
@@ -201,13 +200,13 @@ class RowwiseParallel(_ShardedLayer):
         ((Shard(1),), (3, 6))
     """
 
-    def _sharded(self, module: Module) -> Mapping[str, Placement]:
-        table = _table_of(module)
-        return {"weight": Shard(1)} if table is None else {table: Shard(0)}
-
-    def _boundary(self, module: Module) -> tuple[Placement, Placement, Placement]:
-        wanted = Replicate() if _table_of(module) is not None else Shard(-1)
-        return self.input_layouts or wanted, wanted, self.output_layouts or Replicate()
+    def _layout(self, table: str | None) -> tuple[Mapping[str, Placement], Placement, Placement]:
+        # Every rank looks all ids up in its part of the vocabulary, so ids are replicated.
+        return (
+            ({"weight": Shard(1)}, Shard(-1), Replicate())
+            if table is None
+            else ({table: Shard(0)}, Replicate(), Replicate())
+        )
 
 
 class SequenceParallel(ParallelStyle):
@@ -298,9 +297,6 @@ class PrepareModuleInput(ParallelStyle):
         self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
         self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
         self.use_local_output = use_local_output
-        self._check()
-
-    def _check(self) -> None:
         given, desired = len(self.input_layouts), len(self.desired_input_layouts)
         by_name, desired_by_name = sorted(self.input_kwarg_layouts), sorted(self.desired_input_kwarg_layouts)
         problems = []
@@ -312,27 +308,27 @@ class PrepareModuleInput(ParallelStyle):
             raise PlanError(f"PrepareModuleInput: {'; '.join(problems)}; they must match")
 
     def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
+        by_position = list(zip(self.input_layouts, self.desired_input_layouts, strict=True))
+
+        def place(x: Any, given: Placement | None, desired: Placement | None) -> Any:
+            return _placed(x, device_mesh, (given, desired), self.use_local_output)
+
         def prepare(m: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return self._positional(args, device_mesh), self._keywords(kwargs, device_mesh)
+            if by_position and len(args) != len(by_position):
+                raise PlanError(
+                    f"PrepareModuleInput: the module got {len(args)} inputs, the plan has {len(by_position)}"
+                )
+            # Without layouts by position the positional arguments stay as they are, in any number.
+            placed = [place(x, *ways) for x, ways in zip(args, by_position, strict=True)] if by_position else args
+            kwargs = dict(kwargs)
+            # An optional argument that is not given needs no placement.
+            for name in self.input_kwarg_layouts.keys() & kwargs.keys():
+                ways = self.input_kwarg_layouts[name], self.desired_input_kwarg_layouts[name]
+                kwargs[name] = place(kwargs[name], *ways)
+            return tuple(placed), kwargs
 
         device_mesh.platform.add_forward_pre_hook(module, prepare)
         return module
-
-    def _positional(self, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        layouts = list(zip(self.input_layouts, self.desired_input_layouts, strict=True))
-        if not layouts:
-            return args
-        if len(args) != len(layouts):
-            raise PlanError(f"PrepareModuleInput: the module got {len(args)} inputs, the plan has {len(layouts)}")
-        return tuple(_placed(x, mesh, ways, self.use_local_output) for x, ways in zip(args, layouts, strict=True))
-
-    def _keywords(self, kwargs: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
-        prepared = dict(kwargs)
-        # An optional argument that is not given needs no placement.
-        for name in self.input_kwarg_layouts.keys() & kwargs.keys():
-            ways = self.input_kwarg_layouts[name], self.desired_input_kwarg_layouts[name]
-            prepared[name] = _placed(kwargs[name], mesh, ways, self.use_local_output)
-        return prepared
 
 
 class PrepareModuleOutput(ParallelStyle):

@@ -71,12 +71,15 @@ def distribute_tensor(
     if is_broadcast:
         # A broadcast between different sizes would hang, or return values that no rank has. If only some ranks required
         # a gradient, later backwards would communicate on some ranks only.
-        rank_checks.require_same(what, target, f"{_gradient_kind(platform, tensor)}, {src_data_rank=}")
+        kind = "a leaf that requires" if platform.is_leaf(tensor) else "computed, requires"
+        gradient = f", {kind} a gradient" if platform.requires_grad(tensor) else ""
+        rank_checks.require_same(what, target, f"{gradient}, {src_data_rank=}")
     else:
         rank_checks.check_created(what, target)
     if not platform.requires_grad(tensor):
         return _distributed(tensor, target, src_data_rank)
     if platform.is_leaf(tensor):
+        # Another leaf and not a function of the tensor: an optimizer updates leaves.
         with platform.no_grad():
             result = _distributed(platform.detach(tensor), target, src_data_rank)
         platform.set_requires_grad(result, True)
@@ -88,12 +91,6 @@ def distribute_tensor(
             "rank has computed the same"
         )
     return _distributed(tensor, target, src_data_rank)
-
-
-def _gradient_kind(platform: Platform, tensor: Tensor) -> str:
-    if not platform.requires_grad(tensor):
-        return ""
-    return ", a leaf that requires a gradient" if platform.is_leaf(tensor) else ", computed, requires a gradient"
 
 
 def _distributed(tensor: Tensor, target: TensorSpec, src_data_rank: int | None) -> Any:
@@ -128,7 +125,7 @@ def _check_distributed(x: Any, device_mesh: DeviceMesh | None, placements: Place
 
 
 def from_local(
-    local: Tensor,
+    local_tensor: Tensor,
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
     *,
@@ -137,16 +134,16 @@ def from_local(
     stride: Sequence[int] | None = None,
     grad_placements: Placements | None = None,
 ) -> Any:
-    """Return a DTensor whose shard on this rank is `local`, without communication. Follows `DTensor.from_local`.
+    """Return a DTensor whose shard on this rank is `local_tensor`, without communication. Follows `DTensor.from_local`.
 
     Args:
-        local: a plain tensor. The result shares its memory and its graph.
+        local_tensor: a plain tensor. The result shares its memory and its graph.
         device_mesh: default: the current one (`with mesh:`).
         placements: one per mesh axis, or alias names, one per tensor dimension; default: replicated.
         shape: the global shape. Default: computed as if every rank's shard had the shape of this one. With uneven
             shards ranks then assume different global shapes, and operations go wrong; pass `shape` or `run_check`.
-        stride: the global strides (in elements). They must match the memory order of `local`.
-        grad_placements: placements to which the gradient is redistributed before it reaches `local`. Default:
+        stride: the global strides (in elements). They must match the memory order of `local_tensor`.
+        grad_placements: placements to which the gradient is redistributed before it reaches `local_tensor`. Default:
             those that follow from `placements` (R -> R, S -> S, P -> R). Sharded axes must be sharded alike. An axis
             with a replicated gradient and `Partial()` here is left as it is, as in torch: each rank gets its own copy.
         run_check: exchange shapes and fingerprints of values between all ranks of the mesh. Replicas must be equal and,
@@ -155,8 +152,8 @@ def from_local(
 
     Raises:
         PlacementError: placements that do not fit.
-        ShardShapeError: `local` does not have the shape of this rank's shard; with `run_check` raised on every rank,
-            naming those whose shards do not fit. Also `stride` without `shape`, or of another memory order.
+        ShardShapeError: `local_tensor` does not have the shape of this rank's shard; with `run_check` raised on every
+            rank, naming those whose shards do not fit. Also `stride` without `shape`, or of another memory order.
         RankMismatchError: with `run_check`, if replicas or dtypes differ. Names the ranks.
 
     Example:
@@ -166,6 +163,7 @@ def from_local(
         >>> run_ranks(program, 2)[0]
         (4, 3)
     """
+    local = local_tensor
     if isinstance(local, DTensorBase):
         raise MixedOperandsError("from_local takes a plain local tensor, got a DTensor")
     device_mesh, given = _mesh_and_placements("from_local", local, device_mesh, placements)
@@ -210,7 +208,15 @@ def _check_stride(spec: TensorSpec, local: Tensor, has_shape: bool, stride: tupl
 
 
 def to_local(x: Any, grad_placements: Placements | None = None) -> Tensor:
-    """Return the local shard of a DTensor as a plain tensor; see `DTensor.to_local`."""
+    """Return the local shard of a DTensor as a plain tensor; differentiable.
+
+    Args:
+        grad_placements: the placements of the incoming gradient. Default: those that follow from the placements of the
+            value (R -> R, S -> S, P -> R). Pass `Partial()` for a replicated tensor that each rank uses differently.
+
+    Raises:
+        PlacementError: the gradient would be sharded unlike the value.
+    """
     spec: TensorSpec = x.spec
     platform = spec.mesh.platform
     local = platform.unwrap(x)

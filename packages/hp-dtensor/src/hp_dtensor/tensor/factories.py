@@ -48,7 +48,9 @@ def zeros(
         >>> run_ranks(program, 2)[0]
         0.0
     """
-    return _make(size, device_mesh, placements, dtype, layout, requires_grad, _zeros)
+    return _make(
+        size, device_mesh, placements, dtype, layout, requires_grad, lambda p, s: p.zeros(s.local_shape, s.dtype)
+    )
 
 
 def empty(
@@ -68,7 +70,9 @@ def empty(
         >>> run_ranks(program, 2)[0]
         ((4, 2), (2, 2))
     """
-    return _make(size, device_mesh, placements, dtype, layout, requires_grad, _empty)
+    return _make(
+        size, device_mesh, placements, dtype, layout, requires_grad, lambda p, s: p.empty(s.local_shape, s.dtype)
+    )
 
 
 def full(
@@ -92,14 +96,18 @@ def full(
         >>> run_ranks(program, 2)[0]
         [0.5, 0.5]
     """
-
     # torch infers the dtype from Python numbers only: a complex or bool scalar of NumPy would become a real one.
     number = fill_value.item() if hasattr(fill_value, "item") else fill_value
-
-    def fill(platform: Platform, spec: TensorSpec) -> Tensor:
-        return platform.ops.full(spec.local_shape, number, spec.dtype)
-
-    return _make((size,), device_mesh, placements, dtype, layout, requires_grad, fill, of=number)
+    return _make(
+        (size,),
+        device_mesh,
+        placements,
+        dtype,
+        layout,
+        requires_grad,
+        lambda p, s: p.ops.full(s.local_shape, number, s.dtype),
+        of=number,
+    )
 
 
 def ones(
@@ -119,7 +127,9 @@ def ones(
         >>> run_ranks(program, 2)[0]
         4.0
     """
-    return _make(size, device_mesh, placements, dtype, layout, requires_grad, _ones)
+    return _make(
+        size, device_mesh, placements, dtype, layout, requires_grad, lambda p, s: p.ops.ones(s.local_shape, s.dtype)
+    )
 
 
 def rand(
@@ -143,9 +153,7 @@ def rand(
         >>> run_ranks(program, 2, platform, Shard(0)) == run_ranks(program, 2, platform, Replicate())
         True
     """
-    return _make(
-        size, device_mesh, placements, dtype, layout, requires_grad, lambda p, spec: _drawn(p, spec, "uniform")
-    )
+    return _make(size, device_mesh, placements, dtype, layout, requires_grad, lambda p, s: _drawn(p, s, "uniform"))
 
 
 def randn(
@@ -166,7 +174,7 @@ def randn(
         >>> run_ranks(program, 2, platform, Shard(0)) == run_ranks(program, 2, platform, Replicate())
         True
     """
-    return _make(size, device_mesh, placements, dtype, layout, requires_grad, lambda p, spec: _drawn(p, spec, "normal"))
+    return _make(size, device_mesh, placements, dtype, layout, requires_grad, lambda p, s: _drawn(p, s, "normal"))
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
@@ -197,7 +205,9 @@ def _make(
         raise ValueError(f"a factory creates dense tensors, layout torch.strided; got layout={layout!r}")
     mesh = require_mesh("a factory", device_mesh if device_mesh is not None else get_current_mesh())
     platform = mesh.platform
-    sizes = _flat(size)
+    # The numbers may be one sequence, as in torch.
+    given: Any = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    sizes: tuple[int, ...] = tuple(given)
     chosen = normalize_placements(mesh, placements_on("a factory", mesh, placements, len(sizes)), len(sizes))
     if any(placement.is_partial() for placement in chosen):
         raise PlacementError(f"a factory cannot make partial results, got {list(chosen)}; use DTensor.from_local")
@@ -209,24 +219,6 @@ def _make(
     if requires_grad:
         platform.set_requires_grad(result, True)
     return result
-
-
-def _zeros(platform: Platform, spec: TensorSpec) -> Tensor:
-    return platform.zeros(spec.local_shape, spec.dtype)
-
-
-def _empty(platform: Platform, spec: TensorSpec) -> Tensor:
-    return platform.empty(spec.local_shape, spec.dtype)
-
-
-def _ones(platform: Platform, spec: TensorSpec) -> Tensor:
-    return platform.ops.ones(spec.local_shape, spec.dtype)
-
-
-def _flat(shape: Sequence[Shape]) -> tuple[int, ...]:
-    if len(shape) == 1 and not isinstance(shape[0], int):
-        return tuple(shape[0])
-    return tuple(shape)  # type: ignore[arg-type]
 
 
 def _drawn(platform: Platform, spec: TensorSpec, distribution: str) -> Tensor:

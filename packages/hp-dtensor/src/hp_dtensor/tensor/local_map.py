@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
@@ -109,14 +109,21 @@ def _mapped(
 
     @functools.wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        _check_keywords(kwargs)
+        by_name = [name for name, x in kwargs.items() if isinstance(x, DTensor)]
+        if by_name:
+            raise PlacementError(f"local_map: DTensors are passed by position, got {', '.join(by_name)} by keyword")
         flat, rebuilt = flattened(args)
-        mesh = device_mesh or _mesh_of(flat)
+        mesh = device_mesh or next((x.device_mesh for x in flat if isinstance(x, DTensor)), None)
         if mesh is None or not any(isinstance(x, DTensor) for x in flat):
             return func(*args, **kwargs)
         wanted = _per_argument(in_placements, flat, "in_placements")
         grads = _per_argument(in_grad_placements, flat, "in_grad_placements")
-        outs = _Outputs(mesh, _out_entries(out_placements, mesh), checked)
+        is_one = out_placements is None or is_specification(out_placements)
+        placed = [
+            _placements(mesh, entry, f"out_placements[{index}]")
+            for index, entry in enumerate([out_placements] if is_one else out_placements)
+        ]
+        outs = _Outputs(mesh, placed, checked)
         if in_placements is not None:
             plain = mesh.platform.Tensor if plain_inputs else ()
             flat = [_check_argument(x, i, wanted[i], plain, redistribute_inputs) for i, x in enumerate(flat)]
@@ -150,16 +157,6 @@ def custom_shard(
     return _mapped(func, (out_placements, in_placements, None), device_mesh, redistribute_inputs, plain_inputs=False)
 
 
-def _mesh_of(args: Sequence[Any]) -> DeviceMesh | None:
-    return next((x.device_mesh for x in args if isinstance(x, DTensor)), None)
-
-
-def _check_keywords(kwargs: Mapping[str, Any]) -> None:
-    given = [name for name, x in kwargs.items() if isinstance(x, DTensor)]
-    if given:
-        raise PlacementError(f"local_map: DTensors are passed by position, got {', '.join(given)} by keyword")
-
-
 def _per_argument(entries: Sequence[Any] | None, args: Sequence[Any], name: str) -> Sequence[Any]:
     if entries is None:
         return [None] * len(args)
@@ -172,7 +169,8 @@ def _check_argument(x: Any, index: int, wanted: Placements | None, plain: Any, r
     """Return an argument placed as `wanted`. Tensors of the type `plain` are returned unchanged."""
     if not isinstance(x, DTensor):
         if wanted is not None and not isinstance(x, plain):
-            raise PlacementError(f"local_map: argument {index} has placements {_shown(wanted)} but is not a DTensor")
+            shown = list(wanted) if isinstance(wanted, (tuple, list)) else wanted
+            raise PlacementError(f"local_map: argument {index} has placements {shown} but is not a DTensor")
         return x
     mesh = x.device_mesh
     placements = _placements(mesh, wanted, f"in_placements[{index}]")
@@ -216,10 +214,15 @@ def _grad_along(axis: int, index: int, specs: Sequence[TensorSpec | None], outs:
     # Replicated argument. If ranks compute different outputs along the axis, each computes its own contribution to the
     # gradient. If all outputs and all other arguments are replicated too, each rank computes all of it.
     same = outs.replicated_along(spec.mesh, axis)
-    others = [other for other in specs if other is not None and _varies_along(other, spec.mesh, axis)]
     if same and not any(same):
         return Partial()
-    if same and all(same) and not others:
+    others_replicated = True
+    for other in specs:
+        if other is not None:
+            own = _axis_of(other.mesh, spec.mesh, axis)
+            # A tensor on a mesh without this axis counts only if it is replicated on all axes of its own.
+            others_replicated &= other.is_replicated() if own is None else other.placements[own].is_replicate()
+    if same and all(same) and others_replicated:
         return Replicate()
     name = spec.mesh.mesh_dim_names[axis]
     why = "the mesh of the outputs has no such axis"
@@ -244,12 +247,6 @@ def _axis_of(mesh: DeviceMesh, other: DeviceMesh, axis: int) -> int | None:
     return next((each for each in range(mesh.ndim) if mesh.group_over((each,)).ranks == line), None)
 
 
-def _varies_along(spec: TensorSpec, mesh: DeviceMesh, axis: int) -> bool:
-    """Return whether ranks along an axis of `mesh` hold different data of a tensor, which may be on another mesh."""
-    own = _axis_of(spec.mesh, mesh, axis)
-    return not (spec.is_replicated() if own is None else spec.placements[own].is_replicate())
-
-
 def _placements(mesh: DeviceMesh, entry: Any, where: str) -> tuple[Placement, ...] | None:
     if entry is None:
         return None
@@ -259,17 +256,6 @@ def _placements(mesh: DeviceMesh, entry: Any, where: str) -> tuple[Placement, ..
     if (count := wrong_count(mesh, placements)) is not None:
         raise PlacementError(f"local_map: {where}: {count}")
     return placements
-
-
-def _shown(entry: Any) -> Any:
-    """Return an entry as it is printed in messages."""
-    return list(entry) if isinstance(entry, (tuple, list)) else entry
-
-
-def _out_entries(placements: Any, mesh: DeviceMesh) -> list[Outputs]:
-    """Return the placements of each output."""
-    entries = [placements] if placements is None or is_specification(placements) else list(placements)
-    return [_placements(mesh, entry, f"out_placements[{index}]") for index, entry in enumerate(entries)]
 
 
 class _Outputs:
@@ -318,7 +304,7 @@ class _Outputs:
 
 
 Sharding = tuple[tuple[int, Any], ...]
-"""How a dimension is sharded: the axes, each with the kind of its placement."""
+"""The sharding of a dimension: the axes, each with the kind of its placement."""
 
 
 def _shardings(placements: Sequence[Placement]) -> dict[int, Sharding]:
