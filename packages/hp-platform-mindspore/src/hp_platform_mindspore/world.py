@@ -10,13 +10,12 @@ from typing import Any
 import mindspore.mint.distributed as dist
 import numpy as np
 from mindspore.communication.management import _init_with_store
-from mindspore.mint.distributed import distributed as _distributed
 
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import NoCommunicationGroup, World
 from hp_dtensor.exceptions import PlatformError
 from hp_platform_mindspore.platform_base import MindSporeBase
-from hp_platform_mindspore.process_groups import MCCL_WORLD, HostGroup, NativeGroup
+from hp_platform_mindspore.process_groups import HostGroup, NativeGroup
 from hp_platform_mindspore.tensor.memory import share
 
 TIMEOUT_VARIABLE = "MS_CPU_COMM_OP_TIMEOUT"
@@ -82,9 +81,6 @@ def _join(platform: MindSporeBase, rank: int, size: int, address: str, timeout_s
     # Instead of `init_process_group`, which refuses the backend mccl.
     store = dist.TCPStore(host, int(port), world_size=size, is_master=rank == 0, timeout=timeout)
     _init_with_store(backend="mccl", timeout=timeout, world_size=size, rank=rank, store=store)
-    # The default argument of these is HCCL's group for every backend, and isend and irecv look up ranks with it.
-    for function in (_distributed.get_cache_group_rank, _distributed.get_cache_group_size):
-        function.__defaults__ = (MCCL_WORLD,)
     _wait_for_all(store, size, timeout_seconds)
 
 

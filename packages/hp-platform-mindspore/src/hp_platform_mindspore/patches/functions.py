@@ -17,6 +17,7 @@ from mindspore import Parameter, Tensor, nn
 
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.tensor.conversions import replicate_like
+from hp_platform_mindspore.process_groups import MCCL_WORLD
 from hp_platform_mindspore.tensor import autograd
 from hp_platform_mindspore.tensor.dtensor import MindSporeDTensor, is_local
 
@@ -171,10 +172,19 @@ FUNCTIONS: dict[str, Function] = {
     "randn_like": _random_like("randn_like"),
     "randint_like": _randint_like,
     "full_like": _full_like,
-    "isreal": lambda run, input: run.eq(run.zeros_like(input), 0),
     "tensor_split": lambda run, input, indices_or_sections, axis=0: run.tensor_split(input, indices_or_sections, axis),
 }
 """By name in `mindspore.ops`: the same function, called as `function(operations of the platform, *arguments)`."""
+
+
+def looking_into_own_world(own: Callable[..., int]) -> Callable[..., int]:
+    """Make the search for this rank in a group default to the group of all ranks that exists on this device."""
+
+    @functools.wraps(own)
+    def get_cache_group_rank(*group: str) -> int:
+        return own(*group) if group or ms.get_context("device_target") != "CPU" else own(MCCL_WORLD)
+
+    return get_cache_group_rank
 
 
 def saving_global_tensors(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -148,6 +148,12 @@ PATCHES = (
         optimizers.stepping_on_shards,
     ),
     Patch(
+        "mindspore.mint.distributed.distributed.get_cache_group_rank",
+        "`isend` and `irecv` look this rank up in HCCL's group, which does not exist on CPU",
+        "no tensors: the default group is MCCL's on CPU",
+        functions.looking_into_own_world,
+    ),
+    Patch(
         "mindspore.train.serialization._convert_save_obj_to_param_list",
         "would save this rank's shard",
         "global tensors are saved; every rank must call `save_checkpoint`",
