@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # All that a command would import itself, each time anew in a forked process.
-from hp_trainer.cli import commands, main, runs  # noqa: F401
+from hp_trainer.cli import main, train  # noqa: F401
 
 
 @dataclass(frozen=True)

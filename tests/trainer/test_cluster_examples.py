@@ -13,7 +13,7 @@ import pytest
 import yaml
 from running_commands import BIN, LAUNCHERS_VARIABLES, START_SECONDS, steps_of
 
-from hp_trainer.cli.arguments import Parser, parse
+from hp_trainer.cli.train import run_command
 
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
 
@@ -62,8 +62,8 @@ def test_the_kubernetes_job_starts_one_torchrun_on_each_machine(hp_platform) -> 
     (container,) = pod["containers"]
     arguments = [word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in container["args"]]
     begin = arguments.index("hp_trainer")
-    options, overrides = parse(_run_parser(), arguments[begin + 2 :])
-    assert (options.config, overrides) == ("/config/run.yaml", [("run.folder", "/runs/first")])
+    given = run_command.make_context("run", arguments[begin + 2 :]).params
+    assert given == {"config": "/config/run.yaml", "overrides": [("run.folder", "/runs/first")]}
     # Pod 0 of the job is found as NAME-0 in the subdomain of the service.
     name = job["metadata"]["name"]
     assert f"--master-addr={name}-0.{pod['subdomain']}" in arguments
@@ -77,12 +77,6 @@ def test_the_kubernetes_job_starts_one_torchrun_on_each_machine(hp_platform) -> 
         assert told.nnodes == str(job["spec"]["completions"]) == str(job["spec"]["parallelism"])
         assert told.nproc_per_node == str(container["resources"]["limits"]["nvidia.com/gpu"])
         assert (told.node_rank, told.module, told.training_script) == (1, True, "hp_trainer")
-
-
-def _run_parser() -> Parser:
-    parser = Parser(prog="hp-train run", add_help=False)
-    parser.add_argument("config")
-    return parser
 
 
 def test_the_ray_job_starts_every_rank_with_its_place(monkeypatch, capsys) -> None:

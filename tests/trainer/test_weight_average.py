@@ -107,7 +107,7 @@ def test_weights_that_were_not_averaged_are_refused_by_name(lab: Lab, tmp_path, 
         assert cli.main([*command, "--weights=ema"]) == 2
         assert "has no moving averages of the weights: its run was trained without" in capsys.readouterr().err
     assert cli.main(["evaluate", str(run.path), "--weights=best"]) == 2
-    assert "argument --weights: invalid choice: 'best'" in capsys.readouterr().err
+    assert "Invalid value for '--weights': 'best' is not one of 'last', 'ema'." in capsys.readouterr().err
 
 
 def test_a_step_that_overflows_leaves_the_average_alone(lab: Lab, monkeypatch):

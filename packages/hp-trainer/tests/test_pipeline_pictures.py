@@ -87,9 +87,9 @@ def test_a_file_that_holds_no_schedule(show, tmp_path, content, message):
         (("1f1b", "--ranks=2", "--microbatches=2", "--forward=1e308"), "whose sum over a step is a finite number"),
         (
             ("1f1b", "--ranks=2", "--microbatches=2", "--to=nowhere/a.png"),
-            "--to: expected a file in an existing folder",
+            "'--to': expected a file in an existing folder",
         ),
-        (("1f1b", "--ranks=2", "--microbatches=2", "--to="), "--to: expected a file in an existing folder"),
+        (("1f1b", "--ranks=2", "--microbatches=2", "--to="), "'--to': expected a file in an existing folder"),
         (
             ("1f1b", "--ranks=2", "--microbatches=2", "--weight-grad=nan"),
             "of at least 0, one above 0, got weight_grad=nan",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hp_trainer.cli.planning import describe_run
+from hp_trainer.cli.plan import describe_run
 from hp_trainer.config import parse_config
 from hp_trainer.launch.preflight import check_settings
 from hp_trainer.pipeline import Schedule, register_schedule

@@ -12,7 +12,7 @@ import pytest
 from hp_trainer._files import strict_json
 from hp_trainer.checkpoint import Box, Checkpoint, LocalStorage, TensorPart, list_checkpoints, save_checkpoint
 from hp_trainer.checkpoint.index import Index
-from hp_trainer.cli.runs import describe_checkpoints
+from hp_trainer.cli.report import describe_checkpoints
 
 NAN, INF = math.nan, math.inf
 

@@ -6,12 +6,12 @@ import signal
 import subprocess
 from pathlib import Path
 
+import click
 import pytest
 
 from hp_trainer import cli
-from hp_trainer.cli import runs
-from hp_trainer.cli.arguments import UsageError
-from hp_trainer.cli.runs import plan_sweep, profile_arguments, split_values
+from hp_trainer.cli import train
+from hp_trainer.cli.train import plan_sweep, profile_settings, split_values
 from hp_trainer.stop_signals import Interrupted
 
 GOOD = """\
@@ -59,7 +59,7 @@ def test_every_combination_is_one_run() -> None:
 
 
 def test_sweep_without_several_values_is_refused() -> None:
-    with pytest.raises(UsageError, match="several values"):
+    with pytest.raises(click.UsageError, match="several values"):
         plan_sweep([("optimizer.lr", "1")], Path("base"))
 
 
@@ -81,7 +81,7 @@ def test_each_run_gets_its_settings_and_folder(config, monkeypatch, capsys) -> N
 
     monkeypatch.setattr(subprocess, "Popen", Process)
     compared: list[list[Path]] = []
-    monkeypatch.setattr(runs, "compare_runs", lambda runs, to: compared.append(runs) or "table")
+    monkeypatch.setattr(train, "compare_runs", lambda runs, to: compared.append(runs) or "table")
     command = ["sweep", str(config), "--optimizer.lr=0.1,0.2,0.3", "--run.folder=grid"]
     assert cli.main(command) == 1
     assert [each[1:] for each in started] == [
@@ -132,16 +132,17 @@ def test_check_tells_every_problem(config, capsys) -> None:
 
 
 def test_profile_is_a_run_up_to_the_last_profiled_step() -> None:
-    settings = ["--profile.first=4", "--profile.last=5", "--training.steps=5", "--generate.prompts=[]"]
-    assert profile_arguments(["run.yaml"]) == ["run.yaml", *settings]
-    arguments = profile_arguments(["run.yaml", "--steps=2", "--training.steps=9"])
-    assert arguments[1:] == [
-        "--profile.first=2",
-        "--profile.last=2",
-        "--training.steps=2",
-        "--generate.prompts=[]",
-        "--training.steps=9",
-    ]
+    settings = [("profile.first", "4"), ("profile.last", "5"), ("training.steps", "5"), ("generate.prompts", "[]")]
+    assert profile_settings("4-5") == settings
+    assert profile_settings("2")[:3] == [("profile.first", "2"), ("profile.last", "2"), ("training.steps", "2")]
     for bad in ("0", "5-", "a", "3-2-1"):
-        with pytest.raises(UsageError, match="--steps: expected"):
-            profile_arguments(["run.yaml", f"--steps={bad}"])
+        with pytest.raises(click.UsageError, match="--steps: expected"):
+            profile_settings(bad)
+
+
+def test_settings_of_the_command_line_override_those_of_a_profile(config, monkeypatch) -> None:
+    trained = []
+    monkeypatch.setattr(train, "launch_training", lambda config, path, prepare: trained.append(config) or path)
+    assert cli.main(["profile", str(config), "--steps=2", "--training.steps=9"]) == 0
+    ((profile, steps),) = [(each.profile, each.training.steps) for each in trained]
+    assert (profile.first, profile.last, steps) == (2, 2, 9)

@@ -150,7 +150,7 @@ def test_a_tokenizer_is_trained_by_a_command_and_used_by_a_run(tmp_path: Path, c
         (["blank.txt", "--vocab-size=300"], "contains no text to train a tokenizer on"),
         (["text.txt", "--vocab-size=200"], "needs at least 257 tokens, got 200"),
         (["text.txt", "--vocab-size=300", "--to=text.txt/a.json"], "cannot be written to text.txt/a.json"),
-        (["text.txt"], "required: --vocab-size"),
+        (["text.txt"], "Missing option '--vocab-size'."),
         (["text.txt", "--vocab-size=300", "--data.path=a"], "accepts no settings, got --data.path"),
     ],
 )

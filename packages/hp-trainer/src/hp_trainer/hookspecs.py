@@ -1,7 +1,7 @@
 """Hook specifications of hp_trainer (entry-point group `hp_trainer`).
 
-Registration hooks run in every `hp-train` command, also for `--help`, before a framework is loaded. The modules that
-implement them must not import a framework; the builders that they register may.
+Registration hooks run in every `hp-train` command, also in `hp-train settings`, before a framework is loaded. The
+modules that implement them must not import a framework; the builders that they register may.
 """
 
 from __future__ import annotations

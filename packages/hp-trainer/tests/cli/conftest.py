@@ -9,7 +9,7 @@ import pytest
 from cli_runs import GOOD
 
 from hp_trainer import cli
-from hp_trainer.cli import runs
+from hp_trainer.cli import train
 from hp_trainer.registries import Registries
 
 
@@ -42,11 +42,11 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """Stands in for the ranks: notes the configuration and what `prepare` gives."""
     found: list[tuple] = []
 
-    def train(config, path, prepare) -> Path:
+    def train_run(config, path, prepare) -> Path:
         checkpoint = prepare()
         (path / "samples.txt").write_text("after 7 steps: def main\n")
         found.append((config, path, checkpoint))
         return path
 
-    monkeypatch.setattr(runs, "launch_training", train)
+    monkeypatch.setattr(train, "launch_training", train_run)
     return found

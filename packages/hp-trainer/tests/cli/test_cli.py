@@ -10,8 +10,9 @@ import pytest
 from cli_runs import make_run
 
 from hp_trainer import cli
-from hp_trainer.cli import commands
-from hp_trainer.cli.arguments import USAGE, describe_option
+from hp_trainer.cli import evaluate
+from hp_trainer.cli.commands import COMMANDS, hp_train
+from hp_trainer.cli.settings import describe_option
 from hp_trainer.config import list_options
 from hp_trainer.registries import Registries
 
@@ -23,9 +24,9 @@ def test_generate_continues_the_prompts_given_or_configured(
 ) -> None:
     make_run(work)
     asked = []
-    monkeypatch.setattr(commands, "get_platform", lambda name: name)
+    monkeypatch.setattr(evaluate, "get_platform", lambda name: name)
     monkeypatch.setattr(
-        commands, "generate", lambda config, platform, prompts, checkpoint: asked.append(prompts) or prompts
+        evaluate, "generate", lambda config, platform, prompts, checkpoint: asked.append(prompts) or prompts
     )
     assert cli.main(["generate", "out", "--prompt", "--a=b", "--prompt=def f", "--generate.temperature=0"]) == 0
     assert cli.main(["generate", "out"]) == 0
@@ -72,24 +73,64 @@ def test_options_list_the_values_of_enumerations(registered: Registries) -> None
     assert "training.steps" not in choices
 
 
-def test_help_lists_every_option_and_command(installed: Registries, capsys) -> None:
-    for arguments in (["--help"], ["resume", "-h"], ["layouts", "--help"]):
-        assert cli.main(arguments) == 0
-        text = capsys.readouterr().out
-        assert text.startswith(USAGE)
-        assert "  --training.steps=(an integer; required)\n      total number of optimizer steps\n" in text
-        assert "  with model.name=tiny:\n  --model.hidden_size=(an integer; default 64)" in text
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_a_screen(installed: Registries, capsys, command: str) -> None:
+    for word in ("--help", "-h"):
+        assert cli.main([command, word] if command else [word]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith(f"Usage: hp-train {command or '{CONFIG | COMMAND}'}")
+        assert len(lines) <= 35
+        assert max(map(len, lines)) <= 80
+        assert not any("--training.seed" in line for line in lines)
+
+
+def test_help_lists_every_command_with_its_purpose(capsys) -> None:
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {name:<12} {purpose}\n" in text for name, (_, purpose) in COMMANDS.items())
+    assert [name for name in COMMANDS if hp_train.get_command(None, name).name != name] == []
+    assert cli.main(["run.yaml", "--training.steps=3", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("Usage: hp-train train [OPTIONS] CONFIG [--section.setting=value]...\n")
+
+
+def test_settings_are_listed_by_section(installed: Registries, capsys) -> None:
+    def listed(*words: str) -> str:
+        assert cli.main(["settings", *words]) == 0
+        return capsys.readouterr().out
+
+    everything = listed()
+    assert everything.startswith("run:\n  --run.folder=(text or null; default null)\n")
+    assert (
+        "\ntraining:\n  --training.steps=(an integer; required)\n      total number of optimizer steps\n" in everything
+    )
+    assert "  with model.name=tiny:\n  --model.hidden_size=(an integer; default 64)" in everything
+    assert listed("training.steps") == (
+        "training:\n  --training.steps=(an integer; required)\n      total number of optimizer steps\n"
+    )
+    assert listed("training") in everything
+    assert listed("model.lora").count("--model.lora.") == listed("model.lora").count("--") == 3
+    assert "  path=(text; required)\n" in listed("data.sources")
+    assert "  with model.name=decoder:" in listed("model.hidden_size")
+
+
+def test_a_section_that_does_not_exist_is_told_the_nearest(installed: Registries, error) -> None:
+    assert error("settings", "traning").startswith(
+        "hp-train: there is no section or setting 'traning'; did you mean `hp-train settings training`?\n"
+    )
+    assert "did you mean `hp-train settings training.steps`?" in error("settings", "training.stps")
+    assert "did you mean `hp-train settings data.cache`?" in error("settings", "cache"), "without its section"
+    assert "'qqq'; sections are: run, model, data, training, " in error("settings", "qqq")
 
 
 def test_help_is_quick_and_loads_no_framework() -> None:
     code = (
         "import sys; from hp_trainer.cli import main; main(['--help']);"
-        "heavy = {'torch', 'mindspore', 'matplotlib', 'rich', 'safetensors'} & set(sys.modules);"
+        "heavy = {'torch', 'mindspore', 'matplotlib', 'rich', 'safetensors', 'yaml'} & set(sys.modules);"
         "sys.exit(str(heavy) if heavy else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "--training.steps" in done.stdout
+    assert "hp-train settings" in done.stdout
 
 
 def test_the_module_runs_as_the_command_does() -> None:

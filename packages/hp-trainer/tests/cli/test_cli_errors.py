@@ -12,8 +12,8 @@ import pytest
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.launch import rank_process
 from hp_trainer import cli
-from hp_trainer.cli import runs
-from hp_trainer.cli.arguments import usage_of
+from hp_trainer.cli import train
+from hp_trainer.cli.commands import COMMANDS
 from hp_trainer.exceptions import ParallelDimsError, Problem
 from hp_trainer.failures import describe_machine_error
 
@@ -21,23 +21,33 @@ from hp_trainer.failures import describe_machine_error
 def test_a_word_that_is_no_command_is_told_the_nearest(work: Path, error) -> None:
     assert error("resme", "out") == (
         "hp-train: there is no command or file 'resme'; did you mean `hp-train resume`?\n"
-        "usage: hp-train CONFIG [--section.setting=value ...]\n"
-        "`hp-train --help` lists all commands and settings\n"
+        "Usage: hp-train {CONFIG | COMMAND} ...\n"
+        "Try 'hp-train --help'.\n"
     )
     assert "did you mean `hp-train layouts`?" in error("layout")
-    assert "'trian'; did you mean `hp-train CONFIG`?" in error("trian", "run.yaml")
+    assert "'trian'; did you mean `hp-train train`?" in error("trian", "run.yaml")
     assert "'frobnicate'; commands are: check, checkpoints, compare," in error("frobnicate", "run.yaml")
     assert "cannot be read" in error("resume.yaml"), "a file that is not there"
 
 
-def test_the_usage_of_a_command_is_told_alone(work: Path, error) -> None:
-    assert error("export") == (
-        "hp-train: the following arguments are required: RUN, --to\n"
-        "usage: hp-train export RUN --to DIR [--dtype DTYPE] [--lora merged|adapter] [--weights last|ema] "
-        "[--file-bytes N]\n"
-        "       hp-train export RUN --to DIR --format dcp\n"
-        "`hp-train --help` lists all commands and settings\n"
+def test_all_problems_of_usage_are_told_at_once(work: Path, error) -> None:
+    assert error("export", "--dtype=float", "--file-bytes=0") == (
+        "hp-train: Missing argument 'RUN'.\n"
+        "Missing option '--to'.\n"
+        "Invalid value for '--dtype': 'float' is not one of 'float32', 'bfloat16', 'float16'.\n"
+        "Invalid value for '--file-bytes': 0 is not in the range x>=1.\n"
+        "Usage: hp-train export [OPTIONS] RUN [--section.setting=value]...\n"
+        "Try 'hp-train export --help'.\n"
     )
+
+
+def test_a_command_without_settings_refuses_them(work: Path, error) -> None:
+    assert error("report", "out", "--optimizer.lr=1").startswith(
+        "hp-train: report accepts no settings, got --optimizer.lr\n"
+    )
+    # A setting has a dot, or is far from the options of the command.
+    assert "No such option '--world-sise'. Did you mean '--world-size'?" in error("plan", "run.yaml", "--world-sise=3")
+    assert "--platfrm: platfrm: unknown key" in error("check", "run.yaml", "--platfrm=torch")
 
 
 def test_torchrun_is_told_the_error_that_it_prints_last(work: Path, error, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +62,7 @@ def test_a_full_disk_is_told_with_what_to_do(work: Path, capsys, monkeypatch: py
     def full(config, path, prepare) -> Path:
         raise OSError(28, "No space left on device", "out/run.json")
 
-    monkeypatch.setattr(runs, "launch_training", full)
+    monkeypatch.setattr(train, "launch_training", full)
     assert cli.main(["run.yaml"]) == 1
     told = capsys.readouterr().err
     assert told == "hp-train: out/run.json: the disk is full (No space left on device); free some space\n"
@@ -77,7 +87,7 @@ def test_errors_of_the_machine_are_one_line(
     def fail(config, path, prepare) -> Path:
         raise error
 
-    monkeypatch.setattr(runs, "launch_training", fail)
+    monkeypatch.setattr(train, "launch_training", fail)
     assert cli.main(["run.yaml"]) == 1
     shown = capsys.readouterr().err
     assert shown.startswith(f"hp-train: {told}")
@@ -88,7 +98,7 @@ def test_other_errors_keep_their_traceback(work: Path, monkeypatch: pytest.Monke
     def fail(config, path, prepare) -> Path:
         raise RuntimeError("a mistake of ours")
 
-    monkeypatch.setattr(runs, "launch_training", fail)
+    monkeypatch.setattr(train, "launch_training", fail)
     with pytest.raises(RuntimeError, match="a mistake of ours"):
         cli.main(["run.yaml"])
     assert describe_machine_error(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"))
@@ -118,7 +128,7 @@ def test_each_rank_of_a_launcher_tells_what_only_it_may_have_found(
     # The folder and the data are looked at by the rank that prepares the run, when the others can hear of it.
     monkeypatch.setenv("RANK", "0")
     (work / "corpus.txt").unlink()
-    monkeypatch.setattr(runs, "launch_training", lambda config, path, prepare: prepare())
+    monkeypatch.setattr(train, "launch_training", lambda config, path, prepare: prepare())
     assert cli.main(["run.yaml"]) == 2
     assert "does not exist" in capsys.readouterr().err
 
@@ -134,7 +144,7 @@ def test_the_process_that_msrun_starts_beside_the_ranks_may_leave(work: Path, mo
     hosts = {"MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": "8118", "MS_NODE_ID": "0"}
     for name, value in {**hosts, "MS_ROLE": "MS_SCHED", "RANK_ID": "0"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(runs, "launch_training", lambda *arguments: sys.exit(0))
+    monkeypatch.setattr(train, "launch_training", lambda *arguments: sys.exit(0))
     with pytest.raises(SystemExit, match="0"):
         cli.main(["run.yaml"])
 
@@ -144,20 +154,33 @@ def test_the_process_that_msrun_starts_beside_the_ranks_may_leave(work: Path, mo
     [
         ([], "give a CONFIG or a command"),
         (["layouts"], "layouts needs a CONFIG, or a --world-size without settings"),
-        (["layouts", "--world-size=0"], "--world-size must be from 1 to 10,000,000, got 0"),
         (
-            ["layouts", "--world-size=10000001"],
-            "--world-size must be from 1 to 10,000,000, got 10000001",
+            ["layouts", "--world-size=0"],
+            "Invalid value for '--world-size': 0 is not in the range 1<=x<=10000000.",
         ),
-        (["layouts", "--world-size=x"], "argument --world-size: invalid int value: 'x'"),
-        (["resume"], "the following arguments are required: RUN"),
-        (["a.yaml", "b.yaml"], "unrecognized arguments: b.yaml"),
+        (["layouts", "--world-size=x"], "Invalid value for '--world-size': 'x' is not a valid integer range."),
+        (["resume"], "Missing argument 'RUN'."),
+        (["a.yaml", "b.yaml"], "Got unexpected extra argument 'b.yaml'."),
         (["a.yaml", "--training.steps"], "--training.steps needs a value: --training.steps=..."),
-        (["--training.steps=1"], "the following arguments are required: CONFIG"),
+        (["--training.steps=1"], "Missing argument 'CONFIG'."),
+        (["a.yaml", "--", "--training.steps=1"], "Got unexpected extra argument '--training.steps=1'."),
+        (["compare", "a"], "compare needs at least two runs"),
+        (["import", "a"], "import needs either --run=RUN or --to=DIR"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_told(error, installed, arguments: list[str], message: str) -> None:
-    assert error(*arguments) == f"hp-train: {message}\n{usage_of(arguments)}\n"
+    told, usage, advice = error(*arguments).splitlines()
+    assert told == f"hp-train: {message}"
+    name = arguments[0] if arguments and arguments[0] in COMMANDS else "train" if arguments else ""
+    assert usage.startswith(f"Usage: hp-train {name}")
+    assert advice == f"Try 'hp-train {name} --help'.".replace("  ", " ")
+
+
+def test_a_traceback_is_shown_on_request(work: Path, error) -> None:
+    assert "Traceback" not in error("resume", "out")
+    shown = error("resume", "out", "--traceback")
+    assert shown.startswith("Traceback (most recent call last):\n")
+    assert shown.splitlines()[-1] == error("resume", "out").removesuffix("\n")
 
 
 def test_problems_that_a_rank_finds_come_without_its_traceback():

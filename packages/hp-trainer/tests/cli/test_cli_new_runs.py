@@ -10,7 +10,7 @@ import pytest
 from cli_runs import GOOD, make_run
 
 from hp_trainer import cli
-from hp_trainer.cli import runs
+from hp_trainer.cli import train
 from hp_trainer.config import TrainerConfig
 from hp_trainer.launch import platforms, preflight
 from hp_trainer.parallel import ParallelDims
@@ -227,7 +227,7 @@ def test_local_ranks_are_the_accelerators_or_else_those_of_the_cpu(
     work: Path, prepared: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    monkeypatch.setattr(runs, "check_new_run", lambda loaded, folder, ranks, known: seen.append(ranks) or [])
+    monkeypatch.setattr(train, "check_new_run", lambda loaded, folder, ranks, known: seen.append(ranks) or [])
     for accelerators in (0, 1, 2, 8):
         monkeypatch.setattr(platforms, "num_accelerators", lambda platform, found=accelerators: found)
         assert cli.main(["run.yaml", f"--run.folder=run{accelerators}", "--launch.cpu_ranks=4"]) == 0

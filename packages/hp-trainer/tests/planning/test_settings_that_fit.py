@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hp_trainer.cli import main
-from hp_trainer.cli.planning import load_for_planning
+from hp_trainer.cli.plan import load_for_planning
 from hp_trainer.launch import platforms
 from hp_trainer.models.recomputation import KINDS
 from hp_trainer.parallel import ParallelDims

@@ -1,7 +1,7 @@
 """The command `hp-train`.
 
-`--help` loads no framework: `commands`, which imports everything else, is imported only when a command runs. A new
-command is a function, an entry of `commands.COMMANDS`, and its lines of help in `arguments`.
+`main` runs a command and turns errors into exit codes; `commands` has the table of commands and parses their words.
+Each command is a Click command in the module that the table names, and is imported only when it runs.
 """
 
 from hp_trainer.cli.main import main

@@ -1,94 +1,220 @@
-"""The table of all commands of `hp-train`. A command takes its arguments and returns the exit code."""
+"""The table of all commands of `hp-train`, and the parsing of their words.
+
+A new command is a function `NAME_command` in a module of this folder and an entry of `COMMANDS`. Modules are imported
+only when one of their commands is named, so that `hp-train --help` and shell completion load no framework.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import importlib
+import itertools
+from pathlib import Path
+from typing import Any
 
-from hp_dtensor.platform.selection import get_platform
-from hp_trainer._files import strict_json
-from hp_trainer.cli.arguments import Parser, UsageError, parse
-from hp_trainer.cli.models import evaluate_command, export_command, import_command, tokenizer_command
-from hp_trainer.cli.planning import (
-    add_device_options,
-    check_command,
-    device_of,
-    load_for_planning,
-    plan_command,
-    schedule_command,
-)
-from hp_trainer.cli.runs import (
-    checkpoints_command,
-    compare_command,
-    profile_command,
-    report_command,
-    resume_command,
-    run_command,
-    sweep_command,
-)
-from hp_trainer.cli.shared import check_world_size, newest, open_run, require_platform
-from hp_trainer.generation import generate
-from hp_trainer.launch import training_problems, world_size_of
-from hp_trainer.models.estimates import estimates_of
-from hp_trainer.parallel import describe_layouts, list_layouts
-from hp_trainer.planning import describe_ranking, ranking_as_json, search_layouts
+import click
+from click.shell_completion import CompletionItem
 
+from hp_trainer.cli.completion import run_folders, setting_names, yaml_files
 
-def generate_command(given: list[str]) -> int:
-    """Continue prompts with the model of a run: `hp-train generate RUN`."""
-    parser = Parser(prog="hp-train generate", add_help=False)
-    parser.add_argument("run", metavar="RUN")
-    parser.add_argument("--prompt", action="append", metavar="TEXT")
-    options, overrides = parse(parser, given)
-    run, config = open_run(options.run, overrides)
-    prompts = options.prompt or list(config.generate.prompts)
-    for text in generate(config, get_platform(config.platform), prompts, newest(run, config)):
-        print(text)
-    return 0
+# Settings of a command line, `--section.setting=value`, as pairs of dotted path and text.
+Overrides = list[tuple[str, str]]
 
-
-def layouts_command(given: list[str]) -> int:
-    """Print the fastest layouts that fit, and why others fail: `hp-train layouts [CONFIG]`."""
-    parser = Parser(prog="hp-train layouts", add_help=False)
-    parser.add_argument("config", metavar="CONFIG", nargs="?")
-    add_device_options(parser)
-    options, overrides = parse(parser, given)
-    if options.config is None and (options.world_size is None or overrides):
-        raise UsageError("layouts needs a CONFIG, or a --world-size without settings")
-    check_world_size(options.world_size)
-    if options.config is None:
-        print(describe_layouts(list_layouts(options.world_size), options.world_size))
-        return 0
-    config = load_for_planning(options.config, overrides).config
-    world_size = options.world_size or world_size_of(config)
-    device, memory = device_of(options.device, options.device_memory)
-    if estimates_of(config.model.options) is None:
-        # The size of such a model is not known before a platform builds it.
-        require_platform(options.config)
-        experts = bool(getattr(config.model.options, "num_experts", None))
-        checks = [lambda dims: training_problems(dims, config)]
-        print(describe_layouts(list_layouts(world_size, has_experts=experts, checks=checks), world_size))
-        return 0
-    ranking = search_layouts(config, world_size, device, memory)
-    print(strict_json(ranking_as_json(ranking)) if options.json else describe_ranking(ranking))
-    return 0
-
-
-# Without one of these words the command is `train_command`.
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "run": run_command,
-    "resume": resume_command,
-    "checkpoints": checkpoints_command,
-    "generate": generate_command,
-    "export": export_command,
-    "import": import_command,
-    "check": check_command,
-    "profile": profile_command,
-    "sweep": sweep_command,
-    "report": report_command,
-    "compare": compare_command,
-    "layouts": layouts_command,
-    "plan": plan_command,
-    "schedule": schedule_command,
-    "evaluate": evaluate_command,
-    "tokenizer": tokenizer_command,
+# Name -> (module in this folder, line of help), in the order of `hp-train --help`.
+COMMANDS = {
+    "train": ("train", "Train in a new run folder; `hp-train CONFIG` for short."),
+    "run": ("train", "Start a run, or continue it if it exists; for restart loops."),
+    "resume": ("train", "Continue a run from a checkpoint, in any layout."),
+    "check": ("plan", "Print every problem of a configuration, or a summary."),
+    "profile": ("train", "Train a few steps, and write traces of the last ones."),
+    "sweep": ("train", "Train every combination of the given values, and compare."),
+    "checkpoints": ("report", "List the checkpoints of a run, and verify them."),
+    "report": ("report", "Write an HTML file about a run: curves, layout, settings."),
+    "compare": ("report", "Compare results, settings and curves of several runs."),
+    "evaluate": ("evaluate", "Print loss and perplexity of a run, or run lm-eval's tasks."),
+    "generate": ("evaluate", "Continue prompts with the model of a run."),
+    "export": ("export", "Write the model of a run for transformers, PEFT or torch."),
+    "import": ("export", "Convert a checkpoint of torch.distributed.checkpoint."),
+    "plan": ("plan", "Print memory, communication and time of a step on N ranks."),
+    "layouts": ("plan", "Rank the layouts of a configuration by estimated time."),
+    "schedule": ("schedule", "Print the timeline of a pipeline schedule."),
+    "tokenizer": ("tokenizer", "Train a byte-level BPE tokenizer on text."),
+    "settings": ("settings", "List the settings of the YAML file, with type and default."),
 }
+
+config_argument = click.argument("config", metavar="CONFIG", shell_complete=yaml_files)
+run_argument = click.argument("run", metavar="RUN", shell_complete=run_folders)
+
+
+class Command(click.Command):
+    """A command whose problems of usage are all reported at once, and that has the option `--traceback`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        text = "Show the Python traceback of an error."
+        self.params.append(
+            click.Option(["--traceback"], is_flag=True, expose_value=False, callback=_keep_traceback, help=text)
+        )
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words of the command.
+
+        Raises:
+            click.UsageError: listing every problem.
+        """
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError:
+            # Click stops at the first problem.
+            raise click.UsageError("\n".join(self._problems(ctx, given)), ctx) from None
+
+    def _problems(self, ctx: click.Context, given: list[str]) -> list[str]:
+        try:
+            values, rest, _ = self.make_parser(ctx).parse_args(args=given)
+        except click.UsageError as error:
+            if isinstance(error, click.NoSuchOption) and "." in error.option_name:
+                return [f"{ctx.info_name} accepts no settings, got {error.option_name}"]
+            # The words cannot be told apart, so nothing is known about the others.
+            return [error.format_message()]
+        problems = []
+        for parameter in self.get_params(ctx):
+            try:
+                _, rest = parameter.handle_parse_result(ctx, values, rest)
+            except click.UsageError as error:
+                problems.append(error.format_message())
+        return [*problems, *(f"Got unexpected extra argument {word!r}." for word in rest)]
+
+
+def _keep_traceback(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    # `main` reads it when the command has failed, after its context is gone.
+    if isinstance(ctx.obj, dict):
+        ctx.obj["traceback"] = value
+
+
+class SettingsCommand(Command):
+    """A command that also accepts settings, and gets them as its argument `overrides`."""
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[--section.setting=value]..."]
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_epilog(ctx, formatter)
+        formatter.write_paragraph()
+        formatter.write_text("Every setting of the YAML file is an option too: see `hp-train settings`.")
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own, overrides = self._split(ctx, args)
+        rest = super().parse_args(ctx, own)
+        ctx.params["overrides"] = overrides
+        return rest
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
+        found = super().shell_complete(ctx, incomplete)
+        if incomplete.startswith("--"):
+            for item in setting_names(incomplete.removeprefix("--")):
+                found.append(CompletionItem(f"--{item.value}", help=item.help))
+        return found
+
+    def _split(self, ctx: click.Context, args: list[str]) -> tuple[list[str], Overrides]:
+        """Return the words of the command's own arguments and options, and the settings.
+
+        A setting is an option that the command does not have, as `--section.setting=value` or with a space. The word
+        after an option is its value even if it starts with a dash, such as a negative number.
+
+        Raises:
+            click.UsageError: a setting has no value, or a name is nearly one of the command's own options.
+        """
+        options = {name: each for each in self.params if isinstance(each, click.Option) for name in each.opts}
+        flags = {"-h", "--help", *(name for name, each in options.items() if each.is_flag)}
+        own: list[str] = []
+        overrides: Overrides = []
+        rest = iter(args)
+        for word in rest:
+            name, equals, value = word.partition("=")
+            if word == "--":
+                own += [word, *rest]
+            elif not word.startswith("--") or name in flags:
+                own.append(word)
+            elif name in options:
+                own += [word] if equals else [word, *itertools.islice(rest, 1)]
+            else:
+                near = difflib.get_close_matches(name, options, n=1, cutoff=0.8)
+                if near and "." not in name:
+                    raise click.NoSuchOption(name, possibilities=near, ctx=ctx)
+                if not equals:
+                    # While a shell completes words, the last setting may have no value yet.
+                    following = next(rest, "" if ctx.resilient_parsing else None)
+                    if following is None:
+                        raise click.UsageError(f"{name} needs a value: {name}=...", ctx)
+                    value = following
+                overrides.append((name.removeprefix("--"), value))
+        return own, overrides
+
+
+class CommandGroup(click.Group):
+    """The commands of the table. Without a command's name the command is `train`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"hp_trainer.cli.{COMMANDS[cmd_name][0]}")
+        command: click.Command = getattr(module, f"{cmd_name}_command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        # From the table: Click would import the module of each command.
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args and not ctx.resilient_parsing:
+            raise click.UsageError("give a CONFIG or a command", ctx)
+        if args and args[0] not in {*COMMANDS, "-h", "--help", "--version"}:
+            if not ctx.resilient_parsing:
+                _refuse_unknown_command(args[0], ctx)
+            args = ["train", *args]
+        return super().parse_args(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
+        named = [CompletionItem(name, help=text) for name, (_, text) in COMMANDS.items() if name.startswith(incomplete)]
+        named += click.Command.shell_complete(self, ctx, incomplete)
+        # The shell itself completes files only if nothing else fits.
+        return named + [each for each in yaml_files(ctx, None, incomplete) if each.type == "plain" or not named]
+
+
+def _refuse_unknown_command(word: str, ctx: click.Context) -> None:
+    """Raise for a first word that is neither a command nor a file, and has neither folder nor suffix."""
+    # `run.yaml` or `configs/run` is meant as a file, even if it does not exist.
+    if word.startswith("-") or Path(word).name != word or Path(word).suffix or Path(word).exists():
+        return
+    near = difflib.get_close_matches(word, COMMANDS, n=1)
+    hint = f"did you mean `hp-train {near[0]}`?" if near else f"commands are: {', '.join(sorted(COMMANDS))}"
+    raise click.UsageError(f"there is no command or file {word!r}; {hint}", ctx)
+
+
+_EPILOG = """\
+\b
+Every setting of the YAML file is also an option, which overrides the file:
+--training.steps=3, or with a space. `hp-train settings` lists all settings,
+and `hp-train COMMAND --help` the options of a command.
+
+\b
+Exit code: 0 done, 1 failed, 2 invalid input, 130 stopped by Ctrl-C,
+143 stopped by SIGTERM.
+"""
+
+
+@click.group(
+    cls=CommandGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    options_metavar="",
+    subcommand_metavar="{CONFIG | COMMAND} ...",
+    epilog=_EPILOG,
+)
+@click.version_option(package_name="hp-trainer", message="%(version)s", help="Show the version.")
+def hp_train() -> None:
+    """Train the model that a YAML file describes, on PyTorch or on MindSpore, in any parallel layout."""

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
+import faulthandler
 import json
 import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
+
+import click
 
 from hp_dtensor.exceptions import HPError, LaunchError
-from hp_trainer.cli.arguments import UsageError, help_text, usage_of
-from hp_trainer.cli.output import mute, open_standard_streams, write_stacks_on_request
+from hp_trainer.cli.commands import hp_train
+from hp_trainer.cli.completion import complete_if_asked
 from hp_trainer.exceptions import ProblemsError, StoppedError
 from hp_trainer.failures import describe_exit, describe_machine_error
+from hp_trainer.stop_signals import Interrupted, interruptible
 
 if TYPE_CHECKING:
     from hp_dtensor.launch import RankEnvironment
@@ -31,7 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     # First, before any file is opened that could get the descriptor of a standard stream.
     open_standard_streams()
-    write_stacks_on_request()
+    # Writes the stacks of all threads on SIGUSR1, even while native code runs. In tests and notebooks standard error
+    # may have no file descriptor.
+    with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
     code = _run(list(sys.argv[1:] if arguments is None else arguments))
     try:
         # Here, where an error becomes an exit code; at exit Python would only print it.
@@ -47,25 +54,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(given: list[str]) -> int:
     """Run the command, print any error in one line, and return the exit code."""
-    # Imported late, so that `--help` and errors of usage do not wait for the imports of training.
-    from hp_trainer.stop_signals import Interrupted, interruptible
-
+    # The option `--traceback` sets `traceback`.
+    wanted: dict[str, bool] = {}
     try:
         with interruptible():
-            return _dispatch(given)
+            asked = complete_if_asked(hp_train)
+            return _invoke(given, wanted) if asked is None else asked
     except BrokenPipeError:
-        # The reader of the output has closed the pipe (`hp-train --help | head`).
+        # The reader of the output has closed the pipe (`hp-train settings | head`).
         mute(sys.stdout)
         return 128 + signal.SIGPIPE
     except Interrupted as interrupted:
         return _fail(f"stopped by {interrupted.signal.name}", 128 + interrupted.signal)
     except StoppedError as stopped:
         return _fail(str(stopped), 128 + stopped.signal)
-    except UsageError as error:
-        return _fail(f"{error}\n{usage_of(given)}", 2)
+    except click.UsageError as error:
+        context = error.ctx
+        lines = [error.format_message()]
+        if context is not None:
+            lines += [context.get_usage(), f"Try '{context.command_path} --help'."]
+        return _fail("\n".join(lines), 2)
     except ProblemsError as error:
         return _fail(str(error), 2)
     except HPError as error:
+        if wanted.get("traceback"):
+            traceback.print_exc()
         return _fail(str(error), 2 if isinstance(error, ValueError) else 1, every_rank=True)
     except SystemExit as leaving:
         place = _place()
@@ -76,40 +89,23 @@ def _run(given: list[str]) -> int:
     except (OSError, MemoryError, ImportError) as error:
         # The user can act on these without a traceback. Other errors are bugs of ours, and keep theirs.
         message = describe_machine_error(error)
-        if message is None and not isinstance(error, OSError):
+        if wanted.get("traceback") or (message is None and not isinstance(error, OSError)):
             raise
         return _fail(message or str(error), 1, every_rank=True)
 
 
-def _dispatch(given: list[str]) -> int:
-    if not given:
-        raise UsageError("give a CONFIG or a command")
-    if "--help" in given or "-h" in given:
-        print(help_text())
-        return 0
-    if given == ["--version"]:
-        from importlib.metadata import version
+def _invoke(given: list[str], wanted: dict[str, bool]) -> int:
+    """Run the command that a command line names.
 
-        print(version("hp-trainer"))
-        return 0
-    from hp_trainer.cli import commands, runs
-
-    if given[0] in commands.COMMANDS:
-        return commands.COMMANDS[given[0]](given[1:])
-    _refuse_unknown_command(given[0], list(commands.COMMANDS))
-    return runs.train_command(given)
-
-
-def _refuse_unknown_command(word: str, known: list[str]) -> None:
-    """Raise for a first word that is neither a command nor a file, and has neither folder nor suffix."""
-    # `run.yaml` or `configs/run` is meant as a file, even if it does not exist.
-    if word.startswith("-") or Path(word).name != word or Path(word).suffix or Path(word).exists():
-        return
-    near = difflib.get_close_matches(word, [*known, "train"], n=1)
-    # Newcomers try `hp-train train`, but training has no command word of its own.
-    meant = "hp-train CONFIG" if near == ["train"] else f"hp-train {near[0]}" if near else None
-    hint = f"did you mean `{meant}`?" if meant else f"commands are: {', '.join(sorted(known))}"
-    raise UsageError(f"there is no command or file {word!r}; {hint}")
+    Click's own `main` is not used: it reports errors and interrupts in its own way.
+    """
+    try:
+        with hp_train.make_context("hp-train", given, obj=wanted) as context:
+            code: int = hp_train.invoke(context)
+            return code
+    except click.exceptions.Exit as done:
+        # After `--help` and `--version`.
+        return done.exit_code
 
 
 def _fail(message: str, code: int, *, every_rank: bool = False) -> int:
@@ -151,3 +147,36 @@ def _report_to_torchrun(message: str) -> None:
         text = json.dumps({"message": {"message": f"hp-train: {message}", "extraInfo": extra}})
         with contextlib.suppress(OSError):
             Path(file).write_text(text, encoding="utf-8")
+
+
+def open_standard_streams() -> None:
+    """Open standard streams that were closed when this process started (`>&-`), to the null device.
+
+    Otherwise the next file that is opened, perhaps a checkpoint, would get the descriptor of standard output, and
+    whatever a library prints would be written into it.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest free descriptor is the closed one.
+            os.open(os.devnull, os.O_RDWR)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for the rest of the process
+
+
+def mute(stream: TextIO) -> None:
+    """Redirect a stream that can no longer be written to the null device; Python would fail to flush it at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def print_if_read(text: str) -> None:
+    """Print to standard output, ignoring that it may be closed."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        mute(sys.stdout)

@@ -6,17 +6,21 @@ import dataclasses
 import sys
 from pathlib import Path
 
+import click
+
 from hp_trainer.checkpoint import Checkpoint, find_latest
-from hp_trainer.cli.arguments import Overrides, UsageError
+from hp_trainer.cli.commands import Overrides
 from hp_trainer.config import LoadedConfig, TrainerConfig, load_config
 from hp_trainer.exceptions import CheckpointError, ConfigError, Problem, raise_if_any
 from hp_trainer.launch import chosen_platform, no_platform
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder, check_model, checkpoint_storage
 
-# The weights of a checkpoint that a command uses: those of the last step, or their moving average.
-WEIGHTS = ("last", "ema")
-MAX_WORLD_SIZE = 10_000_000
+weights_option = click.option(
+    "--weights",
+    type=click.Choice(("last", "ema")),
+    help="Weights of the last step (default), or their moving average (training.ema).",
+)
 
 
 def print_message(line: str) -> None:
@@ -75,36 +79,14 @@ def refuse(problems: list[Problem], title: str) -> None:
     raise_if_any(problems, ConfigError, title)
 
 
-def refuse_settings(command: str, overrides: Overrides) -> None:
-    """Raise for settings given to a command that has none.
-
-    Raises:
-        UsageError: there is one.
-    """
-    if overrides:
-        raise UsageError(f"{command} accepts no settings, got --{overrides[0][0]}")
-
-
-def check_world_size(world_size: int | None) -> None:
-    """Raise for an invalid number of ranks.
-
-    Raises:
-        UsageError: it is below 1 or above `MAX_WORLD_SIZE`, beyond which listing layouts takes hours.
-    """
-    if world_size is not None and not 1 <= world_size <= MAX_WORLD_SIZE:
-        raise UsageError(f"--world-size must be from 1 to {MAX_WORLD_SIZE:,}, got {world_size}")
-
-
-def check_file_to_write(option: str, path: str | None) -> None:
-    """Raise, before any work is done, if a path cannot be written as a file; None: no file.
-
-    Raises:
-        UsageError: it is empty, is a folder, or its folder does not exist.
-    """
-    if path is None:
-        return
-    if not path or not Path(path).name or Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
-        raise UsageError(f"{option}: expected a file in an existing folder, got {path!r}")
+def check_file_to_write(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Path | None:
+    """Return the path of an option, which must be a file in an existing folder, before any work is done."""
+    if value is None:
+        return None
+    path = Path(value)
+    if not value or not path.name or path.is_dir() or not path.absolute().parent.is_dir():
+        raise click.BadParameter(f"expected a file in an existing folder, got {value!r}")
+    return path
 
 
 def resolved(config: TrainerConfig, folder: Path) -> TrainerConfig:

@@ -1,0 +1,256 @@
+"""Commands that compute what a run would be, without starting a rank: check, plan and layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from hp_trainer._files import strict_json
+from hp_trainer.cli.commands import Overrides, SettingsCommand, config_argument
+from hp_trainer.cli.completion import yaml_files
+from hp_trainer.cli.shared import check_file_to_write, load, refuse, require_platform
+from hp_trainer.config import AdamWConfig, LoadedConfig, TrainerConfig, load_config
+from hp_trainer.exceptions import Problem
+from hp_trainer.launch import (
+    check_new_run,
+    chosen_activations,
+    chosen_platform,
+    layout_problems,
+    training_problems,
+    world_size_of,
+)
+from hp_trainer.models.estimates import estimates_of
+from hp_trainer.optimizers import AdamW8bitConfig
+from hp_trainer.parallel import ParallelDims, context_style, describe_context, describe_layouts, list_layouts
+from hp_trainer.planning import (
+    ModuleCounter,
+    Settings,
+    changes_as_json,
+    describe_changes,
+    describe_fitting,
+    describe_plan,
+    describe_ranking,
+    draw_memory,
+    find_changes,
+    find_device,
+    plan_as_json,
+    plan_step,
+    ranking_as_json,
+    search_layouts,
+)
+from hp_trainer.plugins import plugin_manager, registries
+from hp_trainer.registries import fill_registries
+from hp_trainer.run import chosen_run_folder
+from hp_trainer.sizes import EXPECTED as EXPECTED_SIZE
+from hp_trainer.sizes import parse_size
+from hp_trainer.training.pipelined import num_microbatches
+
+_DEVICES = "H100, H200, A100, 910B, cpu (measured), or a YAML file."
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _read_memory(ctx: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
+    """Return a size such as 80GiB in bytes."""
+    if value is None:
+        return None
+    try:
+        size = parse_size(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    if size < 2**20:
+        raise click.BadParameter(f"{value} is too small; expected {EXPECTED_SIZE}, at least 1MiB")
+    return float(size)
+
+
+# Above this number the listing of layouts takes hours.
+world_size_option = click.option(
+    "--world-size", type=click.IntRange(1, 10_000_000), metavar="N", help="Number of ranks; default: as it would train."
+)
+
+
+def device_options(function: _Function) -> _Function:
+    """Add the options of `plan` and `layouts`: the ranks, the device and the form of the output."""
+    options = (
+        world_size_option,
+        click.option("--device", default="H100", show_default=True, metavar="NAME|FILE", help=_DEVICES),
+        click.option("--device-memory", callback=_read_memory, metavar="SIZE", help="Default: that of the device."),
+        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+@click.command("check", cls=SettingsCommand)
+@config_argument
+@world_size_option
+def check_command(config: str, world_size: int | None, overrides: Overrides) -> int:
+    """Print every problem of CONFIG, or a summary of the run. Nothing is started."""
+    loaded = load(config, overrides)
+    num_ranks = world_size or world_size_of(loaded.config)
+    refuse(check_new_run(loaded, chosen_run_folder(loaded, Path(config)), num_ranks, registries()), config)
+    print(describe_run(loaded.config, num_ranks))
+    return 0
+
+
+def describe_run(config: TrainerConfig, world_size: int) -> str:
+    """Return a summary of the run of a valid configuration on `world_size` ranks."""
+    dims = ParallelDims.from_config(config.parallel, world_size, getattr(config.model.options, "num_experts", None))
+    training = config.training
+    samples = training.global_batch_size // dims.dp_size
+    micro = samples // num_microbatches(config, dims) if dims.pp_enabled else training.micro_batch_size or samples
+    tokens = training.global_batch_size * training.sequence_length
+    platform = chosen_platform(config.platform)
+    plan = None if isinstance(platform, Problem) else chosen_activations(config, dims, platform)
+    lines = {
+        "model": config.model.name,
+        "platform": platform,
+        "layout": dims.summary(),
+        "step": f"{training.global_batch_size} samples of {training.sequence_length} tokens = {tokens:,} tokens",
+        "each rank": f"{samples} samples a step, {micro} at a time",
+        "run": f"{training.steps:,} steps, {training.steps * tokens:,} tokens",
+    }
+    described = [f"{name}: {text}" for name, text in lines.items()]
+    described += [f"sequences: {line}" for line in describe_context(dims, config.model.options, training)]
+    if _shards_documents(config, dims):
+        described.append("sequences: documents are sharded over the ranks, for equal work on each")
+    return "\n".join([*described, *(f"activations: {line}" for line in (() if plan is None else plan.describe()))])
+
+
+def _shards_documents(config: TrainerConfig, dims: ParallelDims) -> bool:
+    """Return whether each packed document is sharded over the cp ranks. With Ulysses alone the packed row is."""
+    if not dims.cp_enabled or getattr(config.data.options, "packing", "concatenate") == "concatenate":
+        return False
+    return context_style(dims, config.model.options, config.training).ulysses_degree < dims.cp
+
+
+@click.command("plan", cls=SettingsCommand)
+@config_argument
+@device_options
+@click.option(
+    "--to", type=click.Path(), callback=check_file_to_write, metavar="FILE", help="Draw the memory into a file."
+)
+def plan_command(
+    config: str,
+    world_size: int | None,
+    device: str,
+    device_memory: float | None,
+    as_json: bool,
+    to: Path | None,
+    overrides: Overrides,
+) -> int:
+    """Print memory, communication and estimated time of a step of CONFIG on N ranks.
+
+    Needs no device, and no framework except for modules of your own. If the memory of the device is exceeded, the exit
+    code is 1, and the settings that would make it fit are printed.
+    """
+    title, loaded = config, load_for_planning(config, overrides)
+    num_ranks = world_size or world_size_of(loaded.config)
+    # All arguments are checked before the plan is computed, which may take seconds.
+    on = find_device(device)
+    memory = device_memory or on.memory
+    refuse(_problems(loaded, num_ranks), title)
+    experts = getattr(loaded.config.model.options, "num_experts", None)
+    dims = ParallelDims.from_config(loaded.config.parallel, num_ranks, experts)
+    counter = _module_counter(loaded.config, dims, title)
+    estimate_model = None if counter is None else counter.of(loaded.config)
+    plan = plan_step(loaded.config, dims, on, estimate_model=estimate_model)
+    is_too_large = plan.peak > memory
+
+    def reload(settings: Settings) -> TrainerConfig:
+        return load_for_planning(title, [*overrides, *settings]).config
+
+    # Each candidate is loaded again, so that its own checks and derived settings apply.
+    changes = find_changes(plan, memory, reload, counter) if is_too_large else []
+    if as_json:
+        print(strict_json({**plan_as_json(plan, memory), "would_fit": changes_as_json(changes)}))
+    else:
+        print(describe_plan(plan, memory))
+        if changes:
+            print(f"\n{describe_changes(changes)}")
+        elif is_too_large and counter is not None:
+            print("\nno setting or pair of settings makes it fit: use more ranks (--world-size), or larger devices")
+        elif is_too_large:
+            print(f"\n{describe_fitting(search_layouts(loaded.config, num_ranks, on, memory))}")
+    if to is not None:
+        draw_memory(plan, memory, to)
+    return 0 if plan.fits(memory) else 1
+
+
+def _module_counter(config: TrainerConfig, dims: ParallelDims, title: str) -> ModuleCounter | None:
+    """Return the counter of a user's own module, which needs its framework; None for a model with estimates.
+
+    Raises:
+        ConfigError: no platform is installed or chosen.
+    """
+    if estimates_of(config.model.options) is not None:
+        return None
+    platform = chosen_platform(config.platform)
+    if isinstance(platform, Problem):
+        refuse([platform], title)
+    return ModuleCounter(dims, str(platform))
+
+
+def load_for_planning(path: str, overrides: Overrides) -> LoadedConfig:
+    """Load a configuration even if no platform is installed, since nothing will run.
+
+    Raises:
+        ConfigError: listing every problem.
+    """
+    # Registries of its own: the optimizers below cannot be built and must not be found by a run in this process.
+    known = fill_registries(plugin_manager())
+    # Platforms register these two. Their options are the same on all of them.
+    for name, options in (("adamw", AdamWConfig), ("adamw_8bit", AdamW8bitConfig)):
+        if name not in known.optimizers.names():
+            known.optimizers.add(name, _build_nothing, options=options)
+    return load_config(path, overrides, registered=known)
+
+
+def _problems(loaded: LoadedConfig, world_size: int) -> list[Problem]:
+    """Return the problems of the layout on `world_size` ranks, with hints for `--world-size`."""
+    found = layout_problems(loaded.config, world_size)
+    named = [replace(each, hint=each.hint.replace("launch.local_ranks=", "--world-size=")) for each in found]
+    return loaded.locate(named)
+
+
+def _build_nothing(*arguments: Any) -> Any:
+    raise NotImplementedError("this optimizer exists only for planning")
+
+
+@click.command("layouts", cls=SettingsCommand)
+@click.argument("config", metavar="[CONFIG]", required=False, shell_complete=yaml_files)
+@device_options
+def layouts_command(
+    config: str | None,
+    world_size: int | None,
+    device: str,
+    device_memory: float | None,
+    as_json: bool,
+    overrides: Overrides,
+) -> int:
+    """Rank the layouts of CONFIG that fit by estimated time: print the best ten, and why others fail.
+
+    Without a CONFIG, list all layouts of --world-size ranks.
+    """
+    if config is None:
+        if world_size is None or overrides:
+            raise click.UsageError("layouts needs a CONFIG, or a --world-size without settings")
+        print(describe_layouts(list_layouts(world_size), world_size))
+        return 0
+    loaded = load_for_planning(config, overrides).config
+    num_ranks = world_size or world_size_of(loaded)
+    on = find_device(device)
+    if estimates_of(loaded.model.options) is None:
+        # The size of such a model is not known before a platform builds it.
+        require_platform(config)
+        experts = bool(getattr(loaded.model.options, "num_experts", None))
+        checks = [lambda dims: training_problems(dims, loaded)]
+        print(describe_layouts(list_layouts(num_ranks, has_experts=experts, checks=checks), num_ranks))
+        return 0
+    ranking = search_layouts(loaded, num_ranks, on, device_memory or on.memory)
+    print(strict_json(ranking_as_json(ranking)) if as_json else describe_ranking(ranking))
+    return 0

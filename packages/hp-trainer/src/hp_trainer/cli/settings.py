@@ -1,0 +1,72 @@
+"""The command that lists the settings of the YAML file."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+import click
+
+from hp_trainer.cli.commands import Command
+from hp_trainer.cli.completion import setting_names
+from hp_trainer.config import Option, list_options
+from hp_trainer.plugins import registries
+
+
+@click.command("settings", cls=Command)
+@click.argument(
+    "path", metavar="[SECTION]", required=False, shell_complete=lambda ctx, parameter, text: setting_names(text)
+)
+def settings_command(path: str | None) -> int:
+    """List the settings of the YAML file, with type, default and help; SECTION lists one section, or one setting.
+
+    Examples: `hp-train settings training`, `hp-train settings model.lora`, `hp-train settings training.steps`.
+    """
+    options = list_options(registries())
+    if path is not None:
+        found = [each for each in options if f"{each.path}.".startswith((f"{path}.", f"{path}[]."))]
+        if not found:
+            raise click.UsageError(f"there is no section or setting {path!r}; {_suggestion(path, options)}")
+        options = found
+    print("\n".join(_lines(options)))
+    return 0
+
+
+def _suggestion(path: str, options: list[Option]) -> str:
+    """Return the nearest section or setting, or the sections."""
+    parts = [each.path.split(".") for each in options]
+    # Every section at every depth, and the settings.
+    known = dict.fromkeys(".".join(words[:depth]) for words in parts for depth in range(1, len(words) + 1))
+    near = difflib.get_close_matches(path, known, n=1)
+    # A setting given without its section.
+    near += [each for each in known if each.rpartition(".")[2] == path]
+    if near:
+        return f"did you mean `hp-train settings {near[0]}`?"
+    return f"sections are: {', '.join(dict.fromkeys(words[0] for words in parts if len(words) > 1))}"
+
+
+def _lines(options: Iterable[Option]) -> list[str]:
+    """Return the descriptions of settings below the names of their sections and of their models or datasets."""
+    lines: list[str] = []
+    section = when = ""
+    for option in options:
+        head = option.path.partition(".")[0]
+        if head != section:
+            section, when = head, ""
+            lines += ["", f"{section}:"]
+        if option.when and option.when != when:
+            when = option.when
+            lines.append(f"  with {when}:")
+        lines.append(describe_option(option))
+    return lines[1:]
+
+
+def describe_option(option: Option) -> str:
+    """Return the help of one setting: its type, its default, and its purpose.
+
+    An option of an entry in a list has no dashes, since it can only be given within the list.
+    """
+    default = "required" if option.default is None else f"default {option.default}"
+    within = option.path.rpartition("[].")[2]
+    head = f"  {'' if '[]' in option.path else '--'}{within}=({option.takes}; {default})"
+    return f"{head}\n      {option.help}" if option.help else head

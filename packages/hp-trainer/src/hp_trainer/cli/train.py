@@ -1,0 +1,283 @@
+"""Commands that train: in a new run, in one to start or continue, from a checkpoint, with a profile, as a sweep."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from hp_dtensor.launch import is_launched
+from hp_trainer.checkpoint import delete_leftovers, list_checkpoints, open_step, set_aside_later
+from hp_trainer.cli.commands import Overrides, SettingsCommand, config_argument, run_argument
+from hp_trainer.cli.main import print_if_read
+from hp_trainer.cli.shared import (
+    load,
+    newest,
+    on_installed_platform,
+    print_message,
+    refuse,
+    require_platform,
+    resolved,
+)
+from hp_trainer.config import LoadedConfig, TrainerConfig
+from hp_trainer.exceptions import Problem
+from hp_trainer.launch import (
+    check_new_run,
+    check_resumed_run,
+    check_settings,
+    is_first_process,
+    launch_training,
+    world_size_of,
+)
+from hp_trainer.plugins import registries
+from hp_trainer.report import compare_runs
+from hp_trainer.run import (
+    RunFolder,
+    check_model,
+    checkpoint_storage,
+    chosen_run_folder,
+    complete_run,
+    create_run,
+    default_run_folder,
+)
+from hp_trainer.stop_signals import Interrupted
+
+
+@click.command("train", cls=SettingsCommand)
+@config_argument
+def train_command(config: str, overrides: Overrides) -> int:
+    """Train the model of CONFIG in a new run folder: run.folder, or by default runs/NAME-DATE-TIME.
+
+    It starts launch.local_ranks ranks on this machine; under torchrun, msrun or srun it is one of their ranks.
+
+    Ctrl-C and SIGTERM stop training after the current step, with a checkpoint; a second signal stops it at once. The
+    word `train` may be left out.
+    """
+    return _start(config, load(config, overrides), may_continue=False)
+
+
+@click.command("run", cls=SettingsCommand)
+@config_argument
+def run_command(config: str, overrides: Overrides) -> int:
+    """Start the run in the folder --run.folder=RUN, or continue it if it exists.
+
+    The same command serves for the first start and for every restart of a job.
+    """
+    loaded = load(config, overrides)
+    if loaded.config.run.folder is None:
+        raise click.UsageError("run needs the folder of the run to start or continue: --run.folder=RUN")
+    return _start(config, loaded, may_continue=True)
+
+
+@click.command("resume", cls=SettingsCommand)
+@run_argument
+@click.option("--from-step", type=int, metavar="N", help="Continue from this checkpoint; later ones are moved aside.")
+def resume_command(run: str, from_step: int | None, overrides: Overrides) -> int:
+    """Continue RUN from its newest valid checkpoint.
+
+    Layout, number of ranks, platform and most settings may change; model and data may not.
+    """
+    folder = RunFolder.open(Path(run))
+    require_platform(str(folder.config_file))
+    loaded, before = on_installed_platform(folder.load_config(overrides), overrides), folder.load_config().config
+    refuse(check_resumed_run(loaded, before, world_size_of(loaded.config), registries()), str(folder.config_file))
+    config = resolved(loaded.config, folder.path)
+    return _report(launch_training(config, folder.path, lambda: _take_up(folder, config, from_step)), config)
+
+
+def _start(title: str, loaded: LoadedConfig, *, may_continue: bool) -> int:
+    """Train a new run, or with `may_continue` the one that its folder has."""
+    folder = chosen_run_folder(loaded, Path(title))
+    config = resolved(loaded.config, folder)
+    num_ranks = world_size_of(config)
+
+    def check() -> None:
+        if not may_continue or not RunFolder.exists(folder):
+            return refuse(check_new_run(loaded, folder, num_ranks, registries()), title)
+        run = RunFolder.open(folder)
+        # Without the file the run was killed while it was created, and nothing can have changed.
+        before = run.load_config().config if run.config_file.exists() else loaded.config
+        return refuse(check_resumed_run(loaded, before, num_ranks, registries()), title)
+
+    def prepare() -> str | None:
+        # Again for `run`: another job may have created the run since.
+        if is_launched() or may_continue:
+            check()
+        if not may_continue or not RunFolder.exists(folder):
+            create_run(folder, config)
+            return None
+        run = RunFolder.open(folder)
+        if list_checkpoints(checkpoint_storage(run, config)):
+            return _take_up(run, config)
+        # The run was killed before its first checkpoint, and starts from the beginning.
+        complete_run(run, config)
+        return None
+
+    # Before anything is locked or created. Under a launcher only the settings are checked here: rank 0 checks folder
+    # and data in `prepare`, once the ranks are connected and its errors reach all of them.
+    if is_launched():
+        refuse(check_settings(loaded, num_ranks, registries()), title)
+    else:
+        check()
+    return _report(launch_training(config, folder, prepare), config)
+
+
+def _take_up(run: RunFolder, config: TrainerConfig, from_step: int | None = None) -> str:
+    """Verify the checkpoint and data that a run continues with, and return the name of the checkpoint.
+
+    With `from_step`, later checkpoints are moved aside.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or of another model.
+        DataError: the prepared data have changed.
+    """
+    storage = checkpoint_storage(run, config)
+    checkpoint = newest(run, config) if from_step is None else open_step(storage, from_step)
+    check_model(checkpoint, config)
+    source = registries().datasets.get(config.data.name).build(config.data.options)
+    # Before anything is moved or deleted, so that a run that cannot continue is left unchanged.
+    source.verify(run.data, config.launch.verify_data)
+    # Moved aside before training starts: if the job is killed from here on, the requested step is already the newest.
+    if from_step is not None:
+        for name in set_aside_later(storage, from_step):
+            print_message(f"moved {storage.describe(name)} aside; delete it when it is no longer needed")
+    # Under the lock: no other job writes these files.
+    run.sweep()
+    delete_leftovers(storage)
+    # The ranks read their configuration from the folder, also after a restart.
+    run.write_config(config)
+    return checkpoint.folder
+
+
+def _report(path: Path, config: TrainerConfig) -> int:
+    """Print the sample texts of a finished run and its folder."""
+    if is_first_process():
+        samples = RunFolder(path).samples_file
+        if config.generate.prompts and samples.is_file():
+            print_if_read(samples.read_text(encoding="utf-8").removesuffix("\n"))
+        print_if_read(f"run folder: {path}")
+    return 0
+
+
+@click.command("profile", cls=SettingsCommand)
+@config_argument
+@click.option("--steps", default="4-5", show_default=True, metavar="FIRST-LAST", help="Steps to profile.")
+def profile_command(config: str, steps: str, overrides: Overrides) -> int:
+    """Train a few steps of CONFIG in a new run, and profile the last ones.
+
+    The run folder gets a trace and the memory of every rank.
+    """
+    return _start(config, load(config, [*profile_settings(steps), *overrides]), may_continue=False)
+
+
+def profile_settings(steps: str) -> Overrides:
+    """Return the settings of a run that trains up to the last of the steps `FIRST-LAST`, and profiles these.
+
+    The first steps of a run load kernels and compile, so steps 4 and 5 are profiled by default.
+
+    Raises:
+        click.UsageError: the text is neither a step nor two.
+    """
+    found = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", steps)
+    if found is None:
+        raise click.UsageError(f"--steps: expected a step or FIRST-LAST, such as 4-5, got {steps!r}")
+    first, last = found[1], found[2] or found[1]
+    return [("profile.first", first), ("profile.last", last), ("training.steps", last), ("generate.prompts", "[]")]
+
+
+@click.command("sweep", cls=SettingsCommand)
+@config_argument
+def sweep_command(config: str, overrides: Overrides) -> int:
+    """Train every combination of values, such as --optimizer.lr=1e-3,3e-3, one run after the other.
+
+    All combinations are checked before the first one trains. The runs are folders in --run.folder, next to a
+    comparison of those that succeeded.
+    """
+    if is_launched():
+        raise click.UsageError("sweep starts its runs itself; do not start it under torchrun or msrun")
+    wanted = dict(overrides).get("run.folder")
+    base = default_run_folder(Path(config)) if wanted is None else Path(wanted).expanduser()
+    runs = plan_sweep([one for one in overrides if one[0] != "run.folder"], base)
+    # All runs before the first one starts: a typing error must not be found after hours.
+    _check(Path(config), runs)
+    failed = [folder for folder, chosen in runs.items() if not _train(config, chosen, folder, len(runs))]
+    done = [folder for folder in runs if folder not in failed]
+    if len(done) > 1:
+        print(compare_runs(done, base / "comparison.html"))
+        print(f"\ncurves: {base / 'comparison.html'}")
+    for folder in failed:
+        print_message(f"{folder} failed")
+    return 1 if failed else 0
+
+
+def plan_sweep(overrides: Overrides, base: Path) -> dict[Path, Overrides]:
+    """Return the settings of each run by folder: all combinations of values, the last setting varying fastest."""
+    choices = [[(path, value) for value in split_values(text)] for path, text in overrides]
+    # Folder names have only the settings in which the runs differ.
+    varied = {path for path, text in overrides if len(split_values(text)) > 1}
+    if not varied:
+        raise click.UsageError("sweep needs a setting with several values, --optimizer.lr=1e-3,3e-3")
+    runs: dict[Path, Overrides] = {}
+    for number, chosen in enumerate(itertools.product(*choices)):
+        label = "-".join(f"{path.rpartition('.')[2]}={value}" for path, value in chosen if path in varied)
+        runs[base / f"{number:03}-{label.replace('/', '_')}"] = list(chosen)
+    return runs
+
+
+def split_values(text: str) -> list[str]:
+    """Split a text at commas outside of brackets, braces and quotes: `1,[2,3]` gives `1` and `[2,3]`."""
+    values, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        depth += 0 if quote else (character in "[{") - (character in "]}")
+        if character == "," and depth == 0 and not quote:
+            values.append("")
+        else:
+            values[-1] += character
+    return values
+
+
+def _check(config: Path, runs: dict[Path, Overrides]) -> None:
+    """Raise for the problems of all runs of a sweep, each once."""
+    problems: list[Problem] = []
+    for folder, overrides in runs.items():
+        loaded = load(str(config), overrides)
+        found = check_new_run(loaded, folder, world_size_of(loaded.config), registries())
+        # Most problems are the same in every run.
+        problems += [problem for problem in found if problem not in problems]
+    refuse(problems, str(config))
+
+
+def _train(config: str, overrides: Overrides, folder: Path, count: int) -> bool:
+    """Train one run in a process of its own, and return whether it succeeded."""
+    print(f"run {folder.name} (of {count})", flush=True)
+    settings = [f"--{path}={value}" for path, value in (*overrides, ("run.folder", str(folder)))]
+    # -P keeps the working directory off the import path. In a session of its own the run does not get the terminal's
+    # signals directly, only once, from here.
+    command: Sequence[str] = [sys.executable, "-P", "-m", "hp_trainer", config, *settings]
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        return process.wait() == 0
+    except Interrupted as interrupted:
+        _end(process, interrupted.signal)
+        raise
+
+
+def _end(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal, and every further one that arrives, to a run, and wait for it to end."""
+    while True:
+        process.send_signal(number)
+        try:
+            process.wait()
+        except Interrupted as again:
+            number = again.signal
+        else:
+            return
