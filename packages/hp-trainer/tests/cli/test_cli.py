@@ -107,6 +107,7 @@ def test_settings_are_listed_by_section(installed: Registries, capsys) -> None:
     assert listed("training.steps") == (
         "training:\n  --training.steps=(an integer; required)\n      total number of optimizer steps\n"
     )
+    assert listed("--training.steps") == listed("training.steps")
     assert listed("training") in everything
     assert listed("model.lora").count("--model.lora.") == listed("model.lora").count("--") == 3
     assert "  path=(text; required)\n" in listed("data.sources")

@@ -13,7 +13,8 @@ from hp_trainer.config import Option, list_options
 from hp_trainer.plugins import registries
 
 
-@click.command("settings", cls=Command)
+# A setting may be given as it is written on a command line, with dashes.
+@click.command("settings", cls=Command, context_settings={"ignore_unknown_options": True})
 @click.argument(
     "path", metavar="[SECTION]", required=False, shell_complete=lambda ctx, parameter, text: setting_names(text)
 )
@@ -24,6 +25,7 @@ def settings_command(path: str | None) -> int:
     """
     options = list_options(registries())
     if path is not None:
+        path = path.removeprefix("--")
         found = [each for each in options if f"{each.path}.".startswith((f"{path}.", f"{path}[]."))]
         if not found:
             raise click.UsageError(f"there is no section or setting {path!r}; {_suggestion(path, options)}")
@@ -34,7 +36,7 @@ def settings_command(path: str | None) -> int:
 
 def _suggestion(path: str, options: list[Option]) -> str:
     """Return the nearest section or setting, or the sections."""
-    parts = [each.path.split(".") for each in options]
+    parts = [each.path.replace("[]", "").split(".") for each in options]
     # Every section at every depth, and the settings.
     known = dict.fromkeys(".".join(words[:depth]) for words in parts for depth in range(1, len(words) + 1))
     near = difflib.get_close_matches(path, known, n=1)
