@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from hp_moe import LoadMetrics
-from hp_trainer.metrics import ExpertLoadsTracker
+from hp_trainer.metrics import PictureTracker, draw_expert_loads
 from hp_trainer.metrics.pictures import draw_loads, loads_of
 from hp_trainer.metrics.tracker import step_scalars
 from hp_trainer.models.decoder.decoder import expert_metrics
@@ -70,7 +70,7 @@ def test_loads_by_layer_expert_and_step():
 def test_the_picture_of_a_run(tmp_path, steps):
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(json.dumps(event) + "\n" for event in events(steps)))
-    ExpertLoadsTracker(metrics, tmp_path / "loads.png").finish()
+    PictureTracker(metrics, tmp_path / "loads.png", draw_expert_loads).finish()
     assert (tmp_path / "loads.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -88,5 +88,5 @@ def test_rows_are_experts_and_columns_means_over_steps():
 
 def test_no_picture_without_experts(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"event": "step", "step": 1, "metrics": {}}) + "\n")
-    ExpertLoadsTracker(tmp_path / "metrics.jsonl", tmp_path / "loads.png").finish()
+    PictureTracker(tmp_path / "metrics.jsonl", tmp_path / "loads.png", draw_expert_loads).finish()
     assert not (tmp_path / "loads.png").exists()

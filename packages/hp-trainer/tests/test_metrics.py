@@ -13,7 +13,7 @@ import pytest
 from hp_trainer.config import parse_config
 from hp_trainer.metrics import (
     JsonLinesTracker,
-    LossCurveTracker,
+    PictureTracker,
     ProgressTracker,
     draw_loss_curve,
     read_metrics,
@@ -156,7 +156,7 @@ def test_the_loss_curve_is_a_picture_of_the_whole_run(tmp_path: Path, run) -> No
     lines.step(step(2, float("inf")))
     lines.evaluation(EvaluationRecord(step=2, loss=2.0, tokens=10, seconds=0.1))
     lines.finish()
-    LossCurveTracker(tmp_path / "metrics.jsonl", tmp_path / "loss.png").finish()
+    PictureTracker(tmp_path / "metrics.jsonl", tmp_path / "loss.png", draw_loss_curve).finish()
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -55,11 +55,12 @@ def hp_optimizers(registry: Registry) -> None:
 def hp_trackers(registry: Registry) -> None:
     """Register the trackers that write to the run folder and the terminal, and those of other libraries."""
     from hp_trainer.metrics import (
-        ExpertLoadsTracker,
         JsonLinesTracker,
-        LossCurveTracker,
+        PictureTracker,
         ProgressConfig,
         ProgressTracker,
+        draw_expert_loads,
+        draw_loss_curve,
     )
     from hp_trainer.metrics.libraries import (
         MlflowConfig,
@@ -72,8 +73,10 @@ def hp_trackers(registry: Registry) -> None:
 
     registry.add("jsonl", lambda options, run: JsonLinesTracker(run.metrics_file))
     registry.add("progress", lambda options, run: ProgressTracker(options.interval_seconds), options=ProgressConfig)
-    registry.add("loss_curve", lambda options, run: LossCurveTracker(run.metrics_file, run.loss_picture))
-    registry.add("expert_loads", lambda options, run: ExpertLoadsTracker(run.metrics_file, run.loads_picture))
+    registry.add("loss_curve", lambda options, run: PictureTracker(run.metrics_file, run.loss_picture, draw_loss_curve))
+    registry.add(
+        "expert_loads", lambda options, run: PictureTracker(run.metrics_file, run.loads_picture, draw_expert_loads)
+    )
     registry.add(
         "tensorboard", lambda options, run: TensorBoardTracker(run.path / options.folder), options=TensorBoardConfig
     )

@@ -86,7 +86,8 @@ def register_python_name(registry: Registry, name: str, folder: Path) -> str:
         if not callable(target):
             raise RegistryError(f"{file} has no function or class {found['attribute']!r}")
         with registry.registering(str(file), str(file)):
-            registry.add(whole, _adapted(target), options=_options_of(target, whole))
+            taken = len(_parameters(target))
+            registry.add(whole, lambda *arguments: target(*arguments[:taken]), options=_options_of(target, whole))
     return whole
 
 
@@ -120,11 +121,6 @@ def _where(error: Exception, file: Path) -> str:
 def _parameters(target: Callable[..., Any]) -> list[inspect.Parameter]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [each for each in inspect.signature(target).parameters.values() if each.kind in kinds]
-
-
-def _adapted(target: Callable[..., Any]) -> Callable[..., Any]:
-    taken = len(_parameters(target))
-    return lambda *arguments: target(*arguments[:taken])
 
 
 def _options_of(target: Callable[..., Any], name: str) -> type:

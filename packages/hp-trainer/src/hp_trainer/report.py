@@ -23,6 +23,7 @@ from hp_trainer._files import read_plain_text, write_atomically
 from hp_trainer.config import settings_by_path
 from hp_trainer.exceptions import ParallelDimsError, RunFolderError
 from hp_trainer.metrics import read_metrics
+from hp_trainer.metrics.pictures import new_figure
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.run import RunFolder
 
@@ -148,10 +149,13 @@ _UNITS = {
 }
 
 
-def order(names: Sequence[str]) -> list[str]:
-    """Return the names of curves in display order. The evaluation loss is left out: it is drawn with the loss."""
-    rest = sorted(name for name in names if name not in _FIRST and name != "evaluation_loss")
-    return [*(name for name in _FIRST if name in names), *rest]
+def draw_curves(runs: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
+    """Return the HTML of every metric of some runs, in display order."""
+    names = {name for curves in runs.values() for name in curves}
+    # The evaluation loss is drawn with the loss.
+    rest = sorted(names - {*_FIRST, "evaluation_loss"})
+    drawn = (draw_curve(name, runs) for name in [*(name for name in _FIRST if name in names), *rest])
+    return f'<div class="curves">{"".join(drawn)}</div>'
 
 
 def draw_curve(name: str, runs: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
@@ -160,12 +164,10 @@ def draw_curve(name: str, runs: Mapping[str, Mapping[str, Sequence[Point]]]) -> 
     Args:
         runs: the curves of each run by name; the evaluation loss is drawn together with the training loss.
     """
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
+    import matplotlib
 
-    figure = Figure(figsize=(6.4, 3.4), layout="constrained")
-    FigureCanvasSVG(figure)
-    axes: Any = figure.add_subplot()
+    figure = new_figure(6.4, 3.4)
+    axes = figure.add_subplot()
     for index, (run, curves) in enumerate(runs.items()):
         label, color = run if len(runs) > 1 else "", f"C{index}"
         if points := thin(curves.get(name, ())):
@@ -179,7 +181,11 @@ def draw_curve(name: str, runs: Mapping[str, Mapping[str, Sequence[Point]]]) -> 
     axes.grid(alpha=0.3)
     if len(runs) > 1 or name == "loss":
         axes.legend(fontsize="small")
-    return _svg(figure)
+    text = io.StringIO()
+    # Without a date and without random ids, the same run gives the same file.
+    with matplotlib.rc_context({"svg.hashsalt": "hp-train", "svg.fonttype": "none"}):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue().partition("<svg")[2].join(["<svg", ""])
 
 
 def thin(points: Sequence[Point]) -> list[Point]:
@@ -187,16 +193,6 @@ def thin(points: Sequence[Point]) -> list[Point]:
     width = -(-len(points) // MOST_POINTS) or 1
     groups = (points[start : start + width] for start in range(0, len(points), width))
     return [(group[-1][0], fmean(value for _, value in group)) for group in groups]
-
-
-def _svg(figure: Any) -> str:
-    text = io.StringIO()
-    # Without a date and without random ids, the same run gives the same file.
-    import matplotlib
-
-    with matplotlib.rc_context({"svg.hashsalt": "hp-train", "svg.fonttype": "none"}):
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue().partition("<svg")[2].join(["<svg", ""])
 
 
 _STYLE = """
@@ -290,8 +286,7 @@ def _sections(history: RunHistory) -> list[tuple[str, str]]:
     starts, curves = history.of("start"), {history.name: history.curves}
     sections = [("Summary", table(list(history.summary().items())))]
     if history.curves:
-        drawn = "".join(draw_curve(name, curves) for name in order(list(history.curves)))
-        sections.append(("Curves", f'<div class="curves">{drawn}</div>'))
+        sections.append(("Curves", draw_curves(curves)))
     if starts:
         sections.append(("Layout", draw_layout(history.config, starts[-1]["world_size"])))
         rows = [[each["first_step"], each["platform"], each["world_size"]] for each in starts]
@@ -314,23 +309,25 @@ def compare_runs(runs: Sequence[Path], to: Path) -> str:
         RunFolderError: a folder has no run.
     """
     histories = [RunHistory.read(run) for run in runs]
-    names = _distinct_names(histories)
+    # The names of the folders, or their paths where two have the same name.
+    folders = [history.name for history in histories]
+    names = [str(x.path) if folders.count(x.name) > 1 else x.name for x in histories]
     summaries = [history.summary() for history in histories]
     wanted = list(dict.fromkeys(key for summary in summaries for key in summary))
     numbers = [[key, *(summary.get(key, "") for summary in summaries)] for key in wanted]
     differences = [[path, *values] for path, values in different_settings(histories).items()]
     header = ["", *names]
     curves = {name: history.curves for name, history in zip(names, histories, strict=True)}
-    drawn = "".join(
-        draw_curve(name, curves) for name in order(list({name for each in curves.values() for name in each}))
-    )
     sections = [
         ("Numbers", table(numbers, header)),
         ("Settings that differ", table(differences, header) if differences else "<p>None.</p>"),
-        ("Curves", f'<div class="curves">{drawn}</div>'),
+        ("Curves", draw_curves(curves)),
     ]
     write_atomically(to, page(f"Comparison of {len(runs)} runs", sections))
-    return _as_text([header, *differences, *numbers])
+    texts = [[str(cell) for cell in row] for row in [header, *differences, *numbers]]
+    widths = [max(len(row[column]) for row in texts) for column in range(len(texts[0]))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in texts)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def different_settings(histories: Sequence[RunHistory]) -> dict[str, list[Any]]:
@@ -339,17 +336,3 @@ def different_settings(histories: Sequence[RunHistory]) -> dict[str, list[Any]]:
     paths = dict.fromkeys(path for each in settings for path in each)
     values = {path: [each.get(path, "") for each in settings] for path in paths if path not in _PLACES}
     return {path: found for path, found in values.items() if any(value != found[0] for value in found)}
-
-
-def _distinct_names(histories: Sequence[RunHistory]) -> list[str]:
-    """Return the names of the folders, or their paths where two have the same name."""
-    names = [history.name for history in histories]
-    return [str(history.path) if names.count(history.name) > 1 else history.name for history in histories]
-
-
-def _as_text(rows: Sequence[Sequence[object]]) -> str:
-    """Return rows as text with aligned columns."""
-    texts = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in texts) for column in range(len(texts[0]))]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in texts)
-    return "\n".join(line.rstrip() for line in lines)

@@ -35,7 +35,9 @@ def list_checkpoints(storage: Storage) -> list[str]:
     A step that was saved several times is ordered by its saves (`step-00000100-2` is newer than `step-00000100`).
     """
     found = [(match, name) for name in storage.list_folders() if (match := COMPLETE.match(name))]
-    return [name for _, name in sorted(((_order(match), name) for match, name in found), reverse=True)]
+    # By numbers, not text: as text `-10` would come before `-2`.
+    found.sort(key=lambda pair: (int(pair[0][1]), int(pair[0][2] or 1)), reverse=True)
+    return [name for _, name in found]
 
 
 def find_latest(storage: Storage, *, content: bool = True) -> Latest:
@@ -150,11 +152,6 @@ def free_name(storage: Storage, stem: str) -> str:
         attempt += 1
         name = f"{stem}-{attempt}"
     return name
-
-
-def _order(match: re.Match[str]) -> tuple[int, int]:
-    # Numbers, not text: as text `-10` would come before `-2`.
-    return int(match[1]), int(match[2] or 1)
 
 
 def _first_sound(storage: Storage, names: Sequence[str], *, content: bool) -> Latest:

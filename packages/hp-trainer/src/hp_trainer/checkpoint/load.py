@@ -156,7 +156,8 @@ class Checkpoint:
                 self._shard(rank)
             except CheckpointError as error:
                 broken.add(rank)
-                affected = [name for name, tensor in self.index.tensors.items() if _uses(tensor, rank)]
+                tensors = self.index.tensors.items()
+                affected = [name for name, tensor in tensors if any(chunk.shard == rank for chunk in tensor.chunks)]
                 yield f"{error}{_list_affected(affected)}"
         for name, tensor in self.index.tensors.items():
             for chunk in tensor.chunks:
@@ -246,7 +247,11 @@ class Checkpoint:
         if size != expected:
             raise CheckpointError(f"{where} is damaged: expected {expected} bytes, got {size}")
         data = self.storage.map_file(self.folder, file)
-        header = read_header(data, where, self._longest_header(rank))
+        # The header is bounded before it is read, because parsing a forged one of many MiB takes minutes. An entry has
+        # at most six bytes per character of its key (escapes), and 20 per number.
+        chunks = (chunk for tensor in self.index.tensors.values() for chunk in tensor.chunks if chunk.shard == rank)
+        longest = 65536 + sum(6 * len(chunk.key) + 200 + 20 * len(chunk.box.shape) for chunk in chunks)
+        header = read_header(data, where, longest)
         # A shard of another save may have the same size, shapes and keys.
         owner = (header.metadata.get("hp_save"), header.metadata.get("hp_rank"))
         if owner != (self.index.save_id, str(rank)):
@@ -255,12 +260,6 @@ class Checkpoint:
                 f"{owner[0]}, rank {owner[1]}"
             )
         return data, header
-
-    def _longest_header(self, rank: int) -> int:
-        """Return an upper bound for the header of a shard in bytes: parsing a forged one of many MiB takes minutes."""
-        chunks = (chunk for tensor in self.index.tensors.values() for chunk in tensor.chunks if chunk.shard == rank)
-        # At most six bytes per character of a key (escapes), and 20 per number of an entry.
-        return 65536 + sum(6 * len(chunk.key) + 200 + 20 * len(chunk.box.shape) for chunk in chunks)
 
 
 def refuse_other_model(
@@ -284,10 +283,6 @@ def _with_defaults(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
         if isinstance(value, Mapping) and isinstance(defaults.get(name), Mapping):
             filled[name] = _with_defaults(value, defaults[name])
     return filled
-
-
-def _uses(tensor: SavedTensor, rank: int) -> bool:
-    return any(chunk.shard == rank for chunk in tensor.chunks)
 
 
 def _list_affected(names: Sequence[str]) -> str:

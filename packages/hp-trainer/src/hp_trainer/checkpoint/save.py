@@ -155,7 +155,12 @@ class PendingSave:
             def publish() -> str:
                 self._may_write()
                 index = _build_index(shards, self._step, self._save_id, self._model, self._state)
-                return _publish(self._storage, self._folder, index)
+                # The index is written after all shards, and the folder renamed after the index. A save killed at any
+                # moment leaves a complete checkpoint or a folder that no search takes for one.
+                self._storage.write_file(self._folder, INDEX_FILE, [index.dump().encode()])
+                name = free_name(self._storage, step_name(index.step))
+                self._storage.rename_folder(self._folder, name)
+                return name
 
             name: str = coordinator(group, "publishing a checkpoint", publish, CheckpointError)
         except CheckpointError:
@@ -179,7 +184,11 @@ class PendingSave:
     def _start_thread(self) -> threading.Thread:
         """Copy the tensors and start the thread that writes them. A failure is raised on all ranks by `publish`."""
         try:
-            self._tensors = [_copied(part) for part in self._tensors]
+            # Copied, since training changes the tensors; without elements that another replica writes.
+            self._tensors = [
+                replace(part, boxes=[(box, data.copy()) for box, data in part.boxes] if part.is_writer else [])
+                for part in self._tensors
+            ]
         except Exception as error:
             self._failure = error
             self._tensors = []
@@ -211,11 +220,6 @@ class PendingSave:
             raise self._failure
         assert self._written is not None
         return self._written
-
-
-def _copied(part: TensorPart) -> TensorPart:
-    """Copy the elements of a part, or drop them where another replica writes them."""
-    return replace(part, boxes=[(box, data.copy()) for box, data in part.boxes] if part.is_writer else [])
 
 
 def _write_shard(
@@ -295,12 +299,3 @@ def _agreed_kinds(shards: Sequence[dict[str, Any]]) -> tuple[dict[str, list[Any]
             if kinds.setdefault(name, kind) != kind:
                 problems.append(f"tensor {name!r} is {kinds[name]} on one rank and {kind} on rank {rank}")
     return kinds, problems
-
-
-def _publish(storage: Storage, folder: str, index: Index) -> str:
-    # The index is written after all shards, and the folder renamed after the index. A save killed at any moment
-    # leaves a complete checkpoint or a folder that no search takes for one.
-    storage.write_file(folder, INDEX_FILE, [index.dump().encode()])
-    name = free_name(storage, step_name(index.step))
-    storage.rename_folder(folder, name)
-    return name

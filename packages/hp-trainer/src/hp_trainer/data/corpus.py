@@ -66,20 +66,17 @@ class PreparingProgress:
         self._read = min(self._total, self._read + size)
         now = time.monotonic()
         if self._stream.isatty():
-            self._show(now)
+            if self._bar is None and now - self._started >= 1:
+                self._bar = _bar(self._stream)
+                self._bar.start()
+                self._task = self._bar.add_task(self._title, total=self._total)
+            if self._bar is not None and now - self._reported >= 0.1:
+                self._reported = now
+                self._bar.update(self._task, completed=self._read)
         # Not a terminal, such as a log file: whole lines, far apart.
         elif now - self._reported >= _SECONDS:
             self._reported = now
             print(f"{self._title}: {self._read / self._total:.0%}", file=self._stream, flush=True)
-
-    def _show(self, now: float) -> None:
-        if self._bar is None and now - self._started >= 1:
-            self._bar = _bar(self._stream)
-            self._bar.start()
-            self._task = self._bar.add_task(self._title, total=self._total)
-        if self._bar is not None and now - self._reported >= 0.1:
-            self._reported = now
-            self._bar.update(self._task, completed=self._read)
 
 
 def _bar(stream: TextIO) -> Any:

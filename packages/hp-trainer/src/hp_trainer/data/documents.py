@@ -56,13 +56,8 @@ class FilesConfig:
             yield Problem(path="path", what="empty", expected="a file or folder, or null", hint="null")
         for suffix in self.suffixes:
             if not suffix.startswith("."):
-                yield Problem(
-                    path="suffixes",
-                    what="not a file ending",
-                    expected="'.txt'",
-                    got=repr(suffix),
-                    hint=f"'.{suffix}'",
-                )
+                what = "not a file ending"
+                yield Problem(path="suffixes", what=what, expected="'.txt'", got=repr(suffix), hint=f"'.{suffix}'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +85,8 @@ class DocumentsConfig(FilesConfig):
         """Yield contradictions within `sources`, and between them and the settings of a single source."""
         sources: Sequence[Any] = getattr(self, "sources", ())
         if sources and self.path is not None:
-            yield Problem(
-                path="path", what="given together with data.sources", expected="one of the two", hint="path=null"
-            )
+            what = "given together with data.sources"
+            yield Problem(path="path", what=what, expected="one of the two", hint="path=null")
         weights = [source.weight for source in sources]
         if any(weight is None for weight in weights) and any(weight is not None for weight in weights):
             yield Problem(
@@ -223,7 +217,10 @@ class DocumentsSource(DatasetSource):
             for corpus, end in zip(corpora, train_ends, strict=True)
         ]
         fingerprint = self._fingerprint(corpora, train_ends, sequence_length)
-        return Dataset(self._mixed(train), _concatenated(evaluation), self.tokenizer(), fingerprint)
+        # `MixedSamples` allows no empty source; of only empty ones the first is used.
+        some = [one for one in evaluation if len(one)] or evaluation[:1]
+        held = some[0] if len(some) == 1 else MixedSamples(some)
+        return Dataset(self._mixed(train), held, self.tokenizer(), fingerprint)
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer.
@@ -366,13 +363,6 @@ def _batches(records: Iterator[Record], count: int) -> Iterator[list[Record]]:
             some, size = [], 0
     if some:
         yield some
-
-
-def _concatenated(samples: Sequence[Samples]) -> Samples:
-    """Return the samples of all sources, without empty sources."""
-    # `MixedSamples` allows no empty source; of only empty ones the first is returned.
-    some = [one for one in samples if len(one)] or samples[:1]
-    return some[0] if len(some) == 1 else MixedSamples(some)
 
 
 def _alone(values: Sequence[Any]) -> Any:

@@ -301,16 +301,13 @@ class _Columns(Reader):
         """Yield the rows, see `Reader.records`."""
         for file in self.files:
             with _naming(file):
-                yield from self._rows(file, self._selected(file, fields))
-
-    def _rows(self, file: Path, columns: list[str]) -> Iterator[Record]:
-        row = 0
-        for batch in self._batches(file, columns):
-            # The size in memory stands for that in the file, which is not known per row.
-            size = batch.nbytes // max(1, batch.num_rows)
-            for value in batch.to_pylist():
-                yield Record(value, f"{file}, row {row}", size)
-                row += 1
+                row = 0
+                for batch in self._batches(file, self._selected(file, fields)):
+                    # The size in memory stands for that in the file, which is not known per row.
+                    size = batch.nbytes // max(1, batch.num_rows)
+                    for value in batch.to_pylist():
+                        yield Record(value, f"{file}, row {row}", size)
+                        row += 1
 
     def _selected(self, file: Path, fields: tuple[str, ...] | None) -> list[str]:
         """Return the columns to read: those of `fields` that the file has, at least one."""

@@ -49,7 +49,9 @@ class SampleOrder:
         return result
 
     def _permute(self, values: np.ndarray, epoch: int) -> np.ndarray:
-        keys = _round_keys(self.seed, epoch)
+        # Seeds and epochs are mixed first: neighbouring ones must not give related keys.
+        start = _mix(np.array([self.seed % 2**64], dtype=np.uint64)) ^ np.uint64(epoch)
+        keys = _mix(_mix(start) + np.arange(1, _ROUNDS + 1, dtype=np.uint64))
         values = self._feistel(values, keys)
         outside = values >= self.num_samples
         # Cycle walking (Black and Rogaway, 2002): a value outside the samples is permuted again until it is inside. The
@@ -68,12 +70,6 @@ class SampleOrder:
             left, right = right, left ^ (_mix(right ^ key) & mask)
         joined: np.ndarray = (left << bits) | right
         return joined
-
-
-def _round_keys(seed: int, epoch: int) -> np.ndarray:
-    # Seeds and epochs are mixed first: neighbouring ones must not give related keys.
-    start = _mix(np.array([seed % 2**64], dtype=np.uint64)) ^ np.uint64(epoch)
-    return _mix(_mix(start) + np.arange(1, _ROUNDS + 1, dtype=np.uint64))
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

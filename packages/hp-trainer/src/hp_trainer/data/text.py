@@ -73,7 +73,11 @@ class TextSource(DocumentsSource):
             # A blank segment within a long text belongs to it; only blank texts are skipped.
             if text.strip() or not (record.begins and record.ends):
                 # With bytes as tokens the separator could not be told from a zero byte of the text.
-                _refuse_separator(text, record, tokenizer.separator if tokenizer.vocab_size == 256 else None)
+                if tokenizer.vocab_size == 256 and tokenizer.separator is not None and chr(tokenizer.separator) in text:
+                    raise DataError(
+                        f"{record.where} contains a zero byte, which is the separator of documents when bytes are the "
+                        "tokens"
+                    )
                 texts.append(text)
                 segments.append(record)
         before, after = (len(tokens) for tokens in tokenizer.around)
@@ -81,10 +85,3 @@ class TextSource(DocumentsSource):
         for tokens, segment in zip(tokenizer.encode_documents(texts), segments, strict=True):
             begin, end = 0 if segment.begins else before, len(tokens) - (0 if segment.ends else after)
             yield Document(np.asarray(tokens[begin:end]), ends=segment.ends)
-
-
-def _refuse_separator(text: str, record: Record, separator: int | None) -> None:
-    if separator is not None and chr(separator) in text:
-        raise DataError(
-            f"{record.where} contains a zero byte, which is the separator of documents when bytes are the tokens"
-        )

@@ -79,7 +79,11 @@ class FileTokenizer:
         self.special_tokens = {name: text for name in _NAMED if (text := _token_text(settings.get(name))) is not None}
         self.chat_template = _chat_template(file.parent, settings) if path.is_dir() else None
         self.separator = _find_end(file, vocabulary, end or self.special_tokens.get("eos_token"))
-        before = self._prefix()
+        # The tokens that the tokenizer's post-processor adds before a text, such as `<s>`. Post-processors are opaque,
+        # so a text is compared with and without added tokens.
+        full, bare = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (True, False))
+        at = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
+        before = list(full[:at])
         self.around = np.array(before, np.int64), np.array([self.separator], np.int64)
         self.begin = before[0] if before else self.separator
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -109,13 +113,6 @@ class FileTokenizer:
         # Undecodable bytes of a command line arrive as surrogates, which the library rejects.
         sound = text.encode("utf-8", errors="replace").decode("utf-8")
         return self._tokenizer.encode(sound, add_special_tokens=False)
-
-    def _prefix(self) -> list[int]:
-        """Return the tokens that the tokenizer's post-processor adds before a text, such as `<s>`."""
-        # Post-processors are opaque, so compare a text with and without added tokens.
-        full, bare = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (True, False))
-        at = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
-        return list(full[:at])
 
 
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")

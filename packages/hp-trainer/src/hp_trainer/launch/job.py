@@ -243,8 +243,18 @@ def run_with_restarts(
             restarts_left, failures = restarts_left - 1, failures + 1
             # Another job may have taken the run over while the ranks were ending.
             run.check_owner()
-            _rename_logs(run.logs, failures)
-            _report_restart(error, config, restarts_left, newest.step if newest is not None else 0)
+            # The next ranks would overwrite the logs of those that have ended.
+            for log in run.logs.glob("rank*.log"):
+                # Not the logs of earlier failures, such as `rank1.failed-1.log`.
+                if log.stem.removeprefix("rank").isdecimal():
+                    log.rename(log.with_name(f"{log.stem}.failed-{failures}.log"))
+            step = newest.step if newest is not None else 0
+            print(
+                f"hp-train: {error}\nhp-train: restarting the ranks from step {step} of {config.training.steps}; "
+                f"restarts left without a newer checkpoint: {restarts_left}",
+                file=sys.stderr,
+                flush=True,
+            )
             # Devices and ports of the ended ranks may take a moment to become free.
             time.sleep(_PAUSE_SECONDS)
 
@@ -279,20 +289,3 @@ def _run_once(
         return int(interrupted.signal)
     # All ranks agree on the signal, see `Trainer.run`.
     return ended_by[0]
-
-
-def _rename_logs(logs: Path, failures: int) -> None:
-    """Rename the logs of ranks that have ended, which the next ranks would overwrite."""
-    for log in logs.glob("rank*.log"):
-        # Not the logs of earlier failures, such as `rank1.failed-1.log`.
-        if log.stem.removeprefix("rank").isdecimal():
-            log.rename(log.with_name(f"{log.stem}.failed-{failures}.log"))
-
-
-def _report_restart(error: LaunchError, config: TrainerConfig, restarts_left: int, step: int) -> None:
-    print(
-        f"hp-train: {error}\nhp-train: restarting the ranks from step {step} of {config.training.steps}; "
-        f"restarts left without a newer checkpoint: {restarts_left}",
-        file=sys.stderr,
-        flush=True,
-    )

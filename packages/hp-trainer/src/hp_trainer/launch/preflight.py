@@ -45,7 +45,9 @@ def check_new_run(loaded: LoadedConfig, folder: Path, world_size: int, registere
     """Return all problems of a new run in `folder` on `world_size` ranks."""
     config = loaded.config
     problems = [*_run_problems(config, world_size, registered), *_data_problems(config, registered)]
-    problems += _weight_problems(config)
+    if config.model.source is not None:
+        directory = ModelDirectory(Path(config.model.source), config.model.options)
+        problems += (problem.within("model.from") for problem in directory.problems())
     # Everything is collected before any error is raised: one start reports all problems.
     reason = RunFolder.check_new(folder)
     if reason is not None:
@@ -101,19 +103,11 @@ def training_problems(
         yield dataclasses.replace(problem, hint=hint).within("parallel")
     yield from batch_problems(dims, config)
     if config.training.compile and dims.tp_enabled:
-        yield Problem(
-            path="training.compile",
-            what="tensor parallel blocks compute on DTensors, which cannot be compiled and would only get slower",
-            expected="false, or parallel.tp = 1",
-            got="true",
-        )
+        what = "tensor parallel blocks compute on DTensors, which cannot be compiled and would only get slower"
+        yield Problem(path="training.compile", what=what, expected="false, or parallel.tp = 1", got="true")
     if config.training.compile and dims.cp_enabled:
-        yield Problem(
-            path="training.compile",
-            what="context parallel attention communicates, which cannot be compiled",
-            expected="false, or parallel.cp = 1",
-            got="true",
-        )
+        what = "context parallel attention communicates, which cannot be compiled"
+        yield Problem(path="training.compile", what=what, expected="false, or parallel.cp = 1", got="true")
     yield from find_pipeline_problems(dims, config, max_microbatches)
 
 
@@ -122,7 +116,11 @@ def _run_problems(config: TrainerConfig, world_size: int, registered: Registries
     if isinstance(platform, Problem):
         yield platform
     else:
-        yield from _entry_problems(config, platform, registered)
+        for path, registry in (("model", registered.models), ("optimizer", registered.optimizers)):
+            try:
+                registry.get(getattr(config, path).name, platform)
+            except RegistryError as error:
+                yield Problem(path=f"{path}.name", what=str(error))
         if config.parallel.pp > 1:
             yield from find_model_part_problems(config, platform, registered)
         yield from _device_problems(config, platform)
@@ -179,14 +177,12 @@ def _device_problems(config: TrainerConfig, platform: str) -> Iterator[Problem]:
     # The default is one rank per accelerator, which always fits.
     ranks = config.launch.local_ranks or 1
     setting = "cpu_ranks" if config.launch.local_ranks is None else "local_ranks"
-    asked, most = getattr(config.launch, setting), _most_processes()
+    # The most processes that fit into the memory of this machine, whatever they train.
+    most = max(1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _LEAST_RANK_BYTES)
+    asked = getattr(config.launch, setting)
     if asked > most and not is_launched():
-        yield Problem(
-            path=f"launch.{setting}",
-            what="each rank is a process, and so many do not fit into the memory of this machine",
-            expected=f"at most {most}",
-            got=str(asked),
-        )
+        what = "each rank is a process, and so many do not fit into the memory of this machine"
+        yield Problem(path=f"launch.{setting}", what=what, expected=f"at most {most}", got=str(asked))
         return
     # One rank always fits; counting devices would load the framework, which takes seconds.
     devices = max_local_ranks(platform) if ranks > 1 and not is_launched() else None
@@ -200,11 +196,6 @@ def _device_problems(config: TrainerConfig, platform: str) -> Iterator[Problem]:
             hint=f"launch.local_ranks={devices}, or in the environment HP_DEVICE=cpu, to train on the CPU, or "
             "HP_BACKEND=gloo, to share accelerators",
         )
-
-
-def _most_processes() -> int:
-    """Return the most processes that fit into the memory of this machine, whatever they train."""
-    return max(1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _LEAST_RANK_BYTES)
 
 
 def _compiler_problems(backend: str, platform: str) -> Iterator[Problem]:
@@ -231,14 +222,6 @@ def _unfitting(config: TrainerConfig, error: ParallelDimsError, world_size: int)
         degrees = SimpleNamespace(**dict.fromkeys(DEGREES, 1) | degrees_from_config(config.parallel, world_size))
         length = config.training.sequence_length if degrees.cp == 1 else None  # cp shards any length
         yield from find_model_problems(degrees, config.model.options, length)
-
-
-def _entry_problems(config: TrainerConfig, platform: str, registered: Registries) -> Iterator[Problem]:
-    for path, registry in (("model", registered.models), ("optimizer", registered.optimizers)):
-        try:
-            registry.get(getattr(config, path).name, platform)
-        except RegistryError as error:
-            yield Problem(path=f"{path}.name", what=str(error))
 
 
 def batch_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Problem]:
@@ -270,12 +253,8 @@ def _data_problems(config: TrainerConfig, registered: Registries) -> Iterator[Pr
     needed, vocab_size = source.tokenizer().vocab_size, getattr(config.model.options, "vocab_size", None)
     most, length = getattr(config.data.options, "max_tokens", None), config.training.sequence_length
     if most is not None and most <= length:
-        yield Problem(
-            path="data.max_tokens",
-            what=f"one sample needs training.sequence_length + 1 = {length + 1} tokens",
-            expected=f"an integer > {length}",
-            got=str(most),
-        )
+        what = f"one sample needs training.sequence_length + 1 = {length + 1} tokens"
+        yield Problem(path="data.max_tokens", what=what, expected=f"an integer > {length}", got=str(most))
     if vocab_size is not None and vocab_size < needed:
         yield Problem(
             path="model.vocab_size",
@@ -284,13 +263,6 @@ def _data_problems(config: TrainerConfig, registered: Registries) -> Iterator[Pr
             got=str(vocab_size),
             hint=f"model.vocab_size={needed}",
         )
-
-
-def _weight_problems(config: TrainerConfig) -> Iterator[Problem]:
-    """Yield the problems of loading the weights of `model.from`."""
-    if config.model.source is not None:
-        for problem in ModelDirectory(Path(config.model.source), config.model.options).problems():
-            yield problem.within("model.from")
 
 
 def _unwritable(setting: str, folder: Path) -> Iterator[Problem]:
@@ -319,10 +291,6 @@ def _changed(before: TrainerConfig, after: TrainerConfig) -> Iterator[Problem]:
     # Settings of both sides: another component has other settings.
     for path in {**was, **now}:
         if was.get(path) != now.get(path) and path.startswith(_FIXED):
-            yield Problem(
-                path=path,
-                what="cannot change after the start of a run",
-                expected=str(was.get(path)),
-                got=str(now.get(path)),
-                hint="a new run with `hp-train CONFIG`",
-            )
+            what = "cannot change after the start of a run"
+            hint = "a new run with `hp-train CONFIG`"
+            yield Problem(path=path, what=what, expected=str(was.get(path)), got=str(now.get(path)), hint=hint)

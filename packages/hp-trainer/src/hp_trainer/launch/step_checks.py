@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from hp_dtensor.exceptions import CapabilityError, RegistryError
 from hp_dtensor.platform.selection import get_platform
@@ -28,7 +28,9 @@ from hp_trainer.training.pipelined import make_schedule, num_microbatches, split
 def find_memory_problems(dims: ParallelDims, config: TrainerConfig, platform: str) -> Iterator[Problem]:
     """Yield the problems of recomputation, offload and the activation budget."""
     training = config.training
-    if training.compile and _keeps_hidden_results(config):
+    keep = training.recompute_keep
+    is_hidden = keep is None or set(keep) != {"collectives"}
+    if training.compile and training.recompute == "selective" and is_hidden:
         yield Problem(
             path="training.recompute_keep",
             what="results of attention and products within compiled blocks cannot be saved",
@@ -91,11 +93,6 @@ def _optimizer_problems(config: TrainerConfig, platform: str) -> Iterator[Proble
         yield Problem(path=path, what=str(error), expected=expected, got="true")
 
 
-def _keeps_hidden_results(config: TrainerConfig) -> bool:
-    keep: Sequence[str] | None = config.training.recompute_keep
-    return config.training.recompute == "selective" and (keep is None or set(keep) != {"collectives"})
-
-
 def _pattern_problems(config: TrainerConfig, num_layers: int, platform: str) -> Iterator[Problem]:
     try:
         recompute_by_settings(config.training, num_layers, get_platform(platform))
@@ -115,13 +112,9 @@ def _budget_problems(dims: ParallelDims, config: TrainerConfig, platform: str) -
     except BudgetError as error:
         # Rounded up, so that the suggested budget is accepted.
         mebibytes = math.ceil(error.least / 2**20 * 100) / 100
-        yield Problem(
-            path=path,
-            what=str(error),
-            expected=f"at least {format_size(error.least)}",
-            got=asked,
-            hint=f"training.activation_budget={mebibytes:g}MiB, or a smaller training.micro_batch_size",
-        )
+        least, hint = f"at least {format_size(error.least)}", f"training.activation_budget={mebibytes:g}MiB"
+        hint += ", or a smaller training.micro_batch_size"
+        yield Problem(path=path, what=str(error), expected=least, got=asked, hint=hint)
     except (PipelineError, ScheduleError):
         return  # reported by `find_pipeline_problems`
 
@@ -235,12 +228,8 @@ def _split_problems(config: TrainerConfig, schedule: Schedule) -> Iterator[Probl
         setting = (
             "reduce_gradients=step" if config.parallel.reduce_gradients != "step" else "reshard_after_forward=null"
         )
-        yield Problem(
-            path="pipeline.schedule",
-            what=str(error),
-            got=config.pipeline.schedule,
-            hint=f"pipeline.schedule={unsplit}, or parallel.{setting}",
-        )
+        hint = f"pipeline.schedule={unsplit}, or parallel.{setting}"
+        yield Problem(path="pipeline.schedule", what=str(error), got=config.pipeline.schedule, hint=hint)
 
 
 def _exists(schedule: str, stages_per_rank: int) -> bool:

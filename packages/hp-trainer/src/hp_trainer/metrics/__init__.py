@@ -4,14 +4,13 @@
 registered by the hook `hp_trackers`.
 """
 
-from hp_trainer.metrics.pictures import ExpertLoadsTracker, LossCurveTracker, draw_expert_loads, draw_loss_curve
+from hp_trainer.metrics.pictures import PictureTracker, draw_expert_loads, draw_loss_curve
 from hp_trainer.metrics.progress import ProgressConfig, ProgressTracker
 from hp_trainer.metrics.tracker import JsonLinesTracker, Tracker, keep_steps, read_metrics
 
 __all__ = [
-    "ExpertLoadsTracker",
     "JsonLinesTracker",
-    "LossCurveTracker",
+    "PictureTracker",
     "ProgressConfig",
     "ProgressTracker",
     "Tracker",

@@ -19,11 +19,8 @@ from hp_trainer.records import EvaluationRecord, RunRecord, StepRecord
 def missing_library(module: str, *, extra: str) -> Iterator[Problem]:
     """Yield a problem if the library of a tracker is not installed."""
     if importlib.util.find_spec(module) is None:
-        yield Problem(
-            path="name",
-            what=f"needs the library {module}, which is not installed",
-            hint=f"pip install 'hp-trainer[{extra}]'",
-        )
+        what = f"needs the library {module}, which is not installed"
+        yield Problem(path="name", what=what, hint=f"pip install 'hp-trainer[{extra}]'")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,14 +14,11 @@ from hp_trainer.metrics.tracker import EXPERT_LOAD, Tracker, read_metrics
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure with a canvas for PNG; width and height are in inches."""
-    # Not pyplot, which would choose a backend for the process.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Return an empty figure; width and height are in inches."""
+    # Not pyplot, which would choose a backend for the process. `savefig` selects the canvas by the format.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def write_picture(figure: Any, picture: Path) -> None:
@@ -36,20 +34,20 @@ def write_picture(figure: Any, picture: Path) -> None:
 Point = tuple[int, float]  # step, loss
 
 
-class LossCurveTracker(Tracker):
-    """Draws the loss curve from the metrics file when the run ends, including the steps before a resume.
+class PictureTracker(Tracker):
+    """Draws a picture from the metrics file when the run ends, including the steps before a resume.
 
     Args:
         metrics: the file of `JsonLinesTracker`.
         picture: PNG file to write.
+        draw: `draw_loss_curve` or `draw_expert_loads`.
     """
 
-    def __init__(self, metrics: Path, picture: Path) -> None:
-        self._metrics = metrics
-        self._picture = picture
+    def __init__(self, metrics: Path, picture: Path, draw: Callable[[list[dict[str, Any]], Path], None]) -> None:
+        self._metrics, self._picture, self._draw = metrics, picture, draw
 
     def finish(self) -> None:
-        draw_loss_curve(list(read_metrics(self._metrics)), self._picture)
+        self._draw(list(read_metrics(self._metrics)), self._picture)
 
 
 def draw_loss_curve(events: list[dict[str, Any]], picture: Path) -> None:
@@ -111,24 +109,9 @@ def _title(events: list[dict[str, Any]]) -> str:
 _COLUMNS = 400
 
 
-class ExpertLoadsTracker(Tracker):
-    """Draws the heatmap of expert loads from the metrics file when the run ends, including steps before a resume.
-
-    Args:
-        metrics: the file of `JsonLinesTracker`.
-        picture: PNG file to write; not written for a model without experts.
-    """
-
-    def __init__(self, metrics: Path, picture: Path) -> None:
-        self._metrics = metrics
-        self._picture = picture
-
-    def finish(self) -> None:
-        draw_expert_loads(list(read_metrics(self._metrics)), self._picture)
-
-
 def draw_expert_loads(events: list[dict[str, Any]], picture: Path) -> None:
-    """Write the heatmap as PNG: a column per step, a row per expert, layer by layer from top to bottom.
+    """Write the heatmap of expert loads as PNG: a column per step, a row per expert, layer by layer; nothing without
+    experts.
 
     Colours are loads relative to the layer's mean load: 1 is balanced, 0 is an expert without tokens.
     """

@@ -58,8 +58,10 @@ class ProgressTracker(Tracker):
         now = time.monotonic()
         if now - self._last_line >= self._interval or record.step in (self._first_step + 1, self._steps):
             self._last_line = now
-            left = format_seconds(self._seconds_left(record.step))
-            self._say(f"step {record.step}/{self._steps}  {self._status(record)}  left {left}")
+            # Only steps of this start: those before a resume may have run on other machines.
+            done = record.step - self._first_step
+            left = (now - self._started) / done * (self._steps - record.step) if done > 0 else 0.0
+            self._say(f"step {record.step}/{self._steps}  {self._status(record)}  left {format_seconds(left)}")
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self._say(f"step {record.step}: evaluation loss {record.loss:.4f}, perplexity {record.perplexity:.4g}")
@@ -102,11 +104,6 @@ class ProgressTracker(Tracker):
         if record.utilization is not None:
             parts.append(f"{record.utilization:.0%} of peak")
         return "  ".join(parts)
-
-    def _seconds_left(self, step: int) -> float:
-        # Only steps of this start: those before a resume may have run on other machines.
-        done = step - self._first_step
-        return (time.monotonic() - self._started) / done * (self._steps - step) if done > 0 else 0.0
 
     def _say(self, text: str) -> None:
         if self._bar is not None:

@@ -82,8 +82,11 @@ class PlainModel(nn.Module):
         raise_if_any(self._problems(dims, training, names), ParallelDimsError, "a plain module")
         if training is not None:
             self._loss = TokenLoss(training.label_smoothing, training.z_loss)
-        # Before sharding: afterwards each rank would have a shard of its own values.
-        self._share_initial_values(mesh)
+        # Rank 0's values are used, because each rank's module drew its own. Before sharding: afterwards each rank would
+        # have a shard of its own values.
+        with self.platform.no_grad():
+            for _, tensor in [*self.platform.named_parameters(self), *self.platform.named_buffers(self)]:
+                mesh.world.all.broadcast(tensor)
         if dims.tp_enabled:
             plan = {name: _STYLES[style]() for p, style in self._tp_plan.items() for name in _matching(p, names)}
             parallelize_module(self.module, mesh["tp"], plan)
@@ -119,12 +122,6 @@ class PlainModel(nn.Module):
     def after_optimizer_step(self, all_gather_object: Any = None) -> Mapping[str, float]:
         """See `hp_trainer.models.LanguageModel`; there are no metrics."""
         return {}
-
-    def _share_initial_values(self, mesh: DeviceMesh) -> None:
-        """Broadcast rank 0's values: each rank's module drew its own."""
-        with self.platform.no_grad():
-            for _, tensor in [*self.platform.named_parameters(self), *self.platform.named_buffers(self)]:
-                mesh.world.all.broadcast(tensor)
 
     def _unit_names(self, names: Sequence[str]) -> list[str]:
         if self._units:

@@ -86,9 +86,10 @@ class Adafactor:
         update = ops.mul(grad, ops.rsqrt(moment))
         # Updates are clipped by their root mean square (section 6), then scaled by that of the weights (section 8).
         size = ops.sqrt(self._mean_square(update))
-        update = ops.div(update, self._like(ops.maximum(ops.div(size, options.clip_threshold), self._one), update))
+        one = ops.ones((), self._platform.dtype("float32"))
+        update = ops.div(update, replicate_like(ops.maximum(ops.div(size, options.clip_threshold), one), update))
         scale = ops.clamp(ops.sqrt(self._mean_square(data)), min=options.smallest_scale)
-        update = ops.mul(update, self._like(ops.mul(scale, learning_rate), update))
+        update = ops.mul(update, replicate_like(ops.mul(scale, learning_rate), update))
         # Decoupled weight decay, as in AdamW.
         decayed = ops.mul(data, 1 - learning_rate * options.weight_decay)
         self._copy(parameter, ops.sub(decayed, update))
@@ -106,8 +107,8 @@ class Adafactor:
         self._mix(column, to_full(ops.mean(squares, -2)), decay)
         # The moment is the outer product of row and column means, divided by the mean of all (section 3).
         share = ops.div(row, ops.mean(row, -1, True))
-        rows, columns = self._like(ops.unsqueeze(share, -1), squares), self._like(ops.unsqueeze(column, -2), squares)
-        return ops.mul(rows, columns)
+        rows = replicate_like(ops.unsqueeze(share, -1), squares)
+        return ops.mul(rows, replicate_like(ops.unsqueeze(column, -2), squares))
 
     def _mix(self, moment: Tensor, new: Tensor, decay: float) -> None:
         ops = self._platform.ops
@@ -115,13 +116,6 @@ class Adafactor:
 
     def _mean_square(self, x: Tensor) -> Tensor:
         return to_full(self._platform.ops.mean(self._platform.ops.mul(x, x)))
-
-    def _like(self, x: Tensor, like: Tensor) -> Tensor:
-        return replicate_like(x, like)
-
-    @property
-    def _one(self) -> Tensor:
-        return self._platform.ops.ones((), self._platform.dtype("float32"))
 
     def _copy(self, to: Tensor, x: Tensor) -> None:
         if isinstance(to, DTensor):

@@ -113,9 +113,8 @@ def group_problems(groups: Iterable[ParameterGroupConfig], options: Any) -> Iter
     known = {field.name for field in dataclasses.fields(options)}
     for number, group in enumerate(groups):
         if group.weight_decay is not None and "weight_decay" not in known:
-            yield Problem(
-                path=f"parameter_groups[{number}].weight_decay", what="the optimizer has no weight decay", hint="null"
-            )
+            what = "the optimizer has no weight decay"
+            yield Problem(path=f"parameter_groups[{number}].weight_decay", what=what, hint="null")
 
 
 def _group_of(name: str, parameter: Tensor, groups: Sequence[ParameterGroupConfig]) -> int | None:

@@ -15,6 +15,9 @@ ExpertMesh = Literal["folded", "peer"]
 # Fields of `ParallelDims` that are degrees of parallelism, `ulysses_degree` included.
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "ulysses_degree")
 
+# Fields of `ParallelDims` by which layouts are listed.
+LAYOUT_COLUMNS = (*DEGREES[:-1], "expert_mesh")
+
 CpMethod = Literal["auto", "ulysses", "ring", "all_gather"]
 
 # Axes of the dense mesh, outermost first. Folded: pipeline stages communicate least and are outermost, tensor parallel

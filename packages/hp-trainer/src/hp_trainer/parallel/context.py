@@ -57,7 +57,7 @@ def context_cost(
     """
     method, degree = _method(dims, config, training)
     shape = dataclasses.replace(_shape(dims, config, training), window=window, batch=batch)
-    return _cheapest(shape, dims.cp, None if degree == dims.cp else method, degree)
+    return _compare(shape, dims.cp, None if degree == dims.cp else method, degree).best
 
 
 def describe_context(dims: Any, config: Any, training: TrainingConfig) -> list[str]:
@@ -76,11 +76,6 @@ def describe_context(dims: Any, config: Any, training: TrainingConfig) -> list[s
         return [f"{dims.cp} ranks share each by {name}"]
     choice = _compare(_shape(dims, config, training), dims.cp, None, dims.ulysses_degree)
     return [f"{dims.cp} ranks share each by {name}, which costs least in a layer:", *str(choice).splitlines()]
-
-
-def _cheapest(shape: AttentionShape, ranks: int, method: str | None, degree: int | None) -> ContextCost:
-    """Return the cost of the cheapest method."""
-    return _compare(shape, ranks, method, degree).best
 
 
 @functools.lru_cache(maxsize=4096)
@@ -137,13 +132,9 @@ def context_problems(dims: Any, config: Any, length: int | None = None) -> Itera
         )
     elif heads is not None and (named := _named_degree(dims)) is not None and named > heads:
         legal = [degree for degree in divisors(dims.cp) if degree <= heads]
-        yield Problem(
-            path="ulysses_degree",
-            what=f"there are only num_attention_heads / tp = {heads} heads to exchange among {named} ranks",
-            expected=f"at most {heads}",
-            got=str(named),
-            hint=f"ulysses_degree={join_choices(legal[-2:])} and cp_method=ring",
-        )
+        what = f"there are only num_attention_heads / tp = {heads} heads to exchange among {named} ranks"
+        hint = f"ulysses_degree={join_choices(legal[-2:])} and cp_method=ring"
+        yield Problem(path="ulysses_degree", what=what, expected=f"at most {heads}", got=str(named), hint=hint)
     if getattr(config, "capacity_factor", None) is not None and getattr(config, "drop_policy", None) == "position":
         yield Problem(
             path="cp",
@@ -169,7 +160,7 @@ def _method(dims: Any, config: Any, training: TrainingConfig | None) -> tuple[An
         return dims.cp_method, dims.ulysses_degree or 1
     if dims.cp_method != "auto" or _heads(dims, config) is None:
         return "ring", dims.ulysses_size
-    best = _cheapest(_shape(dims, config, training), dims.cp, None, dims.ulysses_degree)
+    best = _compare(_shape(dims, config, training), dims.cp, None, dims.ulysses_degree).best
     return best.method, best.ulysses_degree
 
 

@@ -284,14 +284,10 @@ def degrees_from_config(config: Any, world_size: int, num_experts: int | None = 
         found["etp"] = found["tp"]
     degrees = {name: value for name, value in found.items() if value is not None}
     if degrees.get("ep") == -1:
-        degrees["ep"] = _largest_ep(degrees, world_size, num_experts or 1)
+        # The largest `ep` of the folded mesh, where `dp_shard*cp*tp == efsdp*ep*etp`.
+        shard, outside = degrees.get("dp_shard", 1), degrees.get("dp_replicate", 1) * degrees.get("pp", 1)
+        inside = degrees.get("cp", 1) * degrees.get("tp", 1)
+        dense = world_size // outside if shard == -1 else shard * inside
+        # The largest number that divides both the experts and the ranks available to them.
+        degrees["ep"] = math.gcd(num_experts or 1, max(1, dense // degrees.get("etp", 1)))
     return degrees
-
-
-def _largest_ep(degrees: dict[str, Any], world_size: int, num_experts: int) -> int:
-    """Return the largest `ep` of the folded mesh, where `dp_shard*cp*tp == efsdp*ep*etp`."""
-    shard, outside = degrees.get("dp_shard", 1), degrees.get("dp_replicate", 1) * degrees.get("pp", 1)
-    inside = degrees.get("cp", 1) * degrees.get("tp", 1)
-    dense = world_size // outside if shard == -1 else shard * inside
-    # The largest number that divides both the experts and the ranks available to them.
-    return math.gcd(num_experts, max(1, dense // degrees.get("etp", 1)))

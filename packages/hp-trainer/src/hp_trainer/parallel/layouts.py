@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from hp_trainer.exceptions import Problem
-from hp_trainer.parallel.axes import ExpertMesh, divisors
+from hp_trainer.parallel.axes import LAYOUT_COLUMNS, ExpertMesh, divisors
 from hp_trainer.parallel.dims import ParallelDims
 
 Check = Callable[[ParallelDims], Iterable[Problem]]
-
-_COLUMNS = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "expert_mesh")
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,10 @@ def list_layouts(
         >>> len(usable) > 1
         True
     """
-    has_experts = _has_experts(model) if has_experts is None else has_experts
-    for dims in _candidates(world_size, expert_meshes, has_experts=has_experts):
+    if has_experts is None:
+        has_experts = model is None or bool(getattr(getattr(model, "config", model), "num_experts", None))
+    for degrees in list_degrees(world_size, expert_meshes, has_experts=has_experts):
+        dims = ParallelDims(**degrees, world_size=world_size)
         problems = [*(dims.model_problems(model, seq_len) if model is not None else ())]
         for check in checks:
             problems += check(dims)
@@ -75,9 +75,9 @@ def describe_layouts(layouts: Iterable[Layout], world_size: int) -> str:
     layouts = list(layouts)
     legal = [layout.dims for layout in layouts if layout.legal]
     reasons = Counter(f"{p.path}: {p.what}" for layout in layouts for p in layout.problems)
-    lines = [f"{_counted(len(legal), 'legal layout')} of {world_size} ranks:", "  " + "  ".join(_COLUMNS)]
+    lines = [f"{_counted(len(legal), 'legal layout')} of {world_size} ranks:", "  " + "  ".join(LAYOUT_COLUMNS)]
     for dims in legal:
-        cells = (str(getattr(dims, name)).rjust(len(name)) for name in _COLUMNS)
+        cells = (str(getattr(dims, name)).rjust(len(name)) for name in LAYOUT_COLUMNS)
         lines.append("  " + "  ".join(cells))
     lines.append(f"every degree must be one of: {', '.join(map(str, divisors(world_size)))}")
     if reasons:
@@ -88,16 +88,6 @@ def describe_layouts(layouts: Iterable[Layout], world_size: int) -> str:
 
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def _has_experts(model: Any) -> bool:
-    config = getattr(model, "config", model)
-    return model is None or bool(getattr(config, "num_experts", None))
-
-
-def _candidates(world_size: int, expert_meshes: Sequence[ExpertMesh], *, has_experts: bool) -> Iterator[ParallelDims]:
-    for degrees in list_degrees(world_size, expert_meshes, has_experts=has_experts):
-        yield ParallelDims(**degrees, world_size=world_size)
 
 
 def list_degrees(

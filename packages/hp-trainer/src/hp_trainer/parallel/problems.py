@@ -25,7 +25,7 @@ def find_problems(dims: Any) -> Iterator[Problem]:
     yield from malformed
     if malformed:
         return
-    if _is_ambiguous(dims):
+    if dims.expert_mesh is None and dims.dp_shard == -1 and dims.ep > 1:
         yield _ambiguous(dims)
         return
     expert_mesh, shard = chosen_expert_mesh(dims), dims.dp_shard
@@ -48,10 +48,6 @@ def chosen_expert_mesh(dims: Any) -> ExpertMesh:
         return given
     peer = dims.ep > 1 and product(dims, dense_degrees("peer")) == dims.world_size
     return "peer" if peer else "folded"
-
-
-def _is_ambiguous(dims: Any) -> bool:
-    return dims.expert_mesh is None and dims.dp_shard == -1 and dims.ep > 1
 
 
 def _ambiguous(dims: Any) -> Problem:
@@ -80,21 +76,11 @@ def find_model_problems(dims: Any, model: Any, seq_len: int | None = None) -> It
         yield from _divides(field, getattr(config, field, None), degree, getattr(dims, degree))
     layers = getattr(config, "num_hidden_layers", None)
     if layers is not None and dims.pp > layers:
-        yield Problem(
-            path="pp",
-            what=f"num_hidden_layers = {layers} cannot be split into stages for pp = {dims.pp} ranks",
-            expected=f"at most {layers}",
-            got=str(dims.pp),
-            hint=f"pp={layers}",
-        )
+        what = f"num_hidden_layers = {layers} cannot be split into stages for pp = {dims.pp} ranks"
+        yield Problem(path="pp", what=what, expected=f"at most {layers}", got=str(dims.pp), hint=f"pp={layers}")
     if dims.pp > 1 and getattr(config, "hash_routing", False):
-        yield Problem(
-            path="pp",
-            what="hash_routing chooses experts by token ids, which only the first stage has",
-            expected="1, or hash_routing false",
-            got=str(dims.pp),
-            hint="pp=1",
-        )
+        what = "hash_routing chooses experts by token ids, which only the first stage has"
+        yield Problem(path="pp", what=what, expected="1, or hash_routing false", got=str(dims.pp), hint="pp=1")
     if seq_len is not None and seq_len % (dims.cp * dims.tp):
         yield _sequence_problem(seq_len, dims.cp, dims.tp)
 
@@ -109,20 +95,12 @@ def _malformed(dims: Any) -> Iterator[Problem]:
             expected = "-1 or an integer >= 1" if name == "dp_shard" else "an integer >= 1"
             yield Problem(path=name, what="impossible degree", expected=expected, got=repr(value), hint=f"{name}=1")
     if dims.expert_mesh not in (None, *get_args(ExpertMesh)):
-        yield Problem(
-            path="expert_mesh",
-            what="unknown placement of experts",
-            expected="'folded' or 'peer'",
-            got=repr(dims.expert_mesh),
-        )
+        what = "unknown placement of experts"
+        yield Problem(path="expert_mesh", what=what, expected="'folded' or 'peer'", got=repr(dims.expert_mesh))
 
     if dims.cp_method not in (None, *get_args(CpMethod)):
-        yield Problem(
-            path="cp_method",
-            what="unknown method of context parallelism",
-            expected=join_choices(get_args(CpMethod)),
-            got=repr(dims.cp_method),
-        )
+        what = "unknown method of context parallelism"
+        yield Problem(path="cp_method", what=what, expected=join_choices(get_args(CpMethod)), got=repr(dims.cp_method))
 
 
 def _dispatcher_problems(dims: Any) -> Iterator[Problem]:
@@ -131,12 +109,8 @@ def _dispatcher_problems(dims: Any) -> Iterator[Problem]:
     if name is not None and name not in known:
         yield Problem(path="ep_dispatcher", what="unknown dispatcher", expected=join_choices(known), got=repr(name))
     if chunks is not None and name not in (None, *CHUNKED):
-        yield Problem(
-            path="ep_chunks",
-            what=f"{name} does not send tokens in chunks",
-            expected=join_choices(CHUNKED),
-            got=str(chunks),
-        )
+        what = f"{name} does not send tokens in chunks"
+        yield Problem(path="ep_chunks", what=what, expected=join_choices(CHUNKED), got=str(chunks))
     if getattr(dims, "ep_copies", 0) and name not in (None, *COPYING):
         yield Problem(
             path="ep_copies",
@@ -155,20 +129,14 @@ def _dispatcher_problems(dims: Any) -> Iterator[Problem]:
             hint="ep_move_interval=null",
         )
     if node is None and name == "two_level":
-        yield Problem(
-            path="ep_node_size", what="two_level needs the ranks of a node", got="null", hint="ep_node_size=8"
-        )
+        what = "two_level needs the ranks of a node"
+        yield Problem(path="ep_node_size", what=what, got="null", hint="ep_node_size=8")
     if node is not None and name not in ("two_level", "auto"):
-        yield Problem(
-            path="ep_node_size", what="is used by ep_dispatcher two_level and auto only", expected="null", got=str(node)
-        )
+        what = "is used by ep_dispatcher two_level and auto only"
+        yield Problem(path="ep_node_size", what=what, expected="null", got=str(node))
     elif node is not None and (node < 1 or dims.ep % node):
-        yield Problem(
-            path="ep_node_size",
-            what=f"the {dims.ep} expert parallel ranks must fill nodes",
-            expected=f"a divisor of {dims.ep}",
-            got=str(node),
-        )
+        what = f"the {dims.ep} expert parallel ranks must fill nodes"
+        yield Problem(path="ep_node_size", what=what, expected=f"a divisor of {dims.ep}", got=str(node))
 
 
 def _unfillable(dims: Any, names: tuple[str, ...]) -> Problem:
@@ -186,13 +154,9 @@ def _unfillable(dims: Any, names: tuple[str, ...]) -> Problem:
 
 def _wrong_product(dims: Any, names: tuple[str, ...]) -> Problem:
     total = product(dims, names)
-    return Problem(
-        path="dp_shard",
-        what=f"{'*'.join(names)} = {_spelt(dims, names)} = {total} is not world_size = {dims.world_size}",
-        expected=f"a product of {dims.world_size}",
-        got=str(total),
-        hint=_nearest_products(dims, names, divides=False),
-    )
+    what = f"{'*'.join(names)} = {_spelt(dims, names)} = {total} is not world_size = {dims.world_size}"
+    hint = _nearest_products(dims, names, divides=False)
+    return Problem(path="dp_shard", what=what, expected=f"a product of {dims.world_size}", got=str(total), hint=hint)
 
 
 def _nearest_products(dims: Any, names: tuple[str, ...], *, divides: bool) -> str:
@@ -226,13 +190,8 @@ def _expert_problems(dims: Any, expert_mesh: ExpertMesh, shard: int | None) -> I
     etp_fits = dims.etp in (1, dims.tp)
     if etp_matters and not etp_fits:
         legal = join_choices(sorted({1, dims.tp}))
-        yield Problem(
-            path="etp",
-            what="experts are tensor parallel over all tp ranks or not at all",
-            expected=f"1 or tp (= {dims.tp})",
-            got=str(dims.etp),
-            hint=f"etp={legal}",
-        )
+        what = "experts are tensor parallel over all tp ranks or not at all"
+        yield Problem(path="etp", what=what, expected=f"1 or tp (= {dims.tp})", got=str(dims.etp), hint=f"etp={legal}")
     # `ep` is an axis of its own there; and without `dp_shard` the number of dense ranks is unknown.
     if expert_mesh == "peer" or shard is None or not etp_fits:
         return
@@ -266,13 +225,9 @@ def _ulysses_problems(dims: Any) -> Iterator[Problem]:
 
 def _divides(field: str, value: int | None, degree: str, size: int) -> Iterator[Problem]:
     if value is not None and value % size:
-        yield Problem(
-            path=degree,
-            what=f"{field} = {value} cannot be split over {degree} = {size}",
-            expected=f"a divisor of {value}",
-            got=str(size),
-            hint=f"{degree}={join_choices(nearest_divisors(value, size))}",
-        )
+        what = f"{field} = {value} cannot be split over {degree} = {size}"
+        hint = f"{degree}={join_choices(nearest_divisors(value, size))}"
+        yield Problem(path=degree, what=what, expected=f"a divisor of {value}", got=str(size), hint=hint)
 
 
 def _sequence_problem(seq_len: int, cp: int, tp: int) -> Problem:

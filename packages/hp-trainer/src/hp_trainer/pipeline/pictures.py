@@ -75,14 +75,12 @@ def draw_timeline(timeline: Timeline, picture: Path | str) -> None:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     draw_timeline(timeline, Path(folder) / "schedule.png")
     """
-    # Figure and canvas are created directly: pyplot would select a backend for the whole process.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    # Not pyplot, which would select a backend for the whole process.
     from matplotlib.figure import Figure
 
     schedule = timeline.schedule
     figure = Figure(figsize=(14, 1.2 + 0.55 * schedule.num_ranks), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    formats = canvas.get_supported_filetypes()
+    formats = figure.canvas.get_supported_filetypes()
     suffix = Path(picture).suffix.removeprefix(".")
     if suffix not in formats:
         raise ScheduleError(f"picture {picture}: expected a name that ends in one of .{', .'.join(sorted(formats))}")

@@ -13,6 +13,7 @@ from hp_trainer.config import TrainerConfig
 from hp_trainer.metrics.pictures import new_figure, write_picture
 from hp_trainer.models.estimates import Traffic
 from hp_trainer.parallel import ParallelDims
+from hp_trainer.parallel.axes import LAYOUT_COLUMNS
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.memory import MemoryPlan, optimizer_bytes, plan_memory
 from hp_trainer.planning.shapes import (
@@ -157,7 +158,7 @@ def describe_plan(plan: StepPlan, device_memory: float) -> str:
 def plan_as_json(plan: StepPlan, device_memory: float) -> dict[str, Any]:
     """Return the plan as a JSON value: bytes and seconds."""
     return {
-        "layout": {name: getattr(plan.shape.dims, name) for name in _DEGREES},
+        "layout": {name: getattr(plan.shape.dims, name) for name in LAYOUT_COLUMNS},
         "world_size": plan.shape.dims.world_size,
         "parameters": plan.num_parameters,
         "device": plan.device.name,
@@ -170,9 +171,6 @@ def plan_as_json(plan: StepPlan, device_memory: float) -> dict[str, Any]:
         "tokens_per_second": plan.tokens_per_second,
         "utilization": plan.utilization,
     }
-
-
-_DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "expert_mesh")
 
 
 def _head(plan: StepPlan) -> str:

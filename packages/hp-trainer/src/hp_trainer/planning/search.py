@@ -14,6 +14,7 @@ from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import Problem
 from hp_trainer.launch import batch_problems, microbatch_problems, schedule_problems, training_problems
 from hp_trainer.parallel import DEGREES, ParallelDims, find_model_problems
+from hp_trainer.parallel.axes import LAYOUT_COLUMNS
 from hp_trainer.parallel.layouts import list_degrees
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.plan import StepPlan, plan_step
@@ -24,7 +25,6 @@ from hp_trainer.training.pipelined import num_microbatches
 # Context parallelism helps with long sequences. More ranks, or fewer tokens per rank, are not searched.
 MAX_CP = 32
 MIN_TOKENS = 1024
-COLUMNS = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "expert_mesh")
 SHOWN = 10
 
 Degrees = dict[str, Any]
@@ -277,7 +277,7 @@ def ranking_as_json(ranking: Ranking) -> dict[str, Any]:
         "device_memory": ranking.memory,
         "best": [
             {
-                **{name: getattr(plan.shape.dims, name) for name in COLUMNS},
+                **{name: getattr(plan.shape.dims, name) for name in LAYOUT_COLUMNS},
                 "recompute": "full" if plan.shape.recomputes else "none",
                 "reduce_gradients": plan.shape.config.parallel.reduce_gradients,
                 "seconds": plan.time.total,
@@ -296,10 +296,10 @@ def ranking_as_json(ranking: Ranking) -> dict[str, Any]:
 def _table(plans: tuple[StepPlan, ...]) -> list[str]:
     if not plans:
         return ["  none"]
-    heads = (*COLUMNS, "recompute", "reduce", "step", "memory", "of peak rate")
+    heads = (*LAYOUT_COLUMNS, "recompute", "reduce", "step", "memory", "of peak rate")
     lines = ["  " + "  ".join(heads)]
     for plan in plans:
-        cells = [str(getattr(plan.shape.dims, name)) for name in COLUMNS]
+        cells = [str(getattr(plan.shape.dims, name)) for name in LAYOUT_COLUMNS]
         cells += ["full" if plan.shape.recomputes else "none"]
         cells += ["often" if plan.shape.config.parallel.reduce_gradients == "micro_batch" else "once"]
         cells += [f"{plan.time.total:.3g} s"]
@@ -311,7 +311,7 @@ def _table(plans: tuple[StepPlan, ...]) -> list[str]:
 def _named(plan: StepPlan) -> str:
     """Return a layout as options of the command line."""
     dims = plan.shape.dims
-    settings = [f"--parallel.{name}={getattr(dims, name)}" for name in COLUMNS[:6] if getattr(dims, name) > 1]
+    settings = [f"--parallel.{name}={getattr(dims, name)}" for name in LAYOUT_COLUMNS[:6] if getattr(dims, name) > 1]
     if dims.ep_enabled and dims.etp != dims.tp:
         settings.append(f"--parallel.etp={dims.etp}")
     if dims.expert_mesh == "peer":

@@ -277,7 +277,8 @@ def _check_tensors(tensors: Mapping[str, tuple[str, tuple[int, ...]]], like: Che
     expected = {name: (saved.dtype, saved.shape) for name, saved in like.index.tensors.items()}
     model = {name for name in expected if name.startswith("model.")}
     problems = [f"{name} is missing" for name in sorted(model - tensors.keys())]
-    problems += [f"{name} is not expected" for name in sorted(_models(tensors) - model)]
+    found = {name for name in tensors if name.startswith("model.")}
+    problems += [f"{name} is not expected" for name in sorted(found - model)]
     problems += [
         f"{name} is {tensors[name][0]}{list(tensors[name][1])}, expected {dtype}{list(shape)}"
         for name, (dtype, shape) in expected.items()
@@ -285,10 +286,6 @@ def _check_tensors(tensors: Mapping[str, tuple[str, tuple[int, ...]]], like: Che
     ]
     if problems:
         raise CheckpointError(f"{where} is not a checkpoint of this run: {'; '.join(problems)}")
-
-
-def _models(tensors: Mapping[str, Any]) -> set[str]:
-    return {name for name in tensors if name.startswith("model.")}
 
 
 def _parts(found: ForeignCheckpoint, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[TensorPart]:

@@ -15,7 +15,6 @@ from typing import Any
 from hp_trainer._files import read_plain_text, write_atomically, write_new
 from hp_trainer.checkpoint import Checkpoint, Storage
 from hp_trainer.config import LoadedConfig, TrainerConfig, dump_config, load_config, to_plain
-from hp_trainer.data import Dataset
 from hp_trainer.exceptions import DataError, RunFolderError
 from hp_trainer.models.hugging_face import COMPANIONS
 from hp_trainer.plugins import registries
@@ -94,7 +93,7 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         try:
             # Exclusive creation: of two runs that start at the same time in one folder, one gets it.
-            mark = {"id": new_run_id(), "created": datetime.now(UTC).isoformat(timespec="seconds")}
+            mark = {"id": secrets.token_hex(6), "created": datetime.now(UTC).isoformat(timespec="seconds")}
             write_new(path / _MARK, json.dumps(mark))
         except FileExistsError:
             raise _taken(path, "has just been taken by another run") from None
@@ -193,10 +192,6 @@ def chosen_run_folder(loaded: LoadedConfig, config_file: Path) -> Path:
     return base / Path(wanted).expanduser()
 
 
-def new_run_id() -> str:
-    return secrets.token_hex(6)
-
-
 def _taken(path: Path, reason: str) -> RunFolderError:
     ways = f", delete it, or continue with `hp-train resume {path}`" if RunFolder.exists(path) else ""
     return RunFolderError(f"run folder {path} {reason}; choose another with --run.folder=...{ways}")
@@ -244,7 +239,14 @@ def _prepare(run: RunFolder, config: TrainerConfig) -> None:
     source = registries().datasets.get(config.data.name).build(config.data.options)
     source.prepare(run.data)
     _copy_model_files(run, config)
-    _check_evaluation(source.open(run.data, config.training.sequence_length), config)
+    # Opened in any case, because too little training data is found here, before a rank starts.
+    dataset = source.open(run.data, config.training.sequence_length)
+    if config.training.eval_interval is not None and not len(dataset.evaluation):
+        raise DataError(
+            f"the evaluation data have no sample of training.sequence_length={config.training.sequence_length} tokens, "
+            f"but training.eval_interval={config.training.eval_interval} is set; reserve more text for evaluation "
+            "(data.eval_fraction), or set training.eval_interval=null"
+        )
 
 
 def _copy_model_files(run: RunFolder, config: TrainerConfig) -> None:
@@ -256,15 +258,6 @@ def _copy_model_files(run: RunFolder, config: TrainerConfig) -> None:
         file = Path(config.model.source) / name
         if file.is_file():
             shutil.copyfile(file, run.model_files / name)
-
-
-def _check_evaluation(dataset: Dataset, config: TrainerConfig) -> None:
-    if config.training.eval_interval is not None and not len(dataset.evaluation):
-        raise DataError(
-            f"the evaluation data have no sample of training.sequence_length={config.training.sequence_length} tokens, "
-            f"but training.eval_interval={config.training.eval_interval} is set; reserve more text for evaluation "
-            "(data.eval_fraction), or set training.eval_interval=null"
-        )
 
 
 def checkpoint_storage(run: RunFolder, config: TrainerConfig) -> Storage:

@@ -590,7 +590,9 @@ def plan_activations(
     stages = stage_demands(config, dims, shape)
     # The rank that needs most comes first, so that an error states a budget that works for all.
     needs = sorted(stages, key=lambda stage: -stage.demand.peak([BlockRecompute(mode="full")] * len(stage.layers)))
-    offloads, usable = config.training.offload_activations, _usable(config, kinds)
+    # Compiled blocks hide their operations from selective recomputation.
+    usable = tuple(kind for kind in kinds if not config.training.compile or kind == "collectives")
+    offloads = config.training.offload_activations
     plans = {id(stage): plan_recompute(stage.demand, budget, usable, offloads=offloads, rates=rates) for stage in needs}
     return ActivationPlan(budget, stages, tuple(plans[id(stage)] for stage in stages))
 
@@ -601,11 +603,6 @@ def fuses_experts(platform: Platform, dtype: str, *, on_host: bool) -> bool:
     On a CPU the fused operation supports float32 only.
     """
     return has_fused_experts(platform) and (dtype == "float32" or not on_host)
-
-
-def _usable(config: TrainerConfig, kinds: Sequence[Kind]) -> tuple[Kind, ...]:
-    # Compiled blocks hide their operations from selective recomputation.
-    return tuple(kind for kind in kinds if not config.training.compile or kind == "collectives")
 
 
 def _cp_method(config: TrainerConfig, dims: ParallelDims) -> str:

@@ -83,7 +83,11 @@ class TrainingCheckpoints:
         checkpoint = Checkpoint(self._storage, folder)
         # Cheap comparisons of the index come first: they read no tensor.
         check_model(checkpoint, setup.config)
-        self._check_data(checkpoint)
+        saved, found = checkpoint.state.get("dataset", {}), self._setup.dataset.fingerprint
+        differ = [name for name in {**saved, **found} if saved.get(name) != found.get(name)]
+        if differ:
+            what = ", ".join(f"{name} is {saved.get(name)!r} there and {found.get(name)!r} here" for name in differ)
+            raise CheckpointError(f"{checkpoint.folder} was trained on other data than this run's: {what}")
         # Read before anything is changed, so that a damaged checkpoint leaves the run unchanged.
         optimizer_steps, samples = _counter(checkpoint, "optimizer_steps"), _counter(checkpoint, "samples")
         all_gather_object = None if setup.pipeline is None else setup.pipeline.all_gather_object
@@ -96,13 +100,6 @@ class TrainingCheckpoints:
         if checkpoint.state.get("guard"):
             self.guard.load_state(checkpoint.state["guard"])
         return Progress(checkpoint.step, samples)
-
-    def _check_data(self, checkpoint: Checkpoint) -> None:
-        saved, found = checkpoint.state.get("dataset", {}), self._setup.dataset.fingerprint
-        differ = [name for name in {**saved, **found} if saved.get(name) != found.get(name)]
-        if differ:
-            what = ", ".join(f"{name} is {saved.get(name)!r} there and {found.get(name)!r} here" for name in differ)
-            raise CheckpointError(f"{checkpoint.folder} was trained on other data than this run's: {what}")
 
     def _state(self, progress: Progress) -> dict[str, Any]:
         setup = self._setup

@@ -162,12 +162,15 @@ class CorruptionChecks:
         Raises:
             SilentCorruptionError: on every rank if loss or gradients differ on any rank; names the ranks.
         """
-        buffers = self._copied_buffers()
+        # A forward may change buffers, such as a router's count of noise draws.
+        buffers = [self._platform.ops.clone(self._platform.detach(buffer)) for buffer in self._buffers()]
         self._step.seed_random_numbers(step)
         first = self._digests(self._step.accumulate_gradients(batch))
         # The second run starts from the same state: no gradients, the same buffers and random numbers.
         self._step.discard()
-        self._restore(buffers)
+        with self._platform.no_grad():
+            for buffer, value in zip(self._buffers(), buffers, strict=True):
+                self._platform.copy_(buffer, value)
         self._step.seed_random_numbers(step)
         loss = self._step.accumulate_gradients(batch)
         second = self._digests(loss)
@@ -217,15 +220,6 @@ class CorruptionChecks:
         # Bytes, not values: NaN differs from itself, and -0.0 equals 0.0.
         values = np.ascontiguousarray(self._platform.to_numpy(self._platform.detach(local)))
         return values.reshape(-1).view(np.uint8).data
-
-    def _copied_buffers(self) -> list[Tensor]:
-        """Return copies of the buffers, which a forward may change, such as a router's count of noise draws."""
-        return [self._platform.ops.clone(self._platform.detach(buffer)) for buffer in self._buffers()]
-
-    def _restore(self, buffers: list[Tensor]) -> None:
-        with self._platform.no_grad():
-            for buffer, value in zip(self._buffers(), buffers, strict=True):
-                self._platform.copy_(buffer, value)
 
     def _buffers(self) -> list[Tensor]:
         return [local_of(self._platform, buffer) for _, buffer in self._platform.named_buffers(self._setup.model)]

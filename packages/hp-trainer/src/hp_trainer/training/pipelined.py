@@ -140,7 +140,9 @@ def split_layers(config: TrainerConfig, num_stages: int) -> list[range]:
     if config.pipeline.layers is not None:
         return listed_stages(config.pipeline.layers, num_layers, num_stages)
     # The head is in the last stage, and costs as much as several layers with a large vocabulary.
-    costs, last_cost = _estimated_costs(options, config.training.sequence_length, num_layers)
+    # Operations per token of each layer and of the head; without `stage_costs` all layers cost the same.
+    stage_costs = getattr(options, "stage_costs", lambda length: ([1.0] * num_layers, 0.0))
+    costs, last_cost = stage_costs(config.training.sequence_length)
     return list(_even_stages(tuple(costs), num_stages, last_cost))
 
 
@@ -148,15 +150,6 @@ def split_layers(config: TrainerConfig, num_stages: int) -> list[range]:
 def _even_stages(costs: tuple[float, ...], num_stages: int, last_cost: float) -> tuple[range, ...]:
     # Cached: the search over layouts and settings splits the same layers many times.
     return tuple(balanced_stages(costs, num_stages, last_cost=last_cost))
-
-
-def _estimated_costs(options: Any, sequence_length: int, num_layers: int) -> tuple[Sequence[float], float]:
-    """Return the operations per token of each layer and of the head, by the method `stage_costs` of the options.
-
-    Without that method all layers cost the same.
-    """
-    stage_costs = getattr(options, "stage_costs", None)
-    return ([1.0] * num_layers, 0.0) if stage_costs is None else stage_costs(sequence_length)
 
 
 Tensor = Any

@@ -88,7 +88,10 @@ class RankSetup:
         # Depends on the configuration only, so that all ranks have the same plan without communication.
         plan = plan_stages(config, dims) if dims.pp_enabled else None
         model = build_model(config, platform, dims, mesh, plan, weights=weights)
-        all_gather_object = _all_gather_object(plan, mesh)
+        all_gather_object, pipeline = _all_gather_object(plan, mesh), None
+        if plan is not None:
+            sharder = sequence_sharder(config, dims, mesh)
+            pipeline = PipelinedModel(platform, model, plan, mesh, config.parallel, sharder)
         return cls(
             config=config,
             platform=platform,
@@ -99,7 +102,7 @@ class RankSetup:
             optimizer=build_optimizer(config, platform, model, all_gather_object),
             scaler=build_scaler(config, platform),
             average=build_average(config, platform, model),
-            pipeline=None if plan is None else _pipelined(config, platform, dims, mesh, model, plan),
+            pipeline=pipeline,
             stage_mesh=None if plan is None else _stage_mesh(dims, mesh),
         )
 
@@ -202,12 +205,6 @@ def _replica_problems(config: TrainerConfig, platform: Platform, model: Any, mes
             expected="a mesh of all ranks with the same weights, whose gradients are summed",
             hint='mesh["dp_replicate", "fsdp"] in its parallelize, or parallel.dp_replicate=1',
         )
-
-
-def _pipelined(
-    config: TrainerConfig, platform: Platform, dims: ParallelDims, mesh: DeviceMesh, model: Any, plan: StagePlan
-) -> PipelinedModel:
-    return PipelinedModel(platform, model, plan, mesh, config.parallel, sequence_sharder(config, dims, mesh))
 
 
 def sequence_sharder(config: TrainerConfig, dims: ParallelDims, mesh: DeviceMesh) -> SequenceSharder | None:

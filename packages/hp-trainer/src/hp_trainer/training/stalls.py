@@ -112,28 +112,24 @@ class StallWatch:
         if error is None:
             self._delete_report()
 
-    def _limit(self) -> float:
-        durations = self._durations.get(self._phase)
-        # The median ignores outliers such as the first step, which compiles kernels.
-        late = max(_LEAST_SECONDS, _LATE_FACTOR * statistics.median(durations)) if durations else self._timeout
-        # In any case before the timeout, at which the processes end.
-        return min(late, self._timeout / 2)
-
     def _watch(self) -> None:
         while not self._stop.wait(_CHECK_SECONDS):
             waited = time.monotonic() - self._since
             # Repeated reports of one phase come at doubling times.
-            if waited > max(self._limit(), 2 * self._reported_after):
+            durations = self._durations.get(self._phase)
+            # The median ignores outliers such as the first step, which compiles kernels.
+            late = max(_LEAST_SECONDS, _LATE_FACTOR * statistics.median(durations)) if durations else self._timeout
+            # In any case before the timeout, at which the processes end.
+            if waited > max(min(late, self._timeout / 2), 2 * self._reported_after):
                 self._reported_after = waited
                 # A full or missing disk makes training itself fail.
                 with contextlib.suppress(OSError):
                     self._write_report(waited, frames_of_thread(self._main))
-                    if not self._stop.wait(_GRACE_SECONDS) and self._prints_summary():
+                    if self._stop.wait(_GRACE_SECONDS) or not self._reported_after:
+                        continue
+                    # The lowest rank with a report prints for all.
+                    if min(read_reports(self._folder), default=-1) == self._world.rank:
                         self._report(f"{self._describe()}; {waited:.0f} s, stacks in {self._folder}")
-
-    def _prints_summary(self) -> bool:
-        """Return whether this rank prints for all: it is the lowest rank with a report."""
-        return bool(self._reported_after) and min(read_reports(self._folder), default=-1) == self._world.rank
 
     def _describe(self) -> str:
         return describe_stall(read_reports(self._folder), self._world.size)

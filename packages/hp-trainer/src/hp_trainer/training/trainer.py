@@ -123,13 +123,16 @@ class Trainer:
                 ended_by = self._run_steps(stop)
                 self._hooks.after_run(record)
             except Exception as error:
-                # Before anything else, since `_raise_if_hang` waits for the reports of other ranks.
+                # Before anything else, since `explain` waits for the reports of other ranks.
                 self._hooks.on_error(ErrorRecord(during="training", step=self.progress.step, error=error))
                 step = self.progress.step + 1
                 clearer = out_of_memory(error, self.setup, step) or nonfinite_scores(error, step)
                 if clearer is not None:
                     raise clearer from error
-                self._raise_if_hang(error)
+                # None unless a collective failed because other ranks did not take part.
+                explanation = self._watch.explain(error)
+                if explanation is not None:
+                    raise HangError(explanation) from error
                 raise
             except SystemExit as leaving:
                 # An error of this rank, or the others would only report that it is missing.
@@ -329,12 +332,6 @@ class Trainer:
             self.save()
         self.finish_save()
         return self._agreed_signal(stop) if self.progress.step < config.training.steps else None
-
-    def _raise_if_hang(self, error: Exception) -> None:
-        """Raise a `HangError` if a collective failed because other ranks did not take part."""
-        explanation = self._watch.explain(error)
-        if explanation is not None:
-            raise HangError(explanation) from error
 
     def _evaluation_loss(self) -> tuple[float, int]:
         """Return (mean loss, number of targets) of the evaluation batches of all ranks."""

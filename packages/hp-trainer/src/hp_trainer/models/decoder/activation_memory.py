@@ -250,7 +250,10 @@ def _experts(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedAc
     gates = 2 * rows * width * e
     # int64 tables: the token of each row, and the rows of each token.
     tables = rows * 16 + tokens * 8
-    saved = tables + (gates if _is_fused(config, shape) else 2 * gates + rows * hidden * (e + 4))
+    # The fused operation computes plain SwiGLU only, and saves only its input and gates. Every variant is composed of
+    # single operations, which also save each row, its activation and its result.
+    is_plain = config.hidden_act == "silu" and config.swiglu_limit is None and not config.expert_bias
+    saved = tables + (gates if is_plain and shape.fused_experts else 2 * gates + rows * hidden * (e + 4))
     yield SavedActivation(
         name=_EXPERTS,
         kind="products",
@@ -266,13 +269,6 @@ def _routed_tokens(shape: MicroBatchShape) -> float:
     """Return the tokens that a rank routes: those of its `tp` group, or its own without tensor parallel experts."""
     tokens = shape.tokens / (shape.tp if shape.expert_tp == 1 else 1)
     return tokens / shape.ep if shape.splits_tokens else tokens
-
-
-def _is_fused(config: DecoderOptions, shape: MicroBatchShape) -> bool:
-    """Return whether experts save only their input and gates, not also each row, its activation and its result."""
-    # The fused operation computes plain SwiGLU only; every variant is composed of single operations.
-    is_plain = config.hidden_act == "silu" and config.swiglu_limit is None and not config.expert_bias
-    return is_plain and shape.fused_experts
 
 
 def _expert_probability(config: DecoderOptions, ep: int) -> float:

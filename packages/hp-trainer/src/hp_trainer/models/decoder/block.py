@@ -42,7 +42,8 @@ class DecoderBlock(nn.Module):
         self.attention = kind(config)
         self.post_attention_norm: Any = build_norm(config, hidden) if config.post_norms else None
         self.ffn_norm = build_norm(config, hidden)
-        self.feed_forward: Any = _dense(config) if dense else None
+        activation = _ACTIVATIONS[config.hidden_act]
+        self.feed_forward: Any = FeedForward(hidden, config.intermediate_size, activation) if dense else None
         self.moe: Any = None if dense else _experts(config, layer)
         self.post_ffn_norm: Any = build_norm(config, hidden) if config.post_norms else None
         if config.lora.rank is not None:
@@ -92,10 +93,6 @@ class DecoderBlocks(nn.Module):
 
     def __iter__(self) -> Iterator[Any]:
         return (getattr(self, str(index)) for index in self.indices)
-
-
-def _dense(config: DecoderConfig) -> FeedForward:
-    return FeedForward(config.hidden_size, config.intermediate_size, _ACTIVATIONS[config.hidden_act])
 
 
 def _experts(config: DecoderConfig, layer: int) -> MoE:

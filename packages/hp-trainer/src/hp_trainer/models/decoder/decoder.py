@@ -111,9 +111,13 @@ class Decoder(nn.Module):
             TrainingError: attention dropout needs `rows`, and there are none.
         """
         part = part or self.part
-        x = self._embedded(ids) if part.embed else ids
+        x = self.embed(ids) if part.embed else ids
+        if part.embed and self.config.scale_embeddings:
+            x = self.ops.mul(x, math.sqrt(self.config.hidden_size))
         rotation = self.rotary.of_length(x.shape[1], positions, like=x)
-        masks = self._masks(positions)
+        # One mask per window: blocks with the same window share what is derived from it.
+        windows = {layer.window for layer in self.layers}
+        masks = {window: AttentionMask(causal=True, window=window, positions=positions) for window in windows}
         hashed_ids = ids if self.config.hash_routing else None
         offloads = any(self.recompute[layer].offloads for layer in self.part.layers or ())
         offload = ActivationOffload(self.platform) if offloads else None
@@ -138,11 +142,6 @@ class Decoder(nn.Module):
             return block
         return functools.partial(checkpoint, layer, platform=self.platform, save=recompute.keep)
 
-    def _masks(self, positions: Tensor | None) -> dict[int | None, AttentionMask]:
-        """Return one mask per window, so that blocks with the same window share what is derived from it."""
-        windows = {layer.window for layer in self.layers}
-        return {window: AttentionMask(causal=True, window=window, positions=positions) for window in windows}
-
     def _dropout(self, rows: np.ndarray | None, layer: int) -> AttentionDropout | None:
         """Return the dropout of a layer's attention, drawn from the run's seed, the layer and the rows' indices."""
         p = self.config.attention_dropout
@@ -153,10 +152,6 @@ class Decoder(nn.Module):
                 f"model.attention_dropout = {p}: expected rows, the index of each row in the run, got None"
             )
         return AttentionDropout.of_rows(p, rows, self._seed, layer)
-
-    def _embedded(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        return self.ops.mul(x, math.sqrt(self.config.hidden_size)) if self.config.scale_embeddings else x
 
     def _logits(self, x: Tensor) -> Tensor:
         """Return the float32 logits of normalized activations."""

@@ -43,12 +43,8 @@ class RopeScalingConfig:
 
     def check(self) -> Iterator[Problem]:
         if self.kind in ("llama3", "yarn") and self.original_max_position_embeddings is None:
-            yield Problem(
-                path="original_max_position_embeddings",
-                what=f"{self.kind} scales angles by their rotations in a text of the first training",
-                expected="an integer >= 1",
-                got="null",
-            )
+            what = f"{self.kind} scales angles by their rotations in a text of the first training"
+            yield Problem(path="original_max_position_embeddings", what=what, expected="an integer >= 1", got="null")
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             yield Problem(
                 path="high_freq_factor",
@@ -217,24 +213,16 @@ def attention_problems(config: DecoderOptions) -> Iterator[Problem]:
         what = "attention would drop all of its weights"
         yield Problem(path="attention_dropout", what=what, expected="below 1", got=str(config.attention_dropout))
     if heads % kv_heads:
-        yield Problem(
-            path="num_key_value_heads",
-            what=f"num_attention_heads = {heads} cannot share {kv_heads} key-value heads equally",
-            expected=f"a divisor of {heads}",
-            got=str(kv_heads),
-        )
+        what = f"num_attention_heads = {heads} cannot share {kv_heads} key-value heads equally"
+        yield Problem(path="num_key_value_heads", what=what, expected=f"a divisor of {heads}", got=str(kv_heads))
     name = "qk_rope_head_dim" if config.attention == "latent" else "head_dim"
     if config.rotary_dim % 2:
         yield Problem(path=name, what="rotary angles need pairs", expected="an even number", got=str(config.rotary_dim))
     if config.attention == "latent":
         yield from _latent_problems(config)
     elif config.rope_interleaved:
-        yield Problem(
-            path="rope_interleaved",
-            what="is an option of latent attention",
-            expected="false, or attention = latent",
-            got="true",
-        )
+        what = "is an option of latent attention"
+        yield Problem(path="rope_interleaved", what=what, expected="false, or attention = latent", got="true")
 
 
 def _latent_problems(config: DecoderOptions) -> Iterator[Problem]:
@@ -272,19 +260,11 @@ def routing_problems(config: DecoderOptions, experts: int) -> Iterator[Problem]:
             got="softmax_of_top_k",
         )
     elif config.norm_topk_prob and config.num_experts_per_tok == 1:
-        yield Problem(
-            path="norm_topk_prob",
-            what="with one expert per token every score becomes 1 and the gate never learns",
-            expected="false",
-            got="true",
-        )
+        what = "with one expert per token every score becomes 1 and the gate never learns"
+        yield Problem(path="norm_topk_prob", what=what, expected="false", got="true")
     if config.router_jitter >= 1:
-        yield Problem(
-            path="router_jitter",
-            what="noise of that size can make inputs zero",
-            expected="at least 0 and below 1",
-            got=str(config.router_jitter),
-        )
+        what = "noise of that size can make inputs zero"
+        yield Problem(path="router_jitter", what=what, expected="at least 0 and below 1", got=str(config.router_jitter))
     if config.shared_expert_gate and not config.num_shared_experts:
         yield Problem(
             path="shared_expert_gate",
@@ -301,12 +281,8 @@ def routing_problems(config: DecoderOptions, experts: int) -> Iterator[Problem]:
 def _group_problems(config: DecoderOptions, experts: int, groups: int, limit: int) -> Iterator[Problem]:
     top_k = config.num_experts_per_tok
     if experts % groups:
-        yield Problem(
-            path="n_group",
-            what="experts must fill the groups equally",
-            expected=f"a divisor of {experts}",
-            got=str(groups),
-        )
+        what = "experts must fill the groups equally"
+        yield Problem(path="n_group", what=what, expected=f"a divisor of {experts}", got=str(groups))
     elif limit > groups or limit * (experts // groups) < top_k:
         yield Problem(
             path="topk_group",

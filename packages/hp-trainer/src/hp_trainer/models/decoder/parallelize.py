@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.parallel.attention import ContextParallel
 from hp_dtensor.parallel.distribute_module import distribute_module, place_parameter
 from hp_dtensor.parallel.parallelize_module import ParallelStyle, parallelize_module
 from hp_dtensor.parallel.tensor_parallel import (
@@ -75,7 +74,12 @@ def parallelize(
     if dims.tp_enabled:
         _tensor_parallel(model, mesh["tp"])
     if dims.cp_enabled:
-        _context_parallel(model, context_style(dims, model.config, training), mesh["cp"])
+        # Only attention communicates, all else is per token. Positions are those in the full sequence, so tables must
+        # be longer than this rank's shard.
+        style = context_style(dims, model.config, training)
+        model.rotary.sequence_ranks = mesh["cp"].size()
+        for block in model.layers:
+            style.apply(block.attention, mesh["cp"])
     for block in model.layers:
         if block.moe is not None:
             _expert_parallel(block.moe, dims, mesh)
@@ -162,17 +166,6 @@ def _feed_forward_plan(name: str) -> dict[str, ParallelStyle]:
         f"{name}.w3": ColwiseParallel(use_local_output=False),
         f"{name}.w2": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
     }
-
-
-# Context parallel ----------------------------------------------------------------------------------------
-
-
-def _context_parallel(model: Decoder, style: ContextParallel, mesh: DeviceMesh) -> None:
-    """Shard sequences over context parallel ranks; only attention communicates, all else is per token."""
-    # Positions are those in the full sequence, so tables must be longer than this rank's shard.
-    model.rotary.sequence_ranks = mesh.size()
-    for block in model.layers:
-        style.apply(block.attention, mesh)
 
 
 # Experts -------------------------------------------------------------------------------------------------

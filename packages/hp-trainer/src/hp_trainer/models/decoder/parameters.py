@@ -189,12 +189,8 @@ def _grouped_attention(config: DecoderOptions) -> Iterator[tuple[str, Shape]]:
 
 
 def _latent_attention(config: DecoderOptions) -> Iterator[tuple[str, Shape]]:
-    hidden, heads, rank, q_rank = (
-        config.hidden_size,
-        config.num_attention_heads,
-        config.kv_lora_rank,
-        config.q_lora_rank,
-    )
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    rank, q_rank = config.kv_lora_rank, config.q_lora_rank
     query_width = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
     if q_rank is None:
         yield from linear_shapes("q_proj", hidden, query_width)

@@ -121,13 +121,13 @@ class RotaryTables:
             tables = (self.factor * numpy.cos(angles), self.factor * numpy.sin(angles))
             cos, sin = (self.platform.from_numpy(table.astype(numpy.float32)) for table in tables)
             self._tables[length] = cos, sin
-        cos, sin = (self._rows(table, positions) for table in self._tables[length])
-        return Rotation(self.platform, replicate_like(cos, like), replicate_like(sin, like))
-
-    def _rows(self, table: Tensor, positions: Tensor | None) -> Tensor:
-        """Return the table's rows of the positions, broadcastable over heads: `[(batch,) length, 1, pairs]`."""
+        cos, sin = self._tables[length]
         ops = self.platform.ops
-        return ops.unsqueeze(table if positions is None else ops.embedding(positions, table), -2)
+        if positions is not None:
+            cos, sin = ops.embedding(positions, cos), ops.embedding(positions, sin)
+        # Broadcastable over heads: `[(batch,) length, 1, pairs]`.
+        cos, sin = ops.unsqueeze(cos, -2), ops.unsqueeze(sin, -2)
+        return Rotation(self.platform, replicate_like(cos, like), replicate_like(sin, like))
 
 
 class Rotation:

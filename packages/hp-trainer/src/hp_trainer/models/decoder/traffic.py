@@ -90,7 +90,8 @@ def _tensor_parallel(
     # Collectives wait for the largest shard, so uneven sequences are counted by the longest one.
     rows = share * shape.most_tokens * config.hidden_size * shape.itemsize
     repeats = {layer: _repeats(recompute[layer], "collectives") for layer in layers}
-    has_sharded_head = part.head and not _gathers_tied_head(config, shape)
+    # Ranks gather an embedding that is also the head where it is smaller than the rows.
+    has_sharded_head = part.head and not (config.tie_word_embeddings and config.vocab_size < shape.most_tokens)
     ends = part.embed + has_sharded_head
     # Forward and backward each run every module's collective, and recomputation runs it once more.
     inside = sum(_num_sharded_modules(config, shape, layer) * (2 + repeats[layer]) for layer in layers)
@@ -138,11 +139,6 @@ def _ends_with_routed(config: DecoderOptions, shape: MicroBatchShape) -> bool:
     """
     shared = config.num_shared_experts > 0 and not (shape.ep > 1 and shape.ep_chunks > 1)
     return not (shared or config.post_norms)
-
-
-def _gathers_tied_head(config: DecoderOptions, shape: MicroBatchShape) -> bool:
-    """Return whether ranks gather an embedding that is also the head: it is smaller than the rows then."""
-    return config.tie_word_embeddings and config.vocab_size < shape.most_tokens
 
 
 def _tied_head(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[Traffic]:

@@ -206,7 +206,7 @@ def export_weights(
     coordinator(group, "making the directory", lambda: make_directory(folder), ExportError)
     # Files are of about equal size, so dealing them out balances the ranks.
     mine = files[group.rank :: group.size]
-    all_ranks(group, "writing weights", lambda: _write_all(folder, mine, read, dtype), ExportError)
+    all_ranks(group, "writing weights", lambda: [_write(folder, file, read, dtype) for file in mine], ExportError)
     coordinator(group, "writing the index", lambda: _finish(folder, files, config, dtype), ExportError)
     return [file.name for file in files]
 
@@ -225,28 +225,18 @@ def make_directory(folder: Path) -> None:
         raise ExportError(f"{folder} cannot be made: {error.strerror}; choose another --to") from error
 
 
-def _write_all(folder: Path, files: Sequence[OutputFile], read: ReadBox, dtype: str) -> None:
-    for file in files:
-        _write(folder, file, read, dtype)
-
-
 def _write(folder: Path, file: OutputFile, read: ReadBox, dtype: str) -> None:
     """Write one file under a temporary name and rename it, so that a file with the final name is complete."""
     unfinished = folder / f"{file.name}.incomplete"
     with unfinished.open("wb") as out:
-        for chunk in _chunks(file, read, dtype):
-            out.write(chunk)
+        # transformers requires the metadata entry "format".
+        out.writelines(header_parts([(tensor.name, dtype, tensor.shape) for tensor in file.tensors], {"format": "pt"}))
+        for tensor in file.tensors:
+            out.write(bytes_of(np.ascontiguousarray(narrow(tensor.read(read), dtype))))
         out.flush()
         # Before the rename: after a power failure a file with its final name must be complete.
         os.fsync(out.fileno())
     unfinished.rename(folder / file.name)
-
-
-def _chunks(file: OutputFile, read: ReadBox, dtype: str) -> Iterator[bytes | memoryview]:
-    # transformers requires the metadata entry "format".
-    yield from header_parts([(tensor.name, dtype, tensor.shape) for tensor in file.tensors], {"format": "pt"})
-    for tensor in file.tensors:
-        yield bytes_of(np.ascontiguousarray(narrow(tensor.read(read), dtype)))
 
 
 def _finish(folder: Path, files: Sequence[OutputFile], config: dict[str, Any], dtype: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from hp_trainer._files import read_plain_text
 from hp_trainer.checkpoint import Box
-from hp_trainer.checkpoint.shard_file import Header, read_header, view_array
+from hp_trainer.checkpoint.shard_file import Header, read_header, storage_dtype, view_array
 from hp_trainer.exceptions import CheckpointError, Problem
 from hp_trainer.models.hugging_face.architectures import read_architecture
 from hp_trainer.models.hugging_face.tensor_map import Array, TensorMap, build_tensor_map
@@ -162,14 +162,9 @@ class Weights:
         self._files[file] = data, header
         for name, (kind, shape, begin, end) in header.entries.items():
             size = int(np.prod(shape, dtype=np.int64))
-            if kind in _DTYPES and end - begin != size * np.dtype(storage(kind)).itemsize:
+            if kind in _DTYPES and end - begin != size * storage_dtype(_DTYPES[kind]).itemsize:
                 self._add(f"{path} is damaged: {name} has {end - begin} bytes for the shape {list(shape)}")
             self._places[name] = file
-
-
-def storage(kind: str) -> str:
-    """Return the NumPy dtype that stores the bits of a dtype of safetensors."""
-    return {"F32": "<f4", "BF16": "<u2", "F16": "<f2", "F64": "<f8"}[kind]
 
 
 def widen(values: Array, dtype: str) -> Array:
