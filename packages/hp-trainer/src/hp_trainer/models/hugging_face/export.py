@@ -206,7 +206,12 @@ def export_weights(
     coordinator(group, "making the directory", lambda: make_directory(folder), ExportError)
     # Files are of about equal size, so dealing them out balances the ranks.
     mine = files[group.rank :: group.size]
-    all_ranks(group, "writing weights", lambda: [_write(folder, file, read, dtype) for file in mine], ExportError)
+
+    def write() -> None:
+        for file in mine:
+            _write(folder, file, read, dtype)
+
+    all_ranks(group, "writing weights", write, ExportError)
     coordinator(group, "writing the index", lambda: _finish(folder, files, config, dtype), ExportError)
     return [file.name for file in files]
 
