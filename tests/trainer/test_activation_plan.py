@@ -14,17 +14,14 @@ from hp_dtensor.testing import run_ranks
 from hp_trainer.models.estimates import BlockActivations, SavedActivation
 from hp_trainer.models.recomputation import KINDS, NOTHING_RECOMPUTED, BlockRecompute
 from hp_trainer.parallel import ParallelDims
-from hp_trainer.training.activation_budget import (
+from hp_trainer.training.activation_budget import measure_rates, micro_batch_shape, plan_activations, stage_demands
+from hp_trainer.training.recompute_search import (
     ESTIMATED,
     BudgetError,
     CostRates,
     Demand,
     _options,
-    activation_shape,
-    measure_rates,
-    plan_activations,
     plan_recompute,
-    stage_demands,
 )
 
 SETTINGS = {"training__steps": 2, "checkpoint__interval": None, "model__num_hidden_layers": 3}
@@ -156,7 +153,7 @@ def test_each_place_of_a_pipeline_counts_the_micro_batches_that_it_holds(lab, sc
     settings = {"pipeline__schedule": schedule, "pipeline__stages_per_rank": per_rank}
     config = lab.config({"pp": 2}, training__micro_batch_size=1, model__num_hidden_layers=5, **settings)
     dims = ParallelDims(world_size=2, pp=2)
-    demands = [stage.demand for stage in stage_demands(config, dims, activation_shape(config, dims))]
+    demands = [stage.demand for stage in stage_demands(config, dims, micro_batch_shape(config, dims))]
     assert [each.in_flight for each in demands] == held
     assert [each.ends for each in demands] == ends
     assert [each.head is None for each in demands] == [True, False]
@@ -264,5 +261,5 @@ def test_the_measured_peak_of_offloaded_blocks_is_that_of_their_demand(lab):
         pytest.skip("the bytes are counted on torch")
     sizes = {"model__intermediate_size": 320, "model__num_hidden_layers": 3, "training__sequence_length": 64}
     measured, config = counted_peak(lab, **sizes, training__offload_activations="true")
-    (stage,) = stage_demands(config, ParallelDims(), activation_shape(config, ParallelDims()))
+    (stage,) = stage_demands(config, ParallelDims(), micro_batch_shape(config, ParallelDims()))
     assert stage.demand.peak([BlockRecompute(offloads=True)] * 3) == pytest.approx(measured, rel=0.1)

@@ -135,7 +135,7 @@ def test_layouts_are_ranked_by_time_within_the_memory(run: Run) -> None:
         (("--world-size=8", "--device-memory=80"), "'--device-memory': expected a size above 0 with its unit"),
         (("--world-size=8", "--device-memory=1B"), "'--device-memory': 1B is too small"),
         (("--world-size=8", "--parallel.tp=3"), "try"),
-        (("--world-size=8", "--device=bad.yaml"), "memory_bandwidth: missing"),
+        (("--world-size=8", "--device=bad.yaml"), "memory_bandwidth: Field required"),
     ],
 )
 @pytest.mark.parametrize("command", ["plan", "layouts"])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hp_fsdp import PlannedParameter
     from hp_trainer.parallel import ParallelDims
 
-_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class MicroBatchShape:
     @property
     def itemsize(self) -> int:
         """Bytes of an element in computation."""
-        return _ITEMSIZE[self.dtype]
+        return ITEMSIZE[self.dtype]
 
     @property
     def expert_tp(self) -> int:

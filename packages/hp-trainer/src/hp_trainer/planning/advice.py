@@ -28,53 +28,41 @@ Settings = tuple[tuple[str, str], ...]
 Reload = Callable[[Settings], TrainerConfig]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Change:
     """A change of the configuration that may need less memory, under the same layout.
 
     Attributes:
-        settings: (dotted path, text) of each changed setting; the first one identifies the change.
+        settings: (dotted path, text) of each changed setting.
         effect: what changes in training, in words; empty if results are the same up to the order of sums.
+        paths: the settings that identify the change. Changes with equal paths are alternatives, such as two sizes of a
+            micro-batch.
     """
 
     settings: Settings
     effect: str = ""
+    paths: tuple[str, ...] = ()
 
-    @property
-    def path(self) -> str:
-        """Dotted path of the first setting."""
-        return self.settings[0][0]
+    def __add__(self, other: Change) -> Change:
+        effect = "; ".join(filter(None, (self.effect, other.effect)))
+        return Change(self.settings + other.settings, effect, self.paths + other.paths)
 
     def options(self) -> str:
         """Return the change as options of the command line.
 
         Example:
-            >>> Change(settings=(("training.recompute", "full"),)).options()
+            >>> Change((("training.recompute", "full"),)).options()
             '--training.recompute=full'
         """
         return " ".join(shlex.quote(f"--{path}={text}") for path, text in self.settings)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FittingChange:
-    """Changes that make a layout fit.
+    """A change that makes a layout fit, and the plan of the step with it."""
 
-    Attributes:
-        changes: one or two changes.
-        plan: plan of the step with these changes.
-    """
-
-    changes: tuple[Change, ...]
+    change: Change
     plan: StepPlan
-
-    @property
-    def effect(self) -> str:
-        """What changes in training, in words; empty if results are the same up to the order of sums."""
-        return "; ".join(each.effect for each in self.changes if each.effect)
-
-    def options(self) -> str:
-        """Return the changes as options of the command line."""
-        return " ".join(each.options() for each in self.changes)
 
 
 def find_changes(
@@ -93,44 +81,39 @@ def find_changes(
     """
     search = _Search(plan, memory, reload, counter)
     changes = list(possible_changes(plan))
-    found = search.fitting((each,) for each in (*changes, *shorter_samples(plan)))
-    budget = search.budget(())
-    found += [] if budget is None else [budget]
-    if all(each.effect for each in found):
+    found = [*search.fitting((*changes, *shorter_samples(plan))), *search.budget(Change(()))]
+    if all(each.change.effect for each in found):
         pairs = search.pairs(changes)
-        found += [each for each in pairs if not found or not each.effect]
-    shorter = "training.sequence_length"
-    return sorted(found, key=lambda each: (bool(each.effect), each.changes[0].path == shorter, each.plan.time.total))
+        found += [each for each in pairs if not found or not each.change.effect]
+    shorter = ("training.sequence_length",)
+    return sorted(found, key=lambda x: (bool(x.change.effect), x.change.paths[:1] == shorter, x.plan.time.total))
 
 
 def describe_changes(found: Sequence[FittingChange]) -> str:
     """Return the changes as options of the command line, with the memory and the step time of each."""
-    single = any(not each.changes[1:] for each in found)
     which = (
         "each of these settings makes this layout fit"
-        if single
+        if any(len(each.change.paths) == 1 for each in found)
         else "these pairs of settings make this layout fit; no single one does"
     )
-    title = f"{which} (memory, and time of a step; settings that change results are listed last):"
     shown = found[:SHOWN]
-    width = max(len(each.options()) for each in shown)
-    lines = [
-        f"  {each.options():<{width}}  {format_size(each.plan.peak):>11}  {format_seconds(each.plan.time.total):>10}"
-        f"{f'  {each.effect}' if each.effect else ''}"
-        for each in shown
-    ]
+    width = max(len(each.change.options()) for each in shown)
+    lines = [f"{which} (memory, and time of a step; settings that change results are listed last):"]
+    for each in shown:
+        size, seconds = format_size(each.plan.peak), format_seconds(each.plan.time.total)
+        lines.append(f"  {each.change.options():<{width}}  {size:>11}  {seconds:>10}  {each.change.effect}".rstrip())
     others = ["hp-train layouts ranks other layouts"] if found[0].plan.shape.model.is_recomputable else []
-    return "\n".join([title, *lines, *others])
+    return "\n".join([*lines, *others])
 
 
 def changes_as_json(found: Sequence[FittingChange]) -> list[dict[str, Any]]:
     """Return the changes as a JSON value: bytes and seconds."""
     return [
         {
-            "settings": dict(setting for change in each.changes for setting in change.settings),
+            "settings": dict(each.change.settings),
             "memory": each.plan.peak,
             "seconds": each.plan.time.total,
-            "other_results": each.effect or None,
+            "other_results": each.change.effect or None,
         }
         for each in found
     ]
@@ -144,55 +127,48 @@ class _Search:
         # Reasons against schedules, the cache of `layout_reasons`, for each setting of the pipeline.
         self._pipelines: dict[Hashable, dict[tuple[int, int], tuple[str, ...]]] = {}
 
-    def fitting(self, tried: Iterable[tuple[Change, ...]]) -> list[FittingChange]:
-        """Return the changes that fit; of several values of the same settings, the fastest."""
-        quickest: dict[Any, FittingChange] = {}
-        for changes in tried:
-            plan = self._planned(_settings(changes), self._memory)
+    def fitting(self, tried: Iterable[Change]) -> list[FittingChange]:
+        """Return the changes that fit; of alternatives, the fastest."""
+        quickest: dict[tuple[str, ...], FittingChange] = {}
+        for change in tried:
+            plan = self._planned(change.settings, self._memory)
             if plan is not None and plan.peak <= self._memory:
-                # Changes of the same paths are alternatives, such as two micro-batch sizes.
-                paths = tuple(change.path for change in changes)
-                before = quickest.get(paths)
+                before = quickest.get(change.paths)
                 if before is None or plan.time.total < before.plan.time.total:
-                    quickest[paths] = FittingChange(changes=changes, plan=plan)
+                    quickest[change.paths] = FittingChange(change, plan)
         return list(quickest.values())
 
     def pairs(self, changes: Sequence[Change]) -> list[FittingChange]:
         """Return the pairs of these changes that fit."""
-        found = self.fitting(pair for pair in itertools.combinations(changes, 2) if pair[0].path != pair[1].path)
+        pairs = {a + b: (a, b) for a, b in itertools.combinations(changes, 2) if a.paths != b.paths}
+        found = self.fitting(pairs)
         # A budget recomputes less than `training.recompute=full`, so try it in place of that.
         for each in list(found):
-            others = tuple(change for change in each.changes if change.path != "training.recompute")
-            budget = self.budget(others) if len(others) == 1 else None
-            found += [] if budget is None else [budget]
+            others = [change for change in pairs[each.change] if change.paths != ("training.recompute",)]
+            found += self.budget(others[0]) if len(others) == 1 else ()
         return found
 
-    def budget(self, changes: tuple[Change, ...]) -> FittingChange | None:
-        """Return the budget of activations that makes the layout fit together with `changes`; None if there is none."""
-        training, settings = self._plan_given.shape.config.training, _settings(changes)
-        if (
-            self._counter is not None
-            or training.recompute != "none"
-            or any(path == "training.recompute" for path, _ in settings)
-        ):
-            return None
+    def budget(self, other: Change) -> Iterator[FittingChange]:
+        """Yield the budget of activations that makes the layout fit together with another change, if there is one."""
+        training = self._plan_given.shape.config.training
+        if self._counter is not None or training.recompute != "none" or "training.recompute" in other.paths:
+            return
         # If full recomputation does not fit, no budget does: it saves the fewest bytes.
-        least = self._planned((("training.activation_budget", "null"), ("training.recompute", "full"), *settings))
+        least = self._planned((("training.activation_budget", "null"), ("training.recompute", "full"), *other.settings))
         if least is None or least.peak > self._memory:
-            return None
+            return
         # What is left for activations on the rank with least room. The peak may move to another moment with more
         # activations, so the budget is lowered by the excess a few times.
         budget = min(self._memory - each.total + each.activations + each.loss for each in least.memory)
         for _ in range(_BUDGET_TRIES):
             text = _size_text(budget)
-            if text is None:
-                return None
-            change = Change(settings=(("training.activation_budget", text),))
-            plan = self._planned((*change.settings, *settings))
-            if plan is None or plan.peak <= self._memory:
-                return None if plan is None else FittingChange(changes=(change, *changes), plan=plan)
+            plan = None if text is None else self._planned((("training.activation_budget", text), *other.settings))
+            if text is None or plan is None:
+                return
+            if plan.peak <= self._memory:
+                yield FittingChange(_change("training.activation_budget", text) + other, plan)
+                return
             budget -= plan.peak - self._memory
-        return None
 
     def _planned(self, settings: Settings, limit: float = math.inf) -> StepPlan | None:
         """Return the plan with more settings; None if they are illegal. `limit` as in `plan_step`."""
@@ -215,15 +191,11 @@ class _Search:
         return plan if fits_budget(plan.shape) else None
 
 
-def _settings(changes: Iterable[Change]) -> Settings:
-    return tuple(setting for change in changes for setting in change.settings)
-
-
 def _size_text(num_bytes: float) -> str | None:
     """Return a size as text for a setting, rounded down; None below 1 KiB."""
-    for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
-        # From 64 MiB on, rounding down to MiB loses less than 2 %.
-        if num_bytes >= (64 * size if unit == "MiB" else size):
+    # From 64 MiB on, rounding down to MiB loses less than 2 %.
+    for unit, size, least in (("MiB", 2**20, 2**26), ("KiB", 2**10, 2**10)):
+        if num_bytes >= least:
             return f"{math.floor(num_bytes / size)}{unit}"
     return None
 
@@ -255,7 +227,7 @@ def possible_changes(plan: StepPlan) -> Iterator[Change]:
 
 
 def _change(path: str, text: str, *more: tuple[str, str], effect: str = "") -> Change:
-    return Change(settings=((path, text), *more), effect=effect)
+    return Change(((path, text), *more), effect, (path,))
 
 
 def _recomputed(shape: StepShape) -> Iterator[Change]:
@@ -286,7 +258,7 @@ def _micro_batches(shape: StepShape) -> Iterator[Change]:
             settings.append(("training.micro_batch_tokens", str(size * length)))
         elif not settings or config.training.micro_batch_size is not None:
             settings.append(("training.micro_batch_size", str(size)))
-        yield Change(settings=tuple(settings), effect=effect)
+        yield _change(*settings[0], *settings[1:], effect=effect)
 
 
 def _gathers_and_sums(shape: StepShape) -> Iterator[Change]:

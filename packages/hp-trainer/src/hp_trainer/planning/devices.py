@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import yaml
+from pydantic import BeforeValidator, ConfigDict, Field, StrictBool, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from hp_dtensor.comm.links import Links
 from hp_trainer._files import read_plain_text
 from hp_trainer.exceptions import PlanError
 from hp_trainer.sizes import parse_size
 
-_DTYPES = ("float32", "bfloat16", "float16")
 _POINT_TO_POINT = ("all_to_all", "exchange", "send")
 
 
-@dataclass(frozen=True, kw_only=True)
+def _number(value: Any) -> Any:
+    # pydantic would take true for 1, and an integer of hundreds of digits has no float.
+    if isinstance(value, bool) or (isinstance(value, int) and value >= 2**1023):
+        raise ValueError(f"expected a number above 0, got {value!r:.40}")
+    return value
+
+
+def _bytes(value: Any) -> Any:
+    return parse_size(value) if isinstance(value, str) and not value.replace(".", "").isdigit() else _number(value)
+
+
+# YAML reads 989e12 as text, which pydantic converts.
+_Positive = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
+_Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class Device:
     """Rates of one device and of its links.
 
@@ -42,17 +58,17 @@ class Device:
     """
 
     name: str
-    memory: float
-    flops: Mapping[str, float] = field(hash=False)
-    memory_bandwidth: float
-    ranks_per_node: int = 8
-    inner_bandwidth: float
-    outer_bandwidth: float
-    inner_latency: float = 1e-5
-    outer_latency: float = 3e-5
-    host_bandwidth: float = 25e9
-    efficiency: float = 0.6
-    is_host: bool = False
+    memory: Annotated[float, BeforeValidator(_bytes), Field(gt=0, allow_inf_nan=False)]
+    flops: Annotated[dict[_Dtype, _Positive], Field(min_length=1)] = field(hash=False)
+    memory_bandwidth: _Positive
+    ranks_per_node: Annotated[int, BeforeValidator(_number), Field(ge=1)] = 8
+    inner_bandwidth: _Positive
+    outer_bandwidth: _Positive
+    inner_latency: _Positive = 1e-5
+    outer_latency: _Positive = 3e-5
+    host_bandwidth: _Positive = 25e9
+    efficiency: Annotated[_Positive, Field(le=1)] = 0.6
+    is_host: StrictBool = False
 
     def links(self, collective: str, stride: int, size: int) -> Links:
         """Return the links of a collective over `size` ranks whose numbers in the job are `stride` apart.
@@ -130,7 +146,7 @@ def measure_cpu() -> Device:
         name="cpu",
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         # On CPUs, frameworks compute half precision in single precision.
-        flops=dict.fromkeys(_DTYPES, rate),
+        flops={"float32": rate, "bfloat16": rate, "float16": rate},
         memory_bandwidth=copied,
         # All ranks of a measured CPU are on this machine.
         ranks_per_node=1 << 30,
@@ -160,50 +176,12 @@ def _read(path: Path) -> Device:
         given = yaml.safe_load(read_plain_text(path))
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise PlanError(f"device file {path} is not YAML: {error}") from error
-    names = {each.name: each for each in fields(Device)}
+    names = ", ".join(each.name for each in fields(Device))
     if not isinstance(given, dict):
-        raise PlanError(f"device file {path}: expected the fields {', '.join(names)}, got {given!r}")
-    needed = [n for n, each in names.items() if each.default is MISSING and each.default_factory is MISSING]
-    problems = [f"{key}: unknown field" for key in given if key not in names]
-    problems += [f"{name}: missing" for name in needed if name not in given and name != "name"]
-    values: dict[str, Any] = {"name": path.stem}
-    for key, value in given.items():
-        if key in names:
-            try:
-                values[key] = _value(key, value)
-            except (TypeError, ValueError) as error:
-                problems.append(f"{key}: {error}")
-    if problems:
-        raise PlanError(f"device file {path}: {'; '.join(problems)}. Expected {', '.join(names)}")
-    return Device(**values)
-
-
-def _value(key: str, value: Any) -> Any:
-    if key == "name":
-        return str(value)
-    if key == "is_host":
-        if not isinstance(value, bool):
-            raise ValueError(f"expected true or false, got {value!r}")
-        return value
-    if key == "flops":
-        if not isinstance(value, dict) or not value or any(each not in _DTYPES for each in value):
-            raise ValueError(f"expected operations per second for some of {', '.join(_DTYPES)}, got {value!r}")
-        return {dtype: _number(rate) for dtype, rate in value.items()}
-    if key == "memory" and isinstance(value, str) and not value.replace(".", "").isdigit():
-        return parse_size(value)
-    number = _number(value)
-    if key == "ranks_per_node":
-        if number != int(number):
-            raise ValueError(f"expected an integer, got {value!r}")
-        return int(number)
-    if key == "efficiency" and number > 1:
-        raise ValueError(f"expected a number above 0, at most 1, got {value!r}")
-    return number
-
-
-def _number(value: Any) -> float:
-    # YAML reads 989e12 as text. `float` refuses an integer of hundreds of digits, but takes its text as infinity.
-    number = float(str(value)) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
-    if not (number > 0 and math.isfinite(number)):
-        raise ValueError(f"expected a number above 0, got {value!r}")
-    return number
+        raise PlanError(f"device file {path}: expected the fields {names}, got {given!r}")
+    try:
+        return TypeAdapter(Device).validate_python({"name": path.stem, **given})
+    except ValidationError as error:
+        found = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors(include_url=False)]
+        problems = [f"{name}: {what.removeprefix('Value error, ')}" for name, what in found]
+        raise PlanError(f"device file {path}: {'; '.join(problems)}. Expected {names}") from error

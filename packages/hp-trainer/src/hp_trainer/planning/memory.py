@@ -56,23 +56,12 @@ class MemoryPlan:
 
     def parts(self) -> dict[str, float]:
         """Return the bytes by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "moment"}
+        return {name: value for name, value in vars(self).items() if name != "moment"}
 
     @property
     def total(self) -> float:
         """Sum of all bytes."""
-        return (
-            self.weights
-            + self.optimizer
-            + self.average
-            + self.gradients
-            + self.gathered
-            + self.reducing
-            + self.activations
-            + self.loss
-            + self.communication
-            + self.updating
-        )
+        return sum(self.parts().values())
 
 
 def plan_memory(shape: StepShape, stage: StageBuffers) -> MemoryPlan:

@@ -19,7 +19,7 @@ from hp_fsdp import PlannedBuffer, PlannedParameter, plan_group
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import PlanError
 from hp_trainer.models import ModelEstimates, ModelPart
-from hp_trainer.models.estimates import MicroBatchShape, ModelActivations, ModelParameters, estimates_of
+from hp_trainer.models.estimates import ITEMSIZE, MicroBatchShape, ModelActivations, ModelParameters, estimates_of
 from hp_trainer.models.recomputation import (
     KINDS,
     NOTHING_RECOMPUTED,
@@ -31,15 +31,15 @@ from hp_trainer.models.recomputation import (
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.parallel.context import context_cost
 from hp_trainer.planning.pipeline import PipelineFacts, pipeline_facts
-from hp_trainer.training.activation_budget import BudgetError, plan_activations
+from hp_trainer.training.activation_budget import micro_batch_shape, plan_activations
 from hp_trainer.training.pipelined import num_microbatches, split_layers
+from hp_trainer.training.recompute_search import BudgetError
 
 T = TypeVar("T")
 Memo = dict[Hashable, Any]
 # Estimates a model that cannot estimate itself, for micro-batches of so many samples.
 EstimateModel = Callable[[int], ModelEstimates]
 
-_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _pipeline_facts = functools.lru_cache(maxsize=512)(pipeline_facts)
 
 
@@ -123,45 +123,9 @@ class StepShape:
         return self.samples // self.num_microbatches
 
     @functools.cached_property
-    def tokens(self) -> int:
-        """Tokens of one micro-batch on the context parallel rank that has most."""
-        # Uneven shards of a sequence: the plan is of the rank with the longest one.
-        return self.micro_batch * math.ceil(self.config.training.sequence_length / self.dims.cp)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element in computation."""
-        return _ITEMSIZE[self.config.training.dtype]
-
-    @property
-    def reduce_itemsize(self) -> int:
-        """Bytes of an element of gradients in their reduction."""
-        training = self.config.training
-        # Training in float32 ignores `training.reduce_dtype`: nothing is rounded for the reduction.
-        return 4 if training.dtype == "float32" else _ITEMSIZE[training.reduce_dtype]
-
-    @functools.cached_property
     def micro_batch_shape(self) -> MicroBatchShape:
         """Sizes of one micro-batch on a rank, as the model's estimates take them."""
-        dims, training, parallel = self.dims, self.config.training, self.config.parallel
-        method = "ulysses"
-        if dims.cp_enabled:
-            cost = self.attention_cost()
-            method = "ulysses" if cost.ulysses_degree == dims.cp else cost.method
-        return MicroBatchShape(
-            batch=self.micro_batch,
-            length=training.sequence_length,
-            dtype=training.dtype,
-            tp=dims.tp,
-            cp=dims.cp,
-            cp_method=method,
-            ep=dims.ep,
-            etp=dims.etp if dims.tp_enabled else None,
-            splits_tokens=dims.expert_mesh == "peer",
-            fused_experts=self.fuses_experts,
-            ep_dispatcher=parallel.ep_dispatcher,
-            ep_chunks=parallel.ep_chunks or 1,
-        )
+        return micro_batch_shape(self.config, self.dims, fused_experts=self.fuses_experts)
 
     def attention_cost(self, window: int | None = None) -> ContextCost:
         """Return the cost of one layer's attention over context parallel ranks."""
@@ -458,14 +422,17 @@ def _groups(shape: StepShape, part: ModelPart) -> _Groups:
 
 
 def _plan_buffers(shape: StepShape, parameters: tuple[PlannedParameter, ...], shards: int) -> tuple[PlannedBuffer, ...]:
+    training = shape.config.training
     # None: each parameter keeps its own item size, as in an unmodified module of mixed dtypes.
-    retains_dtypes = shape.model.retains_dtypes and shape.config.training.dtype == "float32"
+    retains_dtypes = shape.model.retains_dtypes and training.dtype == "float32"
+    # Training in float32 ignores `training.reduce_dtype`: nothing is rounded for the reduction.
+    reduce_dtype = "float32" if training.dtype == "float32" else training.reduce_dtype
     return tuple(
         plan_group(
             parameters,
             shards,
-            param_itemsize=None if retains_dtypes else shape.itemsize,
-            reduce_itemsize=None if retains_dtypes else shape.reduce_itemsize,
+            param_itemsize=None if retains_dtypes else ITEMSIZE[training.dtype],
+            reduce_itemsize=None if retains_dtypes else ITEMSIZE[reduce_dtype],
             num_replicas=shape.num_replicas,
         )
     )

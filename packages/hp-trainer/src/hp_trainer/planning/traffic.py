@@ -139,4 +139,6 @@ def _between_stages(shape: StepShape, stage: StageBuffers) -> Iterator[Traffic]:
 
 def message_bytes(shape: StepShape) -> float:
     """Return the bytes of one micro-batch's activations sent between stages by one rank; `tp` ranks share them."""
-    return shape.tokens * shape.model.hidden_size * shape.itemsize / shape.dims.tp
+    sizes = shape.micro_batch_shape
+    # Uneven shards of a sequence: the plan is of the rank with the longest one.
+    return sizes.most_tokens * shape.model.hidden_size * sizes.itemsize / sizes.tp

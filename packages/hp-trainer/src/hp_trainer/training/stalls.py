@@ -125,11 +125,12 @@ class StallWatch:
                 # A full or missing disk makes training itself fail.
                 with contextlib.suppress(OSError):
                     self._write_report(waited, frames_of_thread(self._main))
-                    if self._stop.wait(_GRACE_SECONDS) or not self._reported_after:
-                        continue
-                    # The lowest rank with a report prints for all.
-                    if min(read_reports(self._folder), default=-1) == self._world.rank:
+                    if not self._stop.wait(_GRACE_SECONDS) and self._prints_summary():
                         self._report(f"{self._describe()}; {waited:.0f} s, stacks in {self._folder}")
+
+    def _prints_summary(self) -> bool:
+        """Return whether this rank prints for all: it is the lowest rank with a report."""
+        return bool(self._reported_after) and min(read_reports(self._folder), default=-1) == self._world.rank
 
     def _describe(self) -> str:
         return describe_stall(read_reports(self._folder), self._world.size)
