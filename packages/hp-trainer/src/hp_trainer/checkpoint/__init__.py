@@ -15,8 +15,8 @@ checkpoint is executable.
 A checkpoint is complete or absent. Ranks write into a folder with an `.incomplete-` name and force it to disk; the
 coordinator (rank 0) then checks that the boxes cover each tensor exactly, writes the index, and renames the folder
 (`save`, `storage`). Damage is detected before it is loaded: the index has a digest, the sizes of all files, and a
-CRC-32 for every 4 MiB of every box (`index`, `load`). `catalog` finds the newest sound checkpoint and deletes old ones.
-`Storage` is the interface for other places than a file system (hook `hp_checkpoint_storages`).
+CRC-32 for every 4 MiB of every box (`index`, `verify`). `catalog` finds the newest sound checkpoint and deletes old
+ones. `Storage` is the interface for other places than a file system (hook `hp_checkpoint_storages`).
 """
 
 from hp_trainer.checkpoint.catalog import (

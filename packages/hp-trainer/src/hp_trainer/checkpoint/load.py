@@ -1,7 +1,7 @@
 """Read a checkpoint: any box of any tensor, independent of the layout that wrote it.
 
-Files are memory-mapped, and every block of 4 MiB is verified once, before its first use. `CheckpointFormat` is the
-interface of checkpoints of other tools, such as `torch.distributed.checkpoint`, which platforms implement.
+Files are memory-mapped and verified before they are used (`verify`). `CheckpointFormat` is the interface of checkpoints
+of other tools, such as `torch.distributed.checkpoint`, which platforms implement.
 """
 
 from __future__ import annotations
@@ -12,27 +12,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hp_trainer.checkpoint.index import (
-    INDEX_FILE,
-    Chunk,
-    Index,
-    SavedTensor,
-    model_fingerprint,
-    shard_name,
-    step_in_name,
-)
-from hp_trainer.checkpoint.shard_file import (
-    CHECKSUM_BLOCK,
-    Box,
-    Header,
-    block_checksum,
-    cover_exactly,
-    read_header,
-    safetensors_name,
-    storage_dtype,
-    view_array,
-)
+from hp_trainer.checkpoint.index import INDEX_FILE, Index, SavedTensor, model_fingerprint, step_in_name
+from hp_trainer.checkpoint.shard_file import Box, storage_dtype
 from hp_trainer.checkpoint.storage import Storage
+from hp_trainer.checkpoint.verify import VerifiedShards
 from hp_trainer.exceptions import CheckpointError
 
 # Enough for millions of boxes. A larger file is not an index, and parsing it would exhaust the memory first.
@@ -66,8 +49,7 @@ class Checkpoint:
                 f"{where} is of step {self.index.step}, but its folder is named after step {step_in_name(folder)}; "
                 "rename the folder to its original name"
             )
-        self._shards: dict[int, tuple[np.ndarray, Header]] = {}
-        self._verified: set[tuple[int, str, int]] = set()
+        self._shards = VerifiedShards(storage, folder, self.index)
 
     @property
     def step(self) -> int:
@@ -85,7 +67,9 @@ class Checkpoint:
         Raises:
             CheckpointError: the tensor does not exist, the box is outside it, or a file is damaged.
         """
-        tensor = self._tensor(name)
+        tensor = self.index.tensors.get(name)
+        if tensor is None:
+            raise CheckpointError(f"{self._describe()} has no tensor {name!r}")
         box = box if box is not None else Box.full(tensor.shape)
         if not box.is_inside(tensor.shape):
             raise CheckpointError(f"{box} is outside tensor {name!r} of shape {tensor.shape}")
@@ -95,7 +79,7 @@ class Checkpoint:
             overlap = chunk.box.intersect(box)
             if overlap is not None:
                 inside = overlap.slices_in(chunk.box)
-                result[overlap.slices_in(box)] = self._chunk(name, tensor, chunk, inside)[inside]
+                result[overlap.slices_in(box)] = self._shards.chunk(name, chunk, inside)[inside]
         return result
 
     def check_model(self, model: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
@@ -141,29 +125,8 @@ class Checkpoint:
             raise CheckpointError(f"{self._describe()} does not fit: {'; '.join(problems)}")
 
     def problems(self, *, content: bool = True) -> Iterator[str]:
-        """Yield a message for each damage, naming the file and the affected tensors.
-
-        Args:
-            content: True to read everything and compare checksums, False to check only file sizes and headers.
-        """
-        for name, tensor in self.index.tensors.items():
-            reason = cover_exactly([chunk.box for chunk in tensor.chunks], tensor.shape)
-            if reason is not None:
-                yield f"{self.storage.describe(self.folder, INDEX_FILE)}: tensor {name!r}: {reason}"
-        broken = set()
-        for rank in range(len(self.index.shard_bytes)):
-            try:
-                self._shard(rank)
-            except CheckpointError as error:
-                broken.add(rank)
-                tensors = self.index.tensors.items()
-                affected = [name for name, tensor in tensors if any(chunk.shard == rank for chunk in tensor.chunks)]
-                yield f"{error}{_list_affected(affected)}"
-        for name, tensor in self.index.tensors.items():
-            for chunk in tensor.chunks:
-                # A missing or truncated file is reported once, not again for every chunk.
-                if chunk.shard not in broken:
-                    yield from self._chunk_problems(name, tensor, chunk, content=content)
+        """Yield a message for each damage, naming the file and the affected tensors; see `VerifiedShards.problems`."""
+        return self._shards.problems(content=content)
 
     def verify(self, *, content: bool = True) -> None:
         """Check the checkpoint for damage.
@@ -177,89 +140,6 @@ class Checkpoint:
 
     def _describe(self) -> str:
         return self.storage.describe(self.folder)
-
-    def _tensor(self, name: str) -> SavedTensor:
-        tensor = self.index.tensors.get(name)
-        if tensor is None:
-            raise CheckpointError(f"{self._describe()} has no tensor {name!r}")
-        return tensor
-
-    def _chunk_problems(self, name: str, tensor: SavedTensor, chunk: Chunk, *, content: bool) -> Iterator[str]:
-        try:
-            if content:
-                self._chunk(name, tensor, chunk, Box.full(chunk.box.shape).slices_in(Box.full(chunk.box.shape)))
-            else:
-                self._byte_range(name, tensor, chunk)
-        except CheckpointError as error:
-            yield str(error)
-
-    def _chunk(self, name: str, tensor: SavedTensor, chunk: Chunk, inside: tuple[slice, ...]) -> np.ndarray:
-        """Return a chunk as an array without copying. Verifies the blocks that contain the slices `inside`."""
-        file, _ = self._shard(chunk.shard)
-        begin, end = self._byte_range(name, tensor, chunk)
-        # Only the first dimension narrows the range: rows are contiguous in the file.
-        row = (end - begin) // chunk.box.shape[0] if chunk.box.shape else end - begin
-        first, last = (inside[0].start * row, inside[0].stop * row) if inside else (0, row)
-        for block in range(first // CHECKSUM_BLOCK, -(-last // CHECKSUM_BLOCK)):
-            self._verify_block(name, chunk, file[begin:end], block)
-        return view_array(file, begin, tensor.dtype, chunk.box.shape)
-
-    def _verify_block(self, name: str, chunk: Chunk, data: np.ndarray, block: int) -> None:
-        key = (chunk.shard, chunk.key, block)
-        # Reads of several boxes from one chunk may share blocks.
-        if key in self._verified:
-            return
-        if block_checksum(data, block) != chunk.checksums[block]:
-            where = self.storage.describe(self.folder, shard_name(chunk.shard))
-            raise CheckpointError(f"{where}: tensor {name!r} (key {chunk.key!r}) is damaged: its checksum differs")
-        self._verified.add(key)
-
-    def _byte_range(self, name: str, tensor: SavedTensor, chunk: Chunk) -> tuple[int, int]:
-        """Return the start and end byte of a chunk in its file, after comparing the file's header with the index."""
-        _, header = self._shard(chunk.shard)
-        entry = header.entries.get(chunk.key)
-        expected = (safetensors_name(tensor.dtype), chunk.box.shape)
-        if entry is None or entry[:2] != expected:
-            where = self.storage.describe(self.folder, shard_name(chunk.shard))
-            got = "no such key" if entry is None else f"{entry[0]}{list(entry[1])}"
-            raise CheckpointError(
-                f"{where}: tensor {name!r} (key {chunk.key!r}): expected {expected[0]}{list(expected[1])}, got {got}"
-            )
-        size = chunk.box.numel * storage_dtype(tensor.dtype).itemsize
-        if entry[3] - entry[2] != size:
-            # Otherwise bytes outside this range would be read too, and never compared with a checksum.
-            where = self.storage.describe(self.folder, shard_name(chunk.shard))
-            raise CheckpointError(
-                f"{where}: tensor {name!r} (key {chunk.key!r}): expected {size} bytes, got {entry[3] - entry[2]}"
-            )
-        return entry[2], entry[3]
-
-    def _shard(self, rank: int) -> tuple[np.ndarray, Header]:
-        if rank not in self._shards:
-            self._shards[rank] = self._open_shard(rank)
-        return self._shards[rank]
-
-    def _open_shard(self, rank: int) -> tuple[np.ndarray, Header]:
-        file, where = shard_name(rank), self.storage.describe(self.folder, shard_name(rank))
-        size, expected = self.storage.file_size(self.folder, file), self.index.shard_bytes[rank]
-        if size is None:
-            raise CheckpointError(f"{where} is missing")
-        if size != expected:
-            raise CheckpointError(f"{where} is damaged: expected {expected} bytes, got {size}")
-        data = self.storage.map_file(self.folder, file)
-        # The header is bounded before it is read, because parsing a forged one of many MiB takes minutes. An entry has
-        # at most six bytes per character of its key (escapes), and 20 per number.
-        chunks = (chunk for tensor in self.index.tensors.values() for chunk in tensor.chunks if chunk.shard == rank)
-        longest = 65536 + sum(6 * len(chunk.key) + 200 + 20 * len(chunk.box.shape) for chunk in chunks)
-        header = read_header(data, where, longest)
-        # A shard of another save may have the same size, shapes and keys.
-        owner = (header.metadata.get("hp_save"), header.metadata.get("hp_rank"))
-        if owner != (self.index.save_id, str(rank)):
-            raise CheckpointError(
-                f"{where} belongs to another checkpoint: expected save {self.index.save_id}, rank {rank}, got save "
-                f"{owner[0]}, rank {owner[1]}"
-            )
-        return data, header
 
 
 def refuse_other_model(
@@ -283,13 +163,6 @@ def _with_defaults(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
         if isinstance(value, Mapping) and isinstance(defaults.get(name), Mapping):
             filled[name] = _with_defaults(value, defaults[name])
     return filled
-
-
-def _list_affected(names: Sequence[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f" (contains {', '.join(repr(name) for name in names[:3])}{more})"
 
 
 class ForeignCheckpoint(Protocol):

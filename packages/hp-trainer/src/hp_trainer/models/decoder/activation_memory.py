@@ -9,52 +9,12 @@ does not report when a tensor is freed, so they have not been compared there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from hp_trainer.models.decoder.options import DecoderOptions
 from hp_trainer.models.estimates import BlockActivations, MicroBatchShape, ModelActivations, SavedActivation
 
-_GATE, _EXPERTS = "gate", "experts"
-
-# Operations ----------------------------------------------------------------------------------------------
-
-
-def layer_flops_per_token(config: DecoderOptions, sequence_length: int) -> list[float]:
-    """Return the operations per token of each block, forward and backward, on average over one document.
-
-    A weight of a matrix product costs 2 in forward and 4 in backward for each token multiplied by it, so an expert
-    counts for the tokens routed to it. Attention counts the pairs of query and key that the causal mask and the window
-    let through. Recomputation is not counted (PaLM, arXiv 2204.02311, appendix B, which counts all pairs).
-    """
-    return _flops_per_token(config, sequence_length, lambda _: True)
-
-
-def routed_flops_per_token(config: DecoderOptions, sequence_length: int) -> list[float]:
-    """Return the operations per token of each block's gate and routed experts; 0 for a dense block."""
-    return _flops_per_token(config, sequence_length, lambda tensor: tensor.name in (_GATE, _EXPERTS))
-
-
-def _flops_per_token(
-    config: DecoderOptions, sequence_length: int, counts: Callable[[SavedActivation], bool]
-) -> list[float]:
-    blocks = decoder_activations(config, MicroBatchShape(batch=1, length=sequence_length)).blocks
-    # Blocks of one kind share one object.
-    forward = {id(block): sum(each.flops for each in block.tensors if counts(each)) for block in blocks}
-    # Backward has two products for each one of forward: the gradients of input and weight.
-    return [3 * forward[id(block)] / sequence_length for block in blocks]
-
-
-def head_flops_per_token(config: DecoderOptions) -> float:
-    """Return the operations per token of the head."""
-    return 6.0 * config.hidden_size * config.vocab_size
-
-
-def visible_keys(length: int, window: int | None) -> float:
-    """Return how many keys a query of a document attends to on average, its own included."""
-    width = length if window is None else min(window, length)
-    # The first `width` queries see 1, 2, ..., `width` keys, the others `width` each.
-    return width - width * (width - 1) / 2 / length
-
+GATE, EXPERTS = "gate", "experts"
 
 # Blocks --------------------------------------------------------------------------------------------------
 
@@ -231,7 +191,7 @@ def _experts(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedAc
     rows = tokens * top_k
     # The gate computes in float32: it saves its scores, and in 16 bits a copy of its input.
     gate = tokens * (4 * config.num_experts + (4 * hidden if e == 2 else 0) + 4 * top_k + 4)
-    yield SavedActivation(name=_GATE, kind="rest", saved=gate, flops=2 * tokens * hidden * config.num_experts)
+    yield SavedActivation(name=GATE, kind="rest", saved=gate, flops=2 * tokens * hidden * config.num_experts)
     # 16 bytes for each choice. Recomputation must route tokens as the forward did, so decisions are saved, never
     # recomputed.
     decided = rows * 16
@@ -255,7 +215,7 @@ def _experts(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedAc
     is_plain = config.hidden_act == "silu" and config.swiglu_limit is None and not config.expert_bias
     saved = tables + (gates if is_plain and shape.fused_experts else 2 * gates + rows * hidden * (e + 4))
     yield SavedActivation(
-        name=_EXPERTS,
+        name=EXPERTS,
         kind="products",
         saved=saved,
         result=gates + tokens * hidden * e,
@@ -395,6 +355,13 @@ def _kv_heads(config: DecoderOptions, shape: MicroBatchShape) -> float:
     """Return the key-value heads that attention saves, copies for `cp` ranks included."""
     heads = config.num_key_value_heads / shape.tp
     return max(heads, shape.cp) if shape.cp_method == "ulysses" else heads
+
+
+def visible_keys(length: int, window: int | None) -> float:
+    """Return how many keys a query of a document attends to on average, its own included."""
+    width = length if window is None else min(window, length)
+    # The first `width` queries see 1, 2, ..., `width` keys, the others `width` each.
+    return width - width * (width - 1) / 2 / length
 
 
 def _score_width(config: DecoderOptions) -> int:

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hp_trainer.exceptions import Problem
-from hp_trainer.models.base import ModelPart
-from hp_trainer.models.decoder.activation_memory import (
-    decoder_activations,
-    head_flops_per_token,
-    layer_flops_per_token,
-    routed_flops_per_token,
-)
+from hp_trainer.models.decoder.estimates import DecoderEstimates, head_flops_per_token, layer_flops_per_token
 from hp_trainer.models.decoder.lora import is_adapter
 from hp_trainer.models.decoder.options import DecoderOptions, RopeScalingConfig
-from hp_trainer.models.decoder.parameters import planned_parameters
-from hp_trainer.models.decoder.traffic import microbatch_traffic
-from hp_trainer.models.estimates import MicroBatchShape, ModelActivations, ModelParameters, Traffic
 from hp_trainer.models.hugging_face.architectures import read_architecture
-from hp_trainer.models.recomputation import BlockRecompute
 
 if TYPE_CHECKING:
-    from hp_dtensor.parallel.attention import ContextCost
-    from hp_trainer.parallel import ParallelDims
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,82 +49,6 @@ class DecoderConfig(DecoderOptions):
         """Return the operations per token of each block, and of the head, by which a pipeline is split into stages."""
         return layer_flops_per_token(self, sequence_length), head_flops_per_token(self)
 
-    def training_flops_per_token(self, sequence_length: int) -> float:
-        """Return the operations of forward and backward for a token; see `layer_flops_per_token`."""
-        return sum(layer_flops_per_token(self, sequence_length)) + head_flops_per_token(self)
-
     def estimates(self) -> DecoderEstimates:
         """Return the decoder's memory, operations and traffic by formulas."""
         return DecoderEstimates(self)
-
-
-class DecoderEstimates:
-    """Formulas of the decoder as `ModelEstimates`."""
-
-    buffer_bytes = 0
-    is_recomputable = True
-    retains_dtypes = False
-
-    def __init__(self, config: DecoderConfig) -> None:
-        self._config = config
-        self._layer_flops: dict[int, list[float]] = {}
-
-    @property
-    def num_layers(self) -> int:
-        return self._config.num_hidden_layers
-
-    @property
-    def hidden_size(self) -> int:
-        return self._config.hidden_size
-
-    @property
-    def has_micro_batch_statistics(self) -> bool:
-        return self._config.capacity_factor is not None or self._config.micro_batch_aux_loss > 0
-
-    def block_name(self, layer: int) -> str:
-        """See `ModelEstimates`."""
-        return f"layers.{layer}"
-
-    def layer_kind(self, layer: int) -> bool:
-        """See `ModelEstimates`."""
-        return self._config.is_dense(layer)
-
-    def unreached_blocks(self) -> None:
-        """See `ModelEstimates`."""
-        return None
-
-    def parameters(self, dims: ParallelDims, part: ModelPart, *, freeze: tuple[str, ...] = ()) -> ModelParameters:
-        """See `ModelEstimates`."""
-        return planned_parameters(self._config, dims, part, freeze=freeze)
-
-    def activations(self, shape: MicroBatchShape) -> ModelActivations:
-        """See `ModelEstimates`."""
-        return decoder_activations(self._config, shape)
-
-    def flops(self, shape: MicroBatchShape, layers: Sequence[int], *, head: bool) -> float:
-        """See `ModelEstimates`."""
-        if shape.length not in self._layer_flops:
-            self._layer_flops[shape.length] = layer_flops_per_token(self._config, shape.length)
-        per_token = self._layer_flops[shape.length]
-        total = sum(per_token[layer] for layer in layers)
-        if shape.splits_tokens:
-            # Ranks of `ep` compute the same tokens, except that each routes only some of them to experts.
-            routed = routed_flops_per_token(self._config, shape.length)
-            total -= sum(routed[layer] for layer in layers) * (1 - 1 / shape.ep)
-        if head:
-            total += head_flops_per_token(self._config)
-        return total * shape.batch * shape.length / (shape.cp * shape.tp)
-
-    def step_flops(self, samples: int, length: int) -> float:
-        """See `ModelEstimates`."""
-        return samples * length * self._config.training_flops_per_token(length)
-
-    def traffic(
-        self,
-        shape: MicroBatchShape,
-        part: ModelPart,
-        recompute: Sequence[BlockRecompute],
-        attention_cost: Callable[[int | None], ContextCost],
-    ) -> Iterable[Traffic]:
-        """See `ModelEstimates`."""
-        return microbatch_traffic(self._config, shape, part, recompute, attention_cost)

@@ -23,6 +23,7 @@ from hp_trainer.models.base import ModelPart
 from hp_trainer.models.decoder.attention import build_norm
 from hp_trainer.models.decoder.block import DecoderBlocks
 from hp_trainer.models.decoder.config import DecoderConfig
+from hp_trainer.models.decoder.estimates import training_flops_per_token
 from hp_trainer.models.decoder.lora import initial_bound, is_adapter
 from hp_trainer.models.decoder.parallelize import parallelize
 from hp_trainer.models.decoder.rotary import RotaryTables
@@ -196,7 +197,7 @@ class Decoder(nn.Module):
 
     def training_flops_per_token(self, sequence_length: int) -> float:
         """Return a token's operations in forward and backward of the full decoder, also for a part of it."""
-        return self.config.training_flops_per_token(sequence_length)
+        return training_flops_per_token(self.config, sequence_length)
 
     def after_optimizer_step(self, all_gather_object: Callable[[Any], list[Any]] | None = None) -> Mapping[str, float]:
         """Update the routers' biases and the copies of busy experts; return the step's routing metrics.
