@@ -25,7 +25,7 @@ from hp_moe import (
     MoE,
 )
 from hp_moe.dispatch.auto import best_num_chunks
-from hp_moe.dispatch.exchange import RowExchange
+from hp_moe.dispatch.row_exchange import RowExchange
 
 
 def trained(**kwargs):

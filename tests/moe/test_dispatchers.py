@@ -32,7 +32,7 @@ from hp_moe import (
     dispatch_costs,
     ranks_per_token,
 )
-from hp_moe.dispatch.exchange import find_wire_format
+from hp_moe.dispatch.row_exchange import find_wire_format
 
 EXACT = [
     "copy_per_expert",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from hp_moe.dispatch.base import TokenPermutation
+from hp_moe.dispatch.permutation import TokenPermutation
 
 # rows, slots, keys: present keys are below 4, 9 marks a slot without a copy.
 CASES = {

@@ -169,11 +169,7 @@ def _group_settings(
     threshold: float,
     bucket_size: float | None,
 ) -> GroupSettings:
-    """Return the settings of the group.
-
-    Raises:
-        FullyShardError: listing every setting with an invalid value, and every pair that contradict each other.
-    """
+    """Return the settings of the group, or raise `FullyShardError` with all that are invalid or contradict others."""
     problems = mesh_problems(mesh)
     if problems:
         raise FullyShardError("; ".join(problems))
@@ -227,12 +223,7 @@ def _is_container(platform: Platform, module: Module) -> bool:
 def _check_offload(
     storage: ParameterStorage, mesh: DeviceMesh, offload_policy: OffloadPolicy | None, zero_stage: int
 ) -> CPUOffloadPolicy | None:
-    """Return the policy if it offloads anything, else None.
-
-    Raises:
-        FullyShardError: not a policy, or one that `zero_stage` does not allow.
-        CapabilityError: the platform does not support it.
-    """
+    """Return the policy if it offloads anything, else None. Raises if stage or platform do not allow it."""
     # torch's base class is a policy that offloads nothing.
     if offload_policy is None or type(offload_policy) is OffloadPolicy:
         return None
@@ -251,11 +242,7 @@ def _check_offload(
 
 
 def _parameter_lists(platform: Platform, **arguments: Any) -> list[list[Tensor]]:
-    """Return the parameters of each argument as a list, because a generator can be consumed only once.
-
-    Raises:
-        FullyShardError: something in an argument is not a parameter, or a parameter is in several arguments.
-    """
+    """Return the parameters of each argument as a list, because a generator can be consumed only once."""
     lists: list[list[Tensor]] = []
     for name, given in arguments.items():
         if isinstance(given, (str, platform.Tensor)) or not isinstance(given, Iterable):

@@ -23,11 +23,10 @@ SMALLEST_SCALE = 2.0**-24
 class _Divided(NamedTuple):
     """A parameter whose local gradient has been divided by the scale.
 
-    Attributes:
-        not_finite: some rank has found a value that is not finite in one of the gradients divided together with it.
-
-    It holds the gradient until `update`, so that no other gradient can get the same address.
+    `not_finite`: a gradient that was divided together with it is not finite on some rank.
     """
+
+    # The gradient is held until `update`, so that no other one can get its address.
 
     parameter: Tensor
     gradient: Tensor

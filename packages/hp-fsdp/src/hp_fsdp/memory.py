@@ -28,13 +28,9 @@ class MemoryUse:
         sharded_gradients: reduced gradients, those pending for a further reduction included.
 
     Example:
-        >>> def program():
-        ...     with nn.building(platform):
-        ...         model = nn.Linear(4, 6)
-        ...     fully_shard(model, init_device_mesh("cpu", (2,)))
-        ...     return memory_use(model).shards  # bytes: 12 of 24 float32 on this rank
-        >>> run_ranks(program, 2)[0]
-        48
+        >>> from hp_fsdp import MemoryUse
+        >>> MemoryUse(shards=48, full=96, full_gradients=0, sharded_gradients=48).total
+        192
     """
 
     shards: int

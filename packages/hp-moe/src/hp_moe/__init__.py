@@ -22,7 +22,7 @@ from hp_moe.dispatch import (
     place_experts,
     ranks_per_token,
 )
-from hp_moe.dispatch.base import TokenPermutation
+from hp_moe.dispatch.permutation import TokenPermutation
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
 from hp_moe.expert_parallel import (
     BaseExpertParallel,

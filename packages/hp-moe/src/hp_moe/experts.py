@@ -22,7 +22,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Partial
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_moe.dispatch import ChunkedDispatcher, Dispatched, LocalDispatcher, TokenDispatcher
-from hp_moe.dispatch.base import TokenPermutation
+from hp_moe.dispatch.permutation import TokenPermutation
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
 from hp_moe.feed_forward import SWIGLU, Activation, find_activation
 from hp_moe.grouped_gemm import GroupSizes, grouped_bias, grouped_matmul

@@ -38,12 +38,9 @@ class LoadMetrics:
         aux_losses: auxiliary losses of the layer by name, without coefficients; balance losses are 1 for even loads.
 
     Example:
-        >>> with nn.building(platform):
-        ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2, load_balance_coeff=1e-3)
-        >>> y = model(platform.ops.ones((3, 4), platform.dtype("float32")))
-        >>> loads = update_expert_bias(model)  # by the layer's name; this one is the model itself
-        >>> [load.tokens for load in loads.values()]
-        [6]
+        >>> metrics = LoadMetrics.of([3, 1, 0, 0])
+        >>> metrics.tokens, metrics.max_violation, metrics.idle_experts
+        (4, 2.0, 2)
     """
 
     tokens: int

@@ -80,11 +80,7 @@ class ExtensionGathering(Gathering):
         return inputs
 
     def _check_same_inputs(self, inputs: list[Tensor], problem: Exception | None) -> None:
-        """Check that all ranks gather tensors of the same sizes and dtypes.
-
-        Raises:
-            FSDPStateError: on all ranks, if they differ or one rank has failed.
-        """
+        """Raise `FSDPStateError` on all ranks if they gather other sizes or dtypes, or one has failed."""
         buffer, group = self._buffer, self._buffer.shard_group
         own = [[list(x.shape), str(x.dtype)] for x in inputs]
         message = json.dumps([own, None if problem is None else f"{type(problem).__name__}: {problem}"])

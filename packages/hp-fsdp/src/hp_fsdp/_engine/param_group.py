@@ -226,11 +226,7 @@ class ParameterGroup:
     # Unsharding and resharding ---------------------------------------------------------------------------
 
     def start_unshard(self) -> None:
-        """Start to gather the parameters, unless they are unsharded or a gather is running.
-
-        Raises:
-            FSDPStateError: inside of `summon_full_params`.
-        """
+        """Start to gather the parameters, unless they are unsharded or a gather is running. Raises while summoned."""
         if self.summon_depth:
             raise FSDPStateError(
                 f"{self.where}: forward, backward and unshard() are refused inside summon_full_params, "
@@ -268,11 +264,7 @@ class ParameterGroup:
             raise
 
     def reshard(self) -> None:
-        """Free the full parameters.
-
-        Raises:
-            FSDPStateError: the modules are computing with them.
-        """
+        """Free the full parameters. Raises `FSDPStateError` while the modules compute with them."""
         self._check_unused()
         # A running gather, as one that was prefetched and is not used, ends first.
         self.wait_for_unshard()
@@ -401,11 +393,7 @@ class ParameterGroup:
             )
 
     def check_initialized(self) -> None:
-        """Check that parameters from the meta device have been given values.
-
-        Raises:
-            FSDPStateError: naming the parameters.
-        """
+        """Raise `FSDPStateError` if parameters from the meta device have not been given values."""
         from_meta = [buffer for buffer in self.buffers if buffer.from_meta]
         # Zeros prove nothing where writes are not counted (`bias.data.zero_()`). So the group counts as initialized if
         # any parameter has been written or is not zero, or if this rank holds only vectors of it.
@@ -423,11 +411,7 @@ class ParameterGroup:
             each.from_meta.clear()
 
     def check_unwritten(self) -> None:
-        """Check that the forward has not written its unsharded parameters, which are freed and not copied back.
-
-        Raises:
-            FSDPStateError: naming the parameters.
-        """
+        """Raise `FSDPStateError` if the forward has written unsharded parameters, which are freed, not copied back."""
         written = [name for buffer in self.buffers for name in buffer.names_written_unsharded()]
         if written:
             raise FSDPStateError(
@@ -437,11 +421,7 @@ class ParameterGroup:
             )
 
     def check_same_action(self, action: str) -> None:
-        """In `check_mode`: check that every rank of the shard groups now does `action` with this group.
-
-        Raises:
-            CallOrderError: on all of these ranks, naming what each does.
-        """
+        """In `check_mode`: raise `CallOrderError` unless every rank of the shard groups now does `action` with this."""
         if is_checking():
             for shard_group in dict.fromkeys(buffer.shard_group for buffer in self.buffers):
                 # The sizes too: modules of one class have the same name until a model around them has been called.

@@ -240,11 +240,7 @@ def mark_ignored(platform: Platform, modules: Sequence[Module], ignored: Collect
 
 
 def check_ties(platform: Platform, modules: Sequence[Module], originals: Sequence[OriginalParameter]) -> None:
-    """Check that no parameter to shard is tied to one that an earlier `fully_shard` was given in `ignored_params`.
-
-    Raises:
-        FullyShardError: naming both places of every such parameter.
-    """
+    """Raise `FullyShardError` if parameters are tied to ones that an earlier `fully_shard` has ignored."""
     # Sharding replaces the parameter object in one of the two places only, which would break the tie.
     named = {id(original.tensor): original.name for original in originals}
     problems = [
@@ -270,11 +266,7 @@ def unmanaged_parameters(platform: Platform, root: Module, managed: Collection[i
 
 
 def find_extensions(storage: ParameterStorage, originals: Sequence[OriginalParameter]) -> None:
-    """Set the `extension` of the parameters whose class defines its own gather.
-
-    Raises:
-        FullyShardError: naming the parameters whose gather cannot be used, and why.
-    """
+    """Set the `extension` of parameters whose class defines its own gather, or raise `FullyShardError` with reasons."""
     problems = []
     for original in originals:
         try:
@@ -298,14 +290,7 @@ def place_parameters(
     reshard_after_forward: bool | int | None,
     group_name: str,
 ) -> None:
-    """Set the mesh and the requested shard dimension of every parameter.
-
-    Args:
-        group_name: the name of the group in errors.
-
-    Raises:
-        FullyShardError: listing every parameter that cannot be sharded like this.
-    """
+    """Set mesh and requested shard dimension of every parameter, or raise `FullyShardError` with all problems."""
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise FullyShardError(
             f"shard_placement_fn: expected a function of a parameter, got {shard_placement_fn!r}; pass "

@@ -11,8 +11,8 @@ from hp_moe.dispatch.auto import (
     ranks_per_token,
 )
 from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, LocalDispatcher, TokenDispatcher
-from hp_moe.dispatch.exchange import WireFormat
 from hp_moe.dispatch.replicating import ReplicatingDispatcher
+from hp_moe.dispatch.row_exchange import WireFormat
 from hp_moe.dispatch.two_level import TwoLevelDispatcher
 from hp_moe.placement import busiest_load, place_copies, place_experts
 

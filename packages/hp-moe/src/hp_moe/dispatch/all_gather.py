@@ -11,7 +11,8 @@ from hp_dtensor.comm.mesh import as_group
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.recompute import saved_value
 from hp_dtensor.spec.placements import Shard
-from hp_moe.dispatch.base import Dispatched, TokenDispatcher, TokenPermutation
+from hp_moe.dispatch.base import Dispatched, TokenDispatcher
+from hp_moe.dispatch.permutation import TokenPermutation
 from hp_moe.grouped_gemm import GroupSizes
 from hp_moe.routing import FAULTY, Routing, faults, local_numbers, refuse_faulty
 

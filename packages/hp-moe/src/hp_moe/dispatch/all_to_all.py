@@ -16,8 +16,9 @@ from hp_dtensor.comm.collectives import all_to_all_rows, all_to_all_rows_data
 from hp_dtensor.comm.mesh import as_group
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.recompute import saved_value
-from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, PendingCombine, PendingDispatch, Route, TokenPermutation
-from hp_moe.dispatch.exchange import RoundedExchange, RowExchange, block_width, find_wire_format
+from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, PendingCombine, PendingDispatch, Route
+from hp_moe.dispatch.permutation import TokenPermutation
+from hp_moe.dispatch.row_exchange import RoundedExchange, RowExchange, block_width, find_wire_format
 from hp_moe.exceptions import ExpertParallelError
 from hp_moe.grouped_gemm import GroupSizes
 from hp_moe.routing import FAULTY, Routing, count_keys, faults, local_numbers, refuse_faulty

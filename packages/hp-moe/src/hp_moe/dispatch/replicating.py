@@ -12,7 +12,8 @@ from hp_dtensor.comm.collectives import all_to_all_rows
 from hp_dtensor.comm.mesh import as_group
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_moe.dispatch.all_to_all import AllToAllDispatcher
-from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, PendingCombine, PendingDispatch, TokenPermutation
+from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, PendingCombine, PendingDispatch
+from hp_moe.dispatch.permutation import TokenPermutation
 from hp_moe.exceptions import ExpertParallelError
 from hp_moe.placement import CopyPlacement, check_placement, inverse_permutation, place_copies, ranks_of_experts
 from hp_moe.routing import Routing, count_keys

@@ -1,0 +1,115 @@
+"""The permutation of tokens: rows are copied and sorted by expert, or by destination rank, and summed back.
+
+All sums over the copies of a token are gathers in slot order. Unlike those of a scatter-add on a GPU, their results do
+not depend on scheduling.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from hp_dtensor.platform.interface import Platform
+
+Tensor = Any
+
+
+class TokenPermutation:
+    """A linear map that copies each row once for each of its keys and sorts the copies by key; and its transpose.
+
+    Copies with equal keys stay in the order of rows. A key is an expert or a destination rank. A row has `slots` keys
+    (usually `top_k`), some of which may be empty. Sorting is deferred to the first use, since fused experts may compute
+    the order themselves.
+
+    Args:
+        keys: int `[rows, slots]`; empty slots hold a key larger than all others.
+        num_copies: number of slots that are not empty.
+
+    Attributes:
+        keys: the argument.
+
+    Example:
+        >>> keys = platform.from_numpy(np.array([[2, 0], [1, 2]]))  # two rows, a copy for each of two keys
+        >>> permutation = TokenPermutation(platform, keys, num_copies=4)
+        >>> platform.to_numpy(permutation.rows).tolist()  # in key order
+        [0, 1, 0, 1]
+    """
+
+    def __init__(self, platform: Platform, keys: Tensor, num_copies: int) -> None:
+        self.platform = platform
+        self.keys = keys
+        self.num_rows, self.num_slots = (int(size) for size in keys.shape)
+        self.num_copies = num_copies
+
+    @functools.cached_property
+    def entries(self) -> Tensor:
+        """Flat index of the slot of each copy, int `[copies]`."""
+        return self.platform.ops.narrow(self._order, 0, 0, self.num_copies)
+
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        """Index of the copy of each slot, int `[rows * slots]`; `num_copies` for empty slots."""
+        ops = self.platform.ops
+        # The argsort of a permutation is its inverse: it maps slots to positions in the sorted order. Empty slots sort
+        # last, and share the first position behind all copies.
+        return ops.clamp(ops.argsort(self._order, 0, stable=True), max=self.num_copies)
+
+    @functools.cached_property
+    def rows(self) -> Tensor:
+        """Index of the row of each copy, int `[copies]`."""
+        if self.num_slots == 1 or self.num_copies == 0:
+            return self.entries
+        ops = self.platform.ops
+        # The row of a slot is its number divided by `num_slots`; a gather from a table avoids the integer division.
+        rows = ops.arange(self.num_rows, self.platform.dtype("int64"))
+        return ops.index_select(ops.repeat_interleave(rows, self.num_slots, 0), 0, self.entries)
+
+    @functools.cached_property
+    def _order(self) -> Tensor:
+        """Flat indices of all slots, sorted by key."""
+        ops = self.platform.ops
+        # Stable, so that copies with equal keys keep the order of rows: every sum over them has one order.
+        return ops.argsort(ops.reshape(self.keys, (self.num_rows * self.num_slots,)), 0, stable=True)
+
+    def permute(self, x: Tensor) -> Tensor:
+        """Copy rows into key order: `[rows, dim]` -> `[copies, dim]`; backward is `unpermute`."""
+        return self.platform.linear_map(x, self._permute, self._unpermute)
+
+    def unpermute(self, y: Tensor) -> Tensor:
+        """Sum the copies of each row: `[copies, dim]` -> `[rows, dim]`; backward is `permute`."""
+        return self.platform.linear_map(y, self._unpermute, self._permute)
+
+    def permute_scores(self, scores: Tensor) -> Tensor:
+        """Gather the score of each copy: `[rows, slots]` -> `[copies, 1]`; differentiable."""
+        shape = (self.num_rows, self.num_slots)
+        ops = self.platform.ops
+
+        def forward(scores: Tensor) -> Tensor:
+            flat = ops.reshape(scores, (self.num_rows * self.num_slots, 1))
+            return self._select(flat, self.entries, self.num_copies)
+
+        return self.platform.linear_map(scores, forward, lambda g: ops.reshape(self._at_slots(g), shape))
+
+    def _permute(self, x: Tensor) -> Tensor:
+        return self._select(x, self.rows, self.num_copies)
+
+    def _unpermute(self, y: Tensor) -> Tensor:
+        at_slots = self._at_slots(y)
+        if self.num_slots == 1:
+            return at_slots
+        ops = self.platform.ops
+        return ops.sum(ops.reshape(at_slots, (self.num_rows, self.num_slots, y.shape[1])), 1)
+
+    def _at_slots(self, y: Tensor) -> Tensor:
+        """Gather the copy of each slot, zeros for empty slots: `[copies, dim]` -> `[rows * slots, dim]`."""
+        size = self.num_rows * self.num_slots
+        if self.num_copies < size:
+            # Empty slots read the row of zeros appended here.
+            y = self.platform.ops.cat([y, self.platform.ops.zeros((1, y.shape[1]), y.dtype)], 0)
+        return self._select(y, self.positions, size)
+
+    def _select(self, x: Tensor, index: Tensor, size: int) -> Tensor:
+        """Gather rows. An empty index returns zeros without rows, because `x` may have no rows to index."""
+        if size == 0:
+            return self.platform.zeros((0, x.shape[1]), x.dtype)
+        return self.platform.ops.index_select(x, 0, index)
