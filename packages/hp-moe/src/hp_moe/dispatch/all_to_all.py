@@ -93,7 +93,6 @@ class AllToAllDispatcher(ChunkedDispatcher):
         return self._dispatched(rows, choices, route, sizes, routing)
 
     def start_dispatch(self, x: Tensor, routing: Routing) -> list[PendingDispatch]:
-        """Start to send all chunks of the tokens; see `ChunkedDispatcher`."""
         # As even as possible.
         bounds = [int(x.shape[0]) * i // self.num_chunks for i in range(self.num_chunks + 1)]
         lengths = [end - start for start, end in itertools.pairwise(bounds)]
@@ -110,23 +109,19 @@ class AllToAllDispatcher(ChunkedDispatcher):
         return pending
 
     def finish_dispatch(self, pending: PendingDispatch) -> Dispatched:
-        """Wait for the rows of a chunk; see `ChunkedDispatcher`."""
         rows, choices = pending.rows.wait(pending.rows_handle), pending.choices.wait(pending.choices_handle)
         return self._dispatched(rows, choices, pending.route, pending.sizes, pending.routing)
 
     def start_combine(self, y: Tensor, dispatched: Dispatched) -> PendingCombine:
-        """Start to send the results of a chunk back; see `ChunkedDispatcher`."""
         route = dispatched.route
         # The reverse direction: rows return to the ranks that they came from.
         exchange = RowExchange(self.group, route.received, route.sent)
         return PendingCombine(exchange, exchange.start(y), route)
 
     def finish_combine(self, pending: PendingCombine) -> Tensor:
-        """Wait for the results of a chunk's tokens and sum them; see `ChunkedDispatcher`."""
         return pending.route.permutation.unpermute(pending.exchange.wait(pending.handle))
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        """Send results back to their tokens' ranks and sum them there; see `TokenDispatcher`."""
         route = dispatched.route
         assert route is not None
         returned = all_to_all_rows(y, self.group, route.received, route.sent)
@@ -336,6 +331,5 @@ class CopyPerExpertDispatcher(AllToAllDispatcher):
         return replace(super().dispatch(copies.permute(x), single), copies=copies)
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        """Send the result of every copy back and sum those of a token; see `TokenDispatcher`."""
         assert dispatched.copies is not None
         return dispatched.copies.unpermute(super().combine(y, dispatched))

@@ -92,11 +92,9 @@ class AutoDispatcher(TokenDispatcher):
         return self._chosen
 
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
-        """Send tokens with the selected dispatcher; see `TokenDispatcher`."""
         return self.resolve(x, routing).dispatch(x, routing)
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        """Send results back with the selected dispatcher; see `TokenDispatcher`."""
         assert self._chosen is not None
         return self._chosen.combine(y, dispatched)
 

@@ -208,5 +208,4 @@ class LocalDispatcher(TokenDispatcher):
         return Dispatched(x, sizes, routing.scores, permutation)
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        """Return `y`; see `TokenDispatcher`."""
         return y

@@ -151,27 +151,21 @@ class ReplicatingDispatcher(ChunkedDispatcher):
         return self._inner.dispatch(x, self._to_slots(routing))
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        """Send results back to their tokens' ranks and sum them there; see `TokenDispatcher`."""
         return self._inner.combine(y, dispatched)
 
     def start_dispatch(self, x: Tensor, routing: Routing) -> list[PendingDispatch]:
-        """Start to send all chunks of the tokens; see `ChunkedDispatcher`."""
         return self._inner.start_dispatch(x, self._to_slots(routing))
 
     def finish_dispatch(self, pending: PendingDispatch) -> Dispatched:
-        """Wait for the rows of a chunk; see `ChunkedDispatcher`."""
         return self._inner.finish_dispatch(pending)
 
     def start_combine(self, y: Tensor, dispatched: Dispatched) -> PendingCombine:
-        """Start to send the results of a chunk back; see `ChunkedDispatcher`."""
         return self._inner.start_combine(y, dispatched)
 
     def finish_combine(self, pending: PendingCombine) -> Tensor:
-        """Wait for the results of a chunk's tokens; see `ChunkedDispatcher`."""
         return self._inner.finish_combine(pending)
 
     def report_fault(self, code: int, device: Any = None) -> None:
-        """Send a fault in place of sizes; see `TokenDispatcher`."""
         self._inner.report_fault(code, device)
 
     @property
