@@ -319,7 +319,7 @@ def loss_parity(session: nox.Session) -> None:
     run(
         session,
         torch,
-        "tests/loss_parity.py",
+        "tools/loss_parity.py",
         "--torch",
         str(torch),
         "--mindspore",

@@ -13,15 +13,9 @@ TESTS = Path(__file__).resolve().parent
 collect_ignore = [f"platform_{name}" for name in ("torch", "mindspore") if importlib.util.find_spec(name) is None]
 
 
-def _helper_folders() -> list[str]:
-    """Return the folders with modules that tests import."""
-    folders = (path for path in TESTS.iterdir() if path.name not in ("numpy_platform", "torch_scripts"))
-    modules = (path for folder in folders for path in folder.rglob("*.py"))
-    return sorted({str(path.parent) for path in modules if not path.name.startswith(("test_", "proof_", "conftest"))})
-
-
-# Ranks that tests start get this path too, and import the functions that they run by the name of their module.
-sys.path[:0] = _helper_folders()
+# Helper modules, and functions that ranks run, are imported by the names of their modules. Ranks get this path too.
+_PACKAGES = ("dtensor", "fsdp", "moe", "trainer", "platform_torch", "platform_mindspore")
+sys.path[:0] = sorted({str(path.parent) for package in _PACKAGES for path in (TESTS / package).rglob("*.py")})
 
 
 @pytest.fixture(scope="session")

@@ -76,13 +76,3 @@ def test_a_floor_that_was_never_released_is_named(monkeypatch):
     old = workspace.Version("0.0.7")
     with pytest.raises(workspace.SetupError, match=r"there is no tag hp-dtensor-v0\.0\.7"):
         workspace._wheel_at(workspace.packages()["hp-dtensor"], old)
-
-
-def test_no_two_files_that_one_session_collects_have_the_same_name(root):
-    """pytest imports test files by their names alone: the second of a name would not be collected."""
-    own = [sorted(folder.rglob("*.py")) for folder in root.glob("packages/*/tests")]
-    across = sorted((root / "tests").rglob("*.py"))
-    # The sessions across packages run some tests of the platforms too.
-    for files in [*own, *(across + tests for tests in own if tests and "hp-platform" in str(tests[0]))]:
-        names = Counter(path.name for path in files if not (path.parent / "__init__.py").exists())
-        assert [name for name, count in names.items() if count > 1 and name != "conftest.py"] == []

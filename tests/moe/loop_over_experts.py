@@ -1,6 +1,6 @@
 """The layer without dispatch or grouped products: every expert on every token, by the platform's own autograd.
 
-It takes scores and experts from the layer's router, whose own oracle is in `test_router.py`.
+It takes scores and experts from the layer's router, whose oracle is in `test_router.py`.
 """
 
 from __future__ import annotations

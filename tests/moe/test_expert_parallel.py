@@ -9,6 +9,7 @@ import pytest
 from moe_layouts import BY_DISPATCHER, LAYOUTS, LENGTH, collectives_by_module, train
 
 from hp_dtensor.testing import run_ranks
+from hp_moe import AuxLosses, Capacity
 
 NUM_SAMPLES = 7
 # float32, sums in another order; weights after three steps of gradients of order one.
@@ -142,3 +143,46 @@ def test_a_token_travels_once_to_each_rank_that_has_experts_for_it():
         )
         sizes = 3 * (1 + 2) * 8
         assert result.wire_bytes == sizes + rows_out * (8 + 2 + 2) * 4 + rows_in * 8 * 4
+
+
+TWO = ["ep", "hidden cut", "sequence, ep folded", "sequence, hidden cut", "ep among ranks with the same tokens"]
+FOUR = ["ep of 4", "ep and hidden", "data and sequence, ep folded over both", "same tokens on ep, sequence"]
+
+
+@pytest.mark.real_ranks
+@pytest.mark.parametrize("name", TWO)
+def test_two_processes(rank_pool, name):
+    check(rank_pool, name, steps=3, options=WITH_SHARED)
+
+
+@pytest.mark.real_ranks
+@pytest.mark.parametrize("name", FOUR)
+def test_four_processes(rank_pool, name):
+    check(rank_pool, name, steps=3, options=WITH_SHARED)
+
+
+@pytest.mark.real_ranks
+def test_a_process_whose_experts_get_no_token(rank_pool):
+    check(rank_pool, "ep", one_expert=True, num_experts=8)
+
+
+@pytest.mark.real_ranks
+@pytest.mark.parametrize("name", ["ep and hidden", "same tokens on ep, sequence"])
+def test_losses_and_dropping_on_four_processes(rank_pool, name):
+    options = {"aux_losses": AuxLosses(0.5, 0.4, 0.3, 0.2), "capacity": Capacity(0.8), "bias": True}
+    check(rank_pool, name, steps=5, options=options)
+
+
+@pytest.mark.real_ranks
+@pytest.mark.parametrize("name", ["two_level", "all_gather"])
+def test_other_dispatchers_on_four_processes(rank_pool, name):
+    check(rank_pool, name, steps=2, options=WITH_SHARED)
+
+
+def check(rank_pool, name, **kwargs):
+    pool = rank_pool(LAYOUTS[name].size)
+    assert_same(pool.run(_train, name, NUM_SAMPLES, kwargs), reference(**kwargs))
+
+
+def _train(name, num_samples, kwargs):
+    return train(name, num_samples, **kwargs)

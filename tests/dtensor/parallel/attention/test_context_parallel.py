@@ -1,0 +1,122 @@
+"""Attention of a sequence that ranks share equals one device's, by every method, for every mask and uneven sizes."""
+
+from __future__ import annotations
+
+import attention_reference as reference
+import numpy as np
+import pytest
+from context_programs import attend_on_ranks, put_together
+
+from hp_dtensor.parallel.attention import SequenceSharding
+from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.testing import run_ranks
+
+LENGTH = 21
+PACKED = reference.positions_of((5, 1, 9, 6), (16, 5))
+MASKS = {
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"window": 4},
+    "full window": {"causal": False, "window": 3},
+    "packed": {"positions": PACKED},
+    "packed window": {"positions": PACKED, "window": 3},
+    "packed full": {"positions": PACKED, "causal": False},
+}
+CASES = [
+    # method, ranks, ulysses degree, mask, query heads, key-value heads, other options
+    ("ring", 1, 1, "causal", 4, 2, {}),
+    ("ring", 2, 1, "causal", 4, 2, {}),
+    ("ring", 2, 1, "full", 4, 4, {}),
+    ("ring", 3, 1, "causal", 4, 2, {"sinks": True}),
+    ("ring", 3, 1, "packed", 4, 1, {}),
+    ("ring", 4, 1, "causal", 4, 2, {"balanced": False}),
+    ("ring", 4, 1, "window", 4, 2, {"balanced": False}),
+    ("ring", 4, 1, "full window", 4, 2, {"sinks": True}),
+    ("ring", 4, 1, "packed window", 6, 3, {"soft_cap": 0.7}),
+    ("ring", 8, 1, "causal", 4, 2, {}),
+    ("ring", 8, 1, "packed full", 4, 2, {"scale": 0.3}),
+    ("all_gather", 2, 1, "causal", 4, 2, {}),
+    ("all_gather", 3, 1, "full", 4, 2, {"sinks": True}),
+    ("all_gather", 4, 1, "window", 4, 2, {"balanced": False}),
+    ("all_gather", 4, 1, "packed", 4, 1, {"soft_cap": 0.7}),
+    ("all_gather", 8, 1, "packed window", 4, 2, {}),
+    ("ring", 2, 2, "causal", 4, 2, {}),
+    ("ring", 2, 2, "packed", 5, 1, {"sinks": True}),
+    ("ring", 4, 4, "causal", 8, 2, {"sinks": True}),
+    ("ring", 4, 4, "full", 6, 3, {}),
+    ("ring", 3, 3, "packed window", 4, 2, {"sinks": True, "soft_cap": 0.7}),
+    ("ring", 8, 8, "causal", 4, 2, {}),
+    ("ring", 4, 2, "causal", 4, 2, {"sinks": True}),
+    ("ring", 6, 2, "packed", 6, 2, {}),
+    ("all_gather", 8, 4, "window", 6, 2, {"sinks": True}),
+    ("all_gather", 8, 2, "causal", 4, 4, {"scale": 0.2}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}-{case[2]}-{case[3]}-{case[4]}-{case[5]}")
+def test_equals_one_device(hp_platform, case):
+    method, ranks, degree, mask, heads, kv_heads, options = case
+    options = dict(options)
+    balanced, has_sinks = options.pop("balanced", True), options.pop("sinks", False)
+    arrays = reference.inputs(heads=heads, kv_heads=kv_heads, keys=LENGTH)[: 5 if has_sinks else 4]
+    sharding = SequenceSharding(length=LENGTH, ranks=ranks, ulysses_degree=degree, balanced=balanced)
+    results = run_ranks(
+        attend_on_ranks, ranks, hp_platform, hp_platform, arrays, MASKS[mask], options, degree, method, balanced
+    )
+    reference.compare(put_together(results, sharding), reference.expected(arrays, MASKS[mask], options))
+
+
+@pytest.mark.parametrize(("method", "degree"), [("ring", 1), ("all_gather", 1), ("ring", 4), ("ring", 2)])
+def test_fewer_tokens_than_ranks(hp_platform, method, degree):
+    arrays = reference.inputs(keys=3)[:4]
+    sharding = SequenceSharding(length=3, ranks=4, ulysses_degree=degree)
+    results = run_ranks(attend_on_ranks, 4, hp_platform, hp_platform, arrays, {}, {}, degree, method)
+    reference.compare(put_together(results, sharding), reference.expected(arrays, {}, {}))
+
+
+@pytest.mark.parametrize(("method", "degree"), [("ring", 1), ("all_gather", 1), ("ring", 2)])
+def test_rows_whose_documents_differ_on_one_rank_alone(hp_platform, method, degree):
+    """Rank 0 has the same documents in both rows, other ranks do not."""
+    packed = {"positions": reference.positions_of((2, 10), (2, 4, 6))}
+    arrays = reference.inputs(keys=12)[:4]
+    sharding = SequenceSharding(length=12, ranks=4, ulysses_degree=degree, balanced=False)
+    results = run_ranks(attend_on_ranks, 4, hp_platform, hp_platform, arrays, packed, {}, degree, method, False)
+    reference.compare(put_together(results, sharding), reference.expected(arrays, packed, {}))
+
+
+def test_repeats_itself_to_the_bit(hp_platform):
+    arrays = reference.inputs(keys=LENGTH)[:4]
+    runs = [run_ranks(attend_on_ranks, 4, hp_platform, hp_platform, arrays, {}, {}, 2) for _ in range(2)]
+    for one, other in zip(*runs, strict=True):
+        for x, y in zip(one, other, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+DOCUMENTS = ((15, 1, 17, 8), (30, 11))
+PACKED_ON_REAL_RANKS = reference.positions_of(*DOCUMENTS)
+REAL_CASES = {
+    2: [("ring", 1, {}), ("all_gather", 1, {"positions": PACKED_ON_REAL_RANKS}), ("ring", 2, {"window": 7})],
+    4: [
+        ("ring", 1, {"positions": PACKED_ON_REAL_RANKS}),
+        ("ring", 2, {}),
+        ("all_gather", 2, {"window": 7}),
+        ("ring", 4, {}),
+    ],
+}
+
+
+def attend_by_name(name, *args):
+    return attend_on_ranks(get_platform(name), *args)
+
+
+@pytest.mark.real_ranks
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_equals_one_device_on_real_ranks(hp_platform, rank_pool, ranks):
+    arrays = reference.inputs(heads=4, kv_heads=2, keys=41)
+    pool = rank_pool(ranks)
+    for method, degree, mask in REAL_CASES[ranks]:
+        documents = DOCUMENTS if "positions" in mask else None
+        sharding = SequenceSharding(length=41, ranks=ranks, ulysses_degree=degree, documents=documents)
+        for _ in range(2):
+            results = pool.run(attend_by_name, hp_platform.name, arrays, mask, {}, degree, method, True, None, sharding)
+            reference.compare(put_together(results, sharding), reference.expected(arrays, mask, {}))

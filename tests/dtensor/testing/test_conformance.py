@@ -1,0 +1,103 @@
+"""A third party's platform, which knows only `hp_dtensor.Platform`, passes the suite that we ship."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.testing import conformance
+
+ROOT = Path(__file__).parents[3]
+PROJECT = ROOT / "tests" / "numpy_platform"
+SECONDS = 800  # the suite takes over a minute where nothing else runs
+SUITE = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "hp_dtensor.testing.conformance"]
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """Variables with which another Python finds the platform, as if it were installed."""
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    folder = tmp_path / "hp_platform_numpy-0.1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0.1.0\n")
+    groups = [
+        "\n".join([f"[{group}]", *(f"{name} = {module}" for name, module in points.items())])
+        for group, points in project["entry-points"].items()
+    ]
+    (folder / "entry_points.txt").write_text("\n".join(groups) + "\n")
+    path = [str(PROJECT / "src"), str(tmp_path), *filter(None, sys.path)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "HP_LOAD_PLUGINS": "numpy", "OMP_NUM_THREADS": "1"}
+
+
+def test_the_guide_leads_through_the_whole_suite():
+    """`docs/writing_a_platform.md`: its steps are the suite's modules, and the files that it names are there."""
+    guide = (ROOT / "docs" / "writing_a_platform.md").read_text()
+    steps = re.findall(r"^\| \d+ \| `(test_\w+)` \|", guide, re.MULTILINE)
+    suite = Path(conformance.__file__).parent
+    assert sorted(steps) == sorted(path.stem for path in suite.glob("test_*.py"))
+    named = set(re.findall(r"`(\w+\.py)`", guide))
+    assert named <= {path.name for path in (PROJECT / "src" / "hp_platform_numpy").iterdir()}
+
+
+def test_the_guide_names_what_the_first_steps_need():
+    """`docs/writing_a_platform.md`: the attributes that a platform must have, and the operations of steps 1 and 2."""
+    guide = (ROOT / "docs" / "writing_a_platform.md").read_text()
+    annotated = {name for base in Platform.__mro__ for name in vars(base).get("__annotations__", ())}
+    attributes = re.search(r"with the attributes (.*?) and the methods", guide, re.DOTALL).group(1)
+    assert set(re.findall(r"`(\w+)`", attributes)) == {name for name in annotated if not hasattr(Platform, name)}
+    suite = Path(conformance.__file__).parent
+    first = "".join((suite / f"{step}.py").read_text() for step in ("test_tensors", "test_autograd"))
+    operations = re.search(r"need the operations\s(.*?)\swith gradients", guide, re.DOTALL).group(1)
+    assert re.findall(r"`(\w+)`", operations) == sorted(set(re.findall(r"\bops\.(\w+)\(", first)))
+
+
+@pytest.mark.parametrize("step", ["test_tensors", "test_autograd", "test_modules"])
+def test_a_step_of_the_guide_runs_alone(environment, tmp_path, step):
+    command = [sys.executable, *SUITE[:-1], f"{SUITE[-1]}.{step}", "--hp-platform=numpy", "--hp-ranks=simulated"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert re.search(r"\d+ passed", done.stdout)
+
+
+@pytest.mark.skipif(os.environ.get("HP_PLATFORM") == "mindspore", reason="the same beside torch, once is enough")
+def test_the_conformance_suite(environment, tmp_path):
+    command = [sys.executable, *SUITE, "--hp-platform=numpy", "--hp-ranks=simulated"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    passed = int(re.search(r"(\d+) passed", done.stdout).group(1))
+    assert passed > 400, done.stdout[-500:]
+    assert "skipped" not in done.stdout
+
+
+def test_a_platform_that_is_wrong_does_not_pass(environment, tmp_path):
+    """The suite finds a wrong gradient and a wrong collective."""
+    (tmp_path / "wrong.py").write_text(WRONG)
+    chosen = ["-p", "wrong", "-k", "silu or check_rows"]
+    command = [sys.executable, *SUITE, "--hp-platform=numpy", "--hp-ranks=simulated", *chosen]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 1, done.stdout[-5000:] + done.stderr[-2000:]
+    failed = set(re.findall(r"FAILED .*::(.+\])", done.stdout))
+    assert failed == {
+        "test_values_and_gradients[silu [2, 3]]",
+        *(f"test_duals[{size} simulated-check_rows]" for size in (2, 3, 5)),
+    }
+
+
+WRONG = """
+import numpy as np
+from hp_dtensor.comm import collectives
+from hp_platform_numpy import kernels
+
+kernels.silu = kernels._unary(lambda x: x * kernels._sigmoid(x), lambda x, r: kernels._sigmoid(x) + r)
+right = collectives.all_to_all_rows_data
+collectives.all_to_all_rows_data = lambda x, group, leaving, arriving: group.platform.ops.mul(
+    right(x, group, leaving, arriving), 1.0 + (group.rank == 1)
+)
+"""

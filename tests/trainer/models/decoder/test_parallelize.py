@@ -1,0 +1,278 @@
+"""Every layout of 1, 2 and 4 ranks trains the decoder as one rank does, with other data on each data rank."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, replace
+
+import numpy
+import pytest
+from decoder_training import CONFIG, LENGTH, train_decoder
+
+from hp_dtensor.exceptions import LaunchError
+from hp_dtensor.testing import run_ranks
+from hp_trainer.parallel import ParallelDims, list_layouts
+
+# float32, sums in another order, five steps; AdamW divides by the size of the gradient itself.
+CLOSE = {"sgd": {"rtol": 1e-4, "atol": 2e-6}, "adamw": {"rtol": 1e-4, "atol": 5e-6}}
+
+
+def layouts(world_size):
+    for layout in list_layouts(world_size, model=CONFIG, seq_len=LENGTH):
+        if layout.legal and layout.dims.cp == layout.dims.pp == 1:
+            yield asdict(layout.dims)
+
+
+def experts_whole_on_tp():
+    """What `list_layouts` leaves out: without `ep`, `etp` 1 differs from `etp` = `tp` all the same."""
+    for world_size, dp in ((2, 1), (4, 2), (4, 1)):
+        for expert_mesh in ("folded", "peer"):
+            dims = ParallelDims(dp_shard=dp, tp=world_size // dp, etp=1, world_size=world_size, expert_mesh=expert_mesh)
+            yield asdict(dims)
+
+
+ALL = [*layouts(1), *layouts(2), *layouts(4), *experts_whole_on_tp()]
+
+
+def name_of(degrees):
+    if not isinstance(degrees, dict):
+        return None
+    parts = [f"{key}{value}" for key, value in degrees.items() if isinstance(value, int) and value > 1]
+    return "-".join([*parts, f"etp{degrees['etp']}", degrees["expert_mesh"]])
+
+
+def on_ranks(degrees, **kwargs):
+    world_size = 1 if degrees is None else degrees["world_size"]
+    return run_ranks(functools.partial(train_decoder, degrees, **kwargs), world_size)
+
+
+@functools.cache
+def one_rank(**kwargs):
+    (result,) = on_ranks(None, **kwargs)
+    return result
+
+
+def routing_of(metrics):
+    """Metrics of a step that no layout changes; bytes are sent where ranks are."""
+    return {name: value for name, value in metrics.items() if name != "expert_bytes_sent"}
+
+
+def assert_same(results, expected, optimizer="sgd"):
+    close = CLOSE[optimizer]
+    for rank, result in enumerate(results):
+        numpy.testing.assert_allclose(result.losses, expected.losses, rtol=1e-5, err_msg=f"rank {rank}, losses")
+        numpy.testing.assert_allclose(result.norms, expected.norms, rtol=1e-4, err_msg=f"rank {rank}, norms")
+        for kind in ("grads", "weights"):
+            got, wanted = getattr(result, kind), getattr(expected, kind)
+            assert got.keys() == wanted.keys()
+            for name, value in wanted.items():
+                numpy.testing.assert_allclose(got[name], value, err_msg=f"rank {rank}, {kind} of {name}", **close)
+        numpy.testing.assert_allclose(result.logits, expected.logits, rtol=1e-3, atol=1e-4)
+        assert [routing_of(step) for step in result.metrics] == [routing_of(step) for step in expected.metrics]
+
+
+# One simulated run of four ranks takes half a minute there: these two have every kind of axis.
+FOUR_ON_SLOW_PLATFORMS = (
+    {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2, "expert_mesh": "folded"},
+    {"dp_shard": 1, "tp": 2, "ep": 2, "etp": 1, "expert_mesh": "peer"},
+)
+
+
+def skip_if_slow(platform, degrees):
+    if platform.name == "torch" or degrees["world_size"] < 4:
+        return
+    if not any(few.items() <= degrees.items() for few in FOUR_ON_SLOW_PLATFORMS):
+        pytest.skip("layouts of four ranks: all on torch, the two that combine everything elsewhere")
+
+
+@pytest.mark.parametrize("degrees", ALL, ids=name_of)
+def test_sgd(platform, degrees):
+    skip_if_slow(platform, degrees)
+    assert_same(on_ranks(degrees), one_rank())
+
+
+@pytest.mark.parametrize("degrees", [*layouts(2), *experts_whole_on_tp()], ids=name_of)
+def test_adamw(platform, degrees):
+    skip_if_slow(platform, degrees)
+    assert_same(on_ranks(degrees, optimizer="adamw"), one_rank(optimizer="adamw"), "adamw")
+
+
+FOUR = {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2, "world_size": 4}
+FOLDED = {"dp_shard": 2, "tp": 2, "ep": 4, "world_size": 4}
+
+
+@pytest.mark.parametrize("degrees", [FOUR, FOLDED], ids=["experts cut", "experts folded"])
+class TestFourRanks:
+    @pytest.fixture(autouse=True)
+    def _skip_if_slow(self, platform, degrees):
+        skip_if_slow(platform, degrees)
+
+    def test_gradient_accumulation(self, degrees):
+        assert_same(on_ranks(degrees, accumulate=2), one_rank())
+
+    @pytest.mark.parametrize("reshard", [True, False])
+    def test_weights_freed_or_kept_after_forward(self, degrees, reshard):
+        assert_same(on_ranks(degrees, reshard=reshard), one_rank())
+
+    def test_tied_head_and_grouped_heads(self, degrees):
+        config = replace(CONFIG, tie_word_embeddings=True, num_key_value_heads=2, num_dense_layers=0)
+        assert_same(on_ranks(degrees, config=config), one_rank(config=config))
+
+    def test_uneven_sequence(self, degrees):
+        assert_same(on_ranks(degrees, length=7), one_rank(length=7))
+
+
+# Every kind of attention and norm, in the layouts that cut its projections.
+KINDS = {
+    "biases, sinks, sliding": {
+        "num_experts": None,
+        "qkv_bias": True,
+        "output_bias": True,
+        "attention_sinks": True,
+        "sliding_window": 3,
+        "layer_pattern": ("sliding", "full"),
+        "num_key_value_heads": 2,
+        "qk_norm": "none",
+    },
+    "norms over all heads, more norms, soft caps": {
+        "num_experts": None,
+        "qk_norm": "full",
+        "norm_unit_offset": True,
+        "post_norms": True,
+        "scale_embeddings": True,
+        "attention_soft_cap": 5.0,
+        "logit_soft_cap": 5.0,
+    },
+    "latent": {
+        "attention": "latent",
+        "qk_norm": "none",
+        "q_lora_rank": 6,
+        "kv_lora_rank": 5,
+        "qk_nope_head_dim": 3,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
+        "rope_interleaved": True,
+        "initializer_range": 0.2,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("degrees", [{"tp": 2, "world_size": 2}, FOUR], ids=["tensor parallel", "four ranks"])
+def test_kinds_of_attention(platform, kind, degrees):
+    skip_if_slow(platform, degrees)
+    config = replace(CONFIG, **KINDS[kind])
+    if config.num_experts is None:
+        degrees = {name: value for name, value in degrees.items() if name not in ("ep", "etp")}
+    assert_same(on_ranks(degrees, config=config), one_rank(config=config))
+
+
+def test_degrees_that_the_model_cannot_use_are_refused():
+    with pytest.raises(LaunchError, match="num_experts = 4 cannot be split over ep = 3"):
+        on_ranks({"dp_shard": 3, "ep": 3, "world_size": 3})
+    with pytest.raises(
+        LaunchError, match="there are only num_attention_heads / tp = 4 heads to exchange among 8 ranks"
+    ):
+        on_ranks({"cp": 8, "world_size": 8})
+
+
+@pytest.mark.parametrize("degrees", [None, FOUR, FOLDED], ids=["one rank", "experts cut", "experts folded"])
+def test_low_precision_computes_nearly_the_same(platform, degrees):
+    """bfloat16 (float16 on MindSpore's CPU, which has no bfloat16 products); weights stay float32."""
+    dtype = "bfloat16" if platform.name == "torch" else "float16"
+    degrees = degrees or {"world_size": 1}
+    skip_if_slow(platform, degrees)
+    expected = one_rank()
+    for result in on_ranks(degrees, dtype=dtype):
+        assert result.losses != expected.losses
+        # A bfloat16 has 8 bits; losses are means over many tokens.
+        numpy.testing.assert_allclose(result.losses, expected.losses, rtol=2e-2)
+        assert all(weight.dtype == numpy.float32 for weight in result.weights.values())
+
+
+DENSE = replace(CONFIG, num_experts=None, num_key_value_heads=2)
+WINDOWS = replace(
+    DENSE, sliding_window=3, layer_pattern=("sliding", "full"), attention_sinks=True, attention_soft_cap=2.0
+)
+LATENT = replace(
+    CONFIG, attention="latent", q_lora_rank=6, kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=6
+)
+
+LAYOUTS = {
+    # of two ranks
+    "ring": ({"cp": 2, "cp_method": "ring"}, {"config": DENSE}),
+    "ulysses": ({"cp": 2}, {"config": DENSE, "packed": True}),
+    "all-gather": ({"cp": 2, "cp_method": "all_gather"}, {"config": WINDOWS, "packed": True}),
+    "experts in every rank": ({"cp": 2, "cp_method": "auto", "ep": 2}, {}),
+    "uneven": ({"cp": 2, "cp_method": "ring"}, {"config": WINDOWS, "length": 7, "packed": True}),
+    # of four
+    "data and sequence": ({"dp_shard": 2, "cp": 2, "cp_method": "ring", "ep": 4}, {"packed": True, "accumulate": 2}),
+    "replicas and sequence": ({"dp_replicate": 2, "cp": 2}, {"config": WINDOWS, "recompute": True}),
+    "tensor and sequence": ({"tp": 2, "cp": 2, "cp_method": "ring"}, {"config": WINDOWS, "packed": True}),
+    "both methods": ({"cp": 4, "ulysses_degree": 2, "ep": 2}, {"packed": True, "recompute": True}),
+    "all four exchange heads": ({"cp": 4, "cp_method": "ulysses"}, {"config": WINDOWS, "packed": True}),
+    "latent attention": ({"cp": 4, "cp_method": "ring"}, {"config": LATENT}),
+    "peer experts": ({"cp": 2, "ep": 2, "expert_mesh": "peer"}, {}),
+    "peer experts, replicas": ({"dp_replicate": 2, "cp": 2, "ep": 1, "expert_mesh": "peer"}, {"config": DENSE}),
+    # of eight
+    "data, tensor and sequence": ({"dp_shard": 2, "tp": 2, "cp": 2, "cp_method": "all_gather", "ep": 2}, {}),
+    "uneven, eight ranks": ({"cp": 8, "cp_method": "ring"}, {"config": DENSE, "length": 13}),
+    "tensor, both methods": ({"tp": 2, "cp": 4, "ulysses_degree": 2, "cp_method": "auto"}, {"config": DENSE}),
+}
+ON_SLOW_PLATFORMS = ("ring", "ulysses", "all-gather", "uneven", "tensor and sequence")
+
+
+def of_one_rank(options):
+    """Train on one rank with those options that change what is computed."""
+    return one_rank(**{key: value for key, value in options.items() if key not in ("recompute", "accumulate")})
+
+
+def degrees_of(degrees):
+    size = 1
+    for name in ("dp_replicate", "dp_shard", "cp", "tp"):
+        size *= degrees.get(name, 1)
+    if degrees.get("expert_mesh") == "peer":
+        size *= degrees.get("ep", 1)
+    return {"etp": 1 if degrees.get("ep", 1) > 1 else degrees.get("tp", 1), **degrees, "world_size": size}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_trains_as_one_rank(platform, name):
+    if platform.name != "torch" and name not in ON_SLOW_PLATFORMS:
+        pytest.skip("of four ranks: all on torch, one that combines axes elsewhere")
+    degrees, options = LAYOUTS[name]
+    assert_same(on_ranks(degrees_of(degrees), **options), of_one_rank(options))
+
+
+@pytest.mark.real_ranks
+@pytest.mark.parametrize("name", ["all-gather", "uneven", "data and sequence", "both methods"])
+def test_on_real_processes(platform, rank_pool, name):
+    degrees = degrees_of(LAYOUTS[name][0])
+    if platform.name != "torch" and degrees["world_size"] > 2:
+        pytest.skip("four ranks: on torch")
+    options = LAYOUTS[name][1]
+    pool = rank_pool(degrees["world_size"])
+    assert_same(pool.run(_train, degrees, options), of_one_rank(options))
+
+
+def _train(degrees, options):
+    return train_decoder(degrees, **options)
+
+
+TWO = {
+    "weights sharded": {"dp_shard": 2, "world_size": 2},
+    "weights sharded, experts spread": {"dp_shard": 2, "ep": 2, "world_size": 2},
+    "tensor parallel, experts spread": {"tp": 2, "ep": 2, "world_size": 2},
+}
+
+
+@pytest.mark.real_ranks
+@pytest.mark.parametrize("name", TWO)
+def test_two_processes(rank_pool, name):
+    assert_same(rank_pool(2).run(train_decoder, TWO[name]), one_rank())
+
+
+@pytest.mark.real_ranks
+@pytest.mark.parametrize("degrees", [FOUR, FOLDED], ids=["experts cut", "experts folded"])
+def test_four_processes(rank_pool, degrees):
+    assert_same(rank_pool(4).run(train_decoder, degrees), one_rank())
