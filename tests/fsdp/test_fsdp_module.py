@@ -24,7 +24,6 @@ from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.testing.simulated import run_ranks
 from hp_fsdp import (
     DataParallelMeshDims,
-    FSDPStateError,
     FullyShardError,
     OffloadPolicy,
     fully_shard,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -43,11 +44,23 @@ def test_the_table_has_a_line_per_step_and_a_column_per_run():
     assert lines[-1].split() == ["4", "1.000000", "1.001000", "1.002000", "1.003000", "1.004000"]
 
 
-@pytest.mark.parametrize(("python", "told"), [(sys.executable, "does not have the platform"), ("/none", "interpreter")])
-def test_an_interpreter_without_the_platform_is_named(python, told):
+@pytest.mark.parametrize(
+    ("python", "has_trainer", "message"),
+    [
+        ("/none", False, "interpreter"),
+        (sys.executable, False, "has no hp-trainer"),
+        (sys.executable, True, "does not have the platform"),
+    ],
+)
+def test_an_interpreter_without_the_platform_is_named(tmp_path, python, has_trainer, message):
+    launch = tmp_path / "hp_trainer" / "launch"
+    if has_trainer:
+        launch.mkdir(parents=True)
+        (launch / "platforms.py").write_text("def installed_platforms(): return []")
     command = [sys.executable, loss_parity.__file__, f"--torch={python}", f"--mindspore={sys.executable}"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"loss_parity: --torch={python} ")
-    assert told in ended.stderr
+    assert message in ended.stderr
     assert "Traceback" not in ended.stderr
