@@ -36,15 +36,22 @@ class Block(nn.Module):
         return self.ops.add(x, self.down(self.ops.mul(hidden, hidden)))
 
 
+def counted_bytes(platform):
+    """Count live bytes. MindSpore does not report when a tensor is freed."""
+    if platform.name != "torch":
+        return nullcontext(SimpleNamespace(now=0, peak=0))
+    from hp_platform_torch import live_bytes
+
+    return live_bytes.counted_bytes()
+
+
 def one_step(platform, call):
     """Return the gradients of a step, and the bytes on the device between forward and backward, and at most."""
     with nn.building(platform):
         blocks = [Block(index) for index in range(BLOCKS)]
     x = platform.from_numpy(VALUES)
     platform.set_requires_grad(x, True)
-    # MindSpore does not report when a tensor is freed.
-    counted = platform.live_bytes() if platform.name == "torch" else nullcontext(SimpleNamespace(now=0, peak=0))
-    with counted as live:
+    with counted_bytes(platform) as live:
         y = x
         for block in blocks:
             y = call(block, y)

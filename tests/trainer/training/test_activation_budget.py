@@ -233,12 +233,13 @@ def counted_peak(lab, **settings):
     config = run.load_config().config
 
     def rank():
+        from hp_platform_torch.live_bytes import counted_bytes
         from hp_trainer.training import Trainer
 
         trainer = Trainer(run, config, lab.platform)
         step, batch = trainer._step, trainer._train_batches.read(0)
         step.accumulate_gradients(batch)
-        with lab.platform.live_bytes() as live:
+        with counted_bytes() as live:
             step.accumulate_gradients(batch)
         return live.peak, config
 

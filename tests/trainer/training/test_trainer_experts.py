@@ -128,6 +128,8 @@ def test_moves_hold_the_moments_of_one_layer(lab):
     """8-bit moments are float32 on their way: those of three layers are never there at once."""
     if lab.platform.name != "torch":
         pytest.skip("bytes are counted on torch")
+    from hp_platform_torch.live_bytes import counted_bytes
+
     eight = {"optimizer__name": "adamw_8bit", "optimizer__min_elements": 16, "optimizer__eps": 1e-5}
 
     def rank(run):
@@ -136,7 +138,7 @@ def test_moves_hold_the_moments_of_one_layer(lab):
         layers = moe_layers(setup.model)
         moves.after_step(1, {name: LoadMetrics.of([9, 9, 0, 0]) for name in layers})
         assert expert_placement(setup.model).keys() == layers.keys()
-        with lab.platform.live_bytes() as live:
+        with counted_bytes() as live:
             moves.reset()
         named = lab.platform.named_parameters(setup.model)
         experts = sum(math.prod(lab.platform.local_shape(p)) for name, p in named if ".experts." in name)

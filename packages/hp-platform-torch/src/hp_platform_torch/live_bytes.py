@@ -15,7 +15,7 @@ from hp_platform_torch.tensor.torch_operation import LocalMode
 
 @contextlib.contextmanager
 def counted_bytes() -> Iterator[LiveBytes]:
-    """Count the bytes that operations of this thread allocate inside the block; see `Platform.live_bytes`."""
+    """Count the bytes that operations of this thread allocate inside the block."""
     live = LiveBytes()
     with LocalMode(live.run):
         yield live

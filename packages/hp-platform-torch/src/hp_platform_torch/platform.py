@@ -424,8 +424,8 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
             return attention.block_grad(grad, query, key, value, out, lse, scores)
         return super().attention_block_grad(grad, query, key, value, out, lse, scores)
 
-    def merge_attention(self, one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return attention.merge(one, other)
+    def merge_blocks_in_place(self, one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return attention.merge_blocks_in_place(one, other)
 
     def add_into(self, total: Tensor, x: Tensor) -> Tensor:
         return total.add_(x)

@@ -141,11 +141,6 @@ class TorchProcesses(Platform):
         kind = self.device_types[0]
         return super().peak_memory() if kind == "cpu" else int(getattr(torch, kind).max_memory_allocated())
 
-    def live_bytes(self) -> AbstractContextManager[Any]:
-        from hp_platform_torch.live_bytes import counted_bytes
-
-        return counted_bytes()
-
     def peak_flops(self, dtype: str) -> float | None:
         return peak_flops(torch.cuda.get_device_name(), dtype) if self.device_types[0] == "cuda" else None
 

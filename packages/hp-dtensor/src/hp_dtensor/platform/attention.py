@@ -1,7 +1,7 @@
 """The attention part of `Platform`: attention of one block of keys with its log-sum-exp, gradients, and dropout.
 
-`hp_dtensor.parallel.attention` merges the blocks and decides which keys each query sees. The default implementations
-materialize the scores of one block in float32. A framework with flash attention kernels overrides them.
+`hp_dtensor.parallel.attention` decides which keys each query sees, and its `blockwise` merges the blocks. The default
+implementations materialize the scores of one block in float32. A framework with flash attention kernels overrides them.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class AttentionInterface:
         ops = self.ops
         q, k, v = (self._accurate(x) for x in (query, key, value))
         s = self._masked_scores(q, k, scores)
+        # The softmax relative to the row's maximum, so that no exponential overflows; `lse` undoes it.
         highest = ops.maximum(ops.amax(s, -1, True), LOWEST)
         p = ops.exp(ops.sub(s, highest))
         total = ops.sum(p, -1, True)
@@ -131,26 +132,18 @@ class AttentionInterface:
         d_s = ops.mul(d_s, scores.scale)
         rows = ops.reshape(q, (*_grouped_shape(q, k), q.shape[-1]))
         d_q = ops.reshape(ops.matmul(d_s, ops.unsqueeze(k, 2)), tuple(query.shape))
-        d_k, d_v = (self._over_groups(x, y, groups) for x, y in ((d_s, rows), (dropped, grad)))
+        # x^T y of `[batch, key-value heads, group, queries, ...]`. The query heads of a group share keys and values, so
+        # their contributions are summed.
+        products = [ops.matmul(ops.transpose(x, -2, -1), y) for x, y in ((d_s, rows), (dropped, grad))]
+        d_k, d_v = (ops.squeeze(x, 2) if groups == 1 else ops.sum(x, 2) for x in products)
         return d_q, d_k, d_v
 
-    def merge_attention(self, one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Merge attention of the same queries over two disjoint sets of keys into that over both.
+    def merge_blocks_in_place(self, one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """Compute `hp_dtensor.parallel.attention.blockwise.merge_blocks` in the memory of `one`, and return `one`.
 
-        Args:
-            one, other: pairs of attention `[batch, heads, queries, width]` and log-sum-exp `[batch, heads, queries]`,
-                all float32 or all float64. A framework may update the tensors of `one` in place and return them.
+        None, the default: the framework has no in-place operations, and `merge_blocks` composes the merge of `ops`.
         """
-        ops = self.ops
-        # out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i). The maximum is subtracted so that no
-        # exponential overflows. It is at least LOWEST, because `-inf - -inf` is NaN where no key is visible.
-        highest = ops.maximum(ops.maximum(one[1], other[1]), LOWEST)
-        weights = [ops.exp(ops.sub(lse, highest)) for _, lse in (one, other)]
-        total = ops.add(*weights)
-        divisor = ops.maximum(total, TINY)
-        shares = [ops.unsqueeze(ops.div(weight, divisor), -1) for weight in weights]
-        out = ops.add(ops.mul(one[0], shares[0]), ops.mul(other[0], shares[1]))
-        return out, ops.add(highest, ops.log(total))
+        return None
 
     def add_into(self, total: Tensor, x: Tensor) -> Tensor:
         """Return `total + x`. A framework that writes in place adds into `total` and returns it."""
@@ -161,6 +154,7 @@ class AttentionInterface:
         return self.ops.tanh(x)
 
     def _accurate(self, x: Tensor) -> Tensor:
+        """Return half precision as float32: the merge of many blocks would add up their rounding errors."""
         is_wide = self.dtype_name(x.dtype) in ("float32", "float64")
         return x if is_wide else self.ops.cast(x, self.dtype("float32"))
 
@@ -171,20 +165,15 @@ class AttentionInterface:
         s = ops.mul(ops.matmul(rows, _transposed(ops, k)), scores.scale)
         if scores.soft_cap is not None:
             s = ops.mul(self.accurate_tanh(ops.div(s, scores.soft_cap)), scores.soft_cap)
-        mask = scores.mask if not scores.is_causal else self._causal_mask(q.shape[2])
+        mask = scores.mask
+        if scores.is_causal:
+            positions = ops.arange(q.shape[2], self.dtype("int64"))
+            mask = ops.ge(ops.unsqueeze(positions, 1), ops.unsqueeze(positions, 0))
         return s if mask is None else ops.masked_fill(s, ops.logical_not(mask), -math.inf)
 
     def _factors(self, p: Tensor, dropout: Tensor) -> Tensor:
+        """Return dropout factors in the shape and dtype of the grouped softmax entries `p`."""
         return self.ops.cast(self.ops.reshape(dropout, tuple(p.shape)), p.dtype)
-
-    def _causal_mask(self, size: int) -> Tensor:
-        positions = self.ops.arange(size, self.dtype("int64"))
-        return self.ops.ge(self.ops.unsqueeze(positions, 1), self.ops.unsqueeze(positions, 0))
-
-    def _over_groups(self, x: Tensor, y: Tensor, groups: int) -> Tensor:
-        """Return `x^T y` of `[batch, key-value heads, group, queries, ...]`, summed over the heads of each group."""
-        product = self.ops.matmul(self.ops.transpose(x, -2, -1), y)
-        return self.ops.squeeze(product, 2) if groups == 1 else self.ops.sum(product, 2)
 
 
 def dropout_mask(p: float, rows: Array, heads: Array, queries: Array, keys: Array) -> Array:
@@ -230,6 +219,7 @@ def _groups(query: Tensor, key: Tensor) -> int:
 
 
 def _grouped_shape(q: Tensor, k: Tensor) -> tuple[int, ...]:
+    """Return `[batch, key-value heads, group, queries]`, the shape in which query heads meet the keys they share."""
     return (q.shape[0], k.shape[1], _groups(q, k), q.shape[2])
 
 

@@ -42,27 +42,8 @@ OP_SIGNATURES: dict[str, str] = {
     **dict.fromkeys(("add", "sub", "mul", "div", "maximum", "minimum", "pow"), "(x, y)"),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), "(x, y)"),
     **dict.fromkeys(("logical_and", "logical_or"), "(x, y)"),
-    **dict.fromkeys(
-        (
-            "neg",
-            "exp",
-            "log",
-            "sqrt",
-            "rsqrt",
-            "abs",
-            "sin",
-            "cos",
-            "tanh",
-            "sigmoid",
-            "relu",
-            "silu",
-            "gelu",
-            "isfinite",
-            "logical_not",
-            "square",
-        ),
-        "(x)",
-    ),
+    **dict.fromkeys("neg exp log sqrt rsqrt abs sin cos tanh sigmoid relu silu gelu".split(), "(x)"),
+    **dict.fromkeys(("isfinite", "logical_not", "square"), "(x)"),
     "clamp": "(x, min=None, max=None)",
     "where": "(condition, x, y)",
     "masked_fill": "(x, mask, value)",
@@ -118,18 +99,7 @@ DType: TypeAlias = Any
 TensorSpec: TypeAlias = Any
 """Stands for `hp_dtensor.TensorSpec`, which is built on platforms, so it cannot be imported here."""
 
-DTYPE_NAMES = (
-    "float64",
-    "float32",
-    "float16",
-    "bfloat16",
-    "int64",
-    "int32",
-    "int16",
-    "int8",
-    "uint8",
-    "bool",
-)
+DTYPE_NAMES = tuple("float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool".split())
 
 
 class TensorInterface(ABC):
@@ -489,17 +459,6 @@ class ProcessInterface(ABC):
         """
         # Linux reports kibibytes.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-    def live_bytes(self) -> AbstractContextManager[Any]:
-        """Count the live bytes of tensors that operations of this thread create inside the block.
-
-        Returns:
-            A context manager whose target has two attributes: `now`, the live bytes, and `peak`, their maximum so far.
-
-        Raises:
-            CapabilityError: the framework does not report this, which is the default.
-        """
-        raise CapabilityError("this platform does not report when the memory of a tensor is freed")
 
     def peak_flops(self, dtype: str) -> float | None:
         """Return the peak rate of matrix products on this rank's device, in floating-point operations per second.

@@ -1,4 +1,4 @@
-"""`Patch`: a function of a framework that a platform replaces. Each platform lists its patches in a table."""
+"""`Patch`: the replacement of a function of a framework. Each platform lists its patches in a table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Patch:
     dtensors: str
     replacement: Callable[[Any], Any]
 
-    def is_there(self) -> bool:
+    def exists(self) -> bool:
         """Return whether this version of the framework has the function."""
         try:
             # Resolved by name at installation, so that the table imports none of the modules that it names.

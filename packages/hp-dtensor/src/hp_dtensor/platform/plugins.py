@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pluggy
 
 from hp_dtensor.exceptions import HPError, PlatformError, PluginError
+from hp_dtensor.platform import hookspecs
 
 PROJECT_NAME = "hp"
 hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
@@ -31,11 +32,11 @@ class PluginManager(pluggy.PluginManager):
         distributions: plugin name -> its distribution, except for plugins registered in code.
     """
 
-    def __init__(self, group: str, hookspecs: ModuleType) -> None:
+    def __init__(self, group: str, specs: ModuleType) -> None:
         super().__init__(PROJECT_NAME)
         self.group = group
         self.distributions: dict[str, str] = {}
-        self.add_hookspecs(hookspecs)
+        self.add_hookspecs(specs)
 
     def register(self, plugin: Any, name: str | None = None) -> str | None:
         """Register a plugin, so that errors of its hooks name it.
@@ -110,20 +111,21 @@ class PluginHook(NamedTuple):
 
 def call_each(manager: pluggy.PluginManager, hook: str) -> Iterator[PluginHook]:
     """Yield every plugin's implementation of `hook`, in order of registration."""
+    # `manager.hook` would call all of them and return bare results, from which no message could name the plugin.
     plugins = manager.list_name_plugin()
     for implementation in getattr(manager.hook, hook).get_hookimpls():
         others = [plugin for _, plugin in plugins if plugin is not implementation.plugin]
         yield PluginHook(implementation.plugin_name, manager.subset_hook_caller(hook, remove_plugins=others))
 
 
-def create_plugin_manager(group: str, hookspecs: ModuleType) -> PluginManager:
-    """Return a manager with the plugins of an entry-point group loaded and checked against `hookspecs`.
+def create_plugin_manager(group: str, specs: ModuleType) -> PluginManager:
+    """Return a manager with the plugins of an entry-point group loaded and checked against `specs`.
 
     Raises:
         PluginError: a plugin cannot be imported, implements no hook or an unknown one, or has a hook with unknown
             arguments.
     """
-    manager = PluginManager(group, hookspecs)
+    manager = PluginManager(group, specs)
     for entry_point in _wanted_entry_points(group):
         manager.distributions[entry_point.name] = _distribution(entry_point)
         manager.register(_load(entry_point, group), name=entry_point.name)
@@ -137,8 +139,6 @@ def create_plugin_manager(group: str, hookspecs: ModuleType) -> PluginManager:
 @functools.cache
 def plugin_manager() -> PluginManager:
     """Return the plugin manager of hp_dtensor, created on first use."""
-    from hp_dtensor.platform import hookspecs
-
     return create_plugin_manager("hp_dtensor", hookspecs)
 
 
@@ -154,6 +154,7 @@ def check_version(framework: str, minimum: tuple[int, int], beside: str = "") ->
     """
     wanted = f"{framework} >= {minimum[0]}.{minimum[1]}"
     install = f"'{wanted.replace(' ', '')}'" + (f" {beside}" if beside else "")
+    # From metadata, because an old framework may fail while it is imported.
     try:
         found = importlib.metadata.version(framework)
     except importlib.metadata.PackageNotFoundError:
@@ -173,6 +174,7 @@ def release_of(version: str) -> tuple[int, int]:
 
 
 def _wanted_entry_points(group: str) -> Iterator[importlib.metadata.EntryPoint]:
+    """Yield the entry points of a group that `HP_LOAD_PLUGINS` admits, sorted by name."""
     limit = os.environ.get("HP_LOAD_PLUGINS")
     wanted = None if limit is None else {name.strip() for name in limit.split(",") if name.strip()}
     distributions: dict[str, str] = {}
@@ -241,6 +243,8 @@ def _has_spec(manager: pluggy.PluginManager, name: str) -> bool:
 
 
 def _trace(manager: pluggy.PluginManager, group: str) -> None:
+    """Print every hook call and its result to standard error."""
+
     def before(name: str, implementations: object, arguments: object) -> None:
         print(f"[hp] {group}: {name}({arguments})", file=sys.stderr)
 

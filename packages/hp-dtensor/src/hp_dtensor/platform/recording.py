@@ -1,6 +1,6 @@
 """Records of the collectives that a rank starts, with the module that caused them, in forward and backward.
 
-A thread has one `Place` per open log. Functions that a forward leaves for backward carry their places along
+A thread has one `Place` per open log. Functions that a forward registers for backward capture these places
 (`located`), so that collectives in backward are recorded for the module that caused them, in whatever thread they run.
 """
 
@@ -10,7 +10,10 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from hp_dtensor.platform.autograd import AutogradInterface
 
 Module: TypeAlias = Any
 Path = tuple[str, ...]
@@ -55,22 +58,16 @@ class CollectiveLog:
         return sum(record.wire_bytes for record in self.records if name in (None, record.name))
 
     def name_of(self, modules: Sequence[Module]) -> Path:
-        """Return the first module that the log knows, as a path. The path is empty if it knows none."""
+        """Return the path to the first of `modules` that the log knows, or an empty path if it knows none."""
         return next(((self.modules[id(module)],) for module in modules if id(module) in self.modules), ())
 
 
 class Place(NamedTuple):
-    """The position of a thread in one log: the modules that it is inside of, outermost first."""
+    """The modules of one log whose forward a thread is running, outermost first."""
 
     log: CollectiveLog
     path: Path = ()
     in_backward: bool = False
-
-
-class KnowsBackward(Protocol):
-    """The part of a platform that records need."""
-
-    def is_in_backward(self) -> bool: ...
 
 
 class _Thread(threading.local):
@@ -84,11 +81,13 @@ _thread = _Thread()
 @contextlib.contextmanager
 def recorded(modules: Mapping[int, str]) -> Iterator[CollectiveLog]:
     """Record the collectives of this thread in the block, including those of backwards that it runs."""
+    # Places are immutable tuples: a function that captures them for backward must not see later changes.
     log = CollectiveLog(modules=modules)
     _thread.places += (Place(log),)
     try:
         yield log
     finally:
+        # Captured places may outlive the block: a backward that runs later must not add to the log.
         log.is_open = False
         _thread.places = tuple(place for place in _thread.places if place.log is not log)
 
@@ -98,8 +97,9 @@ def is_recording() -> bool:
     return bool(_thread.places)
 
 
-def add_record(platform: KnowsBackward | None, name: str, group: tuple[int, ...], wire_bytes: float) -> None:
+def add_record(platform: AutogradInterface | None, name: str, group: tuple[int, ...], wire_bytes: float) -> None:
     """Add a collective to the open logs of this thread."""
+    # Called for every collective, so the usual case without a log must cost next to nothing.
     if not _thread.places:
         return
     running = platform is not None and platform.is_in_backward()
@@ -110,9 +110,9 @@ def add_record(platform: KnowsBackward | None, name: str, group: tuple[int, ...]
 
 
 def located(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with its collectives recorded for the modules that this thread is inside of now.
+    """Return `function` with its collectives recorded for the modules whose forward this thread is running now.
 
-    Otherwise collectives of a backward would be recorded for the place where backward runs.
+    Otherwise collectives of a backward would be recorded for the modules around the call of backward.
     """
     # Autograd may run backward in a thread of its own, which has no places, so those of the forward are captured now.
     then = _thread.places
@@ -160,6 +160,7 @@ def leave(log: CollectiveLog, module: str) -> None:
 
 
 def _step(log: CollectiveLog, step: Callable[[Path], Path]) -> None:
+    """Change this thread's path in a log, and drop the places in logs that are closed."""
     _thread.places = tuple(
         place._replace(path=step(place.path)) if place.log is log else place
         for place in _thread.places
@@ -169,6 +170,7 @@ def _step(log: CollectiveLog, step: Callable[[Path], Path]) -> None:
 
 @contextlib.contextmanager
 def _at(places: tuple[Place, ...]) -> Iterator[None]:
+    """Replace this thread's places inside the block."""
     before, _thread.places = _thread.places, places
     try:
         yield

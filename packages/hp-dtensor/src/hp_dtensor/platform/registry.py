@@ -87,6 +87,7 @@ class Registry:
                     f"{self.kind} {name!r} is registered by {other.origin} and again by {self._origin}; "
                     "rename one of them"
                 )
+            # One schema for a name: a configuration is checked without its platform.
             if other.options is not options:
                 raise self._error(
                     f"{self.kind} {name!r} has other options in {other.origin} than in {self._origin}; one name has "
@@ -131,6 +132,7 @@ class Registry:
         Args:
             origin: description of the plugin for messages. Default: its name.
         """
+        # Restored rather than reset, so that blocks may be nested.
         before = self._plugin, self._origin
         self._plugin, self._origin = plugin, origin or f"plugin {plugin!r}"
         try:

@@ -42,7 +42,7 @@ def get_platform(name: str | Platform | None = None) -> Platform:
 
 
 def platform_here() -> Platform | None:
-    """Return the selected platform. Where the choice is open, return the only one that has joined a job, else None."""
+    """Return the selected platform. If several could be meant, return the only one that has joined a job, else None."""
     try:
         return get_platform()
     except PlatformError:
@@ -73,11 +73,13 @@ def platform_of_tensor(x: Any) -> Platform:
 
 @functools.cache
 def _framework_among(roots: tuple[str, ...]) -> str | None:
+    """Return the first of these top-level packages that is the name of a platform's plugin."""
     return next((root for root in roots if root in _plugins()), None)
 
 
 def _named(wanted: str, source: str) -> Platform:
     """Return the platform called `wanted`. Error messages start with `source`, the origin of the name."""
+    # The plugin of that name first: with two frameworks installed, importing the other one as well takes seconds.
     found = _load(wanted) if wanted in _plugins() else None
     if isinstance(found, Platform) and found.name == wanted:
         return found
@@ -93,17 +95,15 @@ def _named(wanted: str, source: str) -> Platform:
         raise PlatformError(
             f"{source}{origin} is installed but provides no platform: it has no @hookimpl hp_platform()."
         )
-    raise PlatformError(source + _unknown(wanted, sorted({*available, *errors})))
-
-
-def _unknown(wanted: str, installed: list[str]) -> str:
-    """Return the message about the name of a platform that is not installed."""
-    found = ", ".join(installed) or "none"
+    installed = sorted({*available, *errors})
+    names = ", ".join(installed) or "none"
     if wanted in OUR_PLATFORMS:
-        return f"platform {wanted!r} is not installed; found: {found}. Install hp-platform-{wanted}."
+        raise PlatformError(
+            f"{source}platform {wanted!r} is not installed; found: {names}. Install hp-platform-{wanted}."
+        )
     nearest = difflib.get_close_matches(wanted, [*installed, *OUR_PLATFORMS], n=1)
     hint = f"Did you mean {nearest[0]!r}?" if nearest else "Install the package of the plugin that provides it."
-    return f"there is no platform {wanted!r}; found: {found}. {hint}"
+    raise PlatformError(f"{source}there is no platform {wanted!r}; found: {names}. {hint}")
 
 
 def _no_choice(available: dict[str, Platform], errors: dict[str, str]) -> str:
@@ -139,6 +139,7 @@ def _plugins() -> list[str]:
 @functools.cache
 def _load(plugin: str) -> Platform | str:
     """Return a plugin's platform, or the reason why it cannot be used."""
+    # Cached, because the hook's specification promises one call, and importing a framework takes seconds.
     manager = plugin_manager()
     hook = next(each for each in call_each(manager, "hp_platform") if each.name == plugin)
     try:

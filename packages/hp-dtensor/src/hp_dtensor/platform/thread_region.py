@@ -17,6 +17,7 @@ class ThreadRegion(threading.local):
     """
 
     def __init__(self) -> None:
+        # `threading.local` calls this in every thread that uses the object, so threads of a region do not inherit it.
         self.depth = 0
         self._operations: list[str] = []
 
@@ -32,6 +33,7 @@ class ThreadRegion(threading.local):
     @contextlib.contextmanager
     def of(self, operation: str) -> Iterator[None]:
         """Enable the mode inside the block for one operation, by its platform-neutral name."""
+        # A list and not a set: blocks for one operation may be nested.
         self._operations.append(operation)
         try:
             yield

@@ -1,7 +1,8 @@
 """Rules of operations that move elements along a dimension: cat, stack, split, pad, repeat, diagonals, roll, flip.
 
-The dimensions whose size changes are unsharded. `roll` and `flip` keep the input's sharding: ranks send each other the
-rows that change their owner.
+The dimensions whose size changes are unsharded: the shards of the result would hold rows of other ranks' shards, and
+gathering costs no more than sending these. `roll` and `flip` keep the input's sharding: ranks send each other the rows
+that change their owner, at most what each rank holds.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from hp_dtensor.rules.factors import (
     PartialResults,
     ShardingLimits,
     Span,
+    linear_rule,
     unsharded,
 )
 from hp_dtensor.rules.notation import line
@@ -37,18 +39,14 @@ def register(registry: RuleRegistry) -> None:
     registry.register("chunk", "input chunks dim=0", _chunk, view=True)
     registry.register("split_with_sizes_copy unsafe_split", "input sizes dim=0", _split)
     registry.register("unsafe_chunk", "input chunks dim=0", _chunk)
-    registry.register("unbind_copy", "input dim=0", _unbind)
-    registry.register("unbind", "input dim=0", _unbind, view=True)
+    registry.register("unbind", "input dim=0", _unbind, view=True, variants="_copy")
     registry.register("pad", "input pad mode=constant value=None", _pad)
     registry.register("repeat tile", "input *repeats", _repeat)
-    registry.register("unfold", "input dimension size step", _unfold, view=True)
+    registry.register("unfold", "input dimension size step", _unfold, view=True, variants="_copy")
     matrices = line("... rows! columns! -> ... rows columns", linear=True)
-    registry.register("tril triu", "input diagonal=0", matrices)
-    registry.register("tril_ triu_", "input diagonal=0", matrices, in_place=True)
-    registry.register("diagonal", "input offset=0 dim1=0 dim2=1", _diagonal, view=True)
-    registry.register("diagonal_copy", "input offset=0 dim1=0 dim2=1", _diagonal)
+    registry.register("tril triu", "input diagonal=0", matrices, variants="_")
+    registry.register("diagonal", "input offset=0 dim1=0 dim2=1", _diagonal, view=True, variants="_copy")
     registry.register("linalg_diagonal", "A * offset=0 dim1=-2 dim2=-1", _diagonal, view=True)
-    registry.register("unfold_copy", "input dimension size step", _unfold)
     registry.register("diag_embed", "input offset=0 dim1=-2 dim2=-1", _diag_embed)
     registry.register("roll", "input shifts dims=None", _roll)
     registry.register("flip", "input *dims", _flip)
@@ -79,6 +77,7 @@ def _cat(call: OpCall) -> Factorization:
 
 
 def _each(count: int) -> tuple[frozenset[int], ...]:
+    """Return the terms of a result that is partial if all of `count` inputs are: it is the sum of their images."""
     return tuple(frozenset({i}) for i in range(count))
 
 
@@ -99,13 +98,12 @@ def _stack(call: OpCall) -> Factorization:
 
 
 def with_lengths(call: OpCall, dim: int, lengths: Sequence[int], **options: Any) -> Factorization:
-    """Return the rule with one output per length, which replaces the size of dimension `dim`."""
+    """Return the rule of an operation with one output per length, which is the output's size in dimension `dim`."""
     dims, sizes = dim_factors("d", call.tensors[0].shape)
     names = [f"o{i}" for i in range(len(lengths))]
     outputs = tuple((*dims[:dim], (name,), *dims[dim + 1 :]) for name in names)
-    fixed = frozenset({f"d{dim}", *names})
-    all_sizes = {**sizes, **dict(zip(names, lengths, strict=True))}
-    return Factorization((dims,), outputs, all_sizes, limits=unsharded(fixed), **options)
+    sizes |= zip(names, lengths, strict=True)
+    return Factorization((dims,), outputs, sizes, limits=unsharded({f"d{dim}", *names}), **options)
 
 
 def _split(call: OpCall) -> Factorization:
@@ -132,12 +130,11 @@ def _unbind(call: OpCall) -> Factorization:
     dims, sizes = dim_factors("d", call.tensors[0].shape)
     dim = call.dim(call["dim"])
     output: Dims = (*dims[:dim], *dims[dim + 1 :])
-    count = call.tensors[0].shape[dim]
-    return Factorization((dims,), (output,) * count, sizes, limits=unsharded({f"d{dim}"}), partial=LINEAR)
+    return linear_rule(dims, (output,) * call.tensors[0].shape[dim], sizes, {f"d{dim}"})
 
 
 def _pad(call: OpCall) -> Factorization:
-    """Padded dimensions are unsharded. `pad` holds (before, after) pairs from the last dimension backward."""
+    """Pad with unsharded padded dimensions. `pad` holds (before, after) pairs from the last dimension backward."""
     shape, pad = call.tensors[0].shape, list(call["pad"])
     dims, sizes = dim_factors("d", shape)
     output = list(dims)
@@ -149,14 +146,14 @@ def _pad(call: OpCall) -> Factorization:
             sizes[f"o{dim}"] = shape[dim] + before + after
             fixed |= {f"d{dim}", f"o{dim}"}
             output[dim] = (f"o{dim}",)
-    linear = call["mode"] == "constant" and not call["value"]
-    return Factorization(
-        (dims,), (tuple(output),), sizes, limits=unsharded(fixed), partial=LINEAR if linear else PartialResults()
-    )
+    rule = linear_rule(dims, (tuple(output),), sizes, fixed)
+    # Every rank would pad its contribution with the value, and the sum over ranks would have it as often.
+    is_linear = call["mode"] == "constant" and not call["value"]
+    return rule if is_linear else replace(rule, partial=PartialResults())
 
 
 def _repeat(call: OpCall) -> Factorization:
-    """A repeated dimension may be sharded only if it is repeated once."""
+    """Repeat with unsharded repeated dimensions: the first shard of the result would consist of all of the input."""
     shape, repeats = call.tensors[0].shape, tuple(call["repeats"])
     if call.name == "tile":
         repeats = (1,) * (len(shape) - len(repeats)) + repeats
@@ -166,9 +163,7 @@ def _repeat(call: OpCall) -> Factorization:
     for i, (dim, count) in enumerate(zip(aligned, repeats, strict=True)):
         sizes |= {f"r{i}": count}
         output.append(dim if count == 1 else (f"r{i}", *dim))
-    return Factorization(
-        (dims,), (tuple(output),), sizes, limits=unsharded(f"r{i}" for i in range(len(repeats))), partial=LINEAR
-    )
+    return linear_rule(dims, (tuple(output),), sizes, [f"r{i}" for i in range(len(repeats))])
 
 
 def _unfold(call: OpCall) -> Factorization:
@@ -177,9 +172,8 @@ def _unfold(call: OpCall) -> Factorization:
     dim = call.dim(call["dimension"])
     windows = (shape[dim] - call["size"]) // call["step"] + 1
     output = (*dims[:dim], ("windows",), *dims[dim + 1 :], ("window",))
-    fixed = frozenset({f"d{dim}", "windows", "window"})
-    sizes = sizes | {"windows": windows, "window": call["size"]}
-    return Factorization((dims,), (output,), sizes, limits=unsharded(fixed), partial=LINEAR)
+    sizes |= {"windows": windows, "window": call["size"]}
+    return linear_rule(dims, (output,), sizes, {f"d{dim}", "windows", "window"})
 
 
 def _diagonal(call: OpCall) -> Factorization:
@@ -187,10 +181,9 @@ def _diagonal(call: OpCall) -> Factorization:
     dims, sizes = dim_factors("d", shape)
     first, second, offset = call.dim(call["dim1"]), call.dim(call["dim2"]), call["offset"]
     rows, columns = shape[first] + min(offset, 0), shape[second] - max(offset, 0)
-    sizes = sizes | {"diagonal": max(0, min(rows, columns))}
+    sizes |= {"diagonal": max(0, min(rows, columns))}
     output = (*(dim for i, dim in enumerate(dims) if i not in (first, second)), ("diagonal",))
-    fixed = frozenset({f"d{first}", f"d{second}", "diagonal"})
-    return Factorization((dims,), (output,), sizes, limits=unsharded(fixed), partial=LINEAR)
+    return linear_rule(dims, (output,), sizes, {f"d{first}", f"d{second}", "diagonal"})
 
 
 def _diag_embed(call: OpCall) -> Factorization:
@@ -200,18 +193,17 @@ def _diag_embed(call: OpCall) -> Factorization:
         raise call.needs_replicated("its rule needs the diagonal in the last two dimensions")
     length = shape[-1] + abs(call["offset"])
     output = (*dims[:-1], ("row",), ("column",))
-    fixed = frozenset({dims[-1][0], "row", "column"})
-    return Factorization(
-        (dims,), (output,), sizes | {"row": length, "column": length}, limits=unsharded(fixed), partial=LINEAR
-    )
+    return linear_rule(dims, (output,), sizes | {"row": length, "column": length}, {*dims[-1], "row", "column"})
 
 
 Tensor = Any
 Targets = Callable[[Span], list[Span]]
-"""Where the rows of a shard go: spans of global positions, in the order of the rows."""
+"""Span of a shard -> the spans of global positions to which its rows move, in the order of the rows."""
 
 
 def _move_rule(call: OpCall, dims: Sequence[int], local: Callable[[LocalCall], Tensor]) -> Factorization:
+    """Return the rule of an operation that moves rows along `dims`; `local` runs where one of these is sharded."""
+    # Ranks compute who sends which rows to whom without a message, so each of them needs the spans of all shards.
     names, sizes = dim_factors("d", call.tensors[0].shape)
     factors = [f"d{dim}" for dim in dims]
     return Factorization(
@@ -225,7 +217,7 @@ def _move_rule(call: OpCall, dims: Sequence[int], local: Callable[[LocalCall], T
 
 
 def _roll(call: OpCall) -> Factorization:
-    """Without dimensions it rolls the flattened tensor, which must be unsharded unless it is one-dimensional."""
+    """Roll along dimensions. Without any, torch rolls the flattened tensor, which must then be unsharded if n-D."""
     (spec,) = call.tensors
     dims, shifts = call["dims"], call["shifts"]
     if dims is None or dims == ():
@@ -244,17 +236,32 @@ def _roll(call: OpCall) -> Factorization:
 
 def _flip(call: OpCall) -> Factorization:
     dims = [call.dim(dim) for dim in call["dims"]]
-    return _move_rule(call, dims, functools.partial(_flipped, dims))
+
+    def flipped(local: LocalCall) -> Tensor:
+        # Each rank flips its shard, then shards swap places: a span [a, b) of the input becomes [size - b, size - a).
+        x = local.on(local.arguments["input"])
+        for dim in dims:
+            if f"d{dim}" in local.spans:
+
+                def mirrored(span: Span, size: int = local.sizes[f"d{dim}"]) -> list[Span]:
+                    return [(size - span[0] - span[1], span[1])]
+
+                x = _move_shards(local, x, dim, mirrored)
+        return x
+
+    return _move_rule(call, dims, flipped)
 
 
 def _rolled_by(by_dim: dict[int, int]) -> Callable[[LocalCall], Tensor]:
+    """Return the local function that rolls each dimension by its shift."""
+
     def local(call: LocalCall) -> Tensor:
         ops, x = call.platform.ops, call.arguments["input"]
         for dim, shift in by_dim.items():
             size = call.sizes[f"d{dim}"]
             first = -shift % size if size else 0
             if f"d{dim}" in call.spans:
-                x = _moved(call, x, dim, functools.partial(_rolled_spans, first, size))
+                x = _move_shards(call, x, dim, functools.partial(_rolled_spans, first, size))
             elif first:
                 x = ops.cat([ops.narrow(x, dim, first, size - first), ops.narrow(x, dim, 0, first)], dim)
         return x
@@ -263,26 +270,14 @@ def _rolled_by(by_dim: dict[int, int]) -> Callable[[LocalCall], Tensor]:
 
 
 def _rolled_spans(first: int, size: int, span: Span) -> list[Span]:
-    """Return where the rows of `span` go if position `first` becomes position 0."""
+    """Return the new positions of the rows of `span` if position `first` becomes position 0."""
     start, length = span
     before = max(0, min(first, start + length) - start)
     return [(start + size - first, before), (start + before - first, length - before)]
 
 
-def _flipped(dims: Sequence[int], call: LocalCall) -> Tensor:
-    x = call.on(call.arguments["input"])
-    for dim in dims:
-        if f"d{dim}" in call.spans:
-            x = _moved(call, x, dim, functools.partial(_flipped_spans, call.sizes[f"d{dim}"]))
-    return x
-
-
-def _flipped_spans(size: int, span: Span) -> list[Span]:
-    start, length = span
-    return [(size - start - length, length)]
-
-
-def _moved(call: LocalCall, x: Tensor, dim: int, targets: Targets) -> Tensor:
+def _move_shards(call: LocalCall, x: Tensor, dim: int, targets: Targets) -> Tensor:
+    """Exchange rows between ranks so that those of each shard get to their `targets`."""
     if f"d{dim}" not in call.all_spans:  # a rank outside the mesh
         return x
     group, spans = call.all_spans[f"d{dim}"]
@@ -291,6 +286,7 @@ def _moved(call: LocalCall, x: Tensor, dim: int, targets: Targets) -> Tensor:
 
 def row_moves(spans: Sequence[Span], targets: Sequence[Sequence[Span]]) -> list[RowMove]:
     """Return the rows that ranks send each other if the rows of shard i go to targets[i] and the sharding stays."""
+    # The owner of a position is found by bisection, so this costs O((ranks + moves) log ranks), whatever the lengths.
     holders = [(start, rank) for rank, (start, length) in enumerate(spans) if length]
     starts = [start for start, _ in holders]
     moves = []

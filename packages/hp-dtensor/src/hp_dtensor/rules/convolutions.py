@@ -36,7 +36,7 @@ def register(registry: RuleRegistry) -> None:
 
 
 def _spatial(value: Any, count: int) -> Sizes:
-    """Return one integer per spatial dimension."""
+    """Return an argument such as a stride as one integer per spatial dimension."""
     if isinstance(value, int):
         return (value,) * count
     items = tuple(value)
@@ -44,73 +44,66 @@ def _spatial(value: Any, count: int) -> Sizes:
 
 
 def _convolution(call: OpCall) -> Factorization:
-    image, weight = call.tensors[0].shape, call.tensors[1].shape
-    count = len(weight) - 2
-    if len(image) not in (count + 1, count + 2):
-        raise call.needs_replicated(
-            "its rule needs an image or a batch of images"
-        )  # the framework refuses anything else
-    kernel, stride, dilation = weight[2:], _spatial(call["stride"], count), _spatial(call["dilation"], count)
-    padding = _padding(call, kernel, dilation, count)
-    positions = [
-        (size + pad - d * (k - 1) - 1) // s + 1
-        for size, pad, d, k, s in zip(image[-count:], padding, dilation, kernel, stride, strict=True)
-    ]
-    return _channels(call, "weight_out_in", weight[0], weight[1], kernel, tuple(positions))
-
-
-def _padding(call: OpCall, kernel: Sizes, dilation: Sizes, count: int) -> Sizes:
-    """Return the padding of both sides together, per spatial dimension."""
+    image, kernel = _sizes(call)
+    stride, dilation = _spatial(call["stride"], len(kernel)), _spatial(call["dilation"], len(kernel))
+    # The padding of both sides together.
     if call["padding"] == "valid":
-        return (0,) * count
-    if call["padding"] == "same":
-        return tuple(d * (k - 1) for d, k in zip(dilation, kernel, strict=True))
-    return tuple(2 * pad for pad in _spatial(call["padding"], count))
+        padding: Sizes = (0,) * len(kernel)
+    elif call["padding"] == "same":
+        padding = tuple(d * (k - 1) for d, k in zip(dilation, kernel, strict=True))
+    else:
+        padding = tuple(2 * pad for pad in _spatial(call["padding"], len(kernel)))
+    positions = tuple(
+        (size + pad - d * (k - 1) - 1) // s + 1
+        for size, pad, d, k, s in zip(image, padding, dilation, kernel, stride, strict=True)
+    )
+    return _channels(call, image, kernel, positions, transposed=False)
 
 
 def _transposed_convolution(call: OpCall) -> Factorization:
-    image, weight = call.tensors[0].shape, call.tensors[1].shape
-    count = len(weight) - 2
-    if len(image) not in (count + 1, count + 2):
-        raise call.needs_replicated(
-            "its rule needs an image or a batch of images"
-        )  # the framework refuses anything else
-    options = [_spatial(call[name], count) for name in ("stride", "padding", "dilation", "output_padding")]
+    image, kernel = _sizes(call)
+    options = [_spatial(call[name], len(kernel)) for name in ("stride", "padding", "dilation", "output_padding")]
     positions = tuple(
         (size - 1) * s - 2 * pad + d * (k - 1) + extra + 1
-        for size, k, s, pad, d, extra in zip(image[-count:], weight[2:], *options, strict=True)
+        for size, k, s, pad, d, extra in zip(image, kernel, *options, strict=True)
     )
-    return _channels(call, "weight_in_out", weight[1], weight[0], weight[2:], positions)
+    return _channels(call, image, kernel, positions, transposed=True)
 
 
-def _channels(call: OpCall, order: str, out: int, into: int, kernel: Sizes, positions: Sizes) -> Factorization:
-    """Return the rule `n ci p, co ci k (, co) -> n co q`. With groups, channels are unsharded."""
-    image = call.tensors[0].shape
+def _sizes(call: OpCall) -> tuple[Sizes, Sizes]:
+    """Return the spatial sizes of the image and of the kernel of a convolution."""
+    image, weight = call.tensors[0].shape, call.tensors[1].shape
+    count = len(weight) - 2
+    if count < 1 or len(image) not in (count + 1, count + 2):  # the framework refuses anything else
+        raise call.needs_replicated("its rule needs an image or a batch of images")
+    return image[-count:], weight[2:]
+
+
+def _channels(call: OpCall, image: Sizes, kernel: Sizes, positions: Sizes, transposed: bool) -> Factorization:
+    """Return the rule `n ci p, co ci k (, co) -> n co q`, transposed `ci co k`. Groups need unsharded channels."""
+    shape, weight = call.tensors[0].shape, call.tensors[1].shape[:2]
     groups, count = call["groups"], len(kernel)
-    batch: Dims = (("n",),) if len(image) == count + 2 else ()
-    transposed = order == "weight_in_out"
-    sizes = {"ci": image[-count - 1], "co": out * groups if transposed else out}
+    batch: Dims = (("n",),) if len(shape) == count + 2 else ()
+    sizes = {"ci": shape[-count - 1], "co": weight[1] * groups if transposed else weight[0]}
     if batch:
-        sizes["n"] = image[0]
+        sizes["n"] = shape[0]
     names = {kind: tuple((f"{kind}{i}",) for i in range(count)) for kind in ("p", "k", "q")}
-    for kind, lengths in (("p", image[-count:]), ("k", kernel), ("q", positions)):
+    for kind, lengths in (("p", image), ("k", kernel), ("q", positions)):
         sizes |= {f"{kind}{i}": length for i, length in enumerate(lengths)}
     fixed = {f"{kind}{i}" for kind in ("p", "k", "q") for i in range(count)}
-    channel_in, channel_out = ("ci",), ("co",)
+    channels = ("ci", "co") if transposed else ("co", "ci")
     if groups != 1:
+        # The weight's second dimension has the channels of one group, and each block of `co` reads one block of `ci`.
         fixed |= {"ci", "co", "cg"}
-        sizes["cg"] = out if transposed else into
-    weight_in = channel_in if groups == 1 or transposed else ("cg",)
-    weight_out = channel_out if groups == 1 or not transposed else ("cg",)
-    weight = (weight_in, weight_out) if transposed else (weight_out, weight_in)
-    inputs: tuple[Dims, ...] = ((*batch, channel_in, *names["p"]), (*weight, *names["k"]))
+        sizes["cg"], channels = weight[1], (channels[0], "cg")
+    inputs: tuple[Dims, ...] = ((*batch, ("ci",), *names["p"]), (*((name,) for name in channels), *names["k"]))
     terms: tuple[frozenset[int], ...] = (frozenset({0, 1}),)
     if len(call.tensors) == 3:
         # The bias is a term of its own: it must enter the partial sums over input channels once.
-        inputs, terms = (*inputs, (channel_out,)), (*terms, frozenset({2}))
+        inputs, terms = (*inputs, (("co",),)), (*terms, frozenset({2}))
     return Factorization(
         inputs,
-        ((*batch, channel_out, *names["q"]),),
+        ((*batch, ("co",), *names["q"]),),
         sizes,
         limits=ShardingLimits(fixed=frozenset(fixed), nonempty=frozenset({"n", "ci", "co"})),
         partial=PartialResults(reduced={"ci": "sum"} if groups == 1 else {}, terms=terms),
@@ -118,6 +111,8 @@ def _channels(call: OpCall, order: str, out: int, into: int, kernel: Sizes, posi
 
 
 def _pool(dilated: str | None) -> Rule:
+    """Return the rule of pooling; `dilated` is the argument with its dilation, if it has one."""
+
     def rule(call: OpCall) -> Factorization:
         count = int(call.name[-2])
         kernel = _spatial(call["kernel_size"], count)
@@ -131,14 +126,18 @@ def _pool(dilated: str | None) -> Rule:
 
 
 def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
-    """Return the number of windows along a dimension. With `ceil`, the last one may reach beyond the end."""
+    """Return the number of windows of a pool or kernel along a dimension, as torch counts them.
+
+    With `ceil`, the last one may reach beyond the end.
+    """
     covered = size + 2 * padding - dilation * (kernel - 1) - 1
     count = (covered + (stride - 1 if ceil else 0)) // stride + 1
+    # torch ignores a last window that would start in the padding behind the end.
     return count - 1 if ceil and (count - 1) * stride >= size + padding else count
 
 
 def _im2col(call: OpCall) -> Factorization:
-    """`[batch, channels, height, width] -> [batch, channels * kernel, windows]`, with or without a batch dimension."""
+    """Copy windows into columns: `[batch, channels, height, width] -> [batch, channels * kernel, windows]`."""
     shape = call.tensors[0].shape
     if len(shape) not in (3, 4):
         raise call.refuse("expected images [batch, channels, height, width] or [channels, height, width]")
@@ -163,7 +162,7 @@ def _col2im(call: OpCall) -> Factorization:
 
 
 def _of_windows(call: OpCall, leading: Sizes, positions: Sizes) -> tuple[Dims, dict[str, int]]:
-    """Return the batch dimensions, and the sizes of batch, channels `c`, window elements `k` and windows `q`."""
+    """Return the batch dimensions of im2col, and the sizes of batch, channels `c`, window elements `k`, windows `q`."""
     kernel, stride, padding, dilation = (
         _spatial(call[name], 2) for name in ("kernel_size", "stride", "padding", "dilation")
     )
@@ -175,7 +174,8 @@ def _of_windows(call: OpCall, leading: Sizes, positions: Sizes) -> tuple[Dims, d
 
 
 def _linear(before: Dims, after: Dims, sizes: dict[str, int]) -> Factorization:
-    """Batch and channels are parallel."""
+    """Return the rule of im2col and col2im: linear, with batch `n` and channels `c` parallel."""
+    # Channels are the outermost factor of the columns' dimension `(c k)`, so sharding them shards both tensors.
     parallel = frozenset(name for name in sizes if name[0] in "nc")
     fixed = frozenset(sizes) - parallel
     return Factorization(
@@ -210,6 +210,9 @@ def _adaptive_pool(call: OpCall) -> Factorization:
 
 
 def _unsharded_positions(call: OpCall, positions: Sizes) -> Factorization:
+    """Return the rule of an operation with the spatial output sizes `positions`, which are unsharded."""
+    # Windows overlap, so a sharded position would need a halo of its neighbours' rows, with a different width for every
+    # kernel, stride and padding. Batch and channels need no communication at all.
     shape, count = call.tensors[0].shape, len(positions)
     if count == 0:
         raise call.needs_replicated("its rule needs [batch, channels, positions ...]")  # the framework refuses others

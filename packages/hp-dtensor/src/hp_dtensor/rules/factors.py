@@ -1,4 +1,4 @@
-"""Factors: what a sharding rule returns, and the search for all ways to shard an operation on one mesh axis.
+"""`Factorization`, the value that a sharding rule returns, and `strategies`: all ways to shard a call on one mesh axis.
 
 A rule maps each tensor dimension to named factors, as Shardy and GSPMD do (arXiv 2105.04663). A factor that all outputs
 have is parallel. One that outputs lack is reduced, and the outputs are partial. One marked `fixed` is never sharded.
@@ -28,8 +28,8 @@ Span = tuple[int, int]
 """(start, length) of an interval of a dimension or factor."""
 REPLICATE = Replicate()
 SUM = Partial("sum")
-# Places an output dimension that holds only some positions of a sharded factor: (how it is sharded, dimension).
 _PlacePicked = Callable[[Placement, int], Placement]
+"""(sharding of a factor, output dimension that has only some of its positions) -> placement of that dimension."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class ShardingLimits:
         nonempty: factors that may be sharded only if every rank gets at least one element.
         known_spans: factors of which every rank must know the spans of all ranks. On several mesh axes they may be
             sharded in chunk order only.
-        picked: factor -> the positions of it that outputs have. Each rank keeps the positions inside its span.
+        picked: factor -> the positions of it that outputs have, for slices. Each rank keeps those inside its span.
     """
 
     fixed: frozenset[str] = frozenset()
@@ -141,8 +141,11 @@ class Factorization:
         return None
 
     def can_shard(self, factor: str) -> bool:
-        """Return whether `factor` may be sharded: not fixed, not lost, and outermost in merged dimensions."""
-        if factor in self.limits.fixed or self._is_lost(factor):
+        """Return whether `factor` may be sharded: not fixed, in all outputs or reduced, outermost in its dimensions."""
+        in_all = all(self.dim_of(dims, factor) is not None for dims in self.outputs)
+        # An output without the factor would differ between ranks, and no placement says by what they must be combined.
+        is_lost = not in_all and factor not in self.partial.reduced and factor not in self.partial.complete
+        if factor in self.limits.fixed or is_lost:
             return False
         # Dimensions are row-major: chunks of a merged dimension are chunks of its outermost factor. Sharding an inner
         # one would give each rank a strided part, which no placement in chunk order describes.
@@ -168,10 +171,13 @@ class Factorization:
     def _merged_dims(self, factor: str) -> list[Dim]:
         return [dim for dims in (*self.inputs, *self.outputs) for dim in dims if factor in dim and len(dim) > 1]
 
-    def _is_lost(self, factor: str) -> bool:
-        """Return whether some output lacks the factor and no reduction combines the local results."""
-        in_all = all(self.dim_of(dims, factor) is not None for dims in self.outputs)
-        return not in_all and factor not in self.partial.reduced and factor not in self.partial.complete
+
+def linear_rule(
+    source: Dims, outputs: tuple[Dims, ...], sizes: Mapping[str, int], fixed: Iterable[str] = (), **options: Any
+) -> Factorization:
+    """Return the rule of an operation that is linear in its only tensor, such as a view. `fixed` is never sharded."""
+    # Linear: op(sum_r x_r) = sum_r op(x_r), so a partial input need not be reduced first.
+    return Factorization((source,), outputs, sizes, limits=unsharded(fixed), partial=LINEAR, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +201,7 @@ class Strategy:
         if not ignored:
             return self
         inputs = tuple(current[i] if i in ignored else placement for i, placement in enumerate(self.inputs))
+        # Decided here, since the current placement of an ignored input says nothing about what ranks compute.
         return Strategy(inputs, self.outputs, self.factor, self.kind, self.is_replicated)
 
     @property
@@ -213,6 +220,8 @@ def strategies(
 ) -> list[Strategy]:
     """Return every strategy of one mesh axis, given the strategies of earlier axes.
 
+    Axes are decided one after the other: with f factors and n axes that is n (f + 2) strategies and not (f + 2)^n.
+
     Args:
         current: placements of the inputs on this axis.
         ranks: size of this axis.
@@ -220,11 +229,14 @@ def strategies(
         untouched: per input, whether earlier axes keep its placement. Only then may it stay ragged on this axis.
         span_of: returns the span of a factor that earlier axes leave to this rank.
     """
-    found = [_replicated(rule)]
+    found = [Strategy((REPLICATE,) * len(rule.inputs), (REPLICATE,) * len(rule.outputs))]
     for factor in rule.sizes:
+        stays = any(
+            isinstance(placement, (Shard, RaggedShard)) and placement.dim == rule.dim_of(dims, factor)
+            for dims, placement in zip(rule.inputs, current, strict=True)
+        )
         # Sharding a factor of one element is valid but idles all ranks but one. An input that is sharded so may stay.
-        worth_it = rule.sizes[factor] > 1 or _is_sharded(rule, factor, current)
-        if worth_it and rule.can_shard(factor):
+        if (rule.sizes[factor] > 1 or stays) and rule.can_shard(factor):
             nested = factor in sharded_already
             kinds: list[Placement] = []
             if rule.can_shard_in_chunks(factor, ranks * sharded_already.get(factor, 1)):
@@ -232,7 +244,11 @@ def strategies(
             # An input that an earlier axis redistributes does not have its current ragged units on this axis.
             usable = [p if same else REPLICATE for p, same in zip(current, untouched, strict=True)]
             kinds += _ragged_kinds(rule, factor, usable, ranks, nested)
-            found += _sharded(rule, factor, kinds, current, _place_picked(rule, factor, ranks, nested, span_of))
+            place_picked = _place_picked(rule, factor, ranks, nested, span_of)
+            for kind in dict.fromkeys(kinds):
+                inputs = _input_placements(rule, factor, kind, current)
+                outputs = tuple(_output_placement(rule, factor, kind, dims, place_picked) for dims in rule.outputs)
+                found.append(Strategy(inputs, outputs, factor, kind))
     # Last, because the first of equally cheap strategies is chosen, and a complete result is worth more than a partial
     # one that still has to be reduced.
     found += _partial_inputs(rule)
@@ -253,18 +269,6 @@ def _place_picked(
         return Shard(dim) if not nested and units == _chunks(len(positions), ranks) else RaggedShard(dim, units)
 
     return place
-
-
-def _is_sharded(rule: Factorization, factor: str, current: Sequence[Placement]) -> bool:
-    """Return whether some input has the factor sharded now. It may stay so, even with one element or none."""
-    return any(
-        isinstance(placement, (Shard, RaggedShard)) and placement.dim == rule.dim_of(dims, factor)
-        for dims, placement in zip(rule.inputs, current, strict=True)
-    )
-
-
-def _replicated(rule: Factorization) -> Strategy:
-    return Strategy((REPLICATE,) * len(rule.inputs), (REPLICATE,) * len(rule.outputs))
 
 
 def _ragged_kinds(
@@ -295,25 +299,6 @@ def _ragged_kinds(
 
 def _chunks(size: int, ranks: int) -> tuple[int, ...]:
     return tuple(Shard(0).interval(size, ranks, rank)[1] for rank in range(ranks))
-
-
-def _sharded(
-    rule: Factorization,
-    factor: str,
-    kinds: Sequence[Placement],
-    current: Sequence[Placement],
-    place_picked: _PlacePicked,
-) -> list[Strategy]:
-    """Return one strategy per way of sharding a factor."""
-    return [
-        Strategy(
-            _input_placements(rule, factor, kind, current),
-            tuple(_output_placement(rule, factor, kind, dims, place_picked) for dims in rule.outputs),
-            factor,
-            kind,
-        )
-        for kind in dict.fromkeys(kinds)
-    ]
 
 
 def _input_placements(
@@ -351,6 +336,7 @@ def spans_of_ranks(kind: Shard | RaggedShard, span: Span, ranks: int) -> list[Sp
 
 def positions_in_span(positions: range, span: Span) -> Span:
     """Return (index of the first, number) of the `positions` that are inside `span`."""
+    # Position number i is start + i step, so the first one at or after an edge is number ceil((edge - start) / step).
     low, high = (
         min(len(positions), max(0, -(-(edge - positions.start) // positions.step)))
         for edge in (span[0], span[0] + span[1])
@@ -359,7 +345,7 @@ def positions_in_span(positions: range, span: Span) -> Span:
 
 
 def _on_dim(rule: Factorization, kind: Placement, factor: str, dims: Dims, now: Placement | None = None) -> Placement:
-    """Return the placement of one tensor, currently placed as `now`, when `factor` is sharded."""
+    """Return the placement of one tensor, currently placed as `now`, if `factor` is sharded as `kind`."""
     dim = rule.dim_of(dims, factor)
     if dim is None:
         return REPLICATE
@@ -392,7 +378,7 @@ def _partial_inputs(rule: Factorization) -> list[Strategy]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalCall:
-    """A call of an operation on this rank, given to the local function of a rule that replaces the operation.
+    """A call of an operation on this rank, the argument of a rule's local functions (`LocalWork`).
 
     It is defined here and not with the dispatcher that creates it, so that rules never import the dispatcher.
 
@@ -420,3 +406,8 @@ class LocalCall:
     sizes: Mapping[str, int]
     output: TensorSpec
     on: Callable[..., Any]
+
+    def to_float32(self, x: Any) -> Any:
+        """Return `x` as float32 if it is of half precision, which can hold neither large sums nor their terms."""
+        wide = self.platform.itemsize(x.dtype) >= 4
+        return x if wide else self.platform.ops.cast(x, self.platform.dtype("float32"))

@@ -34,7 +34,7 @@ def own_ids(ops: Any, ids: Tensor, start: int, length: int, size: int) -> tuple[
 
 
 def check_ids(platform: Platform, ids: Tensor, size: int) -> None:
-    """Fail as an embedding does if an id is outside `size`, in a kernel and without waiting for the device."""
+    """Fail as an embedding does if an id is outside `size`: in a kernel, without waiting for the device."""
     ops = platform.ops
     ops.embedding(ops.cast(_outside(ops, ids, size), ids.dtype), ops.zeros((1, 1), platform.dtype("float32")))
 
@@ -51,25 +51,22 @@ def register(registry: RuleRegistry) -> None:
     )
     filled = line("... dim! ..., x!, [] -> ... dim ...")
     written = line("... dim! ..., x!, ... x! ... -> ... dim ...")
-    for names, in_place in (("scatter scatter_add", False), ("scatter_ scatter_add_", True)):
-        registry.register(names, "input dim index src=None * value=None reduce=None", _scatter, in_place=in_place)
-    for names, in_place in (("scatter_reduce", False), ("scatter_reduce_", True)):
-        registry.register(names, "input dim index src reduce include_self=True", _scatter, in_place=in_place)
-    for names, in_place in (("index_add index_copy", False), ("index_add_ index_copy_", True)):
-        registry.register(names, "input dim index source * alpha=1", written, in_place=in_place)
-    for names, in_place in (("index_reduce", False), ("index_reduce_", True)):
-        registry.register(names, "input dim index source reduce * include_self=True", written, in_place=in_place)
-    for names, in_place in (("index_fill", False), ("index_fill_", True)):
-        registry.register(names, "input dim index value", filled, in_place=in_place)
-    for names, in_place in (("index_put", False), ("index_put_", True)):
-        registry.register(names, "input indices values accumulate=False", _index_put, in_place=in_place)
+    for names, signature, rule in (
+        ("scatter scatter_add", "input dim index src=None * value=None reduce=None", _scatter),
+        ("scatter_reduce", "input dim index src reduce include_self=True", _scatter),
+        ("index_add index_copy", "input dim index source * alpha=1", written),
+        ("index_reduce", "input dim index source reduce * include_self=True", written),
+        ("index_fill", "input dim index value", filled),
+        ("index_put", "input indices values accumulate=False", _index_put),
+    ):
+        registry.register(names, signature, rule, variants="_")
     registry.register(
         "masked_select nonzero argwhere unique unique_consecutive", "input ...", _data_dependent, data_dependent=True
     )
 
 
 def _gather(call: OpCall) -> Factorization:
-    """Dimensions in which input and index have the same size are parallel. The others are unsharded."""
+    """Gather with parallel dimensions where input and index have the same size. The others are unsharded."""
     shape, index = (spec.shape for spec in call.tensors)
     dim = call.dim(call["dim"])
     if len(shape) != len(index):
@@ -82,8 +79,7 @@ def _gather(call: OpCall) -> Factorization:
             index_dims.append((f"d{i}",))
             continue
         sizes[f"x{i}"] = size
-        fixed |= {f"d{i}"} if i != dim else set()
-        fixed |= {f"x{i}"}
+        fixed |= {f"d{i}", f"x{i}"}
         index_dims.append((f"x{i}",))
     rule = Factorization(
         (dims, tuple(index_dims)), (tuple(index_dims),), sizes, limits=unsharded(fixed), partial=LINEAR
@@ -110,9 +106,9 @@ def _picked_by_owners(call: OpCall, rule: Factorization, dim: int) -> Factorizat
     Each rank then returns the positions that it owns, and zeros for the others.
     """
     shape, index = (spec.shape for spec in call.tensors)
-    picked = index[dim] if len(index) > 1 or call.name != "index_select" else index[0]
-    platform = call.tensors[0].mesh.platform
-    if 2 * picked > shape[dim] or platform.dtype_name(call.tensors[0].dtype) == "bool":
+    picked = index[0] if call.name == "index_select" else index[dim]
+    # Reducing a partial result sends up to twice its size (all-reduce), gathering the input its size once.
+    if 2 * picked > shape[dim] or call.is_bool:
         return rule
     factor = f"d{dim}"
     return replace(
@@ -124,6 +120,7 @@ def _picked_by_owners(call: OpCall, rule: Factorization, dim: int) -> Factorizat
 
 
 def _pick_own(dim: int, call: LocalCall) -> Any:
+    """Return the picked elements that this rank owns, and zeros for the others."""
     platform, ops = call.platform, call.platform.ops
     x, index, size = call.arguments["input"], call.arguments["index"], call.sizes[f"d{dim}"]
     start, length = call.spans[f"d{dim}"]
@@ -153,7 +150,7 @@ def _picked_zeros(call: LocalCall, dim: int) -> Any:
 
 
 def _scatter(call: OpCall) -> Factorization:
-    """A dimension in which input, index and source (if it is a tensor) have the same size is parallel."""
+    """Scatter with parallel dimensions where input, index and source (if it is a tensor) have the same size."""
     target, others = call.tensors[0].shape, [spec.shape for spec in call.tensors[1:]]
     dim = call.dim(call["dim"])
     dims, sizes = dim_factors("d", target)
@@ -173,14 +170,14 @@ def _scatter(call: OpCall) -> Factorization:
 
 
 def _index_put(call: OpCall) -> Factorization:
-    """Rows of the indexed leading dimensions are replaced. The trailing dimensions are parallel."""
+    """Replace rows of the indexed leading dimensions. The trailing dimensions are parallel."""
     indices = call["indices"]
     if len(call.tensors) != len(indices) + 2 or any(spec.ndim != 1 for spec in call.tensors[1:-1]):
         raise call.needs_replicated("its rule needs one-dimensional index DTensors and a DTensor of values")
     dims, sizes = dim_factors("d", call.tensors[0].shape)
     count = len(indices)
-    sizes = sizes | {"x": call.tensors[1].shape[0]}
-    fixed = frozenset({"x", *(f"d{i}" for i in range(count))})
+    sizes |= {"x": call.tensors[1].shape[0]}
+    fixed = {"x", *(f"d{i}" for i in range(count))}
     values = (("x",), *dims[count:])
     if call.tensors[-1].shape != (sizes["x"], *call.tensors[0].shape[count:]) or any(
         spec.shape != (sizes["x"],) for spec in call.tensors[1:-1]

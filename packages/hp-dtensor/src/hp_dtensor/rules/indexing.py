@@ -19,7 +19,7 @@ from hp_dtensor.exceptions import IndexOutOfRangeError, ShardingRuleError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.rules import slices
 from hp_dtensor.rules.factors import LINEAR, Dim, Dims, Factorization, LocalCall, LocalWork, ShardingLimits, unsharded
-from hp_dtensor.rules.registry import DATA_DEPENDENT, OpCall, RuleRegistry, broadcast_shapes, dim_factors
+from hp_dtensor.rules.registry import DATA_DEPENDENT, OpCall, RuleRegistry, dim_factors
 from hp_dtensor.spec.placements import Replicate
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.dtensor import DTensor
@@ -37,45 +37,44 @@ def register(registry: RuleRegistry) -> None:
 def _items(call: OpCall, ndim: int) -> list[Item]:
     """Return the index with one item per dimension (a mask covers several), `None`s included and `...` expanded."""
     index = call["index"] if isinstance(call["index"], tuple) else (call["index"],)
-    if any(not _is_item(item) for item in index):
+    if any(
+        not (item is None or item is Ellipsis or type(item) in (int, slice) or isinstance(item, TensorSpec))
+        for item in index
+    ):
         raise call.refuse(
             "expected integers, slices, None, ..., or lists, arrays and DTensors of positions or booleans as an index"
         )
-    if any(isinstance(item, TensorSpec) and _is_unclear(item) for item in index):
+    dtypes = [call.platform.dtype_name(item.dtype) for item in index if isinstance(item, TensorSpec)]
+    # NumPy and JAX take bytes for positions, torch for a mask.
+    if "uint8" in dtypes and not call.platform.masks_of_bytes:
         raise call.refuse("a uint8 index is ambiguous (positions or a mask); convert it to int64 or bool")
-    used = sum(_dims_taken(call, item) for item in index)
+    used = sum(item.ndim if _is_mask(item) else item is not None and item is not Ellipsis for item in index)
     if used > ndim:
         raise IndexOutOfRangeError(f"{call.name}: {used} indices for a {ndim}-dimensional tensor {call.tensors[0]!r}")
-    rest = [slice(None)] * (ndim - used)
+    return _expanded(index, ndim - used)
+
+
+def _expanded(index: tuple[Item, ...], missing: int) -> list[Item]:
+    """Return an index with `...`, or else its end, replaced by `missing` full slices."""
+    rest = [slice(None)] * missing
     where = next((i for i, item in enumerate(index) if item is Ellipsis), None)
     return [*index, *rest] if where is None else [*index[:where], *rest, *index[where + 1 :]]
 
 
-def _is_unclear(item: TensorSpec) -> bool:
-    platform = item.mesh.platform
-    return not platform.masks_of_bytes and platform.dtype_name(item.dtype) == "uint8"
-
-
-def _is_item(item: Item) -> bool:
-    return item is None or item is Ellipsis or type(item) in (int, slice) or isinstance(item, TensorSpec)
-
-
-def _dims_taken(call: OpCall, item: Item) -> int:
-    return 0 if item is None or item is Ellipsis else item.ndim if _is_mask(call, item) else 1
-
-
-def _is_mask(call: OpCall, item: Item) -> bool:
+def _is_mask(item: Item) -> bool:
     return isinstance(item, TensorSpec) and item.mesh.platform.dtype_name(item.dtype) in ("bool", "uint8")
 
 
 def _getitem(call: OpCall) -> Factorization:
     shape = call.tensors[0].shape
     items = _items(call, len(shape))
-    if any(_is_mask(call, item) for item in items):
+    if any(_is_mask(item) for item in items):
         raise call.refuse(DATA_DEPENDENT)
-    if any(isinstance(item, TensorSpec) for item in items):
-        return _by_positions(call, items)
     dims, sizes = dim_factors("d", shape)
+    if any(isinstance(item, TensorSpec) for item in items):
+        # Indexed dimensions are unsharded. Those of the index tensors, broadcast together, are parallel.
+        positions, result, fixed = _picked(call, items, dims, sizes)
+        return Factorization((dims, *positions.indices), (result,), sizes, limits=unsharded(fixed), partial=LINEAR)
     output, sliced, picked = slices.basic(call, items, dims, sizes)
     rule = Factorization(
         (dims,),
@@ -88,15 +87,8 @@ def _getitem(call: OpCall) -> Factorization:
     return slices.partial_from_owners(call, rule, picked, functools.partial(slices.pick_from_owners, items))
 
 
-def _by_positions(call: OpCall, items: list[Item]) -> Factorization:
-    """Indexed dimensions are unsharded. The dimensions of the index tensors, broadcast together, are parallel."""
-    dims, sizes = dim_factors("d", call.tensors[0].shape)
-    picked, result, fixed = _picked(call, items, dims, sizes)
-    return Factorization((dims, *picked.indices), (result,), sizes, limits=unsharded(fixed), partial=LINEAR)
-
-
 def _picked(call: OpCall, items: list[Item], dims: Dims, sizes: dict[str, int]) -> tuple[Picked, Dims, set[str]]:
-    """Return the tensor index, the factors of the result, and the factors of the indexed dimensions."""
+    """Return the index's tensors, the factors of the result, and the factors of the indexed dimensions."""
     picked = tensor_index(call, items)
     output, fixed = _output_factors(call, items, dims, sizes)
     sizes |= picked.sizes
@@ -104,12 +96,12 @@ def _picked(call: OpCall, items: list[Item], dims: Dims, sizes: dict[str, int]) 
 
 
 def _setitem(call: OpCall) -> Factorization:
-    """Each rank writes the indexed elements of its shard. The value is unsharded along indexed dimensions."""
+    """Write the indexed elements of each rank's shard, from a value that is unsharded along indexed dimensions."""
     target = call.tensors[0]
     items = _items(call, target.ndim)
     dims, sizes = dim_factors("d", target.shape)
     value = call["value"] if isinstance(call["value"], TensorSpec) else None
-    if any(_is_mask(call, item) for item in items):
+    if any(_is_mask(item) for item in items):
         return _assign_by_mask(call, items, value)
     if any(isinstance(item, TensorSpec) for item in items):
         return _setitem_by_positions(call, items, value)
@@ -117,8 +109,7 @@ def _setitem(call: OpCall) -> Factorization:
     sliced = [dim for dim in picked if dim and dim[0].startswith("d")]
     inputs: tuple[Dims, ...] = (dims,)
     if value is not None:
-        shape = tuple(math.prod(sizes[f] for f in dim) for dim in picked)
-        inputs = (dims, _aligned(call, value.shape, shape, tuple(picked)))
+        inputs = (dims, _value_factors(call, value, picked, sizes))
     written = [name for (name,) in dims if (name,) not in sliced]
     fixed -= {name for (name,) in dims}
     return Factorization(
@@ -131,13 +122,12 @@ def _setitem(call: OpCall) -> Factorization:
 
 
 def _setitem_by_positions(call: OpCall, items: list[Item], value: TensorSpec | None) -> Factorization:
-    """The index tensors are replicated. Each rank writes the rows of its shard."""
+    """Write the rows of each rank's shard at replicated positions."""
     dims, sizes = dim_factors("d", call.tensors[0].shape)
     picked, result, fixed = _picked(call, items, dims, sizes)
     inputs: tuple[Dims, ...] = (dims, *picked.indices)
     if value is not None:
-        shape = tuple(math.prod(sizes[f] for f in dim) for dim in result)
-        inputs = (*inputs, _aligned(call, value.shape, shape, result))
+        inputs = (*inputs, _value_factors(call, value, result, sizes))
     written = [name for (name,) in dims if (name,) not in result]
     fixed = (fixed | picked.sizes.keys()) - {name for (name,) in dims}
     local = functools.partial(assign_to_shard, items, picked)
@@ -147,7 +137,7 @@ def _setitem_by_positions(call: OpCall, items: list[Item], value: TensorSpec | N
 
 
 def _output_factors(call: OpCall, items: list[Item], dims: Dims, sizes: dict[str, int]) -> tuple[list[Dim], set[str]]:
-    """Return the output dimensions of an index, with new factors for sliced ones, and all factors that it affects."""
+    """Return the dimensions of `x[index]`, with new factors for sliced ones, and all factors that the index affects."""
     output, sliced, picked = slices.basic(call, items, dims, sizes)
     names = {factor: f"o{factor}" for factor in sliced}
     sizes |= {names[factor]: len(positions) for factor, positions in sliced.items()}
@@ -155,26 +145,21 @@ def _output_factors(call: OpCall, items: list[Item], dims: Dims, sizes: dict[str
     return renamed, {*sliced, *names.values(), *picked}
 
 
-def _aligned(call: OpCall, shape: tuple[int, ...], full: tuple[int, ...], names: Dims) -> Dims:
-    extra = len(full) - len(shape)
-    if extra < 0 or any(n not in (1, full[extra + i]) for i, n in enumerate(shape)):
-        raise call.refuse(f"the value's shape {list(shape)} does not broadcast to the indexed shape {list(full)}")
-    return tuple(names[extra + i] if n == full[extra + i] else () for i, n in enumerate(shape))
+def _value_factors(call: OpCall, value: TensorSpec, names: Sequence[Dim], sizes: Mapping[str, int]) -> Dims:
+    """Return the factors of an assigned value, which broadcasts to the indexed elements."""
+    full = tuple(math.prod(sizes[factor] for factor in dim) for dim in names)
+    return call.broadcast_factors("the value's shape", value.shape, full, tuple(names))
 
 
 def _assign_by_mask(call: OpCall, items: list[Item], value: TensorSpec | None) -> Factorization:
     """Return the rule of `x[mask] = number`, with a mask over the leading dimensions."""
     mask, target = items[0], call.tensors[0]
-    if (
-        not _is_mask(call, mask)
-        or len(call.tensors) > 2
-        or value is not None
-        or mask.shape != target.shape[: mask.ndim]
-    ):
+    if not _is_mask(mask) or len(call.tensors) > 2 or value is not None or mask.shape != target.shape[: mask.ndim]:
         raise call.refuse(
             "assignment with a mask takes one mask over the leading dimensions and a number; use where, masked_scatter "
             "or index_put on unsharded dimensions"
         )
+    # The number at each element does not depend on how many elements the mask selects, so every dimension is parallel.
     dims, sizes = dim_factors("d", target.shape)
     return Factorization((dims, dims[: mask.ndim]), (dims,), sizes)
 
@@ -184,27 +169,18 @@ def _assign_to_shard(call: LocalCall) -> Any:
     arguments = call.arguments
     x, value = arguments["input"], arguments["value"]
     given = arguments["index"] if isinstance(arguments["index"], tuple) else (arguments["index"],)
-    index, taken = slices.local_index(_expanded(given, len(x.shape)), call.sizes, call.spans)
+    used = sum(item is not None and item is not Ellipsis for item in given)
+    index, taken = slices.local_index(_expanded(given, len(x.shape) - used), call.sizes, call.spans)
     ops = call.platform.ops
     if slices.ELSEWHERE in index:
-        call.on(x, index=(slice(0, 0),), value=_zero_from_value(ops, value))
+        # A rank that writes nothing assigns an empty slice. The zero depends on the value, so that the rank joins the
+        # sum of its gradient.
+        has_gradient = hasattr(value, "shape") and len(value.shape)
+        zero = ops.sum(ops.narrow(value, 0, 0, 0)) if has_gradient else value
+        call.on(x, index=(slice(0, 0),), value=zero)
     else:
         call.on(x, index=tuple(index), value=slices.value_on_span(ops, value, taken))
     return x
-
-
-def _zero_from_value(ops: Any, value: Any) -> Any:
-    """Return a zero that depends on the value, so that ranks that write nothing still join the sum of its gradient."""
-    if not hasattr(value, "shape") or not len(value.shape):
-        return value
-    return ops.sum(ops.narrow(value, 0, 0, 0))
-
-
-def _expanded(index: tuple[Item, ...], ndim: int) -> list[Item]:
-    used = sum(item is not None and item is not Ellipsis for item in index)
-    rest = [slice(None)] * (ndim - used)
-    where = next((i for i, item in enumerate(index) if item is Ellipsis), None)
-    return [*index, *rest] if where is None else [*index[:where], *rest, *index[where + 1 :]]
 
 
 INDEXING = frozenset({"getitem", "setitem"})
@@ -212,11 +188,11 @@ INDEXING = frozenset({"getitem", "setitem"})
 
 @dataclass(frozen=True)
 class Picked:
-    """An index of tensors of positions: its shape and factors.
+    """The tensors of positions in an index, which are broadcast together.
 
     Attributes:
         shape: shape of the index tensors broadcast together.
-        start: index of the first of these dimensions in the result.
+        start: index of their first dimension in the result.
         indices: factors of each index tensor.
     """
 
@@ -234,27 +210,15 @@ class Picked:
 
 
 def tensor_index(call: OpCall, items: Sequence[Item]) -> Picked:
-    """Return the tensor part of an index with one item per dimension."""
+    """Return the tensors of an index with one item per dimension."""
     tensors = [item for item in items if isinstance(item, TensorSpec)]
-    try:
-        shape = broadcast_shapes([tensor.shape for tensor in tensors])
-    except ValueError as error:
-        raise call.refuse(str(error)) from None
-    indices = tuple(
-        tuple(
-            (f"x{len(shape) - tensor.ndim + i}",) if size == shape[len(shape) - tensor.ndim + i] else ()
-            for i, size in enumerate(tensor.shape)
-        )
-        for tensor in tensors
-    )
-    if call.tensors[0].mesh.platform.picks_integers_first:
-        items = [item for item in items if not _is_integer(item)]
+    shape = call.broadcast_shape(tensors)
+    names, _ = dim_factors("x", shape)
+    indices = tuple(call.broadcast_factors("the index's shape", tensor.shape, shape, names) for tensor in tensors)
+    if call.platform.picks_integers_first:
+        # Integers and tensors without dimensions are applied first there, and do not count as adjacent to the others.
+        items = [x for x in items if not (isinstance(x, int) or (isinstance(x, TensorSpec) and x.ndim == 0))]
     return Picked(shape, _start(_places(items)), indices)
-
-
-def _is_integer(item: Item) -> bool:
-    """Return whether an item is a single position: an integer, or a tensor without dimensions."""
-    return isinstance(item, int) or (isinstance(item, TensorSpec) and item.ndim == 0)
 
 
 def _places(items: Sequence[Item]) -> list[int]:
@@ -263,15 +227,15 @@ def _places(items: Sequence[Item]) -> list[int]:
 
 
 def _start(places: Sequence[int]) -> int:
-    """Return where the dimensions of positions are in the result: in front if the items are not adjacent."""
+    """Return the first dimension of positions in the result: by NumPy's rule, 0 if their items are not adjacent."""
     return places[0] if places and places[-1] - places[0] < len(places) else 0
 
 
 def assign_to_shard(items: Sequence[Item], picked: Picked, call: LocalCall) -> Tensor:
     """Run `x[index] = value` on this rank's shard, for an index of positions in a sharded dimension.
 
-    Positions are read on the host. A rank that owns none of them writes an empty slice of the value, which keeps the
-    value in its autograd graph.
+    Positions are read on the host, which waits for the device: the number of those that a rank owns is a shape. A rank
+    that owns none writes an empty slice of the value, which keeps the value in its autograd graph.
     """
     platform, x = call.platform, call.arguments["input"]
     places = _places(items)
@@ -287,22 +251,26 @@ def assign_to_shard(items: Sequence[Item], picked: Picked, call: LocalCall) -> T
         index[place] = platform.from_numpy(rows[place][own] - spans[place][0], platform.device_of(x))
     taken = [*taken[: picked.start], None, *taken[picked.start :]]
     value = slices.value_on_span(platform.ops, _rows_of_value(call, picked, len(taken), own), taken)
-    call.on(x, index=tuple(index), value=_moved(platform.ops, value, picked.start, _start(places), len(taken)))
+    # The local index has a one-dimensional tensor for every integer, so its dimension of positions may be elsewhere
+    # than that of the global index, for which the value was made.
+    source, target, ndim = picked.start, _start(places), len(taken)
+    if source != target and hasattr(value, "shape"):
+        value = platform.ops.reshape(value, (1,) * (ndim - len(value.shape)) + tuple(value.shape))
+        order = [dim for dim in range(ndim) if dim != source]
+        value = platform.ops.permute(value, (*order[:target], source, *order[target:]))
+    call.on(x, index=tuple(index), value=value)
     return x
-
-
-def _moved(ops: Any, value: Any, source: int, target: int, ndim: int) -> Any:
-    """Return the value with its dimension of positions moved from `source` to `target`."""
-    if source == target or not hasattr(value, "shape"):
-        return value
-    value = ops.reshape(value, (1,) * (ndim - len(value.shape)) + tuple(value.shape))
-    order = [dim for dim in range(ndim) if dim != source]
-    return ops.permute(value, (*order[:target], source, *order[target:]))
 
 
 def _rows(call: LocalCall, place: int, items: Sequence[Item], dim: int, shape: tuple[int, ...]) -> Array:
     """Return the flattened positions of one item, broadcast to the shape of the index."""
-    found = numpy.asarray(items[place]) if isinstance(items[place], int) else _on_host(call, items, place)
+    if isinstance(items[place], int):
+        found = numpy.asarray(items[place])
+    else:
+        index = call.arguments["index"]
+        tensors = [item for item in (index if isinstance(index, tuple) else (index,)) if hasattr(item, "shape")]
+        local = tensors[sum(isinstance(item, TensorSpec) for item in items[:place])]
+        found = call.platform.to_numpy(call.platform.unwrap(local) if isinstance(local, DTensor) else local)
     return numpy.broadcast_to(counted_from_front(call.name, found, dim, call.sizes[f"d{dim}"]), shape).ravel()
 
 
@@ -319,14 +287,6 @@ def counted_from_front(what: str, found: Array, dim: int, size: int) -> Array:
             f"{what}: index {outside.flat[0]} is out of bounds for dimension {dim} with size {size}"
         )
     return numpy.where(found < 0, found + size, found)
-
-
-def _on_host(call: LocalCall, items: Sequence[Item], place: int) -> Array:
-    index = call.arguments["index"]
-    tensors = [item for item in (index if isinstance(index, tuple) else (index,)) if hasattr(item, "shape")]
-    number = sum(isinstance(item, TensorSpec) for item in items[:place])
-    local = tensors[number]
-    return call.platform.to_numpy(call.platform.unwrap(local) if isinstance(local, DTensor) else local)
 
 
 def _rows_of_value(call: LocalCall, picked: Picked, ndim: int, own: Array) -> Any:
@@ -375,10 +335,23 @@ def with_positions(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _array(x: DTensor, item: Any) -> Array | None:
     """Return a list, range, array or NumPy scalar as an array of integers or booleans."""
-    array = _as_array(x.spec.mesh.platform, item)
-    if array is not None and isinstance(item, Array) and array.dtype == numpy.uint8:
-        array = _of_bytes(x, array)
-    if array is not None and (array.dtype.kind not in "iub" or (array.dtype.kind == "b" and not array.ndim)):
+    platform = x.spec.mesh.platform
+    if not isinstance(item, (list, range, Array, numpy.generic)) or _holds_tensor(platform, item):
+        return None
+    try:
+        # NumPy's default for an empty list is float64.
+        empty = isinstance(item, (list, range)) and not len(item)
+        array = numpy.asarray(item, numpy.int64) if empty else numpy.asarray(item)
+    except ValueError:  # lists of different lengths
+        return None
+    if isinstance(item, Array) and array.dtype == numpy.uint8:
+        if not platform.masks_of_bytes:
+            raise ShardingRuleError(
+                f"an array of uint8 as the index of a DTensor {x.spec!r}: NumPy takes it for positions, torch for a "
+                "mask. Write index.astype(bool) or index.astype(numpy.int64)."
+            )
+        array = array.astype(bool)
+    if array.dtype.kind not in "iub" or (array.dtype.kind == "b" and not array.ndim):
         if isinstance(item, (list, range)):
             return None
         kind = "a single boolean" if array.dtype.kind == "b" else f"an array of {array.dtype}"
@@ -388,25 +361,6 @@ def _array(x: DTensor, item: Any) -> Array | None:
     return array
 
 
-def _of_bytes(x: DTensor, array: Array) -> Array:
-    if x.spec.mesh.platform.masks_of_bytes:
-        return array.astype(bool)
-    raise ShardingRuleError(
-        f"an array of uint8 as the index of a DTensor {x.spec!r}: NumPy takes it for positions, torch for a mask. "
-        "Write index.astype(bool) or index.astype(numpy.int64)."
-    )
-
-
-def _as_array(platform: Platform, item: Any) -> Array | None:
-    if not isinstance(item, (list, range, Array, numpy.generic)) or _holds_tensor(platform, item):
-        return None
-    array = numpy.asarray(item, numpy.int64) if isinstance(item, (list, range)) and not len(item) else None
-    try:
-        return numpy.asarray(item) if array is None else array
-    except ValueError:  # lists of different lengths
-        return None
-
-
 def _holds_tensor(platform: Platform, item: Any) -> bool:
     if isinstance(item, list):
         return any(_holds_tensor(platform, each) for each in item)
@@ -414,6 +368,7 @@ def _holds_tensor(platform: Platform, item: Any) -> bool:
 
 
 def _resolved(x: DTensor, items: Sequence[Any], known: Sequence[Array | None]) -> list[Any]:
+    """Return the index with each array replaced by an integer or by replicated DTensors of positions."""
     taken = [_dims_of_item(item, array) for item, array in zip(items, known, strict=True)]
     if sum(taken) > len(x.spec.shape):
         raise IndexOutOfRangeError(f"{sum(taken)} indices for a {len(x.spec.shape)}-dimensional tensor {x.spec!r}")
@@ -425,7 +380,13 @@ def _resolved(x: DTensor, items: Sequence[Any], known: Sequence[Array | None]) -
         if array is None:
             index.append(item)
         elif array.dtype.kind == "b":
-            index += [_replicated(x, places) for places in numpy.nonzero(_mask(x, array, dim))]
+            full = x.spec.shape[dim : dim + array.ndim]
+            if array.shape != full:
+                raise IndexOutOfRangeError(
+                    f"a mask of shape {list(array.shape)} does not fit {x.spec!r} from dimension {dim} on: expected "
+                    f"{list(full)}"
+                )
+            index += [_replicated(x, places) for places in numpy.nonzero(array)]
         elif not array.ndim:
             index.append(operator.index(array[()]))
         else:
@@ -435,20 +396,12 @@ def _resolved(x: DTensor, items: Sequence[Any], known: Sequence[Array | None]) -
 
 
 def _dims_of_item(item: Any, array: Array | None) -> int:
+    """Return the number of dimensions that an item indexes."""
     if array is not None and array.dtype.kind == "b":
         return array.ndim
     if isinstance(item, DTensor) and item.spec.mesh.platform.dtype_name(item.spec.dtype) in ("bool", "uint8"):
         return len(item.spec.shape)
     return 0 if item is None or item is Ellipsis else 1
-
-
-def _mask(x: DTensor, mask: Array, dim: int) -> Array:
-    if mask.shape != x.spec.shape[dim : dim + mask.ndim]:
-        raise IndexOutOfRangeError(
-            f"a mask of shape {list(mask.shape)} does not fit {x.spec!r} from dimension {dim} on: expected "
-            f"{list(x.spec.shape[dim : dim + mask.ndim])}"
-        )
-    return mask
 
 
 def _replicated(x: DTensor, positions: Array) -> Any:

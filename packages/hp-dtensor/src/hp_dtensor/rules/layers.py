@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hp_dtensor.comm import collectives
 from hp_dtensor.rules.factors import (
     Dims,
     Factorization,
@@ -18,6 +17,7 @@ from hp_dtensor.rules.factors import (
 )
 from hp_dtensor.rules.gather_scatter import check_ids, own_ids
 from hp_dtensor.rules.notation import line
+from hp_dtensor.rules.reductions import sum_over
 from hp_dtensor.rules.registry import OpCall, RuleRegistry, dim_factors
 
 Tensor = Any
@@ -34,7 +34,7 @@ def register(registry: RuleRegistry) -> None:
         "input weight padding_idx=None max_norm=None norm_type=2.0 scale_grad_by_freq=False sparse=False",
         _embedding,
     )
-    registry.register("embedding_bag", "input weight ...", _bags)
+    registry.register("embedding_bag", "input weight ...", _embedding_bag)
     registry.register(
         "scaled_dot_product_attention",
         "query key value attn_mask=None dropout_p=0.0 is_causal=False scale=None enable_gqa=False",
@@ -59,7 +59,7 @@ def _norm(call: OpCall) -> Factorization:
 
 
 def _embedding(call: OpCall) -> Factorization:
-    """Ids have any shape, the table is `[vocabulary, width]`. A sharded vocabulary gives partial rows."""
+    """Look up ids of any shape in a table `[vocabulary, width]`. A sharded vocabulary gives partial rows."""
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if call[option]:
             raise call.refuse(f"{option} is not supported: each rank would apply it to its own ids")
@@ -82,6 +82,7 @@ def _embedding_of_shard(call: LocalCall) -> Tensor:
     start, length = call.spans["vocabulary"]
     if length == 0:
         check_ids(call.platform, ids, call.sizes["vocabulary"])
+        # An empty product has the gradient of the table, so that backward calls the same collectives on every rank.
         nothing = ops.zeros((*ids.shape, 0), table.dtype)
         return ops.matmul(nothing, table)
     # Each id has one owner. The owner returns its row and the other ranks zeros, so the sum over ranks is the row
@@ -95,14 +96,17 @@ def _embedding_of_shard(call: LocalCall) -> Tensor:
     return ops.mul(rows, ops.cast(ops.unsqueeze(inside, -1), rows.dtype))
 
 
-def _bags(call: OpCall) -> Factorization:
+def _embedding_bag(call: OpCall) -> Factorization:
     if call.arguments.get("max_norm") is not None:
         raise call.refuse("max_norm is not supported, because it writes the table")
     raise call.needs_replicated("a bag may contain ids of several ranks")
 
 
 def _attention(call: OpCall) -> Factorization:
-    """For `[batch, heads, length, width]`: batch and key-value heads are parallel, and queries unless causal."""
+    """Attend with parallel batch and key-value heads, and parallel queries unless causal; keys are unsharded.
+
+    Tensors are `[batch, heads, length, width]`. `hp_dtensor.attention` shards the sequence too (ring, Ulysses).
+    """
     if call["dropout_p"]:
         raise call.refuse("dropout is not supported for DTensors; use hp_dtensor.attention")
     query, key, value = (spec.shape for spec in call.tensors[:3])
@@ -110,6 +114,7 @@ def _attention(call: OpCall) -> Factorization:
         raise call.refuse("expected [batch, heads, length, width] of one batch size, with as many keys as values")
     groups = query[1] // max(key[1], 1)
     names = {"batch": query[0], "heads": key[1], "q": query[2], "k": key[2], "width": query[3], "out": value[3]}
+    # Query heads that share a key-value head are adjacent, so a shard of key-value heads has one shard of query heads.
     heads = ("heads",) if groups == 1 else ("heads", "group")
     sizes = names if groups == 1 else {**names, "group": groups}
     inputs: tuple[Dims, ...] = (
@@ -120,30 +125,26 @@ def _attention(call: OpCall) -> Factorization:
     output: Dims = (("batch",), heads, ("q",), ("out",))
     if len(call.tensors) == 4:
         scores = (query[0], query[1], query[2], key[2])
-        inputs = (*inputs, _mask(call, call.tensors[3].shape, scores, (("batch",), heads, ("q",), ("k",))))
+        names_of_scores: Dims = (("batch",), heads, ("q",), ("k",))
+        mask = call.broadcast_factors("the mask's shape", call.tensors[3].shape, scores, names_of_scores)
+        inputs = (*inputs, mask)
+    # The kernel's causal mask compares local positions, so a shard of the queries would see the wrong keys.
     fixed = frozenset({"k", "width", "out", *(["q"] if call["is_causal"] else [])})
     return Factorization(inputs, (output,), sizes, limits=unsharded(fixed))
 
 
-def _mask(call: OpCall, shape: tuple[int, ...], scores: tuple[int, ...], names: Dims) -> Dims:
-    """Return the factors of a mask, which broadcasts to `[batch, heads, queries, keys]`."""
-    extra = len(scores) - len(shape)
-    if extra < 0 or any(n not in (1, scores[extra + i]) for i, n in enumerate(shape)):
-        raise call.refuse(f"the mask's shape {list(shape)} does not broadcast to {list(scores)}")
-    return tuple(names[extra + i] if n == scores[extra + i] else () for i, n in enumerate(shape))
-
-
 def _batch_norm(call: OpCall) -> Factorization:
-    """For `[batch, channels, ...]`: channels are parallel, and training sums statistics over all other dimensions."""
+    """Normalize the channels of `[batch, channels, ...]`, which are parallel, over all other dimensions.
+
+    These may be sharded too: in training, two all-reduces of one number per channel sum the statistics over ranks.
+    """
     shape = call.tensors[0].shape
     if len(shape) < 2:
         raise call.needs_replicated("its rule needs [batch, channels, ...]")
     dims, sizes = dim_factors("d", shape)
     inputs: tuple[Dims, ...] = (dims, *((dims[1],),) * (len(call.tensors) - 1))
-    if not call["training"]:
-        return Factorization(
-            inputs, (dims,), sizes, limits=ShardingLimits(nonempty=frozenset(sizes))
-        )  # kernels refuse empty input
+    if not call["training"]:  # kernels refuse empty input
+        return Factorization(inputs, (dims,), sizes, limits=ShardingLimits(nonempty=frozenset(sizes)))
     tracked = sum(call[name] is not None for name in ("running_mean", "running_var"))
     summed = [dim[0] for i, dim in enumerate(dims) if i != 1]
     return Factorization(
@@ -158,37 +159,29 @@ def _batch_norm(call: OpCall) -> Factorization:
 
 def _batch_norm_over_ranks(call: LocalCall) -> Tensor:
     """Normalize by the mean and variance over all ranks, in two passes, in float32 for half precision."""
-    platform, ops, arguments = call.platform, call.platform.ops, call.arguments
+    ops, arguments = call.platform.ops, call.arguments
     x = arguments["input"]
-    wide = ops.cast(x, platform.dtype("float32")) if platform.itemsize(x.dtype) < 4 else x
+    wide = call.to_float32(x)
     others = tuple(i for i in range(len(x.shape)) if i != 1)
     count = math.prod(call.sizes[f"d{i}"] for i in others)
-    mean = ops.div(_sum(call, wide, others), float(count))
+    groups = [group for i in others for group in call.groups.get(f"d{i}", ())]
+    # Each rank uses the replicated sums with its own rows, so their gradients are summed over ranks (`vary`).
+    mean = ops.div(sum_over(ops.sum(wide, others, True), groups, vary=True), float(count))
     centered = ops.sub(wide, mean)
-    variance = ops.div(_sum(call, ops.mul(centered, centered), others), float(count))
+    variance = ops.div(sum_over(ops.sum(ops.mul(centered, centered), others, True), groups, vary=True), float(count))
     result = ops.mul(centered, ops.rsqrt(ops.add(variance, arguments["eps"])))
     channel = (1, -1, *[1] * (len(x.shape) - 2))
     if arguments["weight"] is not None:
         result = ops.mul(result, ops.reshape(arguments["weight"], channel))
     if arguments["bias"] is not None:
         result = ops.add(result, ops.reshape(arguments["bias"], channel))
+    # Running statistics have the unbiased variance, the normalization the biased one.
     _update_running(call, mean, ops.mul(variance, count / max(1, count - 1)))
     return ops.cast(result, x.dtype)
 
 
-def _sum(call: LocalCall, x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Sum over dimensions and ranks, for use with each rank's own rows."""
-    total = call.platform.ops.sum(x, dims, True)
-    groups = [group for i in dims for group in call.groups.get(f"d{i}", ())]
-    for group in groups:
-        total = collectives.all_reduce(total, group)
-    # Each rank uses the replicated total with its own rows: R -> V, whose backward sums the gradients over ranks. The
-    # all-reduce itself is P -> R, whose backward sends nothing.
-    return collectives.vary(total, groups) if groups else total
-
-
 def _update_running(call: LocalCall, mean: Tensor, variance: Tensor) -> None:
-    """Update the running statistics."""
+    """Write the running mean and variance in place, alike on every rank."""
     platform, ops, momentum = call.platform, call.platform.ops, call.arguments["momentum"]
     for name, value in (("running_mean", mean), ("running_var", variance)):
         running = call.arguments[name]

@@ -12,17 +12,19 @@ from typing import Any
 from hp_dtensor.rules.factors import (
     LINEAR,
     Dim,
-    Dims,
     Factorization,
     LocalWork,
     PartialResults,
     ShardingLimits,
+    linear_rule,
     unsharded,
 )
 from hp_dtensor.rules.notation import SUM_OF_K, by_argument, first_of, line
 from hp_dtensor.rules.pointwise import pointwise
-from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, broadcast_shapes, dim_factors
+from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, dim_factors
 
+# A sharded `k` gives each rank a sum over its part of k: the result is partial, and nothing is sent (row-parallel
+# layers, arXiv 1909.08053). Sharding m, n or a batch dimension sends nothing either and leaves a sharded result.
 VECTORS_AND_MATRICES = ("k, k ->", "... m k, k -> ... m", "k, ... k n -> ... n", "... m k, ... k n -> ... m n")
 """Matrix products as in NumPy, by the number of dimensions of each operand."""
 
@@ -87,14 +89,14 @@ def register(registry: RuleRegistry) -> None:
     registry.register("linalg_solve_triangular", "input B * upper left=True unitriangular=False", OF_COLUMNS)
     registry.register("cholesky_solve", "input input2 upper=False", line("... x! y!, ... n! m! -> ... x y", linear="0"))
     kinds = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
-    registry.register(" ".join(f"fft_{kind}" for kind in kinds), "input n=None dim=-1 norm=None", _along_one)
-    registry.register(" ".join(f"fft_{kind}2" for kind in kinds), "input s=None dim=None norm=None", _along_two)
-    registry.register(" ".join(f"fft_{kind}n" for kind in kinds), "input s=None dim=None norm=None", _along_several)
-    registry.register("fft_fftshift fft_ifftshift", "input dim=None", _shifted)
+    registry.register(" ".join(f"fft_{kind}" for kind in kinds), "input n=None dim=-1 norm=None", _fft)
+    registry.register(" ".join(f"fft_{kind}2" for kind in kinds), "input s=None dim=None norm=None", _fft2)
+    registry.register(" ".join(f"fft_{kind}n" for kind in kinds), "input s=None dim=None norm=None", _fftn)
+    registry.register("fft_fftshift fft_ifftshift", "input dim=None", _fftshift)
 
 
 def _einsum(call: OpCall) -> Factorization:
-    """Letters are factors. Those that the output lacks are summed, those repeated in one operand are unsharded."""
+    """Take letters as factors. Those that the output lacks are summed, those repeated in an operand are unsharded."""
     left, arrow, right = call["equation"].replace(" ", "").partition("->")
     terms = left.split(",")
     if len(terms) != len(call.tensors):
@@ -113,11 +115,11 @@ def _einsum(call: OpCall) -> Factorization:
         for names, spec in zip(named, call.tensors, strict=True)
     )
     summed = {name: "sum" for name in sizes if name not in output}
+    # `ii -> i` reads the diagonal: a shard of the rows and one of the columns would have few elements in common.
     repeated = frozenset(name for names in named for name in names if names.count(name) > 1)
-    result: Dims = tuple((name,) for name in output)
     return Factorization(
         inputs,
-        (result,),
+        (tuple((name,) for name in output),),
         sizes,
         limits=unsharded(repeated),
         partial=PartialResults(reduced=summed, terms=(frozenset(range(len(terms))),)),
@@ -136,6 +138,7 @@ def _add_sizes(call: OpCall, names: Sequence[str], shape: Sequence[int], sizes: 
         raise call.refuse(f"equation {call['equation']!r} does not fit its operands")
     for name, size in zip(names, shape, strict=True):
         known = sizes.setdefault(name, size)
+        # torch broadcasts operands whose dimension of this letter has size 1.
         if known == 1 != size:
             sizes[name] = size
         elif size not in (1, known):
@@ -147,27 +150,24 @@ OF_COLUMNS = line("... n! m!, ... x! y! -> ... x y", linear="1")
 
 
 def _of_matrices(*outputs: str) -> Rule:
-    """Return the rule of an operation on `[..., n, m]`, given the dimensions of each output; k = min(n, m)."""
+    """Return the rule of an operation on unsharded matrices `[..., n, m]`, such as a factorization.
+
+    Args:
+        outputs: the dimensions of each output behind those of the batch. k is min(n, m).
+    """
     made = ", ".join(f"... {output}" for output in outputs)
     new: dict[str, Any] = {"k": lambda sizes: min(sizes["n"], sizes["m"])} if "k" in made else {}
     return line(f"... n! m! -> {made}", **new)
 
 
 def _cross(call: OpCall) -> Factorization:
-    """Cross products along `dim`, of size 3. All other dimensions are broadcast and parallel."""
-    try:
-        shape = broadcast_shapes([spec.shape for spec in call.tensors])
-    except ValueError as error:
-        raise call.refuse(str(error)) from None
+    """Compute cross products along `dim`, of size 3. All other dimensions are broadcast and parallel."""
+    shape = call.broadcast_shape(call.tensors)
     first = next((i for i, size in enumerate(shape) if size == 3), 0)
     dim = first if call["dim"] is None else call["dim"] % max(1, len(shape))
     rule = pointwise("mul")(call)
     # torch defaults to the first dimension of size 3, and a shard of another dimension may have that size too.
-    return replace(
-        rule,
-        limits=unsharded({f"d{dim}"}),
-        work=LocalWork(localize=lambda shapes, spans: {"dim": dim}),
-    )
+    return replace(rule, limits=unsharded({f"d{dim}"}), work=LocalWork(localize=lambda shapes, spans: {"dim": dim}))
 
 
 def _solve(call: OpCall) -> Factorization:
@@ -186,20 +186,17 @@ FROM_HALF = frozenset({"fft_irfft", "fft_irfft2", "fft_irfftn", "fft_hfft", "fft
 """Transforms whose input is half of a spectrum along their last dimension."""
 
 
-def _along_one(call: OpCall) -> Factorization:
+def _fft(call: OpCall) -> Factorization:
     return _transformed(call, [call.dim(call["dim"])], [call["n"]])
 
 
-def _along_two(call: OpCall) -> Factorization:
-    return _several(call, (-2, -1) if call["dim"] is None else call["dim"])
+def _fft2(call: OpCall) -> Factorization:
+    return _fftn(call, default=(-2, -1))
 
 
-def _along_several(call: OpCall) -> Factorization:
-    return _several(call, call["dim"])
-
-
-def _several(call: OpCall, dims: int | Sequence[int] | None) -> Factorization:
+def _fftn(call: OpCall, default: Sequence[int] | None = None) -> Factorization:
     ndim, lengths = call.tensors[0].ndim, call["s"]
+    dims = default if call["dim"] is None else call["dim"]
     if dims is None:
         dims = range(ndim) if lengths is None else range(ndim - len(lengths), ndim)
     chosen = [call.dim(dim) for dim in ([dims] if isinstance(dims, int) else dims)]
@@ -208,12 +205,13 @@ def _several(call: OpCall, dims: int | Sequence[int] | None) -> Factorization:
 
 
 def _transformed(call: OpCall, dims: Sequence[int], lengths: Sequence[int | None]) -> Factorization:
-    """Return the rule of a transform, which is linear over the reals. A length of None is the input's size."""
+    """Return the rule of a Fourier transform, which is linear over the reals. A length of None is the input's size."""
     shape = call.tensors[0].shape
     if len(set(dims)) != len(lengths) or not dims:
         raise call.needs_replicated("its rule needs different dimensions, one per length")
     names, sizes = dim_factors("d", shape)
     output: list[Dim] = list(names)
+    # Every output element depends on all elements along the transformed dimensions, so these are unsharded.
     for dim, length in zip(dims, lengths, strict=True):
         size = shape[dim] if length is None else length
         if dim == dims[-1] and call.name in FROM_HALF:
@@ -228,8 +226,8 @@ def _transformed(call: OpCall, dims: Sequence[int], lengths: Sequence[int | None
     )
 
 
-def _shifted(call: OpCall) -> Factorization:
+def _fftshift(call: OpCall) -> Factorization:
     names, sizes = dim_factors("d", call.tensors[0].shape)
     dims = call["dim"]
     chosen = range(len(names)) if dims is None else [call.dim(d) for d in ([dims] if isinstance(dims, int) else dims)]
-    return Factorization((names,), (names,), sizes, limits=unsharded(f"d{dim}" for dim in chosen), partial=LINEAR)
+    return linear_rule(names, (names,), sizes, [f"d{dim}" for dim in chosen])

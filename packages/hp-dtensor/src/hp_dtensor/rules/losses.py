@@ -2,7 +2,8 @@
 
 Cross entropy may be sharded by rows, positions and classes. Its loss per row, with class weights w and target
 distribution q (label smoothing included), is the sum over classes of w q (logsumexp(logits) - logit). With sharded
-classes only these sums are communicated, never logits (as in Megatron-LM).
+classes only these sums are communicated, never logits (as in Megatron-LM). torch's own rule needs unsharded classes
+except inside `loss_parallel`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hp_dtensor.comm import collectives
 from hp_dtensor.rules.factors import Dims, Factorization, LocalCall, LocalWork, PartialResults
 from hp_dtensor.rules.gather_scatter import check_ids, own_ids
+from hp_dtensor.rules.reductions import reduce_data_over, sum_over
 from hp_dtensor.rules.registry import OpCall, RuleRegistry, dim_factors
 
 Tensor = Any
@@ -38,7 +39,7 @@ def register(registry: RuleRegistry) -> None:
     registry.register("kl_div", "input target size_average=None reduce=None reduction=mean log_target=False", _loss)
     options = "input target weight=None size_average=None ignore_index=-100 reduce=None reduction=mean"
     registry.register("cross_entropy", f"{options} label_smoothing=0.0", _cross_entropy)
-    registry.register("nll_loss", options, _negative_log_likelihood)
+    registry.register("nll_loss", options, _nll_loss)
 
 
 def _loss(call: OpCall) -> Factorization:
@@ -61,6 +62,7 @@ def _loss(call: OpCall) -> Factorization:
     def mean_of_shard(local: LocalCall) -> Tensor:
         x = local.arguments["input"]
         mine = x.shape[0] if call["reduction"] == "batchmean" else math.prod(x.shape)
+        # The shard's mean is scaled to its share of the elements, so that uneven shards add up to the mean.
         if math.prod(x.shape) == 0:
             return local.on(x, reduction="sum")
         return local.platform.ops.mul(local.on(x), mine / count)
@@ -79,18 +81,21 @@ Local = Callable[[LocalCall], Tensor]
 
 def _cross_entropy(call: OpCall) -> Factorization:
     if len(call["target"].shape) == len(call["input"].shape):
-        return _rule(call, _by_probability, by_class=True)
-    return _rule(call, _by_index if call["weight"] is None else _by_weighted_index)
+        return _rule(call, _of_distributions, by_class=True)
+    return _rule(call, _of_indices if call["weight"] is None else _of_indices_weighted)
 
 
-def _negative_log_likelihood(call: OpCall) -> Factorization:
-    return _rule(call, _likelihood)
+def _nll_loss(call: OpCall) -> Factorization:
+    return _rule(call, _negative_log_likelihood)
 
 
 def _rule(call: OpCall, local: Local, by_class: bool = False) -> Factorization:
-    """Return the rule of a loss over classes.
+    """Return the rule of a loss over classes, which `local` computes for logits `[rows, classes]`.
 
     Logits are `[rows, classes, *positions]`, targets `[rows, *positions]` or shaped as the logits, weights `[classes]`.
+
+    Args:
+        by_class: targets are distributions over the classes, of the logits' shape.
     """
     logits, target, weight = (call[name] for name in ("input", "target", "weight"))
     if call["size_average"] is not None or call["reduce"] is not None:
@@ -123,7 +128,7 @@ def _rule(call: OpCall, local: Local, by_class: bool = False) -> Factorization:
 
 
 def _of_rows(local: Local, names: Sequence[str], by_class: bool) -> Local:
-    """Return `local`, which works on rows, with positions flattened into rows."""
+    """Return a local function that flattens positions into rows, as if all ranks' rows were one dimension."""
 
     def run(call: LocalCall) -> Tensor:
         ops, logits, target = call.platform.ops, call.arguments["input"], call.arguments["target"]
@@ -150,19 +155,22 @@ def _of_rows(local: Local, names: Sequence[str], by_class: bool) -> Local:
 
 
 def _classes_last(ops: Any, x: Tensor) -> Tensor:
+    """Return `[rows, classes, *positions]` as `[rows * positions, classes]`."""
     moved = ops.permute(x, (0, *range(2, len(x.shape)), 1))
     return ops.reshape(moved, (math.prod(moved.shape[:-1]), moved.shape[-1]))
 
 
-def _by_probability(call: LocalCall) -> Tensor:
+def _of_distributions(call: LocalCall) -> Tensor:
+    """Return the cross entropy with target distributions."""
     ops, arguments = call.platform.ops, call.arguments
-    logits, target = _float32(call, arguments["input"]), _float32(call, arguments["target"])
+    logits, target = call.to_float32(arguments["input"]), call.to_float32(arguments["target"])
     smoothing = arguments["label_smoothing"]
     if smoothing:
         target = ops.add(ops.mul(target, 1.0 - smoothing), smoothing / call.sizes["classes"])
     if arguments["weight"] is not None:
-        target = ops.mul(target, ops.unsqueeze(_float32(call, arguments["weight"]), 0))
+        target = ops.mul(target, ops.unsqueeze(call.to_float32(arguments["weight"]), 0))
     shifted, log_total = _shifted(call, logits)
+    # sum_c q_c (lse - x_c) = lse sum_c q_c - sum_c q_c x_c; both sums are over the classes of all ranks.
     losses = ops.sub(
         ops.mul(log_total, _over_classes(call, ops.sum(target, 1))),
         _over_classes(call, ops.sum(ops.mul(target, shifted), 1)),
@@ -170,10 +178,10 @@ def _by_probability(call: LocalCall) -> Tensor:
     return _reduced(call, losses, None)
 
 
-def _by_index(call: LocalCall) -> Tensor:
-    """Return logsumexp(logits) - logit of the target, or of the smoothed target distribution."""
+def _of_indices(call: LocalCall) -> Tensor:
+    """Return the cross entropy with class indices: logsumexp(logits) - logit of the target, perhaps smoothed."""
     ops, arguments = call.platform.ops, call.arguments
-    logits = _float32(call, arguments["input"])
+    logits = call.to_float32(arguments["input"])
     targets, valid = _valid_targets(call)
     shifted, log_total = _shifted(call, logits)
     picked = _picked(call, shifted, targets)
@@ -185,13 +193,13 @@ def _by_index(call: LocalCall) -> Tensor:
     return _reduced(call, _where_valid(ops, losses, valid), ops.cast(valid, losses.dtype))
 
 
-def _likelihood(call: LocalCall) -> Tensor:
+def _negative_log_likelihood(call: LocalCall) -> Tensor:
     """Return the weighted negative log-probability of the target."""
-    ops, x, weight = call.platform.ops, _float32(call, call.arguments["input"]), call.arguments["weight"]
+    ops, x, weight = call.platform.ops, call.to_float32(call.arguments["input"]), call.arguments["weight"]
     targets, valid = _valid_targets(call)
     weights = ops.cast(valid, x.dtype)
     if weight is not None:
-        own = ops.sum(ops.mul(_one_hot(call, targets, x), ops.unsqueeze(_float32(call, weight), 0)), 1)
+        own = ops.sum(ops.mul(_one_hot(call, targets, x), ops.unsqueeze(call.to_float32(weight), 0)), 1)
         weights = ops.mul(weights, _over_classes(call, own))
     losses = _where_valid(ops, ops.neg(_over_classes(call, _picked(call, x, targets))), valid)
     return _reduced(call, ops.mul(losses, weights), weights)
@@ -202,6 +210,7 @@ def _valid_targets(call: LocalCall) -> tuple[Tensor, Tensor]:
     platform, ops, targets = call.platform, call.platform.ops, call.arguments["target"]
     valid = ops.cast(ops.ne(targets, call.arguments["ignore_index"]), targets.dtype)
     targets = ops.mul(targets, valid)
+    # A class outside the global size is in no rank's shard: without the check it would give a loss of plain zeros.
     check_ids(platform, targets, call.sizes["classes"])
     return targets, valid
 
@@ -211,7 +220,7 @@ def _picked(call: LocalCall, x: Tensor, targets: Tensor) -> Tensor:
     ops = call.platform.ops
     start, length = call.spans.get("classes", (0, x.shape[1]))
     if not length:
-        return ops.sum(x, 1)
+        return ops.sum(x, 1)  # zeros that depend on `x`, as the other ranks' results do
     own, inside = own_ids(ops, targets, start, length, call.sizes["classes"])
     picked = ops.reshape(ops.gather(x, 1, ops.unsqueeze(own, 1)), (x.shape[0],))
     return ops.masked_fill(picked, ops.logical_not(inside), 0.0)  # masked, not multiplied: the value may be infinite
@@ -221,9 +230,10 @@ def _where_valid(ops: Any, losses: Tensor, valid: Tensor) -> Tensor:
     return ops.masked_fill(losses, ops.eq(valid, 0), 0.0)
 
 
-def _by_weighted_index(call: LocalCall) -> Tensor:
+def _of_indices_weighted(call: LocalCall) -> Tensor:
+    """Return the cross entropy with class indices and class weights."""
     ops, arguments = call.platform.ops, call.arguments
-    logits, weight = _float32(call, arguments["input"]), _float32(call, arguments["weight"])
+    logits, weight = call.to_float32(arguments["input"]), call.to_float32(arguments["weight"])
     smoothing = arguments["label_smoothing"]
     targets, valid = _valid_targets(call)
     shifted, log_total = _shifted(call, logits)
@@ -255,16 +265,14 @@ def _shifted(call: LocalCall, logits: Tensor) -> tuple[Tensor, Tensor]:
     # The maximum is a constant for autograd, since the loss does not depend on it. With sharded classes, three numbers
     # per row are communicated and no logits: maximum, sum and target logit (Megatron-LM, arXiv 1909.08053, section 3).
     maxima = ops.amax(data, 1) if data.shape[1] else ops.full((data.shape[0],), float("-inf"), data.dtype)
-    for group in _groups(call, "classes"):
-        maxima = collectives.all_reduce_data(maxima, group, "max")
+    maxima = reduce_data_over(maxima, call.groups.get("classes", ()), "max")
     shifted = ops.sub(logits, ops.unsqueeze(maxima, 1))
     return shifted, ops.log(_over_classes(call, ops.sum(ops.exp(shifted), 1)))
 
 
 def _over_classes(call: LocalCall, x: Tensor) -> Tensor:
-    for group in _groups(call, "classes"):
-        x = collectives.all_reduce(x, group)
-    return x
+    """Return the sum over the ranks that share the classes."""
+    return sum_over(x, call.groups.get("classes", ()))
 
 
 def _reduced(call: LocalCall, losses: Tensor, weights: Tensor | None) -> Tensor:
@@ -276,18 +284,8 @@ def _reduced(call: LocalCall, losses: Tensor, weights: Tensor | None) -> Tensor:
     if call.arguments["reduction"] == "mean":
         if weights is None:
             return ops.cast(ops.div(total, call.sizes["rows"]), dtype)
-        count = call.platform.detach(ops.sum(weights))
-        for group in _groups(call, "rows"):
-            count = collectives.all_reduce_data(count, group)
+        # The number of valid rows of all ranks is exchanged here: the mean of the ranks' means would be wrong if they
+        # ignore different numbers of rows. The totals themselves stay partial.
+        count = reduce_data_over(call.platform.detach(ops.sum(weights)), call.groups.get("rows", ()))
         total = ops.div(total, count)
     return ops.cast(total, dtype)
-
-
-def _groups(call: LocalCall, factor: str) -> Sequence[Any]:
-    return call.groups.get(factor, ())
-
-
-def _float32(call: LocalCall, x: Tensor) -> Tensor:
-    """Return half precision as float32, because it can hold neither the sum over classes nor that over rows."""
-    platform = call.platform
-    return platform.ops.cast(x, platform.dtype("float32")) if platform.itemsize(x.dtype) < 4 else x

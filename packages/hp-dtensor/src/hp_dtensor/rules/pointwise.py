@@ -1,4 +1,8 @@
-"""Rules of pointwise operations: every dimension may be sharded, broadcast dimensions aside."""
+"""Rules of pointwise operations: every dimension may be sharded, broadcast dimensions aside.
+
+A linear operation keeps partial operands partial. The sum of two tensors is partial only if both are, and a product
+only if one of them is: with x = sum x_r and y = sum y_r, x y is not the sum of x_r y_r. torch's own rules agree.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.rules.factors import Dims, Factorization, PartialResults
-from hp_dtensor.rules.registry import DATA_DEPENDENT, OpCall, Rule, RuleRegistry, broadcast_shapes, dim_factors
+from hp_dtensor.rules.factors import Factorization, PartialResults
+from hp_dtensor.rules.registry import DATA_DEPENDENT, OpCall, Rule, RuleRegistry, dim_factors
 from hp_dtensor.spec.tensor_spec import TensorSpec
 
 NONLINEAR = (
@@ -33,7 +37,6 @@ NONLINEAR = (
     "special_xlog1py special_zeta fill"
 )
 LINEAR_UNARY = "neg clone contiguous positive cast float double half bfloat16"
-SAME_STORAGE = "detach alias"
 NO_IN_PLACE = frozenset(
     "isfinite isnan isinf zeros_like ones_like empty_like full_like maximum minimum fmax fmin isclose signbit "
     "int long bool short byte char gelu mish softplus softsign softshrink hardshrink tanhshrink logsigmoid "
@@ -45,27 +48,26 @@ def register(registry: RuleRegistry) -> None:
     nonlinear, unary = pointwise(None), pointwise("unary")
     registry.register(NONLINEAR, "input ...", nonlinear, by_type=True)
     registry.register(LINEAR_UNARY, "input ...", unary)
-    registry.register(SAME_STORAGE, "input ...", unary, view=True)
+    registry.register("detach", "input ...", unary, view=True)
+    registry.register("alias", "input ...", unary, view=True, variants="_copy")
     registry.register("conj real imag", "input", unary, view=True)
     registry.register("conj_physical resolve_conj resolve_neg cfloat cdouble", "input", unary)
     registry.register("angle", "input", nonlinear)
     registry.register("complex", "real imag", pointwise("add"))
     registry.register("polar", "abs angle", nonlinear)
     registry.register("to type_as type", "input other=None ...", _converted)
-    registry.register("add sub", "input other ...", pointwise("add"), by_type=True)
+    registry.register("add sub", "input other ...", pointwise("add"), by_type=True, variants="_")
     registry.register("mul", "input other ...", pointwise("mul"), by_type=True)
-    registry.register("div true_divide", "input other ...", pointwise("div"), by_type=True)
+    registry.register("div", "input other ...", pointwise("div"), by_type=True, variants="_")
+    registry.register("true_divide", "input other ...", pointwise("div"), by_type=True)
     registry.register("where", "condition input=None other=None", _where, by_type=True, data_dependent=True)
     registry.register("rsub", "input other ...", pointwise("add"), by_type=True)
-    registry.register("frexp", "input", _mantissas)
-    registry.register("alias_copy", "input", unary)
+    registry.register("frexp", "input", _frexp)
     names = [name for name in NONLINEAR.split() if name not in NO_IN_PLACE and not name.startswith("special_")]
     written = " ".join(f"{name}_" for name in names)
     registry.register(f"{written} fill_", "input ...", nonlinear, in_place=True, by_type=True)
     registry.register("neg_ zero_", "input", unary, in_place=True)
-    registry.register("add_ sub_", "input other ...", pointwise("add"), in_place=True, by_type=True)
     registry.register("mul_", "input other", pointwise("mul"), in_place=True, by_type=True)
-    registry.register("div_", "input other ...", pointwise("div"), in_place=True, by_type=True)
     registry.register("prelu", "input weight", _prelu)
     registry.register("copy_", "input other non_blocking=False", _copied, in_place=True)
 
@@ -74,37 +76,31 @@ def pointwise(linearity: str | None) -> Rule:
     """Return the rule of a pointwise operation.
 
     Args:
-        linearity: how it is linear: `unary`, `add`, `mul`, `div`, `where`; None: it is not.
+        linearity: the operation whose linearity it has: `unary`, `add`, `mul`, `div` or `where`. None: it is not
+            linear.
     """
 
     def rule(call: OpCall) -> Factorization:
-        try:
-            shape = broadcast_shapes([spec.shape for spec in call.tensors])
-        except ValueError as error:
-            raise call.refuse(str(error)) from None
-        sizes = {f"d{i}": size for i, size in enumerate(shape)}
-        inputs = tuple(_aligned(spec.shape, shape) for spec in call.tensors)
-        output: Dims = tuple((f"d{i}",) for i in range(len(shape)))
-        terms = None if _is_no_division(call, linearity) else _terms(linearity, len(call.tensors))
+        shape = call.broadcast_shape(call.tensors)
+        output, sizes = dim_factors("d", shape)
+        inputs = tuple(call.broadcast_factors("the shape", spec.shape, shape, output) for spec in call.tensors)
+        terms = _terms(linearity, len(call.tensors))
+        # `2 / x` is not linear in x, and neither is a rounded quotient.
+        is_rounded = call.arguments.get("rounding_mode") is not None
+        if linearity == "div" and (is_rounded or not isinstance(call["input"], TensorSpec)):
+            terms = None
         return Factorization(inputs, (output,), sizes, partial=PartialResults(terms=terms))
 
     return rule
 
 
-def _is_no_division(call: OpCall, linearity: str | None) -> bool:
-    """`2 / x` is not linear in x, and neither is a rounded quotient."""
-    return linearity == "div" and (
-        not isinstance(call["input"], TensorSpec) or call.arguments.get("rounding_mode") is not None
-    )
-
-
-def _mantissas(call: OpCall) -> Factorization:
+def _frexp(call: OpCall) -> Factorization:
     rule = pointwise(None)(call)
     return replace(rule, outputs=rule.outputs * 2)
 
 
 def _prelu(call: OpCall) -> Factorization:
-    """One slope for each channel (dimension 1), or one for all."""
+    """Apply one slope for each channel (dimension 1), or one for all."""
     shape, weight = (spec.shape for spec in call.tensors)
     dims, sizes = dim_factors("d", shape)
     if math.prod(weight) == 1:
@@ -123,32 +119,30 @@ def _where(call: OpCall) -> Factorization:
 
 
 def _copied(call: OpCall) -> Factorization:
-    """Partial values are copied into a partial tensor as they are, unless they are rounded to integers."""
+    """Copy partial values into a partial tensor as they are, unless that rounds them to integers."""
     first, *others = call.tensors
-    rounded = any(_rounds(other, first) for other in others)
+    rounded = any(rounds(call.platform, other.dtype, first.dtype) for other in others)
     return pointwise("add" if others and not rounded else None)(call)
 
 
 def rounds(platform: Platform, dtype: Any, wanted: Any) -> bool:
     """Return whether casting partial values from `dtype` to `wanted` before their sum may change the result."""
+    # Floating-point casts round too, but so does every sum: the difference is that of another order of operations.
+    # Rounding 0.5 + 0.5 to integers before the sum gives 0, and a sum of booleans is no boolean.
     if platform.is_floating(wanted):
         return False
     to_truth = platform.dtype_name(wanted) == "bool" != platform.dtype_name(dtype)
     return to_truth or platform.is_floating(dtype)
 
 
-def _rounds(source: TensorSpec, target: TensorSpec) -> bool:
-    return rounds(source.mesh.platform, source.dtype, target.dtype)
-
-
 def _converted(call: OpCall) -> Factorization:
-    """Cast to a dtype, or to that of another tensor, whose shape and placements do not matter."""
+    """Cast to a dtype, or to the dtype of another tensor, whose shape and placements do not matter."""
     rule = pointwise("unary")(OpCall(call.name, call.arguments, call.tensors[:1]))
     if len(call.tensors) == 1:
         return rule
     first, other = call.tensors
     dims, sizes = dim_factors("other", other.shape)
-    rounded = _rounds(first, other)
+    rounded = rounds(call.platform, first.dtype, other.dtype)
     return replace(
         rule,
         inputs=(*rule.inputs, dims),
@@ -159,13 +153,8 @@ def _converted(call: OpCall) -> Factorization:
     )
 
 
-def _aligned(shape: tuple[int, ...], output: tuple[int, ...]) -> Dims:
-    """Return the factors of an operand: those of the output, and none in broadcast dimensions."""
-    start = len(output) - len(shape)
-    return tuple((f"d{start + i}",) if size == output[start + i] else () for i, size in enumerate(shape))
-
-
 def _terms(linearity: str | None, tensors: int) -> tuple[frozenset[int], ...] | None:
+    """Return the output as a sum of products of inputs (`PartialResults.terms`), or None if it is not linear."""
     match linearity, tensors:
         case ("unary", 1) | ("mul", 1) | ("div", 1):
             return (frozenset({0}),)
@@ -175,8 +164,10 @@ def _terms(linearity: str | None, tensors: int) -> tuple[frozenset[int], ...] | 
         # Two summands: the sum is partial if both are.
         case ("add", 2):
             return (frozenset({0}), frozenset({1}))
+        # Linear in the dividend only.
         case ("div", 2):
             return (frozenset({0}),)
+        # Both choices must be partial: a rank that contributes to one contributes nothing where the other is chosen.
         case ("where", 3):
             return (frozenset({1}), frozenset({2}))
     return None

@@ -41,7 +41,7 @@ def register(registry: RuleRegistry) -> None:
         _in_training(_local_rule(_dropout)),
     )
     registry.register("alpha_dropout feature_alpha_dropout", "input p=0.5 training=False ...", _in_training(REPLICATED))
-    registry.register("rand_like randn_like randint_like", "input ...", _local_rule(_draw, linear=False))
+    registry.register("rand_like randn_like randint_like", "input ...", _local_rule(_draw_like, linear=False))
     registry.register(
         "uniform_ normal_ exponential_ log_normal_ cauchy_ geometric_ random_",
         "input ...",
@@ -49,13 +49,15 @@ def register(registry: RuleRegistry) -> None:
         in_place=True,
     )
     registry.register("kaiming_uniform_ kaiming_normal_", "tensor ...", _local_rule(_fill, linear=False), in_place=True)
-    registry.register("rrelu", "input lower=0.125 upper=0.333 training=False", _random_slopes)
+    registry.register("rrelu", "input lower=0.125 upper=0.333 training=False", _rrelu)
     registry.register("bernoulli", "input ...", REPLICATED)
     registry.register("multinomial", "input num_samples replacement=False", first_of(*DRAWN))
     registry.register("bernoulli_", "input p=0.5", _local_rule(_fill, linear=False), in_place=True)
 
 
 def _local_rule(local: Callable[[LocalCall], Any], linear: bool = True) -> Rule:
+    """Return the rule of an operation of the input's shape for which `local` runs if the output is sharded."""
+
     def rule(call: OpCall) -> Factorization:
         dims, sizes = dim_factors("d", call.tensors[0].shape)
         return Factorization(
@@ -71,9 +73,10 @@ def _in_training(rule: Rule) -> Rule:
 
 
 def _dropout(call: LocalCall) -> Tensor:
-    """Dropout: `x` times the shard of dropout applied to ones."""
+    """Return `x` times the shard of dropout applied to ones."""
     platform, x = call.platform, call.arguments["input"]
-    # The mask is drawn for ones, not for x: which elements dropout keeps does not depend on the global data.
+    # The mask is drawn for ones, not for x: which elements are dropped does not depend on the data of other ranks. The
+    # mask times a partial x is partial, so dropout is linear.
     with platform.no_grad():
         # Every rank draws the global mask and keeps its shard, so generators stay alike and the numbers equal those of
         # one device in every layout.
@@ -81,11 +84,12 @@ def _dropout(call: LocalCall) -> Tensor:
     return platform.ops.mul(x, mask)
 
 
-def _draw(call: LocalCall) -> Tensor:
+def _draw_like(call: LocalCall) -> Tensor:
     return _own_shard(call, call.on(_global_like(call, call.arguments["input"], call.platform.empty)))
 
 
 def _fill(call: LocalCall) -> Tensor:
+    """Fill the shard in place with its part of the global tensor's numbers."""
     x = call.arguments["input"] if "input" in call.arguments else call.arguments["tensor"]
     full = _global_like(call, x, call.platform.empty)
     call.on(full)
@@ -96,7 +100,10 @@ def _fill(call: LocalCall) -> Tensor:
 def _global_like(call: LocalCall, x: Tensor, make: Callable[..., Tensor]) -> Tensor:
     """Return a tensor of the global shape with the memory order of the shard `x`."""
     shape, order = call.output.shape, call.platform.memory_order(x)
-    if order is not None and not _strides_agree(call.output):
+    # Frameworks ignore strides of dimensions of size 0 or 1, so ranks see the same order only if a dimension has one
+    # element or none on all of them or on none.
+    agree = all(len({min(n, 2) for n in _lengths(call.output, dim)}) == 1 for dim in range(call.output.ndim))
+    if order is not None and not agree:
         # The strides of a shard with one row do not show whether it is row-major or column-major. All ranks must draw
         # in the same order, so the rank with the most informative shard decides.
         order = _order_of_largest_shard(call.output, tuple(x.shape), order)
@@ -106,13 +113,11 @@ def _global_like(call: LocalCall, x: Tensor, make: Callable[..., Tensor]) -> Ten
     return call.platform.ops.permute(full, tuple(order.index(dim) for dim in range(len(order))))
 
 
-def _strides_agree(spec: TensorSpec) -> bool:
-    """Return whether all ranks see the same order: frameworks ignore strides of dimensions of size 0 or 1."""
-    return all(len({min(length, 2) for length in _lengths(spec, dim)}) == 1 for dim in range(spec.ndim))
-
-
 def _order_of_largest_shard(spec: TensorSpec, shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the order of the rank with the most dimensions of size above 1. Ranks outside the mesh use their own."""
+    """Return the memory order of the rank whose shard has most dimensions of size above 1.
+
+    Ranks outside the mesh use their own.
+    """
     if spec.mesh.get_coordinate() is None:
         return order
     axes = tuple(axis for axis, placement in enumerate(spec.placements) if not placement.is_replicate())
@@ -124,6 +129,7 @@ def _order_of_largest_shard(spec: TensorSpec, shape: tuple[int, ...], order: tup
 
 def _lengths(spec: TensorSpec, dim: int) -> set[int]:
     """Return the lengths of all ranks' shards of a dimension. If a rank cannot know them, return {0, 1}."""
+    # Units of nested ragged shards may differ between the ranks of another axis; {0, 1} makes the ranks ask each other.
     sharded = [(p, n) for p, n in zip(spec.placements, spec.mesh.shape, strict=True) if getattr(p, "dim", None) == dim]
     if len(sharded) > 1 and any(isinstance(p, RaggedShard) for p, _ in sharded):
         return {0, 1}
@@ -134,6 +140,7 @@ def _lengths(spec: TensorSpec, dim: int) -> set[int]:
 
 
 def _own_shard(call: LocalCall, full: Tensor) -> Tensor:
+    """Return this rank's shard of a global tensor of the output's shape."""
     ops = call.platform.ops
     for dim, ranges in enumerate(call.output.ranges()):
         pieces = [ops.narrow(full, dim, start, stop - start) for start, stop in ranges or ((0, 0),)]
@@ -141,8 +148,6 @@ def _own_shard(call: LocalCall, full: Tensor) -> Tensor:
     return full
 
 
-def _random_slopes(call: OpCall) -> Factorization:
-    """How many numbers are drawn before an element depends on the signs of all preceding elements."""
-    if not call["training"]:
-        return pointwise(None)(call)
-    return REPLICATED(call)
+def _rrelu(call: OpCall) -> Factorization:
+    """Draw slopes on replicated operands: the numbers drawn before an element depend on the signs of all before it."""
+    return REPLICATED(call) if call["training"] else pointwise(None)(call)

@@ -3,6 +3,9 @@
 Where the reduced dimension is sharded, a linear reduction gives a partial result. The others replace the local
 operation (`LocalWork.by_factor`): each rank reduces its shard, then the small results are merged, and every rank has
 the full result. A rank with an empty shard contributes no element, so no neutral element is needed.
+
+torch's own rules make `max` and `min` partial (`Partial("max")`). Ours merge at once: the gradient of an extreme goes
+to the elements that attain it, which no rank can find from its own contribution.
 """
 
 from __future__ import annotations
@@ -18,7 +21,16 @@ import numpy as np
 from hp_dtensor.comm import collectives
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.saved_tensors import SavedTensors
-from hp_dtensor.rules.factors import LINEAR, Dims, Factorization, LocalCall, LocalWork, PartialResults, unsharded
+from hp_dtensor.rules.factors import (
+    LINEAR,
+    Dims,
+    Factorization,
+    LocalCall,
+    LocalWork,
+    PartialResults,
+    ShardingLimits,
+    unsharded,
+)
 from hp_dtensor.rules.notation import line
 from hp_dtensor.rules.pointwise import pointwise
 from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, dim_factors
@@ -35,7 +47,7 @@ def register(registry: RuleRegistry) -> None:
     registry.register("amax amin", dims, _extremes)
     registry.register("aminmax", "input * dim=None keepdim=False", _extremes)
     registry.register("max min", dims, _max)
-    registry.register("argmax argmin", dims, _position)
+    registry.register("argmax argmin", dims, _argmax)
     registry.register("median nanmedian", dims, _median)
     registry.register("mode", "input dim=-1 keepdim=False", _with_indices)
     registry.register("kthvalue", "input k dim=-1 keepdim=False", _with_indices)
@@ -69,7 +81,7 @@ def reduced_dims(call: OpCall, ndim: int) -> tuple[int, ...]:
 
 
 def check_floating(call: OpCall, wanted: Any = None) -> None:
-    """Refuse what frameworks refuse too, before the mean of a shard is rounded. Complex operands are replicated."""
+    """Refuse integers, as frameworks do, before the mean of a shard is rounded. Complex operands are replicated."""
     (spec, *_) = call.tensors
     platform = spec.mesh.platform
     dtype = spec.dtype if wanted is None else platform.dtype_meant(wanted)
@@ -80,11 +92,10 @@ def check_floating(call: OpCall, wanted: Any = None) -> None:
 
 
 def _reduction(op: str | None) -> Rule:
-    """Return the rule of a reduction whose local results `op` combines. None: reduced dimensions are unsharded."""
+    """Return the rule of a reduction whose local results `op` combines, or with unsharded dimensions if it is None."""
 
     def rule(call: OpCall) -> Factorization:
         base = _unsharded_rule(call)
-        factors = _reduced_factors(call)
         if op is None:
             return base
         # `nansum` and `count_nonzero` also add up local results, but they are not linear in a partial input, where NaN
@@ -93,18 +104,20 @@ def _reduction(op: str | None) -> Rule:
         return replace(
             base,
             limits=replace(base.limits, fixed=frozenset()),
-            partial=replace(base.partial, reduced=dict.fromkeys(factors, op), terms=LINEAR.terms if linear else None),
+            partial=PartialResults(
+                reduced=dict.fromkeys(_reduced_factors(call), op), terms=LINEAR.terms if linear else None
+            ),
         )
 
     return rule
 
 
-def _unsharded_rule(call: OpCall) -> Factorization:
+def _unsharded_rule(call: OpCall, outputs: int = 1) -> Factorization:
     """Return the rule in which every reduced dimension is unsharded."""
     (spec,) = call.tensors
     dims, sizes = dim_factors("d", spec.shape)
     output = _output_dims(dims, reduced_dims(call, spec.ndim), bool(call.arguments.get("keepdim")))
-    return Factorization((dims,), (output,), sizes, limits=unsharded(_reduced_factors(call)))
+    return Factorization((dims,), (output,) * outputs, sizes, limits=unsharded(_reduced_factors(call)))
 
 
 def _reduced_factors(call: OpCall) -> list[str]:
@@ -113,8 +126,7 @@ def _reduced_factors(call: OpCall) -> list[str]:
 
 def _by_shards(call: OpCall, make: Callable[[tuple[int, ...], bool], Any], outputs: int = 1) -> Factorization:
     """Return the rule in which `make(dims, keepdim)` is the local function, whose result is complete on every rank."""
-    base, factors = _unsharded_rule(call), _reduced_factors(call)
-    base = replace(base, outputs=base.outputs * outputs)
+    base, factors = _unsharded_rule(call, outputs), _reduced_factors(call)
     # What an empty reduction returns, or the error that it raises, is the framework's choice. All ranks call it alike.
     if any(base.sizes[factor] == 0 for factor in factors):
         return base
@@ -127,46 +139,31 @@ def _by_shards(call: OpCall, make: Callable[[tuple[int, ...], bool], Any], outpu
     )
 
 
-def _is_bool(call: OpCall) -> bool:
-    spec = call.tensors[0]
-    return bool(spec.mesh.platform.dtype_name(spec.dtype) == "bool")
-
-
-def _is_floating(call: OpCall) -> bool:
-    spec = call.tensors[0]
-    return spec.mesh.platform.is_floating(spec.dtype)
-
-
-def _is_complex(call: OpCall) -> bool:
-    spec = call.tensors[0]
-    return spec.mesh.platform.is_complex(spec.dtype)
-
-
 def _extremes(call: OpCall) -> Factorization:
     which = {"amax": ["max"], "max": ["max"], "aminmax": ["min", "max"]}.get(call.name, ["min"])
-    if _is_bool(call):  # process groups do not reduce booleans
-        return replace(_unsharded_rule(call), outputs=_unsharded_rule(call).outputs * len(which))
+    if call.is_bool:  # process groups do not reduce booleans
+        return _unsharded_rule(call, len(which))
     return _by_shards(call, functools.partial(extremes, which), outputs=len(which))
 
 
 def _merged(call: OpCall) -> Factorization:
-    if not _is_floating(call):
-        return _unsharded_rule(call)
-    return _by_shards(call, merged)
+    is_floating = call.platform.is_floating(call.tensors[0].dtype)
+    return _by_shards(call, merged) if is_floating else _unsharded_rule(call)
 
 
 def _norm(call: OpCall) -> Factorization:
-    """Norms merge as f(f(a), f(b)), except the norm of order 0: it counts, and the count of two counts is not a sum."""
-    if call["p"] in ("nuc", 0, 0.0) or call["p"] is None or _is_complex(call):
+    """Merge norms as f(f(a), f(b)), except that of order 0: it counts, and the count of two counts is not their sum."""
+    platform, dtype = call.platform, call.tensors[0].dtype
+    if call["p"] in ("nuc", 0, 0.0) or call["p"] is None or platform.is_complex(dtype):
         return _unsharded_rule(call)
-    if call["p"] in (math.inf, -math.inf) and _is_floating(call):
+    if call["p"] in (math.inf, -math.inf) and platform.is_floating(dtype):
         op = "max" if call["p"] > 0 else "min"
         return _by_shards(call, functools.partial(extreme_of_magnitudes, op))
     return _by_shards(call, merged)
 
 
 def _linalg_norm(call: OpCall) -> Factorization:
-    """Vector norms have one dimension or no order. Matrix norms run on replicated operands."""
+    """Compute vector norms, which have one dimension or no order. Matrix norms run on replicated operands."""
     dim, order = call["dim"], call["p"]
     count = call.tensors[0].ndim if dim is None else 1 if isinstance(dim, int) else len(dim)
     if order is not None and count > 1:
@@ -175,11 +172,13 @@ def _linalg_norm(call: OpCall) -> Factorization:
 
 
 def _truth(call: OpCall) -> Factorization:
-    return _unsharded_rule(call) if _is_complex(call) else _by_shards(call, functools.partial(truth, call.name))
+    if call.platform.is_complex(call.tensors[0].dtype):
+        return _unsharded_rule(call)
+    return _by_shards(call, functools.partial(truth, call.name))
 
 
 def _variance(call: OpCall) -> Factorization:
-    """Standard deviation or variance. `x.std(False)` means `x.std(unbiased=False)`."""
+    """Compute the standard deviation or variance. `x.std(False)` means `x.std(unbiased=False)`."""
     check_floating(call)
     if isinstance(call["dim"], bool):
         call = OpCall(call.name, {**call.arguments, "dim": None, "unbiased": call["dim"]}, call.tensors)
@@ -193,25 +192,23 @@ def _variance(call: OpCall) -> Factorization:
 
 def _mean(call: OpCall) -> Factorization:
     check_floating(call, call["dtype"])
-    (spec,) = call.tensors
-    dims, sizes = dim_factors("d", spec.shape)
-    reduced = reduced_dims(call, spec.ndim)
-    factors = [f"d{i}" for i in reduced]
-    count = math.prod(sizes[f] for f in factors)
+    base, factors = _unsharded_rule(call), _reduced_factors(call)
+    reduced = reduced_dims(call, call.tensors[0].ndim)
+    count = math.prod(base.sizes[f] for f in factors)
 
     def mean_of_shard(local: LocalCall) -> Any:
         """Return the shard's mean times its fraction of the elements. Its sum might overflow in half precision."""
+        # `Partial("avg")`, which torch's rule gives, would be wrong for uneven shards.
         ops, x = local.platform.ops, local.arguments["input"]
         mine = math.prod(x.shape[i] for i in reduced)
         if mine or not count:
             return ops.mul(local.on(x), mine / count if count else 1.0)
-        wanted = local.arguments.get("dtype")
+        wanted = local.arguments.get("dtype")  # an empty shard has no mean; its sum is 0 in any case
         return ops.sum(x if wanted is None else ops.cast(x, wanted), reduced, bool(local.arguments["keepdim"]))
 
-    return Factorization(
-        (dims,),
-        (_output_dims(dims, reduced, bool(call["keepdim"])),),
-        sizes,
+    return replace(
+        base,
+        limits=ShardingLimits(),
         partial=PartialResults(reduced=dict.fromkeys(factors, "sum"), terms=LINEAR.terms),
         work=LocalWork(by_factor=dict.fromkeys(factors, mean_of_shard)),
     )
@@ -222,7 +219,7 @@ def _output_dims(dims: Dims, reduced: tuple[int, ...], keepdim: bool) -> Dims:
 
 
 def _max(call: OpCall) -> Factorization:
-    """Maximum or minimum of all elements, along a dimension (with positions), or of two tensors elementwise."""
+    """Take the maximum or minimum: of all elements, along a dimension (with positions), or of two tensors."""
     if len(call.tensors) == 2:
         return pointwise(None)(call)
     if call["dim"] is None:
@@ -230,26 +227,26 @@ def _max(call: OpCall) -> Factorization:
     return _candidates(call, best_of_shards, outputs=2)
 
 
-def _position(call: OpCall) -> Factorization:
+def _argmax(call: OpCall) -> Factorization:
     return _unsharded_rule(call) if call["dim"] is None else _candidates(call, position_of_best, outputs=1)
 
 
 def _candidates(call: OpCall, make: Callable[[int, bool], Any], outputs: int) -> Factorization:
+    """Return the rule with the local function `make(dim, keepdim)`, or the unsharded one if that sends fewer bytes."""
     (dim,) = reduced_dims(call, call.tensors[0].ndim) or (None,)
-    if dim is None or _is_bool(call) or not candidates_are_fewer(call, dim, 1):
-        return replace(_unsharded_rule(call), outputs=_unsharded_rule(call).outputs * outputs)
+    if dim is None or call.is_bool or not candidates_are_fewer(call, dim, 1):
+        return _unsharded_rule(call, outputs)
     return _by_shards(call, lambda reduced, keepdim: make(reduced[0], keepdim), outputs)
 
 
 def _median(call: OpCall) -> Factorization:
-    """The median of all elements, or along a dimension with positions."""
+    """Take the median of all elements, or along a dimension with positions."""
     return _unsharded_rule(call) if call["dim"] is None else _with_indices(call)
 
 
 def _with_indices(call: OpCall) -> Factorization:
-    """Return the rule with two results: values and positions."""
-    rule = _unsharded_rule(call)
-    return replace(rule, outputs=rule.outputs * 2)
+    """Return the rule with two results, values and positions, along an unsharded dimension."""
+    return _unsharded_rule(call, outputs=2)
 
 
 def _quantile(call: OpCall) -> Factorization:
@@ -268,23 +265,38 @@ def sharded_axes(call: LocalCall, dims: Sequence[int]) -> Iterator[tuple[int, Pr
 
 
 def groups_of(call: LocalCall, dims: Sequence[int]) -> list[ProcessGroup]:
+    """Return the groups over which `dims` are sharded."""
     return [group for _, group, _ in sharded_axes(call, dims)]
 
 
-def static_dims(dims: Sequence[int]) -> Any:
-    """Return dimensions as an argument: a single one as an integer."""
-    return dims[0] if len(dims) == 1 else tuple(dims)
+def sum_over(x: Tensor, groups: Sequence[ProcessGroup], vary: bool = False) -> Tensor:
+    """Sum `x` over the ranks of groups, differentiably.
+
+    Args:
+        vary: each rank uses the replicated sum with its own data (R -> V), so that its gradient is summed over ranks.
+    """
+    # P -> R, whose backward sends nothing.
+    for group in groups:
+        x = collectives.all_reduce(x, group)
+    return collectives.vary(x, groups) if vary and groups else x
+
+
+def reduce_data_over(x: Tensor, groups: Sequence[ProcessGroup], op: str = "sum") -> Tensor:
+    """Reduce `x` over the ranks of groups, outside the autograd graph."""
+    for group in groups:
+        x = collectives.all_reduce_data(x, group, op)
+    return x
 
 
 def drop_dims(call: LocalCall, x: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
-    """Return `x`, which has size 1 in `dims`, with or without these dimensions."""
+    """Return `x`, which has size 1 in `dims`, without these dimensions unless `keepdim`."""
     if keepdim:
         return x
     return call.platform.ops.reshape(x, tuple(n for i, n in enumerate(x.shape) if i not in dims))
 
 
 def merged(reduced: Sequence[int], keepdim: bool) -> Local:
-    """Reduce the shard, then the gathered results, for an operation with f(f(a), f(b)) = f(a, b)."""
+    """Reduce the shard, then the gathered results, for an operation with f(f(a), f(b)) = f(a, b), such as a norm."""
 
     def local(call: LocalCall) -> Tensor:
         x = call.arguments["input"]
@@ -317,7 +329,7 @@ def _local_reduction(call: LocalCall, x: Tensor, reduced: Sequence[int]) -> Tens
 
 
 def truth(name: str, reduced: Sequence[int], keepdim: bool) -> Local:
-    """`any` and `all`, as a count of true or of false elements."""
+    """Return the local function of `any` and `all`, which counts true or false elements."""
 
     def local(call: LocalCall) -> Tensor:
         platform, ops = call.platform, call.platform.ops
@@ -327,8 +339,7 @@ def truth(name: str, reduced: Sequence[int], keepdim: bool) -> Local:
             counted = (ops.ne if name == "any" else ops.eq)(x, 0.0)
         # Process groups do not reduce booleans, but sums of int64 are exact.
         count = ops.sum(ops.cast(counted, platform.dtype("int64")), tuple(reduced), keepdim)
-        for group in groups_of(call, reduced):
-            count = collectives.all_reduce_data(count, group)
+        count = reduce_data_over(count, groups_of(call, reduced))
         result = ops.gt(count, 0) if name == "any" else ops.eq(count, 0)
         return ops.cast(result, x.dtype) if platform.dtype_name(x.dtype) == "uint8" else result
 
@@ -336,7 +347,7 @@ def truth(name: str, reduced: Sequence[int], keepdim: bool) -> Local:
 
 
 def extremes(which: Sequence[str], reduced: Sequence[int], keepdim: bool) -> Local:
-    """Maximum (`max`), minimum (`min`) or both. Tied elements share the gradient equally."""
+    """Return the local function of maximum (`max`), minimum (`min`) or both. Tied elements share the gradient."""
 
     def local(call: LocalCall) -> Any:
         found = tuple(_extreme(call, call.arguments["input"], op, reduced, keepdim) for op in which)
@@ -346,7 +357,7 @@ def extremes(which: Sequence[str], reduced: Sequence[int], keepdim: bool) -> Loc
 
 
 def extreme_of_magnitudes(op: str, reduced: Sequence[int], keepdim: bool) -> Local:
-    """The norm of order inf (`max`) or -inf (`min`), with the gradient of `extremes`."""
+    """Return the local function of the norm of order inf (`max`) or -inf (`min`), with the gradient of `extremes`."""
 
     def local(call: LocalCall) -> Tensor:
         ops, x, wanted = call.platform.ops, call.arguments["input"], call.arguments["dtype"]
@@ -362,9 +373,7 @@ def _extreme(call: LocalCall, x: Tensor, op: str, reduced: Sequence[int], keepdi
     saved: list[SavedTensors] = []
 
     def forward(data: Tensor) -> Tensor:
-        result = extreme_of_shard(call, data, op, reduced)
-        for group in groups:
-            result = collectives.all_reduce_data(result, group, op)
+        result = reduce_data_over(extreme_of_shard(call, data, op, reduced), groups, op)
         saved[:] = [SavedTensors(platform, data, result)]
         return drop_dims(call, result, reduced, keepdim)
 
@@ -372,9 +381,7 @@ def _extreme(call: LocalCall, x: Tensor, op: str, reduced: Sequence[int], keepdi
         data, result = saved[0].tensors
         # As for `amax` on one device, ties share the gradient, here those of all ranks.
         winners = ops.cast(ops.eq(data, result), grad.dtype)
-        count = ops.sum(winners, tuple(reduced), True)
-        for group in groups:
-            count = collectives.all_reduce_data(count, group)
+        count = reduce_data_over(ops.sum(winners, tuple(reduced), True), groups)
         return [ops.mul(winners, ops.div(ops.reshape(grad, tuple(result.shape)), count))]
 
     return platform.custom_function(forward, backward, x) if platform.requires_grad(x) else forward(x)
@@ -384,7 +391,7 @@ def extreme_of_shard(call: LocalCall, x: Tensor, op: str, reduced: Sequence[int]
     """Return amax or amin with `keepdim=True`. For empty data it is the value that every other one beats."""
     platform, ops = call.platform, call.platform.ops
     if all(x.shape[i] for i in reduced):
-        return (ops.amax if op == "max" else ops.amin)(x, static_dims(reduced), True)
+        return (ops.amax if op == "max" else ops.amin)(x, reduced[0] if len(reduced) == 1 else tuple(reduced), True)
     shape = tuple(1 if i in reduced else n for i, n in enumerate(x.shape))
     if platform.is_floating(x.dtype):
         return ops.full(shape, float("-inf" if op == "max" else "inf"), x.dtype)
@@ -393,17 +400,16 @@ def extreme_of_shard(call: LocalCall, x: Tensor, op: str, reduced: Sequence[int]
 
 
 def candidates_are_fewer(call: Any, dim: int, count: int) -> bool:
-    """Return whether `count` values and int64 positions per shard are fewer bytes than the shards."""
+    """Return whether gathering `count` values and int64 positions per shard sends fewer bytes than gathering shards."""
     (spec,) = call.tensors
     axes = zip(spec.mesh.shape, spec.placements, strict=True)
     parts = math.prod(n for n, p in axes if p.is_shard() and getattr(p, "dim", None) == dim)
     itemsize = spec.mesh.platform.itemsize(spec.dtype)
-    # Each shard sends `count` values with their positions. The alternative is to gather the shards themselves.
     return bool(count * (itemsize + 8) <= itemsize * spec.shape[dim] / parts)
 
 
 def best_of_shards(dim: int, keepdim: bool) -> Local:
-    """`max` and `min` with positions: the best element of each shard, then the best of these."""
+    """Return the local function of `max` and `min` with positions: the best of each shard, then the best of these."""
 
     def local(call: LocalCall) -> Any:
         values, where = _best_candidates(call, dim, lambda x, count: call.on(x, dim=dim, keepdim=True), 1)
@@ -413,7 +419,7 @@ def best_of_shards(dim: int, keepdim: bool) -> Local:
 
 
 def position_of_best(dim: int, keepdim: bool) -> Local:
-    """`argmax` and `argmin`."""
+    """Return the local function of `argmax` and `argmin`."""
 
     def local(call: LocalCall) -> Any:
         ops = call.platform.ops
@@ -429,7 +435,7 @@ def position_of_best(dim: int, keepdim: bool) -> Local:
 
 
 def first_k_of_shards(dim: int, k: int) -> Local:
-    """`topk`: the k best elements of each shard, then the k best of these."""
+    """Return the local function of `topk`: the k best elements of each shard, then the k best of these."""
 
     def local(call: LocalCall) -> Any:
         return _best_candidates(call, dim, lambda x, count: call.on(x, k=count, dim=dim), k)
@@ -466,7 +472,7 @@ def _best_candidates(
 
 
 def variance(name: str, reduced: Sequence[int], keepdim: bool, correction: float) -> Local:
-    """Variance or standard deviation in two passes, together with the mean if the name ends in `mean`."""
+    """Return the local function of variance or standard deviation, with the mean too if the name ends in `mean`."""
 
     def local(call: LocalCall) -> Any:
         ops, x = call.platform.ops, call.arguments["input"]
@@ -474,27 +480,17 @@ def variance(name: str, reduced: Sequence[int], keepdim: bool, correction: float
         groups = groups_of(call, reduced)
         # Two passes, with one small all-reduce each. E[x^2] - E[x]^2 in a single pass would lose precision where the
         # mean is large compared with the deviation.
-        mean = ops.div(_sum_over(ops.sum(x, tuple(reduced), True), groups), float(count))
+        mean = ops.div(sum_over(ops.sum(x, tuple(reduced), True), groups), float(count))
         # R -> V: every rank subtracts the mean from its own shard, so the mean's gradient is a sum over ranks.
         centered = ops.sub(x, collectives.vary(mean, groups) if groups else mean)
-        squares = _sum_over(ops.sum(ops.mul(centered, centered), tuple(reduced), True), groups)
+        squares = sum_over(ops.sum(ops.mul(centered, centered), tuple(reduced), True), groups)
         degrees = max(0.0, count - correction)
         result = ops.div(squares, degrees) if degrees else ops.mul(squares, math.nan)
         if name.startswith("std"):
-            result = _root(ops, result)
+            # The frameworks' standard deviations have the gradient 0 at 0, where that of the square root is infinite.
+            nothing = ops.eq(result, 0.0)
+            result = ops.masked_fill(ops.sqrt(ops.masked_fill(result, nothing, 1.0)), nothing, 0.0)
         result = drop_dims(call, result, reduced, keepdim)
         return (result, drop_dims(call, mean, reduced, keepdim)) if name.endswith("mean") else result
 
     return local
-
-
-def _sum_over(x: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
-    for group in groups:
-        x = collectives.all_reduce(x, group)
-    return x
-
-
-def _root(ops: Any, x: Tensor) -> Tensor:
-    """Return the square root, with gradient 0 at 0, as the frameworks' standard deviations have it."""
-    nothing = ops.eq(x, 0.0)
-    return ops.masked_fill(ops.sqrt(ops.masked_fill(x, nothing, 1.0)), nothing, 0.0)

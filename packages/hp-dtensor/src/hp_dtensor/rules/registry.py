@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hp_dtensor.exceptions import ShardingRuleError
-from hp_dtensor.rules.factors import Factorization
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.rules.factors import Dims, Factorization
 from hp_dtensor.spec.tensor_spec import TensorSpec
 
 REQUIRED = object()
@@ -17,12 +20,12 @@ DATA_DEPENDENT = "the shape of its result depends on data of all ranks; redistri
 
 
 class NeedsReplicatedError(ShardingRuleError):
-    """No rule covers this form of a call, which is valid on one device. It runs on replicated operands instead."""
+    """Raised by a rule for a form of a call that it does not cover. The call then runs on replicated operands."""
 
 
 @dataclass(frozen=True)
 class OpCall:
-    """A call as a rule sees it: arguments by name, with specs in place of tensors.
+    """The call of an operation that a rule is given: arguments by name, with specs in place of tensors.
 
     Attributes:
         name: the operation.
@@ -36,6 +39,16 @@ class OpCall:
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
+
+    @property
+    def platform(self) -> Platform:
+        """The platform of the tensors."""
+        return self.tensors[0].mesh.platform
+
+    @property
+    def is_bool(self) -> bool:
+        """Whether the first tensor is boolean. Process groups do not reduce booleans."""
+        return self.platform.dtype_name(self.tensors[0].dtype) == "bool"
 
     def dim(self, dim: int, extra: int = 0) -> int:
         """Return the dimension `dim` of the first tensor as a nonnegative index.
@@ -54,7 +67,7 @@ class OpCall:
         return dim % ndim
 
     def refuse(self, why: str) -> ShardingRuleError:
-        """Return the error of a call that the rule does not support."""
+        """Return the error of a call that the rule does not support in any layout."""
         specs = ", ".join(repr(spec) for spec in self.tensors)
         return ShardingRuleError(
             f"{self.name}({specs}): {why}. Redistribute the inputs, or run it on local tensors (to_local, local_map)."
@@ -63,6 +76,38 @@ class OpCall:
     def needs_replicated(self, why: str) -> NeedsReplicatedError:
         """Return the error that makes every rank gather the operands and compute the call on replicated ones."""
         return NeedsReplicatedError(str(self.refuse(why)))
+
+    def broadcast_shape(self, tensors: Iterable[TensorSpec]) -> tuple[int, ...]:
+        """Return the shape of tensors broadcast together, by NumPy's rule.
+
+        Raises:
+            ShardingRuleError: they do not broadcast.
+        """
+        shapes = [spec.shape for spec in tensors]
+        ndim = max((len(shape) for shape in shapes), default=0)
+        result = []
+        for index in range(-ndim, 0):
+            sizes = {shape[index] for shape in shapes if len(shape) >= -index} - {1}
+            if len(sizes) > 1:
+                raise self.refuse(f"shapes {', '.join(map(str, map(list, shapes)))} do not broadcast")
+            result.append(sizes.pop() if sizes else 1)
+        return tuple(result)
+
+    def broadcast_factors(self, what: str, shape: Sequence[int], full: Sequence[int], names: Dims) -> Dims:
+        """Return the factors of an operand that broadcasts to the shape `full` with the factors `names`.
+
+        A dimension of size 1 that is broadcast has no factor: every rank needs it in full.
+
+        Args:
+            what: the operand, for the message.
+
+        Raises:
+            ShardingRuleError: it does not broadcast.
+        """
+        extra = len(full) - len(shape)
+        if extra < 0 or any(size not in (1, full[extra + i]) for i, size in enumerate(shape)):
+            raise self.refuse(f"{what} {list(shape)} does not broadcast to {list(full)}")
+        return tuple(names[extra + i] if size == full[extra + i] else () for i, size in enumerate(shape))
 
 
 @dataclass(frozen=True)
@@ -97,7 +142,7 @@ class Registration:
             arguments; on replicated ones the operation runs in any case.
         own: whether it is a user's function. Its rule depends on nothing but tensors, its keywords have no synonyms,
             and the caller or the function may hold other references to its results.
-        replicated: whether it always runs on replicated operands.
+        replicated: whether it always runs on replicated operands, whatever its rule would say.
     """
 
     rule: Rule
@@ -113,6 +158,7 @@ class Registration:
     def position(self, keyword: str) -> int:
         """Return the position of the parameter that a keyword names, or the number of parameters if it names none."""
         names = [parameter.name for parameter in self.parameters]
+        # A user's function has its own vocabulary: its `x` or `size` is not torch's.
         name = keyword if self.own or keyword in names else KEYWORD_SYNONYMS.get(keyword, keyword)
         return names.index(name) if name in names else len(names)
 
@@ -138,6 +184,7 @@ class RuleRegistry:
         by_type: bool = False,
         view: bool = False,
         data_dependent: bool = False,
+        variants: str = "",
     ) -> None:
         """Register one rule for several operations.
 
@@ -147,6 +194,8 @@ class RuleRegistry:
                 after a `*` are keyword-only. A final `...` accepts any further arguments, which must not change the
                 sharding. Without it, a call with further arguments is refused.
             in_place, by_type, view, data_dependent: see `Registration`.
+            variants: suffixes of the names, separated by spaces, that also have this rule: `_` for operations in place,
+                `_copy` for copies in place of views.
 
         Raises:
             ValueError: a name already has a rule.
@@ -160,7 +209,11 @@ class RuleRegistry:
         words = signature.split()
         takes_more = words[-1] == "..."
         parameters = _parse_signature(words[:-1] if takes_more else words)
-        self._add(names, Registration(rule, parameters, in_place, by_type, view, takes_more, data_dependent))
+        registration = Registration(rule, parameters, in_place, by_type, view, takes_more, data_dependent)
+        self._add(names, registration)
+        for suffix in variants.split():
+            variant = replace(registration, in_place=suffix == "_", view=False)
+            self._add(" ".join(name + suffix for name in names.split()), variant)
 
     def register_replicated(self, names: str) -> None:
         """Register operations that run on replicated operands: sharded and partial operands are gathered first.
@@ -173,7 +226,7 @@ class RuleRegistry:
         Raises:
             ValueError: a name already has a rule.
         """
-        self._add(names, Registration(_needs_replicated, (), open=True, replicated=True))
+        self._add(names, Registration(_always_replicated, (), open=True, replicated=True))
 
     def _add(self, names: str, registration: Registration) -> None:
         for name in names.split():
@@ -203,7 +256,7 @@ class RuleRegistry:
         return tuple(sorted(self._registrations))
 
 
-def _needs_replicated(call: OpCall) -> Factorization:
+def _always_replicated(call: OpCall) -> Factorization:
     raise call.needs_replicated("it runs on replicated operands")
 
 
@@ -230,8 +283,6 @@ KEYWORD_SYNONYMS = {
 HARMLESS_KEYWORDS = frozenset({"out", "inplace", "layout", "device", "memory_format", "requires_grad", "_stacklevel"})
 """Keywords that state where or how a result is stored. They change neither its values nor its shape."""
 
-_DEFAULTS = {"None": None, "False": False, "True": True}
-
 
 def _parse_signature(words: Sequence[str]) -> tuple[Parameter, ...]:
     parameters: list[Parameter] = []
@@ -241,39 +292,21 @@ def _parse_signature(words: Sequence[str]) -> tuple[Parameter, ...]:
             keyword = True
             continue
         name, equals, default = word.partition("=")
-        value = REQUIRED if not equals else _DEFAULTS[default] if default in _DEFAULTS else _literal(default)
-        parameters.append(Parameter(name.lstrip("*"), value, name.startswith("*"), keyword))
+        parameters.append(
+            Parameter(name.lstrip("*"), _literal(default) if equals else REQUIRED, name.startswith("*"), keyword)
+        )
     return tuple(parameters)
 
 
 def _literal(text: str) -> Any:
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        return text.strip("'")
+    """Return the value of a default such as `None`, `1e-5` or `'mean'`. Words that are no literal are strings."""
+    for parse in (ast.literal_eval, float):  # `float` for `inf` and `nan`
+        with contextlib.suppress(ValueError, SyntaxError):
+            return parse(text)
+    return text
 
 
-def dim_factors(prefix: str, shape: tuple[int, ...]) -> tuple[tuple[tuple[str, ...], ...], dict[str, int]]:
+def dim_factors(prefix: str, shape: tuple[int, ...]) -> tuple[Dims, dict[str, int]]:
     """Return one factor per dimension, `prefix0`, `prefix1`, ..., and their sizes."""
     dims = tuple((f"{prefix}{i}",) for i in range(len(shape)))
     return dims, {f"{prefix}{i}": size for i, size in enumerate(shape)}
-
-
-def broadcast_shapes(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape of operands broadcast together, by NumPy's rule.
-
-    Raises:
-        ValueError: the shapes do not broadcast.
-    """
-    ndim = max((len(shape) for shape in shapes), default=0)
-    result = []
-    for index in range(-ndim, 0):
-        sizes = {shape[index] for shape in shapes if len(shape) >= -index} - {1}
-        if len(sizes) > 1:
-            raise ValueError(f"shapes {', '.join(map(str, map(list, shapes)))} do not broadcast")
-        result.append(sizes.pop() if sizes else 1)
-    return tuple(result)

@@ -16,7 +16,15 @@ from hp_dtensor.rules import reductions
 from hp_dtensor.rules.cat_split_pad_roll import with_lengths
 from hp_dtensor.rules.factors import LINEAR, Factorization, LocalCall, LocalWork, PartialResults, unsharded
 from hp_dtensor.rules.notation import by_argument, line
-from hp_dtensor.rules.reductions import check_floating, extreme_of_shard, groups_of, reduced_dims, sharded_axes
+from hp_dtensor.rules.reductions import (
+    check_floating,
+    extreme_of_shard,
+    groups_of,
+    reduce_data_over,
+    reduced_dims,
+    sharded_axes,
+    sum_over,
+)
 from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, dim_factors
 
 Tensor = Any
@@ -28,7 +36,7 @@ def register(registry: RuleRegistry) -> None:
     registry.register("logcumsumexp", "input dim", _along(lambda call: _scan(call)[0]))
     registry.register("cummax cummin", "input dim", _along(_scan, outputs=2))
     registry.register("cumsum_ cumprod_", "input dim * dtype=None", line("... dim! ... -> ... dim ..."), in_place=True)
-    registry.register("softmax log_softmax softmin", "input dim=None dtype=None", _of_floating(_along(_softmax)))
+    registry.register("softmax log_softmax softmin", "input dim=None dtype=None", _along(_softmax, floating=True))
     registry.register("topk", "input k dim=-1 largest=True sorted=True", _topk)
     registry.register(
         "sort", "input dim=-1 descending=False * stable=False", line("... dim! ... -> ... dim ..., ... dim ...")
@@ -44,8 +52,16 @@ def register(registry: RuleRegistry) -> None:
     registry.register("bucketize", "input boundaries * out_int32=False right=False", line("..., bounds! -> ..."))
 
 
-def _along(local: Callable[[LocalCall], Any], linear: bool = False, outputs: int = 1) -> Rule:
+def _along(local: Callable[[LocalCall], Any], linear: bool = False, outputs: int = 1, floating: bool = False) -> Rule:
+    """Return the rule of an operation along `dim` that keeps the shape; `local` runs where that dimension is sharded.
+
+    Args:
+        floating: refuse integers.
+    """
+
     def rule(call: OpCall) -> Factorization:
+        if floating:
+            check_floating(call, call["dtype"])
         (spec,) = call.tensors
         dims, sizes = dim_factors("d", spec.shape)
         if not isinstance(call["dim"], int):
@@ -62,20 +78,12 @@ def _along(local: Callable[[LocalCall], Any], linear: bool = False, outputs: int
     return rule
 
 
-def _of_floating(rule: Rule) -> Rule:
-    def checked(call: OpCall) -> Factorization:
-        check_floating(call, call["dtype"])
-        return rule(call)
-
-    return checked
-
-
 def _dim_of(call: LocalCall) -> int:
     return int(call.arguments["dim"]) % len(call.arguments["input"].shape)
 
 
 def _cumulative(combine: str) -> Callable[[LocalCall], Tensor]:
-    """Scan the shard, then combine it with the total of the shards before it."""
+    """Return the local function of `cumsum` (`add`) or `cumprod` (`mul`): scan the shard, add earlier totals."""
 
     def local(call: LocalCall) -> Tensor:
         dim, x, ops = _dim_of(call), call.arguments["input"], call.platform.ops
@@ -102,7 +110,7 @@ def _cumulative(combine: str) -> Callable[[LocalCall], Tensor]:
 
 
 def _scan(call: LocalCall) -> tuple[Tensor, ...]:
-    """Scan the shard behind the totals of preceding shards, for scans that no binary operation combines."""
+    """Scan the totals of preceding shards and then the shard, for scans that no binary operation combines."""
     dim, ops, x = _dim_of(call), call.platform.ops, call.arguments["input"]
     # Integers have no gradient, but a custom autograd node would ask for one.
     if not call.platform.is_floating(x.dtype) and not call.platform.is_complex(x.dtype):
@@ -151,7 +159,7 @@ def _scanned(call: LocalCall, x: Tensor, dim: int) -> list[Tensor]:
 
 
 def _softmax(call: LocalCall) -> Tensor:
-    """Softmax, log-softmax or softmin. Half precision is computed in float32, because it cannot hold the sum."""
+    """Compute softmax, log-softmax or softmin; half precision in float32, because it cannot hold the sum."""
     platform, ops, x = call.platform, call.platform.ops, call.arguments["input"]
     dim, wanted = _dim_of(call), platform.dtype_meant(call.arguments["dtype"]) or x.dtype
     x = ops.cast(x, platform.dtype("float32") if platform.itemsize(wanted) < 4 else wanted)
@@ -159,25 +167,18 @@ def _softmax(call: LocalCall) -> Tensor:
         x = ops.neg(x)
     groups = groups_of(call, [dim])
     # The maximum only keeps the exponentials in range. The result does not depend on it, so it needs no gradient.
-    highest = extreme_of_shard(call, platform.detach(x), "max", [dim])
-    for group in groups:
-        highest = collectives.all_reduce_data(highest, group, "max")
+    highest = reduce_data_over(extreme_of_shard(call, platform.detach(x), "max", [dim]), groups, "max")
     # For a row of minus infinities nothing is subtracted, since -inf - (-inf) is NaN.
     shifted = ops.sub(x, ops.masked_fill(highest, ops.eq(highest, float("-inf")), 0.0))
     exponentials = ops.exp(shifted)
-    total = ops.sum(exponentials, dim, True)
-    for group in groups:
-        total = collectives.all_reduce(total, group)
-    if groups:
-        # P -> R, then R -> V: each rank divides its own shard by the total, so the total's gradient is a sum over
-        # ranks.
-        total = collectives.vary(total, groups)
+    # Each rank divides its own shard by the total, so the total's gradient is a sum over ranks (`vary`).
+    total = sum_over(ops.sum(exponentials, dim, True), groups, vary=True)
     result = ops.sub(shifted, ops.log(total)) if call.name == "log_softmax" else ops.div(exponentials, total)
     return ops.cast(result, wanted)
 
 
 def _topk(call: OpCall) -> Factorization:
-    """Along a sharded dimension, take the best of each shard and then of these, if that sends fewer bytes."""
+    """Along a sharded dimension, take the k best of each shard and then of these, if that sends fewer bytes."""
     if not call.tensors[0].shape:
         raise call.needs_replicated("a tensor without dimensions")
     dim, k = call.dim(call["dim"]), call["k"]
@@ -226,8 +227,8 @@ def _local_bins(refused: OpCall, call: LocalCall) -> Any:
     platform, bins = call.platform, call.sizes["bins"]
     counts = call.on(call.arguments["input"])
     most = platform.ops.full((), int(counts.shape[0]), platform.dtype("int64"))
-    for group in call.groups["d0"]:
-        most = collectives.all_reduce_data(most, group, "max")
+    # A rank that raised alone would leave the others waiting in the next collective.
+    most = reduce_data_over(most, call.groups["d0"], "max")
     highest = int(platform.to_numpy(most)) - 1
     if highest >= bins:
         raise refused.refuse(f"a value {highest} is beyond minlength={bins}")

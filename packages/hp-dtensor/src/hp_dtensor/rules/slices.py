@@ -6,14 +6,12 @@ is partial: the owner returns the row, the other ranks return zeros.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from hp_dtensor.exceptions import IndexOutOfRangeError
 from hp_dtensor.rules.factors import (
-    LINEAR,
     Dim,
     Dims,
     Factorization,
@@ -21,6 +19,7 @@ from hp_dtensor.rules.factors import (
     LocalWork,
     ShardingLimits,
     Span,
+    linear_rule,
     positions_in_span,
 )
 from hp_dtensor.rules.registry import OpCall, RuleRegistry, dim_factors
@@ -30,23 +29,18 @@ Tensor = Any
 
 
 def register(registry: RuleRegistry) -> None:
-    registry.register("narrow", "input dim start length", _narrow, view=True)
-    registry.register("narrow_copy", "input dim start length", _narrow)
+    registry.register("narrow", "input dim start length", _narrow, view=True, variants="_copy")
     registry.register("select", "input dim index", _select, view=True)
 
 
-def out_of_range(call: OpCall, index: int, dim: int) -> IndexOutOfRangeError:
-    """Return the error of an index outside a dimension."""
-    (spec, *_) = call.tensors
-    return IndexOutOfRangeError(
-        f"{call.name}: index {index} is out of bounds for dimension {dim} with size {spec.shape[dim]} of {spec!r}"
-    )
-
-
 def check_position(call: OpCall, index: int, dim: int) -> None:
-    size = call.tensors[0].shape[dim]
+    """Raise an IndexOutOfRangeError if `index` is outside dimension `dim`."""
+    spec = call.tensors[0]
+    size = spec.shape[dim]
     if not -size <= index < size:
-        raise out_of_range(call, index, dim)
+        raise IndexOutOfRangeError(
+            f"{call.name}: index {index} is out of bounds for dimension {dim} with size {size} of {spec!r}"
+        )
 
 
 def _narrow(call: OpCall) -> Factorization:
@@ -69,14 +63,8 @@ def _narrow(call: OpCall) -> Factorization:
         rows, count = _rows_in_span(sliced, spans[f"d{dim}"])
         return {"start": rows.start, "length": count}
 
-    return Factorization(
-        (dims,),
-        (dims,),
-        sizes,
-        limits=ShardingLimits(picked={f"d{dim}": sliced}),
-        partial=LINEAR,
-        work=LocalWork(localize=localize),
-    )
+    rule = linear_rule(dims, (dims,), sizes, work=LocalWork(localize=localize))
+    return replace(rule, limits=ShardingLimits(picked={f"d{dim}": sliced}))
 
 
 def _select(call: OpCall) -> Factorization:
@@ -85,31 +73,31 @@ def _select(call: OpCall) -> Factorization:
     if not isinstance(index, int):
         raise call.refuse("expected an integer index; use index_select for a tensor of positions")
     check_position(call, index, dim)
-    rule = Factorization((dims,), ((*dims[:dim], *dims[dim + 1 :]),), sizes, partial=LINEAR)
-    return partial_from_owners(
-        call, rule, [f"d{dim}"], functools.partial(_select_from_owner, dim, index % sizes[f"d{dim}"])
-    )
+    position = index % sizes[f"d{dim}"]
+
+    def select_from_owner(local: LocalCall) -> Tensor:
+        x = local.arguments["input"]
+        start, length = local.spans[f"d{dim}"]
+        if start <= position < start + length:
+            return local.on(x, index=position - start)
+        return _zeros_from(local.platform.ops, local.platform.ops.narrow(x, dim, 0, 0), dim)
+
+    rule = linear_rule(dims, ((*dims[:dim], *dims[dim + 1 :]),), sizes)
+    return partial_from_owners(call, rule, [f"d{dim}"], select_from_owner)
 
 
 def partial_from_owners(
     call: OpCall, rule: Factorization, factors: Sequence[str], local: Callable[[LocalCall], Any]
 ) -> Factorization:
     """Return `rule` with partial results over `factors`, of which one position is picked, except for booleans."""
-    if call.tensors[0].mesh.platform.dtype_name(call.tensors[0].dtype) == "bool":
+    # The owner's row plus zeros is the row, so the result is a partial sum, and backward gives the owner its gradient.
+    if call.is_bool:
         return replace(rule, limits=replace(rule.limits, fixed=rule.limits.fixed | {*factors}))
     return replace(
         rule,
         partial=replace(rule.partial, reduced=dict.fromkeys(factors, "sum")),
         work=replace(rule.work, by_factor=dict.fromkeys(factors, local)),
     )
-
-
-def _select_from_owner(dim: int, index: int, call: LocalCall) -> Tensor:
-    ops, x = call.platform.ops, call.arguments["input"]
-    start, length = call.spans[f"d{dim}"]
-    if start <= index < start + length:
-        return call.on(x, index=index - start)
-    return _zeros_from(ops, ops.narrow(x, dim, 0, 0), dim)
 
 
 def _zeros_from(ops: Any, x: Tensor, dim: int) -> Tensor:
@@ -120,7 +108,7 @@ def _zeros_from(ops: Any, x: Tensor, dim: int) -> Tensor:
 def basic(
     call: OpCall, items: Sequence[Item], dims: Dims, sizes: Mapping[str, int]
 ) -> tuple[tuple[Dim, ...], dict[str, range], list[str]]:
-    """Return the output dimensions of an index, the positions of sliced factors, and the factors of single positions.
+    """Parse an index: return its output dimensions, sliced factor -> positions, and the factors of single positions.
 
     Args:
         items: one item per dimension, and `None`s. The output dimension of a tensor item is `("tensor",)`.
@@ -128,7 +116,6 @@ def basic(
     output: list[Dim] = []
     sliced: dict[str, range] = {}
     picked: list[str] = []
-    taken = [item for item in items if item is not None]
     position = 0
     for item in items:
         if item is None:
@@ -137,8 +124,10 @@ def basic(
         (factor,) = dims[position]
         if isinstance(item, slice):
             output.append((factor,))
+            if item.step is not None and item.step <= 0:
+                raise call.refuse(f"a slice needs a step greater than zero, got {item.step}")
             if item != slice(None):
-                sliced[factor] = sliced_positions(call, item, sizes[factor])
+                sliced[factor] = range(*item.indices(sizes[factor]))
         elif isinstance(item, int):
             check_position(call, item, position)
             picked.append(factor)
@@ -146,21 +135,13 @@ def basic(
             picked.append(factor)
             output.append(("tensor",))
         position += 1
-    assert len(taken) == position
     return tuple(output), sliced, picked
-
-
-def sliced_positions(call: OpCall, item: slice, size: int) -> range:
-    """Return the positions of a dimension that a slice contains."""
-    if item.step is not None and item.step <= 0:
-        raise call.refuse(f"a slice needs a step greater than zero, got {item.step}")
-    return range(*item.indices(size))
 
 
 def localize_index(
     items: Sequence[Item], sizes: Mapping[str, int], sliced: Mapping[str, range]
 ) -> Callable[[Sequence[tuple[int, ...]], Mapping[str, Span]], Mapping[str, Any]]:
-    """Return the `localize` function of an index, which changes the slices of sharded dimensions."""
+    """Return the `LocalWork.localize` of an index: slices of sharded dimensions become relative to the shard."""
 
     def localize(shapes: Sequence[tuple[int, ...]], spans: Mapping[str, Span]) -> Mapping[str, Any]:
         return {"index": tuple(local_index(items, sizes, spans)[0])} if sliced.keys() & spans.keys() else {}
@@ -172,6 +153,7 @@ def pick_from_owners(items: Sequence[Item], call: LocalCall) -> Tensor:
     """Return the indexed elements of this rank's shard, with zeros for positions that another rank owns."""
     index, _ = local_index(items, call.sizes, call.spans)
     result = call.on(call.arguments["input"], index=tuple(slice(0, 0) if item is ELSEWHERE else item for item in index))
+    # The empty slices in place of foreign positions are dimensions of size 0; their sum has zeros and a gradient.
     dims = [item for item in index if not isinstance(item, int)]
     for dim in reversed([i for i, item in enumerate(dims) if item is ELSEWHERE]):
         result = _zeros_from(call.platform.ops, result, dim)

@@ -1,63 +1,45 @@
-"""Rules of views and reshapes: a reshape splits and merges dimensions, and its rule finds the common factors."""
+"""Rules of views and reshapes: a reshape splits and merges dimensions, and its rule finds the common factors.
+
+None of them communicates where the sharded dimension is the outermost of those that are merged: the view of a shard is
+then the shard of the view.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hp_dtensor.rules.factors import (
-    LINEAR,
-    Dims,
-    Factorization,
-    LocalWork,
-    Operands,
-    PartialResults,
-    ShardingLimits,
-    Span,
-    unsharded,
-)
+from hp_dtensor.rules.factors import Dims, Factorization, LocalWork, Operands, Span, linear_rule, unsharded
 from hp_dtensor.rules.notation import line
 from hp_dtensor.rules.registry import OpCall, RuleRegistry, dim_factors
 
 
 def register(registry: RuleRegistry) -> None:
-    registry.register("view", "input *shape", _reshape, view=True)
+    registry.register("view", "input *shape", _reshape, view=True, variants="_copy")
     registry.register("reshape", "input *shape", _reshape)
     registry.register("flatten", "input start_dim=0 end_dim=-1", _flatten)
     registry.register("unflatten", "input dim sizes", _unflatten, view=True)
-    registry.register("transpose swapaxes", "input dim0 dim1", _transpose, view=True)
-    registry.register("t numpy_T", "input", _reverse, view=True)
+    registry.register("transpose", "input dim0 dim1", _transpose, view=True, variants="_copy")
+    registry.register("swapaxes", "input dim0 dim1", _transpose, view=True)
+    registry.register("t", "input", _reverse, view=True, variants="_copy")
+    registry.register("numpy_T", "input", _reverse, view=True)
     registry.register("mT", "input", _matrix_transpose, view=True)
-    registry.register("permute", "input *dims", _permute, view=True)
-    registry.register("unsqueeze", "input dim", _unsqueeze, view=True)
-    registry.register("squeeze", "input dim=None", _squeeze, view=True)
-    registry.register("expand broadcast_to", "input *shape", _expand, view=True)
+    registry.register("permute", "input *dims", _permute, view=True, variants="_copy")
+    registry.register("unsqueeze", "input dim", _unsqueeze, view=True, variants="_copy")
+    registry.register("squeeze", "input dim=None", _squeeze, view=True, variants="_copy")
+    registry.register("expand", "input *shape", _expand, view=True, variants="_copy")
+    registry.register("broadcast_to", "input *shape", _expand, view=True)
     registry.register(
         "repeat_interleave", "input repeats dim=None * output_size=None", _repeat_interleave, data_dependent=True
     )
-    registry.register("transpose_copy", "input dim0 dim1", _transpose)
-    registry.register("t_copy", "input", _reverse)
-    registry.register("permute_copy", "input *dims", _permute)
-    registry.register("unsqueeze_copy", "input dim", _unsqueeze)
-    registry.register("squeeze_copy", "input dim=None", _squeeze)
-    registry.register("expand_copy", "input *shape", _expand)
-    registry.register("view_copy", "input *shape", _reshape)
     registry.register("view_as_complex", "input", _as_complex, view=True)
     registry.register("view_as_real", "input", line("... -> ... part", linear=True, part=2), view=True)
     registry.register("new_zeros new_ones new_empty", "input *size * dtype=None", _new)
     registry.register("new_full", "input size fill_value * dtype=None", _new)
-    registry.register("new_tensor", "input data * dtype=None", _new_scalar)
-
-
-_DTYPE_ALONE = Operands(ignored=frozenset({0}))
-"""Only the dtype of the input matters."""
-
-
-def _one(inputs: Dims, output: Dims, sizes: Mapping[str, int], **options: Any) -> Factorization:
-    """Return the rule of an operation on one tensor, linear by default. `options` are fields of `Factorization`."""
-    return Factorization((inputs,), (output,), sizes, **{"partial": LINEAR, **options})
+    registry.register("new_tensor", "input data * dtype=None", _new)
 
 
 def common_factors(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims, dict[str, int], frozenset[str]]:
@@ -70,15 +52,15 @@ def common_factors(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, 
         The factors of the source's and the target's dimensions, the sizes of the factors, and the unsharded factors.
     """
     if tuple(source) == tuple(target):
-        same, same_sizes = dim_factors("d", tuple(source))
-        return same, same, same_sizes, frozenset()
+        same, sizes = dim_factors("d", tuple(source))
+        return same, same, sizes, frozenset()
     # With a size of 0, dimensions have no correspondence, so nothing is sharded.
     if math.prod(source) == 0:
         left, left_sizes = dim_factors("i", tuple(source))
         right, right_sizes = dim_factors("o", tuple(target))
         sizes = left_sizes | right_sizes
         return left, right, sizes, frozenset(sizes)
-    left_ends, right_ends = _ends(source), _ends(target)
+    left_ends, right_ends = (list(itertools.accumulate(shape, operator.mul)) for shape in (source, target))
     # [6, 4] -> [2, 12]: the cumulative products are 6, 24 and 2, 24. Split at 1, 2, 6, 24, both shapes consist of the
     # factors 2, 3 and 4: (2 3) 4 and 2 (3 4).
     bounds = sorted({1, *left_ends, *right_ends})
@@ -86,19 +68,10 @@ def common_factors(source: Sequence[int], target: Sequence[int]) -> tuple[Dims, 
     # have no common factor and are unsharded.
     indivisible = _indivisible_intervals(bounds, set(left_ends) & set(right_ends))
     sizes = {}
-    dims = []
-    for side, ends in (("i", left_ends), ("o", right_ends)):
-        dims.append(_dims_between(side, ends, bounds, indivisible, sizes))
-    return dims[0], dims[1], sizes, frozenset(f for f in sizes if f[0] in "io")
-
-
-def _ends(shape: Sequence[int]) -> list[int]:
-    """Return the cumulative products of the sizes."""
-    ends, total = [], 1
-    for size in shape:
-        total *= size
-        ends.append(total)
-    return ends
+    left, right = (
+        _dims_between(side, ends, bounds, indivisible, sizes) for side, ends in (("i", left_ends), ("o", right_ends))
+    )
+    return left, right, sizes, frozenset(f for f in sizes if f[0] in "io")
 
 
 def _indivisible_intervals(bounds: list[int], common: set[int]) -> list[tuple[int, int]]:
@@ -118,6 +91,10 @@ def _indivisible_intervals(bounds: list[int], common: set[int]) -> list[tuple[in
 def _dims_between(
     side: str, ends: list[int], bounds: list[int], indivisible: list[tuple[int, int]], sizes: dict[str, int]
 ) -> Dims:
+    """Return the factors of the dimensions that end at the products `ends`, and add their sizes to `sizes`.
+
+    Common factors are named by the product before them, so both tensors name them alike. Others are named by side.
+    """
     dims: list[tuple[str, ...]] = []
     start = 1
     for index, end in enumerate(ends):
@@ -128,11 +105,9 @@ def _dims_between(
             dims.append((f"{side}{index}",))
         else:
             inner = [bound for bound in bounds if start <= bound <= end]
-            names = []
-            for low, high in itertools.pairwise(inner):
-                sizes[f"f{low}"] = high // low
-                names.append(f"f{low}")
-            dims.append(tuple(names))
+            factors = {f"f{low}": high // low for low, high in itertools.pairwise(inner)}
+            sizes |= factors
+            dims.append(tuple(factors))
         start = end
     return tuple(dims)
 
@@ -157,7 +132,7 @@ def _reshape_to(
     call: OpCall, target: tuple[int, ...], localize: Callable[..., Mapping[str, Any]] | None
 ) -> Factorization:
     source, output, sizes, fixed = common_factors(call.tensors[0].shape, target)
-    return _one(source, output, sizes, limits=ShardingLimits(fixed=fixed), work=LocalWork(localize=localize))
+    return linear_rule(source, (output,), sizes, fixed, work=LocalWork(localize=localize))
 
 
 def _reshape(call: OpCall) -> Factorization:
@@ -187,7 +162,7 @@ def _unflatten(call: OpCall) -> Factorization:
 
 def _permuted(call: OpCall, order: Sequence[int]) -> Factorization:
     dims, sizes = dim_factors("d", call.tensors[0].shape)
-    return _one(dims, tuple(dims[i] for i in order), sizes)
+    return linear_rule(dims, (tuple(dims[i] for i in order),), sizes)
 
 
 def _transpose(call: OpCall) -> Factorization:
@@ -216,7 +191,7 @@ def _permute(call: OpCall) -> Factorization:
 def _unsqueeze(call: OpCall) -> Factorization:
     dims, sizes = dim_factors("d", call.tensors[0].shape)
     dim = call.dim(call["dim"], extra=1)
-    return _one(dims, (*dims[:dim], (), *dims[dim:]), sizes)
+    return linear_rule(dims, ((*dims[:dim], (), *dims[dim:]),), sizes)
 
 
 def _squeeze(call: OpCall) -> Factorization:
@@ -226,14 +201,9 @@ def _squeeze(call: OpCall) -> Factorization:
     chosen = range(len(shape)) if wanted is None else [wanted] if isinstance(wanted, int) else wanted
     chosen_dims = {call.dim(dim) for dim in chosen}
     squeezed = tuple(dim for i, dim in enumerate(dims) if not (i in chosen_dims and shape[i] == 1))
-    return _one(dims, squeezed, sizes, work=LocalWork(localize=_squeeze_named(shape, chosen_dims)))
-
-
-def _squeeze_named(shape: tuple[int, ...], chosen_dims: set[int]) -> Callable[..., Mapping[str, Any]]:
-    """Return the function that names the dimensions to squeeze on every rank."""
-    # Those of global size 1: `squeeze()` of a shard with one row would remove the sharded dimension.
+    # The dimensions of global size 1 are named: `squeeze()` of a shard with one row would remove the sharded dimension.
     ones = tuple(sorted(i for i in chosen_dims if shape[i] == 1))
-    return lambda shapes, spans: {"dim": ones}
+    return linear_rule(dims, (squeezed,), sizes, work=LocalWork(localize=lambda shapes, spans: {"dim": ones}))
 
 
 def _expand(call: OpCall) -> Factorization:
@@ -243,11 +213,13 @@ def _expand(call: OpCall) -> Factorization:
     for size, new in zip(shape, target[extra:], strict=True):
         if size not in (1, new):
             raise call.refuse(f"cannot expand {list(shape)} to {list(wanted)}")
-    sizes = {f"d{i}": size for i, size in enumerate(target)}
-    inputs = tuple((f"d{i + extra}",) if size == target[i + extra] else () for i, size in enumerate(shape))
-    fixed = frozenset(f"d{i}" for i in range(len(target)) if i < extra or shape[i - extra] != target[i])
-    output = tuple((f"d{i}",) for i in range(len(target)))
-    return _one(inputs, output, sizes, limits=ShardingLimits(fixed=fixed), work=LocalWork(localize=_localize_shape))
+    output, sizes = dim_factors("d", target)
+    inputs = tuple(
+        name if size == new else () for name, size, new in zip(output[extra:], shape, target[extra:], strict=True)
+    )
+    # An expanded dimension has no data of its own: every rank that needs it can expand without a message.
+    fixed = [f"d{i}" for i in range(len(target)) if i < extra or shape[i - extra] != target[i]]
+    return linear_rule(inputs, (output,), sizes, fixed, work=LocalWork(localize=_localize_shape))
 
 
 def _repeat_interleave(call: OpCall) -> Factorization:
@@ -258,29 +230,26 @@ def _repeat_interleave(call: OpCall) -> Factorization:
     dims, sizes = dim_factors("d", call.tensors[0].shape)
     dim = call.dim(call["dim"])
     output = (*dims[:dim], (*dims[dim], "repeat"), *dims[dim + 1 :])
-    return _one(dims, output, sizes | {"repeat": call["repeats"]})
+    return linear_rule(dims, (output,), sizes | {"repeat": call["repeats"]})
 
 
 def _as_complex(call: OpCall) -> Factorization:
-    """The last dimension holds the real and the imaginary part and is unsharded."""
+    """View the last dimension, which holds real and imaginary part and is unsharded, as complex numbers."""
     dims, sizes = dim_factors("d", call.tensors[0].shape)
     if not dims or sizes[dims[-1][0]] != 2:
         raise call.refuse("its last dimension must hold a real and an imaginary part")
-    return _one(dims, dims[:-1], sizes, limits=unsharded(dims[-1]))
+    return linear_rule(dims, (dims[:-1],), sizes, dims[-1])
 
 
 def _new(call: OpCall) -> Factorization:
-    """Return the rule of a new replicated tensor with the dtype of the input."""
+    """Return the rule of a new replicated tensor, for which only the dtype of the input matters."""
     dims, sizes = dim_factors("d", call.tensors[0].shape)
-    shape = (call["size"],) if isinstance(call["size"], int) else tuple(call["size"])
+    if call.name == "new_tensor":
+        if not isinstance(call["data"], (int, float)):
+            raise call.refuse("new_tensor of data is ambiguous; use distribute_tensor")
+        shape: tuple[int, ...] = ()
+    else:
+        shape = (call["size"],) if isinstance(call["size"], int) else tuple(call["size"])
     output, new_sizes = dim_factors("n", shape)
-    return _one(
-        dims, output, sizes | new_sizes, limits=unsharded(new_sizes), partial=PartialResults(), operands=_DTYPE_ALONE
-    )
-
-
-def _new_scalar(call: OpCall) -> Factorization:
-    if not isinstance(call["data"], (int, float)):
-        raise call.refuse("new_tensor of data is ambiguous; use distribute_tensor")
-    dims, sizes = dim_factors("d", call.tensors[0].shape)
-    return _one(dims, (), sizes, partial=PartialResults(), operands=_DTYPE_ALONE)
+    only_dtype = Operands(ignored=frozenset({0}))
+    return Factorization((dims,), (output,), sizes | new_sizes, limits=unsharded(new_sizes), operands=only_dtype)

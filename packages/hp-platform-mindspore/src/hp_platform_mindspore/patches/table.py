@@ -172,5 +172,5 @@ def install() -> None:
     """Install every replacement, once per process."""
     # A version of MindSpore may lack some of these.
     for patch in PATCHES:
-        if patch.is_there():
+        if patch.exists():
             patch.install()

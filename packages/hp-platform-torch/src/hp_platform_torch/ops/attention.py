@@ -112,8 +112,8 @@ def _causal_grad(
     return d_q, torch.cat(d_k, 2), torch.cat(d_v, 2)
 
 
-def merge(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Compute `Platform.merge_attention` in the memory of `one`."""
+def merge_blocks_in_place(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Merge the second pair of attention and log-sum-exp into the first (`Platform.merge_blocks_in_place`)."""
     (out, lse), (more, of_more) = one, other
     # Log-sum-exp relative to the larger value; clamped, because -inf - -inf is NaN for a query without visible keys.
     highest = torch.maximum(lse, of_more).clamp_(min=LOWEST)

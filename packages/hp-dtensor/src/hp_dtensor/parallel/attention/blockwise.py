@@ -1,8 +1,7 @@
 """Attention over planned blocks, merged by log-sum-exp, and its gradient; one block's scores exist at a time.
 
-Each block's result comes with the log-sum-exp of its scores. `PartialAttention` merges results over different keys:
-with lse = log(exp(lse_1) + exp(lse_2)), out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2, in float32
-(`Platform.merge_attention`). The gradient of a block needs the merged result and its log-sum-exp, but no other block:
+Each block's result comes with the log-sum-exp of its scores. `PartialAttention` merges results over different keys
+(`merge_blocks`). The gradient of a block needs the merged result and its log-sum-exp, but no other block:
 P = exp(S - lse), D = rowsum(dO * O), dS = P * (dO V^T - D) (Dao et al., 2022, arXiv 2205.14135).
 """
 
@@ -17,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hp_dtensor.parallel.attention.masks import Array, KeyRange, LocalDropout, Plan, Rows, Segment
-from hp_dtensor.platform.attention import BlockScores
+from hp_dtensor.platform.attention import LOWEST, TINY, BlockScores
 from hp_dtensor.platform.interface import Platform
 
 Tensor: TypeAlias = Any
@@ -200,7 +199,8 @@ class PartialAttention:
             shape = (batch, heads, length)
             return platform.zeros((*shape, width), dtype), platform.ops.full(shape, -np.inf, dtype)
 
-        self._found = SpanTensors(platform, platform.merge_attention, nothing, query.shape[0], query.shape[2])
+        merge = functools.partial(merge_blocks, platform)
+        self._found = SpanTensors(platform, merge, nothing, query.shape[0], query.shape[2])
 
     def add(self, key: Tensor, value: Tensor, plan: Plan, options: Options) -> None:
         """Merge in attention over the planned blocks of these keys."""
@@ -225,6 +225,30 @@ class PartialAttention:
         """
         out, lse = self._found.full()
         return out, lse
+
+
+def merge_blocks(platform: Platform, one: Tensors, other: Tensors) -> Tensors:
+    """Merge attention of the same queries over two disjoint sets of keys into that over both.
+
+    With lse = log(exp(lse_1) + exp(lse_2)), out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2.
+
+    Args:
+        one, other: pairs of attention `[batch, heads, queries, width]` and log-sum-exp `[batch, heads, queries]`, all
+            float32 or all float64. The tensors of `one` may be updated in place and returned.
+    """
+    merged = platform.merge_blocks_in_place(one, other)
+    if merged is not None:
+        return merged
+    ops = platform.ops
+    # The maximum is subtracted so that no exponential overflows. It is at least LOWEST, because `-inf - -inf` is NaN
+    # where no key is visible.
+    highest = ops.maximum(ops.maximum(one[1], other[1]), LOWEST)
+    weights = [ops.exp(ops.sub(lse, highest)) for _, lse in (one, other)]
+    total = ops.add(*weights)
+    divisor = ops.maximum(total, TINY)
+    shares = [ops.unsqueeze(ops.div(weight, divisor), -1) for weight in weights]
+    out = ops.add(ops.mul(one[0], shares[0]), ops.mul(other[0], shares[1]))
+    return out, ops.add(highest, ops.log(total))
 
 
 class AttentionGrads:
