@@ -10,10 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-
-if TYPE_CHECKING:
-    from hp_dtensor.platform.autograd import AutogradInterface
+from typing import Any, NamedTuple, TypeAlias
 
 Module: TypeAlias = Any
 Path = tuple[str, ...]
@@ -97,8 +94,8 @@ def is_recording() -> bool:
     return bool(_thread.places)
 
 
-def add_record(platform: AutogradInterface | None, name: str, group: tuple[int, ...], wire_bytes: float) -> None:
-    """Add a collective to the open logs of this thread."""
+def add_record(platform: Any, name: str, group: tuple[int, ...], wire_bytes: float) -> None:
+    """Add a collective to the open logs of this thread. `platform` says whether a backward runs; None: no."""
     # Called for every collective, so the usual case without a log must cost next to nothing.
     if not _thread.places:
         return
