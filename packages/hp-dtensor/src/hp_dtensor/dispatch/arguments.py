@@ -29,6 +29,7 @@ def bind(registration: Registration, args: tuple[Any, ...], kwargs: Mapping[str,
         bound[parameters[position].name if position < len(parameters) else keyword] = value
     for index, parameter in enumerate(parameters):
         if index < len(args):
+            # `view(2, 3)` and `view((2, 3))` are the same call.
             collapse = parameter.variadic and not isinstance(args[index], (tuple, list))
             bound[parameter.name] = tuple(args[index:]) if collapse else args[index]
         elif parameter.name not in bound and parameter.default is not REQUIRED:
@@ -100,6 +101,7 @@ def replace_static(
         if parameter.name not in replaced:
             continue
         if index < len(args):
+            # A variadic parameter stands for all positional arguments from here on.
             args = [*args[:index], replaced[parameter.name], *([] if parameter.variadic else args[index + 1 :])]
         else:
             given = [keyword for keyword in kwargs if registration.position(keyword) == index]
@@ -123,6 +125,7 @@ def locate_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tup
     """Return (location, DTensor) of each DTensor among the arguments and in lists among them."""
     located: list[tuple[Location, Any]] = []
     places: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
+    # One level deep: operations take lists of tensors, as `cat` does, and no lists of lists.
     for place, value in places:
         if isinstance(value, DTensor):
             located.append(((place,), value))
@@ -148,6 +151,7 @@ def dtype_classes(platform: Platform) -> frozenset[type]:
     """Return the classes of a platform's dtypes, without those that other values have too (`str`, `int`, `type`)."""
     classes = set()
     for name in DTYPE_NAMES:
+        # Not every framework has every dtype.
         with contextlib.suppress(ValueError, HPError):
             classes.add(type(platform.dtype(name)))
     return frozenset(classes - {str, int, type})

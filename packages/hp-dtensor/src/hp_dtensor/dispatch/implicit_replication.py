@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
 
 Tensor = Any
-_replicating = ThreadRegion()
+replicating = ThreadRegion()
+"""The operations whose plain operands count as replicated in this thread, by their platform-neutral names."""
 
 
 def implicit_replication() -> AbstractContextManager[None]:
@@ -38,26 +39,12 @@ def implicit_replication() -> AbstractContextManager[None]:
         >>> run_ranks(program, 2)[0]
         (Shard(0),)
     """
-    return _replicating.of_all()
-
-
-def implicit_replication_of(operation: str) -> AbstractContextManager[None]:
-    """Treat plain tensors among the DTensors of one operation as replicated inside the block.
-
-    Args:
-        operation: its platform-neutral name, such as `cross_entropy`.
-    """
-    return _replicating.of(operation)
+    return replicating.of_all()
 
 
 def is_replicating() -> bool:
     """Return whether this thread is inside `implicit_replication`."""
-    return _replicating.depth > 0
-
-
-def takes_plain_operands(operation: str) -> bool:
-    """Return whether this thread treats plain tensors among the DTensors of an operation as replicated."""
-    return _replicating.has(operation)
+    return replicating.depth > 0
 
 
 class SkipDTensorDispatch:
@@ -78,6 +65,7 @@ class SkipDTensorDispatch:
     """
 
     def __init__(self, platform: Platform | str | None = None) -> None:
+        # Resolved on entry: the object may be created before a platform is selected.
         self._platform = platform
         self._region: AbstractContextManager[None] | None = None
 
@@ -98,9 +86,11 @@ def with_replicated_operands(
 
     def replicated(value: Any) -> Any:
         if isinstance(value, (tuple, list)):
+            # Other classes, such as named tuples, cannot be created from a list of items.
             return type(value)([replicated(item) for item in value]) if type(value) in (tuple, list) else value
         if mesh is None or isinstance(value, DTensor) or not isinstance(value, platform.Tensor) or not len(value.shape):
             return value
+        # The comparison of values between ranks is a collective, so it is made in `check_mode` only.
         if rank_checks.is_checking():
             rank_checks.check_replicated(f"{name}: a plain operand in implicit_replication", value, mesh)
         return platform.wrap(value, replicated_spec(mesh, value))

@@ -100,6 +100,7 @@ class Operation:
         Raises:
             Uncached: no plan may be cached for an argument.
         """
+        # A list inside `tuple`: a generator would cost a frame in every call.
         key = tuple([x._spec if isinstance(x, DTensor) else self.key_of(x) for x in args])
         if kwargs:
             key += (*kwargs, *[self.key_of(x) for x in kwargs.values()])
@@ -271,6 +272,7 @@ def forget_plans() -> None:
     """Drop all cached plans, and with them their references to meshes and worlds; for platforms that leave a job."""
     for plans in _plans.values():
         plans.clear()
+    # Plans of redistributions refer to meshes too.
     plan_between.cache_clear()
 
 
@@ -294,8 +296,9 @@ def run(
 ) -> Any:
     """Run a call of `operation`, as `dispatch` does after it has looked the operation up."""
     # Before the key is made: operands that are converted to DTensors enter it as their specs.
-    if implicit_replication.takes_plain_operands(operation.name):
+    if implicit_replication.replicating.has(operation.name):
         args, kwargs = implicit_replication.with_replicated_operands(platform, operation.name, args, kwargs)
+    # Lists of positions become DTensors, of which the key holds specs and not values.
     if operation.indexes:
         args = with_positions(args)
     return operation.plan_for(platform, args, kwargs).run(func, args, kwargs)

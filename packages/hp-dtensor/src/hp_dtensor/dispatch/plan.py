@@ -41,6 +41,7 @@ class Plan(ABC):
         direct: shortcut for calls that need none of the plan's steps; see `DirectCall`.
     """
 
+    # Thousands of plans may be cached for one operation.
     __slots__ = ("direct", "operation", "platform")
 
     def __init__(self, platform: Platform, operation: str) -> None:
@@ -101,6 +102,7 @@ class InPlacePlan(Plan):
         A partial argument can only be written where the out-of-place form leaves it partial.
         """
         make, write = (self.platform.own_function(name) for name in (self.operation.removesuffix("_"), "copy_"))
+        # Otherwise the out-of-place form would write to its argument itself.
         kwargs = {name: value for name, value in kwargs.items() if name != "inplace"}
         if not args:
             registration = rule_registry().get(self.operation.removesuffix("_"))
@@ -151,41 +153,9 @@ class Redistribution:
             try:
                 x = redistribution.redistribute_to(x, self.target)
             except PlacementError as error:
+                # The planner does not know the operation.
                 raise PlacementError(f"{self.operation}: {error}") from None
         return redistribution.vary(x, self.vary) if self.vary else x
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """Changes to the arguments of a call before the local operation.
-
-    Attributes:
-        redistributions: one per tensor argument that is redistributed or enters through a varying view.
-        replaced: static arguments by parameter name -> the value to use on this rank, such as a local shape.
-    """
-
-    redistributions: tuple[Redistribution, ...]
-    replaced: Mapping[str, Any]
-
-    @property
-    def are_unchanged(self) -> bool:
-        """Return True if the local operation gets the arguments as they are."""
-        return not self.redistributions and not self.replaced
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outputs:
-    """Results of a call.
-
-    Attributes:
-        placed: (placements, global shape) of each result.
-        view: results share the storage of the first argument.
-        copies: results would share it on one device, but the rule's own local function makes copies.
-    """
-
-    placed: tuple[tuple[tuple[Placement, ...], tuple[int, ...]], ...]
-    view: bool
-    copies: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,11 +207,19 @@ class LocalPlan(Plan):
     """Plan of a sharding rule: redistribute inputs, run on local tensors, give the results their specs.
 
     Attributes:
+        redistributions: one per tensor argument that is redistributed or enters through a varying view.
+        replaced: static arguments by parameter name -> the value to use on this rank, such as a local shape.
+        placed: (placements, global shape) of each result.
+        view: results share the storage of the first argument.
+        copies: results would share it on one device, but the rule's own local function makes copies.
         factors: the factors of the call, and how they are sharded.
         local: the rule's own function to run instead of the operation, or None.
     """
 
-    __slots__ = ("_specs", "factors", "inputs", "local", "mesh", "outputs", "registration")
+    __slots__ = (
+        *("_is_changed", "_specs", "copies", "factors", "local", "mesh"),
+        *("placed", "redistributions", "registration", "replaced", "view"),
+    )
 
     def __init__(
         self,
@@ -250,24 +228,30 @@ class LocalPlan(Plan):
         *,
         mesh: DeviceMesh,
         registration: Registration,
-        inputs: Inputs,
-        outputs: Outputs,
+        redistributions: tuple[Redistribution, ...],
+        replaced: Mapping[str, Any],
+        placed: tuple[tuple[tuple[Placement, ...], tuple[int, ...]], ...],
+        view: bool,
+        copies: bool,
         factors: FactorShardings,
         local: Callable[[LocalCall], Any] | None,
     ) -> None:
         super().__init__(platform, operation)
         self.mesh, self.registration = mesh, registration
-        self.inputs, self.outputs, self.factors, self.local = inputs, outputs, factors, local
-        self._specs: list[TensorSpec | None] = [None] * len(outputs.placed)
+        self.redistributions, self.replaced, self.factors, self.local = redistributions, replaced, factors, local
+        self.placed, self.view, self.copies = placed, view, copies
+        self._is_changed = bool(redistributions or replaced or local is not None)
+        self._specs: list[TensorSpec | None] = [None] * len(placed)
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the call; an in-place operation returns its first argument, the same object, as on one device."""
         if self.registration.in_place:
             check_reaches_original(self.operation, self._first(args, kwargs))
+        # A `try` in which nothing is raised costs nothing.
         try:
             # In the common case, no redistribution, the function gets the arguments as they came: no list or
             # dictionary.
-            if self.local is not None or not self.inputs.are_unchanged:
+            if self._is_changed:
                 return self._run_changed(func, args, dict(kwargs))
             with self.platform.local_op():
                 result = func(*args, **kwargs)
@@ -277,7 +261,7 @@ class LocalPlan(Plan):
         if self.registration.in_place:
             return self._first(args, kwargs)
         wrapped = self._wrap(result)
-        if self.outputs.view and self._first(args, kwargs)._copied_by is not None:
+        if self.view and self._first(args, kwargs)._copied_by is not None:
             self._mark_copies(wrapped, self._first(args, kwargs)._copied_by)
         return wrapped
 
@@ -291,17 +275,18 @@ class LocalPlan(Plan):
         ) from error
 
     def _first(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        # The first argument may be passed by keyword, under any of its names.
         return args[0] if args else kwargs[self.registration.first_among(kwargs)]
 
     def _run_changed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first, new_args = self._first(args, kwargs), list(args)
-        for each in self.inputs.redistributions:
+        for each in self.redistributions:
             replace_at(new_args, kwargs, each.location, each.apply)
         if self.local is not None:
             result = self.local(self._local_call(func, new_args, kwargs))
         else:
-            if self.inputs.replaced:
-                new_args = replace_static(self.registration, new_args, kwargs, self.inputs.replaced)
+            if self.replaced:
+                new_args = replace_static(self.registration, new_args, kwargs, self.replaced)
             with self.platform.local_op():
                 result = func(*new_args, **kwargs)
         if self.registration.in_place:
@@ -309,10 +294,10 @@ class LocalPlan(Plan):
         wrapped = self._wrap(result)
         # A view of a redistributed argument shares the storage of the redistribution's copy, not of the argument.
         # Writes to it would be lost, so `check_reaches_original` refuses them later.
-        is_redistributed = any(each.target is not None for each in self.inputs.redistributions)
-        if self.outputs.copies or (self.outputs.view and is_redistributed):
+        is_redistributed = any(each.target is not None for each in self.redistributions)
+        if self.copies or (self.view and is_redistributed):
             self._mark_copies(wrapped, self.operation)
-        elif self.outputs.view and first._copied_by is not None:
+        elif self.view and first._copied_by is not None:
             self._mark_copies(wrapped, first._copied_by)
         return wrapped
 
@@ -336,7 +321,7 @@ class LocalPlan(Plan):
             for factor, held in self.factors.parts.items()
             if inside
         }
-        placements, shape = self.outputs.placed[0]
+        placements, shape = self.placed[0]
         output = TensorSpec(self.mesh, placements, shape, None)
         rest, named = [local_of(x) for x in args[1:]], {name: local_of(x) for name, x in kwargs.items()}
 
@@ -375,8 +360,9 @@ class LocalPlan(Plan):
         # Created for the first result, whose dtype only the framework knows. Under autocast the same call may return
         # another dtype.
         if spec is None or spec.dtype != local.dtype:
-            placements, shape = self.outputs.placed[index]
+            placements, shape = self.placed[index]
             spec = TensorSpec(self.mesh, placements, shape, local.dtype)
+            # Checked once per plan: calls with the same key have results of the same shape.
             self._check_shape(local, spec)
             self._specs[index] = spec
         elif self.registration.own:  # a user's function of the same name may return another shape
@@ -464,6 +450,7 @@ class ListedPlan(Plan):
         choices = [each for each in itertools.product(shardings, repeat=mesh.ndim) if _fits(each, specs)]
         if not choices:
             raise ShardingRuleError(f"{self.operation}: none of the {len(shardings)} registered shardings fits {specs}")
+        # Bytes of the forward; those of the backward are not compared.
         outputs, wanted = _placements(min(choices, key=lambda each: _wire_bytes(each, specs)), specs)
         return local_map(func, outputs, wanted, device_mesh=mesh, redistribute_inputs=True)(*args, **kwargs)
 

@@ -72,6 +72,7 @@ def sharding_rule(
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             located = locate_tensors(args, kwargs)
+            # On plain tensors the function behaves as if it were not decorated.
             return operation.run(located, args, kwargs) if located else function(*args, **kwargs)
 
         return cast(Function, call)
@@ -167,6 +168,7 @@ def _registration(function: Callable[..., Any], notation: Notation) -> Registrat
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # a builtin
         return Registration(notation.rule, (), by_type=True, open=True, own=True)
+    # A default itself is not needed: the function fills it in, and the rule sees tensors only.
     known = tuple(
         Parameter(
             p.name, REQUIRED if p.default is p.empty else None, p.kind is p.VAR_POSITIONAL, p.kind is p.KEYWORD_ONLY
@@ -218,6 +220,7 @@ def register_sharding(op: Any) -> Callable[[Found], Found]:
 def _operation_name(op: Any) -> str:
     if isinstance(op, str):
         return op
+    # An operator overload of torch, recognised without importing torch.
     if hasattr(op, "_overloadpacket"):
         if str(op).startswith("aten."):
             raise ShardingRuleError(

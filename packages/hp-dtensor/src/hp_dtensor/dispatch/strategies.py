@@ -25,9 +25,7 @@ from hp_dtensor.dispatch.arguments import (
 from hp_dtensor.dispatch.plan import (
     FactorShardings,
     InPlacePlan,
-    Inputs,
     LocalPlan,
-    Outputs,
     PlacementChangeError,
     Redistribution,
     ReplicatedPlan,
@@ -265,12 +263,11 @@ def _plan_by_rule(
         name,
         mesh=mesh,
         registration=registration,
-        inputs=Inputs(redistributions=_redistributions(name, located, chosen), replaced=replaced),
-        outputs=Outputs(
-            placed=outputs,
-            view=registration.view and len(specs) == 1,
-            copies=registration.view and any(strategy.factor in rule.partial.reduced for strategy in chosen),
-        ),
+        redistributions=_redistributions(name, located, chosen),
+        replaced=replaced,
+        placed=outputs,
+        view=registration.view and len(specs) == 1,
+        copies=registration.view and any(strategy.factor in rule.partial.reduced for strategy in chosen),
         factors=shardings,
         local=_local_function(rule, shardings.axes, chosen),
     )

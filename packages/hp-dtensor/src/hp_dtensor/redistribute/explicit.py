@@ -15,7 +15,8 @@ from hp_dtensor.redistribute import plan_across, plan_between
 from hp_dtensor.spec.placements import Replicate
 from hp_dtensor.spec.tensor_spec import TensorSpec
 
-_explicit = ThreadRegion()
+explicit = ThreadRegion()
+"""The operations that may not redistribute implicitly in this thread, by their platform-neutral names."""
 
 
 def explicit_redistribution() -> AbstractContextManager[None]:
@@ -37,12 +38,7 @@ def explicit_redistribution() -> AbstractContextManager[None]:
         >>> run_ranks(program, 2)[0]
         (Shard(0),)
     """
-    return _explicit.of_all()
-
-
-def explicit_redistribution_of(operation: str) -> AbstractContextManager[None]:
-    """Like `explicit_redistribution`, for one operation, given by its platform-neutral name."""
-    return _explicit.of(operation)
+    return explicit.of_all()
 
 
 def check_explicit(operation: str, location: tuple[int | str, ...], source: TensorSpec, target: TensorSpec) -> None:
@@ -54,7 +50,7 @@ def check_explicit(operation: str, location: tuple[int | str, ...], source: Tens
     Raises:
         ImplicitRedistributionError: bytes would be sent inside a block of `explicit_redistribution`.
     """
-    if not _explicit.has(operation):
+    if not explicit.has(operation):
         return
     platform = source.mesh.platform
     plan = (plan_between if source.mesh == target.mesh else plan_across)(

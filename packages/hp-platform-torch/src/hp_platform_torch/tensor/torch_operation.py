@@ -230,7 +230,7 @@ class TorchOperation(Operation):
     ) -> DirectCall | None:
         """Return the shortcut for later calls, given the local arguments of the first; None if the plan is needed."""
         # A shortcut exists only if arguments are passed as they are, or as varying views.
-        views, replaced = _views_only(plan.inputs.redistributions), plan.inputs.replaced
+        views, replaced = _views_only(plan.redistributions), plan.replaced
         if views is None:
             return None
         if self.in_place and (replaced or not args or any(position == 0 for position, _ in views)):
