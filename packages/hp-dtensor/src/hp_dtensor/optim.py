@@ -80,6 +80,7 @@ def clip_grad_norm_(
     pairs = [(id(p), grad) for p in found if (grad := platform.get_grad(p)) is not None]
     grads = [grad for _, grad in pairs]
     total = total_norm([grad for key, grad in pairs if key not in excluded], norm_type, platform, copies_over)
+    # Gradients are scaled by 1 too: to skip it, the host would have to wait for the norm. 1e-6 as in torch.
     factor = platform.ops.clamp(platform.ops.div(float(max_norm), platform.ops.add(total, 1e-6)), max=1.0)
     with platform.no_grad():
         platform.scale_([local_of(platform, grad) for grad in grads], factor)
@@ -129,6 +130,7 @@ def _largest(platform: Platform, tensors: Iterable[Tensor]) -> Tensor:
     largest = platform.zeros((), platform.dtype("float32"))
     for x in tensors:
         local = local_of(platform, x)
+        # An empty shard has no maximum.
         if math.prod(local.shape):
             peak = ops.amax(ops.reshape(ops.abs(local), (-1,)), 0)
             largest = ops.maximum(largest, ops.cast(peak, largest.dtype))
@@ -208,12 +210,12 @@ def at_owners(locals_: Sequence[Tensor], specs: Sequence[TensorSpec], compute: C
         by_mesh[spec.mesh].append(index)
     results: list[Tensor] = list(locals_)
     for mesh, indices in by_mesh.items():
+        # This rank holds nothing of these tensors and takes part in no exchange.
         if mesh.get_coordinate() is None:
             continue
-        assignment = _assignment(tuple(specs[i] for i in indices))
-        platform = mesh.platform
-        with platform.no_grad():
-            computed = _OwnerExchange(platform, assignment).run([locals_[i] for i in indices], compute)
+        exchange = _owner_exchange(tuple(specs[i] for i in indices))
+        with mesh.platform.no_grad():
+            computed = exchange.run([locals_[i] for i in indices], compute)
         for i, x in zip(indices, computed, strict=True):
             results[i] = x
     return results
@@ -223,111 +225,75 @@ def assign_owners(costs: Sequence[float], num_owners: int) -> list[int]:
     """Return an owner per task: the most expensive first, each to the least loaded (longest-processing-time rule)."""
     loads = [0.0] * num_owners
     owners = [0] * len(costs)
+    # Ties are broken by index and rank, so that every rank finds the same owners.
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         owners[index] = min(range(num_owners), key=lambda rank: (loads[rank], rank))
         loads[owners[index]] += costs[index]
     return owners
 
 
-Coordinate = tuple[int, ...]
+class _OwnerExchange:
+    """Sends shards of the tensors of one mesh to their owners, computes there, and sends the results back.
 
-
-@dataclass(frozen=True)
-class _Assignment:
-    """Owners of a list of tensors, and the shards that this rank sends to and receives from each rank of the mesh.
+    Ranks are given by their index in mesh order.
 
     Attributes:
-        coordinates: the mesh coordinates, in mesh order.
-        me: the index of this rank in `coordinates`.
-        owners: for each tensor, the index of its owner.
+        me: this rank.
+        owned: for each rank, the tensors that it owns.
         outgoing: for each rank, the tensors that it owns and needs this rank's shard of.
         incoming: for each rank, the tensors of this rank that it sends its shard of.
     """
 
-    specs: tuple[TensorSpec, ...]
-    coordinates: tuple[Coordinate, ...]
-    me: int
-    owners: tuple[int, ...]
-    outgoing: tuple[tuple[int, ...], ...]
-    incoming: tuple[tuple[int, ...], ...]
-
-    @property
-    def owned(self) -> list[int]:
-        """The tensors that this rank owns."""
-        return [index for index, owner in enumerate(self.owners) if owner == self.me]
-
-    def numel(self, tensor: int, position: int) -> int:
-        """Return the number of elements of a rank's shard."""
-        ranges = self.specs[tensor].ranges(self.coordinates[position])
-        return math.prod(sum(stop - start for start, stop in dim) for dim in ranges)
-
-
-@functools.lru_cache(maxsize=64)
-def _assignment(specs: tuple[TensorSpec, ...]) -> _Assignment:
-    mesh = specs[0].mesh
-    coordinates = tuple(itertools.product(*map(range, mesh.shape)))
-    # Operations of a product of a matrix with its transpose. Outer dimensions are a stack of matrices.
-    costs = [float(math.prod(spec.shape) * min(spec.shape[-2:], default=1)) for spec in specs]
-    owners = assign_owners(costs, len(coordinates))
-    me = coordinates.index(mesh.get_coordinate() or ())
-    senders = [
-        frozenset(i for i, c in enumerate(coordinates) if _sends(spec, c, coordinates[owner]))
-        for spec, owner in zip(specs, owners, strict=True)
-    ]
-    positions = range(len(coordinates))
-    outgoing = tuple(tuple(t for t, o in enumerate(owners) if o == rank and me in senders[t]) for rank in positions)
-    incoming = tuple(tuple(t for t, o in enumerate(owners) if o == me and rank in senders[t]) for rank in positions)
-    return _Assignment(specs, coordinates, me, tuple(owners), outgoing, incoming)
-
-
-def _sends(spec: TensorSpec, coordinate: Coordinate, owner: Coordinate) -> bool:
-    """Return whether the rank at `coordinate` sends its shard to the owner.
-
-    Of several replicas of a shard only one sends: the one whose coordinates on the replicated axes are the owner's.
-    """
-    return all(
-        not placement.is_replicate() or mine == its
-        for placement, mine, its in zip(spec.placements, coordinate, owner, strict=True)
-    )
-
-
-class _OwnerExchange:
-    """Sends shards to their owners, computes there, and sends the results back."""
-
-    def __init__(self, platform: Platform, assignment: _Assignment) -> None:
-        self.platform, self.ops, self.assignment = platform, platform.ops, assignment
-        mesh = assignment.specs[0].mesh
-        self.group = mesh.world.group(mesh.ranks())
+    def __init__(self, specs: tuple[TensorSpec, ...]) -> None:
+        self.mesh = mesh = specs[0].mesh
+        self.specs, self.platform, self.ops = specs, mesh.platform, mesh.platform.ops
+        self.coordinates = tuple(itertools.product(*map(range, mesh.shape)))
+        self.me = self.coordinates.index(mesh.get_coordinate() or ())
+        # Operations of a product of a matrix with its transpose. Outer dimensions are a stack of matrices.
+        costs = [float(math.prod(spec.shape) * min(spec.shape[-2:], default=1)) for spec in specs]
+        owners = assign_owners(costs, len(self.coordinates))
+        self.owned: list[list[int]] = [[] for _ in self.coordinates]
+        self.outgoing: list[list[int]] = [[] for _ in self.coordinates]
+        self.incoming: list[list[int]] = [[] for _ in self.coordinates]
+        for t, owner in enumerate(owners):
+            self.owned[owner].append(t)
+            if self._sends(t, self.me, owner):
+                self.outgoing[owner].append(t)
+        for t in self.owned[self.me]:
+            for rank in range(len(self.coordinates)):
+                if self._sends(t, rank, self.me):
+                    self.incoming[rank].append(t)
 
     def run(self, shards: Sequence[Tensor], compute: Compute) -> list[Tensor]:
-        assignment, dtype = self.assignment, shards[0].dtype
-        sizes = [sum(math.prod(shards[t].shape) for t in tensors) for tensors in assignment.outgoing]
-        expected = [sum(assignment.numel(t, rank) for t in tensors) for rank, tensors in enumerate(assignment.incoming)]
+        """Return this rank's shards of `compute(full tensor)`."""
+        dtype = shards[0].dtype
         received = self._all_to_all(
-            [shards[t] for tensors in assignment.outgoing for t in tensors], sizes, expected, dtype
+            [shards[t] for tensors in self.outgoing for t in tensors],
+            [sum(math.prod(shards[t].shape) for t in tensors) for tensors in self.outgoing],
+            [sum(self._numel(t, rank) for t in tensors) for rank, tensors in enumerate(self.incoming)],
+            dtype,
         )
-        full = {t: self.platform.zeros(assignment.specs[t].shape, dtype) for t in assignment.owned}
+        full = {t: self.platform.zeros(self.specs[t].shape, dtype) for t in self.owned[self.me]}
         start = 0
-        for rank, tensors in enumerate(assignment.incoming):
+        for rank, tensors in enumerate(self.incoming):
             for t in tensors:
-                count = assignment.numel(t, rank)
+                count = self._numel(t, rank)
                 self._fill(full[t], t, rank, self.ops.narrow(received, 0, start, count))
                 start += count
         return self._return_shards({t: compute(x) for t, x in full.items()}, shards, dtype)
 
     def _return_shards(self, results: dict[int, Tensor], shards: Sequence[Tensor], dtype: Any) -> list[Tensor]:
         """Send the shards of the owners' results to the ranks that hold them; replicas all receive one."""
-        assignment = self.assignment
-        positions = range(len(assignment.coordinates))
-        sent = [self._shard_of(results[t], t, rank) for rank in positions for t in assignment.owned]
-        sizes = [sum(assignment.numel(t, rank) for t in assignment.owned) for rank in positions]
-        owned = tuple(tuple(t for t, owner in enumerate(assignment.owners) if owner == rank) for rank in positions)
-        expected = [sum(assignment.numel(t, assignment.me) for t in tensors) for tensors in owned]
-        received = self._all_to_all(sent, sizes, expected, dtype)
-        new = list(shards)
-        start = 0
-        for t in itertools.chain.from_iterable(owned):
-            count = assignment.numel(t, assignment.me)
+        ranks, mine = range(len(self.coordinates)), self.owned[self.me]
+        received = self._all_to_all(
+            [self._shard_of(results[t], t, rank) for rank in ranks for t in mine],
+            [sum(self._numel(t, rank) for t in mine) for rank in ranks],
+            [sum(self._numel(t, self.me) for t in tensors) for tensors in self.owned],
+            dtype,
+        )
+        new, start = list(shards), 0
+        for t in itertools.chain.from_iterable(self.owned):
+            count = self._numel(t, self.me)
             new[t] = self.ops.reshape(self.ops.narrow(received, 0, start, count), tuple(shards[t].shape))
             start += count
         return new
@@ -337,12 +303,24 @@ class _OwnerExchange:
         flat = [self.ops.reshape(x, (-1,)) for x in tensors if math.prod(x.shape)]
         sent = self.platform.contiguous(self.ops.cat(flat, 0)) if flat else self.platform.empty((0,), dtype)
         received = self.platform.empty((sum(expected),), dtype)
-        self.group.all_to_all_into(received, sent, expected, sizes)
+        self.mesh.world.group(self.mesh.ranks()).all_to_all_into(received, sent, expected, sizes)
         return received
+
+    def _sends(self, tensor: int, rank: int, owner: int) -> bool:
+        """Return whether a rank sends its shard of a tensor to the owner.
+
+        Of several replicas of a shard only one sends: the one whose coordinates on the replicated axes are the owner's.
+        """
+        triples = zip(self.specs[tensor].placements, self.coordinates[rank], self.coordinates[owner], strict=True)
+        return all(not placement.is_replicate() or mine == its for placement, mine, its in triples)
+
+    def _numel(self, tensor: int, rank: int) -> int:
+        ranges = self.specs[tensor].ranges(self.coordinates[rank])
+        return math.prod(sum(stop - start for start, stop in dim) for dim in ranges)
 
     def _shard_of(self, full: Tensor, tensor: int, rank: int) -> Tensor:
         """Return a rank's shard of a full tensor."""
-        for dim, ranges in enumerate(self.assignment.specs[tensor].ranges(self.assignment.coordinates[rank])):
+        for dim, ranges in enumerate(self.specs[tensor].ranges(self.coordinates[rank])):
             slices = [self.ops.narrow(full, dim, start, stop - start) for start, stop in ranges if start < stop]
             if not slices:
                 return self.ops.narrow(full, dim, 0, 0)
@@ -351,7 +329,7 @@ class _OwnerExchange:
 
     def _fill(self, full: Tensor, tensor: int, rank: int, elements: Tensor) -> None:
         """Copy a rank's shard, received as `elements`, into the full tensor."""
-        ranges = self.assignment.specs[tensor].ranges(self.assignment.coordinates[rank])
+        ranges = self.specs[tensor].ranges(self.coordinates[rank])
         sizes = tuple(sum(stop - start for start, stop in dim) for dim in ranges)
         if not math.prod(sizes):
             return
@@ -364,6 +342,10 @@ class _OwnerExchange:
                 source = self.ops.narrow(source, dim, offset, stop - start)
                 target = self.ops.narrow(target, dim, start, stop - start)
             self.platform.copy_(target, source)
+
+
+# The same parameters are updated in every step, so owners and messages are found once.
+_owner_exchange = functools.lru_cache(maxsize=64)(_OwnerExchange)
 
 
 # Muon -----------------------------------------------------------------------------------------------------
@@ -500,6 +482,7 @@ class Muon:
     def _apply(self, name: str, update: Tensor, learning_rate: float) -> None:
         ops, parameter = self.platform.ops, self._parameters[name]
         local = self.platform.unwrap(parameter)
+        # Decoupled weight decay, as in AdamW: it does not enter the momentum.
         decayed = ops.mul(local, 1.0 - learning_rate * self.options.weight_decay)
         scaled = ops.mul(ops.cast(update, local.dtype), learning_rate * self.options.scale(tuple(parameter.shape)))
         self.platform.copy_(local, ops.sub(decayed, scaled))

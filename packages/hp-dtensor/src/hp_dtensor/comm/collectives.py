@@ -331,6 +331,24 @@ def unpack(platform: Platform, message: Tensor, shapes: Sequence[tuple[int, ...]
     return found
 
 
+def exchange_packed(
+    group: ProcessGroup, sends: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], dtype: Any
+) -> list[list[Tensor]]:
+    """Exchange one message of several tensors between each pair of ranks, and return the tensors from each rank.
+
+    Args:
+        sends: the tensors for each rank. Those for this rank itself are returned as they are.
+        shapes: the shapes of the tensors from each rank; an empty list for one that sends nothing.
+    """
+    platform, me = _platform(group), group.rank
+    messages = [pack(platform, x) if x and j != me else None for j, x in enumerate(sends)]
+    receives = [empty_message(platform, x, dtype) if x and j != me else None for j, x in enumerate(shapes)]
+    group.exchange(messages, receives)
+    found = [unpack(platform, x, each) if x is not None else [] for x, each in zip(receives, shapes, strict=True)]
+    found[me] = list(sends[me])
+    return found
+
+
 def empty_message(platform: Platform, shapes: Sequence[tuple[int, ...]], dtype: Any) -> Tensor:
     """Return uninitialized memory for a message of tensors of these shapes."""
     return platform.empty((sum(math.prod(shape) for shape in shapes),), dtype)

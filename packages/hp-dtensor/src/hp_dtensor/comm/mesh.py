@@ -54,6 +54,7 @@ def _read_ranks(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if isinstance(mesh, (str, bytes)):
         raise MeshError(message)
     try:
+        # Tensors of any framework have `tolist`, and need not be imported here.
         array = np.asarray(mesh.tolist() if hasattr(mesh, "tolist") else mesh)
     except ValueError as error:  # lists of different lengths
         raise MeshError(f"{message}: {error}") from error
@@ -77,6 +78,7 @@ def check_new_mesh(
     Raises:
         MeshError: it cannot. The message lists every problem.
     """
+    # Types first: the checks below compare numbers and names.
     if not all(isinstance(size, int) for size in shape):
         raise MeshError(f"mesh_shape must be a tuple of ints, got {shape!r}; pass the ranks themselves as ranks=")
     if not all(isinstance(name, str) for name in names):
@@ -120,6 +122,7 @@ def _size_of(world: World) -> str:
 class EnteredMeshes(threading.local):
     """The meshes of the `with mesh:` blocks that this thread is in, the outermost first."""
 
+    # Per thread, because each simulated rank is a thread.
     def __init__(self) -> None:
         self.meshes: list[DeviceMesh] = []
 
@@ -315,6 +318,7 @@ class DeviceMesh(MeshCoordinates):
         parts = split_axis(self.axes[where], tuple(sizes), tuple(names))
         axes = self.axes[:where] + parts + self.axes[where + 1 :]
         check_disjoint(axes)
+        # The same ranks as before, so the first of them is the same too.
         return self._derive(axes, self._base)
 
     def concatenate(self, other: DeviceMesh) -> DeviceMesh:
@@ -388,11 +392,13 @@ class DeviceMesh(MeshCoordinates):
         entered.meshes.pop()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Without groups, which belong to this process, and with the platform and the world by name and size.
         platform = self.world.platform
         name = None if platform is None else platform.name
         where = (self.device_type, self.axes, self._base, self._ranks, self._aliases)
         return _restore, (name, self.world.size, *where)
 
+    # Immutable, and a copy would create groups of its own: a copied model communicates over the same ones.
     def __copy__(self) -> DeviceMesh:
         return self
 

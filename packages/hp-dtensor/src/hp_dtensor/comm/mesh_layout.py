@@ -48,6 +48,7 @@ class MeshAxis:
 
 def row_major_axes(names: Sequence[str], shape: Sequence[int]) -> tuple[MeshAxis, ...]:
     """Return the axes of a mesh of `shape` in row-major order."""
+    # The last axis varies fastest.
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     return tuple(MeshAxis(name, (size,), (stride,)) for name, size, stride in zip(names, shape, strides, strict=True))
 
@@ -61,6 +62,7 @@ def check_disjoint(axes: Sequence[MeshAxis]) -> None:
     names = [axis.name for axis in axes]
     if len(set(names)) != len(names):
         raise MeshError(f"an axis is named twice: {names}")
+    # A piece of one rank takes part in no overlap.
     pieces = sorted(
         (stride, size, axis.name)
         for axis in axes
@@ -80,6 +82,7 @@ def merge_axes(name: str, parts: Sequence[MeshAxis]) -> MeshAxis:
         for size, stride in zip(part.sizes, part.strides, strict=True):
             if size == 1:
                 continue
+            # The step of the outer piece is the extent of this one, so both together are one piece.
             if merged and merged[-1][1] == size * stride:
                 merged[-1] = (merged[-1][0] * size, stride)
             else:
@@ -251,6 +254,7 @@ class MeshCoordinates:
 
     def _base_of(self, axes: Iterable[MeshAxis]) -> int:
         index = self._index()
+        # A rank outside the mesh has no coordinates that a slice could keep.
         if index is None or self._coordinate is None:
             return self._base
         return index - sum(axis.offset(axis.coordinate(index)) for axis in axes)

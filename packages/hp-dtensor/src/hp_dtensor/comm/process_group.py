@@ -130,6 +130,7 @@ class ProcessGroup(ABC):
     def all_gather_into(self, output: Tensor, x: Tensor, async_op: bool = False) -> Work:
         """Concatenate every rank's `x` along dim 0 into `output` (`size` times the elements of `x`)."""
         self._check_numel("all_gather_into", output, self.size * _numel(x))
+        # A ring: each rank sends its own shard and passes on those of the others, but for the last one.
         self._record("all_gather", (self.size - 1) * _nbytes(self.platform, x))
         return self._copy(output, x) if self.size == 1 else self._all_gather_into(output, x, async_op)
 
@@ -192,6 +193,7 @@ class ProcessGroup(ABC):
         """Overwrite `x` with the `x` of group rank `source`."""
         if not 0 <= source < self.size:
             raise CollectiveError(f"broadcast in group {self.ranks}: there is no group rank {source}")
+        # Counted at the source, whatever tree of ranks the backend sends along.
         sent = (self.size - 1) * _nbytes(self.platform, x) if self.rank == source else 0
         self._record("broadcast", sent)
         return DONE if self.size == 1 else self._broadcast(x, source, async_op)
@@ -209,6 +211,7 @@ class ProcessGroup(ABC):
     def receive(self, x: Tensor, source: int, async_op: bool = False) -> Work:
         """Fill `x` with the next message of group rank `source`, which has `x`'s shape and dtype."""
         self._check_peer("receive from", source)
+        # Bytes are counted at the sender.
         self._record("receive", 0)
         return self._receive(x, source, async_op) if _numel(x) else DONE
 
@@ -228,6 +231,7 @@ class ProcessGroup(ABC):
 
     def barrier(self) -> None:
         """Wait until every rank of the group has called this."""
+        # An all-gather cannot return before every rank has contributed.
         self.all_gather_bytes(b"")
 
     @abstractmethod
@@ -248,6 +252,7 @@ class ProcessGroup(ABC):
     def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None: ...
 
     def _start_exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Work:
+        # For backends without background transfers; the others override this.
         self._exchange(sends, receives)
         return DONE
 
@@ -257,16 +262,16 @@ class ProcessGroup(ABC):
     @abstractmethod
     def _all_gather_bytes(self, data: bytes) -> list[bytes]: ...
 
-    def _send(self, x: Tensor, target: int, async_op: bool) -> Work:
+    def _send(self, x: Tensor, peer: int, async_op: bool) -> Work:
         raise CollectiveError(f"groups of backend {self.backend!r} have no messages between two ranks")
 
-    def _receive(self, x: Tensor, source: int, async_op: bool) -> Work:
-        raise CollectiveError(f"groups of backend {self.backend!r} have no messages between two ranks")
+    _receive = _send
 
     def _start_all_gather_bytes(self, data: bytes) -> PendingBytes:
         return GatheredBytes(self._all_gather_bytes(data))
 
     def _copy(self, output: Tensor, x: Tensor) -> Work:
+        # A rank alone in its group gets the result in the memory that it passed, as it would among others.
         assert self.platform is not None
         self.platform.copy_(output, x)
         return DONE

@@ -36,10 +36,6 @@ class SavedReference:
 
     Args:
         tensor: a leaf, or outside the graph.
-
-    Example:
-        >>> SavedReference(platform, platform.zeros((2, 3), platform.dtype("float32"))).get().shape
-        torch.Size([2, 3])
     """
 
     def __init__(self, platform: Platform, tensor: Tensor) -> None:
@@ -95,14 +91,7 @@ class SavedTensors:
 
 @contextlib.contextmanager
 def saving_tensors(save: Callable[[Tensor], SavedTensor] | None) -> Iterator[None]:
-    """Save the tensors of every `SavedTensors` created in the block by `save`. None: by reference.
-
-    Example:
-        >>> from hp_dtensor.comm.saved_tensors import SavedTensors
-        >>> with saving_tensors(None):
-        ...     len(SavedTensors(platform, platform.zeros((2,), platform.dtype("float32"))).tensors)
-        1
-    """
+    """Save the tensors of every `SavedTensors` created in the block by `save`. None: by reference."""
     # A context variable because each simulated rank is a thread.
     token = _save.set(save)
     try:
@@ -166,10 +155,6 @@ def mark_reached(platform: Platform, x: Tensor) -> Tensor:
 
     Args:
         x: plain.
-
-    Example:
-        >>> mark_reached(platform, platform.zeros((2,), platform.dtype("float32"))).shape
-        torch.Size([2])
     """
     if current_record.get() is None or not platform.recomputes_on_unpack or not platform.requires_grad(x):
         return x

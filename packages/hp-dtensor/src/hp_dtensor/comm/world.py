@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 class _Local(threading.local):
     """The worlds of this thread's `use_world` blocks, the innermost last."""
 
+    # Per thread, because each simulated rank is a thread with a world of its own.
     def __init__(self) -> None:
         self.worlds: list[World] = []
 
@@ -75,6 +76,7 @@ class World(ABC):
 
     def release(self, group: ProcessGroup) -> None:
         """Close a group. It is created again if it is asked for again."""
+        # By identity: another group of the same ranks may have been created since.
         if self._groups.get(group.ranks) is group:
             del self._groups[group.ranks]
         group.close()
@@ -95,6 +97,7 @@ class NoCommunicationGroup(ProcessGroup):
             "(hp_dtensor.launch) or simulated ones (hp_dtensor.testing.run_ranks)"
         )
 
+    # A group of one rank needs none of these: the public methods copy.
     _all_reduce = _all_gather_into = _reduce_scatter_into = _all_to_all_into = _refuse
     _exchange = _broadcast = _all_gather_bytes = _refuse
 

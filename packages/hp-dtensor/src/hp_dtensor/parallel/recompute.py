@@ -52,12 +52,6 @@ class CheckpointedCall:
         local: the local data of `x`, in the graph.
         save: kinds of operations whose results are saved. Ignored within another checkpointed call, which saves only
             its own input.
-
-    Example:
-        >>> x = platform.zeros((2,), platform.dtype("float32"))
-        >>> call = CheckpointedCall(platform, platform.ops.silu, x, x, (), save=())
-        >>> call.first(x).shape, call.again(call.leaf()).shape
-        (torch.Size([2]), torch.Size([2]))
     """
 
     def __init__(
@@ -145,12 +139,7 @@ class _Random:
 
 
 def to_layout_of(x: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a function that converts a local tensor to a DTensor placed as `x`, or returns it if `x` is plain.
-
-    Example:
-        >>> to_layout_of(platform.zeros((2,), platform.dtype("float32")))(3)
-        3
-    """
+    """Return a function that converts a local tensor to a DTensor placed as `x`, or returns it if `x` is plain."""
     if not isinstance(x, DTensor):
         return lambda local: local
     return functools.partial(DTensor.from_local, device_mesh=x.device_mesh, placements=x.placements, shape=x.spec.shape)
@@ -164,12 +153,6 @@ def with_placeholders(call: CheckpointedCall, local: Tensor) -> Tensor:
 
     Args:
         local: the local data that the call gets.
-
-    Example:
-        >>> x = platform.from_numpy(np.zeros(2, np.float32))
-        >>> platform.set_requires_grad(x, True)
-        >>> with_placeholders(CheckpointedCall(platform, platform.ops.silu, x, x, (), save=()), x).shape
-        torch.Size([2])
     """
     placeholders = _Placeholders(call)
     with call.platform.saving(placeholders.save, _get), saving_tensors(placeholders.save_detached):
@@ -349,12 +332,6 @@ def as_one_node(call: CheckpointedCall, local: Tensor) -> Tensor:
 
     Raises:
         GradientPathError: from a backward to given inputs, and in `parallelize_value_and_grad`.
-
-    Example:
-        >>> x = platform.from_numpy(np.zeros(2, np.float32))
-        >>> platform.set_requires_grad(x, True)
-        >>> as_one_node(CheckpointedCall(platform, platform.ops.silu, x, x, (), save=()), x).shape
-        torch.Size([2])
     """
     # Refused in forward already: the backward to given inputs may not reach this node.
     if _backward_to_given_inputs.get():

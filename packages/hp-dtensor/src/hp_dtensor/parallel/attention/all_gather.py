@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.comm.collectives import empty_message, pack, unpack
+from hp_dtensor.comm.collectives import exchange_packed
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.attention.blockwise import Options, accumulator_dtype, attend, attend_grad, narrow_tokens
 from hp_dtensor.parallel.attention.functional import attention_node
@@ -116,19 +116,9 @@ def gathering_attention(
 def _gather(
     platform: Platform, group: ProcessGroup, plan: GatherPlan, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
-    shapes = [[_with_length(x, _length(ranges)) for x in (key, value)] for ranges in plan.received]
-    receives = [
-        empty_message(platform, each, key.dtype) if ranges else None
-        for each, ranges in zip(shapes, plan.received, strict=True)
-    ]
-    messages = [
-        pack(platform, [_picked(platform, x, ranges) for x in (key, value)]) if ranges else None for ranges in plan.sent
-    ]
-    # The own spans are not sent; they are unpacked like the others'.
-    receives[group.rank] = messages[group.rank]
-    messages[group.rank] = None
-    group.exchange(messages, [None if j == group.rank else x for j, x in enumerate(receives)])
-    arrived = [None if x is None else unpack(platform, x, each) for x, each in zip(receives, shapes, strict=True)]
+    sends = [[_picked(platform, x, ranges) for x in (key, value) if ranges] for ranges in plan.sent]
+    shapes = [[_with_length(x, _length(ranges)) for x in (key, value) if ranges] for ranges in plan.received]
+    arrived = exchange_packed(group, sends, shapes, key.dtype)
     return _put_in_order(platform, arrived, plan, 0, key), _put_in_order(platform, arrived, plan, 1, value)
 
 
@@ -145,21 +135,13 @@ def _return_gradients(
     """Return the gradients of this rank's keys and values, summed over the ranks that gathered them."""
     dtype = accumulator_dtype(platform, like[0])
     sharding = [_by_source(platform, platform.ops.cast(x, dtype), plan) for x in grads]
-    sends = [pack(platform, [x[j] for x in sharding]) if _length(r) else None for j, r in enumerate(plan.received)]
-    shapes = [[_with_length(x, _length(ranges)) for x in like] for ranges in plan.sent]
-    receives = [
-        empty_message(platform, each, dtype) if _length(ranges) and j != group.rank else None
-        for j, (each, ranges) in enumerate(zip(shapes, plan.sent, strict=True))
-    ]
-    own = sends[group.rank]
-    sends[group.rank] = None
-    group.exchange(sends, receives)
-    receives[group.rank] = own
+    sends = [[x[j] for x in sharding if ranges] for j, ranges in enumerate(plan.received)]
+    shapes = [[_with_length(x, _length(ranges)) for x in like if ranges] for ranges in plan.sent]
+    arrived = exchange_packed(group, sends, shapes, dtype)
     # Added in rank order, the own contribution included: the sum must not depend on which message arrives first.
     totals = [platform.zeros(tuple(x.shape), dtype) for x in like]
-    for message, each, ranges in zip(receives, shapes, plan.sent, strict=True):
-        if message is not None:
-            parts = unpack(platform, message, each)
+    for parts, ranges in zip(arrived, plan.sent, strict=True):
+        if parts:
             totals = [_added_at(platform, x, part, ranges) for x, part in zip(totals, parts, strict=True)]
     return totals
 

@@ -323,7 +323,13 @@ def local_attention(query: Tensor, key: Tensor, value: Tensor, settings: Setting
     tile = tile_of(platform, query, value, options)
     # Layers share a mask, so the plan is made once per forward.
     cached = ("plan", queries, keys, window, tile)
-    plan = mask.cached(cached, lambda: _local_plan(mask, documents, window, queries, keys, tile))
+
+    def make_plan() -> Plan:
+        of_queries = None if documents is None else documents[:, keys - queries :]
+        tokens = Tokens(indices[0], of_queries), Tokens(indices[1], documents)
+        return plan_blocks(*tokens, mask.causal, window, tile)
+
+    plan = mask.cached(cached, make_plan)
     return blockwise(platform, query, key, value, sinks, plan, options)
 
 
@@ -331,19 +337,6 @@ def tile_of(platform: Platform, query: Tensor, value: Tensor, options: Options) 
     """Return the maximum queries and keys of a block; None if its kernel holds no matrix of scores."""
     can_be_fused = options.soft_cap is None and options.dropout is None
     return None if can_be_fused and platform.has_fused_blocks(query, value) else TILE
-
-
-def _local_plan(
-    mask: AttentionMask, documents: Any, window: int | None, queries: int, keys: int, tile: int | None
-) -> Plan:
-    of_queries = None if documents is None else documents[:, keys - queries :]
-    return plan_blocks(
-        Tokens(np.arange(keys - queries, keys), of_queries),
-        Tokens(np.arange(keys), documents),
-        mask.causal,
-        window,
-        tile,
-    )
 
 
 def blockwise(

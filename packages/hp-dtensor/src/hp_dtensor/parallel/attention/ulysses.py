@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.comm.collectives import empty_message, pack, saving_result, unpack
+from hp_dtensor.comm.collectives import exchange_packed, saving_result
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.saved_tensors import COLLECTIVES, saved_result
 from hp_dtensor.platform.interface import Platform
@@ -75,7 +75,7 @@ def heads_for_sequence(
             for j in range(size)
         ]
         # Queries, keys and values are one message per pair of ranks.
-        arrived = _swap(platform, group, sends, shapes, given[0].dtype)
+        arrived = exchange_packed(group, sends, shapes, given[0].dtype)
         return tuple(platform.ops.cat([parts[i] for parts in arrived], 2) for i in range(len(given)))
 
     def backward(*grads: Tensor | None) -> list[Tensor]:
@@ -91,7 +91,7 @@ def heads_for_sequence(
             [_shaped(shape, of[j], lengths[rank]) for shape, of in zip(full, of_tensor, strict=True)]
             for j in range(size)
         ]
-        arrived = _swap(platform, group, sends, shapes, known[0].dtype)
+        arrived = exchange_packed(group, sends, shapes, known[0].dtype)
         return [
             _summed(platform, [parts[i] for parts in arrived], of_tensor[i], shape[1])
             for i, (shape, _) in enumerate(like)
@@ -113,35 +113,16 @@ def sequence_for_heads(
     def forward(given: Tensor) -> Tensor:
         sends = [[part] for part in platform.ops.split(given, list(lengths), 2)]
         shapes = [[_shaped(tuple(given.shape), shares.queries[j], lengths[rank])] for j in range(size)]
-        return platform.ops.cat([parts[0] for parts in _swap(platform, group, sends, shapes, given.dtype)], 1)
+        return platform.ops.cat([parts[0] for parts in exchange_packed(group, sends, shapes, given.dtype)], 1)
 
     def backward(grad: Tensor) -> Tensor:
         # The result has all heads of this rank's tokens, so its gradient does too.
         assert grad.shape[1] == heads
         sends = [[_heads(platform, grad, shares.queries[j])] for j in range(size)]
         shapes = [[_shaped(tuple(grad.shape), shares.queries[rank], lengths[j])] for j in range(size)]
-        return platform.ops.cat([parts[0] for parts in _swap(platform, group, sends, shapes, grad.dtype)], 2)
+        return platform.ops.cat([parts[0] for parts in exchange_packed(group, sends, shapes, grad.dtype)], 2)
 
     return platform.linear_map(x, saving_result(forward), backward)
-
-
-def _swap(
-    platform: Platform,
-    group: ProcessGroup,
-    sends: Sequence[Sequence[Tensor]],
-    shapes: Sequence[Sequence[tuple[int, ...]]],
-    dtype: Any,
-) -> list[list[Tensor]]:
-    """Exchange one message of several tensors between each pair of ranks; `shapes` are those to receive."""
-    messages: list[Tensor | None] = [None if j == group.rank else pack(platform, x) for j, x in enumerate(sends)]
-    receives: list[Tensor | None] = [
-        None if j == group.rank else empty_message(platform, each, dtype) for j, each in enumerate(shapes)
-    ]
-    group.exchange(messages, receives)
-    return [
-        list(sends[j]) if message is None else unpack(platform, message, each)
-        for j, (message, each) in enumerate(zip(receives, shapes, strict=True))
-    ]
 
 
 def _heads(platform: Platform, x: Tensor, span: Range) -> Tensor:
