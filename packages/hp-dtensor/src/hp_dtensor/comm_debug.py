@@ -109,6 +109,7 @@ class CommDebugMode:
     def __enter__(self) -> CommDebugMode:
         if self.log.is_open:
             raise RuntimeError("CommDebugMode: this one is in use by an outer block; create another one")
+        # If a hook cannot be added, the stack removes those before it.
         with contextlib.ExitStack() as stack:
             named = list(self._named_modules())
             self.log = stack.enter_context(recorded({id(module): name for name, module in named}))
@@ -232,6 +233,8 @@ class CommDebugMode:
         def after(m: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             leave(log, name)
 
+        # Before all other hooks of the module, whose collectives belong to it too; and also left if forward raises, or
+        # later collectives would be attributed to this module.
         yield platform.add_forward_pre_hook(module, before, prepend=True)
         yield platform.add_forward_hook(module, after, always_call=True)
 

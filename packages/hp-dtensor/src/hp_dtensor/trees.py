@@ -22,6 +22,7 @@ def map_tensors(tree: Any, tensor_type: type, function: Callable[[Any], Any]) ->
         changes = {
             field.name: map_tensors(getattr(tree, field.name), tensor_type, function)
             for field in dataclasses.fields(tree)
+            # `replace` refuses the other fields, which the class computes itself.
             if field.init
         }
         same = all(value is getattr(tree, name) for name, value in changes.items())
@@ -100,6 +101,7 @@ def _like_mapping(old: Mapping[Any, Any], values: list[Any]) -> Any:
     new = copy.copy(old)
     for key, value in zip(old, values, strict=True):
         new[key] = value
+    # Such a class may also hold its values as attributes.
     attributes = getattr(new, "__dict__", {})
     attributes.update({name: new[name] for name, value in attributes.items() if name in old and value is old[name]})
     return new

@@ -133,6 +133,7 @@ def draw_sharding(x: TensorSpec | Any, path: str, dims: Sequence[int] = (0, 1)) 
         )
         axes.text((left + right) / 2, (top + bottom) / 2, picture.cell(row, column), ha="center", va="center")
     axes.set_xlim(0, max(picture.columns[-1][1], 1))
+    # Row 0 on top, as a matrix is written.
     axes.set_ylim(max(picture.rows[-1][1], 1), 0)
     axes.set_xticks(sorted({edge for boundary in picture.columns for edge in boundary}))
     axes.set_yticks(sorted({edge for boundary in picture.rows for edge in boundary}))
@@ -146,6 +147,7 @@ def draw_sharding(x: TensorSpec | Any, path: str, dims: Sequence[int] = (0, 1)) 
 def _held(spec: TensorSpec, dims: tuple[int, ...]) -> dict[int, tuple[Sequence[Boundary], Sequence[Boundary]]]:
     """Return rank -> its ranges of the two shown dimensions, without ranks whose shard is empty."""
     held: dict[int, tuple[Sequence[Boundary], Sequence[Boundary]]] = {}
+    # Every rank of the mesh is visited, so pictures are for meshes that fit on a screen.
     for coordinate in itertools.product(*map(range, spec.mesh.shape)):
         ranges = spec.ranges(coordinate)
         if spec.ndim and not all(any(start < stop for start, stop in dim) for dim in ranges):
@@ -226,6 +228,7 @@ def _range(boundary: Boundary) -> str:
 
 
 def _color_numbers(picture: ShardingPicture) -> dict[tuple[int, ...], int]:
+    # Cells that are held by the same ranks have the same color.
     return {ranks: number for number, ranks in enumerate(dict.fromkeys(picture.holders.values()))}
 
 

@@ -77,6 +77,7 @@ class PendingDTensor:
     facts: ClassVar[dict[str, Callable[[TensorSpec], Any]]] = FACTS
 
     def __getattribute__(self, name: str) -> Any:
+        # Not `self.__dict__`, which would call this method again.
         known = object.__getattribute__(self, "__dict__")
         # `isinstance` reads `__class__`, and code that must not wait reads `__dict__`.
         if "_arrive" in known and name not in ("__class__", "__dict__"):
@@ -124,6 +125,7 @@ def _wait_for(x: Any, known: dict[str, Any]) -> None:
         raise
 
 
+# Not a closure in the `except` block, at whose end Python deletes the name of the error.
 def _raising(error: BaseException) -> Callable[[Any], None]:
     def raise_again(x: Any) -> NoReturn:
         raise error

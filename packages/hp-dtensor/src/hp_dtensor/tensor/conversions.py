@@ -103,6 +103,7 @@ def _distributed(tensor: Tensor, target: TensorSpec, src_data_rank: int | None) 
     # A rank outside the mesh holds an empty tensor of the same number of dimensions.
     if mesh.get_coordinate() is None:
         return platform.wrap(platform.empty((0,) * target.ndim, tensor.dtype), target)
+    # Every rank has the full tensor by now, so sharding it is a local slice.
     return platform.wrap(plan_between(replicated, target, platform.itemsize(target.dtype)).run(tensor), target)
 
 
@@ -116,6 +117,7 @@ def _check_distributed(x: Any, device_mesh: DeviceMesh | None, placements: Place
         )
     if placements is not None:
         wanted = spec.with_placements(placements_on("distribute_tensor", spec.mesh, placements, spec.ndim))
+        # Specs are interned, so equal ones are the same object.
         if wanted is not spec:
             raise PlacementError(
                 f"distribute_tensor: the tensor is a DTensor placed {spec.describe_placements()} already, not "
@@ -324,6 +326,7 @@ def _broadcast(tensor: Tensor, mesh: DeviceMesh, source: int | None) -> Tensor:
 def even_global_shape(local: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
     """Return the global shape if every rank's shard has shape `local`."""
     shape = list(local)
+    # From the innermost axis outwards: each axis multiplies what the ranks along it hold together.
     for axis, placement in reversed(list(enumerate(placements))):
         if isinstance(placement, RaggedShard):
             shape[placement.dim] = sum(placement.units)

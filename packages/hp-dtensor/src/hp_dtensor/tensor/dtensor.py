@@ -33,6 +33,7 @@ class DTensor(DTensorBase):
         [((5, 4), (3, 4)), ((5, 4), (2, 4))]
     """
 
+    # The functions themselves: a method around each would repeat its arguments and cost a call.
     from_local = staticmethod(conversions.from_local)
     redistribute = redistribution.redistribute
     to_local = conversions.to_local

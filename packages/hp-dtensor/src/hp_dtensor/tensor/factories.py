@@ -216,6 +216,7 @@ def _make(
     platform.check_dtype(spec.dtype)
     check_created("a factory", spec)
     result = platform.wrap(fill(platform, spec), spec)
+    # On the result and not on the local data: the leaf is the tensor that the caller holds.
     if requires_grad:
         platform.set_requires_grad(result, True)
     return result

@@ -85,6 +85,7 @@ def _summed_axes(spec: TensorSpec, grad: Tensor) -> tuple[int, ...]:
     mesh = spec.mesh
     if mesh.get_coordinate() is None or not mesh.platform.requires_grad(grad):
         return ()
+    # Of sums only: every contribution to a sum has the gradient of the sum.
     return tuple(axis for axis, p in enumerate(spec.placements) if p == Partial() and mesh.shape[axis] > 1)
 
 
@@ -146,6 +147,7 @@ def plain_backward_arguments(output: Tensor, gradient: Tensor | None) -> tuple[T
             f"tensor, {list(wanted.local_shape)}; got {list(gradient.shape)}"
         )
     if isinstance(gradient, DTensorBase):
+        # Autograd works on local tensors, so placements are settled before it starts.
         check_explicit("backward", ("gradient",), gradient.spec, wanted)
         gradient = platform.unwrap(redistribute(gradient, wanted.mesh, wanted.placements))
     with platform.enable_grad():  # reentrant checkpoints call backward inside of a backward
@@ -162,5 +164,6 @@ def with_redistributed_grad(platform: Any, local: Tensor, arriving: TensorSpec, 
     """Return `local` with a backward that redistributes its gradient from `arriving` to `wanted`."""
     if arriving is wanted:
         return local
+    # The identity in forward: the node exists for its gradient.
     plan = plan_between(arriving, wanted, platform.itemsize(arriving.dtype))
     return platform.linear_map(local, lambda t: t, plan.run)

@@ -94,6 +94,7 @@ def materialize(
         )
     made: dict[int, Tensor] = {}
     for path, owner in list(chosen.named_modules(module)):
+        # A list, because parameters are replaced on the way.
         for name, old in list(chosen.named_parameters(owner, recurse=False, remove_duplicate=False)):
             if chosen.is_meta(old):
                 # By identity, and under every name: a tied parameter stays one parameter.
@@ -116,6 +117,7 @@ def _with_memory(platform: Platform, old: Tensor, device: Any) -> Tensor:
 
 def _make_buffers(platform: Platform, owner: Module, path: str, make: MakeBuffer) -> None:
     for name, old in list(platform.named_buffers(owner)):
+        # Buffers of submodules are listed too, but are set at their owners.
         if "." in name or not platform.is_meta(old):
             continue
         full_name = f"{path}.{name}" if path else name
@@ -216,6 +218,7 @@ def init_parameters(
         >>> init_parameters(model, lambda name, shape: Normal(0.02) if len(shape) > 1 else Constant(0.0), seed=0)
     """
     chosen = platform_of(module, platform)
+    # Found before anything is set, so that an error leaves the module unchanged.
     without_data = [name for name, parameter in chosen.named_parameters(module) if chosen.is_meta(parameter)]
     if without_data:
         raise MetaTensorError(f"parameters have no data: {', '.join(without_data)}; call materialize(module) first")
@@ -238,6 +241,7 @@ def _fill(platform: Platform, parameter: Any, distribution: Distribution, key: t
 
 def stream_key(seed: int, name: str) -> tuple[int, int]:
     """Return the 128-bit Philox key of one parameter."""
+    # No name contains the separator, so seed and name cannot run into each other.
     digest = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:16], "little")
 
@@ -254,6 +258,7 @@ def draw(
     Args:
         key: the result of `stream_key`.
     """
+    # Distributions compute in float64, and values are rounded once.
     result = numpy.empty(tuple(extent), numpy.float32)
     for rows, words in _words(key, tuple(shape), tuple(offset), tuple(extent)):
         result[rows] = distribution.values(words)

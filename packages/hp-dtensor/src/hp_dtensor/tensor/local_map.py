@@ -114,6 +114,7 @@ def _mapped(
             raise PlacementError(f"local_map: DTensors are passed by position, got {', '.join(by_name)} by keyword")
         flat, rebuilt = flattened(args)
         mesh = device_mesh or next((x.device_mesh for x in flat if isinstance(x, DTensor)), None)
+        # With plain arguments only, there are no placements to map.
         if mesh is None or not any(isinstance(x, DTensor) for x in flat):
             return func(*args, **kwargs)
         wanted = _per_argument(in_placements, flat, "in_placements")
@@ -177,6 +178,7 @@ def _check_argument(x: Any, index: int, wanted: Placements | None, plain: Any, r
     if placements is None:
         is_one = f"is a DTensor {x.spec.describe_placements()}"
         raise PlacementError(f"local_map: argument {index} {is_one}, but in_placements[{index}] is None")
+    # Normalized, because `Shard(-1)` and `Shard(1)` of a matrix are the same.
     if normalize_placements(mesh, placements, x.spec.ndim) != x.placements:
         if not redistribute:
             raise PlacementError(
@@ -197,6 +199,7 @@ def _local_argument(
     mesh = spec.mesh
     stated = _placements(mesh, grads, f"in_grad_placements[{index}]")
     platform = mesh.platform
+    # Inferred only for a gradient that is computed: what cannot be inferred raises.
     if stated is None and platform.is_grad_enabled() and platform.requires_grad(platform.unwrap(x)):
         stated = tuple(_grad_along(axis, index, specs, outs) for axis in range(mesh.ndim))
     return x.to_local(stated)
@@ -279,6 +282,7 @@ class _Outputs:
         count = len(self.entries)
         if len(values) != count:
             raise PlacementError(f"local_map: the function returned {len(values)} outputs, out_placements has {count}")
+        # Sizes are inferred from arguments on the same mesh: axes of another mesh shard in another way.
         on_mesh = [spec for spec in inputs if spec.mesh == self.mesh]
         return rebuilt([self._wrapped(values[i], self.entries[i], i, on_mesh) for i in range(count)])
 
