@@ -40,7 +40,13 @@ def evaluate_command(run: str, weights: str | None, tasks: str | None, overrides
     # One rank, unless a launcher or the command line says otherwise: the setting of the training does not count.
     asked = any(name == "launch.local_ranks" for name, _ in overrides)
     num_ranks = world_size_of(config) if asked or is_launched() else 1
-    refuse(_problems(config, overrides, num_ranks), "evaluate")
+    problems: list[Problem] = []
+    if _has_other_data(overrides):
+        source = registries().datasets.get(config.data.name).build(config.data.options)
+        problems += [problem.within("data") for problem in source.problems()]
+    if num_ranks > 1:
+        problems += check_evaluation(config, num_ranks, registries())
+    refuse(problems, "evaluate")
     platform = get_platform(config.platform)
     arguments = (run, overrides, weights, platform.name, num_ranks > 1)
     if is_launched():
@@ -100,17 +106,6 @@ def _open(path: str, overrides: Overrides) -> tuple[RunFolder, TrainerConfig]:
     given = {name.partition(".")[2] for name, _ in overrides if name.startswith("parallel.")}
     parallel = {name: getattr(config.parallel, name) for name in (*given, "tp_plan", "fsdp_units")}
     return run, dataclasses.replace(config, parallel=ParallelConfig(**parallel))
-
-
-def _problems(config: TrainerConfig, overrides: Overrides, num_ranks: int) -> list[Problem]:
-    """Return the problems of the given data and layout."""
-    problems = []
-    if _has_other_data(overrides):
-        source = registries().datasets.get(config.data.name).build(config.data.options)
-        problems += [problem.within("data") for problem in source.problems()]
-    if num_ranks > 1:
-        problems += check_evaluation(config, num_ranks, registries())
-    return problems
 
 
 def _has_other_data(overrides: Overrides) -> bool:

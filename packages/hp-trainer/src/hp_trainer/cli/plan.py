@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -49,9 +48,6 @@ from hp_trainer.sizes import EXPECTED as EXPECTED_SIZE
 from hp_trainer.sizes import parse_size
 from hp_trainer.training.pipelined import num_microbatches
 
-_DEVICES = "H100, H200, A100, 910B, cpu (measured), or a YAML file."
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
 
 def _read_memory(ctx: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
     """Return a size such as 80GiB in bytes."""
@@ -66,28 +62,21 @@ def _read_memory(ctx: click.Context, parameter: click.Parameter, value: str | No
     return float(size)
 
 
-# Above this number the listing of layouts takes hours.
-world_size_option = click.option(
-    "--world-size", type=click.IntRange(1, 10_000_000), metavar="N", help="Number of ranks; default: as it would train."
+# Above the largest number the listing of layouts takes hours.
+_WORLD_SIZE = click.Option(
+    ["--world-size"], type=click.IntRange(1, 10_000_000), metavar="N", help="Ranks; default: as it would train."
+)
+_DEVICES = "H100, H200, A100, 910B, cpu (measured), or a YAML file."
+_DEVICE_OPTIONS = (
+    _WORLD_SIZE,
+    click.Option(["--device"], default="H100", show_default=True, metavar="NAME|FILE", help=_DEVICES),
+    click.Option(["--device-memory"], callback=_read_memory, metavar="SIZE", help="80GiB, ...; default: the device's."),
+    click.Option(["--json", "as_json"], is_flag=True, help="Print JSON."),
 )
 
 
-def device_options(function: _Function) -> _Function:
-    """Add the options of `plan` and `layouts`: the ranks, the device and the form of the output."""
-    options = (
-        world_size_option,
-        click.option("--device", default="H100", show_default=True, metavar="NAME|FILE", help=_DEVICES),
-        click.option("--device-memory", callback=_read_memory, metavar="SIZE", help="Default: that of the device."),
-        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
-    )
-    for option in reversed(options):
-        function = option(function)
-    return function
-
-
-@click.command("check", cls=SettingsCommand)
+@click.command("check", cls=SettingsCommand, params=[_WORLD_SIZE])
 @config_argument
-@world_size_option
 def check_command(config: str, world_size: int | None, overrides: Overrides) -> int:
     """Print every problem of CONFIG, or a summary of the run. Nothing is started."""
     loaded = load(config, overrides)
@@ -128,9 +117,8 @@ def _shards_documents(config: TrainerConfig, dims: ParallelDims) -> bool:
     return context_style(dims, config.model.options, config.training).ulysses_degree < dims.cp
 
 
-@click.command("plan", cls=SettingsCommand)
+@click.command("plan", cls=SettingsCommand, params=[*_DEVICE_OPTIONS])
 @config_argument
-@device_options
 @click.option(
     "--to", type=click.Path(), callback=check_file_to_write, metavar="FILE", help="Draw the memory into a file."
 )
@@ -221,9 +209,8 @@ def _build_nothing(*arguments: Any) -> Any:
     raise NotImplementedError("this optimizer exists only for planning")
 
 
-@click.command("layouts", cls=SettingsCommand)
+@click.command("layouts", cls=SettingsCommand, params=[*_DEVICE_OPTIONS])
 @click.argument("config", metavar="[CONFIG]", required=False, shell_complete=yaml_files)
-@device_options
 def layouts_command(
     config: str | None,
     world_size: int | None,

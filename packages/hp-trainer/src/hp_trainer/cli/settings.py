@@ -21,7 +21,7 @@ from hp_trainer.plugins import registries
 def settings_command(path: str | None) -> int:
     """List the settings of the YAML file, with type, default and help; SECTION lists one section, or one setting.
 
-    Examples: `hp-train settings training`, `hp-train settings model.lora`, `hp-train settings training.steps`.
+    A SECTION is for example training, model.lora or training.steps.
     """
     options = list_options(registries())
     if path is not None:

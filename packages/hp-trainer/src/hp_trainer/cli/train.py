@@ -204,7 +204,13 @@ def sweep_command(config: str, overrides: Overrides) -> int:
     base = default_run_folder(Path(config)) if wanted is None else Path(wanted).expanduser()
     runs = plan_sweep([one for one in overrides if one[0] != "run.folder"], base)
     # All runs before the first one starts: a typing error must not be found after hours.
-    _check(Path(config), runs)
+    problems: list[Problem] = []
+    for folder, chosen in runs.items():
+        loaded = load(config, chosen)
+        found = check_new_run(loaded, folder, world_size_of(loaded.config), registries())
+        # Most problems are the same in every run.
+        problems += [problem for problem in found if problem not in problems]
+    refuse(problems, config)
     failed = [folder for folder, chosen in runs.items() if not _train(config, chosen, folder, len(runs))]
     done = [folder for folder in runs if folder not in failed]
     if len(done) > 1:
@@ -245,17 +251,6 @@ def split_values(text: str) -> list[str]:
     return values
 
 
-def _check(config: Path, runs: dict[Path, Overrides]) -> None:
-    """Raise for the problems of all runs of a sweep, each once."""
-    problems: list[Problem] = []
-    for folder, overrides in runs.items():
-        loaded = load(str(config), overrides)
-        found = check_new_run(loaded, folder, world_size_of(loaded.config), registries())
-        # Most problems are the same in every run.
-        problems += [problem for problem in found if problem not in problems]
-    refuse(problems, str(config))
-
-
 def _train(config: str, overrides: Overrides, folder: Path, count: int) -> bool:
     """Train one run in a process of its own, and return whether it succeeded."""
     print(f"run {folder.name} (of {count})", flush=True)
@@ -264,20 +259,16 @@ def _train(config: str, overrides: Overrides, folder: Path, count: int) -> bool:
     # signals directly, only once, from here.
     command: Sequence[str] = [sys.executable, "-P", "-m", "hp_trainer", config, *settings]
     process = subprocess.Popen(command, start_new_session=True)
-    try:
-        return process.wait() == 0
-    except Interrupted as interrupted:
-        _end(process, interrupted.signal)
-        raise
-
-
-def _end(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal, and every further one that arrives, to a run, and wait for it to end."""
+    stopped: Interrupted | None = None
     while True:
-        process.send_signal(number)
         try:
-            process.wait()
-        except Interrupted as again:
-            number = again.signal
+            code = process.wait()
+        except Interrupted as interrupted:
+            # Every signal is passed on: the first one lets the run save a checkpoint, the second one ends it.
+            stopped = stopped or interrupted
+            process.send_signal(interrupted.signal)
         else:
-            return
+            break
+    if stopped is not None:
+        raise stopped
+    return code == 0
