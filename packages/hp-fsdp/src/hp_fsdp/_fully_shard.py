@@ -320,18 +320,14 @@ def _check_ranks(
         assert original.mesh is not None
         by_mesh.setdefault(original.mesh, []).append(original)
     for each, sharing in by_mesh.items():
-        facts = [_fact(mesh.platform, original, replicated_ids) for original in sharing]
+        facts = [
+            f"{original.name} {list(original.tensor.shape)} {original.tensor.dtype}, sharded along {original.shard_dim}"
+            f"{', replicated' if id(original.tensor) in replicated_ids else ''}"
+            f"{'' if mesh.platform.requires_grad(original.tensor) else ', frozen'}"
+            f"{'' if original.extension is None else f', gathered by {original.extension.kind}'}"
+            for original in sharing
+        ]
         check_alike(each, what, [*facts, *(settings if each is mesh else ())])
-
-
-def _fact(platform: Platform, original: OriginalParameter, replicated_ids: Collection[int]) -> str:
-    """Describe what must be the same about a parameter on all ranks."""
-    return (
-        f"{original.name} {list(original.tensor.shape)} {original.tensor.dtype}, sharded along {original.shard_dim}"
-        f"{', replicated' if id(original.tensor) in replicated_ids else ''}"
-        f"{'' if platform.requires_grad(original.tensor) else ', frozen'}"
-        f"{'' if original.extension is None else f', gathered by {original.extension.kind}'}"
-    )
 
 
 # Buffers and group ---------------------------------------------------------------------------------------

@@ -86,11 +86,12 @@ def hsdp(
     platform = mesh.platform if isinstance(mesh, DeviceMesh) else get_platform()
     num_ranks = mesh.size() if isinstance(mesh, DeviceMesh) else current_world(platform).size
     flags = {"enable_grad_accumulation": enable_grad_accumulation, "use_eager_hook": use_eager_hook}
+    flags |= {"comm_async": comm_async, "comm_fusion": comm_fusion}
     problems = [
         *_cell_problems(cell, platform, mesh),
         *_size_problems(shard_size, num_ranks, threshold, bucket_size),
         *_choice_problems(optimizer_level, grad_scale, platform, reduce_dtype),
-        *_flag_problems(**flags, comm_async=comm_async, comm_fusion=comm_fusion),
+        *(f"{name}: expected a bool, got {flag!r}" for name, flag in flags.items() if not isinstance(flag, bool)),
     ]
     if problems:
         raise HSDPError("hsdp: " + "; ".join(problems))
@@ -279,9 +280,3 @@ def _choice_problems(level: Any, grad_scale: Any, platform: Platform, reduce_dty
     problem = dtype_problem(platform, "reduce_dtype", reduce_dtype)
     if problem is not None:
         yield problem
-
-
-def _flag_problems(**flags: Any) -> Iterator[str]:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            yield f"{name}: expected a bool, got {flag!r}"

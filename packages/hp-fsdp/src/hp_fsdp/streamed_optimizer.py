@@ -194,7 +194,7 @@ class _StreamedStep:
         try:
             for group in groups:
                 group["params"] = [p for p in group["params"] if id(p) in ids]
-            # The same group objects, so that options which the step changes are kept. Empty groups are left out.
+            # The same group objects, so that options which the step changes persist. Empty groups are left out.
             self._optimizer.param_groups = [group for group in groups if group["params"]]
             if self._optimizer.param_groups:
                 step(self._optimizer)

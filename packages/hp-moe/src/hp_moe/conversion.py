@@ -89,19 +89,14 @@ def _mixtral(config: Config) -> dict[str, Any]:
     return {**_common(config, "intermediate_size", "num_local_experts"), "route_norm": True}
 
 
-def _qwen3(config: Config) -> dict[str, Any]:
-    common = _common(config, "moe_intermediate_size", "num_experts")
+def _qwen3(config: Config, hidden_dim: str = "moe_intermediate_size") -> dict[str, Any]:
+    common = _common(config, hidden_dim, "num_experts")
     return {**common, "route_norm": bool(config.get("norm_topk_prob", False))}
 
 
 def _qwen2(config: Config) -> dict[str, Any]:
     shared = config["shared_expert_intermediate_size"]
     return {**_qwen3(config), "shared_hidden_dim": shared, "shared_gate": True}
-
-
-def _olmoe(config: Config) -> dict[str, Any]:
-    common = _common(config, "intermediate_size", "num_experts")
-    return {**common, "route_norm": bool(config.get("norm_topk_prob", False))}
 
 
 def _deepseek_v3(config: Config) -> dict[str, Any]:
@@ -133,7 +128,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(_mixtral, experts={"w1": "w1", "w2": "w2", "w3": "w3"}),
     "qwen2_moe": Family(_qwen2, shared="shared_expert", plain={"shared_gate.weight": "shared_expert_gate.weight"}),
     "qwen3_moe": Family(_qwen3),
-    "olmoe": Family(_olmoe),
+    "olmoe": Family(lambda config: _qwen3(config, "intermediate_size")),
     "deepseek_v3": Family(_deepseek_v3, shared="shared_experts", plain={"expert_bias": "gate.e_score_correction_bias"}),
     "gpt_oss": Family(_gpt_oss, gate="router", experts=None, is_interleaved=True),
 }

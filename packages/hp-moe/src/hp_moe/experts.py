@@ -116,7 +116,7 @@ class GroupedExperts(nn.Module):
 
     @property
     def score_before_experts(self) -> bool:
-        """Whether the input of an expert is multiplied by the score."""
+        """True if the input of an expert is multiplied by the score."""
         return self.score_position == "before"
 
     def forward(

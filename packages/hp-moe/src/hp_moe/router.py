@@ -295,7 +295,7 @@ class TokenChoiceTopKRouter(nn.Module):
 
     @property
     def takes_ids(self) -> bool:
-        """Whether experts are selected by token id in the next call."""
+        """True if the next call selects experts by token id."""
         is_replayed = any(tape.replays for tape in self.tapes)
         return self.hash_vocab_size is not None and not self.force_uniform and not is_replayed
 

@@ -23,7 +23,7 @@ Module = Any
 
 @dataclass(slots=True)
 class ReduceOptions:
-    """How the gradients of a group are reduced.
+    """Options of the reduction of a group's gradients.
 
     Attributes:
         all_reduce: reduce over the replicate axis too. False: the shards reduced over the shard axis stay pending until
@@ -97,7 +97,7 @@ class GroupSettings:
 
 
 class GroupState(Enum):
-    """The form in which a group's parameters are held. Error messages show the values."""
+    """Form in which a group's parameters are held. Error messages show the values."""
 
     SHARDED = "sharded"
     GATHERING = "gathering"

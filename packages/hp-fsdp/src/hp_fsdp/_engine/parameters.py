@@ -29,7 +29,7 @@ IGNORED_ATTRIBUTE = "_hp_fsdp_ignored"
 
 @dataclass(frozen=True)
 class MeshInfo:
-    """How a mesh is used for data parallelism: which ranks share a parameter's shards, and which hold the same one.
+    """Data-parallel use of a mesh: the ranks that hold one shard each, and those that hold the same one.
 
     Attributes:
         mesh: 1-D (shard), or 2-D (replicate, shard).

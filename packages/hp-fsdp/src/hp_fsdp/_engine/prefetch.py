@@ -27,7 +27,7 @@ class Event(NamedTuple):
 
 
 class ForwardPass:
-    """One forward of the root, or the calls of modules outside of the root until a backward has gone through them.
+    """One forward of the root, or the calls of modules outside of the root until a backward has passed through them.
 
     Attributes:
         token: an empty tensor that each gather node takes from the previous one and returns. It makes each node depend
@@ -125,7 +125,7 @@ class Prefetcher:
     """Starts to gather the next groups while the current one computes.
 
     In forward the next groups are known from the previous forward: each forward of the root records the order in which
-    groups start, with repetitions, and the next one follows it with a cursor. In backward they are known from the
+    groups start, repeated ones too, and the next one follows it with a cursor. In backward they are known from the
     events of the pass itself. All ranks call the same modules, so that all ranks prefetch the same groups.
 
     Attributes:

@@ -296,13 +296,17 @@ class CallOrder:
         actions = [f"{self._describe(code)} in {comparison.phase}" for code in codes]
         if len(set(actions)) < len(set(codes)):
             # Two models have groups of the same name, or ranks number the groups of one model differently.
-            numbers = ["no" if code is None else code // len(ACTIONS) for code in codes]
-            actions = [f"{action}, buffer {number}" for action, number in zip(actions, numbers, strict=True)]
+            buffers = ["no" if code is None else code // len(ACTIONS) for code in codes]
+            actions = [f"{action}, buffer {number}" for action, number in zip(actions, buffers, strict=True)]
         ranks = self._process_group.ranks
         each = who_does_what(ranks, actions) if codes else f"ranks {list(ranks)} after {NUM_CODES_SENT} equal actions"
         what_next = self._how_to_continue() if can_continue else RESTART
+        numbers = dict.fromkeys(code // len(ACTIONS) for code in codes if code is not None)
+        groups = [self._described[number][0]() for number in numbers if number in self._described]
+        states = [f"{group.name} is in state {group.state.value!r}" for group in groups if group is not None]
+        on_this_rank = f"On rank {self._rank} {', '.join(states)}. " if states else ""
         return CallOrderError(
-            f"ranks call modules in different orders: {each}. {self._states(codes)}Their data have mixed, or would. "
+            f"ranks call modules in different orders: {each}. {on_this_rank}Their data have mixed, or would. "
             f"{what_next}. {SAME_CALLS}"
         )
 
@@ -330,12 +334,6 @@ class CallOrder:
         named = ", ".join(parameters[:NUM_PARAMETERS]) + (f" and {more} more" if more > 0 else "")
         name = group.name if group is not None else "a group that has been freed"
         return f"{ACTIONS[kind]} {name} (parameters {named})"
-
-    def _states(self, codes: Iterable[int | None]) -> str:
-        numbers = dict.fromkeys(code // len(ACTIONS) for code in codes if code is not None)
-        groups = [self._described[number][0]() for number in numbers if number in self._described]
-        states = [f"{group.name} is in state {group.state.value!r}" for group in groups if group is not None]
-        return f"On rank {self._rank} {', '.join(states)}. " if states else ""
 
     def last_actions(self) -> str:
         """Describe the last actions of this rank, for errors."""

@@ -170,7 +170,7 @@ class ReplicatingDispatcher(ChunkedDispatcher):
 
     @property
     def _is_plain(self) -> bool:
-        """Whether expert numbers can be used as they are: no expert is moved or copied."""
+        """True if no expert is moved or copied, so that expert numbers can be used as they are."""
         return self.is_initial_placement and not any(self._copied)
 
     def _set_copies(self, copied: CopyPlacement) -> None:
