@@ -84,7 +84,7 @@ class MindSporePlatform(MindSporeBase):
         self._generator = np.random.Generator(np.random.Philox())
         self.functions = build_functions(self, self.generator)
         self.operations = Operations(self)
-        autograd.arm()
+        autograd.turn_grad_flag_on()
 
     # Dtypes and plain tensors ----------------------------------------------------------------------------
 

@@ -118,6 +118,7 @@ class HostGroup(ProcessGroup):
     def _all_gather_into(self, output: Tensor, x: Tensor, async_op: bool) -> Work:
         flat = np.ascontiguousarray(host_view(x)).reshape(-1)
         with _Contiguous(output) as full:
+            # Every rank sends its data to all others directly: one round, and the bytes of an all-gather.
             parts = np.split(full, self.size)
             self._transfer([flat] * self.size, parts)
         return DONE
@@ -126,6 +127,7 @@ class HostGroup(ProcessGroup):
         reduction = reduction_of(x, op)
         flat = np.ascontiguousarray(host_view(x)).reshape(-1)
         values = host_view(output)
+        # Each rank receives its part from all, and reduces them in rank order.
         parts = self._swap(np.split(flat, self.size), [values.size] * self.size)
         np.copyto(values, reduction(parts).reshape(values.shape))
         return DONE
@@ -151,6 +153,7 @@ class HostGroup(ProcessGroup):
 
     def _broadcast(self, x: Tensor, source: int, async_op: bool) -> Work:
         with _Contiguous(x) as data:
+            # The source sends to all; the others receive from it alone.
             mine = self.rank == source
             self._transfer(
                 [data if mine else None] * self.size,
@@ -372,6 +375,7 @@ class NativeGroup(ProcessGroup):
 
     def _all_gather_into(self, output: Tensor, x: Tensor, async_op: bool) -> Work:
         flat = output.reshape((self.size * x.shape[0], *x.shape[1:])) if x.ndim else output
+        # HCCL joins along dimension 0.
         handle = dist.all_gather_into_tensor(flat, x, group=self._name, async_op=async_op)
         return self._started(handle, async_op)
 

@@ -94,6 +94,7 @@ def _wait_for_all(store: Any, size: int, timeout_seconds: float) -> None:
     store.add(READY_KEY, 1)
     while store.add(READY_KEY, 0) < size:
         if time.monotonic() > deadline:
+            # `join` makes it a PlatformError, as an error of MindSpore's own initialization.
             raise RuntimeError("not every rank was ready in time")
         time.sleep(0.005)
     one = share(np.ones(1, np.float32))

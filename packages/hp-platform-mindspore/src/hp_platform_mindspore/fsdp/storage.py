@@ -16,7 +16,7 @@ from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_fsdp.storage import Gradients, ParameterStorage, moved_to_front
-from hp_platform_mindspore.tensor.autograd import GradMode, arm
+from hp_platform_mindspore.tensor.autograd import GradMode, turn_grad_flag_on
 from hp_platform_mindspore.tensor.dtensor import MindSporeDTensor, unwrap, wrap
 from hp_platform_mindspore.tensor.memory import HOST_DTYPES, host_view, may_leave_device, share, stay_on_device
 
@@ -152,7 +152,7 @@ class MindSporeParameterStorage(ParameterStorage):
     def gather_node(
         self, token: Tensor, views: Sequence[Tensor], backward: Callable[[Gradients], None]
     ) -> tuple[Tensor, list[Tensor]]:
-        arm()
+        turn_grad_flag_on()
         token, *outputs = _Gather.apply(token, list(views), backward)
         return token, outputs
 
@@ -182,7 +182,7 @@ def _first_moved_to(x: Tensor, dim: int) -> Tensor:
 
 def _identity(tensors: Sequence[Tensor], node: type[_Function], argument: Any) -> list[Tensor]:
     """Return the same tensors as outputs of one autograd node."""
-    arm()
+    turn_grad_flag_on()
     behind = node.apply(argument, *(unwrap(x) for x in tensors))
     return [wrap(y, x._spec) if isinstance(x, MindSporeDTensor) else y for x, y in zip(tensors, behind, strict=True)]
 

@@ -1,7 +1,7 @@
 """Adapters from the arguments of MindSpore's primitives to those of torch's operations.
 
 An adapter is called with (args, kwargs) of the primitive's call, without the primitive, and returns those of the
-operation.
+operation, after which most are named.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Adapter = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 
 
-def scaled_second(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def add_scaled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Convert `add(x, y, alpha=a)` to `add(x, a * y)`."""
     x, y, *rest = args
     alpha = rest[0] if rest else kwargs.get("alpha", 1)
     return (x, y if alpha == 1 else y * alpha), {}
 
 
-def without_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def reduction_over_dims(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     names = ("dim", "keepdim", "dtype")
     given = dict(zip(names, args[1:], strict=False)) | kwargs
     if given.pop("dtype", None) is not None:
@@ -31,10 +31,11 @@ def without_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return args[:1], given
 
 
-def by_axis(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def reduction_over_axes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     given = dict(zip(("axis", "keep_dims", "skip_mode"), args[1:], strict=False)) | kwargs
     if given.pop("skip_mode", False):
         raise TypeError("a reduction of a DTensor takes no skip_mode")
+    # In primitives of the older kind an empty axis means all dimensions.
     axis = given.get("axis")
     return args[:1], {"dim": None if axis in ((), []) else axis, "keepdim": bool(given.get("keep_dims", False))}
 
@@ -51,7 +52,7 @@ def embedding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return (ids, weight), {}
 
 
-def scan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def cumulative(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     x, dim, *exclusive_or_reverse = args
     if any(exclusive_or_reverse):
         raise TypeError("a cumulative operation on a DTensor is neither exclusive nor reverse; flip its input instead")
@@ -68,12 +69,14 @@ def gather(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     x, index, dim, *batch_dims = args
     if any(batch_dims):
         raise TypeError("gather of a DTensor takes no batch_dims; use gather_elements")
+    # `Gather` selects slices by a vector of indices: torch's index_select, with another order of arguments.
     return (x, dim, index), {}
 
 
-def even_chunks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def split_by_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     x, chunk, dim = args if len(args) == 3 else (*args, kwargs.get("dim", 0))
     size = x.shape[dim]
+    # The rule of `split` has lengths; the primitive has the length of all chunks but the last.
     return (x, [min(chunk, size - start) for start in range(0, size, chunk)], dim), {}
 
 
@@ -81,37 +84,38 @@ def topk(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return (args[0], args[1], -1), {}
 
 
-def variadic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def shape_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Convert `x.reshape(2, 3)` to `reshape(x, (2, 3))`."""
     if len(args) == 2 and isinstance(args[1], (list, tuple)):
         return (args[0], tuple(args[1])), {}
     return (args[0], tuple(args[1:])), {}
 
 
-def permutation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Permute as given, or reverse all dimensions if none are given."""
-    (x, dims), _ = variadic(args, kwargs)
+def permute(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Pass the given order of dimensions, or the reverse of all if none is given."""
+    (x, dims), _ = shape_arguments(args, kwargs)
     return (x, dims or tuple(reversed(range(x.ndim)))), {}
 
 
 def squeeze(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     x, dim = args[0], args[1] if len(args) > 1 else ()
     if dim in ((), [], None):
+        # Without dimensions MindSpore squeezes all of one element; the rule takes them by number.
         dim = tuple(i for i, size in enumerate(x.shape) if size == 1)
     return (x, dim if isinstance(dim, int) else tuple(dim)), {}
 
 
-def all_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def over_all_dims(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return args[:1], {"dim": tuple(range(args[0].ndim))}
 
 
-def scan_by_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Adapt as `scan` does, for a primitive whose axis is a tensor."""
+def cumulative_by_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Adapt as `cumulative` does, for a primitive whose axis is a tensor."""
     x, dim, *exclusive_or_reverse = args
-    return scan((x, int(dim.asnumpy()), *exclusive_or_reverse), kwargs)
+    return cumulative((x, int(dim.asnumpy()), *exclusive_or_reverse), kwargs)
 
 
-def spread(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def reduce_std(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     x, dims, unbiased, keepdim = args
     return (x, tuple(dims) or None, unbiased, keepdim), {}
 
@@ -120,21 +124,23 @@ def pad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     x, pads, value, mode, contiguous = args
     if not contiguous:
         raise TypeError("PadV3 of a DTensor takes paddings_contiguous=True: before and after, dimension by dimension")
+    # The amounts may be a tensor on the host.
     given = (x, tuple(int(n) for n in pads))
     if mode == "constant":
         return given, {"value": float(value.asnumpy())}
     return given, {"mode": "replicate" if mode == "edge" else mode}
 
 
-def searched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def searchsorted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     boundaries, x, sorter, _, right = args
     if sorter is not None:
         raise TypeError("searchsorted of DTensors takes no sorter")
     return (boundaries, x), {"right": right}
 
 
-def sliced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def slice_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     x, begin, size = args
+    # Slicing becomes indexing, whose rule knows slices of sharded dimensions.
     return (x, tuple(slice(b, b + n) for b, n in zip(begin, size, strict=True))), {}
 
 
@@ -145,7 +151,7 @@ def strided_slice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return (x, tuple(slice(*item) for item in zip(begin, end, strides, strict=True))), {}
 
 
-def equal_chunks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def split_by_count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     x, dim, count = args
     return (x, [x.shape[dim] // count] * count, dim), {}
 
@@ -164,8 +170,9 @@ def loss(*names: str) -> Adapter:
     return adapt
 
 
-def likelihood(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def nll_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     x, target, weight, reduction, ignore_index = args
+    # MindSpore passes a tensor of ones where the caller gave no weight.
     weight = unless_default(weight, 1)
     options = {"reduction": _REDUCTIONS[reduction], "ignore_index": ignore_index}
     return (x, target), options if weight is None else {"weight": weight, **options}
@@ -177,7 +184,7 @@ def unless_default(x: Any, value: float) -> Any:
     return None if made else x
 
 
-def first(count: int) -> Adapter:
+def first_arguments(count: int) -> Adapter:
     """Return an adapter that passes only the first arguments; those after it are seeds, or have fixed values."""
     return lambda args, kwargs: (args[:count], {})
 
@@ -188,7 +195,7 @@ def random_like(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return (x,), {} if wanted is None else {"dtype": dtype_of(wanted)}
 
 
-def typed(*names: str) -> Adapter:
+def with_dtype(*names: str) -> Adapter:
     """Name the arguments after the tensor; the last one is a dtype, omitted if None."""
 
     def adapt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -208,11 +215,11 @@ def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return (args[0], dtype_of(args[1])), {}
 
 
-def sorting(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def sort(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return args[:1], dict(zip(("dim", "descending", "stable"), args[1:], strict=False)) | kwargs
 
 
-def along_one(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def softmax(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Unpack a list of one dimension."""
     x, dim = args
     if isinstance(dim, (list, tuple)):
@@ -222,15 +229,16 @@ def along_one(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return (x, dim), {}
 
 
-def counted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def bincount(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     given = dict(zip(("weights", "minlength"), args[1:], strict=False)) | kwargs
     if given.get("weights") is not None:
         raise TypeError("bincount of DTensors takes no weights")
     return args[:1], {"minlength": given.get("minlength", 0)}
 
 
-def hot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def one_hot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     x, classes, on, off, axis = args
+    # `on` and `off` are 0-d tensors.
     if (float(on), float(off), axis) != (1.0, 0.0, -1):
         raise TypeError("one_hot of DTensors gives ones and zeros in a last dimension")
     return (x, classes), {}
@@ -241,19 +249,21 @@ def constant_pad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return (x, tuple(pads)), {"value": float(value[0]) if value else 0.0}
 
 
-def scaled_sum(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def addmm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Adapt `addmm` and the like: pass `beta` and `alpha` by name if they are not 1."""
     given = dict(zip(("beta", "alpha"), args[3:], strict=False)) | kwargs
+    # Left out if 1, so that calls with and without them share a cached plan.
     return args[:3], {name: value for name, value in given.items() if value != 1}
 
 
-def rounded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def divmod_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     mode = args[2] if len(args) > 2 else kwargs.get("rounding_mode")
+    # Primitives get the mode as a number, methods as a string.
     known = {None: None, 0: None, 1: "trunc", 2: "floor", "trunc": "trunc", "floor": "floor"}[mode]
     return args[:2], {} if known is None else {"rounding_mode": known}
 
 
-def upsampled(mode: str) -> Adapter:
+def upsample(mode: str) -> Adapter:
     def adapt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         x, size, scales, *align_corners = args
         corners = {"align_corners": align_corners[0]} if align_corners else {}
@@ -262,7 +272,7 @@ def upsampled(mode: str) -> Adapter:
     return adapt
 
 
-def spread_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def std_or_var(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     given = dict(zip(("dim", "correction", "keepdim"), args[1:], strict=False)) | kwargs
     return (args[0], given.get("dim")), {
         "keepdim": given.get("keepdim", False),
@@ -270,24 +280,25 @@ def spread_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     }
 
 
-def divergence(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def kl_div(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     x, target, reduction, *log_target = args
     return (x, target), {"reduction": _REDUCTIONS[reduction], "log_target": bool(log_target and log_target[0])}
 
 
-def put(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def index_put(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     x, *both = args[:3]
+    # The two come in either order; the indices are the tuple.
     indices, values = both if isinstance(both[0], (tuple, list)) else both[::-1]
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     return (x, tuple(indices), values), {"accumulate": bool(accumulate)}
 
 
-def scaled_index(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def index_add(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     alpha = args[4] if len(args) > 4 else kwargs.get("alpha", 1)
     return args[:4], {} if alpha == 1 else {"alpha": alpha}
 
 
-def scattered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def scatter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     x, dim, index, src, *reduce = args
     how = {} if not reduce or reduce[0] in (0, "none") else {"reduce": {1: "add", 2: "multiply"}.get(*reduce[:1] * 2)}
     if isinstance(src, Tensor):
@@ -295,7 +306,7 @@ def scattered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return (x, dim, index), {"value": src, **how}
 
 
-def of_logits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def cross_entropy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     x, target, weight, reduction, ignore_index, smoothing, *_ = args
     options = {"reduction": _REDUCTIONS[reduction], "ignore_index": ignore_index, "label_smoothing": smoothing}
     return (x, target), options if weight is None else {"weight": weight, **options}

@@ -77,6 +77,7 @@ def assign(platform: MindSporeBase, name: str, x: Tensor, result: Tensor) -> Non
     if tuple(result.shape) != tuple(x._shape):
         raise ValueError(f"{name}: a result of shape {list(result.shape)} does not fit into {list(x._shape)}")
     if result.dtype in FLOATING and x.dtype not in FLOATING:
+        # As torch, which does not truncate floating-point results either.
         raise TypeError(f"{name}: a result of {result.dtype} cannot be stored in {x.dtype}; cast first")
     # Recorded by MindSpore, unlike a write through NumPy.
     if is_recording(x, result):

@@ -31,7 +31,7 @@ from hp_platform_mindspore.ops.cpu_kernels.empty import unless_empty
 from hp_platform_mindspore.ops.cpu_kernels.shapes import tensor_split
 from hp_platform_mindspore.ops.in_place import SHARING, WRITTEN, remember_sharing, set_item, writing
 from hp_platform_mindspore.platform_base import Capabilities, MindSporeBase
-from hp_platform_mindspore.tensor.autograd import arm
+from hp_platform_mindspore.tensor.autograd import turn_grad_flag_on
 from hp_platform_mindspore.tensor.dtensor import LocalOperations, MindSporeDTensor, is_local, unwrap
 
 F = mint.nn.functional
@@ -45,14 +45,6 @@ def _native_topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted:
 def _native_sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = False) -> tuple[Tensor, Tensor]:
     values, indices = mint.sort(x, dim=dim, descending=descending, stable=stable)
     return values, indices
-
-
-def _native_argsort(x: Tensor, dim: int = -1, stable: bool = True, descending: bool = False) -> Tensor:
-    return _native_sort(x, dim, descending, stable)[1]
-
-
-def _native_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return ops.rms_norm(x, weight, eps)[0]
 
 
 _OWN = """
@@ -78,14 +70,14 @@ NATIVE_KERNELS: dict[str, Callable[..., Any]] = {
     "logsumexp": mint.logsumexp,
     "cumsum": mint.cumsum,
     "log_softmax": F.log_softmax,
-    "rms_norm": _native_rms_norm,
+    "rms_norm": lambda x, weight, eps: ops.rms_norm(x, weight, eps)[0],
     "cross_entropy": lambda logits, targets, reduction="mean": F.cross_entropy(logits, targets, reduction=reduction),
     "embedding": F.embedding,
     "stack": lambda tensors, dim=0: mint.stack(list(tensors), dim),
     "index_select": mint.index_select,
     "topk": _native_topk,
     "sort": _native_sort,
-    "argsort": _native_argsort,
+    "argsort": lambda x, dim=-1, stable=True, descending=False: _native_sort(x, dim, descending, stable)[1],
     "bincount": lambda x, minlength: mint.bincount(x, minlength=minlength),
     "one_hot": F.one_hot,
 }
@@ -149,7 +141,7 @@ def dispatched(
 ) -> Any:
     """Call `hp_dtensor.dispatch.operation`, and record which results share memory with the first argument."""
     # MindSpore's own value_and_grad leaves the grad flag off; what follows would silently be missing in gradients.
-    arm()
+    turn_grad_flag_on()
     result = dispatch(platform, name, kernel, args, kwargs)
     if name in SHARING and args:
         remember_sharing(args[0], result)
@@ -215,6 +207,7 @@ def build_functions(platform: MindSporeBase, generator: Generator) -> dict[str, 
     if platform.capabilities.bfloat16_operations is not None:
         random = {name: _through_float32(kernel) for name, kernel in random.items()}
     made |= random
+    # MindSpore's own pointwise kernels may crash on empty shards; the composed ones handle them.
     found = {name: unless_empty(kernel, name) if name in POINTWISE else kernel for name, kernel in FOUND.items()}
     out_of_place = {**found, **known, **made}
     # In-place forms exist for operations that have both a rule `name_` and an out-of-place kernel.
@@ -259,6 +252,7 @@ def _cast(x: Any, source: Any, target: Any) -> Any:
 
 
 def _intercepting(platform: MindSporeBase, name: str, kernel: Function) -> Function:
+    # Made once per operation, not in each call.
     local = unwrapping(kernel, written=name.endswith("_"))
     adapt = _ADAPTED.get(name)
 
@@ -296,10 +290,6 @@ def _argsort(run: Function, x: Any, dim: int = -1, stable: bool = True, descendi
     return run, (x, dim), {"stable": stable, "descending": descending}
 
 
-def _bincount(run: Function, x: Any, minlength: int) -> Adapted:
-    return run, (x,), {"minlength": minlength}
-
-
 def _cross_entropy(run: Function, logits: Any, targets: Any, reduction: str = "mean") -> Adapted:
     return run, (logits, targets), {"reduction": reduction}
 
@@ -322,7 +312,7 @@ _ADAPTED: dict[str, Callable[..., Adapted]] = {
     "rms_norm": _rms_norm,
     "index_put": _index_put,
     "argsort": _argsort,
-    "bincount": _bincount,
+    "bincount": lambda run, x, minlength: (run, (x,), {"minlength": minlength}),
     "cross_entropy": _cross_entropy,
     "scaled_dot_product_attention": _attention,
 }

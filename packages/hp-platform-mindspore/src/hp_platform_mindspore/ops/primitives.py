@@ -19,7 +19,7 @@ from typing import Any
 from mindspore import Tensor
 
 from hp_dtensor.exceptions import CapabilityError
-from hp_platform_mindspore.ops.argument_adapters import likelihood, unless_default
+from hp_platform_mindspore.ops.argument_adapters import nll_loss, unless_default
 from hp_platform_mindspore.ops.cpu_kernels.empty import unless_empty
 from hp_platform_mindspore.ops.cpu_kernels.table import check_composed
 from hp_platform_mindspore.ops.namespace import FOUND, POINTWISE, dispatched, unwrapping
@@ -82,6 +82,7 @@ Function = Callable[[Any, tuple[Any, ...], Any], Any]
 def _convolution(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
     """Run `Conv2D` or `Conv3D`, which `mindspore.nn.Conv1d`, `2d` and `3d` call."""
     x, weight = args
+    # Attributes of the primitive may have entries for batch and channels first; only the last `count` are spatial.
     count = weight.ndim - 2
     stride, dilation = (tuple(getattr(primitive, name))[-count:] for name in ("stride", "dilation"))
     kernel, groups = tuple(weight.shape[2:]), int(getattr(primitive, "group", getattr(primitive, "groups", 1)))
@@ -98,6 +99,7 @@ def _explicitly_padded(
         return x, (0,) * len(kernel)
     if mode in ("same", "1"):
         options = zip(x.shape[2:], kernel, stride, dilation, strict=True)
+        # "same": the result has ceil(size / stride) positions, and an odd total has its extra element behind.
         totals = [max(0, (-(-size // s) - 1) * s + d * (k - 1) + 1 - size) for size, k, s, d in options]
         pairs = [(total // 2, total - total // 2) for total in totals]
     else:
@@ -105,6 +107,7 @@ def _explicitly_padded(
         pairs = [given[2 * i : 2 * i + 2] for i in range(len(kernel))]
     if all(before == after for before, after in pairs):
         return x, tuple(before for before, _ in pairs)
+    # `pad` takes pairs from the last dimension backwards.
     flat = tuple(size for pair in reversed(pairs) for size in pair)
     return run.pad(x, flat, value=value), (0,) * len(kernel)
 
@@ -148,7 +151,7 @@ def _diagonal_matrix(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
     return run.diag_embed(x, offset) if x.ndim == 1 else run.diagonal(x, offset, 0, 1)
 
 
-def _extreme_with_index(name: str) -> Function:
+def _value_and_index(name: str) -> Function:
     def found(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Tensor, Tensor]:
         values, positions = getattr(run, name)(*args)
         return positions, values
@@ -156,13 +159,10 @@ def _extreme_with_index(name: str) -> Function:
     return found
 
 
-def _all_equal(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
-    return run.all(run.eq(*args))
-
-
 def _meshgrid(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Tensor, ...]:
     """Expand vectors to grids; with `xy` (1) indexing the first two dimensions are swapped."""
     tensors, indexing = args
+    # The primitive gets the indexing as a number, the method as a string.
     swapped = indexing in (1, "xy") and len(tensors) > 1
     order = [1, 0, *range(2, len(tensors))] if swapped else range(len(tensors))
     shape = tuple(tensors[i].shape[0] for i in order)
@@ -216,8 +216,8 @@ def _rms_norm(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Any, ...
     return run.rms_norm(x, weight, eps), None
 
 
-def _likelihood(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Any, ...]:
-    (x, target), options = likelihood(args, {})
+def _nll_loss(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Any, ...]:
+    (x, target), options = nll_loss(args, {})
     return run.nll_loss(x, target, **options), None
 
 
@@ -254,12 +254,12 @@ def _avg_pool_3d(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
     return run.avg_pool3d(args[0], kernel, stride, pads[::2], *options)
 
 
-def _hot(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+def _one_hot(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
     """Run `OneHot` with any two values, in a last dimension."""
     ids, classes, on, off = args[:4]
     axis = primitive.axis
     if axis not in (-1, ids.ndim):
-        raise TypeError("one_hot of DTensors has its classes in the last dimension")
+        raise TypeError("one_one_hot of DTensors has its classes in the last dimension")
     hot = run.cast(run.one_hot(ids, classes), on.dtype)
     on, off = float(on), float(off)
     return hot if (on, off) == (1.0, 0.0) else run.add(run.mul(hot, on - off), off)
@@ -272,6 +272,7 @@ def _median(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Any, ...]:
 
 def _quantile(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
     find = run.nanquantile if primitive.ignore_nan else run.quantile
+    # MindSpore's own constant for "no dimension given".
     every_dim = 10000
     return find(args[0], float(args[1]), None if primitive.dim == every_dim else primitive.dim, primitive.keep_dims)
 
@@ -281,11 +282,12 @@ def _index_fill(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
     return run.index_fill(x, int(dim), index, value.item() if isinstance(value, Tensor) else value)
 
 
-def _resized(mode: str) -> Function:
+def _resize(mode: str) -> Function:
     """Return a function for `ResizeBilinearV2` or `ResizeNearestNeighborV2` of `mindspore.ops.interpolate`."""
 
     def resize(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
         x, size, align_corners, half_pixel = args
+        # Torch has two ways to map positions, MindSpore three.
         known = align_corners != half_pixel if mode != "nearest" else not (align_corners or half_pixel)
         if not known:
             raise TypeError(f"{mode} resizing of DTensors has no align_corners={align_corners} with {half_pixel=}")
@@ -295,7 +297,7 @@ def _resized(mode: str) -> Function:
     return resize
 
 
-def _gated(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
+def _swiglu(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
     """Run `Swiglu`: SiLU of one half, times the other half."""
     gate, value = run.chunk(args[0], 2, args[1])
     return run.mul(run.silu(gate), value)
@@ -311,9 +313,9 @@ COMPOSED: dict[str, Function] = {
     "Quantile": _quantile,
     "IndexFill": _index_fill,
     "KLDivLoss": lambda run, args, primitive: run.kl_div(*args, reduction=primitive.reduction),
-    "ResizeBilinearV2": _resized("bilinear"),
-    "ResizeNearestNeighborV2": _resized("nearest"),
-    "Swiglu": _gated,
+    "ResizeBilinearV2": _resize("bilinear"),
+    "ResizeNearestNeighborV2": _resize("nearest"),
+    "Swiglu": _swiglu,
     "LpNorm": _norm_over_axes,
     "Unique2": lambda run, args, primitive: run.unique(args[0], True, True, True),
     "AdaptiveAvgPool3D": _adaptive_avg_pool,
@@ -323,11 +325,11 @@ COMPOSED: dict[str, Function] = {
     "LogSigmoid": _first_of("logsigmoid", 2, 1),
     "LayerNorm": _layer_norm,
     "RmsNorm": _rms_norm,
-    "NLLLoss": _likelihood,
+    "NLLLoss": _nll_loss,
     "FuncMaxPool2D": _max_pool,
     "MaxPoolWithArgmaxV2": _max_pool_with_indices,
     "AvgPool3D": _avg_pool_3d,
-    "OneHot": _hot,
+    "OneHot": _one_hot,
     "AdaptiveAvgPool2D": _adaptive_avg_pool,
     "IndexAdd": lambda run, args, primitive: run.index_add(args[0], primitive.axis, *args[1:3]),
     "Conv2D": _convolution,
@@ -345,9 +347,9 @@ COMPOSED: dict[str, Function] = {
     "DiagExt": _diagonal_matrix,
     "TraceExt": lambda run, args, primitive: run.sum(run.diagonal(args[0], 0, 0, 1)),
     "Trace": lambda run, args, primitive: run.sum(run.diagonal(args[0], 0, 0, 1)),
-    "ArgMaxWithValue": _extreme_with_index("max"),
-    "ArgMinWithValue": _extreme_with_index("min"),
-    "EqualExt": _all_equal,
+    "ArgMaxWithValue": _value_and_index("max"),
+    "ArgMinWithValue": _value_and_index("min"),
+    "EqualExt": lambda run, args, primitive: run.all(run.eq(*args)),
     "EmbeddingLookup": _embedding_lookup,
     "ExpandAs": lambda run, args, primitive: run.expand(args[0], tuple(args[1].shape)),
     "ViewAs": lambda run, args, primitive: run.reshape(args[0], tuple(args[1].shape)),

@@ -198,6 +198,7 @@ def saving_global_tensors(own: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(save_obj, dict):
             return own({name: _full_parameter(name, value) for name, value in save_obj.items()}, *args)
         if isinstance(save_obj, nn.Cell):
+            # From here on a list of named tensors, the form that MindSpore converts other objects to.
             save_obj = [parameter for _, parameter in save_obj.parameters_and_names()]
         named = [x if isinstance(x, dict) else {"name": x.name, "data": x} for x in save_obj]
         return own([{**x, "data": _full(x["data"])} for x in named], *args)

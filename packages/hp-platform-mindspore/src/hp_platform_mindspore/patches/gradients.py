@@ -106,6 +106,7 @@ class _Derivative:
         """Return an input to differentiate as a new leaf, because the user's tensor must not change."""
         if not isinstance(x, Tensor) or not (self._all_inputs or index in self._positions):
             return x
+        # Shares the data; the function is recorded from this leaf on.
         leaf = platform.detach(x)
         platform.set_requires_grad(leaf, True)
         return leaf
@@ -156,6 +157,7 @@ class _Derivative:
             selected.append(of_inputs if self._all_inputs or len(of_inputs) > 1 else of_inputs[0])
         if self._with_weights:
             selected.append(of_weights[0] if self._is_one_weight else of_weights)
+        # A single result is not wrapped in a tuple, as MindSpore's own.
         return selected[0] if len(selected) == 1 else tuple(selected)
 
 

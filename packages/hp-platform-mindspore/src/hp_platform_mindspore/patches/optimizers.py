@@ -58,6 +58,7 @@ def checking(own: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]
 
     @functools.wraps(own)
     def _preprocess_param_group(self: optim.Optimizer, param_group: dict[str, Any]) -> dict[str, Any]:
+        # MindSpore's first: it makes a list of the parameters, which may be a generator.
         group = own(self, param_group)
         _check(self, group["params"])
         return group

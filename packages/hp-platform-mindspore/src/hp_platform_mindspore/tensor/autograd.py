@@ -59,8 +59,8 @@ class GradMode:
         executor.set_enable_grad(self._before)
 
 
-def arm() -> None:
-    """Turn on the grad flag, without which MindSpore records nothing, whatever the enable flag says."""
+def turn_grad_flag_on() -> None:
+    """Turn on MindSpore's grad flag, without which it records nothing, whatever the enable flag says."""
     executor.set_grad_flag(True)
 
 
@@ -73,7 +73,7 @@ def linear_map(x: Tensor, forward: Map, backward: Map) -> Tensor:
     """Apply a linear map whose gradient is another one; see `Platform.linear_map`."""
     # Without recording a node would only hold memory.
     if is_recording(x):
-        arm()
+        turn_grad_flag_on()
         return _LinearMap.apply(x, forward, backward)
     with GradMode(False):
         return forward(x)
@@ -113,7 +113,7 @@ def _own_gradient(grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def custom_function(forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Any) -> Any:
     """Apply a function with its own backward; see `Platform.custom_function`."""
     if is_recording(*inputs):
-        arm()
+        turn_grad_flag_on()
         return _CustomFunction.apply(forward, backward, *inputs)
     with GradMode(False):
         return _as_tuple(forward(*inputs))
@@ -148,7 +148,7 @@ def backward(loss: Tensor, gradient: Tensor | None, retain_graph: bool) -> None:
         ValueError: `gradient` is missing and `loss` is not a scalar.
     """
     _check_recorded("backward", [loss])
-    arm()
+    turn_grad_flag_on()
     with running_for(inputs=False, keeps_graph=retain_graph):
         _run_backward(
             (loss,),
@@ -196,7 +196,7 @@ def grad(
     leaves = [i for i, x in enumerate(inputs) if x._is_leaf]
     runs = ([leaves] if leaves else []) + [[i] for i, x in enumerate(inputs) if not x._is_leaf]
     found: list[Tensor | None] = [None] * len(inputs)
-    arm()
+    turn_grad_flag_on()
     for wanted in runs:
         # Only the last run may free what the forward has saved.
         keep_graph = wanted is not runs[-1]

@@ -232,6 +232,7 @@ class MindSporeDTensor(DTensor, Tensor):
     def grad(self, value: Tensor | None) -> None:
         local = None if value is None else local_gradient(self, value)
         if self._deferred_gradient is not None:
+            # An offloaded gradient must not replace this one later.
             self._deferred_gradient.drop()
         self.__dict__.pop("_grad_wrapper", None)
         self._grad = local
@@ -256,6 +257,7 @@ class MindSporeDTensor(DTensor, Tensor):
 
     @property
     def data(self) -> Any:
+        # By the framework's descriptor: `self.data` is this property.
         return wrap(Tensor.data.__get__(self), self._spec)
 
     # Values on the host ----------------------------------------------------------------------------------
@@ -305,6 +307,7 @@ class MindSporeDTensor(DTensor, Tensor):
         check_copied(self._is_leaf)
         twin = wrap(_copied(self), self._spec)
         if isinstance(self, ms.Parameter):
+            # Through the platform, whose parameters accumulate gradients safely.
             twin = self._spec.mesh.platform.Parameter(twin, requires_grad=self.requires_grad, name=self.name)
         elif self._requires_grad:
             twin.requires_grad_(True)

@@ -40,7 +40,7 @@ class Module(nn.Cell, metaclass=_ModuleMeta):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # The grad flag may have been turned off since the last forward.
-        autograd.arm()
+        autograd.turn_grad_flag_on()
         return super().__call__(*args, **kwargs)
 
     def construct(self, *args: Any, **kwargs: Any) -> Any:
@@ -187,6 +187,7 @@ def making_parameters(own: Callable[..., Any]) -> Callable[..., Any]:
     def new_arguments(data: Any, *args: Any) -> Any:
         if is_making_meta():
             if not isinstance(data, Tensor):
+                # Numbers and lists are converted first: only then their shape and dtype are known.
                 kind, *given = own(data, *args)
                 data = kind(*given)
             return Tensor, without_data(data)

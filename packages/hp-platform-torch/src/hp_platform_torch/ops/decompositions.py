@@ -95,14 +95,6 @@ def _vstack(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([_widened(x, 2) for x in tensors], 0)
 
 
-def _dstack(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([_widened(x, 3) for x in tensors], 2)
-
-
-def _column_stack(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([x.reshape(-1, 1) if x.dim() < 2 else x for x in tensors], 1)
-
-
 def _tensor_split(x: Tensor, indices_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
     size = x.shape[dim]
     if isinstance(indices_or_sections, int):
@@ -129,19 +121,7 @@ def _meshgrid(*tensors: Any, indexing: str = "ij") -> tuple[Tensor, ...]:
     return tuple(grid.transpose(0, 1) for grid in grids) if indexing == "xy" and len(grids) > 1 else tuple(grids)
 
 
-def _diag(x: Tensor, diagonal: int = 0) -> Tensor:
-    return torch.diag_embed(x, diagonal) if x.dim() == 1 else x.diagonal(diagonal).clone()
-
-
-def _trace(x: Tensor) -> Tensor:
-    return x.diagonal().sum()
-
-
 # Products --------------------------------------------------------------------------------------------------
-
-
-def _inner(x: Tensor, y: Tensor) -> Tensor:
-    return x * y if not x.dim() or not y.dim() else torch.tensordot(x, y, ([-1], [-1]))
 
 
 def _tensordot(x: Tensor, y: Tensor, dims: Any = 2) -> Tensor:
@@ -161,10 +141,6 @@ def _tensordot(x: Tensor, y: Tensor, dims: Any = 2) -> Tensor:
 def _plus(product: Tensor, x: Tensor, beta: float, alpha: float) -> Tensor:
     product = product if alpha == 1 else product * alpha
     return product if beta == 0 else product + (x if beta == 1 else x * beta)
-
-
-def _addr(x: Tensor, vec1: Tensor, vec2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _plus(torch.outer(vec1, vec2), x, beta, alpha)
 
 
 def _addbmm(x: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -196,10 +172,6 @@ def _norm_except_dim(v: Tensor, pow: int = 2, dim: int = 0) -> Tensor:
     return v.norm(pow, [d for d in range(v.dim()) if d != dim], keepdim=True)
 
 
-def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    return v * (g / _norm_except_dim(v, 2, dim))
-
-
 # Random numbers --------------------------------------------------------------------------------------------
 
 
@@ -218,10 +190,6 @@ def _gumbel_softmax(logits: Tensor, tau: float = 1, hard: bool = False, eps: flo
 # Distances -------------------------------------------------------------------------------------------------
 
 
-def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Tensor:
-    return input / input.norm(p, dim, keepdim=True).clamp_min(eps)
-
-
 def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     shape = torch.broadcast_shapes(x1.shape, x2.shape)  # torch takes norms and `dim` of the broadcast operands
     left, right = (x / _at_least_eps(x.norm(2, dim, keepdim=True), eps) for x in (x1.expand(shape), x2.expand(shape)))
@@ -233,10 +201,6 @@ def _at_least_eps(norm: Tensor, eps: float) -> Tensor:
     clamped = norm.clone()
     with torch.no_grad():
         return clamped.clamp_min_(eps)
-
-
-def _pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
-    return (x1 - x2 + eps).norm(p, -1, keepdim)
 
 
 def _pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
@@ -260,10 +224,6 @@ def _pixel_unshuffle(x: Tensor, downscale_factor: int) -> Tensor:
     return moved.reshape(*x.shape[:-3], channels * r**2, height // r, width // r)
 
 
-def _contains(x: Tensor, element: Any) -> bool:
-    return bool((x == element).any())
-
-
 def _adjoint(x: Tensor) -> Tensor:
     return x.mT.conj() if x.is_complex() else x.mT
 
@@ -276,7 +236,7 @@ def _to_kind(kind: str) -> Callable[..., Any]:
 
 
 _BY_NAME: dict[str, Callable[..., Any]] = {
-    "__contains__": _contains,
+    "__contains__": lambda x, element: bool((x == element).any()),
     "__reversed__": lambda x: x.flip(0) if x.dim() else x,
     "cpu": lambda x, **options: x.to("cpu", **options),
     "cuda": _to_kind("cuda"),
@@ -295,30 +255,30 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "hstack": _hstack,
     "vstack": _vstack,
     "row_stack": _vstack,
-    "dstack": _dstack,
-    "column_stack": _column_stack,
+    "dstack": lambda tensors: torch.cat([_widened(x, 3) for x in tensors], 2),
+    "column_stack": lambda tensors: torch.cat([x.reshape(-1, 1) if x.dim() < 2 else x for x in tensors], 1),
     "tensor_split": _tensor_split,
     "hsplit": lambda x, parts: _tensor_split(x, parts, 0 if x.dim() == 1 else 1),
     "vsplit": lambda x, parts: _tensor_split(x, parts, 0),
     "dsplit": lambda x, parts: _tensor_split(x, parts, 2),
     "meshgrid": _meshgrid,
-    "diag": _diag,
-    "trace": _trace,
-    "inner": _inner,
+    "diag": lambda x, diagonal=0: torch.diag_embed(x, diagonal) if x.dim() == 1 else x.diagonal(diagonal).clone(),
+    "trace": lambda x: x.diagonal().sum(),
+    "inner": lambda x, y: x * y if not x.dim() or not y.dim() else torch.tensordot(x, y, ([-1], [-1])),
     "tensordot": _tensordot,
-    "addr": _addr,
+    "addr": lambda x, vec1, vec2, *, beta=1, alpha=1: _plus(torch.outer(vec1, vec2), x, beta, alpha),
     "addbmm": _addbmm,
     "kron": _kron,
     "multi_head_attention_forward": multi_head_attention,
     "vdot": lambda x, y: torch.dot(x.conj(), y),
     "bilinear": _bilinear,
     "norm_except_dim": _norm_except_dim,
-    "_weight_norm": _weight_norm,
+    "_weight_norm": lambda v, g, dim=0: v * (g / _norm_except_dim(v, 2, dim)),
     "channel_shuffle": _channel_shuffle,
     "gumbel_softmax": _gumbel_softmax,
-    "normalize": _normalize,
+    "normalize": lambda input, p=2.0, dim=1, eps=1e-12: input / input.norm(p, dim, keepdim=True).clamp_min(eps),
     "cosine_similarity": _cosine_similarity,
-    "pairwise_distance": _pairwise_distance,
+    "pairwise_distance": lambda x1, x2, p=2.0, eps=1e-6, keepdim=False: (x1 - x2 + eps).norm(p, -1, keepdim),
     "pixel_shuffle": _pixel_shuffle,
     "pixel_unshuffle": _pixel_unshuffle,
 }

@@ -35,22 +35,6 @@ def _creation(default_device: Callable[[], torch.device]) -> dict[str, Callable[
     return {"zeros": zeros, "ones": ones, "full": full, "arange": arange}
 
 
-def maximum(x: Tensor, y: Tensor | Number) -> Tensor:
-    return torch.maximum(x, y) if isinstance(y, Tensor) else torch.clamp(x, min=y)
-
-
-def minimum(x: Tensor, y: Tensor | Number) -> Tensor:
-    return torch.minimum(x, y) if isinstance(y, Tensor) else torch.clamp(x, max=y)
-
-
-def clamp(x: Tensor, min: Number | None = None, max: Number | None = None) -> Tensor:
-    return torch.clamp(x, min=min, max=max)
-
-
-def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype)
-
-
 def sum_(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     return torch.sum(x) if dim is None and not keepdim else torch.sum(x, dim, keepdim)
 
@@ -65,52 +49,8 @@ def scaled_dot_product_attention(
     return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=enable_gqa)
 
 
-def softmax(x: Tensor, dim: int) -> Tensor:
-    return torch.softmax(x, dim)
-
-
-def log_softmax(x: Tensor, dim: int) -> Tensor:
-    return torch.log_softmax(x, dim)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
-
-
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
     return F.cross_entropy(logits, targets, reduction=reduction)
-
-
-def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    return torch.reshape(x, tuple(shape))
-
-
-def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
-    return torch.permute(x, tuple(dims))
-
-
-def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
-    return x.expand(tuple(shape))
-
-
-def split(x: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
-    return torch.split(x, list(sizes), dim)
-
-
-def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    return torch.cat(tuple(tensors), dim)
-
-
-def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    return torch.stack(tuple(tensors), dim)
-
-
-def repeat_interleave(x: Tensor, repeats: int, dim: int) -> Tensor:
-    return torch.repeat_interleave(x, repeats, dim)
-
-
-def index_put(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
-    return torch.index_put(x, (index,), values)
 
 
 def topk(x: Tensor, k: int, dim: int = -1) -> tuple[Tensor, Tensor]:
@@ -137,30 +77,30 @@ _ADAPTED: dict[str, Callable[..., Any]] = {
     "mul": operator.mul,
     "div": operator.truediv,
     "pow": operator.pow,
-    "maximum": maximum,
-    "minimum": minimum,
-    "clamp": clamp,
-    "cast": cast,
+    "maximum": lambda x, y: torch.maximum(x, y) if isinstance(y, Tensor) else torch.clamp(x, min=y),
+    "minimum": lambda x, y: torch.minimum(x, y) if isinstance(y, Tensor) else torch.clamp(x, max=y),
+    "clamp": lambda x, min=None, max=None: torch.clamp(x, min=min, max=max),
+    "cast": lambda x, dtype: x.to(dtype),
     "sum": sum_,
     "mean": mean,
     "scaled_dot_product_attention": scaled_dot_product_attention,
-    "softmax": softmax,
-    "log_softmax": log_softmax,
-    "rms_norm": rms_norm,
+    "softmax": lambda x, dim: torch.softmax(x, dim),
+    "log_softmax": lambda x, dim: torch.log_softmax(x, dim),
+    "rms_norm": lambda x, weight, eps: F.rms_norm(x, (x.shape[-1],), weight, eps),
     "cross_entropy": cross_entropy,
     "embedding": F.embedding,
     "linear": F.linear,
     "silu": F.silu,
     "gelu": F.gelu,
     "one_hot": F.one_hot,
-    "reshape": reshape,
-    "permute": permute,
-    "expand": expand,
-    "split": split,
-    "cat": cat,
-    "stack": stack,
-    "repeat_interleave": repeat_interleave,
-    "index_put": index_put,
+    "reshape": lambda x, shape: torch.reshape(x, tuple(shape)),
+    "permute": lambda x, dims: torch.permute(x, tuple(dims)),
+    "expand": lambda x, shape: x.expand(tuple(shape)),
+    "split": lambda x, sizes, dim=0: torch.split(x, list(sizes), dim),
+    "cat": lambda tensors, dim=0: torch.cat(tuple(tensors), dim),
+    "stack": lambda tensors, dim=0: torch.stack(tuple(tensors), dim),
+    "repeat_interleave": lambda x, repeats, dim: torch.repeat_interleave(x, repeats, dim),
+    "index_put": lambda x, index, values: torch.index_put(x, (index,), values),
     "topk": topk,
     "argsort": argsort,
     "bincount": bincount,

@@ -372,10 +372,6 @@ def _view_as_it_is(x: Tensor) -> Tensor:
     return view
 
 
-def _stride(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return args[0].stride(*args[1:], **kwargs)
-
-
 def _data_ptr(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """Handler of `data_ptr`: reading `numel()` elements from the address would run past the end of a shard."""
     x: TorchDTensor = args[0]
@@ -424,7 +420,7 @@ HANDLERS: dict[Callable[..., Any], Handler] = {
     torch.Tensor.t_: _transpose_in_place,
     torch.numel: _number_of_elements,
     torch.Tensor.data_ptr: _data_ptr,
-    torch.Tensor.stride: _stride,
+    torch.Tensor.stride: lambda func, args, kwargs: args[0].stride(*args[1:], **kwargs),
     torch.equal: _equal,
     torch.Tensor.equal: _equal,
     torch.allclose: _allclose,

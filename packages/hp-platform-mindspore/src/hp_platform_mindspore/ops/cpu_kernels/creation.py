@@ -23,16 +23,8 @@ def zeros(shape: Sequence[int], dtype: Any) -> Tensor:
     return mint.zeros(tuple(shape), dtype=dtype)
 
 
-def ones(shape: Sequence[int], dtype: Any) -> Tensor:
-    return mint.ones(tuple(shape), dtype=dtype)
-
-
 def full(shape: Sequence[int], value: Number, dtype: Any) -> Tensor:
     return made(np.full(tuple(shape), value), dtype)
-
-
-def arange(end: int, dtype: Any) -> Tensor:
-    return made(np.arange(end), dtype)
 
 
 def made(values: np.ndarray[Any, Any], dtype: Any) -> Tensor:
@@ -44,18 +36,6 @@ def one_hot(x: Tensor, num_classes: int) -> Tensor:
     # Integers have no gradient, so the result is computed on the host.
     ids = numbers(x)
     return share((ids[..., None] == np.arange(num_classes)).astype(np.int64))
-
-
-def full_like(x: Tensor, fill_value: Any, *, dtype: Any = None) -> Tensor:
-    return full(tuple(x.shape), fill_value, dtype or x.dtype)
-
-
-def empty_like(x: Tensor, *, dtype: Any = None) -> Tensor:
-    return mint.empty(tuple(x.shape), dtype=dtype or x.dtype)
-
-
-def new_full(x: Tensor, size: Sequence[int], fill_value: Any, *, dtype: Any = None) -> Tensor:
-    return full(tuple(size), fill_value, dtype or x.dtype)
 
 
 Array = np.ndarray[Any, Any]
@@ -114,6 +94,7 @@ def _filling_integers(generator: Generator) -> Callable[..., Tensor]:
     """Return `random_(to)` and `random_(from, to)`; without bounds it draws integers that the dtype holds exactly."""
 
     def drawn(x: Tensor, low: int = 0, high: int | None = None) -> Tensor:
+        # One bound is the end, as in torch.
         begin, end = (0, low) if high is None and low else (low, high)
         return _made(generator().integers(begin, _largest(x.dtype) if end is None else end, tuple(x.shape)), x.dtype)
 
@@ -167,13 +148,13 @@ def _multinomial(generator: Generator) -> Callable[..., Tensor]:
 
 KERNELS: dict[str, Callable[..., Any]] = {
     "zeros": zeros,
-    "ones": ones,
+    "ones": lambda shape, dtype: mint.ones(tuple(shape), dtype=dtype),
     "full": full,
-    "arange": arange,
+    "arange": lambda end, dtype: made(np.arange(end), dtype),
     "zeros_like": ops.zeros_like,
     "ones_like": ops.ones_like,
-    "full_like": full_like,
-    "empty_like": empty_like,
-    "new_full": new_full,
+    "full_like": lambda x, fill_value, *, dtype=None: full(tuple(x.shape), fill_value, dtype or x.dtype),
+    "empty_like": lambda x, *, dtype=None: mint.empty(tuple(x.shape), dtype=dtype or x.dtype),
+    "new_full": lambda x, size, fill_value, *, dtype=None: full(tuple(size), fill_value, dtype or x.dtype),
     "one_hot": one_hot,
 }

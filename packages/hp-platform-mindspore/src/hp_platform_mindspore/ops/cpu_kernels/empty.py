@@ -44,20 +44,22 @@ def filled(value: float, shape: Sequence[int], x: Tensor, *others: Tensor, dtype
     return constant(forward, x, *others)
 
 
-def as_saved(result: Tensor) -> Tensor:
-    """Return the empty result of an operation that would save tensors for its backward.
+def marked_as_saving(result: Tensor) -> Tensor:
+    """Return the empty result of an operation that saves tensors on ranks with elements, marked as such.
 
-    During `checkpoint` it marks a point that recomputation reaches on every rank: it must end between the same
-    collectives as on ranks whose tensors have elements.
+    During `checkpoint` the mark is a point that recomputation reaches on every rank: recomputation must end between the
+    same collectives as on ranks whose tensors have elements.
     """
     record = current_record.get()
     return result if record is None else mark_reached(record.platform, result)
 
 
-def as_saved_by(kernel: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor) -> Tensor:
-    """Return `result`, marked as `as_saved` does if the kernel saves tensors for such arguments.
+def marked_if_saving(
+    kernel: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
+) -> Tensor:
+    """Return `result`, by `marked_as_saving` if the kernel saves tensors for such arguments.
 
-    That is found by calling it on single elements.
+    Calling the kernel on single elements shows whether it does.
     """
     record = current_record.get()
     if record is None or not record.platform.recomputes_on_unpack or not is_recording(*args):
@@ -69,7 +71,7 @@ def as_saved_by(kernel: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
             one.requires_grad_(True)
     with ms.saved_tensors_hooks(lambda _: saved.append(1), lambda _: None):
         kernel(*single, **kwargs)
-    return as_saved(result) if saved else result
+    return marked_as_saving(result) if saved else result
 
 
 def result_dtype(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +98,7 @@ def with_zero_gradient_if_empty(kernel: Callable[..., Any]) -> Callable[..., Any
     @functools.wraps(kernel)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if is_empty(*args):
-            return as_saved_by(kernel, args, kwargs, constant(functools.partial(kernel, **kwargs), *args))
+            return marked_if_saving(kernel, args, kwargs, constant(functools.partial(kernel, **kwargs), *args))
         return kernel(*args, **kwargs)
 
     return guarded
@@ -116,12 +118,12 @@ def unless_empty(kernel: Callable[..., Any], name: str) -> Callable[..., Any]:
         shape = np.broadcast_shapes(*(x.shape for x in tensors))
         # Recorded like any result: backward on other ranks passes collectives upstream, and must on this rank too.
         result = filled(0, shape, *tensors, dtype=result_dtype(kernel, *args, **kwargs))
-        return ops.stop_gradient(result) if name == "detach" else as_saved_by(kernel, args, kwargs, result)
+        return ops.stop_gradient(result) if name == "detach" else marked_if_saving(kernel, args, kwargs, result)
 
     return guarded
 
 
-def nothing(x: Tensor, shape: Sequence[int]) -> Tensor:
+def selected_nothing(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Return the empty result of selecting from `x`, which may be empty itself.
 
     Raises:

@@ -35,6 +35,7 @@ def windows(x: Tensor, counts: Sizes, kernel: Sizes, steps: Sizes, gaps: Sizes) 
         # [windows, positions inside]: each spatial dimension becomes two.
         index = np.arange(count)[:, None] * step + np.arange(size) * gap
         x = shapes.index_select(x, 2 + 2 * i, share(index))
+    # Window numbers and positions inside alternate after the gathers; windows come first in the result.
     inside = range(2, x.ndim, 2)
     return mint.permute(x, (0, 1, *inside, *(dim + 1 for dim in inside)))
 
@@ -155,6 +156,7 @@ def _covered(
     for size, width, step, pad, gap in zip(sizes, kernel, steps, pads, gaps, strict=True):
         reach = gap * (width - 1) + 1
         count = (size + 2 * pad - reach + (step - 1 if ceil_mode else 0)) // step + 1
+        # As torch: a window that would start in the padding at the end is left out.
         if ceil_mode and (count - 1) * step >= size + pad:
             count -= 1
         # The last window may end before the padded end, so the padding after is what it needs.
@@ -207,6 +209,8 @@ def average_pooling(count: int) -> Callable[..., Tensor]:
         if divisor_override:
             return pointwise.div(sums, divisor_override)
         edges = pads if count_include_pad else (0,) * count
+        # The number of elements that each window averages: with `count_include_pad` the given padding counts, what
+        # `ceil_mode` adds never does.
         inside = [
             np.minimum(np.arange(n) * s - p + k, size + e) - np.maximum(np.arange(n) * s - p, -e)
             for n, s, p, k, size, e in zip(counts, steps, pads, kernel, sizes, edges, strict=True)
@@ -295,6 +299,7 @@ def _scaled(sizes: Sizes, scales: Sequence[Any]) -> Sizes:
 
 
 def _nearest(places: Array, size: int) -> Array:
+    # Positions are quotients; just below an integer by rounding they mean that integer.
     return _weights([(np.floor(places + 1e-9), np.ones(len(places)))], size)
 
 

@@ -30,10 +30,6 @@ def log_softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
     return ops.log_softmax(x, dim)
 
 
-def softmin(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
-    return softmax(-(x if dtype is None else x.astype(dtype)), dim)
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalize over the last dimension, in float32 (RMSNorm, arXiv 1910.07467)."""
     # The mean of squares overflows in float16, and loses digits in bfloat16.
@@ -56,10 +52,6 @@ def layer_norm(x: Tensor, normalized_shape: Any, weight: Any = None, bias: Any =
     if first < 0 or tuple(x.shape[first:]) != shape:
         raise ValueError(f"layer_norm: expected a shape that ends in {shape}, as normalized_shape says, got {x.shape}")
     return _affine(_normalized(x, tuple(range(first, x.ndim)), eps), weight, bias, shape)
-
-
-def instance_norm(x: Tensor, *, eps: float = 1e-5) -> Tensor:
-    return _normalized(x, tuple(range(2, x.ndim)), eps)
 
 
 def _normalized(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
@@ -138,6 +130,7 @@ def nll_loss(
     target = target * valid
     weights = valid.astype(x.dtype)
     if weight is not None:
+        # A mean divides by the sum of these weights, as torch does.
         weights = weights * ops.gather(weight, target, 0)
     losses = -mint.squeeze(shapes.gather(x, 1, mint.unsqueeze(target, 1)), 1) * weights
     if reduction == "none":
@@ -198,11 +191,11 @@ def _reduced(losses: Tensor, reduction: str) -> Tensor:
 KERNELS: dict[str, Callable[..., Any]] = {
     "softmax": softmax,
     "log_softmax": log_softmax,
-    "softmin": softmin,
+    "softmin": lambda x, dim, dtype=None: softmax(-(x if dtype is None else x.astype(dtype)), dim),
     "rms_norm": rms_norm,
     "layer_norm": layer_norm,
     "group_norm": group_norm,
-    "instance_norm": instance_norm,
+    "instance_norm": lambda x, *, eps=1e-5: _normalized(x, tuple(range(2, x.ndim)), eps),
     "batch_norm": batch_norm,
     "cross_entropy": cross_entropy,
     "nll_loss": nll_loss,

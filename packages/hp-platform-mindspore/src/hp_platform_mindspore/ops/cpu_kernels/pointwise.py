@@ -10,9 +10,9 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 from hp_platform_mindspore.ops.cpu_kernels.empty import (
-    as_saved_by,
     filled,
     is_empty,
+    marked_if_saving,
     result_dtype,
     unless_empty,
     with_zero_gradient_if_empty,
@@ -61,15 +61,7 @@ def _of_nothing(kernel: Callable[..., Any], x: Any, y: Any) -> Tensor:
     """Return the empty result of two operands, with their common shape and dtype."""
     operands = [t for t in (x, y) if isinstance(t, Tensor)]
     shape = np.broadcast_shapes(*(t.shape for t in operands))
-    return as_saved_by(kernel, (x, y), {}, filled(0, shape, *operands, dtype=result_dtype(kernel, x, y)))
-
-
-def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    return ops.gelu(x, approximate)
-
-
-def square(x: Tensor) -> Tensor:
-    return x * x
+    return marked_if_saving(kernel, (x, y), {}, filled(0, shape, *operands, dtype=result_dtype(kernel, x, y)))
 
 
 @with_zero_gradient_if_empty
@@ -94,10 +86,6 @@ def clone(x: Tensor) -> Tensor:
     return mint.logical_or(x, x) if x.dtype == ms.bool_ else mint.mul(x, 1)
 
 
-def bitwise_not(x: Tensor) -> Tensor:
-    return share(~numbers(x))
-
-
 def copysign(x: Tensor, y: Any) -> Tensor:
     # `signbit` distinguishes -0.0 from 0.0, which a comparison does not.
     negative = share(np.signbit(numbers(y) if isinstance(y, Tensor) else np.asarray(y)))
@@ -117,10 +105,6 @@ def float_power(x: Any, y: Any) -> Tensor:
 
 def floor_divide(x: Any, y: Any) -> Tensor:
     return x // y
-
-
-def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
-    return where(x > 0, x, mul(x, negative_slope))
 
 
 def logaddexp(x: Tensor, y: Tensor) -> Tensor:
@@ -151,10 +135,6 @@ def threshold(x: Tensor, threshold: float, value: float) -> Tensor:
     return masked_fill(x, x <= threshold, value)
 
 
-def prelu(x: Tensor, weight: Tensor) -> Tensor:
-    return filled(0, x.shape, x, weight) if is_empty(x, weight) else F.prelu(x, weight)
-
-
 KERNELS: dict[str, Callable[..., Any]] = {
     "add": add,
     "sub": sub,
@@ -163,10 +143,10 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "pow": power,
     "maximum": maximum,
     "minimum": minimum,
-    "gelu": gelu,
+    "gelu": lambda x, approximate="none": ops.gelu(x, approximate),
     "silu": F.silu,
     "relu": F.relu,
-    "square": square,
+    "square": lambda x: x * x,
     "clamp": clamp,
     "clamp_min": lambda x, min: clamp(x, min, None),
     "clamp_max": lambda x, max: clamp(x, None, max),
@@ -175,18 +155,18 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "cast": cast,
     "clone": clone,
     "detach": detached,
-    "bitwise_not": bitwise_not,
+    "bitwise_not": lambda x: share(~numbers(x)),
     "copysign": copysign,
     "fmin": fmin,
     "float_power": float_power,
     "floor_divide": unless_empty(floor_divide, "floor_divide"),
-    "leaky_relu": leaky_relu,
+    "leaky_relu": lambda x, negative_slope=0.01: where(x > 0, x, mul(x, negative_slope)),
     "logaddexp": logaddexp,
     "logit": logit,
     "logsigmoid": logsigmoid,
     "selu": selu,
     "threshold": threshold,
-    "prelu": prelu,
+    "prelu": lambda x, weight: filled(0, x.shape, x, weight) if is_empty(x, weight) else F.prelu(x, weight),
     **{
         name: getattr(mint, name)
         for name in """

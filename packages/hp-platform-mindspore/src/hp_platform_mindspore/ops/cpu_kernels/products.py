@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Tensor, mint
 
 from hp_platform_mindspore.ops.cpu_kernels import pointwise, reductions, shapes
-from hp_platform_mindspore.ops.cpu_kernels.empty import as_saved, filled, is_empty
+from hp_platform_mindspore.ops.cpu_kernels.empty import filled, is_empty, marked_as_saving
 from hp_platform_mindspore.tensor.memory import HOST_DTYPES, share
 
 F = mint.nn.functional
@@ -23,7 +23,7 @@ def matmul(x: Tensor, y: Tensor) -> Tensor:
     are 1, and has the wrong shape if an operand is a vector; so every product is converted to one of these two.
     """
     if is_empty(x, y):
-        return as_saved(filled(0, _product_shape(x.shape, y.shape), x, y))
+        return marked_as_saving(filled(0, _product_shape(x.shape, y.shape), x, y))
     if x.ndim == 1:
         return mint.squeeze(matmul(mint.unsqueeze(x, 0), y), -1 if y.ndim == 1 else -2)
     if y.ndim == 1:
@@ -31,6 +31,7 @@ def matmul(x: Tensor, y: Tensor) -> Tensor:
     if x.ndim == y.ndim == 2:
         return mint.matmul(x, y)
     if y.ndim == 2:
+        # A matrix for all batches is one product of two matrices, instead of one per batch.
         rows = mint.reshape(x, (-1, x.shape[-1]))
         return mint.reshape(mint.matmul(rows, y), (*x.shape[:-1], y.shape[-1]))
     if x.ndim == y.ndim == 3 and x.shape[0] == y.shape[0]:
@@ -52,7 +53,7 @@ def _product_shape(x: tuple[int, ...], y: tuple[int, ...]) -> tuple[int, ...]:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if is_empty(x, weight):
-        product = as_saved(filled(0, (*x.shape[:-1], weight.shape[0]), x, weight))
+        product = marked_as_saving(filled(0, (*x.shape[:-1], weight.shape[0]), x, weight))
         return product if bias is None else pointwise.add(product, bias)
     return F.linear(x, weight, bias)
 
@@ -72,7 +73,7 @@ def cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: str | None = None)
     """Compute the distances of all rows of `x` from all rows of `y`; `compute_mode` is ignored."""
     if is_empty(x, y):  # the kernel's backward leaves the gradient of the non-empty operand unwritten
         batch = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-        return as_saved(filled(0, (*batch, x.shape[-2], y.shape[-2]), x, y))
+        return marked_as_saving(filled(0, (*batch, x.shape[-2], y.shape[-2]), x, y))
     return mint.cdist(x, y, p)
 
 
@@ -106,6 +107,7 @@ def times_matrix(x: Tensor, dim: int, matrix: np.ndarray[Any, Any]) -> Tensor:
 def einsum(equation: str, *operands: Any) -> Tensor:
     """Compute an Einstein sum as `torch.einsum`: any number of operands, multiplied from left to right."""
     tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
+    # Each operand is reduced to distinct names first; then pairs are multiplied as batches of matrices.
     terms, result = _letters(equation, [x.ndim for x in tensors])
     named = [_diagonals(x, term) for x, term in zip(tensors, terms, strict=True)]
     while len(named) > 1:
@@ -150,6 +152,7 @@ def _diagonals(x: Tensor, names: list[str]) -> tuple[Tensor, list[str]]:
     if len(distinct) == len(names):
         return x, distinct
     shape = [x.shape[names.index(name)] for name in distinct]
+    # Flat indices of the elements whose equally named coordinates agree.
     grids = np.indices(shape)
     indices = np.ravel_multi_index([grids[distinct.index(name)] for name in names], x.shape)
     return shapes.index_select(mint.reshape(x, (-1,)), 0, share(indices)), distinct

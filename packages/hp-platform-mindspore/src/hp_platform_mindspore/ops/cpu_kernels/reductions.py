@@ -14,7 +14,7 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 from hp_platform_mindspore.ops.cpu_kernels import pointwise, shapes
-from hp_platform_mindspore.ops.cpu_kernels.empty import as_saved, filled, is_empty, result_dtype
+from hp_platform_mindspore.ops.cpu_kernels.empty import filled, is_empty, marked_as_saving, result_dtype
 from hp_platform_mindspore.tensor.autograd import custom_function, is_recording
 from hp_platform_mindspore.tensor.memory import HOST_DTYPES, numbers, share
 
@@ -55,14 +55,14 @@ def amin(x: Tensor, dim: int | Sequence[int], keepdim: bool = False) -> Tensor:
 
 def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     if is_empty(x):
-        return as_saved(filled(-math.inf, reduced_shape(x, dim, keepdim), x))
+        return marked_as_saving(filled(-math.inf, reduced_shape(x, dim, keepdim), x))
     return ops.logsumexp(x, dim, keepdim)
 
 
 def prod(x: Tensor, dim: int | None = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
     x = x if dtype is None else x.astype(dtype)
     if is_empty(x):
-        return as_saved(filled(1, reduced_shape(x, dim, keepdim), x))
+        return marked_as_saving(filled(1, reduced_shape(x, dim, keepdim), x))
     return mint.prod(x) if dim is None else mint.prod(x, dim, keepdim)
 
 
@@ -84,10 +84,6 @@ def _axes(dim: Dims) -> Any:
     return dim if dim is None or isinstance(dim, int) else tuple(dim)
 
 
-def count_nonzero(x: Tensor, dim: Dims = None) -> Tensor:
-    return share(np.asarray(np.count_nonzero(numbers(x), axis=_axes(dim)), np.int64))
-
-
 def norm(x: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
     """Compute the vector norm of order `p`; its gradient at 0 is 0, as in torch."""
     x = x if dtype is None else x.astype(dtype)
@@ -107,12 +103,13 @@ def norm(x: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, dty
     return pointwise.masked_fill(mint.sqrt(safe) if p == 2 else safe ** (1.0 / p), nothing, 0.0)
 
 
-def spread(name: str) -> Callable[..., Any]:
+def std_or_var(name: str) -> Callable[..., Any]:
     """Return `std`, `var`, `std_mean` or `var_mean`."""
 
     def found(
         x: Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool = False, correction: float | None = 1
     ) -> Any:
+        # torch also takes `x.std(unbiased)`, with the flag in the place of the dimension.
         if isinstance(dim, bool):
             dim, unbiased = None, dim
         dims = tuple(range(x.ndim)) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
@@ -122,6 +119,7 @@ def spread(name: str) -> Callable[..., Any]:
         average = mean(x, dims, True)
         centered = x - average
         squares = total(centered * centered, dims, keepdim)
+        # As torch: NaN where no degree of freedom is left.
         result = squares / degrees if degrees > 0 else squares * math.nan
         if name.startswith("std"):
             nothing = result == 0
@@ -174,11 +172,7 @@ def cumprod(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
     return custom_function(lambda t: mint.cumprod(t, dim), gradient, x)
 
 
-def logcumsumexp(x: Tensor, dim: int) -> Tensor:
-    return ops.logcumsumexp(x, dim) if x.size else pointwise.clone(x)
-
-
-def cumulative_extreme(better: Callable[[Array, Array], Array]) -> Callable[..., tuple[Tensor, Tensor]]:
+def cummax_or_cummin(better: Callable[[Array, Array], Array]) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return `cummax` or `cummin`, which give the last index of several equal values, as torch."""
 
     def found(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -200,17 +194,17 @@ Position = Callable[[Array, int], Array]
 
 def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
     """Return the `k` largest (or smallest) values in order and their indices; of equal values the lower index."""
-    order = np.take(order_of(x, dim, largest), np.arange(k), axis=dim)
+    order = np.take(sorting_indices(x, dim, largest), np.arange(k), axis=dim)
     # Indices are found on the host and have no gradient; the gather that selects the values has the right one.
     indices = share(order)
     return shapes.gather(x, dim, indices), indices
 
 
 def argsort(x: Tensor, dim: int = -1, stable: bool = True, descending: bool = False) -> Tensor:
-    return share(order_of(x, dim, descending))
+    return share(sorting_indices(x, dim, descending))
 
 
-def order_of(x: Tensor, dim: int, descending: bool) -> np.ndarray[Any, Any]:
+def sorting_indices(x: Tensor, dim: int, descending: bool) -> np.ndarray[Any, Any]:
     """Return the indices (int64) that sort along `dim`; equal elements keep their order."""
     values = numbers(x)
     if not descending:
@@ -233,7 +227,7 @@ def sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = Fals
     return shapes.gather(x, dim, order), order
 
 
-def extreme(name: str) -> Callable[..., Any]:
+def max_or_min(name: str) -> Callable[..., Any]:
     """Return `max` or `min`: of all elements, along a dimension with indices, or of two tensors."""
     own = getattr(mint, name)
     position = np.argmax if name == "max" else np.argmin
@@ -241,6 +235,7 @@ def extreme(name: str) -> Callable[..., Any]:
     def found(x: Tensor, dim: Any = None, keepdim: bool = False) -> Any:
         if dim is None:
             return own(x)
+        # `max(x, y)`: the elementwise form, which has the second tensor in the place of the dimension.
         if isinstance(dim, Tensor):
             return pointwise.maximum(x, dim) if name == "max" else pointwise.minimum(x, dim)
         where = share(np.asarray(np.expand_dims(position(numbers(x), axis=dim), dim), np.int64))
@@ -254,14 +249,14 @@ def flattened(x: Tensor) -> Tensor:
     return mint.reshape(x, (-1,))
 
 
-def _picked(x: Tensor, dim: int, position: Array, keepdim: bool) -> tuple[Tensor, Tensor]:
+def _selected(x: Tensor, dim: int, position: Array, keepdim: bool) -> tuple[Tensor, Tensor]:
     """Return the values at indices `[..., 1, ...]` along `dim`, and the indices."""
     where = share(position.astype(np.int64))
     values = shapes.gather(x, dim, where)
     return (values, where) if keepdim else (mint.squeeze(values, dim), mint.squeeze(where, dim))
 
 
-def by_position(find: Position, alone: bool = True) -> Callable[..., Any]:
+def selection_by(find: Position, alone: bool = True) -> Callable[..., Any]:
     """Return an operation that selects one element along a dimension.
 
     With `alone`, a call without a dimension returns the value among all elements, without its index.
@@ -269,9 +264,9 @@ def by_position(find: Position, alone: bool = True) -> Callable[..., Any]:
 
     def found(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
         if dim is None and alone:
-            return _picked(flattened(x), 0, find(numbers(flattened(x)), 0), False)[0]
+            return _selected(flattened(x), 0, find(numbers(flattened(x)), 0), False)[0]
         dim = -1 if dim is None else dim
-        return _picked(x, dim, find(numbers(x), dim), keepdim)
+        return _selected(x, dim, find(numbers(x), dim), keepdim)
 
     return found
 
@@ -298,6 +293,7 @@ def _mode(values: Array, dim: int) -> Array:
     rows = moved.reshape(-1, moved.shape[-1])
     found = np.empty(len(rows), np.int64)
     for i, row in enumerate(rows):
+        # `np.unique` sorts, and argmax takes the first of equal counts: the smallest value.
         distinct, counts = np.unique(row, return_counts=True)
         found[i] = np.flatnonzero(row == distinct[np.argmax(counts)])[-1]
     return np.moveaxis(found.reshape(*moved.shape[:-1], 1), -1, dim)
@@ -305,7 +301,7 @@ def _mode(values: Array, dim: int) -> Array:
 
 def kthvalue(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     order = np.argsort(numbers(x), axis=dim, kind="stable")
-    return _picked(x, dim, np.take(order, [k - 1], axis=dim), keepdim)
+    return _selected(x, dim, np.take(order, [k - 1], axis=dim), keepdim)
 
 
 def aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
@@ -328,7 +324,7 @@ def quantile(skip_nan: bool) -> Callable[..., Tensor]:
         place = np.where(nans * (not skip_nan) > 0, values.shape[dim] - 1.0, q * np.maximum(last, 0))
         low, weight = _interpolated(place, interpolation)
         # Both neighbours are gathered and interpolated by differentiable operations.
-        pair = [_picked(x, dim, np.take_along_axis(order, rank, dim), keepdim)[0] for rank in _ranks(low, weight)]
+        pair = [_selected(x, dim, np.take_along_axis(order, rank, dim), keepdim)[0] for rank in _ranks(low, weight)]
         shape = tuple(pair[0].shape)
         return _between(*pair, share(weight.reshape(shape).astype(HOST_DTYPES[x.dtype])))
 
@@ -365,12 +361,12 @@ ORDER_KERNELS: dict[str, Callable[..., Any]] = {
     "sort": sort,
     "argmax": argmax,
     "argmin": argmin,
-    "max": extreme("max"),
-    "min": extreme("min"),
+    "max": max_or_min("max"),
+    "min": max_or_min("min"),
     "aminmax": aminmax,
-    "median": by_position(_median),
-    "nanmedian": by_position(_nanmedian),
-    "mode": by_position(_mode, alone=False),
+    "median": selection_by(_median),
+    "nanmedian": selection_by(_nanmedian),
+    "mode": selection_by(_mode, alone=False),
     "kthvalue": kthvalue,
     "quantile": quantile(False),
     "nanquantile": quantile(True),
@@ -389,15 +385,15 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "nanmean": nanmean,
     "all": every,
     "any": some,
-    "count_nonzero": count_nonzero,
+    "count_nonzero": lambda x, dim=None: share(np.asarray(np.count_nonzero(numbers(x), axis=_axes(dim)), np.int64)),
     "norm": norm,
     "linalg_vector_norm": lambda x, p=2, dim=None, keepdim=False: norm(x, p, dim, keepdim),
-    **{name: spread(name) for name in ("std", "var", "std_mean", "var_mean")},
+    **{name: std_or_var(name) for name in ("std", "var", "std_mean", "var_mean")},
     "bincount": bincount,
     "cumsum": cumsum,
     "cumprod": cumprod,
-    "logcumsumexp": logcumsumexp,
-    "cummax": cumulative_extreme(np.greater_equal),
-    "cummin": cumulative_extreme(np.less_equal),
+    "logcumsumexp": lambda x, dim: ops.logcumsumexp(x, dim) if x.size else pointwise.clone(x),
+    "cummax": cummax_or_cummin(np.greater_equal),
+    "cummin": cummax_or_cummin(np.less_equal),
     **ORDER_KERNELS,
 }

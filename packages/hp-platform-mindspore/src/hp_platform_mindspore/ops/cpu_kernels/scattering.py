@@ -151,10 +151,6 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any 
     return _added(x, _rows(tuple(x.shape), dim, numbers(index)), source if alpha == 1 else source * alpha)
 
 
-def index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    return _replaced(x, _rows(tuple(x.shape), dim, numbers(index)), source)
-
-
 def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     mask = np.zeros(tuple(x.shape), np.bool_)
     mask.reshape(-1)[_rows(tuple(x.shape), dim, numbers(index)).reshape(-1)] = True
@@ -233,7 +229,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "scatter_add": scatter_add,
     "scatter_reduce": scatter_reduce,
     "index_add": index_add,
-    "index_copy": index_copy,
+    "index_copy": lambda x, dim, index, source: _replaced(x, _rows(tuple(x.shape), dim, numbers(index)), source),
     "index_fill": index_fill,
     "index_reduce": index_reduce,
     "index_put_": index_put,

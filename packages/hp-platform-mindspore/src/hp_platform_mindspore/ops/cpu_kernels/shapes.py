@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 from hp_platform_mindspore.ops.cpu_kernels import creation, pointwise
-from hp_platform_mindspore.ops.cpu_kernels.empty import filled, is_empty, nothing
+from hp_platform_mindspore.ops.cpu_kernels.empty import filled, is_empty, selected_nothing
 from hp_platform_mindspore.tensor.autograd import custom_function, is_recording
 from hp_platform_mindspore.tensor.memory import share
 
@@ -24,15 +24,11 @@ def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
 def _pick(x: Tensor, dim: int, index: Tensor, shape: tuple[int, ...]) -> Tensor:
     if math.prod(shape) and x.size:
         return ops.gather(x, index, dim)
-    return nothing(x, shape)
+    return selected_nothing(x, shape)
 
 
 def gather(x: Tensor, dim: int, index: Tensor) -> Tensor:
-    return mint.gather(x, dim, index) if index.size and x.size else nothing(x, tuple(index.shape))
-
-
-def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    return _pick(weight, 0, ids, (*ids.shape, *weight.shape[1:]))
+    return mint.gather(x, dim, index) if index.size and x.size else selected_nothing(x, tuple(index.shape))
 
 
 def getitem(x: Tensor, index: Any) -> Tensor:
@@ -40,7 +36,7 @@ def getitem(x: Tensor, index: Any) -> Tensor:
     # NumPy computes the shape of the result on an array without memory.
     shape = np.broadcast_to(np.int8(0), x.shape)[index].shape
     if not math.prod(shape):
-        return nothing(x, shape)
+        return selected_nothing(x, shape)
     if is_recording(x):
         x, index = _without_steps(x, index)
     return x[index]
@@ -70,14 +66,6 @@ def index_put(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
     if is_empty(index, x):
         return custom_function(lambda t, v: pointwise.clone(t), lambda g: [g, ops.zeros_like(values)], x, values)
     return ops.tensor_scatter_update(x, mint.unsqueeze(index, -1), values)
-
-
-def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    return mint.reshape(x, tuple(shape))
-
-
-def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
-    return mint.permute(x, tuple(dims))
 
 
 def squeeze(x: Tensor, dim: int | Sequence[int]) -> Tensor:
@@ -134,6 +122,7 @@ def repeat(x: Tensor, *repeats: Any) -> Tensor:
     counts = tuple(repeats[0]) if len(repeats) == 1 and not isinstance(repeats[0], int) else repeats
     x = mint.reshape(x, (*(1,) * (len(counts) - x.ndim), *x.shape))
     shape = tuple(size for pair in zip(counts, x.shape, strict=True) for size in pair)
+    # A new dimension before each one is broadcast to the count and merged; the gradient of that is a sum.
     between = tuple(size for extent in x.shape for size in (1, extent))
     result = tuple(count * size for count, size in zip(counts, x.shape, strict=True))
     return mint.reshape(expand(mint.reshape(x, between), shape), result)
@@ -158,6 +147,7 @@ def diag_embed(x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Te
 
 
 def diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    # The two dimensions become one at the end, from which the diagonal is selected by flat indices.
     order = [dim for dim in range(x.ndim) if dim not in (dim1 % x.ndim, dim2 % x.ndim)]
     rows, columns = x.shape[dim1], x.shape[dim2]
     # Negative offsets lose rows, positive ones columns.
@@ -171,6 +161,7 @@ def diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor
 
 def unflatten(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     dim %= x.ndim
+    # With one size of -1 the product of all sizes is the negative of that of the known ones.
     known = -math.prod(sizes)
     given = tuple(x.shape[dim] // known if size == -1 else size for size in sizes)
     return mint.reshape(x, (*x.shape[:dim], *given, *x.shape[dim + 1 :]))
@@ -183,6 +174,7 @@ def roll(x: Tensor, shifts: Any, dims: Any = None) -> Tensor:
     for shift, dim in pairs:
         size = x.shape[dim]
         start = -shift % size if size else 0
+        # Both halves by views, joined in the other order; a shift of 0 needs no copy.
         x = mint.cat([mint.narrow(x, dim, start, size - start), mint.narrow(x, dim, 0, start)], dim) if start else x
     return x
 
@@ -217,10 +209,6 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | No
     return ops.pad(x, tuple(pad), mode, value)
 
 
-def unbind(x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
-    return tuple(mint.squeeze(mint.narrow(x, dim, i, 1), dim) for i in range(x.shape[dim]))
-
-
 def tensor_split(x: Tensor, indices_or_sections: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
     """Split into a number of chunks whose sizes differ by at most one, or at indices read as slice bounds."""
     size = x.shape[dim]
@@ -238,10 +226,10 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "index_select": index_select,
     "gather": gather,
     "index_put": index_put,
-    "embedding": embedding,
-    "reshape": reshape,
+    "embedding": lambda ids, weight: _pick(weight, 0, ids, (*ids.shape, *weight.shape[1:])),
+    "reshape": lambda x, shape: mint.reshape(x, tuple(shape)),
     "transpose": mint.transpose,
-    "permute": permute,
+    "permute": lambda x, dims: mint.permute(x, tuple(dims)),
     "unsqueeze": mint.unsqueeze,
     "squeeze": squeeze,
     "expand": expand,
@@ -262,6 +250,6 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "tril": triangle("tril"),
     "triu": triangle("triu"),
     "pad": pad,
-    "unbind": unbind,
+    "unbind": lambda x, dim=0: tuple(mint.squeeze(mint.narrow(x, dim, i, 1), dim) for i in range(x.shape[dim])),
     "select": lambda x, dim, index: mint.squeeze(mint.narrow(x, dim, index % x.shape[dim], 1), dim),
 }
