@@ -13,7 +13,7 @@ from moe_layouts import BY_DISPATCHER, LAYOUTS, VOCABULARY, train
 from test_expert_parallel import NUM_SAMPLES, assert_same
 
 import hp_moe.experts
-from hp_dtensor.comm.links import Links
+from hp_dtensor.comm.links import Links, measure_links
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.exceptions import CapabilityError
@@ -129,6 +129,18 @@ def layer_of(platform, dispatcher, mesh, dim=16):
     ExpertParallel(dispatcher).apply(layer, mesh)
     init_parameters(layer, lambda name, shape: Normal(0.4), seed=2)
     return layer
+
+
+def test_all_ranks_choose_alike_by_measured_links(platform):
+    def rank():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",), platform=platform)
+        rates = DispatchRates(measure_links(mesh, num_bytes=1024, repeats=1))
+        layer = layer_of(platform, functools.partial(AutoDispatcher, rates=rates), mesh)
+        layer(platform.ops.ones((3, 16), platform.dtype("float32")))
+        return layer.experts.dispatcher.reason
+
+    (reason,) = set(run_ranks(rank, 2, platform))
+    assert "bytes per token and forward" in reason
 
 
 def test_auto_says_why(platform):
