@@ -66,7 +66,7 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.UsageError:
-            # Click stops at the first problem.
+            # Click stops at the first problem, and a user would meet the others one by one.
             raise click.UsageError("\n".join(self._problems(ctx, given)), ctx) from None
 
     def _problems(self, ctx: click.Context, given: list[str]) -> list[str]:
@@ -75,7 +75,7 @@ class Command(click.Command):
         except click.UsageError as error:
             if isinstance(error, click.NoSuchOption) and "." in error.option_name:
                 return [f"{ctx.info_name} accepts no settings, got {error.option_name}"]
-            # The words cannot be told apart, so nothing is known about the others.
+            # Options and arguments cannot be separated, so there is nothing else to check.
             return [error.format_message()]
         problems = []
         for parameter in self.get_params(ctx):
@@ -87,7 +87,7 @@ class Command(click.Command):
 
 
 def _keep_traceback(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
-    # `main` reads it when the command has failed, after its context is gone.
+    # `main` reads it from the object that it passed: the context is closed when the command has failed.
     if isinstance(ctx.obj, dict):
         ctx.obj["traceback"] = value
 
@@ -129,6 +129,7 @@ class SettingsCommand(Command):
         flags = {"-h", "--help", *(name for name, each in options.items() if each.is_flag)}
         own: list[str] = []
         overrides: Overrides = []
+        # Before Click parses: it would accept an unknown option, but take the value after a space for an argument.
         rest = iter(args)
         for word in rest:
             name, equals, value = word.partition("=")
@@ -140,7 +141,7 @@ class SettingsCommand(Command):
                 own += [word] if equals else [word, *itertools.islice(rest, 1)]
             else:
                 near = difflib.get_close_matches(name, options, n=1, cutoff=0.8)
-                if near and "." not in name:
+                if near and "." not in name and not ctx.resilient_parsing:
                     raise click.NoSuchOption(name, possibilities=near, ctx=ctx)
                 if not equals:
                     # While a shell completes words, the last setting may have no value yet.

@@ -61,12 +61,13 @@ def setting_names(incomplete: str) -> list[CompletionItem[str]]:
     sections = sorted({each.path.partition(".")[0] + "." for each in found if "." in each.path})
     if len(sections) > 1:
         return [CompletionItem(section) for section in sections]
-    # Models have settings of equal names.
+    # A dict, because components of one registry have settings of equal names.
     return [CompletionItem(path, help=text) for path, text in {each.path: each.help for each in found}.items()]
 
 
 def _setting_values(path: str, incomplete: str) -> list[CompletionItem[str]]:
     """Return the values of an enumeration that start with `incomplete`, or let the shell complete files."""
+    # Each value once, in order: several components may have the setting.
     choices = dict.fromkeys(value for each in _options() if each.path == path for value in each.choices)
     if not choices:
         return [CompletionItem(incomplete, type="file")]
