@@ -22,3 +22,17 @@ sys.path[:0] = sorted({str(path.parent) for package in _PACKAGES for path in (TE
 def platform(hp_platform):
     """The platform under test."""
     return hp_platform
+
+
+@pytest.fixture
+def torch_or(hp_platform):
+    """`torch_or(chosen)`: skip a case on other platforms than torch unless it is chosen.
+
+    For cases of code that calls a platform in the same way in all of them: they take ten times as long on MindSpore.
+    """
+
+    def skip_unless_chosen(chosen):
+        if hp_platform.name != "torch" and not chosen:
+            pytest.skip("all cases on torch, a few elsewhere, the others in the session `proof`")
+
+    return skip_unless_chosen

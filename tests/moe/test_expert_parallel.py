@@ -16,6 +16,7 @@ NUM_SAMPLES = 7
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 WITH_SHARED = {"num_shared_experts": 1, "route_norm": True, "load_balance_coeff": 0.01}
 PARALLEL = [name for name in LAYOUTS if name != "one rank" and name not in BY_DISPATCHER]
+ON_SLOW_PLATFORMS = ("ep", "ep and hidden", "sequence, ep over data, hidden cut", "same tokens on ep, sequence")
 ALL_TO_ALL = ["all_to_all"]
 
 
@@ -55,20 +56,23 @@ def close(got, wanted, where):
 
 @pytest.mark.parametrize("name", PARALLEL)
 @pytest.mark.parametrize("options", [{}, WITH_SHARED], ids=["routed only", "shared, biased, normalized"])
-def test_training_equals_one_rank(name, options):
+def test_training_equals_one_rank(torch_or, name, options):
+    torch_or(options is WITH_SHARED and name in ON_SLOW_PLATFORMS)
     assert_same(on_ranks(name, NUM_SAMPLES, options=options), reference(options=options))
 
 
 @pytest.mark.parametrize("name", PARALLEL)
-def test_adamw_equals_one_rank(name):
+def test_adamw_equals_one_rank(torch_or, name):
+    torch_or(False)
     kwargs = {"optimizer": "adamw", "steps": 4, "options": {"score_before_experts": True}}
     assert_same(on_ranks(name, NUM_SAMPLES, **kwargs), reference(**kwargs))
 
 
 @pytest.mark.parametrize("name", ["ep", "ep of 4", "ep and hidden", "sequence, ep over data, hidden cut"])
 @pytest.mark.parametrize("num_experts", [3, 4, 6, 9])
-def test_any_number_of_experts(name, num_experts):
+def test_any_number_of_experts(torch_or, name, num_experts):
     """Chunk order: with 9 experts on 4 ranks they own 3, 3, 3 and none."""
+    torch_or((name, num_experts) == ("ep of 4", 9))
     kwargs = {"num_experts": num_experts, "options": WITH_SHARED}
     assert_same(on_ranks(name, NUM_SAMPLES, **kwargs), reference(**kwargs))
 
@@ -82,8 +86,9 @@ def test_ranks_without_samples(name):
 
 
 @pytest.mark.parametrize("name", ["ep", "ep of 4", "ep and hidden", "data and sequence, ep folded over both"])
-def test_ranks_whose_experts_get_no_token(name):
+def test_ranks_whose_experts_get_no_token(torch_or, name):
     """Their weights get gradients of exactly zero, and they take part in every collective."""
+    torch_or(name in ("ep of 4", "ep and hidden"))
     kwargs = {"one_expert": True, "num_experts": 8, "steps": 1}
     expected = reference(**kwargs)
     results = on_ranks(name, NUM_SAMPLES, **kwargs)
@@ -94,7 +99,8 @@ def test_ranks_whose_experts_get_no_token(name):
 
 
 @pytest.mark.parametrize("name", ["ep of 4", "ep and hidden", "same tokens on ep, sequence, hidden cut"])
-def test_runs_repeat_bit_by_bit(name):
+def test_runs_repeat_bit_by_bit(torch_or, name):
+    torch_or(name == "ep and hidden")
     first, second = (on_ranks(name, NUM_SAMPLES, options=WITH_SHARED) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         for a, b in zip(one.outputs, other.outputs, strict=True):
@@ -151,13 +157,15 @@ FOUR = ["ep of 4", "ep and hidden", "data and sequence, ep folded over both", "s
 
 @pytest.mark.real_ranks
 @pytest.mark.parametrize("name", TWO)
-def test_two_processes(rank_pool, name):
+def test_two_processes(torch_or, rank_pool, name):
+    torch_or(name == "ep")
     check(rank_pool, name, steps=3, options=WITH_SHARED)
 
 
 @pytest.mark.real_ranks
 @pytest.mark.parametrize("name", FOUR)
-def test_four_processes(rank_pool, name):
+def test_four_processes(torch_or, rank_pool, name):
+    torch_or(name == "data and sequence, ep folded over both")
     check(rank_pool, name, steps=3, options=WITH_SHARED)
 
 
@@ -168,14 +176,16 @@ def test_a_process_whose_experts_get_no_token(rank_pool):
 
 @pytest.mark.real_ranks
 @pytest.mark.parametrize("name", ["ep and hidden", "same tokens on ep, sequence"])
-def test_losses_and_dropping_on_four_processes(rank_pool, name):
+def test_losses_and_dropping_on_four_processes(torch_or, rank_pool, name):
+    torch_or(name == "ep and hidden")
     options = {"aux_losses": AuxLosses(0.5, 0.4, 0.3, 0.2), "capacity": Capacity(0.8), "bias": True}
     check(rank_pool, name, steps=5, options=options)
 
 
 @pytest.mark.real_ranks
 @pytest.mark.parametrize("name", ["two_level", "all_gather"])
-def test_other_dispatchers_on_four_processes(rank_pool, name):
+def test_other_dispatchers_on_four_processes(torch_or, rank_pool, name):
+    torch_or(name == "two_level")
     check(rank_pool, name, steps=2, options=WITH_SHARED)
 
 

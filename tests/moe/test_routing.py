@@ -117,7 +117,8 @@ def single(name):
         ("sequence over three, uneven", False, "jittered"),
     ],
 )
-def test_five_steps_in_a_layout_equal_one_rank(layout, recompute, name):
+def test_five_steps_in_a_layout_equal_one_rank(torch_or, layout, recompute, name):
+    torch_or(recompute)
     program = functools.partial(train, layout, NUM_SAMPLES, steps=5, options=IN_LAYOUTS[name], recompute=recompute)
     results = run_ranks(program, LAYOUTS[layout].size)
     assert_same(results, single(name))

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,29 +60,6 @@ def test_the_error_of_a_local_rank_reaches_the_user(tmp_path: Path) -> None:
 def torchrun() -> list[str]:
     pytest.importorskip("torch")
     return ["-m", "torch.distributed.run"]
-
-
-def test_two_machines_of_torchrun_make_one_run(
-    tmp_path: Path, torchrun: list[str], free_port: Callable[[], int]
-) -> None:
-    port = free_port()
-    machines = [
-        start(
-            *torchrun,
-            "--nnodes=2",
-            f"--node-rank={node}",
-            "--nproc-per-node=2",
-            "--master-addr=127.0.0.1",
-            f"--master-port={port}",
-            str(PROGRAM),
-            str(tmp_path / "run"),
-            "1",
-        )
-        for node in range(2)
-    ]
-    outputs = [finish(machine) for machine in machines]
-    assert [machine.returncode for machine in machines] == [0, 0], "\n".join(outputs)
-    assert ranks_seen(tmp_path / "run") == {f"rank-{rank}-of-4": f"step-00000007 1000 {rank // 2}" for rank in range(4)}
 
 
 def test_a_run_that_cannot_be_prepared_ends_every_rank_of_torchrun(tmp_path: Path, torchrun: list[str]) -> None:

@@ -8,12 +8,12 @@ was stopped.
 from __future__ import annotations
 
 import pytest
-from combinations import all_combinations, check, pairwise_sample
+from combinations import all_combinations, check, covering, pairs_of
 
 from hp_dtensor.testing.pytest_plugin import Share, chosen
 
 ALL = all_combinations()
-SAMPLE = list(pairwise_sample(ALL))
+SAMPLE = list(covering(ALL, pairs_of))
 CASES = {
     "test_the_pairwise_sample": SAMPLE,
     "test_all_others": [each for each in ALL if each not in set(SAMPLE)],
