@@ -39,6 +39,7 @@ class Communication:
             shard: the sharded parameters in their own dtype. Only read.
         """
         if shard.dtype != output.dtype:
+            # Before the gather, so that a narrower dtype of the computation is also what is sent.
             with self.platform.no_grad():
                 shard = self.platform.ops.cast(shard, output.dtype)
         return Holding(group.all_gather_into(output, shard, async_op=True), shard)
@@ -66,6 +67,7 @@ class Holding:
 
     def wait(self) -> None:
         self._work.wait()
+        # Only now: until here the collective may read this memory on another stream.
         self._held = ()
 
 
@@ -77,6 +79,7 @@ class Then:
         self._finish: Callable[[], None] | None = finish
 
     def wait(self) -> None:
+        # A second wait must not decode again.
         finish, self._finish = self._finish, None
         if finish is not None:
             self._work.wait()
