@@ -129,6 +129,7 @@ class CommDebugMode:
 
     def get_comm_counts(self) -> CommCounts:
         """Return the number of calls of each collective; see `CommCounts`."""
+        # By names that are the same on all platforms. `CommCounts` accepts the framework's functions too.
         return CommCounts(Counter(record.name for record in self.log.records))
 
     def get_total_counts(self) -> int:

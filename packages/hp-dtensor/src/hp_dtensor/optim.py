@@ -76,6 +76,7 @@ def clip_grad_norm_(
         raise ValueError(f"clip_grad_norm_: norm_type must be 2 or inf, got {norm_type}")
     found = list(parameters)
     platform = platform if platform is not None else _platform_of(found)
+    # By identity: `==` compares the elements of tensors.
     excluded = {id(parameter) for parameter in not_counted}
     pairs = [(id(p), grad) for p in found if (grad := platform.get_grad(p)) is not None]
     grads = [grad for _, grad in pairs]

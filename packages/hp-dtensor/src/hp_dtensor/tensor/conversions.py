@@ -171,6 +171,7 @@ def from_local(
     device_mesh, given = _mesh_and_placements("from_local", local, device_mesh, placements)
     platform = device_mesh.platform
     placements = normalize_placements(device_mesh, given, len(local.shape))
+    # A collective: all ranks of the mesh make it or none.
     if run_check or rank_checks.is_checking():
         shape = rank_checks.global_shape(local, device_mesh, placements, shape)
     global_shape = tuple(shape) if shape is not None else even_global_shape(local.shape, device_mesh, placements)
@@ -266,6 +267,7 @@ def replicate_like(x: Tensor, reference: Any) -> Any:
         >>> run_ranks(program, 2)[0]
         (Shard(0),)
     """
+    # Model code runs on plain tensors too, and its constants then stay plain.
     if not isinstance(reference, DTensorBase) or isinstance(x, DTensorBase):
         return x
     return from_local(x, reference.device_mesh, replicated_on(reference.device_mesh), shape=tuple(x.shape))

@@ -211,6 +211,7 @@ def _make(
     chosen = normalize_placements(mesh, placements_on("a factory", mesh, placements, len(sizes)), len(sizes))
     if any(placement.is_partial() for placement in chosen):
         raise PlacementError(f"a factory cannot make partial results, got {list(chosen)}; use DTensor.from_local")
+    # A dtype may be given by name, so that programs for several platforms can state it.
     wanted = platform.dtype_of_number(of) if dtype is None else dtype
     spec = TensorSpec(mesh, chosen, sizes, platform.dtype(wanted) if isinstance(wanted, str) else wanted)
     platform.check_dtype(spec.dtype)

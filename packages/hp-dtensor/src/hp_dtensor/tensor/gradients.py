@@ -49,6 +49,7 @@ def check_autograd_reaches(what: str, weights: Sequence[Any]) -> None:
         GradientPathError: it does not for parameters of `fully_shard`: forward computes with their unsharded copies,
             and the gradients are set at the end of backward.
     """
+    # `fully_shard` names itself on the parameters that it has sharded.
     sources = [x._gradient_from for x in weights if isinstance(x, DTensorBase) and x._gradient_from]
     if sources:
         raise GradientPathError(

@@ -196,6 +196,7 @@ def redistribute(
 def redistribute_to(x: Any, target: TensorSpec, async_op: bool = False) -> Any:
     """Return `x` redistributed to `target`, of the same shape. With `async_op` the result is pending if possible."""
     source: TensorSpec = x.spec
+    # Specs are interned, so equal ones are the same object.
     if source is target:
         return x
     platform = source.mesh.platform
@@ -383,6 +384,7 @@ def _targets_of(tensors: Sequence[Any], placements: Any) -> list[TensorSpec]:
             targets.append(TensorSpec(source.mesh, placed, source.shape, source.dtype))
         except PlacementError as error:
             problems.append(f"tensor {position} ({source!r}): {error}")
+    # Raised before anything is communicated, so that no rank waits for this one.
     if problems:
         raise PlacementError("; ".join(problems))
     return targets
