@@ -119,6 +119,7 @@ def _write(path: Path, text: str) -> None:
         with path.open("x", encoding="utf-8") as out:
             out.write(text)
             out.flush()
+            # Before the rename or link that publishes the file: its name must not reach the disk first.
             os.fsync(out.fileno())
     except OSError as error:
         raise with_path(error, path) from error

@@ -98,6 +98,7 @@ def measure_perplexity_on(
         evaluation_only: use the evaluation samples of `config.data`; otherwise all of its samples.
     """
     options = config.data.options
+    # Other data have no part that training has seen, so all of them may be used.
     changes: dict[str, Any] = {} if evaluation_only else {"eval": (), "eval_fraction": 0.0}
     if hasattr(options, "cache"):
         changes["cache"] = str(cache_folder(run.data, options.cache))

@@ -85,7 +85,9 @@ class Sampler:
         scaled = logits / self.config.temperature
         if self.config.top_k is not None and self.config.top_k < len(scaled):
             threshold = np.sort(scaled)[-self.config.top_k]
+            # Logits equal to the k-th largest remain, so that ties are not decided by their order.
             scaled = np.where(scaled >= threshold, scaled, -np.inf)
+        # Less the maximum, so that exp cannot overflow.
         weights = np.exp(scaled - scaled.max())
         return int(random.choice(len(weights), p=weights / weights.sum()))
 

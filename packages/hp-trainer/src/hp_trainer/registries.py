@@ -102,8 +102,10 @@ def _load(file: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # Before the code runs: dataclasses look their module up there.
     sys.modules[name] = module
     if str(file.parent) not in sys.path:
+        # Appended, not prepended: files of the folder must not shadow installed packages.
         sys.path.append(str(file.parent))
     try:
         spec.loader.exec_module(module)

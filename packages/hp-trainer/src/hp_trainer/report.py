@@ -246,6 +246,7 @@ def draw_layout(config: dict[str, Any], world_size: int) -> str:
     """
     parallel, model = config.get("parallel", {}), config.get("model", {})
     try:
+        # The recorded settings are plain, and may be of another version.
         dims = ParallelDims.from_config(SimpleNamespace(**parallel), world_size, model.get("num_experts"))
     except (ParallelDimsError, AttributeError, TypeError) as error:
         return table([["layout", f"unknown: {error}"]])
@@ -283,6 +284,7 @@ def report_run(run: Path, to: Path | None = None) -> Path:
 
 
 def _sections(history: RunHistory) -> list[tuple[str, str]]:
+    # A resumed run has several starts, perhaps with other ranks.
     starts, curves = history.of("start"), {history.name: history.curves}
     sections = [("Summary", table(list(history.summary().items())))]
     if history.curves:

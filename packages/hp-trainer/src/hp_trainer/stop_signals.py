@@ -23,7 +23,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopRequest:
-    """Whether this process was asked to stop, and by which signal."""
+    """A request to stop this process, if there was one, with its signal."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None

@@ -146,6 +146,7 @@ def delete_leftovers(storage: Storage) -> None:
 
 def free_name(storage: Storage, stem: str) -> str:
     """Return `stem`, or the first free name of `stem-2`, `stem-3`, ...: a published checkpoint is never overwritten."""
+    # Incomplete and set-aside folders have other names, so they take none.
     taken = set(storage.list_folders())
     name, attempt = stem, 1
     while name in taken:

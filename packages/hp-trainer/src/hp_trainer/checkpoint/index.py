@@ -139,6 +139,7 @@ def parse_body(body: Any) -> Index:
     Raises:
         SchemaError: a value is missing, has the wrong type, or is out of range.
     """
+    # Sizes come first: the shard of every chunk must be one of them.
     shard_bytes = tuple(_natural(size, f"shard_bytes[{i}]") for i, size in enumerate(_get(body, "shard_bytes", list)))
     tensors = _get(body, "tensors", dict)
     return Index(

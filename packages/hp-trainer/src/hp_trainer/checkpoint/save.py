@@ -296,6 +296,7 @@ def _agreed_kinds(shards: Sequence[dict[str, Any]]) -> tuple[dict[str, list[Any]
     problems = []
     for rank, shard in enumerate(shards):
         for name, kind in shard["tensors"].items():
+            # The first rank that has a tensor determines what the others must agree with.
             if kinds.setdefault(name, kind) != kind:
                 problems.append(f"tensor {name!r} is {kinds[name]} on one rank and {kind} on rank {rank}")
     return kinds, problems

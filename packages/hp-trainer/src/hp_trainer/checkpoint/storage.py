@@ -144,6 +144,7 @@ class LocalStorage(Storage):
 
 
 def _sync_folder(path: Path) -> None:
+    # A rename is durable only once its folder is on disk: fsync of a file does not cover its name (fsync(2)).
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -44,6 +44,7 @@ class VerifiedShards:
             content: True to read everything and compare checksums, False to check only file sizes and headers.
         """
         for name, tensor in self.index.tensors.items():
+            # From the index alone, so that gaps are reported for missing files too.
             reason = cover_exactly([chunk.box for chunk in tensor.chunks], tensor.shape)
             if reason is not None:
                 yield f"{self.storage.describe(self.folder, INDEX_FILE)}: tensor {name!r}: {reason}"

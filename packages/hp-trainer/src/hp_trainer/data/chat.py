@@ -94,6 +94,7 @@ class TurnTemplate(ChatTemplate):
 TEMPLATES: dict[str, ChatTemplate] = {
     "chatml": TurnTemplate("", "<|im_start|>{role}\n", "<|im_end|>\n"),
     "llama3": TurnTemplate("<|begin_of_text|>", "<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>"),
+    # Without an end token of its own, so that the tokenizer's separator is appended.
     "plain": TurnTemplate("", "{Role}: ", "\n", ends=False),
 }
 
@@ -319,6 +320,7 @@ class ChatSource(DocumentsSource):
 
     def fields(self, source: Source) -> tuple[str, ...] | None:
         """Return the names of the fields for messages, prompts, completions and tools."""
+        # Readers of columns skip all others.
         files = source.files
         return (files.messages_field, files.prompt_field, files.completion_field, "tools")
 
@@ -329,6 +331,7 @@ class ChatSource(DocumentsSource):
             "kind": "chat",
             "fields": self.fields(source),
             "template": self.options.template,
+            # The text, not the path: an edited template gives other tokens, and needs another corpus.
             "template file": None if file is None else read_plain_text(Path(file)),
             "tokenizer's template": getattr(self.tokenizer(), "chat_template", None),
             "loss on": self.options.loss_on,
@@ -361,6 +364,7 @@ class ChatSource(DocumentsSource):
                 f"{record.where} has neither messages ({files.messages_field!r}) nor a prompt with its completion "
                 f"({files.prompt_field!r}, {files.completion_field!r}); its fields: {', '.join(map(str, fields))}"
             )
+        # Prompt and completion are text already and need no template.
         asked, answer = record.text(files.prompt_field), record.text(files.completion_field)
         return [MarkedText(asked + answer, ((len(asked), len(asked) + len(answer)),), ends=False)]
 

@@ -70,6 +70,7 @@ class PreparingProgress:
                 self._bar = _bar(self._stream)
                 self._bar.start()
                 self._task = self._bar.add_task(self._title, total=self._total)
+            # At most ten redraws per second.
             if self._bar is not None and now - self._reported >= 0.1:
                 self._reported = now
                 self._bar.update(self._task, completed=self._read)
@@ -128,6 +129,7 @@ class BlockDigests:
 
     def update(self, values: bytes) -> None:
         """Append bytes."""
+        # Slices of a view copy nothing.
         view = memoryview(values)
         while view:
             data = view[: BLOCK_BYTES - self._filled]
@@ -499,6 +501,7 @@ def prepared(cache: Path, facts: Mapping[str, Any], build: Callable[[Path], Corp
     """
     # Keys are sorted, so that equal facts have one digest.
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    # 128 bits rule out accidental collisions and keep names short.
     folder = cache / digest[:32]
     if read_corpus_info(folder) is None:
         build(folder)

@@ -202,6 +202,7 @@ class Batch:
 
     def micro_batches(self, size: int | None) -> list[Batch]:
         """Split the batch into micro-batches of at most `size` samples. None returns one micro-batch."""
+        # A share may be empty, and the step of a range may not be 0.
         size = size or max(1, len(self.samples))
         # `global_targets` stays that of the global batch, by which each micro-batch's loss is divided.
         return [self._slice(slice(i, i + size)) for i in range(0, len(self.samples), size)]

@@ -87,6 +87,7 @@ class DocumentsConfig(FilesConfig):
         if sources and self.path is not None:
             what = "given together with data.sources"
             yield Problem(path="path", what=what, expected="one of the two", hint="path=null")
+        # Weights are compared with each other, so all sources need one or none.
         weights = [source.weight for source in sources]
         if any(weight is None for weight in weights) and any(weight is not None for weight in weights):
             yield Problem(
@@ -159,7 +160,7 @@ class DocumentsSource(DatasetSource):
     @property
     @abstractmethod
     def packing(self) -> Packing:
-        """How documents are arranged in rows: the setting `packing`."""
+        """The arrangement of documents in rows: the setting `packing`."""
 
     def problems(self) -> Iterator[Problem]:
         if not self.sources:
@@ -304,6 +305,7 @@ class DocumentsSource(DatasetSource):
         end = tokens - (0 if self.options.eval else int(tokens * self.options.eval_fraction))
         if self.packing == "concatenate" or end == tokens:
             return end
+        # The last document that ends at or before the split.
         last = int(np.searchsorted(corpus.ends, end, side="right")) - 1
         return int(corpus.ends[max(0, last)])
 
@@ -311,6 +313,7 @@ class DocumentsSource(DatasetSource):
         tokens = corpus.tokens[begin:end]
         if self.packing == "concatenate":
             return TokenSamples(tokens, length)
+        # The documents that end within (begin, end].
         first, last = np.searchsorted(corpus.ends, (begin, end), side="right")
         ends = corpus.ends[first:last] - begin
         if self.packing == "documents":

@@ -168,6 +168,7 @@ def _segments(file: Path) -> Iterator[Record]:
         # Skipped, as `read_text_bytes` skips short unreadable files.
         return
     with long as opened:
+        # What follows the last line of a segment starts the next one.
         while data := rest + opened.read(SEGMENT_BYTES):
             # Whether the file ends here decides if the rest is a segment of its own.
             ends = not opened.peek(1)
@@ -230,6 +231,7 @@ def _open(file: Path) -> IO[bytes]:
 
 def _is_list(file: IO[bytes]) -> bool:
     """Return True when the first character is a bracket. The file position is restored."""
+    # White space may precede the bracket.
     first = file.read(64).lstrip()[:1]
     file.seek(0)
     return first == b"["
@@ -404,6 +406,7 @@ def saved_dataset_files(folder: Path, split: str | None) -> list[Path] | None:
         folder = folder / chosen
     if not (folder / "state.json").is_file():
         return None
+    # The order of the description, which is that of the rows.
     files = [folder / entry["filename"] for entry in _described(folder / "state.json", "_data_files")]
     missing = [str(file) for file in files if not file.is_file()]
     if missing:

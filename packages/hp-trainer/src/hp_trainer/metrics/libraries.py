@@ -107,6 +107,7 @@ class WandbTracker(Tracker):
             id=self._run_id,
             dir=str(run.folder),
             mode=options.mode,
+            # A run with this id is continued, otherwise created.
             resume="allow",
             config=to_plain(run.config),
         )

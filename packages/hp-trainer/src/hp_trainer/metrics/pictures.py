@@ -23,6 +23,7 @@ def new_figure(width: float, height: float) -> Any:
 
 def write_picture(figure: Any, picture: Path) -> None:
     """Write a figure as PNG, replacing the file atomically."""
+    # Replaced when complete, so that a viewer never reads half a picture.
     temporary = picture.with_name(f"{picture.name}.incomplete")
     try:
         figure.savefig(temporary, format="png", dpi=120)

@@ -106,6 +106,7 @@ class JsonLinesTracker(Tracker):
         try:
             self._file.write(strict_json({"event": event} | values) + "\n")
         except OSError as error:
+            # Errors of a write to an open file name no path.
             raise with_path(error, self.path) from error
 
 

@@ -241,7 +241,7 @@ class Traffic:
 
 
 class ModelEstimates(Protocol):
-    """What the planner asks of a model.
+    """Interface of a model to the planner.
 
     Attributes:
         num_layers: number of blocks.

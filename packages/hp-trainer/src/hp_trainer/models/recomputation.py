@@ -21,7 +21,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRecompute:
-    """How one block trades memory for recomputation and copies to the host.
+    """Recomputation and offloading of one block.
 
     Attributes:
         mode: `none`: autograd saves what it needs; `full`: only the block's input is saved; `selective`: also the

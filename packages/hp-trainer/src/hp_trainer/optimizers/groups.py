@@ -54,7 +54,7 @@ class GroupedOptimizer:
 
     @property
     def has_plain_state(self) -> bool:
-        """Whether writing into the tensors of `state()` changes the state itself, for all groups."""
+        """True if writing into the tensors of `state()` changes the state itself, for all groups."""
         return all(has_plain_state(optimizer) for optimizer, _ in self._groups)
 
     def set_state(self, name: str, slot: str, values: Tensor) -> None:

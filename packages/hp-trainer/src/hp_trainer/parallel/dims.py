@@ -163,12 +163,12 @@ class ParallelDims:
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Whether the model has replicas; they shard nothing, so this alone does not enable `fsdp`."""
+        """True if the model has replicas. They shard nothing, so this alone does not enable `fsdp`."""
         return self.dp_replicate > 1
 
     @property
     def fsdp_enabled(self) -> bool:
-        """Whether dense weights are sharded: over `dp_shard` and, folded, over `cp`.
+        """True if dense weights are sharded: over `dp_shard` and, folded, over `cp`.
 
         As in torchtitan, replicas do not shard: with `dp_replicate=2` alone it is False.
         """
@@ -240,6 +240,7 @@ class ParallelDims:
         """Return the coordinate of `rank` on each axis of the dense mesh."""
         coordinate = {}
         for name, size in reversed(self.dense_sizes().items()):
+            # Row-major numbering: the last axis varies fastest.
             rank, coordinate[name] = divmod(rank, size)
         return coordinate
 

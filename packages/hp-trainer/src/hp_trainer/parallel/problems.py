@@ -90,6 +90,7 @@ def _malformed(dims: Any) -> Iterator[Problem]:
         value = getattr(dims, name)
         if name == "ulysses_degree" and value is None:
             continue
+        # In Python, bool is a subclass of int.
         is_integer = isinstance(value, int) and not isinstance(value, bool)
         if not is_integer or (value < 1 and not (name == "dp_shard" and value == -1)):
             expected = "-1 or an integer >= 1" if name == "dp_shard" else "an integer >= 1"

@@ -242,12 +242,12 @@ class Pipeline:
 
     @property
     def has_first_stage(self) -> bool:
-        """Whether this rank gets the batch."""
+        """True if this rank gets the batch."""
         return 0 in self.stages
 
     @property
     def has_last_stage(self) -> bool:
-        """Whether this rank gets the targets and returns outputs and losses."""
+        """True if this rank gets the targets and returns outputs and losses."""
         return self.schedule.num_stages - 1 in self.stages
 
     def step(

@@ -71,12 +71,12 @@ class PipelineStage:
 
     @property
     def is_first(self) -> bool:
-        """Whether this stage gets the batch."""
+        """True if this stage gets the batch."""
         return self.stage_index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the loss is computed from this stage's output."""
+        """True if the loss is computed from this stage's output."""
         return self.stage_index == self.num_stages - 1
 
     @property
@@ -239,7 +239,7 @@ class StageParameters(ABC):
 
     @property
     def are_sharded(self) -> bool:
-        """Whether `fully_shard` was called on the module or on one below it."""
+        """True if `fully_shard` was called on the module or on one below it."""
         return bool(self._roots)
 
     @abstractmethod

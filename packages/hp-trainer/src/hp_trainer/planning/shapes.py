@@ -138,13 +138,13 @@ class StepShape:
 
     @property
     def fuses_experts(self) -> bool:
-        """Whether all experts are computed in one operation, which saves fewer activations."""
+        """True if all experts are computed in one operation, which saves fewer activations."""
         # As `MicroBatchShape.fused_experts`: on the CPU torch has the grouped product in float32 only.
         return not self.is_host or self.config.training.dtype == "float32"
 
     @property
     def recomputes(self) -> bool:
-        """Whether some blocks are recomputed in backward."""
+        """True if some blocks are recomputed in backward."""
         training = self.config.training
         return training.recompute != "none" or training.activation_budget is not None
 
@@ -156,7 +156,7 @@ class StepShape:
 
     @functools.cached_property
     def pipeline(self) -> PipelineFacts:
-        """What the pipeline's schedule holds in flight, and how long its ranks idle."""
+        """Properties of the schedule: micro-batches in flight, and idle time."""
         settings = self.config.pipeline
         number, stages = self.num_microbatches, settings.stages_per_rank
         return _pipeline_facts(settings.schedule, self.dims.pp, number, stages, recomputes=self.recomputes)

@@ -53,7 +53,7 @@ def _weights_and_gradients(shape: StepShape, stage: StageBuffers) -> Iterator[Tr
 
 @dataclass(frozen=True, kw_only=True)
 class _Counts:
-    """How often a buffer is gathered and reduced in a step.
+    """Numbers of gathers and reductions of a buffer in a step.
 
     Attributes:
         blocks, root, tied: (gathers, reductions) of a buffer of a block, of the outermost module, and of a tied

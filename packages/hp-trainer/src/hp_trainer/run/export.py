@@ -147,6 +147,7 @@ def _dtype_of(described: dict[str, Any]) -> str:
 def _copy_companions(run: RunFolder, config: TrainerConfig, folder: Path) -> None:
     """Copy the tokenizer and the other companion files of the model."""
     for name in COMPANIONS:
+        # `config.json` was written with the weights.
         if name != "config.json" and (run.model_files / name).is_file():
             shutil.copyfile(run.model_files / name, folder / name)
     tokenizer = getattr(config.data.options, "tokenizer", None)

@@ -123,6 +123,7 @@ class RunFolder:
 
     def fill(self, config: TrainerConfig) -> None:
         """Create the subfolders and write the configuration, where they do not exist yet."""
+        # A job that was killed here may have created some of them.
         for inner in (self.data, self.checkpoints, self.logs):
             inner.mkdir(exist_ok=True)
         self.write_config(config)

@@ -28,6 +28,7 @@ from hp_trainer._files import link_new, read_plain_text
 from hp_trainer.exceptions import RunFolderError, RunLockedError
 
 LOCK_FILE = "lock.json"
+# A job that misses fewer than six beats is slow, not dead.
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 30.0
 _POLL_SECONDS = 0.5

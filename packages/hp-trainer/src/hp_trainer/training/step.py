@@ -117,7 +117,7 @@ class OptimizerStep:
 
     @property
     def overflowed(self) -> bool:
-        """Whether float16 overflowed on any rank, so that `update` will change nothing."""
+        """True if float16 overflowed on any rank, so that `update` will change nothing."""
         return bool(self.scaler.found_inf)
 
     def update(self, learning_rate: float) -> bool:

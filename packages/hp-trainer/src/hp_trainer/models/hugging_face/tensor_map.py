@@ -1,4 +1,4 @@
-"""Where each of the decoder's tensors is stored in a checkpoint of each architecture.
+"""Locations of the decoder's tensors in a checkpoint of each architecture.
 
 A checkpoint may store experts one by one or stacked, gate and up projections side by side or interleaved, and matrices
 transposed. Each of these is an affine map per dimension, so that any box of a tensor can be read, and any tensor be
