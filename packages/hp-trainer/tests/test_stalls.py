@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 
@@ -107,7 +108,7 @@ def test_equal_ranks_wait_for_each_other() -> None:
 
 
 def test_damaged_reports_are_left_out(tmp_path: Path) -> None:
-    for rank, text in enumerate(["{", "[]", "{}", '{"calls": {"0": 3}}', json.dumps(report(4, {}).to_plain())]):
+    for rank, text in enumerate(["{", "[]", "{}", '{"calls": {"0": 3}}', json.dumps(asdict(report(4, {})))]):
         report_file(tmp_path, rank).write_text(text)
     assert sorted(read_reports(tmp_path)) == [4]
 
@@ -155,7 +156,7 @@ def test_a_step_that_takes_many_times_its_usual_is_told_early_once(tmp_path: Pat
             clock.sleep(0.01)
         assert told == []
         watch.start_phase("step", 5)
-        report_file(tmp_path, 1).write_text(json.dumps(report(1, {"0,1": (2, "all_gather")}, step=5).to_plain()))
+        report_file(tmp_path, 1).write_text(json.dumps(asdict(report(1, {"0,1": (2, "all_gather")}, step=5))))
         clock.sleep(1.5)
         wait_until(lambda: told)
         assert told[0].startswith("step 5: rank 1 of 2 has not answered: it has not started all_reduce (call 3 ")
@@ -249,7 +250,7 @@ def test_whoever_keeps_others_waiting_in_its_set_up_is_named(tmp_path: Path) -> 
 
     def set_up() -> None:
         with watched_set_up(tmp_path, world(calls=1), 0.2):
-            report_file(tmp_path, 1).write_text(json.dumps(stuck.to_plain()))
+            report_file(tmp_path, 1).write_text(json.dumps(asdict(stuck)))
             time.sleep(0.2)
             raise RuntimeError("wait timeout after 200ms")
 

@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -131,11 +131,8 @@ def _measure(
         return _measure_on_all_ranks(config, platform, checkpoint, samples, averaged=averaged)
     with full_model(config, platform, checkpoint, averaged=averaged) as model:
         reader = BatchReader(samples, global_batch_size=_batch_size(config), seed=0, once=True)
-        total, targets = 0.0, 0
-        for position in range(0, len(samples), _batch_size(config)):
-            batch = reader.read(position)
-            targets += batch.global_targets
-            total += _loss_sum(platform, model, batch)
+        positions = range(0, len(samples), _batch_size(config))
+        total, targets = _loss_sum(platform, model, (reader.read(position) for position in positions))
     return Perplexity(total / max(1, targets), targets)
 
 
@@ -158,12 +155,9 @@ def _measure_on_all_ranks(
         share=dims.batch_rank(world.rank),
         once=True,
     )
-    total, targets = 0.0, 0
+    batches = (reader.read(position) for position in range(0, len(samples), size))
     with platform.no_grad():
-        for position in range(0, len(samples), size):
-            batch = reader.read(position)
-            targets += batch.global_targets
-            total += _loss_sum(platform, model, batch if sharder is None else sharder.shard(batch))
+        total, targets = _loss_sum(platform, model, batches if sharder is None else map(sharder.shard, batches))
     # Ranks with the same tokens, such as tensor parallel ones, each count a fraction of their loss.
     own = total * mesh["loss"].size() / world.size
     losses = [json.loads(data) for data in world.all.all_gather_bytes(json.dumps(own).encode())]
@@ -174,10 +168,14 @@ def _batch_size(config: TrainerConfig) -> int:
     return config.training.micro_batch_size or config.training.global_batch_size
 
 
-def _loss_sum(platform: Platform, model: Any, batch: Batch) -> float:
-    """Return the cross entropy summed over the targets of a batch, in nats."""
-    with use_sequence_sharding(batch.sharding):
-        return float(platform.to_numpy(model(*map(platform.from_numpy, batch.arrays()))))
+def _loss_sum(platform: Platform, model: Any, batches: Iterable[Batch]) -> tuple[float, int]:
+    """Return the cross entropy summed over this rank's batches, in nats, and the targets of the global batches."""
+    total, targets = 0.0, 0
+    for batch in batches:
+        targets += batch.global_targets
+        with use_sequence_sharding(batch.sharding):
+            total += float(platform.to_numpy(model(*map(platform.from_numpy, batch.arrays()))))
+    return total, targets
 
 
 def run_harness(model: Path, tasks: str, more: Sequence[str] = ()) -> int:

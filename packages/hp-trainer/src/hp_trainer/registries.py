@@ -111,13 +111,10 @@ def _load(file: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise RegistryError(f"{file} cannot be imported: {_where(error, file)}{error!r}") from error
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+        where = f"line {lines[-1]}: " if lines else ""
+        raise RegistryError(f"{file} cannot be imported: {where}{error!r}") from error
     return module
-
-
-def _where(error: Exception, file: Path) -> str:
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
-    return f"line {lines[-1]}: " if lines else ""
 
 
 def _parameters(target: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -52,19 +52,20 @@ class TensorPart:
         return zlib.crc32(self.name.encode()) % self.num_replicas == self.replica
 
 
-def save_checkpoint(
-    storage: Storage,
-    tensors: Iterable[TensorPart],
-    *,
-    step: int,
-    model: Mapping[str, Any],
-    state: Mapping[str, Any],
-    group: Group | None = None,
-    keep: int | None = None,
-    keep_best: int = 0,
-    may_write: Callable[[], None] = lambda: None,
-) -> str:
+def save_checkpoint(storage: Storage, tensors: Iterable[TensorPart], **options: Any) -> str:
     """Write a checkpoint and return the name of its folder. Every rank of `group` must call this.
+
+    Args:
+        options: further arguments of `PendingSave`, except `background`.
+
+    Raises:
+        CheckpointError: on every rank when any rank failed. Earlier checkpoints are untouched.
+    """
+    return PendingSave(storage, tensors, **options, background=False).publish()
+
+
+class PendingSave:
+    """A save in progress on every rank of a group. It starts with the constructor and is complete after `publish`.
 
     Args:
         storage: storage to write to.
@@ -78,31 +79,6 @@ def save_checkpoint(
             state.
         may_write: called by the coordinator before it creates, publishes or deletes anything. It raises where another
             job has taken over the run.
-
-    Raises:
-        CheckpointError: on every rank when any rank failed. Earlier checkpoints are untouched.
-    """
-    save = PendingSave(
-        storage,
-        tensors,
-        step=step,
-        model=model,
-        state=state,
-        group=group,
-        keep=keep,
-        keep_best=keep_best,
-        may_write=may_write,
-        background=False,
-    )
-    return save.publish()
-
-
-class PendingSave:
-    """A save in progress on every rank of a group. It starts with the constructor and is complete after `publish`.
-
-    Other arguments are those of `save_checkpoint`.
-
-    Args:
         background: True to copy the tensors to host memory now and write them in a thread, so that they may change
             meanwhile. False to write them in `publish`.
 
@@ -246,14 +222,9 @@ def _entries(part: TensorPart) -> Iterator[tuple[Box, Entry]]:
             )
         # Ranks with an empty shard contribute nothing to the file.
         if box.numel:
-            yield box, Entry(_key(part, box), part.dtype, np.ascontiguousarray(data).reshape(box.shape))
-
-
-def _key(part: TensorPart, box: Box) -> str:
-    """Return the key of a box: for a full tensor its name, so one-rank checkpoints are plain safetensors files."""
-    if box.shape == part.shape:
-        return part.name
-    return f"{part.name}@{','.join(str(begin) for begin in box.offset)}"
+            # The key of a full tensor is its name, so one-rank checkpoints are plain safetensors files.
+            place = "" if box.shape == part.shape else f"@{','.join(map(str, box.offset))}"
+            yield box, Entry(f"{part.name}{place}", part.dtype, np.ascontiguousarray(data).reshape(box.shape))
 
 
 def _build_index(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
 from hp_trainer.checkpoint.index import INDEX_FILE, Chunk, Index, shard_name
 from hp_trainer.checkpoint.shard_file import (
     CHECKSUM_BLOCK,
-    Box,
     Header,
     block_checksum,
     cover_exactly,
@@ -55,22 +54,23 @@ class VerifiedShards:
             except CheckpointError as error:
                 broken.add(rank)
                 tensors = self.index.tensors.items()
-                affected = [name for name, tensor in tensors if any(chunk.shard == rank for chunk in tensor.chunks)]
-                yield f"{error}{_list_affected(affected)}"
+                affected = [
+                    repr(name) for name, tensor in tensors if any(chunk.shard == rank for chunk in tensor.chunks)
+                ]
+                more = f" and {len(affected) - 3} more" if len(affected) > 3 else ""
+                yield f"{error} (contains {', '.join(affected[:3])}{more})" if affected else str(error)
         for name, tensor in self.index.tensors.items():
             for chunk in tensor.chunks:
                 # A missing or truncated file is reported once, not again for every chunk.
-                if chunk.shard not in broken:
-                    yield from self._chunk_problems(name, chunk, content=content)
-
-    def _chunk_problems(self, name: str, chunk: Chunk, *, content: bool) -> Iterator[str]:
-        try:
-            if content:
-                self.chunk(name, chunk, Box.full(chunk.box.shape).slices_in(Box.full(chunk.box.shape)))
-            else:
-                self._byte_range(name, chunk)
-        except CheckpointError as error:
-            yield str(error)
+                if chunk.shard in broken:
+                    continue
+                try:
+                    if content:
+                        self.chunk(name, chunk, tuple(slice(0, size) for size in chunk.box.shape))
+                    else:
+                        self._byte_range(name, chunk)
+                except CheckpointError as error:
+                    yield str(error)
 
     def chunk(self, name: str, chunk: Chunk, inside: tuple[slice, ...]) -> np.ndarray:
         """Return a chunk of a tensor as an array without copying. Verifies the blocks that contain the slices `inside`.
@@ -144,10 +144,3 @@ class VerifiedShards:
                 f"{owner[0]}, rank {owner[1]}"
             )
         return data, header
-
-
-def _list_affected(names: Sequence[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f" (contains {', '.join(repr(name) for name in names[:3])}{more})"

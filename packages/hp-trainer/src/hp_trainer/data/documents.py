@@ -221,7 +221,9 @@ class DocumentsSource(DatasetSource):
         # `MixedSamples` allows no empty source; of only empty ones the first is used.
         some = [one for one in evaluation if len(one)] or evaluation[:1]
         held = some[0] if len(some) == 1 else MixedSamples(some)
-        return Dataset(self._mixed(train), held, self.tokenizer(), fingerprint)
+        weights = [source.files.weight for source in self.sources]
+        mixed = train[0] if len(train) == 1 else MixedSamples(train, None if None in weights else weights)
+        return Dataset(mixed, held, self.tokenizer(), fingerprint)
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer.
@@ -271,7 +273,10 @@ class DocumentsSource(DatasetSource):
     def _prepared(self, source: Source, folder: Path) -> Path:
         facts = {
             # Sizes and modification times stand for contents: hashing terabytes at every start would take too long.
-            "files": [(str(file.absolute()), *_stamp(file)) for file in source.reader().files],
+            "files": [
+                (str(file.absolute()), (status := file.stat()).st_size, status.st_mtime_ns)
+                for file in source.reader().files
+            ],
             "max tokens": source.files.max_tokens,
             "tokenizer": self.tokenizer().fingerprint,
             **self.facts(source),
@@ -331,12 +336,6 @@ class DocumentsSource(DatasetSource):
             keep_rest=corpus.predicted is None,
         )
 
-    def _mixed(self, samples: Sequence[Samples]) -> Samples:
-        if len(samples) == 1:
-            return samples[0]
-        weights = [source.files.weight for source in self.sources]
-        return MixedSamples(samples, None if None in weights else weights)
-
     def _fingerprint(self, corpora: Sequence[Corpus], train_ends: Sequence[int], length: int) -> dict[str, Any]:
         facts: dict[str, Any] = {
             "text": _alone([corpus.info.sha256 for corpus in corpora]),
@@ -380,11 +379,6 @@ def _too_short(info: CorpusInfo, tokens: int, length: int) -> str:
         f"the text of {info.origin} has {tokens} tokens for training; one sample takes {length + 1} "
         "(training.sequence_length + 1): use more text or shorter samples"
     )
-
-
-def _stamp(file: Path) -> tuple[int, int]:
-    status = file.stat()
-    return status.st_size, status.st_mtime_ns
 
 
 def _nearest_existing(path: Path) -> str:

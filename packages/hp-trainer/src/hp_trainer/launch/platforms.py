@@ -38,10 +38,8 @@ def num_accelerators(name: str | None) -> int:
     A platform that is missing or broken counts as 0; `chosen_platform` and the checks report it.
     """
     platform = chosen_platform(name)
-    if isinstance(platform, Problem):
-        return 0
     try:
-        return get_platform(platform).num_accelerators()
+        return 0 if isinstance(platform, Problem) else get_platform(platform).num_accelerators()
     except PlatformError:
         return 0
 

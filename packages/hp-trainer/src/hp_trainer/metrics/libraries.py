@@ -169,7 +169,9 @@ class MlflowTracker(Tracker):
         self._client = MlflowClient(uri or f"sqlite:///{(self._folder / 'mlflow.db').absolute()}")
         # Known here only; `finish` also runs after a failure and must distinguish the two.
         self._steps = run.config.training.steps
-        self._run = self._find() or self._create(run)
+        # The MLflow run of an earlier start of this run, if there is one.
+        found = self._client.search_runs([self._experiment()], f"tags.hp_run_id = '{self._run_id}'")
+        self._run = found[0].info.run_id if found else self._create(run)
         # An earlier start of this run has set it to FAILED.
         self._client.update_run(self._run, status="RUNNING")
 
@@ -190,11 +192,6 @@ class MlflowTracker(Tracker):
         found = self._client.get_experiment_by_name(self._options.experiment)
         made: str = self._client.create_experiment(self._options.experiment) if found is None else found.experiment_id
         return made
-
-    def _find(self) -> str:
-        """Return the id of the MLflow run of an earlier start of this run, or an empty text."""
-        found = self._client.search_runs([self._experiment()], f"tags.hp_run_id = '{self._run_id}'")
-        return found[0].info.run_id if found else ""
 
     def _create(self, run: RunRecord) -> str:
         from mlflow.entities import Param

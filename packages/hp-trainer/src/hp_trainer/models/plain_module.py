@@ -105,7 +105,12 @@ class PlainModel(nn.Module):
     def units(self) -> dict[str, Any]:
         """Return the modules that form an FSDP group each, by dotted name."""
         modules = {name: module for name, module in self.platform.named_modules(self.module) if name}
-        return {name: modules[name] for name in self._unit_names(list(modules))}
+        if self._units:
+            return {name: modules[name] for pattern in self._units for name in _matching(pattern, list(modules))}
+        # `layers.0` of an outer list; modules of an inner list, such as experts, belong to its group.
+        numbered = [name for name in modules if name.rpartition(".")[2].isdigit()]
+        is_inner = {name: any(name.startswith(f"{other}.") for other in numbered) for name in numbered}
+        return {name: modules[name] for name in numbered if not is_inner[name]}
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -122,13 +127,6 @@ class PlainModel(nn.Module):
     def after_optimizer_step(self, all_gather_object: Any = None) -> Mapping[str, float]:
         """See `hp_trainer.models.LanguageModel`; there are no metrics."""
         return {}
-
-    def _unit_names(self, names: Sequence[str]) -> list[str]:
-        if self._units:
-            return [name for pattern in self._units for name in _matching(pattern, names)]
-        # `layers.0` of an outer list; modules of an inner list, such as experts, belong to its group.
-        numbered = [name for name in names if name.rpartition(".")[2].isdigit()]
-        return [name for name in numbered if not any(name.startswith(f"{other}.") for other in numbered)]
 
     def _problems(self, dims: ParallelDims, training: TrainingConfig | None, names: Sequence[str]) -> Any:
         for degree in ("cp", "pp", "ep"):

@@ -396,19 +396,18 @@ class Pipeline:
         if stage.is_first:
             output = stage.forward_first(microbatch, self._args[microbatch], kwargs)
         else:
-            layout, received = self._inputs_for(action)
+            source = action.stage - 1
+            # Popped, so that the previous stage's output is freed as soon as nothing else needs it.
+            layout, received = (
+                self._pending_outputs.pop((source, microbatch))
+                if self._is_local(source)
+                else self._transfers.receive_forward(action)
+            )
             output = stage.forward(microbatch, layout, received, kwargs, self._transfers.mesh)
         if stage.is_last:
             self._finish(stage, microbatch, output)
         else:
             self._pending_outputs[action.stage, microbatch] = stage.outputs(microbatch, output)
-
-    def _inputs_for(self, action: Action) -> tuple[MessageLayout, list[Tensor]]:
-        """Return the output of the previous stage, from this rank or received."""
-        if not self._is_local(action.stage - 1):
-            return self._transfers.receive_forward(action)
-        # Popped, so that the previous stage's output is freed as soon as nothing else needs it.
-        return self._pending_outputs.pop((action.stage - 1, action.microbatch))
 
     def _finish(self, stage: PipelineStage, microbatch: int, output: Any) -> None:
         """Compute the loss of the last stage's output, and store the requested results."""
@@ -423,8 +422,12 @@ class Pipeline:
 
     def _backward(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage], action.microbatch
-        # The last stage starts from its loss.
-        gradients = None if stage.is_last else self._gradients_for(action)
+        # The last stage starts from its loss, the others from the gradients of their outputs.
+        gradients = None
+        if not stage.is_last and self._is_local(action.stage + 1):
+            gradients = self._pending_gradients.pop((action.stage + 1, microbatch))
+        elif not stage.is_last:
+            gradients = self._transfers.receive_backward(action)
         run = stage.backward if action.kind is Kind.BACKWARD else stage.input_grad
         found = run(microbatch, gradients)
         # After an INPUT_GRAD the gradients of parameters are still missing; `_weight_grad` collects them.
@@ -432,17 +435,11 @@ class Pipeline:
             self._parameters[action.stage].collect_gradients()
         # `_send_backward` or the previous stage on this rank takes them.
         if not stage.is_first:
-            self._pending_gradients[action.stage, action.microbatch] = found
+            self._pending_gradients[action.stage, microbatch] = found
 
     def _weight_grad(self, action: Action) -> None:
         self.stages[action.stage].weight_grad(action.microbatch)
         self._parameters[action.stage].collect_gradients()
-
-    def _gradients_for(self, action: Action) -> list[Tensor]:
-        """Return the gradients of a stage's outputs, from this rank or received."""
-        if not self._is_local(action.stage + 1):
-            return self._transfers.receive_backward(action)
-        return self._pending_gradients.pop((action.stage + 1, action.microbatch))
 
     def _send_forward(self, action: Action) -> None:
         self._transfers.send_forward(action, *self._pending_outputs.pop((action.stage, action.microbatch)))

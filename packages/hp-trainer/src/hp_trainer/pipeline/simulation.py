@@ -96,17 +96,16 @@ class Timeline:
 
         Activations are held from the start of `F` to the end of `B`, or of `W` if the backward is split.
         """
-        return tuple(_peak(actions) for actions in self.schedule.actions)
-
-
-def _peak(actions: tuple[Action, ...]) -> int:
-    """Return the largest number of forwards whose backward is not complete. Only the order matters, not the times."""
-    live = peak = 0
-    for action in actions:
-        live += action.kind is Kind.FORWARD
-        peak = max(peak, live)
-        live -= action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD)
-    return peak
+        peaks = []
+        for actions in self.schedule.actions:
+            live = peak = 0
+            # Only the order of a rank's actions matters, not their times.
+            for action in actions:
+                live += action.kind is Kind.FORWARD
+                peak = max(peak, live)
+                live -= action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD)
+            peaks.append(peak)
+        return tuple(peaks)
 
 
 def simulate(schedule: Schedule, seconds: ActionSeconds | None = None) -> Timeline:

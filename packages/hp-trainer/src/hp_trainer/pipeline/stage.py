@@ -442,21 +442,17 @@ class TiedWeights:
         with platform.no_grad():
             for name, copies in self._mine.items():
                 grads = [grad for copy in copies if (grad := platform.get_grad(copy)) is not None]
-                # Copies on this rank are added first, so that one all-reduce per weight is enough.
-                total = self._local_sum(copies[0], grads)
+                local = local_of(platform, copies[0])
+                # New memory, with zeros if no copy on this rank has a gradient: the rank must take part in the
+                # all-reduce all the same. Copies on this rank are added first, so that one per weight is enough.
+                total = platform.zeros(tuple(local.shape), (grads[0] if grads else local).dtype)
+                for grad in grads:
+                    total = platform.ops.add(total, local_of(platform, grad))
+                total = platform.contiguous(total)
                 if len(self._ranks[name]) > 1:
                     self._group(name).all_reduce(total)
                 for copy in copies:
                     self._set_gradient(copy, total)
-
-    def _local_sum(self, like: Tensor, grads: list[Tensor]) -> Tensor:
-        """Return the sum of local gradients in new memory, shaped like the local tensor of `like`."""
-        platform, local = self._platform, local_of(self._platform, like)
-        # Zeros if no copy on this rank has a gradient: the rank must take part in the all-reduce all the same.
-        total = platform.zeros(tuple(local.shape), (grads[0] if grads else local).dtype)
-        for grad in grads:
-            total = platform.ops.add(total, local_of(platform, grad))
-        return platform.contiguous(total)
 
     def _set_gradient(self, copy: Tensor, total: Tensor) -> None:
         grad = self._platform.get_grad(copy)

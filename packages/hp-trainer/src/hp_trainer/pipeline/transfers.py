@@ -446,14 +446,13 @@ class Transfers:
 
     def failure(self, peer: int, doing: str, error: BaseException) -> PipelineError:
         """Return an error that names the rank with which communication failed."""
+        owners = enumerate(self._schedule.rank_of_stage)
+        stages = ", ".join(str(stage) for stage, owner in owners if owner == peer)
         return PipelineError(
             f"rank {self._ranks[self._rank]} (rank {self._rank} of the pipeline) failed in {doing}: rank "
-            f"{self._ranks[peer]}, which has stages {self._stages_of(peer)}, has ended or did not respond in time; "
+            f"{self._ranks[peer]}, which has stages {stages}, has ended or did not respond in time; "
             f"look at its error first. {error}"
         )
-
-    def _stages_of(self, rank: int) -> str:
-        return ", ".join(str(stage) for stage, owner in enumerate(self._schedule.rank_of_stage) if owner == rank)
 
 
 class _Naming:
@@ -493,18 +492,13 @@ def _changed(stage: int, microbatch: int, known: MessageLayout, layout: MessageL
     def described(each: MessageLayout) -> str:
         return ", ".join(f"{meta.dtype}{list(meta.shape)}" for meta in each.tensors) or "no tensors"
 
-    first, advice = (
-        "the step's first",
-        (
-            "all micro-batches of a step must have outputs of equal shapes, so make micro-batches equal (pad them, or "
-            "change their number); the next step may have other shapes"
-        ),
+    first = "those of earlier steps" if is_fixed else "the step's first"
+    advice = (
+        "the pipeline's shapes are fixed, so pad the batch, or create the pipeline with fixed_shapes=False"
+        if is_fixed
+        else "all micro-batches of a step must have outputs of equal shapes, so make micro-batches equal (pad them, or "
+        "change their number); the next step may have other shapes"
     )
-    if is_fixed:
-        first, advice = (
-            "those of earlier steps",
-            ("the pipeline's shapes are fixed, so pad the batch, or create the pipeline with fixed_shapes=False"),
-        )
     return (
         f"stage {stage} returned {described(layout)} for micro-batch {microbatch} and {described(known)} for {first}; "
         f"{advice}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,8 @@ def export_run(
     if averaged:
         checkpoint.check_averaged()
     model_type, described = _describe(run, config)
-    chosen = dtype or _dtype_of(described)
+    found = described.get("dtype") or described.get("torch_dtype")
+    chosen = dtype or (found if found in DTYPES else "float32")
     described |= {"dtype": chosen, "torch_dtype": chosen}
     # Chosen before anything is read: a model without a counterpart fails at once.
     tensors = build_tensor_map(options, model_type)
@@ -119,7 +120,10 @@ def _describe(run: RunFolder, config: TrainerConfig) -> tuple[str, dict[str, Any
     """
     options = config.model.options
     original = run.model_files / "config.json"
-    values: dict[str, Any] = {"max_position_embeddings": _longest(config), "use_cache": True}
+    # With scaled RoPE the usable length is a multiple of the original one.
+    scaled = int((options.rope_scaling.original_max_position_embeddings or 0) * options.rope_scaling.factor)
+    longest = max(config.training.sequence_length, scaled)
+    values: dict[str, Any] = {"max_position_embeddings": longest, "use_cache": True}
     if original.is_file():
         architecture, read, _ = read_architecture(run.model_files)
         values = json.loads(original.read_text(encoding="utf-8"))
@@ -130,18 +134,6 @@ def _describe(run: RunFolder, config: TrainerConfig) -> tuple[str, dict[str, Any
                 return architecture.model_type, values
     found = find_architecture(options)
     return found.model_type, values | found.write(options)
-
-
-def _longest(config: TrainerConfig) -> int:
-    scaling = config.model.options.rope_scaling
-    # With scaled RoPE the usable length is a multiple of the original one.
-    scaled = (scaling.original_max_position_embeddings or 0) * scaling.factor
-    return max(config.training.sequence_length, int(scaled))
-
-
-def _dtype_of(described: dict[str, Any]) -> str:
-    found = described.get("dtype") or described.get("torch_dtype")
-    return found if found in DTYPES else "float32"
 
 
 def _copy_companions(run: RunFolder, config: TrainerConfig, folder: Path) -> None:
@@ -212,9 +204,14 @@ def import_checkpoint(
     refuse_other_model(values["model"], to_plain(config.model), model_defaults(config), str(where))
     if like is not None:
         _check_tensors(tensors, like, where)
+    parts = (
+        TensorPart(name, dtype, shape, [(Box.full(shape), found.read(name))])
+        for name, (dtype, shape) in tensors.items()
+        if name != STATE
+    )
     return save_checkpoint(
         storage,
-        _parts(found, tensors),
+        parts,
         step=values["step"],
         model=values["model"],
         state=values["state"],
@@ -287,9 +284,3 @@ def _check_tensors(tensors: Mapping[str, tuple[str, tuple[int, ...]]], like: Che
     ]
     if problems:
         raise CheckpointError(f"{where} is not a checkpoint of this run: {'; '.join(problems)}")
-
-
-def _parts(found: ForeignCheckpoint, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Iterator[TensorPart]:
-    for name, (dtype, shape) in tensors.items():
-        if name != STATE:
-            yield TensorPart(name, dtype, shape, [(Box.full(shape), found.read(name))])

@@ -119,13 +119,17 @@ def micro_batch_shape(config: TrainerConfig, dims: ParallelDims, *, fused_expert
     batch = training.micro_batch_size or share
     if dims.pp_enabled:
         batch = max(1, share // num_microbatches(config, dims))
+    method = "ulysses"
+    if dims.cp_enabled:
+        style = context_style(dims, config.model.options, training)
+        method = "ulysses" if style.ulysses_degree == dims.cp else str(style.method)
     return MicroBatchShape(
         batch=batch,
         length=training.sequence_length,
         dtype=training.dtype,
         tp=dims.tp,
         cp=dims.cp,
-        cp_method=_cp_method(config, dims),
+        cp_method=method,
         ep=dims.ep,
         etp=dims.etp if dims.tp_enabled else None,
         splits_tokens=dims.expert_mesh == "peer",
@@ -199,13 +203,6 @@ def fuses_experts(platform: Platform, dtype: str, *, on_host: bool) -> bool:
     On a CPU the fused operation supports float32 only.
     """
     return has_fused_experts(platform) and (dtype == "float32" or not on_host)
-
-
-def _cp_method(config: TrainerConfig, dims: ParallelDims) -> str:
-    if not dims.cp_enabled:
-        return "ulysses"
-    style = context_style(dims, config.model.options, config.training)
-    return "ulysses" if style.ulysses_degree == dims.cp else str(style.method)
 
 
 _LEAST_SECONDS = 2e-3

@@ -52,17 +52,14 @@ class TrainingCheckpoints:
         Raises:
             CheckpointError: on every rank if it cannot be started.
         """
-        setup = self._setup
+        setup, elsewhere = self._setup, set()
+        if setup.pipeline is not None:
+            # This rank's copies of tied weights, which another stage writes.
+            tied, parameters = setup.pipeline.tied, setup.platform.named_parameters(setup.model)
+            elsewhere = {name for name, parameter in parameters if tied.is_copy(parameter)}
         return PendingSave(
             self._storage,
-            state_parts(
-                setup.platform,
-                setup.model,
-                setup.optimizer,
-                setup.stage_mesh,
-                _written_elsewhere(setup),
-                setup.average,
-            ),
+            state_parts(setup.platform, setup.model, setup.optimizer, setup.stage_mesh, elsewhere, setup.average),
             step=progress.step,
             model=to_plain(setup.config.model),
             state=self._state(progress) | dict(extra_state),
@@ -126,11 +123,3 @@ def _counter(checkpoint: Checkpoint, name: str) -> int:
         where = checkpoint.storage.describe(checkpoint.folder, "index.json")
         raise CheckpointError(f"{where} is damaged: state.{name}: expected an integer >= 0, got {value!r}")
     return value
-
-
-def _written_elsewhere(setup: RankSetup) -> set[str]:
-    """Return the names of this rank's copies of tied weights, which another stage writes."""
-    if setup.pipeline is None:
-        return set()
-    tied = setup.pipeline.tied
-    return {name for name, p in setup.platform.named_parameters(setup.model) if tied.is_copy(p)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any, Literal
@@ -249,19 +249,15 @@ def _replica_group(parameter: Tensor) -> str:
 
 def odd_ranks(digests: list[Mapping[str, int]]) -> list[int]:
     """Return the ranks whose digest differs from the majority of their replica group; in a tie, all of its ranks."""
+    groups: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for rank, found in enumerate(digests):
+        for name, digest in found.items():
+            groups[name].append((rank, digest))
     odd: set[int] = set()
-    for group in _by_name(digests):
+    for group in groups.values():
         counts = Counter(digest for _, digest in group).most_common()
         if len(counts) > 1:
             # With two replicas there is no majority, and either may be wrong.
             is_tie = counts[0][1] == counts[1][1]
             odd.update(rank for rank, digest in group if is_tie or digest != counts[0][0])
     return sorted(odd)
-
-
-def _by_name(digests: list[Mapping[str, int]]) -> Iterator[list[tuple[int, int]]]:
-    groups: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for rank, found in enumerate(digests):
-        for name, digest in found.items():
-            groups[name].append((rank, digest))
-    yield from groups.values()

@@ -61,24 +61,15 @@ def learning_rate_factor(schedule: LrScheduleConfig, step: int, total_steps: int
     if schedule.kind == "inverse_sqrt":
         # Counted from 1, so that the curve continues the last step of warm-up.
         return max(schedule.final_fraction, math.sqrt((schedule.warmup_steps + 1) / (step + 1)))
-    start = _start_of_wsd_decay(schedule, total_steps) if schedule.kind == "wsd" else schedule.warmup_steps
-    done = _fraction_done(step, start, total_steps - 1)
+    start, end = schedule.warmup_steps, total_steps - 1
+    if schedule.kind == "wsd":
+        # The last step at the peak. The decay takes a tenth of the run by default (Hu et al., 2024), rounded up.
+        decay = schedule.decay_steps if schedule.decay_steps is not None else -(-total_steps // 10)
+        start = max(start, end - decay)
+    # A run continued beyond its schedule stays at the final value.
+    done = 0.0 if step <= start else min(1.0, (step - start) / (end - start)) if end > start else 1.0
     shape = (1 + math.cos(math.pi * done)) / 2 if schedule.kind == "cosine" else 1 - done
     return schedule.final_fraction + (1 - schedule.final_fraction) * shape
-
-
-def _start_of_wsd_decay(schedule: LrScheduleConfig, total_steps: int) -> int:
-    """Return the last step at the peak."""
-    # A tenth of the run by default (Hu et al., 2024), rounded up.
-    decay = schedule.decay_steps if schedule.decay_steps is not None else -(-total_steps // 10)
-    return max(schedule.warmup_steps, total_steps - 1 - decay)
-
-
-def _fraction_done(step: int, start: int, end: int) -> float:
-    if step <= start:
-        return 0.0
-    # A run continued beyond its schedule stays at the final value.
-    return min(1.0, (step - start) / (end - start)) if end > start else 1.0
 
 
 class WeightAverage:

@@ -303,13 +303,8 @@ class _Search:
             return None
         found.sort(key=lambda each: (self.costs(each[None])[0], self.peaks(each[None])[0]))
         chosen = min((self._exchanged(each, budget) for each in found[:2]), key=lambda each: self.costs(each[None])[0])
-        return [
-            self._option(int(index), bool(stays)) for index, stays in zip(chosen, self._never_offloads, strict=True)
-        ]
-
-    def _option(self, index: int, stays: bool) -> BlockRecompute:
-        option = self._options[index]
-        return replace(option, offloads=False) if stays else option
+        pairs = zip((self._options[int(index)] for index in chosen), self._never_offloads, strict=True)
+        return [replace(option, offloads=False) if stays else option for option, stays in pairs]
 
     def peaks(self, choices: Any) -> Any:
         """Return `Demand.peak` of each row of choices."""

@@ -89,8 +89,11 @@ class RankSetup:
         # Depends on the configuration only, so that all ranks have the same plan without communication.
         plan = plan_stages(config, dims) if dims.pp_enabled else None
         model = build_model(config, platform, dims, mesh, plan, weights=weights)
-        all_gather_object, pipeline = _all_gather_object(plan, mesh), None
+        all_gather_object, pipeline, stage_mesh = _all_gather_object(plan, mesh), None, None
         if plan is not None:
+            # The ranks with the same stages as this one, as one axis.
+            axes = [name for name, size in dims.dense_sizes().items() if name != "pp" and size > 1]
+            stage_mesh = mesh.flatten("stage", axes)
             sharder = sequence_sharder(config, dims, mesh)
             pipeline = PipelinedModel(platform, model, plan, mesh, config.parallel, sharder)
         return cls(
@@ -104,7 +107,7 @@ class RankSetup:
             scaler=build_scaler(config, platform),
             average=build_average(config, platform, model),
             pipeline=pipeline,
-            stage_mesh=None if plan is None else _stage_mesh(dims, mesh),
+            stage_mesh=stage_mesh,
         )
 
     @property
@@ -232,12 +235,6 @@ def _within_budget(
         for line in plan.describe():
             print(f"hp-train: activations: {line}", file=sys.stderr, flush=True)
     return plan.of_layers()
-
-
-def _stage_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:
-    """Return the ranks with the same pipeline stages as this one, as a mesh of one axis."""
-    axes = [name for name, size in dims.dense_sizes().items() if name != "pp" and size > 1]
-    return mesh.flatten("stage", axes)
 
 
 def _all_gather_object(plan: StagePlan | None, mesh: DeviceMesh) -> Callable[[Any], list[Any]]:

@@ -148,7 +148,7 @@ class StallWatch:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = report_file(self._folder, self._world.rank)
         temporary = path.with_suffix(".incomplete")
-        temporary.write_text(json.dumps(report.to_plain(), indent=1), encoding="utf-8")
+        temporary.write_text(json.dumps(asdict(report), indent=1), encoding="utf-8")
         # Renamed when complete, since other ranks may read reports at any time.
         temporary.replace(path)
 
@@ -230,9 +230,6 @@ class StallReport:
     calls: Mapping[str, tuple[int, str]]
     stack: Sequence[str]
     module: str = ""
-
-    def to_plain(self) -> dict[str, Any]:
-        return asdict(self)
 
     @property
     def place(self) -> str:

@@ -115,7 +115,12 @@ def load_state(
     # Names and shapes, then dtypes, are checked before the first tensor is changed.
     checkpoint.check_tensors(expected)
     for name, tensor in tensors():
-        _check_dtype(platform, tensor, checkpoint, name)
+        there, here = saved[name].dtype, platform.dtype_name(tensor.dtype)
+        if there != here and (there, here) not in _EXACT:
+            raise CheckpointError(
+                f"{name}: expected {here}, or a dtype that converts to it exactly, got {there}; use a model with the "
+                "saved dtype"
+            )
     with platform.no_grad():
         for name, tensor in tensors():
             _fill(platform, tensor, checkpoint, name)
@@ -150,15 +155,6 @@ def load_weights(
         for name, parameter in platform.named_parameters(model) if averaged else ():
             if f"ema.{name}" in saved:
                 _fill(platform, parameter, checkpoint, f"ema.{name}")
-
-
-def _check_dtype(platform: Platform, tensor: Tensor, checkpoint: Checkpoint, name: str) -> None:
-    saved, here = checkpoint.index.tensors[name].dtype, platform.dtype_name(tensor.dtype)
-    if saved != here and (saved, here) not in _EXACT:
-        raise CheckpointError(
-            f"{name}: expected {here}, or a dtype that converts to it exactly, got {saved}; use a model with the saved "
-            "dtype"
-        )
 
 
 def _fill(platform: Platform, tensor: Tensor, checkpoint: Checkpoint, name: str) -> None:

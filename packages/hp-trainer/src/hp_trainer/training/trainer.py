@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hp_dtensor.platform.interface import Platform
 from hp_trainer._coordination import all_ranks
@@ -75,7 +73,11 @@ class Trainer:
         once = config.training.eval_batches is None
         self._evaluation_batches = self.setup.batch_reader(self.setup.dataset.evaluation, once=once)
         self._hooks: LifeCycle = life_cycle()
-        self._trackers = self._build_trackers()
+        self._trackers: list[Tracker] = []
+        # On rank 0 only: metrics are the same on every rank.
+        if self.setup.mesh.world.rank == 0:
+            known, components = registries().trackers, list(config.metrics.trackers)
+            self._trackers = [known.get(one.name).build(one.options, run) for one in components]
         self._guard, self._rolls_back = self._checkpoints.guard, False
         self._last = StepRecord(step=0, learning_rate=0.0, tokens=0, samples=0)
         self._corruption = CorruptionChecks(self.setup, self._step)
@@ -331,7 +333,11 @@ class Trainer:
         if saved_at != self.progress.step:
             self.save()
         self.finish_save()
-        return self._agreed_signal(stop) if self.progress.step < config.training.steps else None
+        if self.progress.step >= config.training.steps:
+            return None
+        # A signal may have reached only some ranks; the others report 0, and all return that of any rank.
+        world = self.setup.mesh.world.all
+        return int(max(all_ranks(world, "stopping", lambda: int(stop.signal or 0), TrainingError)))
 
     def _evaluation_loss(self) -> tuple[float, int]:
         """Return (mean loss, number of targets) of the evaluation batches of all ranks."""
@@ -347,12 +353,6 @@ class Trainer:
             total = loss_sum if total is None else ops.add(total, loss_sum)
         loss, _ = self._step.agree(ops.div(total, max(1, targets)), stop=False)
         return loss, targets
-
-    def _agreed_signal(self, stop: StopRequest) -> int:
-        """Return the stop signal of any rank, on all ranks."""
-        world = self.setup.mesh.world.all
-        # A signal may have reached only some ranks; the others report 0.
-        return int(max(all_ranks(world, "stopping", lambda: int(stop.signal or 0), TrainingError)))
 
     def _report_step(self, record: StepRecord) -> None:
         if self._last.step == 0 and self.setup.mesh.world.rank == 0:
@@ -374,14 +374,6 @@ class Trainer:
             first_step=self.progress.step,
             num_parameters=self.setup.num_parameters,
         )
-
-    def _build_trackers(self) -> list[Tracker]:
-        """Build the configured trackers, on rank 0 only."""
-        if self.setup.mesh.world.rank != 0:
-            return []
-        known = registries().trackers
-        components: Sequence[Any] = self.config.metrics.trackers
-        return [known.get(one.name).build(one.options, self.run_folder) for one in components]
 
 
 def _is_due(step: int, interval: int | None) -> bool:
