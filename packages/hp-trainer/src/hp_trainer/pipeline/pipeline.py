@@ -177,13 +177,7 @@ class Pipeline:
         kwargs_chunk_spec: Any = None,
         output_merge_spec: Any = None,
     ) -> None:
-        if not stages:
-            raise PipelineError("a pipeline needs at least one stage on every rank, got none")
-        wrong = [type(each).__name__ for each in stages if not isinstance(each, PipelineStage)]
-        if wrong:
-            raise PipelineError(
-                f"stages: expected PipelineStage(module, stage_index, num_stages) for each, got {', '.join(wrong)}"
-            )
+        _check_kinds(stages)
         self.platform: Platform = stages[0].platform
         self.loss_fn = loss_fn
         self.tied = tied
@@ -480,6 +474,16 @@ def _resolve_mesh(
         return mesh.world, mesh.group_along().ranks, mesh
     world = current_world(platform)
     return world, tuple(range(world.size)) if mesh is None else as_group(mesh).ranks, None
+
+
+def _check_kinds(stages: Sequence[Any]) -> None:
+    if not stages:
+        raise PipelineError("a pipeline needs at least one stage on every rank, got none")
+    wrong = [type(each).__name__ for each in stages if not isinstance(each, PipelineStage)]
+    if wrong:
+        raise PipelineError(
+            f"stages: expected PipelineStage(module, stage_index, num_stages) for each, got {', '.join(wrong)}"
+        )
 
 
 def _checked_stages(stages: Sequence[PipelineStage], schedule: Schedule, rank: int) -> dict[int, PipelineStage]:

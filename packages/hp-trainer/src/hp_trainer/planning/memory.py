@@ -217,16 +217,10 @@ class _GatheredForUse(_Moments):
         # One message being received and one being sent.
         messages = 2.0 * message_bytes(self.shape) if stage.is_pipelined else 0.0
         if stage.head:
-            last = stage.layers[-1] if stage.layers else None
-            resharded = self.shape.config.parallel.reshard_after_forward is not False
-            # The last block without its experts is prefetched for its backward.
-            gathered_at_loss = (
-                0.0 if last is None else self.bytes[last].dense_full if resharded else self._gathered(last)
-            )
             yield self.at(
                 "the loss",
                 gradients=unreduced + reduced,
-                gathered=root + gathered_at_loss,
+                gathered=root + self._gathered_at_loss(),
                 activations=others + below + self.head.saved(),
                 loss=self.head.working,
                 communication=messages,
@@ -253,24 +247,37 @@ class _GatheredForUse(_Moments):
             leaving = block.leaving if accumulates else 0.0
             before = 0.0 if accumulates else block.leaving
             reduced += 0.0 if joins else block.gradient
+        fresh = 0.0 if accumulates and finds_gradients else _total(stage.root, "full_gradient")
+        yield from self._of_root(unreduced + reduced, (head, before, fresh), others)
+
+    def _of_root(self, gradients: float, reducing: tuple[float, float, float], others: float) -> Iterable[MemoryPlan]:
+        """Yield the moments of the embedding and the head, after the backward of all blocks."""
+        stage, (head, before, fresh) = self.stage, reducing
         if stage.head and not stage.is_pipelined:
             # Autograd adds the gradient of a tied embedding to that of the head: both and their sum are alive.
             embedding = (_autograd_bytes(each) - _autograd_bytes(each, ("embed.weight",)) for each in stage.root)
             tied = 0.0 if _has_own_head(stage) else sum(embedding)
             yield self.at(
                 "the backward of the embedding",
-                gradients=unreduced + reduced,
-                gathered=root,
+                gradients=gradients,
+                gathered=_total(stage.root, "full"),
                 reducing=head + before + 2 * tied,
                 activations=others,
             )
-        fresh = 0.0 if accumulates and finds_gradients else _total(stage.root, "full_gradient")
         yield self.at(
             "the reduction of the embedding and the head",
-            gradients=unreduced + reduced,
+            gradients=gradients,
             reducing=sum(map(_autograd_bytes, stage.root)) + fresh + _total(stage.root, "reduced"),
             activations=others,
         )
+
+    def _gathered_at_loss(self) -> float:
+        """Return the gathered weights of blocks at the loss: of all blocks, or of the last one without its experts."""
+        if not self.stage.layers:
+            return 0.0
+        last = self.stage.layers[-1]
+        resharded = self.shape.config.parallel.reshard_after_forward is not False
+        return self.bytes[last].dense_full if resharded else self._gathered(last)
 
     def _of_block(
         self,

@@ -71,32 +71,13 @@ def step_time(shape: StepShape, stage: StageBuffers, device: Device, state_bytes
     # What is saved is written and read in forward, and read and written in backward.
     memory = count * (4 * saved + sum(cost.recomputed_bytes for cost in costs)) / device.memory_bandwidth
     recomputation = count * sum(cost.recomputed_flops for cost in costs) / rate
-    exchanges: dict[str, float] = {}
-    # Gathers that overlap are summed: they share the links, and only what exceeds the computation counts.
-    overlapping = waited = 0.0
-    for each in stage_traffic(shape, stage):
-        seconds = seconds_of(each, shape, device)
-        if each.overlaps:
-            overlapping += seconds
-        # A pipeline that gathers once per step does so outside the schedule, where nothing overlaps and no bubble
-        # applies.
-        elif stage.is_pipelined and each.axis in ("fsdp", "efsdp", "dp_replicate", "dp_replicate+cp", "cp"):
-            waited += seconds
-        else:
-            exchanges[each.axis] = exchanges.get(each.axis, 0.0) + seconds
+    exchanges, overlapping, waited = _exchanges(shape, stage, device)
     busy = products + recomputation + memory
     idle = 0.0
     if stage.is_pipelined:
-        stride, size = _one_axis("pp", shape)
-        # The slowest hop counts: if the pipeline spans nodes, some neighbours are in different ones.
-        is_inside = stride * size <= device.ranks_per_node
-        links = Links(device.outer_latency, device.inner_bandwidth if is_inside else device.outer_bandwidth)
-        hop = links.seconds("send", ["pp"], message_bytes(shape))
-        inside = busy + sum(seconds for axis, seconds in exchanges.items() if axis != "pp")
-        # `bubble` is idle over busy time of the schedule; the second term is a message through all ranks and back.
-        idle = shape.pipeline.bubble * inside + 2 * (shape.dims.pp - 1) * hop
         # Messages are sent while the ranks compute, except the first and the last ones, which count as idle time.
         exchanges.pop("pp", None)
+        idle = _idle(shape, device, busy + sum(exchanges.values()))
     # Each byte of weights, gradients and state counts twice: it is read and written.
     shards = stage.total("shard") + stage.total("gradient")
     update = (2 * shards + 2 * state_bytes) / device.memory_bandwidth
@@ -119,6 +100,35 @@ def step_time(shape: StepShape, stage: StageBuffers, device: Device, state_bytes
         # Forward hides copies to the host, backward those to the device.
         offload=max(0.0, copied - forward) + max(0.0, copied - (busy - forward)),
     )
+
+
+def _exchanges(shape: StepShape, stage: StageBuffers, device: Device) -> tuple[dict[str, float], float, float]:
+    """Return the seconds of exchanges by axis, of gathers that overlap with computation, and of other gathers."""
+    exchanges: dict[str, float] = {}
+    # Gathers that overlap are summed: they share the links, and only what exceeds the computation counts.
+    overlapping = waited = 0.0
+    for each in stage_traffic(shape, stage):
+        seconds = seconds_of(each, shape, device)
+        if each.overlaps:
+            overlapping += seconds
+        # A pipeline that gathers once per step does so outside the schedule, where nothing overlaps and no bubble
+        # applies.
+        elif stage.is_pipelined and each.axis in ("fsdp", "efsdp", "dp_replicate", "dp_replicate+cp", "cp"):
+            waited += seconds
+        else:
+            exchanges[each.axis] = exchanges.get(each.axis, 0.0) + seconds
+    return exchanges, overlapping, waited
+
+
+def _idle(shape: StepShape, device: Device, busy: float) -> float:
+    """Return the idle seconds of a rank of a pipeline that computes and exchanges for `busy` seconds."""
+    stride, size = _one_axis("pp", shape)
+    # The slowest hop counts: if the pipeline spans nodes, some neighbours are in different ones.
+    is_inside = stride * size <= device.ranks_per_node
+    links = Links(device.outer_latency, device.inner_bandwidth if is_inside else device.outer_bandwidth)
+    hop = links.seconds("send", ["pp"], message_bytes(shape))
+    # `bubble` is idle over busy time of the schedule; the second term is a message through all ranks and back.
+    return shape.pipeline.bubble * busy + 2 * (shape.dims.pp - 1) * hop
 
 
 # Links ---------------------------------------------------------------------------------------------------
