@@ -72,7 +72,7 @@ def _implicit(platform: Platform) -> str:
 def test_implicit_redistribution_can_be_forbidden(hp_platform: Platform) -> None:
     message = run_ranks(_implicit, 2, hp_platform, hp_platform)[0]
     assert message == (
-        "add at test_explicit_redistribution.py:LINE "
+        "add at test_explicit.py:LINE "
         "would redistribute its argument [1] [4, 6] from (tp:S(1)) to (tp:S(0)), sending 24 "
         "bytes per rank. Redistribute it explicitly before: x.redistribute(placements=[Shard(0)]), or "
         "place the other arguments to fit."
@@ -106,7 +106,7 @@ def _in_module(platform: Platform) -> str:
 def test_the_refusal_names_the_module(hp_platform: Platform) -> None:
     for message in run_ranks(_in_module, 2, hp_platform, hp_platform):
         assert re.match(
-            r"matmul at test_explicit_redistribution\.py:\d+ in module layers\.1 would redistribute its argument \[0\]",
+            r"matmul at test_explicit\.py:\d+ in module layers\.1 would redistribute its argument \[0\]",
             message,
         )
 
@@ -120,7 +120,7 @@ def _reads(platform: Platform) -> None:
         assert whole.tolist() == [1.0, 1.0]
         for x, method in readings:
             with pytest.raises(
-                ImplicitRedistributionError, match=r"at test_explicit_redistribution\.py:\d+ would .*\[Replicate\(\)\]"
+                ImplicitRedistributionError, match=r"at test_explicit\.py:\d+ would .*\[Replicate\(\)\]"
             ):
                 getattr(x, method)()
         assert total.full_tensor().item() == 2.0
