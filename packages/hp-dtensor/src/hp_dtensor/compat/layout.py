@@ -87,7 +87,10 @@ class Layout:
         if is_placements(items):
             return self._with_placements(tuple(items))
         if is_aliases(items):
-            return self._with_aliases(tuple(items))
+            result = self._copy()
+            result._placements = placements_of_aliases(self.mesh_shape, self.alias_name, items)
+            result._alias_map = tuple(items)
+            return result
         raise TypeError(
             f"a layout takes placements, one per mesh axis, or alias names, one per tensor dimension; got {items!r}"
         )
@@ -108,7 +111,7 @@ class Layout:
 
     @property
     def alias_tensor_map(self) -> AliasMap:
-        """Per tensor dimension the alias of the axis that shards it, a tuple for several, `"None"` for none.
+        """The alias of the axis that shards each tensor dimension, a tuple for several, `"None"` for none.
 
         A layout made from placements does not know the number of dimensions, so its map ends with the last sharded one.
 
@@ -128,12 +131,15 @@ class Layout:
                 while math.prod(sizes[one] for one in axes[:before]) < getattr(placement, "split_factor", 1):
                     before += 1  # a strided axis splits the shards of these axes
                 axes.insert(before, name)
-        return tuple(_shortest(dims.get(dim, [])) for dim in range(max(dims, default=-1) + 1))
+        # HyperParallel's form: a name alone for one axis, a tuple only for several.
+        found = (tuple(dims.get(dim, [NOT_SHARDED])) for dim in range(max(dims, default=-1) + 1))
+        return tuple(names[0] if len(names) == 1 else names for names in found)
 
     @property
     def tensor_map(self) -> tuple[int | tuple[int, ...], ...]:
-        """Per tensor dimension the mesh axis counted from the right, -1 for none, a tuple for several."""
+        """The mesh axis that shards each tensor dimension, counted from the right; -1 for none, a tuple for several."""
 
+        # HyperParallel counts device axes from the right, as MindSpore's `Layout` does.
         def number(alias: str) -> int:
             return -1 if alias == NOT_SHARDED else len(self.alias_name) - 1 - self.alias_name.index(alias)
 
@@ -150,10 +156,12 @@ class Layout:
         shape, placements = list(local_shape), self.placements
         if self._alias_map is not None and len(self._alias_map) != len(shape):
             raise ValueError(f"{len(self._alias_map)} alias names {self._alias_map} for a shard {shape}")
+        # Assumes equal shards: the sizes of other ranks are not known without a message.
         for size, placement in zip(self.mesh_shape, placements, strict=True):
             dim = getattr(placement, "dim", 0)
             if placement.is_shard() and not -len(shape) <= dim < len(shape):
                 raise ValueError(f"{placement} shards dimension {dim}, but a shard has the shape {shape}")
+            # Units state every rank's size, so this rank's own need not be multiplied.
             if isinstance(placement, RaggedShard):
                 shape[placement.dim] = sum(placement.units)
             elif isinstance(placement, (Shard, StridedShard)):
@@ -176,6 +184,7 @@ class Layout:
         Raises:
             ValueError: the axes of `device_mesh` have other sizes or names, or the layout carries no placements.
         """
+        # Axes are compared and not ranks, so that one layout serves several meshes of the same form.
         if self.mesh_shape != device_mesh.shape or self.alias_name != device_mesh.mesh_dim_names:
             raise ValueError(f"{self} was made for another mesh than {device_mesh.describe()}")
         return self.placements
@@ -187,6 +196,7 @@ class Layout:
             ValueError: the axis is unknown, or shards a dimension of the tensor.
         """
         check_alias(alias, self.alias_name)
+        # Constructed to check the operation.
         placement = Partial(op)
         if self._placements is not None and self._placements[self.alias_name.index(alias)].is_shard():
             raise ValueError(f"axis {alias!r} shards a dimension of the tensor and cannot be partial too")
@@ -211,15 +221,17 @@ class Layout:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the layout as plain lists, strings and numbers, fit for JSON."""
+        tensor_map = [list(x) if isinstance(x, tuple) else x for x in self.tensor_map] if self._placements else None
         return {
             "mesh_shape": list(self.mesh_shape),
             "alias_name": list(self.alias_name),
             "rank_list": list(self.rank_list),
-            "tensor_map": None if self._placements is None else [_listed(item) for item in self.tensor_map],
+            "tensor_map": tensor_map,
             "partial": dict(self._partial),
         }
 
     def _value(self) -> tuple[Any, ...]:
+        """Return the value by which layouts are compared and hashed."""
         partial = tuple(sorted(self._partial.items()))
         return self.mesh_shape, self.alias_name, self.rank_list, self._placements, partial
 
@@ -241,25 +253,12 @@ class Layout:
         if len(placements) != len(self.mesh_shape):
             raise ValueError(f"expected {len(self.mesh_shape)} placements for axes {self.alias_name}, got {placements}")
         result = self._copy()
+        # Pending reductions are kept by alias, because `reset_partial` removes them and leaves the axis replicated.
         result._placements = tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
         result._partial = {
             name: p.reduce_op for name, p in zip(self.alias_name, placements, strict=True) if isinstance(p, Partial)
         }
         return result
-
-    def _with_aliases(self, items: AliasMap) -> Layout:
-        result = self._copy()
-        result._placements = placements_of_aliases(self.mesh_shape, self.alias_name, items)
-        result._alias_map = tuple(items)
-        return result
-
-
-def _shortest(names: list[str]) -> str | tuple[str, ...]:
-    return NOT_SHARDED if not names else names[0] if len(names) == 1 else tuple(names)
-
-
-def _listed(item: Any) -> Any:
-    return list(item) if isinstance(item, tuple) else item
 
 
 def _check_types(mesh_shape: Any, alias_name: Any, rank_list: Any) -> None:
@@ -273,6 +272,7 @@ def _check_types(mesh_shape: Any, alias_name: Any, rank_list: Any) -> None:
 
 
 def _check_aliases(mesh_shape: tuple[int, ...], alias_name: tuple[str, ...], rank_list: tuple[int, ...]) -> None:
+    """Raise a ValueError that lists every problem of a mesh with named axes."""
     problems = []
     if len(mesh_shape) != len(alias_name):
         problems.append(f"{len(mesh_shape)} mesh axes need as many names, got {list(alias_name)}")

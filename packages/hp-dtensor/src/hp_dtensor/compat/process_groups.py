@@ -56,6 +56,7 @@ def init_process_group(
 
 
 def _join(platform: Platform, init_method: str | None, rank: int | None, size: int | None, seconds: float) -> World:
+    """Join the job at `tcp://host:port`, or that of the launcher's environment variables."""
     from hp_dtensor.launch import from_environment
 
     if init_method in (None, "env://"):
@@ -86,6 +87,7 @@ def destroy_process_group(group: ProcessGroup | None = None, *, platform: Platfo
         1
         >>> destroy_process_group(platform=platform)
     """
+    # As in torch, no group means all of them, and so the end of the job.
     if group is None:
         get_platform(platform).disconnect()
         return
@@ -164,4 +166,5 @@ def _check_subgroups(parent: ProcessGroup, subgroups: Sequence[tuple[int, ...]])
 
 
 def _group(group: ProcessGroup | None) -> ProcessGroup:
+    """Return a group as ours, or by default that of all ranks of the selected platform."""
     return current_world(get_platform()).all if group is None else as_group(group)

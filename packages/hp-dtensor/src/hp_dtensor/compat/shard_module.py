@@ -22,6 +22,7 @@ from hp_dtensor.parallel.distribute_module import (
     replicate_plain,
 )
 from hp_dtensor.parallel.tensor_parallel import map_outputs
+from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.aliases import is_aliases, is_specification, placements_for
 from hp_dtensor.spec.placements import Placement, Replicate
 from hp_dtensor.spec.tensor_spec import wrong_count
@@ -75,13 +76,19 @@ class _ModulePlan:
         self._parameters = dict(mesh.platform.named_parameters(model, remove_duplicate=False))
         self._owners = parameter_owners(mesh.platform, model)
         self._planned = PlannedParameters(mesh)
+        # By identity of the parameter: tied parameters have several names and are replaced under all of them at once.
         self._placed: dict[int, tuple[Sequence[Owner], tuple[Placement, ...]]] = {}
         self._boundaries: dict[str, Boundary] = {}
 
     def apply(self) -> None:
         for name, specification in self._plan.plan.items():
             self._read_parameter(name, specification)
-        self._check_unnamed()
+        # Replicating the parameters that the plan does not name may have problems too.
+        named = {id(self._parameters[name]) for name in self._plan.plan if name in self._parameters}
+        replicated = [Replicate()] * self._mesh.ndim
+        for name, parameter in self._parameters.items():
+            if id(parameter) not in named and not isinstance(parameter, DTensor):
+                self._planned.add(name, parameter, replicated)
         self._read_boundaries()
         if self._planned.problems:
             raise PlanError("sharding plan:\n  " + "\n  ".join(self._planned.problems))
@@ -89,8 +96,9 @@ class _ModulePlan:
         for owners, placements in self._placed.values():
             place_tied(owners, self._mesh, placements)
         replicate_plain(self._model, self._mesh)
+        platform = self._mesh.platform
         for path, boundary in self._boundaries.items():
-            self._hook(self._modules[path], boundary)
+            _add_hooks(platform, self._modules[path], boundary)
 
     def _read_parameter(self, name: str, specification: Specification) -> None:
         problems, label = self._planned.problems, f"plan[{name!r}]"
@@ -101,6 +109,7 @@ class _ModulePlan:
         placements = read_one(self._mesh, specification, label, problems)
         if placements is None:
             return
+        # Placements do not depend on the number of dimensions, alias names have one entry for each.
         if is_aliases(specification) and len(specification) != len(parameter.shape):
             problems.append(
                 f"{label}: {len(specification)} alias names for {len(parameter.shape)} dimensions "
@@ -110,14 +119,6 @@ class _ModulePlan:
         normal = self._planned.add(label, parameter, placements)
         if normal is not None:
             self._placed[id(parameter)] = self._owners[id(parameter)], normal
-
-    def _check_unnamed(self) -> None:
-        """Collect the problems of replicating the parameters that the plan does not name."""
-        named = {id(self._parameters[name]) for name in self._plan.plan if name in self._parameters}
-        replicated = [Replicate()] * self._mesh.ndim
-        for name, parameter in self._parameters.items():
-            if id(parameter) not in named and not isinstance(parameter, DTensor):
-                self._planned.add(name, parameter, replicated)
 
     def _read_boundaries(self) -> None:
         problems = self._planned.problems
@@ -135,16 +136,20 @@ class _ModulePlan:
             self._planned.problems.append(f"{label}: {describe_unknown('module', path, self._modules)}")
             return None
         if path not in self._boundaries:
-            names = input_names(_forward(self._modules[path]))
+            module = self._modules[path]
+            # Cells of MindSpore have `construct` in place of `forward`.
+            names = input_names(module.forward if hasattr(module, "forward") else module.construct)
             self._boundaries[path] = Boundary(path or "the root module", names)
         return self._boundaries[path]
 
-    def _hook(self, module: Module, boundary: Boundary) -> None:
-        platform = self._mesh.platform
-        if boundary.inputs is not None:
-            platform.add_forward_pre_hook(module, lambda m, args, kwargs: boundary.enter(args, kwargs))
-        if boundary.outputs is not None or boundary.local_output:
-            platform.add_forward_hook(module, lambda m, args, kwargs, output: boundary.leave(output))
+
+def _add_hooks(platform: Platform, module: Module, boundary: Boundary) -> None:
+    """Redistribute the inputs and outputs of a module's forward by hooks."""
+    # No hook where nothing is redistributed: each costs a Python call in every forward.
+    if boundary.inputs is not None:
+        platform.add_forward_pre_hook(module, lambda m, args, kwargs: boundary.enter(args, kwargs))
+    if boundary.outputs is not None or boundary.local_output:
+        platform.add_forward_hook(module, lambda m, args, kwargs, output: boundary.leave(output))
 
 
 def _read_side(
@@ -159,14 +164,10 @@ def _read_side(
         problems += input_problems(label, placements, boundary.names)
 
 
-def _forward(module: Module) -> Callable[..., Any]:
-    forward: Callable[..., Any] = module.forward if hasattr(module, "forward") else module.construct
-    return forward
-
-
 def _shard_function(function: Callable[..., Any], mesh: DeviceMesh, plan: ShardingPlan) -> Callable[..., Any]:
     if not callable(function):
         raise TypeError(f"shard_module takes a module or a function, got {type(function).__name__}")
+    # A function has no state to place, only inputs and outputs to redistribute.
     problems = [f"a function has no parameter {name!r}" for name in plan.plan]
     boundary = Boundary(getattr(function, "__name__", "the function"), input_names(function))
     for label, path, side, specifications in plan.boundary_entries(problems):
@@ -176,6 +177,7 @@ def _shard_function(function: Callable[..., Any], mesh: DeviceMesh, plan: Shardi
             _read_side(mesh, boundary, label, side, specifications, problems)
     if problems:
         raise PlanError("sharding plan:\n  " + "\n  ".join(problems))
+    # A function has no submodules, so any entry means its own output.
     boundary.local_output = bool(plan.return_local_tensor)
 
     @functools.wraps(function)
@@ -224,6 +226,7 @@ class ShardingPlan:
     def __post_init__(self) -> None:
         for name in ("plan", "input_plan", "output_plan"):
             value = getattr(self, name)
+            # None is HyperParallel's default. The class is frozen, so fields are set past its own `__setattr__`.
             if value is None:
                 object.__setattr__(self, name, {})
             elif not isinstance(value, Mapping):
@@ -278,7 +281,7 @@ def read_several(mesh: DeviceMesh, value: Any, label: str, problems: list[str]) 
         return None
     if isinstance(value, Mapping):
         return {name: _read_optional(mesh, item, f"{label}[{name!r}]", problems) for name, item in value.items()}
-    # A tuple of alias names is one specification, a list of them is several.
+    # A tuple of alias names is one specification, a list of them is several: `["dp", "tp"]` shards two inputs.
     if is_specification(value) and not (isinstance(value, list) and not isinstance(value[0], Placement)):
         return [read_one(mesh, value, label, problems)]
     if isinstance(value, (tuple, list)):
@@ -313,6 +316,7 @@ class Boundary:
         if self.inputs is None:
             return args, kwargs
         if isinstance(self.inputs, dict):
+            # An input has the same placements whether the caller passes it by position or by keyword.
             by_name = self.inputs
             positional = [by_name.get(self.names.at(index)) for index in range(len(args))]
         else:
@@ -334,23 +338,21 @@ class Boundary:
     def _placed(self, output: Any) -> Any:
         fields = fields_of(output)
         if isinstance(self.outputs, dict):
-            return self._placed_by_name(output, fields)
+            if fields is None or not fields.keys() >= self.outputs.keys():
+                found = type(output).__name__ + ("" if fields is None else f" of {', '.join(fields)}")
+                raise PlanError(
+                    f"{self.where} returned a {found}, but its output plan has the names {', '.join(self.outputs)}"
+                )
+            return with_fields(output, {name: _redistributed(fields[name], p) for name, p in self.outputs.items()})
+        # A named tuple has an order, a dict or dataclass of outputs has none that its author promised.
         if fields is not None and not isinstance(output, tuple):
             found = f"a {type(output).__name__} of {', '.join(fields)}"
             raise PlanError(f"{self.where} returned {found}, but its output plan is by position; give it by name")
         return map_outputs(self.where, output, self.outputs, _redistributed)
 
-    def _placed_by_name(self, output: Any, fields: Mapping[str, Any] | None) -> Any:
-        if fields is None or not fields.keys() >= self.outputs.keys():
-            found = type(output).__name__ + ("" if fields is None else f" of {', '.join(fields)}")
-            raise PlanError(
-                f"{self.where} returned a {found}, but its output plan has the names {', '.join(self.outputs)}"
-            )
-        changed = {name: _redistributed(fields[name], p) for name, p in self.outputs.items()}
-        return with_fields(output, changed)
-
 
 def _redistributed(x: Any, placements: Any) -> Any:
+    # Plain tensors pass through: the plan says how DTensors are placed, not which arguments become DTensors.
     if placements is None or not isinstance(x, DTensor):
         return x
     return x.redistribute(placements=placements)
@@ -383,6 +385,7 @@ def input_names(function: Callable[..., Any]) -> InputNames:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:
         return InputNames(rest="args")
+    # Parameters of one kind are adjacent in a signature, in this order.
     named: dict[Any, list[str]] = {}
     for parameter in parameters:
         named.setdefault(parameter.kind, []).append(parameter.name)

@@ -44,7 +44,10 @@ def parallelize_value_and_grad(
         >>> run_ranks(program, 2)[0]
         (4.0, (Shard(0),))
     """
-    _check_sens(sens)
+    if sens is not None and not isinstance(sens, (tuple, list)):
+        raise TypeError(f"sens must be a list or tuple of floats, got {type(sens).__name__}")
+    if wrong_sens := [item for item in sens or () if not isinstance(item, float)]:
+        raise TypeError(f"sens must hold floats, got {wrong_sens}")
     one = not isinstance(weights, (tuple, list))
     listed = [weights] if one else list(weights)
     wrong = [type(weight).__name__ for weight in listed if not hasattr(weight, "dtype")]
@@ -54,9 +57,11 @@ def parallelize_value_and_grad(
     def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         with backward_to_given_inputs():
             outputs = fn(*args, **kwargs)
+        # Decided by the call: the number of outputs is not known before.
         several = isinstance(outputs, (tuple, list))
         losses = _losses(outputs if several else [outputs], several, sens)
-        platform = _platform_of([*listed, *losses])
+        meshes = [x.device_mesh for x in (*listed, *losses) if isinstance(x, DTensor)]
+        platform = meshes[0].platform if meshes else get_platform()
         _check_weights(platform, listed)
         # Every rank differentiates the full loss. The gradient of a partial or sharded one would be this rank's share.
         full = [x.full_tensor() if isinstance(x, DTensor) else x for x in losses]
@@ -69,6 +74,7 @@ def parallelize_value_and_grad(
 
 
 def _check_weights(platform: Platform, weights: Sequence[Tensor]) -> None:
+    # `fully_shard` computes with unsharded copies, so autograd has no path to its parameters.
     check_autograd_reaches("parallelize_value_and_grad", weights)
     without = [index for index, weight in enumerate(weights) if not platform.requires_grad(weight)]
     if without:
@@ -78,17 +84,8 @@ def _check_weights(platform: Platform, weights: Sequence[Tensor]) -> None:
         )
 
 
-def _check_sens(sens: Any) -> None:
-    if sens is None:
-        return
-    if not isinstance(sens, (tuple, list)):
-        raise TypeError(f"sens must be a list or tuple of floats, got {type(sens).__name__}")
-    wrong = [item for item in sens if not isinstance(item, float)]
-    if wrong:
-        raise TypeError(f"sens must hold floats, got {wrong}")
-
-
 def _losses(outputs: Sequence[Any], several: bool, sens: Any) -> list[Any]:
+    """Return the outputs to differentiate: the first one, or all that `sens` weighs."""
     wrong = [type(x).__name__ for x in outputs if not hasattr(x, "dtype")]
     if wrong or not outputs:
         raise TypeError(f"parallelize_value_and_grad: fn must return tensors, got {', '.join(wrong) or 'nothing'}")
@@ -101,15 +98,12 @@ def _losses(outputs: Sequence[Any], several: bool, sens: Any) -> list[Any]:
     return list(outputs)
 
 
-def _platform_of(tensors: Sequence[Any]) -> Platform:
-    return next((x.device_mesh.platform for x in tensors if isinstance(x, DTensor)), None) or get_platform()
-
-
 def _like(platform: Platform, weight: Any, grad: Any) -> Any:
     """Return `grad` as a DTensor if `weight` is one. None, the gradient of an unused weight, becomes zeros."""
     if not isinstance(weight, DTensor):
         return platform.ops.zeros_like(weight) if grad is None else grad
     if isinstance(grad, DTensor):
         return grad
+    # An unused weight has no contribution on any rank, so zeros in the weight's own placements are its gradient.
     local = platform.ops.zeros_like(platform.unwrap(weight)) if grad is None else grad
     return platform.wrap(local, grad_spec(weight.spec))

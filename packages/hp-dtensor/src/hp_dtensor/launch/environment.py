@@ -62,6 +62,7 @@ def from_environment(platform: Platform | str | None = None, timeout_seconds: fl
         PlatformError: the platform cannot be used.
     """
     found = rank_environment()
+    # Before the platform is imported: the scheduler process needs none and would hold device memory.
     if found is not None and found.is_scheduler:
         raise SystemExit(0)
     chosen = get_platform(platform)
@@ -80,6 +81,7 @@ def from_environment(platform: Platform | str | None = None, timeout_seconds: fl
 
 
 def _launcher(environ: Mapping[str, str]) -> str | None:
+    """Return the name of the launcher whose variables are set."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return "torchrun"
     if "MS_ROLE" in environ:
@@ -99,6 +101,7 @@ class _Variables:
         self.problems: list[str] = []
 
     def text(self, name: str, advice: str = "") -> str:
+        # Missing values become "" and 0, so that all problems are found before any is raised.
         value = self.environ.get(name, "")
         if not value:
             self.problems.append(f"{name} is not set{advice}")
@@ -160,13 +163,15 @@ def _slurm(variables: _Variables) -> RankEnvironment:
     job = variables.number("SLURM_JOB_ID")
     # All ranks must derive the same port without communicating. It is below the range of outgoing connections.
     port = variables.number("MASTER_PORT", 12_000 + job % 20_000)
+    tasks = re.match(r"\d+", variables.environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     return variables.check(
         RankEnvironment(
             "slurm",
             rank=variables.number("SLURM_PROCID"),
             size=variables.number("SLURM_STEP_NUM_TASKS"),
             local_rank=variables.number("SLURM_LOCALID"),
-            local_size=_leading_number(variables.environ.get("SLURM_STEP_TASKS_PER_NODE", "1")),
+            # Such as `4(x2),3`: 4 tasks on each of the first two nodes, 3 on the third.
+            local_size=int(tasks.group()) if tasks is not None else 1,
             address=f"{host}:{port}",
         )
     )
@@ -184,9 +189,3 @@ def first_host(node_list: str) -> str:
     match = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\])?([^\[,]*)", node_list)
     assert match is not None
     return "".join(part or "" for part in match.groups())
-
-
-def _leading_number(text: str) -> int:
-    """Return the number at the start of a text such as `4(x2),3`, or 1."""
-    match = re.match(r"\d+", text)
-    return int(match.group()) if match else 1

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from hp_dtensor.exceptions import LaunchError
@@ -108,6 +108,7 @@ class _Stopper:
             return
         self.stopping = True
         self._ranks.signal(number if self.started else signal.SIGTERM)
+        # A timer, because the main thread is waiting for the ranks' answers.
         self._timer.start()
 
     def check(self) -> None:
@@ -151,10 +152,15 @@ class RankPool:
                 ones.
         """
         name = target_name(target)
-        ranks = self._ranks if self._ranks is not None else self._start()
+        if self._ranks is None:
+            started = LocalRanks(self.platform, self.num_ranks, Output(terminal=False), self._timeout_seconds)
+            started.start()
+            self._ranks = started
+        ranks = self._ranks
         try:
             return ranks.run(name, args, timeout_seconds)
         except BaseException:
+            # The ranks have ended: after a failure their collectives no longer match.
             self._ranks = None
             raise
 
@@ -164,21 +170,10 @@ class RankPool:
         if ranks is not None:
             ranks.stop()
 
-    def _start(self) -> LocalRanks:
-        ranks = LocalRanks(self.platform, self.num_ranks, Output(terminal=False), self._timeout_seconds)
-        ranks.start()
-        self._ranks = ranks
-        return ranks
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -210,6 +205,7 @@ def held_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
 
     At exit, the previous handlers are restored and the first signal received is raised again for them.
     """
+    # With this handler Ctrl-C raises no KeyboardInterrupt in the middle of the block, which would leave ranks running.
     received: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -111,6 +111,8 @@ class LocalRanks:
     def start(self, check: Callable[[], None] = lambda: None) -> None:
         """Start all ranks and wait until each has joined the job.
 
+        Rank 0 chooses a free port, which another process may take before it is used. The start is then repeated.
+
         Args:
             check: called after each started process. If it raises, all ranks are ended.
 
@@ -131,11 +133,13 @@ class LocalRanks:
                     self._processes.append(self._spawn(rank))
                 check()
             for process in self._processes:
-                self._send(process, self._setup(process.rank))
+                setup = Setup(self.platform.name, process.rank, self.size, self.timeout_seconds, tuple(sys.argv))
+                self._send(process, setup)
             self._collect(self._processes, max(self.timeout_seconds, _IMPORT_SECONDS))
-            self._tell(None)
+            # All have imported the framework. Only now is the port chosen, so that it is free for a short time only.
+            self._send_all(None)
             address = self._collect(self._processes[:1], self.timeout_seconds)[0]
-            self._tell(address)
+            self._send_all(address)
             self._collect(self._processes, self.timeout_seconds)
         except BaseException:
             self.terminate()
@@ -148,7 +152,7 @@ class LocalRanks:
             LaunchError: a rank failed or the time is up. All ranks have been ended.
         """
         try:
-            self._tell(Run(target, pickle.dumps(args)))
+            self._send_all(Run(target, pickle.dumps(args)))
             return self._collect(self._processes, timeout_seconds)
         except BaseException:
             self.terminate()
@@ -167,7 +171,7 @@ class LocalRanks:
 
     def stop(self) -> None:
         """End the ranks normally, and kill those that have not ended within the grace time."""
-        self._tell(None)
+        self._send_all(None)
         self._await_end(self.grace_seconds)
         self._clear()
 
@@ -192,32 +196,24 @@ class LocalRanks:
             fd = theirs.fileno()
             is_main = threading.current_thread() is threading.main_thread()
             path = json.dumps([entry or os.getcwd() for entry in sys.path])
+            inherited = {name: value for name, value in os.environ.items() if not _is_launchers(name)}
+            place = {"RANK": rank, "WORLD_SIZE": self.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.size}
+            environment = inherited | self.platform.environment(rank, self.size)
+            environment |= {name: str(value) for name, value in place.items()}
             popen = subprocess.Popen(
                 # -P: modules in the working directory, such as a json.py, must not shadow the imports of _START.
                 [sys.executable, "-P", "-u", "-c", _START, str(fd), str(os.getpid()), str(is_main), path],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=None if output is None else subprocess.STDOUT,
-                env=self._environment(rank),
+                env=environment,
                 pass_fds=[fd],
                 # In a new session, Ctrl-C reaches only this process, which then decides which signal the ranks get.
                 start_new_session=True,
             )
         return _Process(rank, popen, ours, output)
 
-    def _environment(self, rank: int) -> dict[str, str]:
-        inherited = {name: value for name, value in os.environ.items() if not _is_launchers(name)}
-        place = {"RANK": rank, "WORLD_SIZE": self.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.size}
-        return {
-            **inherited,
-            **self.platform.environment(rank, self.size),
-            **{name: str(value) for name, value in place.items()},
-        }
-
-    def _setup(self, rank: int) -> Setup:
-        return Setup(self.platform.name, rank, self.size, self.timeout_seconds, tuple(sys.argv))
-
-    def _tell(self, message: Any) -> None:
+    def _send_all(self, message: Any) -> None:
         for process in self._processes:
             self._send(process, message)
 
@@ -235,8 +231,9 @@ class LocalRanks:
                 answers[process.rank] = message
             if any(process.failure for process in self._processes):
                 raise self._failed()
-            if deadline is not None and time.monotonic() >= deadline and len(answers) < len(processes):
-                raise self._late([p for p in processes if p.rank not in answers], timeout_seconds or 0.0)
+            missing = [process for process in processes if process.rank not in answers]
+            if missing and deadline is not None and time.monotonic() >= deadline:
+                raise self._late(missing, timeout_seconds or 0.0)
         return [answers[process.rank] for process in processes]
 
     def _messages(self, timeout_seconds: float | None) -> Iterator[tuple[_Process, Any]]:
@@ -247,17 +244,14 @@ class LocalRanks:
             try:
                 message = process.connection.recv()
             except (EOFError, ConnectionResetError):
-                self._note_end(process)
+                process.has_ended = True
+                if process.failure is None:
+                    process.failure = failure_of_end(_exit_code(process), process.tail())
                 continue
             if isinstance(message, Failed):
                 process.failure = failure_of_exception(message)
             else:
                 yield process, message.value if isinstance(message, Returned) else message
-
-    def _note_end(self, process: _Process) -> None:
-        process.has_ended = True
-        if process.failure is None:
-            process.failure = failure_of_end(_exit_code(process), process.tail())
 
     def _failed(self) -> LaunchError:
         """Return the error for the user, after a short wait for errors of other ranks, which may be the cause."""
@@ -272,11 +266,14 @@ class LocalRanks:
         lines = [f"rank {rank} of {self.size} {first.headline}", first.details]
         lines += [f"rank {other} {failure.headline}" for other, failure in others]
         silent = [process for process in self._processes if not process.failure and not process.has_ended]
-        lines += [f"rank {process.rank} is stopped, as by SIGSTOP" for process in silent if _is_stopped(process)]
+        # A stopped rank never reports anything, and may be what the others timed out on.
+        stopped = [process for process in silent if _state(process) in _STOPPED_STATES]
+        lines += [f"rank {process.rank} is stopped, as by SIGSTOP" for process in stopped]
         message = "\n".join(line.rstrip() for line in lines if line)
         return (_AddressTaken if first.address_in_use else LaunchError)(message, rank, first.kind, first.signal)
 
     def _late(self, missing: Sequence[_Process], seconds: float) -> LaunchError:
+        """Return the error of ranks that did not answer in time, with their Python stacks."""
         self._await_stacks(missing)
         stacks = "\n".join(f"rank {process.rank}:\n{process.tail()}" for process in missing)
         who = ", ".join(str(process.rank) for process in missing)
@@ -296,6 +293,7 @@ class LocalRanks:
             time.sleep(0.02)
 
     def _await_end(self, seconds: float) -> None:
+        """Wait until all processes have ended, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         while any(not process.has_ended for process in self._processes) and time.monotonic() < deadline:
             for _ in self._messages(_remaining(deadline)):
@@ -306,6 +304,7 @@ class LocalRanks:
         for process in self._processes:
             process.signal(signal.SIGKILL)
         for process in self._processes:
+            # Reaped last: until then the process group exists and can be signalled.
             process.popen.wait()
             process.connection.close()
             if process.output is not None:
@@ -344,17 +343,13 @@ def _is_launchers(name: str) -> bool:
     )
 
 
-def _is_stopped(process: _Process) -> bool:
-    """Return whether a rank is stopped by a signal or a debugger. False if the system does not report it."""
-    return _state(process) in _STOPPED_STATES
-
-
 def _state(process: _Process) -> str:
     """Return the state letter of a rank's process (proc(5)), or an empty string if the system does not report it."""
     try:
         stat = Path(f"/proc/{process.popen.pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+    # The second field is the program's name in parentheses, which may contain spaces and parentheses itself.
     return "".join(stat.rpartition(")")[2].split()[:1])
 
 

@@ -90,7 +90,12 @@ def target_name(target: str | Callable[..., Any]) -> str:
             raise LaunchError(f"target {target!r}: expected 'module:function'")
         return target
     name = getattr(target, "__qualname__", "")
-    if _find(sys.modules.get(getattr(target, "__module__", "")), name) is not target:
+    try:
+        found = operator.attrgetter(name)(sys.modules.get(getattr(target, "__module__", "")))
+    except AttributeError:
+        found = None
+    # A local function or lambda has a qualified name, too, but another process would not find the same object by it.
+    if found is not target:
         raise LaunchError(
             f"ranks get functions by name, and {target!r} has none that another process could import; "
             "define it at the top level of a module"
@@ -98,14 +103,8 @@ def target_name(target: str | Callable[..., Any]) -> str:
     return f"{_module_of(target)}:{name}"
 
 
-def _find(module: ModuleType | None, name: str) -> Any:
-    try:
-        return operator.attrgetter(name)(module)
-    except AttributeError:
-        return None
-
-
 def _module_of(target: Callable[..., Any]) -> str:
+    """Return the name of the module that defines `target`, or the path of the script that this process runs."""
     if target.__module__ != "__main__":
         return target.__module__
     main = sys.modules["__main__"]
@@ -199,13 +198,16 @@ def main(fd: int, parent: int, parent_is_main_thread: bool) -> None:
 
 
 def _join(link: Link, setup: Setup) -> Platform:
+    """Import the framework and join the job, in step with the other ranks."""
     platform = get_platform(setup.platform)
     # All ranks import their framework before any joins, so that the import does not count against the join timeout.
     link.send(None)
     link.receive()
     if setup.rank == 0:
         # Chosen as late as possible, so that no other process takes the port first.
-        link.send(f"{HOST}:{_free_port()}")
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            link.send(f"{HOST}:{probe.getsockname()[1]}")
     address = link.receive()
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address.split(":")
     platform.connect(setup.rank, setup.size, address, timeout_seconds=setup.timeout_seconds, local_rank=setup.rank)
@@ -228,8 +230,7 @@ def _serve(link: Link) -> bool:
     """Run the parent's requests until it sends None or one fails. Return whether all succeeded."""
     while (request := link.receive()) is not None:
         try:
-            answer: Returned | Failed = Returned(_run(request))
-            link.send(answer)
+            link.send(Returned(_run(request)))
         except BaseException as error:
             _report(link, "run", error)
             return False
@@ -237,6 +238,7 @@ def _serve(link: Link) -> bool:
 
 
 def _run(request: Run) -> Any:
+    """Run a function. `sys.exit(0)` in it counts as a normal end."""
     try:
         target = load_target(request.target)
         return target(*pickle.loads(request.args))
@@ -247,19 +249,14 @@ def _run(request: Run) -> Any:
 
 
 def _report(link: Link, phase: str, error: BaseException) -> None:
+    """Send an exception to the parent, as text: the exception itself may not be picklable."""
+    # Clocks of one machine's processes agree, so the parent can tell which rank failed first.
     when = time.monotonic()
     is_user_error = isinstance(error, HPError) and not error.needs_traceback
     text = "" if is_user_error else "".join(traceback.format_exception(error))
     link.send(Failed(phase, f"{type(error).__name__}: {error}", text, when, type(error).__name__))
     sys.stdout.flush()
     sys.stderr.flush()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _die_with(parent: int, parent_is_main_thread: bool) -> None:

@@ -22,6 +22,7 @@ class HostCopies(ABC):
         copies_full_storage: whether views of one storage share one copy. Otherwise each tensor is copied separately.
     """
 
+    # Views of one storage, such as queries, keys and values of one projection, would otherwise be copied several times.
     copies_full_storage = True
 
     @abstractmethod
@@ -87,6 +88,8 @@ class AutogradInterface(ABC):
 
         Both functions take and return plain tensors and run without recording. The backward of `backward` is `forward`.
         """
+        # Forward too: it is the backward of the backward. Redistributions call this often, so wrapping is left out
+        # where nothing is recorded.
         if is_recording():
             forward, backward = located(forward), located(backward)
         return self._linear_map(x, forward, backward)
@@ -107,6 +110,8 @@ class AutogradInterface(ABC):
                 tuple. It returns one gradient or None per input.
         """
         return self._custom_function(forward, located(backward), *inputs)
+
+    # Recording is in the methods above, which all platforms share; a platform supplies the autograd node itself.
 
     @abstractmethod
     def _linear_map(

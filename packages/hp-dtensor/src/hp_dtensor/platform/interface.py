@@ -253,6 +253,7 @@ class TensorInterface(ABC):
         `finish` is called once, at the latest when the data is first used (`hp_dtensor.tensor.base`), by default
         immediately.
         """
+        # Through a detached alias: the write is not an operation of the user's graph.
         self.copy_(self.detach(result), finish())
         return self.wrap_fresh(result, spec)
 
@@ -262,6 +263,7 @@ class TensorInterface(ABC):
 
     def local_shape(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of the data on this rank: of a plain tensor, or of a DTensor's shard."""
+        # `x.shape` of a DTensor is the global shape.
         return tuple(self.unwrap(x).shape) if hasattr(x, "_spec") else tuple(x.shape)
 
     @abstractmethod
@@ -285,6 +287,8 @@ class TensorInterface(ABC):
 
     def sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the sum of all squared elements of plain tensors, as a 0-d float32 tensor."""
+        # In float32, because squares of half precision overflow. One result for all tensors, so that the host need not
+        # wait for each.
         float32 = self.dtype("float32")
         total = self.zeros((), float32)
         for x in tensors:
@@ -490,6 +494,7 @@ class ProcessInterface(ABC):
         Args:
             reducing: for reductions, not only for sending.
         """
+        # No backend adds booleans; rules count them instead.
         return tuple(name for name in DTYPE_NAMES if not (reducing and name == "bool"))
 
     @property

@@ -63,6 +63,7 @@ def _cat(call: OpCall) -> Factorization:
     if any(len(s) != len(first) or s[:dim] + s[dim + 1 :] != first[:dim] + first[dim + 1 :] for s in joined):
         raise call.refuse("shapes differ outside the concatenated dimension")
     dims, sizes = dim_factors("d", first)
+    # Each input has a factor of its own in the joined dimension: none of them is the same range of the result.
     own = {f"i{i}": 0 if shape == (0,) else shape[dim] for i, shape in enumerate(shapes)}
     own["joined"] = sum(own.values())
     inputs = tuple(
@@ -118,6 +119,7 @@ def _split(call: OpCall) -> Factorization:
 def _chunk(call: OpCall) -> Factorization:
     dim = call.dim(call["dim"])
     total, chunks = call.tensors[0].shape[dim], call["chunks"]
+    # torch may return fewer chunks than asked for, since all but the last have the size ceil(total / chunks).
     lengths = _chunk_sizes(total, -(-total // chunks)) if total else [0] * chunks
     return with_lengths(call, dim, lengths, partial=LINEAR)
 
@@ -155,6 +157,7 @@ def _pad(call: OpCall) -> Factorization:
 def _repeat(call: OpCall) -> Factorization:
     """Repeat with unsharded repeated dimensions: the first shard of the result would consist of all of the input."""
     shape, repeats = call.tensors[0].shape, tuple(call["repeats"])
+    # `tile` pads the repeats in front, as NumPy does; `repeat` needs one for each dimension.
     if call.name == "tile":
         repeats = (1,) * (len(shape) - len(repeats)) + repeats
     dims, sizes = dim_factors("d", shape)
@@ -162,6 +165,7 @@ def _repeat(call: OpCall) -> Factorization:
     output: list[Dim] = []
     for i, (dim, count) in enumerate(zip(aligned, repeats, strict=True)):
         sizes |= {f"r{i}": count}
+        # Row-major, the copies are outermost: (copy, row). Only the outermost factor of a dimension may be sharded.
         output.append(dim if count == 1 else (f"r{i}", *dim))
     return linear_rule(dims, (tuple(output),), sizes, [f"r{i}" for i in range(len(repeats))])
 

@@ -83,6 +83,8 @@ def _channels(call: OpCall, image: Sizes, kernel: Sizes, positions: Sizes, trans
     """Return the rule `n ci p, co ci k (, co) -> n co q`, transposed `ci co k`. Groups need unsharded channels."""
     shape, weight = call.tensors[0].shape, call.tensors[1].shape[:2]
     groups, count = call["groups"], len(kernel)
+    # Sharded input channels give partial sums over them, sharded output channels shard the weight: row- and
+    # column-parallel layers. Neither sends anything.
     batch: Dims = (("n",),) if len(shape) == count + 2 else ()
     sizes = {"ci": shape[-count - 1], "co": weight[1] * groups if transposed else weight[0]}
     if batch:

@@ -27,6 +27,7 @@ def own_ids(ops: Any, ids: Tensor, start: int, length: int, size: int) -> tuple[
 
     An id outside the global size becomes `length`, so that the local operation fails on it as it would on one device.
     """
+    # The mask is arithmetic, without a branch on data: the host need not wait for the device.
     relative = ops.sub(ids, start)
     inside = ops.logical_and(ops.ge(relative, 0), ops.lt(relative, length))
     own = ops.mul(relative, ops.cast(inside, ids.dtype))
@@ -36,6 +37,7 @@ def own_ids(ops: Any, ids: Tensor, start: int, length: int, size: int) -> tuple[
 def check_ids(platform: Platform, ids: Tensor, size: int) -> None:
     """Fail as an embedding does if an id is outside `size`: in a kernel, without waiting for the device."""
     ops = platform.ops
+    # A table with one row: id 1, where an id is outside, is out of range there.
     ops.embedding(ops.cast(_outside(ops, ids, size), ids.dtype), ops.zeros((1, 1), platform.dtype("float32")))
 
 
@@ -60,6 +62,7 @@ def register(registry: RuleRegistry) -> None:
         ("index_put", "input indices values accumulate=False", _index_put),
     ):
         registry.register(names, signature, rule, variants="_")
+    # Their results are as long as the data of all ranks says, which no rank knows without a message.
     registry.register(
         "masked_select nonzero argwhere unique unique_consecutive", "input ...", _data_dependent, data_dependent=True
     )
@@ -124,11 +127,13 @@ def _pick_own(dim: int, call: LocalCall) -> Any:
     platform, ops = call.platform, call.platform.ops
     x, index, size = call.arguments["input"], call.arguments["index"], call.sizes[f"d{dim}"]
     start, length = call.spans[f"d{dim}"]
+    # A kernel would fail on an empty shard even if no id is in it.
     if not length:
         check_ids(platform, index, size)
         return ops.cast(_picked_zeros(call, dim), x.dtype)
     own, inside = own_ids(ops, index, start, length, size)
     rows = call.on(x, index=own)
+    # The mask of `gather` has the result's shape, that of `index_select` only its dimension of positions.
     if call.name == "index_select":
         inside = ops.reshape(inside, (-1, *[1] * (len(x.shape) - dim - 1)))
     if platform.is_floating(rows.dtype):
@@ -155,6 +160,8 @@ def _scatter(call: OpCall) -> Factorization:
     dim = call.dim(call["dim"])
     dims, sizes = dim_factors("d", target)
     fixed = {f"d{dim}"}
+    # A source element is written to the row of its own index, so a rank needs index, source and target at the same
+    # positions of every dimension but `dim`. Where sizes differ, shards of one tensor would not be those of the other.
     inputs: list[Dims] = [dims]
     for number, shape in enumerate(others):
         row: list[Dim] = []

@@ -89,6 +89,7 @@ def _getitem(call: OpCall) -> Factorization:
 
 def _picked(call: OpCall, items: list[Item], dims: Dims, sizes: dict[str, int]) -> tuple[Picked, Dims, set[str]]:
     """Return the index's tensors, the factors of the result, and the factors of the indexed dimensions."""
+    # Index tensors stand for one group of dimensions of the result, wherever their items are.
     picked = tensor_index(call, items)
     output, fixed = _output_factors(call, items, dims, sizes)
     sizes |= picked.sizes
@@ -372,6 +373,7 @@ def _resolved(x: DTensor, items: Sequence[Any], known: Sequence[Array | None]) -
     taken = [_dims_of_item(item, array) for item, array in zip(items, known, strict=True)]
     if sum(taken) > len(x.spec.shape):
         raise IndexOutOfRangeError(f"{sum(taken)} indices for a {len(x.spec.shape)}-dimensional tensor {x.spec!r}")
+    # `dim` is the dimension that an item indexes: a mask takes several, `...` all that no other item takes.
     index: list[Any] = []
     dim = 0
     for item, array, count in zip(items, known, taken, strict=True):

@@ -53,6 +53,7 @@ def _norm(call: OpCall) -> Factorization:
     normalized = call["normalized_shape"]
     count = 1 if isinstance(normalized, int) else len(normalized)
     dims, sizes = dim_factors("d", shape)
+    # Scale and shift have one element for each normalized one and are used by every row.
     tail = dims[len(shape) - count :]
     inputs = (dims, *((tail,) * (len(call.tensors) - 1)))
     return Factorization(inputs, (dims,), sizes, limits=unsharded(dim[0] for dim in tail))

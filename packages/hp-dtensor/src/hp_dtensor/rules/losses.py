@@ -120,6 +120,7 @@ def _rule(call: OpCall, local: Local, by_class: bool = False) -> Factorization:
         inputs if weight is None else (*inputs, (("classes",),)),
         (rows if unreduced else (),),
         sizes,
+        # Rows give partial sums of the loss. Classes are complete: `local` sums over their ranks itself.
         partial=PartialResults(
             reduced={} if unreduced else dict.fromkeys(names, "sum"), complete=frozenset({"classes"})
         ),
@@ -254,6 +255,7 @@ def _one_hot(call: LocalCall, targets: Tensor, like: Tensor) -> Tensor:
     """Return `[rows, classes of this rank]` with 1 at each row's target."""
     ops = call.platform.ops
     start, length = call.spans.get("classes", (0, like.shape[1]))
+    # Compared with this rank's classes, so that a class of another rank gives a row of zeros.
     own = ops.add(ops.arange(length, targets.dtype), start)
     return ops.cast(ops.eq(ops.unsqueeze(targets, 1), ops.unsqueeze(own, 0)), like.dtype)
 

@@ -38,7 +38,7 @@ def line(
 
 
 def first_of(*rules: Rule) -> Rule:
-    """Return a rule that applies the first of `rules` that supports the call's number of tensors and dimensions."""
+    """Return a rule that applies the first of `rules` that fits the call's number of tensors and dimensions."""
 
     def rule(call: OpCall) -> Factorization:
         for each in rules[:-1]:
@@ -117,6 +117,7 @@ class Notation:
         self.new, self.nonempty, self.replicates_others = dict(new or {}), nonempty, replicates_others
         marked = {word.strip("[],!") for word in text.split() if word.strip("[],").endswith("!")}
         self.replicated = replicated | marked | {*self.new}
+        # Two registrations of a user's function with the same identity are one rule (`RuleRegistry.add`).
         self.identity = text, tuple(sorted(self.reduced.items())), self.replicated, linear
         left, arrow, right = text.replace("!", "").partition("->")
         self.inputs, self.outputs = ([_Tensor.parse(part) for part in side.split(",")] for side in (left, right))
@@ -134,9 +135,11 @@ class Notation:
         problems += [f"{name!r} is reduced, but an output has it" for name in sorted({*self.reduced} & results)]
         ops = self.reduced.values()
         problems += [f"expected one of {', '.join(REDUCE_OPS)}, got {op!r}" for op in ops if op not in REDUCE_OPS]
-        rests = 2 if self.at else 1
-        twice = [names for names in (*inputs, *outputs) if _has_twice(names, self.replicated, rests)]
-        problems += [f"{' '.join(names)!r} has a name twice" for names in twice]
+        # A name that occurs twice in one tensor has no meaning if it is sharded, as the diagonal of a sharded matrix.
+        for names in (*inputs, *outputs):
+            single = [name for name in names if name not in self.replicated | {REST}]
+            if len({*single}) < len(single) or names.count(REST) > (2 if self.at else 1):
+                problems.append(f"{' '.join(names)!r} has a name twice")
         if problems:
             raise ValueError(f"sharding_rule({self.text!r}): {'; '.join(problems)}")
 
@@ -152,9 +155,12 @@ class Notation:
         sizes |= {name: self._new_size(call, size, sizes) for name, size in self.new.items()}
         outputs = tuple(tuple((name,) for name in self._filled(call, t.names, rest)) for t in self.outputs)
         inputs = tuple(
-            self._added(call, shape, outputs[0], sizes) if names is None else _dims(names, shape, sizes)
+            call.broadcast_factors("the shape", shape, [sizes[name] for (name,) in outputs[0]], outputs[0])
+            if names is None  # an addend, which broadcasts to the output
+            else _dims(names, shape, sizes)
             for names, shape in zip(named, shapes, strict=True)
         )
+        # A name that some output lacks must be reduced. One of several outputs may have it: then no reduction helps.
         lost = {name for name in sizes if name not in self.reduced and not all((name,) in output for output in outputs)}
         fixed = self.replicated - {REST} | lost | self._unequal(call, sizes)
         fixed |= {*(rest if REST in self.replicated else ())}
@@ -172,27 +178,32 @@ class Notation:
     def _tensors_of(self, call: OpCall) -> list[_Tensor]:
         """Return, for each tensor of the call, the tensor of the line that describes it."""
         more = len(call.tensors) - len(self.inputs)
+        # All tensors beyond those of the line are repetitions of the one in brackets, which may also be missing.
         repeats = any(t.repeated for t in self.inputs)
         if more < -repeats or (more > 0 and not repeats):
             raise self._misfit(call, f"needs {len(self.inputs)} tensors, got {len(call.tensors)}")
         return list(itertools.chain(*([t] * (1 + more if t.repeated else 1) for t in self.inputs)))
 
     def _misfit(self, call: OpCall, why: str) -> Exception:
+        """Return the error of a call with another number of tensors or dimensions than the line."""
         return (call.needs_replicated if self.replicates_others else call.refuse)(f"its rule {self.text!r} {why}")
 
     def _new_size(self, call: OpCall, size: Size, sizes: Sizes) -> int:
+        """Return the size of a dimension that only outputs have."""
         found = size if isinstance(size, int) else call[size] if isinstance(size, str) else size(sizes)
         if type(found) is not int or found < 0:
             raise call.needs_replicated(f"its rule {self.text!r} needs an integer {size} >= 0, got {found}")
         return found
 
     def _terms(self, count: int) -> tuple[frozenset[int], ...] | None:
+        """Return `PartialResults.terms` for a call with `count` tensors."""
         if isinstance(self.linear, str):
             return tuple(frozenset(map(int, term.split())) for term in self.linear.split("+"))
         return (frozenset(range(count)),) if self.linear else None
 
     def _unequal(self, call: OpCall, sizes: Sizes) -> set[str]:
         """Return the averaged names that may be sharded unevenly: the mean of uneven shards' means is not the mean."""
+        # Ranks must decide alike, so a ragged shard of any tensor counts, also one whose units happen to be equal.
         ragged = any(isinstance(p, RaggedShard) for spec in call.tensors for p in spec.placements)
         ranks = math.prod(call.tensors[0].mesh.shape)
         return {name for name, op in self.reduced.items() if op == "avg" and (ragged or sizes[name] % ranks)}
@@ -221,6 +232,7 @@ class Notation:
         return list(itertools.chain(*filled))
 
     def _add_sizes(self, call: OpCall, names: Sequence[str], shape: Sequence[int], sizes: dict[str, int]) -> None:
+        """Add the sizes of one tensor's names to `sizes`, and check that names have one size in all tensors."""
         for name, size in zip(names, shape, strict=True):
             known = sizes.setdefault(name, size)
             # A broadcast dimension has the size of the operand in which it is not 1, whichever operand comes first.
@@ -228,21 +240,6 @@ class Notation:
                 sizes[name] = size
             elif size != known and not (name[0] == "." and size == 1):
                 raise call.refuse(f"{name!r} in its rule {self.text!r} has sizes {known} and {size}")
-
-    def _added(self, call: OpCall, shape: Sequence[int], output: Dims, sizes: Sizes) -> Dims:
-        """Return the factors of an addend, which broadcasts to the output."""
-        aligned = output[len(output) - len(shape) :]
-        wanted = [sizes[name] for (name,) in aligned]
-        if len(shape) > len(output) or any(n not in (1, size) for n, size in zip(shape, wanted, strict=True)):
-            full = [sizes[name] for (name,) in output]
-            raise call.refuse(f"the shape {list(shape)} does not broadcast to {full}, the shape of the result")
-        return _dims([name for (name,) in aligned], shape, sizes)
-
-
-def _has_twice(names: Sequence[str], replicated: frozenset[str], rests: int) -> bool:
-    """Return whether a name that may be sharded occurs twice, or `...` more often than `rests`."""
-    single = [name for name in names if name not in replicated | {REST}]
-    return len({*single}) < len(single) or names.count(REST) > rests
 
 
 def _dims(names: Sequence[str], shape: Sequence[int], sizes: Sizes) -> Dims:

@@ -60,6 +60,7 @@ class OpCall:
             ShardingRuleError: the tensor does not have that dimension.
         """
         ndim = self.tensors[0].ndim + extra
+        # Frameworks accept dimension 0 of a scalar for most operations; there is nothing to shard in any case.
         if not ndim and dim in (0, -1):
             raise self.needs_replicated("a tensor without dimensions")
         if not -ndim <= dim < ndim:
@@ -212,6 +213,7 @@ class RuleRegistry:
         registration = Registration(rule, parameters, in_place, by_type, view, takes_more, data_dependent)
         self._add(names, registration)
         for suffix in variants.split():
+            # A copy owns its storage, so it needs no view of the operand's.
             variant = replace(registration, in_place=suffix == "_", view=False)
             self._add(" ".join(name + suffix for name in names.split()), variant)
 
@@ -230,6 +232,7 @@ class RuleRegistry:
 
     def _add(self, names: str, registration: Registration) -> None:
         for name in names.split():
+            # A plugin cannot replace a built-in rule silently.
             if name in self._registrations:
                 raise ValueError(f"operation {name!r} already has a sharding rule")
             self._registrations[name] = registration
@@ -241,6 +244,7 @@ class RuleRegistry:
             identity: hashable description of the registration. If the function of this name with the same identity is
                 already registered, its name is returned. A function defined again in every step is registered once.
         """
+        # Two modules may define functions of one name with different rules; plans are cached by the name given here.
         if (name, identity) not in self._own_names:
             numbered = itertools.chain([name], (f"{name} {i}" for i in itertools.count(2)))
             chosen = next(each for each in numbered if not self.get(each))

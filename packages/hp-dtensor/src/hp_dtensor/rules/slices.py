@@ -63,6 +63,8 @@ def _narrow(call: OpCall) -> Factorization:
         rows, count = _rows_in_span(sliced, spans[f"d{dim}"])
         return {"start": rows.start, "length": count}
 
+    # `picked` leaves each rank its own rows of the slice: a view, as on one device, instead of a balanced result that
+    # would cost an exchange and the aliasing. torch's rule gathers the dimension instead.
     rule = linear_rule(dims, (dims,), sizes, work=LocalWork(localize=localize))
     return replace(rule, limits=ShardingLimits(picked={f"d{dim}": sliced}))
 
@@ -102,6 +104,7 @@ def partial_from_owners(
 
 def _zeros_from(ops: Any, x: Tensor, dim: int) -> Tensor:
     """Return zeros without dimension `dim`, in which `x` is empty. They depend on `x`, for autograd."""
+    # Without the dependency this rank's backward would skip the collectives of the others. Sums of integers are int64.
     return ops.cast(ops.sum(x, dim), x.dtype)
 
 
@@ -113,6 +116,7 @@ def basic(
     Args:
         items: one item per dimension, and `None`s. The output dimension of a tensor item is `("tensor",)`.
     """
+    # An integer or tensor removes its dimension, whose factor the output lacks; a slice keeps it, shortened (`picked`).
     output: list[Dim] = []
     sliced: dict[str, range] = {}
     picked: list[str] = []
@@ -195,6 +199,7 @@ def local_index(
 def _rows_in_span(sliced: range, span: Span) -> tuple[slice, int]:
     """Return the sliced positions inside `span`, as a slice relative to its start, and their number."""
     low, count = positions_in_span(sliced, span)
+    # An empty slice starts at 0: its true start may be negative, which would count from the end of the shard.
     start = sliced.start + low * sliced.step - span[0] if count else 0
     return slice(start, start + count * sliced.step, sliced.step), count
 
@@ -204,6 +209,7 @@ def value_on_span(ops: Any, value: Any, taken: Sequence[Span | None]) -> Any:
     if not hasattr(value, "shape") or not len(value.shape):
         return value
     for dim, span in enumerate(taken[len(taken) - len(value.shape) :]):
+        # A dimension of size 1 is broadcast to every rank's rows.
         if span is not None and value.shape[dim] != 1:
             value = ops.narrow(value, dim, *span)
     return value

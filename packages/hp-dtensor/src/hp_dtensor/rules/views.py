@@ -229,6 +229,7 @@ def _repeat_interleave(call: OpCall) -> Factorization:
         raise call.refuse("expected an integer number of repeats; a tensor of repeats needs replicated operands")
     dims, sizes = dim_factors("d", call.tensors[0].shape)
     dim = call.dim(call["dim"])
+    # Copies are adjacent, so the repeated dimension is (row, copy), and a shard of rows gives a shard of the result.
     output = (*dims[:dim], (*dims[dim], "repeat"), *dims[dim + 1 :])
     return linear_rule(dims, (output,), sizes | {"repeat": call["repeats"]})
 

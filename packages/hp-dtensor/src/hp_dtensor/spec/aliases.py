@@ -26,6 +26,7 @@ def is_specification(entry: Any) -> bool:
     """
     if hasattr(entry, "placements_on") or is_placements(entry):
         return True
+    # None is both "not sharded" and "no specification". Beside a tuple it is the latter.
     return is_aliases(entry) and not (None in entry and any(isinstance(item, tuple) for item in entry))
 
 
@@ -53,6 +54,7 @@ def placements_for(device_mesh: DeviceMesh, specification: Any) -> tuple[Placeme
         TypeError: not a specification.
         ValueError: a layout of another mesh, an unknown alias, or one that shards two dimensions.
     """
+    # By attribute, because `Layout` is in `compat`, which nothing outside of it imports.
     if hasattr(specification, "placements_on"):
         placements: tuple[Placement, ...] = specification.placements_on(device_mesh)
         return placements

@@ -116,6 +116,7 @@ class StridedShard(Placement):
         return dim is None or dim == self.dim
 
     def shard_ranges(self, size: int, ranks: int) -> list[list[tuple[int, int]]]:
+        # Both splits are those of `Shard`, so uneven sizes leave the same rows to a rank as the two steps would.
         result: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
         for [(begin, end)] in Shard(self.dim).shard_ranges(size, self.split_factor):
             for rank, [(start, stop)] in enumerate(Shard(self.dim).shard_ranges(end - begin, ranks)):

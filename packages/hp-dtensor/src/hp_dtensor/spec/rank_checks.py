@@ -136,6 +136,7 @@ def digest(platform: Platform, x: Tensor) -> str:
 
 
 def _check_equal(mesh: DeviceMesh, what: str, fact: str) -> None:
+    """Check that a text is equal on all ranks of the mesh."""
     if mesh.get_coordinate() is None or mesh.size() == 1:
         return
     _raise_unless_equal(what, {rank: data.decode() for rank, data in _exchange(mesh, fact.encode()).items()})
@@ -210,6 +211,8 @@ def global_shape(
 
 
 def _shards(local: Tensor, mesh: DeviceMesh) -> dict[Coordinate, _Local]:
+    """Return the descriptions of all ranks' shards by mesh coordinate."""
+    # A digest in place of the values: a few bytes per rank tell replicas apart, however large they are.
     fact = json.dumps([list(local.shape), str(local.dtype), digest(mesh.platform, local)])
     everything = _exchange(mesh, fact.encode()) if mesh.size() > 1 else {mesh.world.rank: fact.encode()}
     coordinates = itertools.product(*map(range, mesh.shape))
@@ -223,6 +226,7 @@ def _shards(local: Tensor, mesh: DeviceMesh) -> dict[Coordinate, _Local]:
 def _summed(mine: _Local, shards: Mapping[Coordinate, _Local], placements: Sequence[Placement]) -> tuple[int, ...]:
     """Return for each dimension the sum of the shard sizes along the axes that shard it."""
     shape = list(mine.shape)
+    # Shards with different numbers of dimensions are reported by the check of shapes that follows.
     if len({len(shard.shape) for shard in shards.values()}) > 1:
         return tuple(shape)
     for dim in range(len(shape)):
@@ -239,7 +243,7 @@ def _summed(mine: _Local, shards: Mapping[Coordinate, _Local], placements: Seque
 def _check_shapes(spec: TensorSpec, shards: Mapping[Coordinate, _Local]) -> None:
     problems = []
     for shard in shards.values():
-        wanted = _shape_at(spec, shard.coordinate)
+        wanted = tuple(sum(stop - start for start, stop in ranges) for ranges in spec.ranges(shard.coordinate))
         if shard.shape != wanted:
             problems.append(f"rank {shard.rank} has {list(shard.shape)}, expected {list(wanted)}")
     if problems:
@@ -248,10 +252,6 @@ def _check_shapes(spec: TensorSpec, shards: Mapping[Coordinate, _Local]) -> None
             f"{'; '.join(problems)}. "
             "Shards are equal except the last ones, as by torch.chunk; RaggedShard allows any sizes."
         )
-
-
-def _shape_at(spec: TensorSpec, coordinate: Coordinate) -> tuple[int, ...]:
-    return tuple(sum(stop - start for start, stop in ranges) for ranges in spec.ranges(coordinate))
 
 
 def _check_replicas(placements: Sequence[Placement], shards: Mapping[Coordinate, _Local]) -> None:
@@ -326,6 +326,7 @@ def _failure(error: Exception) -> str:
 
 
 def _require_same_fact(mesh: DeviceMesh, what: str, fact: str) -> None:
+    """Check that a text is equal on all ranks, by a digest, and exchange the texts only if it is not."""
     if mesh.get_coordinate() is None or mesh.size() == 1:
         return
     # A digest of fixed length, so that one all-gather is enough: ranks need not exchange lengths first.

@@ -6,6 +6,7 @@ import math
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
@@ -81,7 +82,13 @@ class TensorSpec:
         if where is None:
             return (0,) * self.ndim, (0,) * self.ndim
         if any(isinstance(placement, StridedShard) for placement in self.placements):
-            return self._box_of_ranges(where)
+            held = self.ranges(where)
+            if any(len(ranges) > 1 for ranges in held):
+                raise PlacementError(
+                    f"the shard at {tuple(where)} of {self!r} is not contiguous; TensorSpec.ranges returns its ranges"
+                )
+            boxes = [ranges[0] if ranges else (0, 0) for ranges in held]
+            return tuple(start for start, _ in boxes), tuple(stop - start for start, stop in boxes)
         offset, shape = [0] * self.ndim, list(self.shape)
         for axis, placement in enumerate(self.placements):
             if isinstance(placement, (Shard, RaggedShard)):
@@ -105,15 +112,6 @@ class TensorSpec:
                 dim = placement.dim
                 held[dim] = split_ranges(held[dim], placement, self.mesh.shape[axis])[where[axis]]
         return tuple(held)
-
-    def _box_of_ranges(self, coordinate: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        held = self.ranges(coordinate)
-        if any(len(ranges) > 1 for ranges in held):
-            raise PlacementError(
-                f"the shard at {tuple(coordinate)} of {self!r} is not contiguous; TensorSpec.ranges returns its ranges"
-            )
-        boxes = [ranges[0] if ranges else (0, 0) for ranges in held]
-        return tuple(start for start, _ in boxes), tuple(stop - start for start, stop in boxes)
 
     def strides(self, local: Sequence[int]) -> tuple[int, ...]:
         """Return the global strides (in elements) of a tensor whose memory order is that of this rank's shard.
@@ -153,6 +151,7 @@ class TensorSpec:
         return "(" + ", ".join(f"{name}:{describe(placement)}" for name, placement in named) + ")"
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Unpickling interns, so the copy in another process is again the one object of its value.
         return TensorSpec, (self.mesh, self.placements, self.shape, self.dtype)
 
 
@@ -177,7 +176,11 @@ def _intern(key: tuple[Any, ...]) -> Any:
         spec = object.__new__(TensorSpec)
         spec.mesh, spec.placements, spec.shape, spec.dtype = mesh, placements, shape, dtype
         # Computed once, because every operation reads them.
-        spec.local_shape = _local_shape(spec)
+        if any(isinstance(placement, StridedShard) for placement in placements):
+            # A strided shard may consist of several ranges and then has no box.
+            spec.local_shape = tuple(sum(stop - start for start, stop in ranges) for ranges in spec.ranges())
+        else:
+            spec.local_shape = spec.box()[1]
         spec.is_partial = any(placement.is_partial() for placement in placements)
         _interned[key] = spec
         return spec
@@ -188,6 +191,7 @@ def grad_spec(spec: TensorSpec) -> TensorSpec:
 
     Every contribution to a sum has the gradient of the sum, so the gradient of a partial value is replicated.
     """
+    # The usual case keeps the object: this runs for every operation that needs a gradient.
     if not spec.is_partial:
         return spec
     return spec.with_placements([Replicate() if p.is_partial() else p for p in spec.placements])
@@ -198,6 +202,7 @@ def has_gradient(spec: TensorSpec) -> bool:
 
     They cannot if the value is partial, but not a sum: each rank then has the gradient of its own contribution.
     """
+    # On an axis of one rank, every reduction is that rank's own value, whatever the operation.
     return not spec.is_partial or all(
         size == 1 or not placement.is_partial() or placement == Partial()
         for size, placement in zip(spec.mesh.shape, spec.placements, strict=True)
@@ -218,14 +223,11 @@ def visible_grad_spec(spec: TensorSpec) -> TensorSpec:
     return grad_spec(spec)
 
 
-def _local_shape(spec: TensorSpec) -> tuple[int, ...]:
-    if any(isinstance(placement, StridedShard) for placement in spec.placements):
-        return tuple(sum(stop - start for start, stop in ranges) for ranges in spec.ranges())
-    return spec.box()[1]
-
-
 def split_ranges(ranges: Ranges, placement: Placement, ranks: int) -> list[Ranges]:
-    """Return each rank's shard of ascending disjoint (start, stop) ranges, with adjacent ranges joined."""
+    """Return each rank's shard of ascending disjoint (start, stop) ranges, with adjacent ranges joined.
+
+    The ranges are split as if they were concatenated, as a later mesh axis splits what earlier ones left.
+    """
     size = sum(stop - start for start, stop in ranges)
     return [
         join_ranges([taken for start, stop in shard for taken in _take(ranges, start, stop)])
@@ -247,7 +249,7 @@ def join_ranges(ranges: Sequence[tuple[int, int]]) -> Ranges:
 
 
 def _take(ranges: Ranges, begin: int, end: int) -> list[tuple[int, int]]:
-    """Slice concatenated ranges: return the ranges of their elements number `begin` to `end`."""
+    """Slice concatenated ranges: return the ranges of their elements from number `begin` to `end`."""
     result, passed = [], 0
     for start, stop in ranges:
         low, high = max(begin - passed, 0), min(end - passed, stop - start)
@@ -291,7 +293,10 @@ def normalize_placements(mesh: DeviceMesh, placements: Sequence[Placement], ndim
                 f"placement {axis}: {placement} shards dimension {placement.dim} of a {ndim}-dimensional tensor"
             )
         else:
-            result.append(_non_negative(placement, ndim))
+            # One form of each placement, so that equal specs are one interned object.
+            if isinstance(placement, (Shard, RaggedShard, StridedShard)) and placement.dim < 0:
+                placement = replace(placement, dim=placement.dim + ndim)
+            result.append(placement)
     if problems:
         raise PlacementError("; ".join(problems))
     return tuple(result)
@@ -302,16 +307,6 @@ def wrong_count(mesh: DeviceMesh, placements: Sequence[Placement]) -> str | None
     if len(placements) == mesh.ndim:
         return None
     return f"expected {mesh.ndim} placements for mesh {mesh.describe()}, got {len(placements)}"
-
-
-def _non_negative(placement: Placement, ndim: int) -> Placement:
-    if isinstance(placement, Shard) and placement.dim < 0:
-        return Shard(placement.dim + ndim)
-    if isinstance(placement, RaggedShard) and placement.dim < 0:
-        return RaggedShard(placement.dim + ndim, placement.units)
-    if isinstance(placement, StridedShard) and placement.dim < 0:
-        return StridedShard(placement.dim + ndim, placement.split_factor)
-    return placement
 
 
 def describe(placement: Placement) -> str:

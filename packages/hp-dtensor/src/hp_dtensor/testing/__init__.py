@@ -1,4 +1,7 @@
-"""Simulated ranks and links, and the conformance suite of platforms."""
+"""For tests only: simulated ranks and links, a pytest plugin, and the conformance suite of platforms.
+
+Nothing in hp_dtensor outside this folder imports it. `*_samples.py` and `*_proof.py` serve the conformance suite.
+"""
 
 from hp_dtensor.testing.simulated import SimulatedGroup, SimulatedWorld, run_ranks
 from hp_dtensor.testing.simulated_collectives import Transfer, slow_link

@@ -67,7 +67,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(DoneTests(Path(done).absolute(), config), "hp_done")
     # pytest-xdist's own process is left alone: its workers would inherit its one core.
     if config.getoption("--hp-one-core") and not config.getoption("numprocesses", None):
-        _keep_to_one_core(os.environ.get("PYTEST_XDIST_WORKER", ""))
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+        cores = sorted(os.sched_getaffinity(0))
+        # Without workers by process id, so that several runs on one machine spread over its cores.
+        number = int(worker.removeprefix("gw")) if worker else os.getpid()
+        os.sched_setaffinity(0, {cores[number % len(cores)]})
 
 
 class DoneTests:
@@ -114,19 +118,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     # Not PYTEST_XDIST_WORKER: a pytest that a test starts inherits the variable.
     if hasattr(config, "workerinput"):
-        items.sort(key=_turn)
 
+        def turn(item: pytest.Item) -> int:
+            if "rank_pool" in getattr(item, "fixturenames", ()):
+                return 1
+            return 2 if item.get_closest_marker("real_ranks") is None else 0
 
-def _turn(item: pytest.Item) -> int:
-    if "rank_pool" in getattr(item, "fixturenames", ()):
-        return 1
-    return 2 if item.get_closest_marker("real_ranks") is None else 0
-
-
-def _keep_to_one_core(worker: str) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    number = int(worker.removeprefix("gw")) if worker else os.getpid()
-    os.sched_setaffinity(0, {cores[number % len(cores)]})
+        items.sort(key=turn)
 
 
 def pytest_report_teststatus(report: pytest.CollectReport | pytest.TestReport) -> tuple[str, str, str] | None:
@@ -210,24 +208,21 @@ def free_port() -> Callable[[], int]:
 
     It therefore stays free until a slow process binds it, even if other tests request ports meanwhile.
     """
-    return _free_port
-
-
-def _free_port() -> int:
-    chosen = random.SystemRandom()
-    while True:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", chosen.randrange(_FIRST_PORT, _first_given_port())))
-            port: int = probe.getsockname()[1]
-            return port
-
-
-def _first_given_port() -> int:
-    """Return the first port of the range from which the system assigns ports; Linux's default if it is not known."""
+    first_assigned = 32768  # Linux's default
     with contextlib.suppress(OSError, ValueError, IndexError):
         first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-        return max(first, _FIRST_PORT + 1000)
-    return 32768
+        first_assigned = max(first, _FIRST_PORT + 1000)
+    # Not `random`, which tests seed: two runs on one machine would try the same ports.
+    numbers = random.SystemRandom()
+
+    def find() -> int:
+        while True:
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", numbers.randrange(_FIRST_PORT, first_assigned)))
+                port: int = probe.getsockname()[1]
+                return port
+
+    return find
 
 
 Case = TypeVar("Case")

@@ -82,7 +82,7 @@ class _Proof:
         self.weight = np.flip(self.array).copy() + 1
 
     def all_placements(self, more: Sequence[Placement]) -> list[Placements]:
-        options = [Replicate(), Partial(), *(Shard(d) for d in range(len(self.shape))), *more]
+        options = placement_options(len(self.shape), *more)
         return [some for some in itertools.product(options, repeat=self.mesh.ndim) if self._fits(some)]
 
     def _fits(self, placements: Placements) -> bool:
@@ -132,7 +132,7 @@ class _Proof:
     def _gradient(self, placements: Placements) -> Array:
         """Return the expected gradient: the weights' shard, divided by the number of contributions to an average."""
         ranks = [n for n, p in zip(self.mesh.shape, placements, strict=True) if p == Partial("avg")]
-        return _part(self.weight, self.mesh, placements) / np.float32(np.prod(ranks, initial=1.0))
+        return _shard(self.weight, self.mesh, placements) / np.float32(np.prod(ranks, initial=1.0))
 
     def _plan(self, source: Placements, target: Placements) -> Any:
         return plan_between(self._spec(source), self._spec(target), self.array.itemsize)
@@ -143,27 +143,26 @@ class _Proof:
 
 def local_values(array: Array, mesh: DeviceMesh, placements: Sequence[Placement]) -> Array:
     """Return this rank's local array of a global one. On partial axes, ranks have different contributions."""
-    part = _part(array, mesh, placements)
+    shard = _shard(array, mesh, placements)
     coordinate = mesh.get_coordinate()
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Partial) and coordinate is not None:
-            part = _contribution(part, placement.reduce_op, coordinate[axis], mesh.shape[axis])
-    return np.ascontiguousarray(part, dtype=array.dtype).reshape(part.shape)  # 0-d arrays become 1-d
+        if not isinstance(placement, Partial) or coordinate is None:
+            continue
+        # Ranks must contribute different values, or a sum over the wrong ranks would go unnoticed. Each rank but the
+        # first contributes its own offset, and the first one the value without their sum.
+        rank, ranks = coordinate[axis], mesh.shape[axis]
+        offset = ranks * (ranks - 1) / 2 if rank == 0 else -rank
+        whole = placement.reduce_op == "avg" or rank == 0
+        shard = shard + np.float32(offset) if whole else np.full_like(shard, offset)
+    return np.ascontiguousarray(shard, dtype=array.dtype).reshape(shard.shape)  # 0-d arrays become 1-d
 
 
-def _part(array: Array, mesh: DeviceMesh, placements: Sequence[Placement]) -> Array:
+def _shard(array: Array, mesh: DeviceMesh, placements: Sequence[Placement]) -> Array:
+    """Return this rank's shard of an array, element by element: strided shards are not contiguous."""
     for dim, ranges in enumerate(TensorSpec(mesh, placements, array.shape, "float32").ranges()):
         indices = [i for start, stop in ranges for i in range(start, stop)]
         array = np.take(array, np.array(indices, dtype=np.int64), axis=dim)
     return array
-
-
-def _contribution(part: Array, op: str, rank: int, ranks: int) -> Array:
-    """Return this rank's contribution. Each other rank adds its own offset, and the first rank subtracts their sum."""
-    offset = ranks * (ranks - 1) / 2 if rank == 0 else -rank
-    if op == "avg" or rank == 0:
-        return part + np.float32(offset)
-    return np.full_like(part, offset)
 
 
 Pairs = dict[tuple[Placements, Placements], int]
@@ -214,6 +213,7 @@ def _held(mesh_shape: Sequence[int], shape: Sequence[int], state: Placements) ->
 
 
 def _number(shape: Sequence[int], index: Sequence[int]) -> int:
+    """Return the row-major number of an element."""
     number = 0
     for size, i in zip(shape, index, strict=True):
         number = number * size + i
@@ -226,12 +226,15 @@ def _edges(
     state: Placements,
     states: Sequence[Placements],
 ) -> Iterator[tuple[Placements, int]]:
+    """Yield the states that one step reaches from `state`, with the volume of the step."""
     for arrival in states:
         differ = [a for a, (s, t) in enumerate(zip(state, arrival, strict=True)) if s != t]
         if not differ:
             continue
+        # An exchange that reduces nothing: each rank receives the elements that it lacks.
         if [s.is_partial() for s in state] == [t.is_partial() for t in arrival]:
             yield arrival, sum(len(t - s) for s, t in zip(held[state], held[arrival], strict=True))
+        # A value becomes partial for free where each rank has the elements and they are all contributed once.
         elif len(differ) == 1 and arrival[differ[0]].is_partial():
             if all(t >= s for s, t in zip(held[state], held[arrival], strict=True)) and _covers(
                 mesh_shape, held[state], held[arrival], differ[0]
@@ -267,10 +270,10 @@ def _reduction(
 
 
 def _lines(mesh_shape: Sequence[int], axis: int) -> list[list[int]]:
+    """Return the groups of ranks that differ in their coordinate along `axis` only."""
     numbers: dict[tuple[int, ...], list[int]] = {}
     for number, coordinate in enumerate(itertools.product(*map(range, mesh_shape))):
         numbers.setdefault((*coordinate[:axis], *coordinate[axis + 1 :]), []).append(number)
-    assert all(len(line) == mesh_shape[axis] for line in numbers.values())
     return list(numbers.values())
 
 

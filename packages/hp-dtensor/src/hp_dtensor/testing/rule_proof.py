@@ -20,6 +20,7 @@ from hp_dtensor.spec.tensor_spec import TensorSpec, grad_spec
 from hp_dtensor.tensor import conversions
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.testing.pytest_plugin import ALL, Share, chosen
+from hp_dtensor.testing.redistribution_proof import local_values
 from hp_dtensor.testing.rule_samples import Sample
 
 Tensor = Any
@@ -105,13 +106,17 @@ class _Case:
         self.arrays = [self._values(rng, i, shape) for i, shape in enumerate(sample.shapes)]
         leaves = [self._leaf(array) for array in self.arrays]
         self.outputs = _outputs(sample.call(self.ops, *leaves))
-        self.weights = [self._weight(rng, x) for x in self.outputs]
+        # Random weights, so that the gradients of a wrong permutation of the outputs differ.
+        self.weights = [
+            platform.from_numpy(rng.uniform(0.5, 1.5, tuple(x.shape)).astype(np.float32)) for x in self.outputs
+        ]
         self.grads = self._gradients(self.outputs, leaves)
         self.expected = [platform.to_numpy(x).copy() for x in self.outputs]
         self._locals: dict[tuple[int, Placements], np.ndarray] = {}
         self._gradient_parts: dict[tuple[int, Placements], np.ndarray] = {}
 
     def _values(self, rng: np.random.Generator, index: int, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the values of an argument. Floating-point ones differ from each other, so that none are tied."""
         highest = (self.sample.integers or {}).get(index)
         if highest is not None:
             return rng.integers(0, highest, shape)
@@ -127,9 +132,6 @@ class _Case:
 
     def _differentiable(self, array: np.ndarray) -> bool:
         return self.sample.gradients and array.dtype == np.float32
-
-    def _weight(self, rng: np.random.Generator, x: Tensor) -> Tensor:
-        return self.platform.from_numpy(rng.uniform(0.5, 1.5, tuple(x.shape)).astype(np.float32))
 
     def _gradients(self, outputs: list[Tensor], leaves: list[Tensor]) -> list[np.ndarray | None]:
         """Return the gradients of a fixed weighted sum of all outputs."""
@@ -147,6 +149,7 @@ class _Case:
         per_tensor = []
         for index, shape in enumerate(self.sample.shapes):
             options: list[Placement] = [Replicate(), *(Shard(d) for d in range(len(shape)))]
+            # Contributions to an index would be no valid positions.
             if (self.sample.integers or {}).get(index) is None:
                 options.append(Partial())
             per_tensor.append(list(itertools.product(options, repeat=self.mesh.ndim)))
@@ -172,6 +175,7 @@ class _Case:
         report.wrong += [f"{described} rank {self.mesh.world.rank}: {problem}" for problem in problems]
 
     def _problems(self, outputs: list[Tensor], leaves: list[Tensor], placements: tuple[Placements, ...]) -> list[str]:
+        """Return the differences of full outputs and local gradients from those of one device."""
         if not all(isinstance(x, DTensor) for x in outputs):
             return ["an output is no DTensor"]
         full = [x.full_tensor() for x in outputs]
@@ -193,14 +197,14 @@ class _Case:
     def _local(self, index: int, placed: Placements) -> np.ndarray:
         """Return this rank's local array of an argument, cached because many cases share it."""
         if (index, placed) not in self._locals:
-            self._locals[index, placed] = local_part(self.arrays[index], self.mesh, placed)
+            self._locals[index, placed] = local_values(self.arrays[index], self.mesh, placed)
         return self._locals[index, placed]
 
     def _gradient_part(self, index: int, placed: Placements, full: np.ndarray) -> np.ndarray:
         if (index, placed) not in self._gradient_parts:
-            spec = grad_spec(_numpy_spec(self.mesh, placed, full))
-            box = tuple(slice(o, o + n) for o, n in zip(*spec.box(), strict=True))
-            self._gradient_parts[index, placed] = full[box]
+            # The gradient of a partial value is replicated: every contribution has the gradient of the sum.
+            spec = grad_spec(TensorSpec(self.mesh, placed, full.shape, str(full.dtype)))
+            self._gradient_parts[index, placed] = local_values(full, self.mesh, spec.placements)
         return self._gradient_parts[index, placed]
 
 
@@ -210,29 +214,6 @@ def _compare(expected: np.ndarray, got: np.ndarray) -> str:
     if not np.array_equal(got, expected) and not np.allclose(got, expected, rtol=RTOL, atol=ATOL):
         return f"off by up to {np.max(np.abs(got.astype(np.float64) - expected)):.3g}"
     return ""
-
-
-def local_part(array: np.ndarray, mesh: DeviceMesh, placements: Sequence[Placement]) -> np.ndarray:
-    """Return this rank's local array of a global one. On partial axes, ranks have different contributions."""
-    spec = _numpy_spec(mesh, placements, array)
-    offset, shape = spec.box()
-    part = array[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    for axis, placement in enumerate(placements):
-        if placement.is_partial():
-            part = _contribution(part, coordinate[axis], mesh.shape[axis])
-    return np.ascontiguousarray(part, dtype=array.dtype).reshape(shape)
-
-
-def _contribution(part: np.ndarray, rank: int, ranks: int) -> np.ndarray:
-    """Return this rank's contribution to `part`; all but the first are offset by different amounts."""
-    offsets = [float(r) for r in range(ranks)]
-    return part + sum(offsets[1:]) if rank == 0 else np.full_like(part, -offsets[rank])
-
-
-def _numpy_spec(mesh: DeviceMesh, placements: Sequence[Placement], array: np.ndarray) -> TensorSpec:
-    return TensorSpec(mesh, tuple(placements), array.shape, str(array.dtype))
 
 
 def _outputs(result: Any) -> list[Tensor]:

@@ -222,7 +222,11 @@ class Job:
             self.error = LaunchError("interrupted")
             raise
         if not in_time:
-            self.error = self._late(timeout_seconds)
+            assert self._running is not None
+            rank, thread = self._running
+            stack = "".join(traceback.format_stack(sys._current_frames().get(thread)))
+            text = f"the ranks did not finish within {timeout_seconds:g} s; rank {rank} is running:\n{stack}"
+            self.error = LaunchError(text, rank)
             raise self.error
 
     def close(self) -> tuple[Exception | None, list[Any]]:
@@ -240,7 +244,11 @@ class Job:
         except Aborted:
             pass
         except BaseException as error:
-            self._fail(rank, error)
+            # Errors of the ranks that unwind after the first one are consequences.
+            if self.error is None:
+                what = f"{type(error).__name__}: {error}"
+                self.error = LaunchError(f"rank {rank} of {self.size} failed: {what}", rank)
+                self.error.__cause__ = error
         finally:
             self._ended[rank] = True
             self._pass_on()
@@ -255,7 +263,13 @@ class Job:
         self._check_agreement(calls)
         if len(calls) == len(call.ranks):
             del self._meetings[call.ranks]
-            self._complete([calls[rank] for rank in range(len(call.ranks))], complete)
+            try:
+                with self.platform.no_grad():
+                    complete(self.platform, [calls[rank] for rank in range(len(call.ranks))])
+            except CollectiveError as error:
+                # Every rank of the job must stop, not only this one, which happens to compute for all.
+                self.error = error
+                raise Aborted from None
             for rank in call.ranks:
                 self._waits[rank] = None
             # The calls refer to each other: without this their buffers would live until a garbage collection.
@@ -310,6 +324,7 @@ class Job:
             self.platform.copy_(call.payload, values)
 
     def _next_message(self, which: str, ranks: tuple[int, ...], source: int, target: int) -> Message:
+        # The n-th send from one rank to another meets the n-th receive: messages do not overtake each other.
         number = self._num_messages[which, ranks, source, target]
         self._num_messages[which, ranks, source, target] += 1
         return ranks, source, target, number
@@ -321,15 +336,8 @@ class Job:
         self._wait(rank, call)
         self._impatient[rank] = False
 
-    def _complete(self, calls: list[Call], complete: Complete) -> None:
-        try:
-            with self.platform.no_grad():
-                complete(self.platform, calls)
-        except CollectiveError as error:
-            self.error = error
-            raise Aborted from None
-
     def _wait(self, rank: int, call: Call) -> None:
+        """Let other ranks run until `call` of this rank can continue."""
         self._waits[rank] = call
         # State that a framework has per process, such as the grad mode, is saved and restored for each rank.
         self._states[rank] = self.platform.rank_state()
@@ -337,6 +345,7 @@ class Job:
         self._take_turn(rank)
 
     def _take_turn(self, rank: int) -> None:
+        """Block until this rank may run, and restore its state of the framework."""
         self._turns[rank].acquire()
         self._running = rank, threading.get_ident()
         self.platform.set_rank_state(self._states[rank])
@@ -348,26 +357,20 @@ class Job:
         if all(self._ended):
             self._finished.set()
             return
-        ready = [rank for rank in range(self.size) if not self._ended[rank] and self._can_continue(rank)]
+        can_continue = [self.error is not None or call is None for call in self._waits]
+        ready = [rank for rank in range(self.size) if can_continue[rank] and not self._ended[rank]]
         if not ready:
             # There is no clock: a wait with a timeout expires when no other rank can continue.
             ready = [rank for rank in range(self.size) if self._impatient[rank]]
             self._waits = [None if rank in ready[:1] else wait for rank, wait in enumerate(self._waits)]
         if not ready:
-            self.error = CollectiveError(self._stuck())
+            lines = [f"\n  rank {rank} {self._where(rank)}" for rank in range(self.size)]
+            self.error = CollectiveError(f"no rank can go on:{''.join(lines)}")
             ready = [self._ended.index(False)]
         self._turns[ready[0]].release()
 
-    def _can_continue(self, rank: int) -> bool:
-        return self.error is not None or self._waits[rank] is None
-
-    def _fail(self, rank: int, error: BaseException) -> None:
-        if self.error is None:
-            what = f"{type(error).__name__}: {error}"
-            self.error = LaunchError(f"rank {rank} of {self.size} failed: {what}", rank)
-            self.error.__cause__ = error
-
     def _check_agreement(self, calls: dict[int, Call]) -> None:
+        """Check that ranks call the same collective with the same operands, and stop the job if not."""
         first, *others = calls.values()
         if any(call.name != first.name or call.facts != first.facts for call in others):
             lines = [f"\n  rank {call.ranks[call.rank]}: {call.describe()}" for call in calls.values()]
@@ -376,28 +379,17 @@ class Job:
             )
             raise Aborted
 
-    def _stuck(self) -> str:
-        lines = [f"\n  rank {rank} {self._where(rank)}" for rank in range(self.size)]
-        return f"no rank can go on:{''.join(lines)}"
-
     def _where(self, rank: int) -> str:
+        """Return in which call a rank is blocked and for whom it waits, for the message of a deadlock."""
         call = self._waits[rank]
         if call is None:
             return "has ended"
-        missing = [other for i, other in enumerate(call.ranks) if i not in call.here or _is_due(call, i)]
-        return f"waits in {call.describe()} of group {call.ranks} for {_ranks(missing)}"
-
-    def _late(self, seconds: float) -> LaunchError:
-        assert self._running is not None
-        rank, thread = self._running
-        stack = "".join(traceback.format_stack(sys._current_frames().get(thread)))
-        return LaunchError(f"the ranks did not finish within {seconds:g} s; rank {rank} is running:\n{stack}", rank)
-
-
-def _is_due(call: Call, i: int) -> bool:
-    """Return whether group rank `i` is the sender of the message that `call` waits for."""
-    return call.name == "receive" and call.here[i] is not None
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        # A receive counts all ranks as present; the sender has the entry with the awaited message.
+        is_receive = call.name == "receive"
+        missing = [
+            str(other)
+            for i, other in enumerate(call.ranks)
+            if i not in call.here or (is_receive and call.here[i] is not None)
+        ]
+        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+        return f"waits in {call.describe()} of group {call.ranks} for {ranks}"

@@ -52,6 +52,9 @@ def describe_tensor(platform: Platform, x: Tensor, shape: Sequence[int] | None =
     return f"{platform.dtype_name(x.dtype)}{list(x.shape if shape is None else shape)}"
 
 
+# Each of these functions computes one collective: it reads the payloads of all ranks' calls and writes their buffers.
+
+
 def all_reduce(platform: Platform, calls: list[Call]) -> None:
     total = _reduce(platform, [call.payload for call in calls], calls[0].facts["op"])
     for call in calls:
@@ -73,9 +76,13 @@ def all_gather(platform: Platform, calls: list[Call]) -> None:
 
 def all_to_all(platform: Platform, calls: list[Call]) -> None:
     _check_rows(calls)
-    sent = [_pieces(platform, call.payload[1], call.payload[3]) for call in calls]
+    # Rows are contiguous, so the chunk for each rank is a range of the flat data.
+    sent = [
+        np.split(_flat(platform, x), np.cumsum(rows)[:-1] * math.prod(x.shape[1:]))
+        for x, rows in ((call.payload[1], call.payload[3]) for call in calls)
+    ]
     for receiver, call in enumerate(calls):
-        _put(platform, call.payload[0], np.concatenate([pieces[receiver] for pieces in sent]))
+        _put(platform, call.payload[0], np.concatenate([chunks[receiver] for chunks in sent]))
 
 
 def exchange(platform: Platform, calls: list[Call]) -> None:
@@ -105,6 +112,7 @@ def all_gather_bytes(platform: Platform, calls: list[Call]) -> None:
 
 
 def _reduce(platform: Platform, tensors: list[Tensor], op: str) -> Tensor:
+    # In rank order, so that every run and every rank gets the same bits.
     ops = platform.ops
     pairwise = {"max": ops.maximum, "min": ops.minimum, "product": ops.mul}.get(op, ops.add)
     total = functools.reduce(pairwise, tensors)
@@ -116,14 +124,9 @@ def _flat(platform: Platform, x: Tensor) -> np.ndarray:
 
 
 def _put(platform: Platform, output: Tensor, flat: np.ndarray) -> None:
+    """Write flat values into `output`, in place: the caller's buffer may be a view of another tensor."""
     values = platform.from_bits(flat.reshape(tuple(output.shape)), output.dtype, platform.device_of(output))
     platform.copy_(output, values)
-
-
-def _pieces(platform: Platform, x: Tensor, rows: Sequence[int]) -> list[np.ndarray]:
-    row = math.prod(x.shape[1:])
-    ends = np.cumsum(rows)[:-1] * row
-    return np.split(_flat(platform, x), ends)
 
 
 def _is_nothing(x: Tensor | None) -> bool:
@@ -131,6 +134,7 @@ def _is_nothing(x: Tensor | None) -> bool:
 
 
 def _check_rows(calls: list[Call]) -> None:
+    """Check that all pairs of ranks agree on their rows. Real backends would hang or overwrite memory."""
     problems = [
         f"\n  rank {sender.ranks[i]} sends {sender.payload[3][j]} rows to rank {receiver.ranks[j]}, "
         f"which expects {receiver.payload[2][i]}"
@@ -143,6 +147,8 @@ def _check_rows(calls: list[Call]) -> None:
 
 
 def _check_exchange(platform: Platform, calls: list[Call]) -> None:
+    """Check that all pairs of ranks agree on what they exchange."""
+
     def kind(x: Tensor | None) -> str:
         return "nothing" if x is None or _is_nothing(x) else describe_tensor(platform, x)
 
@@ -228,5 +234,6 @@ def slow_link(group: ProcessGroup, bytes_per_second: float) -> Iterator[list[Tra
         late.wait()
         return DONE
 
+    # Patched on the object: other groups of this rank keep their speed.
     with mock.patch.object(group, "_all_to_all_into", slowed):
         yield timeline
