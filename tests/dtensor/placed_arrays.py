@@ -19,9 +19,9 @@ MATRIX = np.arange(20, dtype=np.float32).reshape(5, 4) % 7 - 3
 
 def place(platform: Platform, mesh: DeviceMesh, array: Array, placements: Sequence[Any]) -> tuple[Any, Any]:
     """(leaf, DTensor) of a whole array; partial ones hold it on the first rank."""
-    from hp_dtensor.testing.rule_proof import local_part
+    from hp_dtensor.testing.redistribution_proof import local_values
 
-    local = platform.from_numpy(local_part(array, mesh, placements))
+    local = platform.from_numpy(local_values(array, mesh, placements))
     if platform.is_floating(local.dtype):
         platform.set_requires_grad(local, True)
     return local, from_local(local, mesh, placements, shape=array.shape)
