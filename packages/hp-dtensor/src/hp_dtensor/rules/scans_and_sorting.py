@@ -150,7 +150,7 @@ def _preceding_totals(call: LocalCall, x: Tensor, dim: int) -> list[Tensor]:
 
 
 def _scanned(call: LocalCall, x: Tensor, dim: int) -> list[Tensor]:
-    """Run the operation on a tensor that may be empty."""
+    """Scan a tensor that may be empty: return values, and positions if the operation has them."""
     positions = call.name in ("cummax", "cummin")
     if x.shape[dim]:
         result = call.on(x)

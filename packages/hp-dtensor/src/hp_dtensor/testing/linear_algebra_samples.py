@@ -13,13 +13,14 @@ WIDE = (5, 3, 4)
 
 
 def _well(ops: Any, x: Tensor) -> Tensor:
-    """Square matrices far from singular ones."""
+    """Return well-conditioned square matrices made of random ones."""
+    # Near a singular matrix, inverses and their gradients would differ by more than the tolerances.
     ones = ops.diag_embed(ops.ones_like(ops.select(x, -1, 0)))
     return ops.add(ops.mul(x, 0.3), ops.mul(ones, 2.0))
 
 
 def _positive(ops: Any, x: Tensor) -> Tensor:
-    """Positive definite ones, with eigenvalues apart."""
+    """Return symmetric positive definite matrices, whose eigenvalues differ: gradients of equal ones are infinite."""
     well = _well(ops, x)
     return ops.matmul(well, ops.transpose(well, -2, -1))
 
@@ -32,6 +33,8 @@ def _sample(
     label: str = "",
     **keywords: Any,
 ) -> Sample:
+    """Return a sample of `ops.name(made(matrices), *args)`."""
+
     def call(ops: Any, x: Tensor) -> Any:
         return getattr(ops, name)(made(ops, x), *args, **keywords)
 
@@ -39,6 +42,8 @@ def _sample(
 
 
 def _solved(name: str, right: tuple[int, ...], label: str, *shape: int, **keywords: Any) -> Sample:
+    """Return a sample of a linear system with right sides of shape `right`."""
+
     def call(ops: Any, x: Tensor, y: Tensor) -> Tensor:
         return getattr(ops, name)(_well(ops, x), y, **keywords)
 
@@ -50,12 +55,15 @@ def _as_it_is(ops: Any, x: Tensor) -> Tensor:
 
 
 def _factor(ops: Any, x: Tensor) -> Tensor:
-    """Lower triangular, as of Cholesky's factorization."""
+    """Return lower triangular matrices, as Cholesky's factorization does."""
     return ops.tril(_well(ops, x))
 
 
 def _first(name: str, made: Callable[..., Tensor] = _well, gradients: bool = True) -> Sample:
-    """The first result of several, as real numbers."""
+    """Return a sample of the first result of several; without gradients, of its magnitude.
+
+    The other results, such as pivots, are integers. Signs of eigenvectors and reflections are not unique.
+    """
 
     def call(ops: Any, x: Tensor) -> Any:
         result = getattr(ops, name)(made(ops, x))

@@ -22,7 +22,7 @@ def _sample(name: str, call: Callable[..., Any], *shapes: tuple[int, ...], **opt
 
 
 def _call(name: str, *shapes: tuple[int, ...], args: tuple[Any, ...] = (), label: str = "", **options: Any) -> Sample:
-    """`ops.name(*tensors, *args)`."""
+    """Return a sample of `ops.name(*tensors, *args)`."""
     return Sample(
         f"{name} {label}".strip(),
         shapes or (MATRIX,),
@@ -32,12 +32,12 @@ def _call(name: str, *shapes: tuple[int, ...], args: tuple[Any, ...] = (), label
 
 
 def _scaled(name: str, factor: float, offset: float = 0.0, positive: bool = False) -> Sample:
-    """Of values that are moved into the domain of the function."""
+    """Return a sample with values that are scaled and shifted into the domain of the function."""
     return _sample(name, lambda ops, x: getattr(ops, name)(ops.add(ops.mul(x, factor), offset)), positive=positive)
 
 
 def _in_place(name: str, *args: Any, shapes: tuple[tuple[int, ...], ...] = (MATRIX,), **options: Any) -> Sample:
-    """On a copy: a leaf that requires a gradient may not be written."""
+    """Return a sample of an in-place operation on a copy: a leaf that requires a gradient may not be written."""
     return _sample(
         name,
         lambda ops, x, *more: getattr(ops, name)(ops.clone(x), *more, *args),
@@ -485,7 +485,7 @@ PAIRS = (5, 3, 2)
 def _of_complex(
     name: str, call: Callable[..., Tensor], *shapes: tuple[int, ...], real: bool = False, **options: Any
 ) -> Sample:
-    """Of tensors of which each is made of pairs; `real`: the result is real already."""
+    """Return a sample with complex tensors, which are viewed from pairs; `real`: the result is real."""
 
     def run(ops: Any, *tensors: Tensor) -> Tensor:
         result = call(ops, *[ops.view_as_complex(x) for x in tensors])
@@ -495,7 +495,7 @@ def _of_complex(
 
 
 def _rotary(ops: Any, x: Tensor, frequencies: Tensor) -> Tensor:
-    """Rotary embeddings `[batch, length, heads, width]` by complex numbers, as the reference code of Llama."""
+    """Compute rotary embeddings `[batch, length, heads, width]` by complex numbers, as Llama's reference code does."""
     numbers = ops.view_as_complex(ops.reshape(ops.float(x), (*x.shape[:-1], -1, 2)))
     turns = ops.polar(ops.ones_like(frequencies), frequencies)
     turned = ops.mul(numbers, ops.reshape(turns, (1, x.shape[1], 1, -1)))

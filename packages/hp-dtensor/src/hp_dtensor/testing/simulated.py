@@ -222,11 +222,7 @@ class Job:
             self.error = LaunchError("interrupted")
             raise
         if not in_time:
-            assert self._running is not None
-            rank, thread = self._running
-            stack = "".join(traceback.format_stack(sys._current_frames().get(thread)))
-            text = f"the ranks did not finish within {timeout_seconds:g} s; rank {rank} is running:\n{stack}"
-            self.error = LaunchError(text, rank)
+            self.error = self._late(timeout_seconds)
             raise self.error
 
     def close(self) -> tuple[Exception | None, list[Any]]:
@@ -393,3 +389,10 @@ class Job:
         ]
         ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
         return f"waits in {call.describe()} of group {call.ranks} for {ranks}"
+
+    def _late(self, seconds: float) -> LaunchError:
+        """Return the error of a job that did not finish in time, with the stack of the rank that is running."""
+        assert self._running is not None
+        rank, thread = self._running
+        stack = "".join(traceback.format_stack(sys._current_frames().get(thread)))
+        return LaunchError(f"the ranks did not finish within {seconds:g} s; rank {rank} is running:\n{stack}", rank)
