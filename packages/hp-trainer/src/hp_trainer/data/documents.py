@@ -221,8 +221,9 @@ class DocumentsSource(DatasetSource):
         # `MixedSamples` allows no empty source; of only empty ones the first is used.
         some = [one for one in evaluation if len(one)] or evaluation[:1]
         held = some[0] if len(some) == 1 else MixedSamples(some)
-        weights = [source.files.weight for source in self.sources]
-        mixed = train[0] if len(train) == 1 else MixedSamples(train, None if None in weights else weights)
+        # A single source may be the options themselves, which have no weight.
+        weights = [source.files.weight for source in self.sources] if len(train) > 1 else []
+        mixed = MixedSamples(train, None if None in weights else weights) if weights else train[0]
         return Dataset(mixed, held, self.tokenizer(), fingerprint)
 
     def tokenizer(self) -> Tokenizer:
