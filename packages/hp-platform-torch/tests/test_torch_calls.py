@@ -305,7 +305,9 @@ def test_a_row_is_filled_with_the_number_of_the_whole() -> None:
 def test_a_new_tensor_is_filled_with_the_number_of_the_whole() -> None:
     def rank() -> Tensor:
         x = distribute_tensor(torch.ones(5, 3), DeviceMesh("cpu", (2,)), [Shard(0)])
-        return x.new_full((4, 3), fill_value=x.sum()).full_tensor()
+        with pytest.raises(ShardingRuleError, match=r"Pass the value: float\(fill_value\)"):
+            x.new_full((4, 3), fill_value=x.sum())
+        return x.new_full((4, 3), fill_value=float(x.sum())).full_tensor()
 
     for filled in run_ranks(rank, 2, "torch"):
         assert torch.equal(filled, torch.full((4, 3), 15.0))

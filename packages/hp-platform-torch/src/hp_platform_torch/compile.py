@@ -62,6 +62,7 @@ def _leave_them_out_in_every_thread() -> None:
     trace_rules.get_mod_inlinelist().update(str(file) for file in files)
     skipped = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)  # with all that they call
     # Dynamo would trace the methods of the class when a compiled function calls them on a DTensor.
+    # Only its own members; those of `torch.Tensor` stay traceable for plain tensors.
     for member in vars(TorchDTensor).values():
         code = _code_of(member)
         if code is not None:

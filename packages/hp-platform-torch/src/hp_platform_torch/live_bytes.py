@@ -39,12 +39,12 @@ class LiveBytes:
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation and count the storages of its results."""
-        self._see((args, kwargs), is_new=False)
+        self._count_unknown((args, kwargs), is_new=False)
         result = func(*args, **kwargs)
-        self._see(result, is_new=True)
+        self._count_unknown(result, is_new=True)
         return result
 
-    def _see(self, values: Any, *, is_new: bool) -> None:
+    def _count_unknown(self, values: Any, *, is_new: bool) -> None:
         for storage in _storages(tree_iter(values)):
             key = storage._cdata
             if key in self._known:

@@ -45,7 +45,7 @@ _ELEMENTWISE = frozenset(
         optim.SGD,
     }
 )
-_local_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_local_grad = torch.Tensor.grad.__get__
 _spec = operator.attrgetter("_spec")
 
 
@@ -62,6 +62,7 @@ def _before_step(
         return None
     if not any(type(x) is TorchDTensor for group in optimizer.param_groups for x in group["params"]):
         return None
+    # A pre-hook may replace the arguments of `step`, of which the optimizer itself is the first.
     return (_StandIn(optimizer), *args[1:]), kwargs
 
 
@@ -178,6 +179,7 @@ class _Plan:
 
     def collector(self, optimizer: optim.Optimizer) -> Callable[..., Any]:
         """Return a replacement of `_init_group` for one step, which calls it for the groups in their order."""
+        # From the class: the instance's attribute is the replacement.
         first = type(optimizer)._init_group.__get__(optimizer)  # type: ignore[attr-defined]
         if len(self.parameters) < len(self.given) or (self.owners and not _are_same(self.given, self.owners)):
             return first

@@ -155,6 +155,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         return torch.full((), value, device="cpu").dtype
 
     def dtype_name(self, dtype: torch.dtype) -> str:
+        # Checkpoints and other platforms go by these names.
         if dtype not in NAMES:
             raise ValueError(f"{dtype} has no counterpart on other platforms; expected one of {', '.join(DTYPES)}")
         return NAMES[dtype]
@@ -182,6 +183,8 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         return torch.zeros(tuple(shape), dtype=dtype, device=device or self.device)
 
     def from_numpy(self, array: np.ndarray, device: Any = None) -> Tensor:
+        # `torch.from_numpy` shares the memory; it warns about read-only arrays and refuses negative strides and other
+        # byte orders.
         usable = array.flags.writeable and array.flags.c_contiguous and array.dtype.isnative
         ready = array if usable else np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
         return torch.from_numpy(ready).to(device or self.device)
@@ -376,6 +379,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
 
     def memory_order(self, x: Tensor) -> tuple[int, ...]:
         inner_first = list(reversed(range(x.dim())))
+        # An insertion sort, as TensorIterator's: it compares pairs, and passes over those that strides do not decide.
         for place in range(1, x.dim()):
             for inner in reversed(range(place)):
                 wrong = _is_inner_to(x, inner_first[place], inner_first[inner])

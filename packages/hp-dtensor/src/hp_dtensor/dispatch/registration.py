@@ -67,7 +67,7 @@ def sharding_rule(
         name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
         # With its module: a function may have the name of a framework's operation.
         name = f"{getattr(function, '__module__', None) or 'own'}.{name}"
-        operation = _OwnOperation(name, function, notation)
+        operation = _RegisteredFunction(name, function, notation)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def sharding_rule(
 
 
 @dataclass
-class _OwnOperation:
+class _RegisteredFunction:
     """A user's function and its rule, which is registered when the function is first called with a DTensor."""
 
     name: str

@@ -144,7 +144,6 @@ class MindSporeHostCopies(HostCopies):
         self._is_on_host = is_on_host
 
     def memory_of(self, x: Tensor) -> tuple[Hashable, int] | None:
-        """See `HostCopies`."""
         if type(x) is not Tensor and not isinstance(x, (ms.Parameter, DTensor)):
             return None
         if self._is_on_host and x.dtype not in HOST_DTYPES:  # e.g. complex numbers, which NumPy views do not cover
@@ -158,23 +157,18 @@ class MindSporeHostCopies(HostCopies):
         return storage.data_ptr(), nbytes
 
     def form(self, x: Tensor) -> Hashable:
-        """See `HostCopies`."""
         return x.dtype, x.storage_offset(), x._shape, tuple(Tensor.stride(x))
 
     def memory(self, x: Tensor) -> Tensor:
-        """See `HostCopies`."""
         return x
 
     def to_host(self, memory: Tensor) -> tuple[Tensor, Wait]:
-        """See `HostCopies`."""
         return self._copy(memory, "CPU"), _nothing
 
     def to_device(self, host: Tensor) -> tuple[Tensor, Wait]:
-        """See `HostCopies`."""
         return self._copy(host, "Ascend"), _nothing
 
     def tensor(self, memory: Tensor, form: Hashable) -> Tensor:
-        """See `HostCopies`."""
         return memory
 
     def _copy(self, x: Tensor, device: str) -> Tensor:

@@ -179,7 +179,7 @@ class TorchGroup(ProcessGroup):
             return self.connection(device_type)
         found = self._seen_by_modes.get(device_type)
         if found is None:
-            found = self._seen_by_modes[device_type] = around(
+            found = self._seen_by_modes[device_type] = _process_group_around(
                 self.connection(device_type), device_type, self.rank, self.size
             )
         return found
@@ -318,7 +318,7 @@ class TorchGroup(ProcessGroup):
         )
 
 
-def around(backend: dist.Backend, device_type: str, rank: int, size: int) -> dist.ProcessGroup:
+def _process_group_around(backend: dist.Backend, device_type: str, rank: int, size: int) -> dist.ProcessGroup:
     """Return a torch process group around a backend; it opens no connection of its own."""
     group = dist.ProcessGroup(dist.HashStore(), rank, size)
     kind = dist.Backend.backend_type_map[BACKEND_NAMES[device_type]]

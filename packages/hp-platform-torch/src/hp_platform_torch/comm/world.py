@@ -9,6 +9,7 @@ import ipaddress
 import os
 import socket
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -83,10 +84,6 @@ class TorchWorld(World):
         self._store = None
 
 
-def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
-
-
 def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -101,7 +98,12 @@ def _hccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.B
     return ProcessGroupHCCL(store, rank, size, options)
 
 
-_BACKENDS = {"cpu": _gloo, "cuda": _nccl, "npu": _hccl, FACTS: _gloo}
+_BACKENDS: dict[str, Callable[..., dist.Backend]] = {
+    "cpu": dist.ProcessGroupGloo,
+    "cuda": _nccl,
+    "npu": _hccl,
+    FACTS: dist.ProcessGroupGloo,
+}
 
 
 _LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
@@ -233,6 +235,7 @@ def _torch_name(ranks: tuple[int, ...], device_type: str) -> str:
 
 
 def _registered(ranks: tuple[int, ...], device_type: str) -> dist.ProcessGroup | None:
+    # Named by the ranks: all members derive the same name without communication.
     name = _torch_name(ranks, device_type)
     # Looked up in torch's tables, not in one of ours: `destroy_process_group` of the program clears them.
     return next((pg for pg, known in distributed_c10d._world.pg_names.items() if known == name), None)

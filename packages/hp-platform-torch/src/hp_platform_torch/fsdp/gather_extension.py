@@ -28,6 +28,7 @@ def find_extension(parameter: Tensor) -> TorchGatherExtension | None:
         CapabilityError: the class defines one of the two methods only, or one with other arguments; or its values are
             not in one tensor.
     """
+    # Without either method it is an ordinary weight.
     missing = [name for name in GATHER_METHODS if not hasattr(parameter, name)]
     if len(missing) == len(GATHER_METHODS):
         return None
@@ -57,17 +58,16 @@ class TorchGatherExtension(GatherExtension):
         self._takes_mesh_only = takes_mesh_only
         # For a weight that has its own memory: torch's operations return instances without these attributes.
         self._attributes = {name: value for name, value in vars(parameter).items() if name != "_is_param"}
-        self._size, self._strides = self._full.size(), _contiguous(self._full.size())
+        self._size = self._full.size()
+        self._strides = tuple(torch.empty(self._size, device="meta").stride())  # those of a contiguous tensor
         self._holder = _attribute_of_values(self._full)
-        self.values = self._full.as_subclass(torch.Tensor) if self._holder is None else self._inner_values()
+        self.values = self._full.as_subclass(torch.Tensor)
+        if self._holder is not None:
+            self.values = getattr(self._full, self._holder).detach()
         self._shard: Any = None
         self._metadata: Any = None
         self._unsharded: Tensor | None = None
         self._inner: list[Tensor] = []
-
-    def _inner_values(self) -> Tensor:
-        values: Tensor = getattr(self._full, str(self._holder))
-        return values.detach()
 
     def split(self, num_shards: int, index: int) -> None:
         # The class's own operations copy the other attributes of an instance. torch's fully_shard uses them too.
@@ -116,7 +116,11 @@ def _attribute_of_values(weight: Tensor) -> str | None:
     kind = type(weight)
     if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return None
-    found = [name for name, value in _attributes(weight) if _holds(value, weight)]
+    found = [
+        name
+        for name, value in _attributes(weight)
+        if type(value) in _PLAIN and value.shape == weight.shape and value.dtype == weight.dtype
+    ]
     if len(found) == 1:
         return found[0]
     got = f"{len(found)} ({', '.join(found)})" if found else "none"
@@ -132,14 +136,6 @@ def _attributes(weight: Tensor) -> Iterator[tuple[str, Any]]:
         slots = vars(kind).get("__slots__", ())
         names.update(dict.fromkeys((slots,) if isinstance(slots, str) else slots))
     yield from ((name, getattr(weight, name, None)) for name in names)
-
-
-def _holds(value: Any, weight: Tensor) -> bool:
-    return type(value) in _PLAIN and value.shape == weight.shape and value.dtype == weight.dtype
-
-
-def _contiguous(size: torch.Size) -> tuple[int, ...]:
-    return tuple(torch.empty(size, device="meta").stride())
 
 
 def _storage(x: Tensor) -> int:

@@ -35,8 +35,8 @@ Tensor = torch.Tensor
 
 # torch's own method, without the handling of DTensors. It gets storages here, not tensors.
 _set = torch._C.TensorBase.set_
-_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+_grad = torch.Tensor.grad.__get__
+_set_grad = torch.Tensor.grad.__set__
 
 
 class TorchParameterStorage(ParameterStorage):
@@ -101,12 +101,13 @@ class TorchParameterStorage(ParameterStorage):
         if not pairs:
             return []
         with NoGrad():
-            return torch.stack([torch.ne(_bits(a), _bits(b)).any() for a, b in pairs]).tolist()  # type: ignore[no-any-return]
+            return torch.stack([torch.ne(_bits(a), _bits(b)).any() for a, b in pairs]).tolist()
 
     def unscale_(self, tensors: Sequence[Tensor], factor: float) -> Tensor:
         """Multiply float32 tensors in one fused operation per device, and others one by one."""
         # torch has no fused operation for float16 on CPU.
         found = torch.zeros((), device=self.platform.device)  # type: ignore[attr-defined]
+        # Gradients may be on the device and, offloaded, on the host.
         fused: dict[torch.device, list[Tensor]] = {}
         others = []
         for x in tensors:
@@ -138,10 +139,10 @@ class TorchParameterStorage(ParameterStorage):
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pin_memory and torch.accelerator.is_available())
 
     def copy_stream(self) -> AbstractContextManager[None]:
-        return self._beside("to device")
+        return self._on_own_stream("to device")
 
     @contextlib.contextmanager
-    def _beside(self, purpose: str) -> Iterator[None]:
+    def _on_own_stream(self, purpose: str) -> Iterator[None]:
         stream, current = self._stream(purpose), torch.accelerator.current_stream()
         stream.wait_stream(current)
         torch.accelerator.set_stream(stream)
@@ -162,7 +163,7 @@ class TorchParameterStorage(ParameterStorage):
             copying.event.synchronize()
 
     def to_host(self, host: Tensor, source: Tensor) -> Work:
-        with self._beside("to host"), NoGrad():
+        with self._on_own_stream("to host"), NoGrad():
             host.copy_(source, non_blocking=True)
             source.record_stream(torch.accelerator.current_stream())
             return _CopiedToHost(torch.accelerator.current_stream().record_event())
@@ -182,7 +183,7 @@ class TorchParameterStorage(ParameterStorage):
         # The same as nn.Parameter of a subclass, without an operation that would be dispatched to a sharding rule.
         local.requires_grad_(requires_grad)
         parameter = wrap_in_place(local, spec)
-        parameter._is_param = True  # type: ignore[attr-defined]
+        parameter._is_param = True
         return parameter
 
     def put_data(self, parameter: Tensor, local: Tensor) -> None:
@@ -206,6 +207,7 @@ class TorchParameterStorage(ParameterStorage):
         return grad  # type: ignore[no-any-return]
 
     def run_gradient_hooks(self, parameter: Tensor) -> None:
+        # Autograd does not call them: it never accumulates into the sharded parameter.
         hooks = parameter._post_accumulate_grad_hooks
         with NoGrad():
             for hook in list(hooks.values()) if hooks else ():
@@ -259,7 +261,7 @@ class TorchParameterStorage(ParameterStorage):
                 "create_graph=True: a backward through modules of fully_shard frees what it gathers and cannot be "
                 "differentiated; take such gradients (a gradient penalty) through modules that are not sharded"
             )
-        Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(callback)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -295,7 +297,7 @@ def allocate_on_host(numel: int, dtype: torch.dtype) -> torch.Tensor:
     tensor = torch.empty(0, dtype=dtype)
     storage = tensor.untyped_storage()
     refill_on_host(storage, numel * dtype.itemsize)
-    return tensor.set_(storage, 0, (numel,), (1,))  # type: ignore[call-overload, no-any-return]
+    return tensor.set_(storage, 0, (numel,), (1,))
 
 
 def refill_on_host(storage: torch.UntypedStorage, nbytes: int) -> None:

@@ -91,6 +91,7 @@ class _Groups:
         """Split the experts that have rows into batches whose rows of this width fit into a core's cache."""
         found, experts, first, rows = [], [], 0, 0
         for expert, count in enumerate(self.counts):
+            # An expert with more rows than fit is a batch of its own.
             if experts and (rows + count) * width > _BATCH_ELEMENTS:
                 found.append(_Batch(experts, [self.counts[each] for each in experts], slice(first, first + rows)))
                 experts, first, rows = [], first + rows, 0

@@ -170,11 +170,12 @@ def multi_head_attention(
         raise ShardingRuleError(
             "multi_head_attention_forward of DTensors takes no bias_k, bias_v, add_zero_attn, static_k or static_v"
         )
+    # Torch packs the three projections into one matrix where their sizes are equal.
     weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight.chunk(3)  # type: ignore[union-attr]
     biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
     batched = query.dim() == 3
     inputs = (query, key, value) if batched else tuple(x.unsqueeze(1) for x in (query, key, value))
-    projected = [F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]  # type: ignore[arg-type]
+    projected = [F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
     q, k, v = (x.reshape(*x.shape[:2], num_heads, -1).permute(1, 2, 0, 3) for x in projected)
     dropout_p = dropout_p if training else 0.0
     explicit = need_weights or dropout_p > 0  # the rule of the fused operation has no dropout

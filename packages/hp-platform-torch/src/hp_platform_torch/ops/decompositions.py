@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 
 def _movedim(x: Tensor, source: int | Sequence[int], destination: int | Sequence[int]) -> Tensor:
     sources, targets = (
-        [_within(x, d) for d in ([dims] if isinstance(dims, int) else dims)] for dims in (source, destination)
+        [_positive_dim(x, d) for d in ([dims] if isinstance(dims, int) else dims)] for dims in (source, destination)
     )
     if len({*sources}) != len({*targets}) or len({*sources}) != len(sources):
         raise ShardingRuleError(
@@ -39,7 +39,7 @@ def _movedim(x: Tensor, source: int | Sequence[int], destination: int | Sequence
     return x.permute(order)
 
 
-def _within(x: Tensor, dim: int) -> int:
+def _positive_dim(x: Tensor, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
         raise IndexOutOfRangeError(f"dimension {dim} is out of range for a tensor of {x.dim()} dimensions")
     return dim % x.dim()

@@ -167,6 +167,7 @@ def _multi_margin_loss(
             input.reshape(1, -1), target.reshape(1), p, margin, weight, size_average, reduce, reduction
         )
         return loss.reshape(target.shape) if loss.dim() else loss
+    # The score of the target's class, compared with those of all classes at once.
     index = target.unsqueeze(-1)
     loss = (margin - input.gather(-1, index) + input).relu()  # not clamp_min, whose gradient at 0 is 1
     if p == 2:

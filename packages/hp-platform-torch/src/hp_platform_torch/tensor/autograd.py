@@ -29,7 +29,7 @@ def is_for_parameters() -> bool:
     """
     node = torch._C._current_autograd_node()
     following = [child for child, _ in node.next_functions if child is not None]
-    if Variable._execution_engine.is_checkpoint_valid():  # type: ignore[attr-defined]
+    if Variable._execution_engine.is_checkpoint_valid():
         # Torch says so while it runs a node of a backward without inputs. But hooks on a gradient that is an input run
         # outside of a node: then nothing that follows in the graph is to run.
         return any(map(_will_run, following or [node]))
@@ -48,7 +48,7 @@ def is_for_parameters() -> bool:
 def _will_run(node: Any) -> bool:
     """Return True if the running backward runs a node, which is in its graph."""
     try:
-        return torch._C._will_engine_execute_node(node)  # type: ignore[no-any-return]
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # torch cannot tell for a leaf whose gradient `autograd.grad` returns
         return False
 
@@ -125,7 +125,8 @@ class _CustomFunction(torch.autograd.Function):
             )
         if torch.is_grad_enabled():
             depends_on = ctx.anchor, *(grad for grad in grads if grad is not None)
-            grads_of_inputs = tuple(_differentiated_once(grad, depends_on) for grad in grads_of_inputs)
+            # As results of a node whose backward raises: their own derivatives were not recorded.
+            grads_of_inputs = tuple(g if g is None else _Refusal.apply(g, *depends_on) for g in grads_of_inputs)
         return None, None, None, *grads_of_inputs
 
 
@@ -149,11 +150,6 @@ class _Anchor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return (None,) * len(ctx.needs_input_grad)
-
-
-def _differentiated_once(grad: torch.Tensor | None, depends_on: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return `grad` as the result of a node whose backward raises, since its derivative was not recorded."""
-    return None if grad is None else _Refusal.apply(grad, *depends_on)
 
 
 class _Refusal(torch.autograd.Function):

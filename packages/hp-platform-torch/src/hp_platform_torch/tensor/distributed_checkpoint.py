@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hp_dtensor.exceptions import PlacementError
-from hp_dtensor.spec.tensor_spec import Ranges, TensorSpec
+from hp_dtensor.spec.tensor_spec import TensorSpec
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -51,7 +51,10 @@ def part(spec: TensorSpec, local: Tensor, index: MetadataIndex) -> Tensor:
     """Return the view of the local data that is the box at `index.offset`."""
     if not math.prod(spec.shape):
         return local.new_empty(spec.shape)
-    for start, (offset, shape) in zip(_local_starts(spec), _boxes(spec), strict=True):
+    # The boxes follow each other in the local data: each starts where the lengths before it add up to.
+    lengths = ([stop - start for start, stop in ranges] for ranges in spec.ranges())
+    starts = itertools.product(*(list(itertools.accumulate(each, initial=0))[:-1] for each in lengths))
+    for start, (offset, shape) in zip(starts, _boxes(spec), strict=True):
         if index.offset is None or tuple(index.offset) == offset:
             for dim, (begin, length) in enumerate(zip(start, shape, strict=True)):
                 local = local.narrow(dim, begin, length)
@@ -71,13 +74,3 @@ def _boxes(spec: TensorSpec) -> list[Box]:
         (tuple(start for start, _ in box), tuple(stop - start for start, stop in box))
         for box in itertools.product(*spec.ranges())
     ]
-
-
-def _local_starts(spec: TensorSpec) -> list[tuple[int, ...]]:
-    """Return the offset of each box in the local data."""
-    return list(itertools.product(*map(_starts, spec.ranges())))
-
-
-def _starts(ranges: Ranges) -> list[int]:
-    lengths = [stop - start for start, stop in ranges]
-    return list(itertools.accumulate(lengths, initial=0))[:-1]

@@ -443,10 +443,6 @@ def wrap(local: Tensor, spec: TensorSpec) -> TorchDTensor:
         return wrap_in_place(local.as_subclass(torch.Tensor) if recorded else local.detach(), spec)
 
 
-def _is_read_unasked(result: Tensor, spec: TensorSpec) -> bool:
-    return is_partial_number(spec) and not result.requires_grad and type(result) is not TorchDTensor
-
-
 def wrap_output(result: Tensor, spec: TensorSpec) -> TorchDTensor:
     """Turn one of several results of an operation into a DTensor.
 
@@ -464,9 +460,9 @@ def wrap_in_place(result: Tensor, spec: TensorSpec) -> TorchDTensor:
     C++ reads 0-d tensors without a gradient as numbers (`torch.full((2,), x)`, `alpha=x`) without calling
     `__torch_function__`. A partial one is created by `as_subclass`, so that the read passes `__torch_dispatch__`.
     """
-    if not spec.shape and _is_read_unasked(result, spec):
+    if not spec.shape and is_partial_number(spec) and not result.requires_grad and type(result) is not TorchDTensor:
         with LocalOperations():
-            result = result.as_subclass(TorchDTensor)  # type: ignore[type-var]
+            result = result.as_subclass(TorchDTensor)
     result.__class__ = TorchDTensor
     result._spec = spec  # type: ignore[attr-defined]
     return result  # type: ignore[return-value]

@@ -103,13 +103,15 @@ def _autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
         [seed for _, seed in roots],
         **{**call, "allow_unused": allow_unused},
     )
-    found = _joined(inputs, past, grads)
+    found = _with_shortcut_gradients(inputs, past, grads)
     if None in [g if g is None else 0 for g in found] and not materialize and not call.get("allow_unused"):
         raise RuntimeError(f"torch.autograd.grad: input {[g is None for g in found].index(True)} is unused")
     return tuple(_gradient_of(x, grad, materialize) for x, grad in zip(inputs, found, strict=True))
 
 
-def _joined(inputs: Sequence[Any], past: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _with_shortcut_gradients(
+    inputs: Sequence[Any], past: Sequence[Any], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
     """Return one gradient per input: the one through it plus those of its varying views, the rest of `grads`."""
     rest = iter(grads[len(inputs) :])
     return [
@@ -184,6 +186,7 @@ def on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 
 def _unscale(func: Callable[..., Any], grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Unscale gradients for `torch.amp.GradScaler`; `found_inf` is reduced over all ranks that have shards of them."""
+    # Placements are checked before the call writes `found_inf`.
     specs = [spec for spec in _common_specs(func.__name__, [grads]) if spec is not None]
     with LocalOperations():
         func(grads, found_inf, inv_scale)
@@ -279,9 +282,11 @@ _TENSOR_VALUED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 
 def handler_of(func: Callable[..., Any]) -> Handler | None:
     """Return the handler of a function, or None if it has a sharding rule."""
+    # Attributes of a tensor arrive here too, as the getters and setters of properties.
     accessed = property_of(func)
     if accessed is not None and func not in DECOMPOSED:
         return None if accessed in _TENSOR_VALUED_PROPERTIES else locally
+    # An operator called through `torch.ops`, or by a dispatch mode.
     if isinstance(func, torch._ops.OpOverload):
         return _below_autograd
     if (
@@ -342,6 +347,7 @@ def _transpose_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     x: TorchDTensor = args[0]
     if x.requires_grad:
         raise ShardingRuleError(no_rule("t_", args, kwargs))
+    # Both the local data and the spec: the result of `t` is a view with the dimensions swapped.
     x.data = x.t()
     return x
 

@@ -155,6 +155,7 @@ def from_torch_placements(placements: tuple[TorchPlacement, ...]) -> tuple[Place
 
 
 def _from_torch(placement: TorchPlacement) -> Placement:
+    # By exact class, since a subclass may mean another placement.
     kind = type(placement)
     if kind is TorchReplicate:
         return Replicate()
@@ -177,6 +178,7 @@ def to_torch_mesh(mesh: DeviceMesh) -> TorchMesh:
         MeshError: the ranks are simulated or a single one, or this rank is outside the mesh.
     """
     world = mesh.world
+    # A single rank that has not connected has no process group of torch either.
     if not isinstance(world, TorchWorld) or not dist.is_initialized():
         raise MeshError(
             f"torch's meshes need real ranks of torch.distributed, got {mesh.describe()} on {type(world).__name__}; "
@@ -212,6 +214,7 @@ def from_torch_mesh(mesh: TorchMesh, platform: Platform | None = None) -> Device
         mesh.device_type, tuple(mesh.mesh.shape), mesh_dim_names=mesh.mesh_dim_names, ranks=ranks, world=world
     )
     for axis in range(ours.ndim):
+        # Groups of one rank need no connection.
         if ours.get_coordinate() is not None and ours.shape[axis] > 1:
             _share(world, ours.ranks_along(axis), mesh.get_group(axis))
     return ours

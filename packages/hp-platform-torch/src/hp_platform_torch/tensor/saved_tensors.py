@@ -63,17 +63,14 @@ class SavedResults(SavedOperations):
         self._is_paused = False
 
     def first(self) -> LocalMode:
-        """See `SavedOperations`."""
         return LocalMode(self._save)
 
     def again(self) -> LocalMode:
-        """See `SavedOperations`."""
         rest = iter(self._saved)
         return LocalMode(lambda func, args, kwargs: self._take(rest, func, args, kwargs))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """See `SavedOperations`."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -136,7 +133,6 @@ class TorchHostCopies(HostCopies):
     """See `HostCopies`."""
 
     def memory_of(self, x: torch.Tensor) -> tuple[Hashable, int] | None:
-        """See `HostCopies`."""
         # A user's function with DTensors must get them back as DTensors; everywhere else they stand for their shards.
         is_shard = isinstance(x, TorchDTensor) and not is_intercepting()
         if type(x) not in _PLAIN and not is_shard:
@@ -150,46 +146,40 @@ class TorchHostCopies(HostCopies):
         return None if getattr(storage, _STAYS, False) else (storage._cdata, storage.nbytes())
 
     def form(self, x: torch.Tensor) -> _Form:
-        """See `HostCopies`."""
         return _Form(x.dtype, x.storage_offset(), tuple(x.shape), x.stride())
 
     def memory(self, x: torch.Tensor) -> torch.Tensor:
-        """See `HostCopies`."""
         storage = x.untyped_storage()
         form = _Form(torch.uint8, 0, (storage.nbytes(),), (1,))
         return _over(storage, form)
 
     def to_host(self, memory: torch.Tensor) -> tuple[torch.Tensor, Wait]:
-        """See `HostCopies`."""
         # Outside dispatch modes: those that count memory should count the device's only, also where that is the CPU.
         with _disable_current_modes(), NoGrad():
             if memory.device.type == "cpu":
                 return torch.empty(memory.shape, dtype=torch.uint8).copy_(memory), _nothing
             host = torch.empty(memory.shape, dtype=torch.uint8, pin_memory=True)
-            return host, _copy_beside("to host", host, memory)
+            return host, _copy_on_own_stream("to host", host, memory)
 
     def to_device(self, host: torch.Tensor) -> tuple[torch.Tensor, Wait]:
-        """See `HostCopies`."""
         with NoGrad(), LocalOperations():
             if not host.is_pinned():
                 return torch.empty_like(host).copy_(host), _nothing
             # Allocated on the computing stream, to whose memory pool it returns when it is freed.
             memory = torch.empty(host.shape, dtype=torch.uint8, device=torch.accelerator.current_accelerator())
-            return memory, _copy_beside("to device", memory, host)
+            return memory, _copy_on_own_stream("to device", memory, host)
 
     def tensor(self, memory: torch.Tensor, form: _Form) -> torch.Tensor:
-        """See `HostCopies`."""
         return _over(memory.untyped_storage(), form)
 
 
 def _over(storage: torch.UntypedStorage, form: _Form) -> torch.Tensor:
     with NoGrad(), LocalOperations():
         tensor = torch.empty(0, dtype=form.dtype, device=storage.device)
-        # torch's types do not know this form of `set_`.
-        return tensor.set_(storage, form.offset, form.shape, form.strides)  # type: ignore[call-overload, no-any-return]
+        return tensor.set_(storage, form.offset, form.shape, form.strides)
 
 
-def _copy_beside(purpose: str, target: torch.Tensor, source: torch.Tensor) -> Wait:
+def _copy_on_own_stream(purpose: str, target: torch.Tensor, source: torch.Tensor) -> Wait:
     """Copy on a stream of its own: after work already queued on the computing stream, in parallel with later work."""
     stream, current = _stream(purpose, torch.accelerator.current_device_index()), torch.accelerator.current_stream()
     stream.wait_stream(current)

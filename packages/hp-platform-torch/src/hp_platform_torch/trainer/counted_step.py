@@ -149,6 +149,7 @@ def _marked(event: Callable[[], None], tree: Any) -> Any:
 
     Torch's own module hooks see neither keyword arguments nor results other than tensors and tuples.
     """
+    # One node for all of them, so that `event` is called once.
     leaves, spec = tree_flatten(tree)
     is_marked = [isinstance(x, torch.Tensor) and x.requires_grad for x in leaves]
     if not any(is_marked):
@@ -230,16 +231,10 @@ class _Meter:
         return sum(grad.untyped_storage().nbytes() for grad in gradients if grad is not None)
 
 
-def _forward_flops(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
-
-
-def _backward_flops(grad: Any, query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad, query, key, value))
-
-
-# Torch's counter knows the fused attention of accelerators only.
+# Torch's counter knows the fused attention of accelerators only. It passes shapes, and options that do not count.
 _CPU_ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _forward_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda *shapes, **_: sdpa_flop_count(*shapes[:3]),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda *shapes, **_: sdpa_backward_flop_count(
+        *shapes[:4]
+    ),
 }

@@ -176,6 +176,7 @@ def _text(value: Any) -> str:
 
 def _dtype_of(name: str, tree: Any) -> torch.dtype:
     """Return the dtype of a tensor's properties, whose state is (dtype, layout, ...)."""
+    # Torch pickles these by a state tuple, not by named fields.
     state = tree.state if _is(tree, TensorProperties) else None
     dtype = state[0] if type(state) is tuple and len(state) == 5 else None
     if type(dtype) is not Name or dtype.module != "torch" or dtype.name not in _DTYPES:

@@ -113,7 +113,7 @@ def chunk(x: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
 def repeat_interleave(x: Tensor, repeats: int, dim: int) -> Tensor:
     dim %= x.ndim
     shape = x.shape
-    # Repetition by broadcasting: the gradient is a sum.
+    # Repeated by broadcasting, whose gradient is a sum.
     repeated = expand(mint.unsqueeze(x, dim + 1), (*shape[: dim + 1], repeats, *shape[dim + 1 :]))
     return mint.reshape(repeated, (*shape[:dim], shape[dim] * repeats, *shape[dim + 1 :]))
 
