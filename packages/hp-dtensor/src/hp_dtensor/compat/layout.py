@@ -120,6 +120,7 @@ class Layout:
         """
         if self._alias_map is not None:
             return self._alias_map
+        # A negative dimension is counted from an end that is not known here.
         if any(getattr(placement, "dim", 0) < 0 for placement in self.placements):
             raise ValueError(f"{self}: name dimensions from the front, for a map by tensor dimension")
         dims: dict[int, list[str]] = {}

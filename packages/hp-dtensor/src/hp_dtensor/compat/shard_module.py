@@ -135,6 +135,7 @@ class _ModulePlan:
         if path not in self._modules:
             self._planned.problems.append(f"{label}: {describe_unknown('module', path, self._modules)}")
             return None
+        # Inputs and outputs of one module come from two plans and share one boundary.
         if path not in self._boundaries:
             module = self._modules[path]
             # Cells of MindSpore have `construct` in place of `forward`.
@@ -383,7 +384,7 @@ def input_names(function: Callable[..., Any]) -> InputNames:
     """Return the names of a function's inputs. A builtin without a signature has only `*args`."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:
+    except ValueError:  # functions of C extensions may have no signature
         return InputNames(rest="args")
     # Parameters of one kind are adjacent in a signature, in this order.
     named: dict[Any, list[str]] = {}
@@ -408,6 +409,7 @@ def input_problems(label: str, inputs: Any, names: InputNames) -> list[str]:
         return []
     if isinstance(inputs, dict):
         known = [*names.positional, *filter(None, (names.rest, *names.keyword_only))]
+        # `**kwargs` takes any name.
         unknown = [name for name in inputs if name not in known and names.keywords is None]
         return [f"{label}: {describe_unknown('input', name, dict.fromkeys(known))}" for name in unknown]
     if len(inputs) > len(names.positional) and names.rest is None:

@@ -165,6 +165,7 @@ class LocalRanks:
 
     def write_stacks(self) -> None:
         """Make every rank write its Python stacks to its output. Its children get no signal, which would end them."""
+        # `os.kill` reaches the rank alone; `_Process.signal` would reach its process group.
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process.popen.pid, signal.SIGUSR1)
@@ -255,6 +256,7 @@ class LocalRanks:
 
     def _failed(self) -> LaunchError:
         """Return the error for the user, after a short wait for errors of other ranks, which may be the cause."""
+        # Monotonic, as all times here: a correction of the system's clock must not change a timeout.
         deadline = time.monotonic() + _OTHERS_SECONDS
         while any(not p.failure and not p.has_ended for p in self._processes) and time.monotonic() < deadline:
             for _ in self._messages(_remaining(deadline)):

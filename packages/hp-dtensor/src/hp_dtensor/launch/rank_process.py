@@ -205,6 +205,7 @@ def _join(link: Link, setup: Setup) -> Platform:
     link.receive()
     if setup.rank == 0:
         # Chosen as late as possible, so that no other process takes the port first.
+        # Port 0: the system assigns a free one.
         with socket.socket() as probe:
             probe.bind((HOST, 0))
             link.send(f"{HOST}:{probe.getsockname()[1]}")

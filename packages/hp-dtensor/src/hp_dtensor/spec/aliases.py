@@ -81,6 +81,7 @@ def placements_of_aliases(
     used: set[str] = set()
     for dim, item in enumerate(aliases):
         names = [name for name in (item if isinstance(item, tuple) else (item,)) if name not in (None, NOT_SHARDED)]
+        # Placements have one entry per axis, so an axis cannot shard two dimensions.
         for name in names:
             check_alias(name, axis_names)
             if name in used:

@@ -158,6 +158,7 @@ def ranks_by_fact(facts: Mapping[int, str]) -> dict[str, list[int]]:
 
 def _ranks_and_facts(by_fact: Mapping[str, Sequence[int]]) -> str:
     """Return `rank 3: <fact>; ranks 0, 1, 2: <fact>`, the fewest ranks first."""
+    # The minority is likely the mistake.
     ordered = sorted(by_fact.items(), key=lambda item: len(item[1]))
     return "; ".join(f"{name_ranks(ranks)}: {fact}" for fact, ranks in ordered)
 
@@ -170,6 +171,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def _exchange(mesh: DeviceMesh, data: bytes) -> dict[int, bytes]:
     """Return the data of every rank of the mesh, by global rank, in the order of the mesh."""
+    # One group of all ranks of the mesh, not one exchange per axis.
     ranks = mesh.ranks()
     return dict(zip(ranks, mesh.world.group(ranks).all_gather_bytes(data), strict=True))
 

@@ -250,6 +250,7 @@ def join_ranges(ranges: Sequence[tuple[int, int]]) -> Ranges:
 
 def _take(ranges: Ranges, begin: int, end: int) -> list[tuple[int, int]]:
     """Slice concatenated ranges: return the ranges of their elements from number `begin` to `end`."""
+    # `passed` elements precede the current range.
     result, passed = [], 0
     for start, stop in ranges:
         low, high = max(begin - passed, 0), min(end - passed, stop - start)
