@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pluggy
 import pytest
+from pydantic import Field
 
 from hp_dtensor.platform.plugins import PROJECT_NAME
 from hp_trainer import builtin_plugin, hookspecs, plugins
-from hp_trainer.config import AdamWConfig, setting
+from hp_trainer.config import AdamWConfig, section
 from hp_trainer.launch import platforms
 from hp_trainer.plugins import hookimpl
 from hp_trainer.registries import Registries, fill_registries
@@ -23,12 +23,12 @@ FOLDER = Path(__file__).parent
 sys.path[:0] = [str(FOLDER), str(FOLDER / "cli")]
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class TinyConfig:
-    hidden_size: int = setting(64, help="width of the residual stream", minimum=1)
-    num_attention_heads: int = setting(4, help="query heads", minimum=1)
-    num_key_value_heads: int = setting(2, help="key-value heads", minimum=1)
-    num_experts: int | None = setting(None, help="routed experts; null: a dense model", minimum=1)
+    hidden_size: int = Field(64, ge=1, description="width of the residual stream")
+    num_attention_heads: int = Field(4, ge=1, description="query heads")
+    num_key_value_heads: int = Field(2, ge=1, description="key-value heads")
+    num_experts: int | None = Field(None, ge=1, description="routed experts; null: a dense model")
 
 
 class TinyPlugin:

@@ -17,16 +17,16 @@ from hp_trainer.run import create_run
 
 # Written once: no parallelize of its own, so it is trained as a plain module.
 NEUTRAL = """\
-from dataclasses import dataclass
+from pydantic import Field
 
 from hp_dtensor import nn
 from hp_dtensor.tensor.init import Normal
-from hp_trainer.config import setting
+from hp_trainer.config import section
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class Options:
-    width: int = setting(8, help="width of an embedding", minimum=1)
+    width: int = Field(8, ge=1, description="width of an embedding")
 
 
 class Bigrams(nn.Module):

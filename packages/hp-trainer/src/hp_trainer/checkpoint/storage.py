@@ -14,13 +14,13 @@ import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import Field
 
-from hp_trainer.config import setting
+from hp_trainer.config import section
 from hp_trainer.exceptions import Problem
 from hp_trainer.failures import with_path
 
@@ -155,11 +155,11 @@ def _sync_folder(path: Path) -> None:
 _MARK = ".commit.json"
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class ObjectStorageConfig:
     """An object store, or any other file system that fsspec supports. Credentials come from the store's own library."""
 
-    url: str = setting(help="URL of the checkpoints, one per run: s3://bucket/runs/one")
+    url: str = Field(description="URL of the checkpoints, one per run: s3://bucket/runs/one")
 
     def check(self) -> Iterator[Problem]:
         try:

@@ -1,4 +1,4 @@
-"""Loading and dumping of configurations, and the list of all settings.
+"""Loading and dumping of configurations.
 
 Loading is strict and reports all problems at once, each with its path, line, expected and given value, and suggestion.
 """
@@ -12,11 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from hp_trainer.config._converter import INVALID, Converter
-from hp_trainer.config._tree import Items, Section, Tree, apply_overrides, escape, is_number, parse_file, read_text
+from hp_trainer.config.problems import join_path, problems_of
 from hp_trainer.config.schema import TrainerConfig
-from hp_trainer.config.settings import Component, choices_of, describe, field_types, is_required
+from hp_trainer.config.sections import Component, adapter
+from hp_trainer.config.yaml_tree import (
+    Items,
+    Scalar,
+    Section,
+    Tree,
+    apply_overrides,
+    escape,
+    is_number,
+    nodes_on,
+    parse_file,
+    parse_override,
+    plain,
+    read_text,
+)
 from hp_trainer.exceptions import ConfigError, Problem, raise_if_any
 from hp_trainer.registries import Registries
 
@@ -78,24 +93,43 @@ def parse_config(
     if tree is None:
         raise ConfigError(problems, source)
     problems += apply_overrides(tree, overrides)
-    converter = Converter(registered, TrainerConfig)
-    config = converter.section(TrainerConfig, tree, "")
-    # Problems of parsing and of conversion together.
-    raise_if_any([*problems, *converter.problems], ConfigError, source)
-    assert config is not INVALID, "an invalid configuration without a problem"
-    return LoadedConfig(config, dict(_sources(tree, "")))
+    config, errors = _validate(tree, registered)
+    misread = [error["loc"] for error in errors if _is_misread(error, tree)]
+    if misread:
+        problems += [problem for loc in misread for problem in parse_override(tree, loc)]
+        config, errors = _validate(tree, registered)
+    # Problems of parsing and of validation together.
+    unparsed = {problem.path for problem in problems}
+    problems += [each for each in problems_of(errors, tree, registered) if each.path not in unparsed]
+    raise_if_any(problems, ConfigError, source)
+    assert config is not None, "an invalid configuration without a problem"
+    return LoadedConfig(config, dict(_sources(tree)))
 
 
-def _sources(tree: Tree, path: str) -> Iterator[tuple[str, str]]:
+def _validate(tree: Section, registered: Registries) -> tuple[TrainerConfig | None, list[ErrorDetails]]:
+    try:
+        return adapter(TrainerConfig).validate_python(plain(tree), context=registered), []
+    except ValidationError as error:
+        return None, error.errors(include_url=False)
+
+
+def _is_misread(error: ErrorDetails, tree: Section) -> bool:
+    """Return whether the text of an override is not that of a string, and has to be parsed as YAML."""
+    *outer, node = nodes_on(tree, error["loc"])
+    is_text = isinstance(node, Scalar) and node.is_override
+    # A string that is no valid value, such as the name of a component, is a problem as it is.
+    return is_text and (error["type"] != "problem" or len(error["loc"]) > len(outer))
+
+
+def _sources(tree: Tree, *loc: str | int) -> Iterator[tuple[str, str]]:
     # The root has no path of its own.
-    if path:
-        yield path, tree.source
-    if isinstance(tree, Section):
-        for key, inner in tree.items.items():
-            yield from _sources(inner, f"{path}.{key}" if path else key)
-    elif isinstance(tree, Items):
-        for i, inner in enumerate(tree.items):
-            yield from _sources(inner, f"{path}[{i}]")
+    if loc:
+        yield join_path(loc), tree.source
+    inner: Iterable[tuple[str | int, Tree]] = ()
+    if isinstance(tree, (Section, Items)):
+        inner = tree.items.items() if isinstance(tree, Section) else enumerate(tree.items)
+    for key, each in inner:
+        yield from _sources(each, *loc, key)
 
 
 def to_plain(value: Any) -> Any:
@@ -150,76 +184,3 @@ def _escaped(tree: Any) -> Any:
     if isinstance(tree, list):
         return [_escaped(value) for value in tree]
     return escape(tree) if isinstance(tree, str) else tree
-
-
-@dataclass(frozen=True)
-class Option:
-    """A setting as a command-line option: `--path=value`.
-
-    Attributes:
-        path: dotted path. An option within the entries of a list is written `list[].name`, and can only be given as
-            part of the list.
-        takes: type of the value, in words.
-        default: the default as YAML; None: the setting is required.
-        help: one line.
-        when: the choice that it belongs to (`model.name=decoder`); empty: it always exists.
-        choices: the values of an enumeration or of a boolean, which shells complete; empty: any value of the type.
-    """
-
-    path: str
-    takes: str
-    default: str | None
-    help: str
-    when: str = ""
-    choices: tuple[str, ...] = ()
-
-
-def list_options(registered: Registries, schema: type = TrainerConfig) -> list[Option]:
-    """Return every option in the order of the schema, including those of all registered components."""
-    return list(_options(registered, schema, ""))
-
-
-def _options(registered: Registries, schema: type, path: str, when: str = "") -> Iterator[Option]:
-    for field in dataclasses.fields(schema):
-        annotation = field_types(schema)[field.name]
-        inner = f"{path}.{field.name}" if path else field.name
-        if "registry" in field.metadata:
-            yield from _component_options(registered, field, annotation, inner)
-        elif dataclasses.is_dataclass(annotation):
-            yield from _options(registered, annotation, inner, when)  # type: ignore[arg-type]
-        elif "sections" in field.metadata:
-            schema_of_one = field.metadata["sections"]
-            yield Option(inner, "a list of sections, or of paths", "[]", field.metadata["help"], when)
-            yield from _options(registered, schema_of_one, f"{inner}[]", when)
-        else:
-            # The default as it would be written in the file.
-            default = None if is_required(field) else _yaml(field.default)
-            yield Option(
-                inner, describe(annotation), default, field.metadata.get("help", ""), when, choices_of(annotation)
-            )
-
-
-def _component_options(
-    registered: Registries, field: dataclasses.Field[Any], annotation: Any, path: str
-) -> Iterator[Option]:
-    registry = getattr(registered, field.metadata["registry"])
-    names = ", ".join(registry.names()) or "none registered"
-    text = f"{field.metadata['help']}: {names}"
-    if annotation is not Component:
-        takes = "a list of names, or of {name: ..., option: ...}"
-        yield Option(path, takes, _yaml(field.metadata["default_name"]), text)
-        for name in registry.names():
-            yield from _options(registered, registry.options(name), f"{path}[]", f"name: {name} in {path}")
-        return
-    default = field.metadata["default_name"]
-    yield Option(f"{path}.name", f"the name of {registry.a_kind}", default, text, choices=tuple(registry.names()))
-    if any(hasattr(registry.options(name), "read_directory") for name in registry.names()):
-        directory = "directory of a Hugging Face model: its weights, and its sizes as defaults"
-        yield Option(f"{path}.from", "text or null", "null", directory)
-    for name in registry.names():
-        yield from _options(registered, registry.options(name), path, f"{path}.name={name}")
-
-
-def _yaml(value: Any) -> str:
-    text: str = yaml.safe_dump(to_plain(value), default_flow_style=True, width=10**6)
-    return text.removesuffix("\n").removesuffix("...").strip()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from hp_trainer.config.settings import Component, component, section, sections, setting
+from pydantic import Field
+
+from hp_trainer.config.sections import Component, FilePath, Registered, Sections, section
 from hp_trainer.exceptions import Problem
 from hp_trainer.sizes import EXPECTED as EXPECTED_SIZE
 from hp_trainer.sizes import parse_size
@@ -15,26 +16,28 @@ TensorParallelStyle = Literal["colwise", "rowwise"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class RunConfig:
     """Where the files of the run are written."""
 
-    folder: str | None = setting(None, help="folder of the run; null: runs/<name of the YAML file>-<date and time>")
+    folder: str | None = Field(
+        None, description="folder of the run; null: runs/<name of the YAML file>-<date and time>"
+    )
 
     def check(self) -> Iterator[Problem]:
         if self.folder == "":
             yield Problem(path="folder", what="empty", expected="a folder, or null", hint="null")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class LossScalingConfig:
     """Dynamic loss scaling for float16 (Micikevicius et al., 2018, "Mixed precision training")."""
 
-    enabled: bool = setting(True, help="scale the loss when training.dtype is float16")
-    init_scale: float = setting(65536.0, help="initial loss scale", above=0)
-    growth_factor: float = setting(2.0, help="factor on the scale after growth_interval steps in a row", minimum=1)
-    backoff_factor: float = setting(0.5, help="factor on the scale after an overflow, below 1", above=0)
-    growth_interval: int = setting(2000, help="steps without overflow before the scale grows", minimum=1)
+    enabled: bool = Field(True, description="scale the loss when training.dtype is float16")
+    init_scale: float = Field(65536.0, gt=0, description="initial loss scale")
+    growth_factor: float = Field(2.0, ge=1, description="factor on the scale after growth_interval steps in a row")
+    backoff_factor: float = Field(0.5, gt=0, description="factor on the scale after an overflow, below 1")
+    growth_interval: int = Field(2000, ge=1, description="steps without overflow before the scale grows")
 
     def check(self) -> Iterator[Problem]:
         if self.backoff_factor >= 1:
@@ -43,7 +46,7 @@ class LossScalingConfig:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class GuardConfig:
     """What to do about a loss that is NaN or infinite, or that spikes. All ranks take the same decision.
 
@@ -51,102 +54,107 @@ class GuardConfig:
     checkpoint and continue with the batch after the one that caused it.
     """
 
-    on_nonfinite: Literal["stop", "skip", "rollback"] = setting(
-        "stop", help="action when the loss or the gradient norm is NaN or infinite"
+    on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        "stop", description="action when the loss or the gradient norm is NaN or infinite"
     )
-    on_spike: Literal["ignore", "stop", "skip", "rollback"] = setting(
-        "ignore", help="action when the loss is spike_sigmas standard deviations above the mean of spike_window steps"
+    on_spike: Literal["ignore", "stop", "skip", "rollback"] = Field(
+        "ignore",
+        description="action when the loss is spike_sigmas standard deviations above the mean of spike_window steps",
     )
-    spike_window: int = setting(128, help="number of previous losses that a new loss is compared with", minimum=2)
-    spike_sigmas: float = setting(6.0, help="standard deviations above the mean that count as a spike", above=0)
-    max_interventions: int = setting(
-        10, help="most steps in a row that are skipped or rolled back before the run stops", minimum=1
+    spike_window: int = Field(128, ge=2, description="number of previous losses that a new loss is compared with")
+    spike_sigmas: float = Field(6.0, gt=0, description="standard deviations above the mean that count as a spike")
+    max_interventions: int = Field(
+        10, ge=1, description="most steps in a row that are skipped or rolled back before the run stops"
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class EmaConfig:
     """An exponential moving average of the weights (after Polyak and Juditsky, 1992).
 
     It needs as much memory as the weights, is sharded as they are, and is part of every checkpoint.
     """
 
-    decay: float | None = setting(
-        None, help="decay of the average per step, such as 0.999; null: no average", minimum=0
+    decay: float | None = Field(
+        None, ge=0, description="decay of the average per step, such as 0.999; null: no average"
     )
-    evaluate: bool = setting(True, help="evaluate the average instead of the current weights")
+    evaluate: bool = Field(True, description="evaluate the average instead of the current weights")
 
     def check(self) -> Iterator[Problem]:
         if self.decay is not None and self.decay >= 1:
             yield Problem(path="decay", what="out of range", expected="a number < 1", got=str(self.decay))
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class TrainingConfig:
     """Length, batch size, precision and memory of the training."""
 
-    steps: int = setting(help="total number of optimizer steps", minimum=1)
-    global_batch_size: int = setting(8, help="samples per optimizer step, over all ranks", minimum=1)
-    global_batch_tokens: int | None = setting(
-        None, help="tokens per optimizer step, over all ranks, instead of global_batch_size", minimum=1
+    steps: int = Field(ge=1, description="total number of optimizer steps")
+    global_batch_size: int = Field(8, ge=1, description="samples per optimizer step, over all ranks")
+    global_batch_tokens: int | None = Field(
+        None, ge=1, description="tokens per optimizer step, over all ranks, instead of global_batch_size"
     )
-    micro_batch_size: int | None = setting(
-        None, help="samples per rank and forward pass; null: all samples of the rank at once", minimum=1
+    micro_batch_size: int | None = Field(
+        None, ge=1, description="samples per rank and forward pass; null: all samples of the rank at once"
     )
-    micro_batch_tokens: int | None = setting(
-        None, help="tokens per rank and forward pass, instead of micro_batch_size", minimum=1
+    micro_batch_tokens: int | None = Field(
+        None, ge=1, description="tokens per rank and forward pass, instead of micro_batch_size"
     )
-    sequence_length: int = setting(256, help="tokens per sample", minimum=1)
-    seed: int = setting(0, help="seed of the initial weights and of the order of samples", minimum=0, maximum=2**63 - 1)
-    dtype: DTypeName = setting("float32", help="dtype of the computation; weights and optimizer state stay float32")
-    reduce_dtype: Literal["float32", "bfloat16", "float16"] = setting(
-        "float32", help="dtype of the gradient reduction over ranks"
+    sequence_length: int = Field(256, ge=1, description="tokens per sample")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of the initial weights and of the order of samples")
+    dtype: DTypeName = Field(
+        "float32", description="dtype of the computation; weights and optimizer state stay float32"
     )
-    loss_scaling: LossScalingConfig = section(LossScalingConfig, help="loss scaling for float16")
-    recompute: Literal["none", "full", "selective"] = setting(
-        "none", help="activation recomputation in backward: none, full, or all but the results in recompute_keep"
+    reduce_dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="dtype of the gradient reduction over ranks"
     )
-    recompute_every: int = setting(1, help="recompute every n-th block", minimum=1)
-    recompute_blocks: tuple[str, ...] = setting(
-        (), help="name patterns of the blocks to recompute, such as layers.1*; empty: all"
+    loss_scaling: LossScalingConfig = Field({}, validate_default=True, description="loss scaling for float16")
+    recompute: Literal["none", "full", "selective"] = Field(
+        "none", description="activation recomputation in backward: none, full, or all but the results in recompute_keep"
     )
-    recompute_keep: tuple[Literal["attention", "products", "collectives"], ...] | None = setting(
-        None, help="results that selective recomputation saves; null: all that the platform can save"
+    recompute_every: int = Field(1, ge=1, description="recompute every n-th block")
+    recompute_blocks: tuple[str, ...] = Field(
+        (), description="name patterns of the blocks to recompute, such as layers.1*; empty: all"
     )
-    activation_budget: str | None = setting(
-        None, help="memory for a rank's activations, such as 20GiB; recomputation and offload are chosen to fit"
+    recompute_keep: tuple[Literal["attention", "products", "collectives"], ...] | None = Field(
+        None, description="results that selective recomputation saves; null: all that the platform can save"
     )
-    activation_costs: Literal["estimated", "measured"] = setting(
-        "estimated", help="cost rates that the budget weighs recomputation and copies by; measured: at start-up"
+    activation_budget: str | None = Field(
+        None, description="memory for a rank's activations, such as 20GiB; recomputation and offload are chosen to fit"
     )
-    offload_activations: bool = setting(
-        False, help="copy saved activations to host memory; with activation_budget, only where that is cheapest"
+    activation_costs: Literal["estimated", "measured"] = Field(
+        "estimated", description="cost rates that the budget weighs recomputation and copies by; measured: at start-up"
     )
-    offload_optimizer: bool = setting(
-        False, help="keep the optimizer state in host memory and copy it to the device during updates"
+    offload_activations: bool = Field(
+        False, description="copy saved activations to host memory; with activation_budget, only where that is cheapest"
     )
-    compile: bool = setting(False, help="compile each block (torch.compile); not with parallel.tp > 1")
-    compile_backend: str = setting("inductor", help="backend of torch.compile")
-    freeze: tuple[str, ...] = setting((), help="name patterns of parameters that are not trained, such as embed.*")
-    clip_norm: float | None = setting(1.0, help="clip gradients to this global 2-norm; null: no clipping", above=0)
-    ema: EmaConfig = section(EmaConfig, help="exponential moving average of the weights")
-    replay_interval: int | None = setting(
+    offload_optimizer: bool = Field(
+        False, description="keep the optimizer state in host memory and copy it to the device during updates"
+    )
+    compile: bool = Field(False, description="compile each block (torch.compile); not with parallel.tp > 1")
+    compile_backend: str = Field("inductor", description="backend of torch.compile")
+    freeze: tuple[str, ...] = Field((), description="name patterns of parameters that are not trained, such as embed.*")
+    clip_norm: float | None = Field(1.0, gt=0, description="clip gradients to this global 2-norm; null: no clipping")
+    ema: EmaConfig = Field({}, validate_default=True, description="exponential moving average of the weights")
+    replay_interval: int | None = Field(
         None,
-        help="every n-th step is computed twice and compared bit by bit (silent corruption); null: never",
-        minimum=1,
+        ge=1,
+        description="every n-th step is computed twice and compared bit by bit (silent corruption); null: never",
     )
-    replica_check_interval: int | None = setting(
-        None, help="every n-th step the weights of replicas are compared; null: never", minimum=1
+    replica_check_interval: int | None = Field(
+        None, ge=1, description="every n-th step the weights of replicas are compared; null: never"
     )
-    label_smoothing: float = setting(
-        0.0, help="probability mass of each target spread evenly over the vocabulary", minimum=0, maximum=0.99
+    label_smoothing: float = Field(
+        0.0, ge=0, le=0.99, description="probability mass of each target spread evenly over the vocabulary"
     )
-    z_loss: float = setting(
-        0.0, help="weight of the z-loss, the squared log-sum-exp of the logits, which keeps them small", minimum=0
+    z_loss: float = Field(
+        0.0, ge=0, description="weight of the z-loss, the squared log-sum-exp of the logits, which keeps them small"
     )
-    guard: GuardConfig = section(GuardConfig, help="rules for losses that are not finite, or that spike")
-    eval_interval: int | None = setting(None, help="steps between evaluations; null: none", minimum=1)
-    eval_batches: int | None = setting(4, help="global batches per evaluation; null: all evaluation samples", minimum=1)
+    guard: GuardConfig = Field(
+        {}, validate_default=True, description="rules for losses that are not finite, or that spike"
+    )
+    eval_interval: int | None = Field(None, ge=1, description="steps between evaluations; null: none")
+    eval_batches: int | None = Field(4, ge=1, description="global batches per evaluation; null: all evaluation samples")
 
     def __post_init__(self) -> None:
         for unit in ("global_batch", "micro_batch"):
@@ -205,14 +213,16 @@ class TrainingConfig:
             yield Problem(path="recompute_keep", what=what, expected="some results", hint="training.recompute=full")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class AdamWConfig:
     """AdamW (Loshchilov and Hutter, 2019, "Decoupled weight decay regularization")."""
 
-    lr: float = setting(1e-3, help="peak learning rate", above=0)
-    betas: tuple[float, float] = setting((0.9, 0.95), help="decay rates of the first and second moment", minimum=0)
-    eps: float = setting(1e-8, help="added to the square root of the second moment", above=0)
-    weight_decay: float = setting(0.1, help="decoupled weight decay", minimum=0)
+    lr: float = Field(1e-3, gt=0, description="peak learning rate")
+    betas: tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]] = Field(
+        (0.9, 0.95), description="decay rates of the first and second moment"
+    )
+    eps: float = Field(1e-8, gt=0, description="added to the square root of the second moment")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay")
 
     def check(self) -> Iterator[Problem]:
         if max(self.betas) >= 1:
@@ -223,80 +233,86 @@ class AdamWConfig:
         return 2 * elements * itemsize
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class ParameterGroupConfig:
     """Parameters with a learning rate or weight decay of their own."""
 
-    match: tuple[str, ...] = setting(("*",), help="patterns of parameter names, such as *norm* or layers.0.*")
-    max_dims: int | None = setting(None, help="match only parameters with at most n dimensions; null: all", minimum=0)
-    lr_factor: float = setting(1.0, help="factor on the learning rate; 0: not updated", minimum=0)
-    weight_decay: float | None = setting(None, help="weight decay; null: the optimizer's", minimum=0)
+    match: tuple[str, ...] = Field(("*",), description="patterns of parameter names, such as *norm* or layers.0.*")
+    max_dims: int | None = Field(None, ge=0, description="match only parameters with at most n dimensions; null: all")
+    lr_factor: float = Field(1.0, ge=0, description="factor on the learning rate; 0: not updated")
+    weight_decay: float | None = Field(None, ge=0, description="weight decay; null: the optimizer's")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class LrScheduleConfig:
     """Warm-up and decay of the learning rate, as a factor on the optimizer's rate."""
 
-    kind: Literal["cosine", "wsd", "linear", "constant", "inverse_sqrt"] = setting(
-        "cosine", help="shape after warm-up: cosine, linear, warmup-stable-decay, constant, or 1/sqrt(step)"
+    kind: Literal["cosine", "wsd", "linear", "constant", "inverse_sqrt"] = Field(
+        "cosine", description="shape after warm-up: cosine, linear, warmup-stable-decay, constant, or 1/sqrt(step)"
     )
-    warmup_steps: int = setting(0, help="steps of linear warm-up from 0", minimum=0)
-    decay_steps: int | None = setting(
-        None, help="steps of the final decay of wsd; null: a tenth of all steps", minimum=1
+    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up from 0")
+    decay_steps: int | None = Field(
+        None, ge=1, description="steps of the final decay of wsd; null: a tenth of all steps"
     )
-    final_fraction: float = setting(
-        0.1, help="learning rate of the last step, as a fraction of the peak", minimum=0, maximum=1
+    final_fraction: float = Field(
+        0.1, ge=0, le=1, description="learning rate of the last step, as a fraction of the peak"
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class ParallelConfig:
     """Degrees of parallelism, as in `hp_trainer.ParallelDims`. Their product must be the number of ranks."""
 
-    dp_replicate: int = setting(1, help="data parallel replicas of the sharded model (HSDP)", minimum=1)
-    dp_shard: int = setting(-1, help="data parallel ranks that shard the weights (FSDP); -1: all remaining ranks")
-    cp: int = setting(1, help="context parallel ranks, which shard each sequence", minimum=1)
-    cp_method: Literal["auto", "ulysses", "ring", "all_gather"] = setting(
-        "auto", help="algorithm of context parallel attention; auto: the cheapest by the cost model"
+    dp_replicate: int = Field(1, ge=1, description="data parallel replicas of the sharded model (HSDP)")
+    dp_shard: int = Field(-1, description="data parallel ranks that shard the weights (FSDP); -1: all remaining ranks")
+    cp: int = Field(1, ge=1, description="context parallel ranks, which shard each sequence")
+    cp_method: Literal["auto", "ulysses", "ring", "all_gather"] = Field(
+        "auto", description="algorithm of context parallel attention; auto: the cheapest by the cost model"
     )
-    ulysses_degree: int | None = setting(
-        None, help="cp ranks that exchange heads (Ulysses), the others form rings; null: by cp_method", minimum=1
+    ulysses_degree: int | None = Field(
+        None, ge=1, description="cp ranks that exchange heads (Ulysses), the others form rings; null: by cp_method"
     )
-    tp: int = setting(1, help="tensor parallel ranks", minimum=1)
-    pp: int = setting(1, help="pipeline parallel ranks", minimum=1)
-    ep: int = setting(1, help="expert parallel ranks; -1: as many as divide both the experts and the ranks")
-    etp: int | None = setting(None, help="tensor parallel ranks within an expert, 1 or tp; null: tp", minimum=1)
-    expert_mesh: Literal["folded", "peer"] = setting(
-        "folded", help="folded: experts reuse the ranks of the dense layers; peer: ep is a mesh axis of its own"
+    tp: int = Field(1, ge=1, description="tensor parallel ranks")
+    pp: int = Field(1, ge=1, description="pipeline parallel ranks")
+    ep: int = Field(1, description="expert parallel ranks; -1: as many as divide both the experts and the ranks")
+    etp: int | None = Field(None, ge=1, description="tensor parallel ranks within an expert, 1 or tp; null: tp")
+    expert_mesh: Literal["folded", "peer"] = Field(
+        "folded", description="folded: experts reuse the ranks of the dense layers; peer: ep is a mesh axis of its own"
     )
-    ep_dispatcher: str = setting(
+    ep_dispatcher: str = Field(
         "all_to_all",
-        help="token dispatcher: all_to_all, all_to_all_int8, all_to_all_fp8, copy_per_expert, all_gather, two_level, "
-        "one of a plugin, or auto: the fastest by the cost model",
+        description="token dispatcher: all_to_all, all_to_all_int8, all_to_all_fp8, copy_per_expert, all_gather, "
+        "two_level, one of a plugin, or auto: the fastest by the cost model",
     )
-    ep_chunks: int | None = setting(
-        None, help="chunks of tokens whose dispatch overlaps the experts; null: 1, or with auto the fastest", minimum=1
-    )
-    ep_copies: int = setting(
-        0, help="most copies of busy experts on a rank, placed after each step by the measured loads", minimum=0
-    )
-    ep_move_interval: int | None = setting(
-        None, help="steps between moves of busy experts to other ranks, by the measured loads; null: never", minimum=1
-    )
-    ep_node_size: int | None = setting(None, help="ranks per node, for ep_dispatcher two_level and auto", minimum=1)
-    tp_plan: dict[str, TensorParallelStyle] | None = setting(
-        None, help="tensor parallel style of each layer of a plain module, by name (* matches one name component)"
-    )
-    fsdp_units: tuple[str, ...] = setting(
-        (), help="modules of a plain module to shard separately (* matches one name component); empty: numbered ones"
-    )
-    reshard_after_forward: bool | None = setting(
+    ep_chunks: int | None = Field(
         None,
-        help="free gathered weights after forward and gather them again for backward; null: yes, but in a pipeline "
-        "once per step",
+        ge=1,
+        description="chunks of tokens whose dispatch overlaps the experts; null: 1, or with auto the fastest",
     )
-    reduce_gradients: Literal["step", "micro_batch"] = setting(
-        "step", help="reduce gradients once per step, which holds unsharded gradients until then, or per micro-batch"
+    ep_copies: int = Field(
+        0, ge=0, description="most copies of busy experts on a rank, placed after each step by the measured loads"
+    )
+    ep_move_interval: int | None = Field(
+        None, ge=1, description="steps between moves of busy experts to other ranks, by the measured loads; null: never"
+    )
+    ep_node_size: int | None = Field(None, ge=1, description="ranks per node, for ep_dispatcher two_level and auto")
+    tp_plan: dict[str, TensorParallelStyle] | None = Field(
+        None,
+        description="tensor parallel style of each layer of a plain module, by name (* matches one name component)",
+    )
+    fsdp_units: tuple[str, ...] = Field(
+        (),
+        description="modules of a plain module to shard separately (* matches one name component); "
+        "empty: numbered ones",
+    )
+    reshard_after_forward: bool | None = Field(
+        None,
+        description="free gathered weights after forward and gather them again for backward; null: yes, but in a "
+        "pipeline once per step",
+    )
+    reduce_gradients: Literal["step", "micro_batch"] = Field(
+        "step",
+        description="reduce gradients once per step, which holds unsharded gradients until then, or per micro-batch",
     )
 
     @property
@@ -311,119 +327,131 @@ class ParallelConfig:
             yield Problem(path="ep", what="-1 needs expert_mesh = folded", expected="an integer >= 1", got="-1")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class PipelineConfig:
     """Stages and schedule of a pipeline (`parallel.pp` above 1); `hp-train schedule` prints a schedule."""
 
-    schedule: str = setting("1f1b", help="name of the schedule; `hp-train schedule` lists them")
-    stages_per_rank: int | None = setting(
-        None, help="stages on each rank; null: 2 for schedules that need several, else 1", minimum=1
+    schedule: str = Field("1f1b", description="name of the schedule; `hp-train schedule` lists them")
+    stages_per_rank: int | None = Field(
+        None, ge=1, description="stages on each rank; null: 2 for schedules that need several, else 1"
     )
-    microbatches: int | None = setting(
-        None, help="micro-batches per step; null: by training.micro_batch_size, or one sample each", minimum=1
+    microbatches: int | None = Field(
+        None, ge=1, description="micro-batches per step; null: by training.micro_batch_size, or one sample each"
     )
-    layers: tuple[int, ...] | None = setting(
-        None, help="number of layers of each stage; null: balanced by estimated operations", minimum=0
+    layers: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        None, description="number of layers of each stage; null: balanced by estimated operations"
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class CheckpointConfig:
     """When checkpoints are written and how many are kept; there is always one after the last step."""
 
-    interval: int | None = setting(None, help="steps between checkpoints; null: only after the last step", minimum=1)
-    keep: int | None = setting(2, help="number of newest checkpoints to keep; null: all", minimum=1)
-    keep_best: int = setting(0, help="older checkpoints to keep as well, those of lowest evaluation loss", minimum=0)
-    background: bool = setting(
-        False, help="write checkpoints in the background; training waits only for the copy to host memory"
+    interval: int | None = Field(None, ge=1, description="steps between checkpoints; null: only after the last step")
+    keep: int | None = Field(2, ge=1, description="number of newest checkpoints to keep; null: all")
+    keep_best: int = Field(0, ge=0, description="older checkpoints to keep as well, those of lowest evaluation loss")
+    background: bool = Field(
+        False, description="write checkpoints in the background; training waits only for the copy to host memory"
     )
-    folder: str | None = setting(
-        None, help="folder of the checkpoints; null: checkpoints/ in the run folder", is_path=True
+    folder: FilePath | None = Field(None, description="folder of the checkpoints; null: checkpoints/ in the run folder")
+    storage: Annotated[Component, Registered("checkpoint_storages", "local")] = Field(
+        {}, validate_default=True, description="storage of the checkpoints"
     )
-    storage: Component = component("checkpoint_storages", "local", help="storage of the checkpoints")
 
     def check(self) -> Iterator[Problem]:
         if self.folder == "":
             yield Problem(path="folder", what="empty", expected="a folder, or null", hint="null")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class MetricsConfig:
     """Trackers of metrics."""
 
-    trackers: tuple[Component, ...] = component(
-        "trackers", ("jsonl", "progress", "loss_curve", "expert_loads"), help="trackers of metrics, on rank 0"
+    trackers: tuple[Annotated[Component, Registered("trackers")], ...] = Field(
+        ("jsonl", "progress", "loss_curve", "expert_loads"),
+        validate_default=True,
+        description="trackers of metrics, on rank 0",
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class ProfileConfig:
     """Steps that every rank profiles. The traces are written to `profile/` in the run folder."""
 
-    first: int | None = setting(None, help="first step to profile; null: no profile", minimum=1)
-    last: int | None = setting(None, help="last step to profile; null: the same as first", minimum=1)
+    first: int | None = Field(None, ge=1, description="first step to profile; null: no profile")
+    last: int | None = Field(None, ge=1, description="last step to profile; null: the same as first")
 
     def check(self) -> Iterator[Problem]:
         if self.last is not None and (self.first is None or self.last < self.first):
             yield Problem(path="last", what="no step from first to last", got=f"{self.first}, {self.last}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class LaunchConfig:
     """The ranks that `hp-train` starts on this machine, and timeouts."""
 
-    local_ranks: int | None = setting(
-        None, help="ranks to start on this machine; null: one per accelerator, or cpu_ranks without any", minimum=1
+    local_ranks: int | None = Field(
+        None, ge=1, description="ranks to start on this machine; null: one per accelerator, or cpu_ranks without any"
     )
-    cpu_ranks: int = setting(1, help="ranks to start if local_ranks is null and there is no accelerator", minimum=1)
-    timeout_seconds: float = setting(
-        300.0, help="longest wait for other ranks, at start-up and in collectives, in seconds", minimum=10
+    cpu_ranks: int = Field(1, ge=1, description="ranks to start if local_ranks is null and there is no accelerator")
+    timeout_seconds: float = Field(
+        300.0, ge=10, description="longest wait for other ranks, at start-up and in collectives, in seconds"
     )
-    max_restarts: int = setting(
-        0, help="restarts from the newest checkpoint after a failure; the count resets with each checkpoint", minimum=0
+    max_restarts: int = Field(
+        0,
+        ge=0,
+        description="restarts from the newest checkpoint after a failure; the count resets with each checkpoint",
     )
-    verify_data: float = setting(
+    verify_data: float = Field(
         1.0,
-        help="fraction of the prepared data, drawn at random, whose checksums a resumed run verifies",
-        above=0,
-        maximum=1,
+        gt=0,
+        le=1,
+        description="fraction of the prepared data, drawn at random, whose checksums a resumed run verifies",
     )
-    stop_seconds: float = setting(
-        120.0, help="longest wait for the current step and its checkpoint after Ctrl-C or SIGTERM, in seconds", above=0
+    stop_seconds: float = Field(
+        120.0,
+        gt=0,
+        description="longest wait for the current step and its checkpoint after Ctrl-C or SIGTERM, in seconds",
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class GenerateConfig:
     """Text generation by the trained model."""
 
-    prompts: tuple[str, ...] = setting(("def ", "import "), help="prompts to continue after training")
-    max_new_tokens: int = setting(200, help="most tokens to generate per prompt", minimum=0)
-    temperature: float = setting(0.8, help="sampling temperature; 0: greedy", minimum=0)
-    top_k: int | None = setting(40, help="sample among the k most likely tokens; null: all", minimum=1)
-    seed: int = setting(0, help="seed of the sampling", minimum=0, maximum=2**63 - 1)
+    prompts: tuple[str, ...] = Field(("def ", "import "), description="prompts to continue after training")
+    max_new_tokens: int = Field(200, ge=0, description="most tokens to generate per prompt")
+    temperature: float = Field(0.8, ge=0, description="sampling temperature; 0: greedy")
+    top_k: int | None = Field(40, ge=1, description="sample among the k most likely tokens; null: all")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of the sampling")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class TrainerConfig:
     """The configuration of a run."""
 
-    run: RunConfig = section(RunConfig, help="the run folder")
-    platform: str | None = setting(
-        None, help="torch, mindspore, ...; null: HP_PLATFORM, or the only platform installed"
+    run: RunConfig = Field({}, validate_default=True, description="the run folder")
+    platform: str | None = Field(
+        None, description="torch, mindspore, ...; null: HP_PLATFORM, or the only platform installed"
     )
-    model: Component = component("models", "decoder", help="the model and its sizes")
-    data: Component = component("datasets", "text", help="the training data")
-    training: TrainingConfig = section(help="steps, batch size, precision, memory")
-    optimizer: Component = component("optimizers", "adamw", help="the optimizer and its settings")
-    parameter_groups: tuple[ParameterGroupConfig, ...] = sections(
-        ParameterGroupConfig, help="learning rate and weight decay by parameter name; the first match applies"
+    model: Annotated[Component, Registered("models", "decoder")] = Field(
+        {}, validate_default=True, description="the model and its sizes"
     )
-    lr_schedule: LrScheduleConfig = section(LrScheduleConfig, help="learning rate schedule")
-    parallel: ParallelConfig = section(ParallelConfig, help="degrees of parallelism")
-    pipeline: PipelineConfig = section(PipelineConfig, help="stages and schedule of a pipeline")
-    checkpoint: CheckpointConfig = section(help="when checkpoints are written and kept")
-    metrics: MetricsConfig = section(help="trackers of metrics")
-    profile: ProfileConfig = section(ProfileConfig, help="steps to profile")
-    launch: LaunchConfig = section(LaunchConfig, help="local ranks and timeouts")
-    generate: GenerateConfig = section(GenerateConfig, help="text generation")
+    data: Annotated[Component, Registered("datasets", "text")] = Field(
+        {}, validate_default=True, description="the training data"
+    )
+    training: TrainingConfig = Field({}, validate_default=True, description="steps, batch size, precision, memory")
+    optimizer: Annotated[Component, Registered("optimizers", "adamw")] = Field(
+        {}, validate_default=True, description="the optimizer and its settings"
+    )
+    parameter_groups: Sections[ParameterGroupConfig] = Field(
+        (), description="learning rate and weight decay by parameter name; the first match applies"
+    )
+    lr_schedule: LrScheduleConfig = Field({}, validate_default=True, description="learning rate schedule")
+    parallel: ParallelConfig = Field({}, validate_default=True, description="degrees of parallelism")
+    pipeline: PipelineConfig = Field({}, validate_default=True, description="stages and schedule of a pipeline")
+    checkpoint: CheckpointConfig = Field({}, validate_default=True, description="when checkpoints are written and kept")
+    metrics: MetricsConfig = Field({}, validate_default=True, description="trackers of metrics")
+    profile: ProfileConfig = Field({}, validate_default=True, description="steps to profile")
+    launch: LaunchConfig = Field({}, validate_default=True, description="local ranks and timeouts")
+    generate: GenerateConfig = Field({}, validate_default=True, description="text generation")

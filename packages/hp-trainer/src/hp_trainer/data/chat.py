@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field
 
 from hp_trainer._files import read_plain_text
-from hp_trainer.config import sections, setting
+from hp_trainer.config import FilePath, Sections, section
 from hp_trainer.data.corpus import Document
 from hp_trainer.data.documents import DocumentsConfig, DocumentsSource, FilesConfig, Packing, Source
 from hp_trainer.data.formats import Record
@@ -245,39 +246,40 @@ def _without_marks(text: str, mark: str) -> MarkedText:
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class ChatFieldsConfig:
     """Names of the fields of a conversation in a record."""
 
-    messages_field: str = setting("messages", help="field with a list of messages, each with role and content")
-    prompt_field: str = setting("prompt", help="field with the prompt, for records without messages")
-    completion_field: str = setting("completion", help="field with the completion of the prompt")
+    messages_field: str = Field("messages", description="field with a list of messages, each with role and content")
+    prompt_field: str = Field("prompt", description="field with the prompt, for records without messages")
+    completion_field: str = Field("completion", description="field with the completion of the prompt")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class ChatFilesConfig(ChatFieldsConfig, FilesConfig):
     """Files of one source of conversations."""
 
-    path: str = setting(help="file, folder, or a pattern such as train-*.parquet", is_path=True)
-    weight: float | None = setting(None, help="relative frequency of samples of this source", above=0)
+    path: FilePath = Field(description="file, folder, or a pattern such as train-*.parquet")
+    weight: float | None = Field(None, gt=0, description="relative frequency of samples of this source")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class ChatDataConfig(ChatFieldsConfig, DocumentsConfig):
     """Settings of the dataset `chat`: conversations, or prompts with completions, for fine-tuning."""
 
-    sources: tuple[ChatFilesConfig, ...] = sections(ChatFilesConfig, help="several sources, instead of path")
-    eval: tuple[ChatFilesConfig, ...] = sections(
-        ChatFilesConfig, help="sources for evaluation; empty: eval_fraction of the training sources"
+    sources: Sections[ChatFilesConfig] = Field((), description="several sources, instead of path")
+    eval: Sections[ChatFilesConfig] = Field(
+        (), description="sources for evaluation; empty: eval_fraction of the training sources"
     )
-    template: Literal["chatml", "llama3", "plain"] | None = setting(
-        None, help="name of a chat template; null: template_file, or the template in the tokenizer's directory"
+    template: Literal["chatml", "llama3", "plain"] | None = Field(
+        None, description="name of a chat template; null: template_file, or the template in the tokenizer's directory"
     )
-    template_file: str | None = setting(None, help="file with a chat template in Jinja", is_path=True)
-    loss_on: Literal["answers", "everything"] = setting("answers", help="tokens that are predicted")
-    packing: Literal["whole", "none"] = setting(
+    template_file: FilePath | None = Field(None, description="file with a chat template in Jinja")
+    loss_on: Literal["answers", "everything"] = Field("answers", description="tokens that are predicted")
+    packing: Literal["whole", "none"] = Field(
         "whole",
-        help="whole: as many complete conversations per row as fit; none: one per row; longer ones are truncated",
+        description="whole: as many complete conversations per row as fit; none: one per row; "
+        "longer ones are truncated",
     )
 
     def check(self) -> Iterator[Problem]:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field
 
-from hp_trainer.config import setting
+from hp_trainer.config import FilePath, section
 from hp_trainer.data.corpus import (
     Corpus,
     CorpusInfo,
@@ -39,16 +40,16 @@ _BATCH = 256
 _USES = ("training", "evaluation")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class FilesConfig:
     """Settings of the files of one source."""
 
-    path: str | None = setting(None, help="file, folder, or a pattern such as train-*.parquet", is_path=True)
-    format: Format = setting("auto", help="format of the files; auto: chosen by file ending")
-    suffixes: tuple[str, ...] = setting((), help="file endings to read in a folder, such as .py; empty: all")
-    split: str | None = setting(None, help="split of a saved DatasetDict; null: train")
-    max_tokens: int | None = setting(
-        None, help="stop reading after this number of tokens; null: read all", minimum=2, maximum=2**63 - 1
+    path: FilePath | None = Field(None, description="file, folder, or a pattern such as train-*.parquet")
+    format: Format = Field("auto", description="format of the files; auto: chosen by file ending")
+    suffixes: tuple[str, ...] = Field((), description="file endings to read in a folder, such as .py; empty: all")
+    split: str | None = Field(None, description="split of a saved DatasetDict; null: train")
+    max_tokens: int | None = Field(
+        None, ge=2, le=2**63 - 1, description="stop reading after this number of tokens; null: read all"
     )
 
     def check(self) -> Iterator[Problem]:
@@ -60,17 +61,17 @@ class FilesConfig:
                 yield Problem(path="suffixes", what=what, expected="'.txt'", got=repr(suffix), hint=f"'.{suffix}'")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class DocumentsConfig(FilesConfig):
     """Settings shared by datasets of documents. The settings of files are those of a single source, see `sources`."""
 
-    tokenizer: str | None = setting(None, help="tokenizer.json, or a directory with one; null: bytes", is_path=True)
-    end_token: str | None = setting(None, help="token after each document; null: taken from the tokenizer's files")
-    eval_fraction: float = setting(
-        0.05, help="fraction of the tokens, at the end, used for evaluation", minimum=0, maximum=0.9
+    tokenizer: FilePath | None = Field(None, description="tokenizer.json, or a directory with one; null: bytes")
+    end_token: str | None = Field(None, description="token after each document; null: taken from the tokenizer's files")
+    eval_fraction: float = Field(
+        0.05, ge=0, le=0.9, description="fraction of the tokens, at the end, used for evaluation"
     )
-    cache: str | None = setting(
-        None, help="folder of prepared data that runs share; null: .data next to the run folder", is_path=True
+    cache: FilePath | None = Field(
+        None, description="folder of prepared data that runs share; null: .data next to the run folder"
     )
 
     def check(self) -> Iterator[Problem]:

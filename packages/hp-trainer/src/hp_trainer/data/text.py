@@ -3,44 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from pydantic import Field
 
-from hp_trainer.config import sections, setting
+from hp_trainer.config import FilePath, Sections, section
 from hp_trainer.data.corpus import Document
 from hp_trainer.data.documents import DocumentsConfig, DocumentsSource, FilesConfig, Packing, Source
 from hp_trainer.data.formats import Record, standard_library
 from hp_trainer.exceptions import DataError
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class TextFilesConfig(FilesConfig):
     """Files of one source of text."""
 
-    path: str = setting(help="file, folder, or a pattern such as train-*.parquet", is_path=True)
-    field: str = setting("text", help="field or column with the text, in files with records")
-    weight: float | None = setting(None, help="relative frequency of samples of this source", above=0)
+    path: FilePath = Field(description="file, folder, or a pattern such as train-*.parquet")
+    field: str = Field("text", description="field or column with the text, in files with records")
+    weight: float | None = Field(None, gt=0, description="relative frequency of samples of this source")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class TextDataConfig(DocumentsConfig):
     """Settings of the dataset `text`."""
 
-    path: str | None = setting(
+    path: FilePath | None = Field(
         None,
-        help="file, folder, or a pattern such as train-*.parquet; null: Python's standard library on this machine",
-        is_path=True,
+        description="file, folder, or a pattern such as train-*.parquet; null: Python's standard library on "
+        "this machine",
     )
-    field: str = setting("text", help="field or column with the text, in files with records")
-    sources: tuple[TextFilesConfig, ...] = sections(TextFilesConfig, help="several sources, instead of path")
-    eval: tuple[TextFilesConfig, ...] = sections(
-        TextFilesConfig, help="sources for evaluation; empty: eval_fraction of the training sources"
+    field: str = Field("text", description="field or column with the text, in files with records")
+    sources: Sections[TextFilesConfig] = Field((), description="several sources, instead of path")
+    eval: Sections[TextFilesConfig] = Field(
+        (), description="sources for evaluation; empty: eval_fraction of the training sources"
     )
-    packing: Packing = setting(
+    packing: Packing = Field(
         "concatenate",
-        help="concatenate: windows of all documents in sequence; documents: the same, with documents separated; "
+        description="concatenate: windows of all documents in sequence; documents: the same, with documents separated; "
         "whole: as many complete documents per row as fit; none: one document per row",
     )
 

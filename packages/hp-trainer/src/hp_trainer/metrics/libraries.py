@@ -6,11 +6,12 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hp_trainer.config import dump_config, setting, settings_by_path, to_plain
+from pydantic import Field
+
+from hp_trainer.config import dump_config, section, settings_by_path, to_plain
 from hp_trainer.exceptions import Problem
 from hp_trainer.metrics.tracker import Tracker, evaluation_scalars, step_scalars
 from hp_trainer.records import EvaluationRecord, RunRecord, StepRecord
@@ -23,11 +24,11 @@ def missing_library(module: str, *, extra: str) -> Iterator[Problem]:
         yield Problem(path="name", what=what, hint=f"pip install 'hp-trainer[{extra}]'")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class TensorBoardConfig:
     """Event files for `tensorboard --logdir`."""
 
-    folder: str = setting("tensorboard", help="folder of the event files, within the run folder")
+    folder: str = Field("tensorboard", description="folder of the event files, within the run folder")
 
     def check(self) -> Iterator[Problem]:
         yield from missing_library("tensorboardX", extra="tensorboard")
@@ -70,15 +71,15 @@ class TensorBoardTracker(Tracker):
             self._writer.add_scalar(name, value, step)
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class WandbConfig:
     """A run of Weights & Biases. The API key comes from `wandb login` or WANDB_API_KEY."""
 
-    project: str = setting("hp-train", help="project of the run")
-    entity: str | None = setting(None, help="user or team; null: your default")
-    run_name: str | None = setting(None, help="name shown; null: the name of the run folder")
-    mode: Literal["online", "offline"] = setting(
-        "online", help="offline: files in the run folder, sent later by `wandb sync`"
+    project: str = Field("hp-train", description="project of the run")
+    entity: str | None = Field(None, description="user or team; null: your default")
+    run_name: str | None = Field(None, description="name shown; null: the name of the run folder")
+    mode: Literal["online", "offline"] = Field(
+        "online", description="offline: files in the run folder, sent later by `wandb sync`"
     )
 
     def check(self) -> Iterator[Problem]:
@@ -130,15 +131,15 @@ class WandbTracker(Tracker):
 _LONGEST_PARAMETER = 500
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class MlflowConfig:
     """A run of MLflow."""
 
-    tracking_uri: str | None = setting(
-        None, help="a server or a store; null: MLFLOW_TRACKING_URI, else mlflow.db in the run folder"
+    tracking_uri: str | None = Field(
+        None, description="a server or a store; null: MLFLOW_TRACKING_URI, else mlflow.db in the run folder"
     )
-    experiment: str = setting("hp-train", help="experiment of the run, created if there is none")
-    run_name: str | None = setting(None, help="name shown; null: the name of the run folder")
+    experiment: str = Field("hp-train", description="experiment of the run, created if there is none")
+    run_name: str | None = Field(None, description="name shown; null: the name of the run folder")
 
     def check(self) -> Iterator[Problem]:
         yield from missing_library("mlflow", extra="mlflow")

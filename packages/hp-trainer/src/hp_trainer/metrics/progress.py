@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from dataclasses import dataclass
 from typing import Any, TextIO
 
-from hp_trainer.config import setting
+from pydantic import Field
+
+from hp_trainer.config import section
 from hp_trainer.metrics.tracker import Tracker
 from hp_trainer.records import CheckpointRecord, EvaluationRecord, RunRecord, StepRecord
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class ProgressConfig:
     """Live progress on the terminal."""
 
-    interval_seconds: float = setting(5.0, help="seconds between lines if the output is not a terminal", minimum=0)
+    interval_seconds: float = Field(5.0, ge=0, description="seconds between lines if the output is not a terminal")
 
 
 class ProgressTracker(Tracker):

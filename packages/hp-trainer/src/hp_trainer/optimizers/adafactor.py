@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from pydantic import Field
 
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import replicate_like, to_full, zeros_placed_like
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_trainer.config import setting
+from hp_trainer.config import section
 
 Tensor = Any
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class AdafactorConfig:
     """Adafactor (Shazeer and Stern, 2018, "Adaptive learning rates with sublinear memory cost", arXiv 1804.04235)."""
 
-    lr: float = setting(1e-2, help="peak learning rate, relative to the root mean square of the weights", above=0)
-    decay_power: float = setting(0.8, help="the second moment decays by 1 - step**-decay_power", above=0, maximum=1)
-    eps: float = setting(1e-30, help="added to squared gradients", above=0)
-    smallest_scale: float = setting(
-        1e-3, help="least root mean square of weights that the learning rate is relative to", above=0
+    lr: float = Field(1e-2, gt=0, description="peak learning rate, relative to the root mean square of the weights")
+    decay_power: float = Field(0.8, gt=0, le=1, description="the second moment decays by 1 - step**-decay_power")
+    eps: float = Field(1e-30, gt=0, description="added to squared gradients")
+    smallest_scale: float = Field(
+        1e-3, gt=0, description="least root mean square of weights that the learning rate is relative to"
     )
-    clip_threshold: float = setting(1.0, help="largest root mean square of an update", above=0)
-    weight_decay: float = setting(0.0, help="decoupled weight decay", minimum=0)
+    clip_threshold: float = Field(1.0, gt=0, description="largest root mean square of an update")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
 
     def state_bytes(self, name: str, shape: tuple[int, ...], elements: int, itemsize: int) -> int:
         """Return the bytes of a matrix's row and column, which are replicated; see the hook `hp_optimizers`."""

@@ -14,21 +14,22 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+from pydantic import Field
 
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import local_of, zeros_placed_like
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_trainer.config import AdamWConfig, setting
+from hp_trainer.config import AdamWConfig, section
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class AdamW8bitConfig(AdamWConfig):
     """AdamW with 8-bit moments (Dettmers et al., 2022, "8-bit optimizers via block-wise quantization")."""
 
     has_plain_state: ClassVar[bool] = False
 
-    block_size: int = setting(256, help="elements that share a scale, along the last dimension", minimum=8)
-    min_elements: int = setting(4096, help="parameters with fewer elements keep float32 moments", minimum=1)
+    block_size: int = Field(256, ge=8, description="elements that share a scale, along the last dimension")
+    min_elements: int = Field(4096, ge=1, description="parameters with fewer elements keep float32 moments")
 
     def state_bytes(self, name: str, shape: tuple[int, ...], elements: int, itemsize: int) -> int:
         """Return the bytes of the codes and scales of both moments; see the hook `hp_optimizers`."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
 
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import local_of, zeros_placed_like
-from hp_trainer.config import setting
+from hp_trainer.config import section
 from hp_trainer.exceptions import Problem
 
 Tensor = Any
@@ -72,14 +73,14 @@ class ElementwiseOptimizer(ABC):
         return self._state
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class SGDConfig:
     """Stochastic gradient descent with momentum, as `torch.optim.SGD`."""
 
-    lr: float = setting(1e-2, help="peak learning rate", above=0)
-    momentum: float = setting(0.9, help="decay rate of the velocity; 0: none", minimum=0)
-    nesterov: bool = setting(False, help="look ahead by the velocity")
-    weight_decay: float = setting(0.0, help="added to the gradient, times the weight", minimum=0)
+    lr: float = Field(1e-2, gt=0, description="peak learning rate")
+    momentum: float = Field(0.9, ge=0, description="decay rate of the velocity; 0: none")
+    nesterov: bool = Field(False, description="look ahead by the velocity")
+    weight_decay: float = Field(0.0, ge=0, description="added to the gradient, times the weight")
 
     def check(self) -> Iterator[Problem]:
         yield from below_one(momentum=self.momentum)
@@ -109,13 +110,15 @@ class SGD(ElementwiseOptimizer):
         self.platform.copy_(parameter, ops.sub(parameter, ops.mul(step, learning_rate)))
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class LionConfig:
     """Lion (Chen et al., 2023, "Symbolic discovery of optimization algorithms", arXiv 2302.06675)."""
 
-    lr: float = setting(1e-4, help="peak learning rate; a third to a tenth of AdamW's", above=0)
-    betas: tuple[float, float] = setting((0.9, 0.99), help="decay rates of the update and of the momentum", minimum=0)
-    weight_decay: float = setting(1.0, help="decoupled weight decay; three to ten times AdamW's", minimum=0)
+    lr: float = Field(1e-4, gt=0, description="peak learning rate; a third to a tenth of AdamW's")
+    betas: tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]] = Field(
+        (0.9, 0.99), description="decay rates of the update and of the momentum"
+    )
+    weight_decay: float = Field(1.0, ge=0, description="decoupled weight decay; three to ten times AdamW's")
 
     def check(self) -> Iterator[Problem]:
         yield from below_one(betas=max(self.betas))

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hp_dtensor.platform.interface import Platform
-from hp_trainer.config import ParameterGroupConfig
-from hp_trainer.config.settings import matches_any
+from hp_trainer.config import ParameterGroupConfig, matches_any
 from hp_trainer.exceptions import Problem, TrainingError
 from hp_trainer.optimizers.state import has_plain_state, set_state, state_bytes
 

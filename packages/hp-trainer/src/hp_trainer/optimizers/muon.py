@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from hp_dtensor.optim import Muon, MuonOptions
 from hp_dtensor.platform.interface import Platform
-from hp_trainer.config import AdamWConfig, setting
-from hp_trainer.config.settings import matches_any
+from hp_trainer.config import AdamWConfig, matches_any, section
 from hp_trainer.exceptions import Problem
 from hp_trainer.optimizers.elementwise import below_one
 from hp_trainer.optimizers.groups import GroupedOptimizer
@@ -19,24 +19,26 @@ Tensor = Any
 AdamWBuilder = Callable[[list[tuple[str, Tensor]], AdamWConfig, Platform], Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class MuonConfig:
     """Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) for matrices, AdamW for all else."""
 
-    lr: float = setting(1e-3, help="peak learning rate of both, as AdamW's", above=0)
-    momentum: float = setting(0.95, help="decay rate of the running mean of gradients", minimum=0)
-    nesterov: bool = setting(True, help="look ahead by the momentum")
-    weight_decay: float = setting(0.1, help="decoupled weight decay of both", minimum=0)
-    steps: int = setting(5, help="steps of the Newton-Schulz iteration", minimum=1)
-    adamw: tuple[str, ...] = setting(
+    lr: float = Field(1e-3, gt=0, description="peak learning rate of both, as AdamW's")
+    momentum: float = Field(0.95, ge=0, description="decay rate of the running mean of gradients")
+    nesterov: bool = Field(True, description="look ahead by the momentum")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay of both")
+    steps: int = Field(5, ge=1, description="steps of the Newton-Schulz iteration")
+    adamw: tuple[str, ...] = Field(
         ("*embed*", "*head*", "*router*", "*gate.weight", "*experts.b?"),
-        help="patterns of names of matrices that AdamW updates",
+        description="patterns of names of matrices that AdamW updates",
     )
-    stacks: tuple[str, ...] = setting(
-        ("*experts*",), help="patterns of names of three-dimensional weights that are stacks of matrices"
+    stacks: tuple[str, ...] = Field(
+        ("*experts*",), description="patterns of names of three-dimensional weights that are stacks of matrices"
     )
-    betas: tuple[float, float] = setting((0.9, 0.95), help="AdamW's decay rates", minimum=0)
-    eps: float = setting(1e-8, help="AdamW's epsilon", above=0)
+    betas: tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]] = Field(
+        (0.9, 0.95), description="AdamW's decay rates"
+    )
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
 
     def check(self) -> Iterator[Problem]:
         yield from below_one(momentum=self.momentum, betas=max(self.betas))

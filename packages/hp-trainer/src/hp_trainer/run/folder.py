@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import secrets
@@ -14,7 +13,7 @@ from typing import Any
 
 from hp_trainer._files import read_plain_text, write_atomically, write_new
 from hp_trainer.checkpoint import Checkpoint, Storage
-from hp_trainer.config import LoadedConfig, TrainerConfig, dump_config, load_config, to_plain
+from hp_trainer.config import LoadedConfig, TrainerConfig, default_values, dump_config, load_config, to_plain
 from hp_trainer.exceptions import DataError, RunFolderError
 from hp_trainer.models.hugging_face import COMPANIONS
 from hp_trainer.plugins import registries
@@ -280,10 +279,4 @@ def check_model(checkpoint: Checkpoint, config: TrainerConfig) -> None:
 
 def model_defaults(config: TrainerConfig) -> dict[str, Any]:
     """Return the defaults of the model's options as plain values."""
-    found = {}
-    for field in dataclasses.fields(config.model.options):
-        if field.default is not dataclasses.MISSING:
-            found[field.name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            found[field.name] = field.default_factory()
-    return {name: to_plain(value) for name, value in found.items()}
+    return default_values(type(config.model.options))

@@ -20,8 +20,7 @@ from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.init import init_empty_weights, init_parameters, materialize
 from hp_fsdp import GradScaler
 from hp_trainer.checkpoint import Checkpoint
-from hp_trainer.config import TrainerConfig
-from hp_trainer.config.settings import matches_any
+from hp_trainer.config import TrainerConfig, matches_any
 from hp_trainer.data import BatchReader, Dataset, Samples
 from hp_trainer.exceptions import CheckpointError, ConfigError, ParallelDimsError, Problem, ProblemsError, raise_if_any
 from hp_trainer.models.hugging_face import ModelDirectory

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hp_trainer.config import section
 from hp_trainer.exceptions import Problem
 from hp_trainer.models.decoder.estimates import DecoderEstimates, head_flops_per_token, layer_flops_per_token
 from hp_trainer.models.decoder.lora import is_adapter
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     pass
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class DecoderConfig(DecoderOptions):
     """Configuration of the decoder.
 

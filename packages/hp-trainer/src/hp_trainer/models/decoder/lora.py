@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
+
+from pydantic import Field
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.distribute_module import place_parameter
 from hp_dtensor.spec.placements import Replicate, Shard
-from hp_trainer.config import setting
+from hp_trainer.config import section
 from hp_trainer.exceptions import Problem
 
 Tensor = Any
@@ -29,14 +30,15 @@ _ROWWISE = ("o_proj", "down_proj")
 _REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class LoraConfig:
     """Low-rank adapters of named projections. If a rank is set, only they are trained."""
 
-    rank: int | None = setting(None, help="width of the adapters; null: no adapters", minimum=1)
-    alpha: float = setting(16.0, help="the adapters' output is multiplied by alpha / rank", above=0)
-    targets: tuple[str, ...] = setting(
-        ("q_proj", "k_proj", "v_proj", "o_proj"), help="projections with adapters, by their names in transformers"
+    rank: int | None = Field(None, ge=1, description="width of the adapters; null: no adapters")
+    alpha: float = Field(16.0, gt=0, description="the adapters' output is multiplied by alpha / rank")
+    targets: tuple[str, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj"),
+        description="projections with adapters, by their names in transformers",
     )
 
     def check(self) -> Iterator[Problem]:

@@ -3,43 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal
 
-from hp_trainer.config import section, setting
+from pydantic import Field
+
+from hp_trainer.config import section
 from hp_trainer.exceptions import Problem
 from hp_trainer.models.decoder.lora import LoraConfig
 
 LayerKind = Literal["full", "sliding"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class RopeScalingConfig:
     """Scaling of rotary angles for longer texts; the defaults change nothing."""
 
-    kind: Literal["default", "linear", "llama3", "yarn"] = setting(
-        "default", help="no scaling; all angles alike; low frequencies only (Llama 3.1); or by frequency (YaRN)"
+    kind: Literal["default", "linear", "llama3", "yarn"] = Field(
+        "default", description="no scaling; all angles alike; low frequencies only (Llama 3.1); or by frequency (YaRN)"
     )
-    factor: float = setting(1.0, help="by how much texts become longer", minimum=1)
-    original_max_position_embeddings: int | None = setting(
-        None, help="llama3, yarn: length of the texts of the first training", minimum=1
+    factor: float = Field(1.0, ge=1, description="by how much texts become longer")
+    original_max_position_embeddings: int | None = Field(
+        None, ge=1, description="llama3, yarn: length of the texts of the first training"
     )
-    low_freq_factor: float = setting(
-        1.0, help="llama3: rotations in a text below which an angle is scaled fully", above=0
+    low_freq_factor: float = Field(
+        1.0, gt=0, description="llama3: rotations in a text below which an angle is scaled fully"
     )
-    high_freq_factor: float = setting(
-        4.0, help="llama3: rotations in a text above which an angle is unchanged", above=0
+    high_freq_factor: float = Field(
+        4.0, gt=0, description="llama3: rotations in a text above which an angle is unchanged"
     )
-    beta_fast: float = setting(32.0, help="yarn: rotations in a text above which an angle is unchanged", above=0)
-    beta_slow: float = setting(1.0, help="yarn: rotations in a text below which an angle is scaled fully", above=0)
-    attention_factor: float | None = setting(
-        None, help="yarn: factor on rotated queries and keys; null: from factor and mscale", above=0
+    beta_fast: float = Field(32.0, gt=0, description="yarn: rotations in a text above which an angle is unchanged")
+    beta_slow: float = Field(1.0, gt=0, description="yarn: rotations in a text below which an angle is scaled fully")
+    attention_factor: float | None = Field(
+        None, gt=0, description="yarn: factor on rotated queries and keys; null: from factor and mscale"
     )
-    mscale: float | None = setting(None, help="yarn: weight of the factor on queries and keys (DeepSeek)", above=0)
-    mscale_all_dim: float | None = setting(
-        None, help="yarn: the same for all dimensions, which scales attention's scores too (DeepSeek)", above=0
+    mscale: float | None = Field(None, gt=0, description="yarn: weight of the factor on queries and keys (DeepSeek)")
+    mscale_all_dim: float | None = Field(
+        None, gt=0, description="yarn: the same for all dimensions, which scales attention's scores too (DeepSeek)"
     )
-    truncate: bool = setting(True, help="yarn: round the first and last scaled pair to integers")
+    truncate: bool = Field(True, description="yarn: round the first and last scaled pair to integers")
 
     def check(self) -> Iterator[Problem]:
         if self.kind in ("llama3", "yarn") and self.original_max_position_embeddings is None:
@@ -54,95 +55,98 @@ class RopeScalingConfig:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class DecoderOptions:
     """Options of the decoder. Names are those of Hugging Face's configurations where they mean the same."""
 
-    vocab_size: int = setting(256, help="number of tokens of the vocabulary", minimum=2)
-    hidden_size: int = setting(192, help="width of a token", minimum=1)
-    num_hidden_layers: int = setting(4, help="decoder blocks", minimum=1)
-    tie_word_embeddings: bool = setting(False, help="use the embedding as the head")
-    scale_embeddings: bool = setting(False, help="multiply embeddings by the root of hidden_size (Gemma)")
-    logit_soft_cap: float | None = setting(None, help="cap logits smoothly: cap * tanh(logits / cap)", above=0)
-    initializer_range: float = setting(0.02, help="standard deviation of initial weights", above=0)
-    rms_norm_eps: float = setting(1e-6, help="added to the mean square", above=0)
-    norm_unit_offset: bool = setting(False, help="norms multiply by 1 + weight (Gemma)")
-    post_norms: bool = setting(False, help="normalize the outputs of attention and feed-forward too (Gemma 2)")
+    vocab_size: int = Field(256, ge=2, description="number of tokens of the vocabulary")
+    hidden_size: int = Field(192, ge=1, description="width of a token")
+    num_hidden_layers: int = Field(4, ge=1, description="decoder blocks")
+    tie_word_embeddings: bool = Field(False, description="use the embedding as the head")
+    scale_embeddings: bool = Field(False, description="multiply embeddings by the root of hidden_size (Gemma)")
+    logit_soft_cap: float | None = Field(None, gt=0, description="cap logits smoothly: cap * tanh(logits / cap)")
+    initializer_range: float = Field(0.02, gt=0, description="standard deviation of initial weights")
+    rms_norm_eps: float = Field(1e-6, gt=0, description="added to the mean square")
+    norm_unit_offset: bool = Field(False, description="norms multiply by 1 + weight (Gemma)")
+    post_norms: bool = Field(False, description="normalize the outputs of attention and feed-forward too (Gemma 2)")
 
-    attention: Literal["grouped", "latent"] = setting(
-        "grouped", help="grouped-query attention, or latent attention (DeepSeek)"
+    attention: Literal["grouped", "latent"] = Field(
+        "grouped", description="grouped-query attention, or latent attention (DeepSeek)"
     )
-    num_attention_heads: int = setting(6, help="query heads", minimum=1)
-    num_key_value_heads: int = setting(2, help="key-value heads, each shared by as many query heads", minimum=1)
-    head_dim: int = setting(32, help="width of a head", minimum=2)
-    qkv_bias: bool = setting(False, help="bias of the query, key and value projections (Qwen2.5)")
-    output_bias: bool = setting(False, help="bias of attention's output projection (gpt-oss)")
-    qk_norm: Literal["none", "head", "full"] = setting(
-        "none", help="normalize queries and keys: per head (Qwen3), or over all heads at once (OLMoE)"
+    num_attention_heads: int = Field(6, ge=1, description="query heads")
+    num_key_value_heads: int = Field(2, ge=1, description="key-value heads, each shared by as many query heads")
+    head_dim: int = Field(32, ge=2, description="width of a head")
+    qkv_bias: bool = Field(False, description="bias of the query, key and value projections (Qwen2.5)")
+    output_bias: bool = Field(False, description="bias of attention's output projection (gpt-oss)")
+    qk_norm: Literal["none", "head", "full"] = Field(
+        "none", description="normalize queries and keys: per head (Qwen3), or over all heads at once (OLMoE)"
     )
-    attention_scale: float | None = setting(None, help="factor on scores; null: 1 / root of a head's width", above=0)
-    attention_soft_cap: float | None = setting(None, help="cap attention's scores smoothly (Gemma 2)", above=0)
-    attention_sinks: bool = setting(False, help="one learned score per head that takes weight from the others")
-    attention_dropout: float = setting(
-        0.0, help="probability of dropping an attention weight in training, the same draws in every layout", minimum=0
+    attention_scale: float | None = Field(None, gt=0, description="factor on scores; null: 1 / root of a head's width")
+    attention_soft_cap: float | None = Field(None, gt=0, description="cap attention's scores smoothly (Gemma 2)")
+    attention_sinks: bool = Field(False, description="one learned score per head that takes weight from the others")
+    attention_dropout: float = Field(
+        0.0, ge=0, description="probability of dropping an attention weight in training, the same draws in every layout"
     )
-    sliding_window: int | None = setting(None, help="tokens that a sliding layer sees, itself included", minimum=1)
-    layer_pattern: tuple[LayerKind, ...] = setting(
-        ("sliding",), help="kinds of attention of the blocks in order, repeated; used with a sliding_window"
+    sliding_window: int | None = Field(None, ge=1, description="tokens that a sliding layer sees, itself included")
+    layer_pattern: tuple[LayerKind, ...] = Field(
+        ("sliding",), description="kinds of attention of the blocks in order, repeated; used with a sliding_window"
     )
-    q_lora_rank: int | None = setting(
-        None, help="latent: width of the compressed query; null: not compressed", minimum=1
+    q_lora_rank: int | None = Field(
+        None, ge=1, description="latent: width of the compressed query; null: not compressed"
     )
-    kv_lora_rank: int = setting(64, help="latent: width of the compressed keys and values", minimum=1)
-    qk_nope_head_dim: int = setting(32, help="latent: width of a head's part without rotation", minimum=1)
-    qk_rope_head_dim: int = setting(16, help="latent: width of a head's rotated part", minimum=2)
-    v_head_dim: int = setting(32, help="latent: width of a head's values", minimum=1)
-    rope_theta: float = setting(10000.0, help="base of the rotary angles", above=0)
-    rope_interleaved: bool = setting(False, help="latent: rotate neighbours (2i, 2i + 1) instead of halves")
-    rope_scaling: RopeScalingConfig = section(RopeScalingConfig, help="rotary angles beyond the trained length")
+    kv_lora_rank: int = Field(64, ge=1, description="latent: width of the compressed keys and values")
+    qk_nope_head_dim: int = Field(32, ge=1, description="latent: width of a head's part without rotation")
+    qk_rope_head_dim: int = Field(16, ge=2, description="latent: width of a head's rotated part")
+    v_head_dim: int = Field(32, ge=1, description="latent: width of a head's values")
+    rope_theta: float = Field(10000.0, gt=0, description="base of the rotary angles")
+    rope_interleaved: bool = Field(False, description="latent: rotate neighbours (2i, 2i + 1) instead of halves")
+    rope_scaling: RopeScalingConfig = Field(
+        {}, validate_default=True, description="rotary angles beyond the trained length"
+    )
 
-    intermediate_size: int = setting(512, help="hidden width of the dense layers", minimum=1)
-    hidden_act: Literal["silu", "gelu_tanh"] = setting("silu", help="gate of dense layers and experts")
-    num_experts: int | None = setting(None, help="routed experts per block; null: all blocks are dense", minimum=1)
-    num_dense_layers: int = setting(0, help="first blocks with one dense network instead of experts", minimum=0)
-    moe_intermediate_size: int = setting(128, help="hidden width of an expert", minimum=1)
-    num_experts_per_tok: int = setting(2, help="routed experts of a token", minimum=1)
-    num_shared_experts: int = setting(0, help="experts that see every token; they form one network", minimum=0)
-    norm_topk_prob: bool = setting(True, help="divide a token's scores by their sum")
-    score_func: Literal["softmax", "sigmoid", "sqrt_softplus", "softmax_of_top_k"] = setting(
-        "softmax", help="scores from the gate's logits; softmax_of_top_k: over the chosen experts alone"
+    intermediate_size: int = Field(512, ge=1, description="hidden width of the dense layers")
+    hidden_act: Literal["silu", "gelu_tanh"] = Field("silu", description="gate of dense layers and experts")
+    num_experts: int | None = Field(None, ge=1, description="routed experts per block; null: all blocks are dense")
+    num_dense_layers: int = Field(0, ge=0, description="first blocks with one dense network instead of experts")
+    moe_intermediate_size: int = Field(128, ge=1, description="hidden width of an expert")
+    num_experts_per_tok: int = Field(2, ge=1, description="routed experts of a token")
+    num_shared_experts: int = Field(0, ge=0, description="experts that see every token; they form one network")
+    norm_topk_prob: bool = Field(True, description="divide a token's scores by their sum")
+    score_func: Literal["softmax", "sigmoid", "sqrt_softplus", "softmax_of_top_k"] = Field(
+        "softmax", description="scores from the gate's logits; softmax_of_top_k: over the chosen experts alone"
     )
-    routed_scaling_factor: float = setting(1.0, help="factor on the scores", above=0)
-    n_group: int | None = setting(None, help="groups of experts for group-limited routing", minimum=1)
-    topk_group: int | None = setting(None, help="groups that a token picks from", minimum=1)
-    router_bias: bool = setting(False, help="bias of the gate that scores experts (gpt-oss)")
-    expert_bias: bool = setting(False, help="biases within experts (gpt-oss)")
-    swiglu_limit: float | None = setting(None, help="clamp the inputs of the experts' gates (gpt-oss)", above=0)
-    load_balance_coeff: float | None = setting(
-        1e-3, help="step of the bias that balances the experts' load; null: no bias", above=0
+    routed_scaling_factor: float = Field(1.0, gt=0, description="factor on the scores")
+    n_group: int | None = Field(None, ge=1, description="groups of experts for group-limited routing")
+    topk_group: int | None = Field(None, ge=1, description="groups that a token picks from")
+    router_bias: bool = Field(False, description="bias of the gate that scores experts (gpt-oss)")
+    expert_bias: bool = Field(False, description="biases within experts (gpt-oss)")
+    swiglu_limit: float | None = Field(None, gt=0, description="clamp the inputs of the experts' gates (gpt-oss)")
+    load_balance_coeff: float | None = Field(
+        1e-3, gt=0, description="step of the bias that balances the experts' load; null: no bias"
     )
-    micro_batch_aux_loss: float = setting(0.0, help="coefficient of the balance loss per micro-batch", minimum=0)
-    sequence_aux_loss: float = setting(0.0, help="coefficient of the balance loss per sequence", minimum=0)
-    global_batch_aux_loss: float = setting(0.0, help="coefficient of the balance loss per step", minimum=0)
-    router_z_loss: float = setting(0.0, help="coefficient of the square of the router's logsumexp", minimum=0)
-    capacity_factor: float | None = setting(
-        None, help="largest load of an expert over the mean; null: no token is dropped", above=0
+    micro_batch_aux_loss: float = Field(0.0, ge=0, description="coefficient of the balance loss per micro-batch")
+    sequence_aux_loss: float = Field(0.0, ge=0, description="coefficient of the balance loss per sequence")
+    global_batch_aux_loss: float = Field(0.0, ge=0, description="coefficient of the balance loss per step")
+    router_z_loss: float = Field(0.0, ge=0, description="coefficient of the square of the router's logsumexp")
+    capacity_factor: float | None = Field(
+        None, gt=0, description="largest load of an expert over the mean; null: no token is dropped"
     )
-    drop_policy: Literal["probability", "position"] = setting(
-        "probability", help="which tokens beyond the capacity are dropped: those of least score, or the last ones"
+    drop_policy: Literal["probability", "position"] = Field(
+        "probability",
+        description="which tokens beyond the capacity are dropped: those of least score, or the last ones",
     )
-    router_jitter: float = setting(
+    router_jitter: float = Field(
         0.0,
-        help="noise on the router's input in training, 0 to 1; draws differ with cp, pp and micro-batches",
-        minimum=0,
+        ge=0,
+        description="noise on the router's input in training, 0 to 1; draws differ with cp, pp and micro-batches",
     )
-    force_uniform_routing: bool = setting(False, help="send tokens to experts in turn, for benchmarks")
-    hash_routing: bool = setting(
-        False, help="choose experts by token id, at random once; scores still weight them (arXiv 2106.04426)"
+    force_uniform_routing: bool = Field(False, description="send tokens to experts in turn, for benchmarks")
+    hash_routing: bool = Field(
+        False, description="choose experts by token id, at random once; scores still weight them (arXiv 2106.04426)"
     )
-    shared_expert_gate: bool = setting(False, help="weight the shared experts by a gate (Qwen2-MoE)")
+    shared_expert_gate: bool = Field(False, description="weight the shared experts by a gate (Qwen2-MoE)")
 
-    lora: LoraConfig = section(LoraConfig, help="low-rank adapters; only they are trained")
+    lora: LoraConfig = Field({}, validate_default=True, description="low-rank adapters; only they are trained")
 
     def check(self) -> Iterator[Problem]:
         yield from block_problems(self)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hp_fsdp import PlannedParameter
 from hp_moe import expert_shard_dim
-from hp_trainer.config.settings import matches_any
+from hp_trainer.config import matches_any
 from hp_trainer.models.base import ModelPart
 from hp_trainer.models.decoder.lora import TARGETS, is_adapter
 from hp_trainer.models.decoder.options import DecoderOptions

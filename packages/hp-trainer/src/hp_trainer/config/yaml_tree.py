@@ -6,16 +6,18 @@ Environment variables (`${env:NAME}`, `${env:NAME:-default}`) are substituted wh
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from hp_trainer._files import read_plain_text
+from hp_trainer.config.sections import Text
 from hp_trainer.exceptions import ConfigError, Problem
 
 _REFERENCE = re.compile(r"(?P<literal>\$?)\$\{env:(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
@@ -60,19 +62,29 @@ _TEXT = ("str", "timestamp", "binary", "value", "merge")
 # into millions of values.
 _LONGEST_TEXT, _DEEPEST, _MOST_VALUES = 2**20, 50, 20_000
 _resolver: Any = yaml.resolver.Resolver()
+_SAFE = yaml.SafeLoader("")
+_CONSTRUCT: dict[str, Callable[[yaml.ScalarNode], bool | int | float]] = {
+    "bool": _SAFE.construct_yaml_bool,
+    "int": _SAFE.construct_yaml_int,
+    "float": _SAFE.construct_yaml_float,
+}
+# Larger integers overflow a float even in hexadecimal, and Python needs quadratic time to parse them.
+_MAX_DIGITS = 250
 
 
 @dataclass
 class Scalar:
     """A leaf: its text, its YAML tag (`null`, `bool`, `int`, `float` or `str`), its source and its file's folder.
 
-    A relative path is relative to that folder, or without a file to the working directory.
+    A relative path is relative to that folder, or without a file to the working directory. The text of an override on
+    the command line is a string until it is parsed as YAML.
     """
 
     text: str
     tag: str
     source: str
     folder: Path = Path()
+    is_override: bool = False
 
 
 @dataclass
@@ -92,15 +104,46 @@ class Section:
     sources: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass
-class Override:
-    """The text of `--a.b=text`. It is parsed as YAML unless the setting is a string."""
-
-    text: str
-    source: str
+Tree = Scalar | Items | Section
 
 
-Tree = Scalar | Items | Section | Override
+def plain(tree: Tree) -> Any:
+    """Return the Python value of a tree: dicts, tuples and scalars."""
+    if isinstance(tree, Section):
+        return {key: plain(value) for key, value in tree.items.items()}
+    if isinstance(tree, Items):
+        return tuple(plain(value) for value in tree.items)
+    value = scalar_value(tree)
+    return Text(value, tree.folder) if isinstance(value, str) else value
+
+
+def scalar_value(scalar: Scalar) -> bool | int | float | str | None:
+    """Return the Python value of a leaf, or its text where it does not match its tag (`!!int x`, `0x_`)."""
+    if scalar.tag == "null":
+        return None
+    # Python refuses to convert longer texts, since it takes quadratic time.
+    if scalar.tag == "int" and len(scalar.text) > _MAX_DIGITS:
+        return math.inf
+    # YAML 1.1 reads 12:30 as a sexagesimal number.
+    construct = None if scalar.tag in ("int", "float") and ":" in scalar.text else _CONSTRUCT.get(scalar.tag)
+    try:
+        return scalar.text if construct is None else construct(yaml.ScalarNode(_TAG + scalar.tag, scalar.text))
+    except (ValueError, KeyError):
+        return scalar.text
+
+
+def nodes_on(tree: Tree, loc: Iterable[str | int]) -> list[Tree]:
+    """Return the nodes from the root towards a location, down to the last one that the file has."""
+    nodes = [tree]
+    for key in loc:
+        if isinstance(tree, Section) and key in tree.items:
+            tree = tree.items[str(key)]
+        elif isinstance(tree, Items) and isinstance(key, int) and key < len(tree.items):
+            tree = tree.items[key]
+        else:
+            break
+        nodes.append(tree)
+    return nodes
 
 
 def parse_yaml(
@@ -243,13 +286,14 @@ def apply_overrides(tree: Tree, overrides: Iterable[tuple[str, str]]) -> list[Pr
     """
     problems = []
     for path, text in overrides:
-        problem = _apply(tree, path.split("."), Override(text, f"--{path}"))
+        value = Scalar(text, "null" if text in ("null", "~") else "str", f"--{path}", is_override=True)
+        problem = _apply(tree, path.split("."), value)
         if problem is not None:
             problems.append(problem)
     return problems
 
 
-def _apply(tree: Tree, keys: Sequence[str], value: Override) -> Problem | None:
+def _apply(tree: Tree, keys: Sequence[str], value: Scalar) -> Problem | None:
     path = ".".join(keys)
     if not all(keys):
         return Problem(path=path, what="not a dotted path", hint="--section.key=value", source=value.source)
@@ -273,6 +317,20 @@ def _apply(tree: Tree, keys: Sequence[str], value: Override) -> Problem | None:
             tree.sources[key] = value.source
         tree = tree.items[key]
     return None
+
+
+def parse_override(tree: Section, loc: Iterable[str | int]) -> list[Problem]:
+    """Parse the text of the override at or above a location as YAML, and return the problems."""
+    *_, outer, value = nodes_on(tree, loc)
+    # An override is the value of a key. Two errors may be due to the same one.
+    if not (isinstance(outer, Section) and isinstance(value, Scalar) and value.is_override):
+        return []
+    path = value.source.removeprefix("--")
+    parsed, problems = parse_yaml(value.text, value.source, numbered=False)
+    value.is_override = False
+    if parsed is not None:
+        outer.items[path.rpartition(".")[2]] = parsed if value.text else Scalar("", "null", value.source)
+    return [replace(problem, path=path) for problem in problems]
 
 
 _KEY = "include"
