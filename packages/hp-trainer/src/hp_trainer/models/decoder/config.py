@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from hp_trainer.config import section
 from hp_trainer.exceptions import Problem
@@ -12,9 +12,6 @@ from hp_trainer.models.decoder.estimates import DecoderEstimates, head_flops_per
 from hp_trainer.models.decoder.lora import is_adapter
 from hp_trainer.models.decoder.options import DecoderOptions, RopeScalingConfig
 from hp_trainer.models.hugging_face.architectures import read_architecture
-
-if TYPE_CHECKING:
-    pass
 
 
 @section
