@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 
 from hp_dtensor.tensor.init import Normal, draw, stream_key
 from hp_trainer._coordination import Alone
-from hp_trainer.models import DecoderConfig
+from hp_trainer.config.load import parse_config
+from hp_trainer.exceptions import ConfigError
+from hp_trainer.models import DecoderConfig, build_decoder
 from hp_trainer.models.hugging_face import ModelDirectory, read_architecture
 from hp_trainer.models.hugging_face.export import export_weights
 from hp_trainer.models.hugging_face.tensor_map import build_tensor_map
+from hp_trainer.plugins import registries
 
 SIZES = {
     "vocab_size": 40,
@@ -31,6 +35,12 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **LLAMA3}},
     "mistral": {"head_dim": 6, "sliding_window": 4, "rope_theta": 1000.0},
+    "ministral": {
+        "head_dim": 6,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "rope_theta": 1000.0,
+    },
     "qwen2": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
     "qwen3": {"head_dim": 6},
     "gemma2": {
@@ -81,6 +91,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {**YARN, "rope_theta": 500.0, "truncate": False},
     },
 }
+# float32 through three blocks.
+CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 IDS = (numpy.arange(20) * 7 % 40).reshape(2, 10)
 
 
@@ -123,3 +135,35 @@ def model_type_of(folder: Path) -> str:
     architecture, _, _ = read_architecture(folder)
     assert architecture is not None
     return architecture.model_type
+
+
+def logits_of_trained(platform, folder):
+    """The logits of the model that a run with `model.from` starts with.
+
+    Raises:
+        ConfigError: the run is refused.
+    """
+    text = f"model: {{from: {folder}}}\ntraining: {{steps: 1}}\n"
+    config = parse_config(text, [], registered=registries()).config.model.options
+    directory = ModelDirectory(folder, config)
+    if problems := list(directory.problems()):
+        raise ConfigError(problems, str(folder))
+    model = build_decoder(config, platform)
+    fill(platform, model, directory)
+    with platform.no_grad():
+        return platform.to_numpy(model(platform.from_numpy(IDS)))
+
+
+def logits_of_transformers(folder):
+    """transformers' logits, or None if it refuses the file or misses weights."""
+    transformers = pytest.importorskip("transformers")
+    try:
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, attn_implementation="eager"
+        )
+        if found["missing_keys"] or found["mismatched_keys"]:
+            return None
+        return model(model.lm_head.weight.new_tensor(IDS).long()).logits.detach().numpy()
+    except Exception:
+        # Whatever it raises: a file that transformers cannot run has no right logits.
+        return None

@@ -9,13 +9,23 @@ from pathlib import Path
 
 import numpy
 import pytest
-from hugging_face_models import CONFIGS, IDS, fill, model_type_of, options_of, write_model
+from hugging_face_models import (
+    CLOSE,
+    CONFIGS,
+    IDS,
+    fill,
+    logits_of_trained,
+    logits_of_transformers,
+    model_type_of,
+    options_of,
+    write_model,
+)
 
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.testing import run_ranks
 from hp_trainer._coordination import Alone
 from hp_trainer.checkpoint import Box
-from hp_trainer.exceptions import ExportError
+from hp_trainer.exceptions import ConfigError, ExportError
 from hp_trainer.models import DecoderConfig, build_decoder
 from hp_trainer.models.hugging_face import ARCHITECTURES, ModelDirectory
 from hp_trainer.models.hugging_face.export import export_weights, find_architecture, meaning
@@ -24,8 +34,6 @@ from hp_trainer.parallel import ParallelDims
 
 # Made by transformers with the weights of `write_model`; `test_transformers_computes_the_same` makes them again.
 REFERENCE = json.loads(Path(__file__).with_name("hugging_face_logits.json").read_text())
-# float32 through three blocks.
-CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 
 
 def logits_of(platform, folder):
@@ -64,6 +72,52 @@ def test_transformers_computes_the_same(platform, tmp_path, model_type):
     loaded.save_pretrained(tmp_path / "theirs", max_shard_size="10KB")
     numpy.testing.assert_allclose(logits_of(platform, tmp_path / "theirs"), expected, **CLOSE)
     assert options_of(tmp_path / "theirs") == options_of(tmp_path / "model")
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+# Each gave other logits than transformers; `proof_hugging_face.py` has thousands more. Ellipsis deletes a key.
+CHANGED = [
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    ("llama", {"rope_parameters": {**YARN, "factor": None}}),
+    ("mistral", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 16}),
+    ("mistral", {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 3}),
+    ("qwen2", {"max_window_layers": ...}),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}),
+    ("gemma2", {"attn_logit_softcapping": ...}),
+    ("gemma2", {"final_logit_softcapping": ...}),
+    ("deepseek_v3", {"rope_interleave": None}),
+    ("deepseek_v3", {"rope_scaling": {**CONFIGS["deepseek_v3"]["rope_scaling"], "mscale": 0.0}}),
+    ("gpt_oss", {"rope_parameters": ...}),
+]
+REFUSED = [
+    ("llama", {"is_causal": False}, "is_causal: is not supported"),
+    ("llama", {"num_key_value_heads": 0}, "num_key_value_heads: out of range"),
+    ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_scaling: factor: missing"),
+    ("qwen3", {"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
+    ("deepseek_v3", {"head_dim": 3}, "head_dim: is not supported"),
+]
+
+
+def change(folder, keys):
+    file = folder / "config.json"
+    config = {**json.loads(file.read_text()), **keys}
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+
+@pytest.mark.parametrize(("model_type", "keys"), CHANGED)
+def test_missing_and_changed_keys_mean_what_they_mean_to_transformers(platform, tmp_path, model_type, keys):
+    write_model(tmp_path / "model", model_type)
+    change(tmp_path / "model", keys)
+    expected = logits_of_transformers(tmp_path / "model")
+    numpy.testing.assert_allclose(logits_of_trained(platform, tmp_path / "model"), expected, **CLOSE)
+
+
+@pytest.mark.parametrize(("model_type", "keys", "message"), REFUSED)
+def test_what_the_decoder_cannot_compute_is_refused(platform, tmp_path, model_type, keys, message):
+    write_model(tmp_path / "model", model_type)
+    change(tmp_path / "model", keys)
+    with pytest.raises(ConfigError, match=message):
+        logits_of_trained(platform, tmp_path / "model")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -152,9 +206,7 @@ class TestDirectoriesThatDoNotFit:
         return "\n".join(map(str, ModelDirectory(folder, self.config).problems()))
 
     def change(self, folder, **keys):
-        file = folder / "config.json"
-        config = {**json.loads(file.read_text()), **keys}
-        file.write_text(json.dumps({key: value for key, value in config.items() if value is not Ellipsis}))
+        change(folder, keys)
         return "\n".join(map(str, DecoderConfig.read_directory(folder)[1]))
 
     def test_unknown_architecture(self, folder):

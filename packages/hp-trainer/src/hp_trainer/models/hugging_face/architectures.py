@@ -45,6 +45,7 @@ _SHARED_KEYS = (
     "rms_norm_eps",
     "initializer_range",
     "tie_word_embeddings",
+    "attention_dropout",
 )
 
 
@@ -58,7 +59,9 @@ class Architecture:
         copied: option of the decoder -> key of `config.json` and its type.
         fixed: options that this architecture always has.
         supported: key -> its supported values, besides null; any other value is a problem.
-        tied, rope_theta, rms_norm_eps: defaults for keys that are missing in `config.json`.
+        tied, rope_theta, rms_norm_eps, num_key_value_heads, head_dim, rope_parameters: transformers' defaults for keys
+            that are missing in `config.json`. Without a default there are as many key-value heads as heads, and heads
+            divide the hidden size.
         read_more, write_more: functions that return further options from a `config.json`, and further keys from the
             options.
     """
@@ -71,6 +74,9 @@ class Architecture:
     tied: bool = False
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rope_parameters: Mapping[str, Any] = field(default_factory=dict)
     read_more: Callable[[ConfigReader], Options] = lambda reader: {}
     write_more: Callable[[Any], Options] = lambda config: {}
 
@@ -83,19 +89,22 @@ class Architecture:
             "hidden_size": hidden,
             "num_hidden_layers": reader.take(int, "num_hidden_layers"),
             "num_attention_heads": heads,
-            "num_key_value_heads": reader.take(int, "num_key_value_heads", default=heads),
+            "num_key_value_heads": reader.take(
+                int, "num_key_value_heads", missing=self.num_key_value_heads or heads, default=heads
+            ),
             "intermediate_size": reader.take(int, "intermediate_size"),
             "rms_norm_eps": reader.take(float, "rms_norm_eps", default=self.rms_norm_eps),
             "initializer_range": reader.take(float, "initializer_range", default=0.02) or 0.02,
             "tie_word_embeddings": reader.take(bool, "tie_word_embeddings", default=self.tied),
-            # The decoder's default would train a bias that the architecture does not have.
-            "load_balance_coeff": None,
+            "attention_dropout": reader.take(float, "attention_dropout", default=0.0),
         }
         if self.fixed.get("attention") != "latent":
             # Latent attention has widths of its own for rotated and other elements.
-            options["head_dim"] = reader.take(int, "head_dim", default=(hidden or 0) // (heads or 1))
-        options |= read_rotary(reader, self.rope_theta)
+            divided = (hidden or 0) // (heads or 1)
+            options["head_dim"] = reader.take(int, "head_dim", missing=self.head_dim or divided, default=divided)
+        options |= read_rotary(reader, self.rope_theta, self.rope_parameters)
         options |= {name: reader.take(kind, key) for name, (key, kind) in self.copied.items()}
+        reader.only("is_causal", True)
         reader.only("quantization_config", hint="a copy of the model in bfloat16 or float32")
         for key, allowed in self.supported.items():
             reader.only(key, *allowed)
@@ -122,10 +131,14 @@ def _pattern(kinds: list[str]) -> tuple[str, ...]:
     return tuple(short)
 
 
-def _layer_types(reader: ConfigReader, otherwise: Callable[[int], bool]) -> Options:
-    """Return window and pattern from `layer_types`; if that is missing, layers with `otherwise(layer)` are sliding."""
-    window, given = reader.take(int, "sliding_window", default=None), reader.values.get("layer_types")
-    if window is None:
+def _layer_types(reader: ConfigReader, otherwise: Callable[[int], bool], window: int = 4096) -> Options:
+    """Return window and pattern from `layer_types`; if that is missing, layers with `otherwise(layer)` are sliding.
+
+    Args:
+        window: transformers' default for a missing `sliding_window`; null means no window.
+    """
+    size, given = _window(reader, window), reader.values.get("layer_types")
+    if size is None:
         return {}
     layers = reader.take(int, "num_hidden_layers") or 1
     kinds = given or ["sliding_attention" if otherwise(layer) else "full_attention" for layer in range(layers)]
@@ -135,7 +148,7 @@ def _layer_types(reader: ConfigReader, otherwise: Callable[[int], bool]) -> Opti
         reader.add("layer_types", "is not supported", expected, ", ".join(unknown) or f"{len(kinds)} layers")
     pattern = _pattern(list(map(str, kinds)))
     # No layer has the window.
-    return {} if pattern == ("full",) else {"sliding_window": window, "layer_pattern": pattern}
+    return {} if pattern == ("full",) else {"sliding_window": size, "layer_pattern": pattern}
 
 
 def _write_layer_types(config: Any) -> Options:
@@ -148,7 +161,7 @@ def _read_qwen_window(reader: ConfigReader) -> Options:
     # Qwen's files state a window even where this switch turns it off.
     if not reader.values.get("use_sliding_window"):
         return {}
-    first = reader.take(int, "max_window_layers", default=0)
+    first = reader.take(int, "max_window_layers", default=28)
     return _layer_types(reader, lambda layer: layer >= first)
 
 
@@ -158,8 +171,13 @@ def _write_qwen_window(config: Any) -> Options:
     return {"use_sliding_window": True, "max_window_layers": 0, **_write_layer_types(config)}
 
 
-def _read_window(reader: ConfigReader) -> Options:
-    return {"sliding_window": reader.take(int, "sliding_window", default=None)}
+def _window(reader: ConfigReader, missing: int | None) -> int | None:
+    window: int | None = reader.take(int, "sliding_window", missing=missing, default=None)
+    return window
+
+
+def _write_window(config: Any) -> Options:
+    return {"sliding_window": config.sliding_window}
 
 
 # Biases, experts, factors ----------------------------------------------------------------------------------
@@ -183,20 +201,24 @@ def _read_qwen_moe(reader: ConfigReader) -> Options:
     dense = reader.take(list, "mlp_only_layers", default=[])
     if dense != list(range(len(dense))):
         reader.add("mlp_only_layers", "is not supported", expected="the first layers, or none", got=str(dense))
-    more = {"num_dense_layers": len(dense)}
-    return _read_biases(reader) | _read_experts(reader) | _read_qwen_window(reader) | more
+    more: Options = {"num_dense_layers": len(dense)}
+    # Unlike dense Qwen3, all layers have the window: `max_window_layers` and `layer_types` are not read.
+    if reader.values.get("use_sliding_window"):
+        more["sliding_window"] = _window(reader, 4096)
+    return _read_biases(reader) | _read_experts(reader) | more
 
 
 def _write_qwen_moe(config: Any) -> Options:
     dense = {"mlp_only_layers": list(range(config.num_dense_layers)), "decoder_sparse_step": 1}
-    return _write_biases(config) | _write_qwen_window(config) | dense | {"num_experts": config.num_experts}
+    window = {"use_sliding_window": config.sliding_window is not None, **_write_window(config)}
+    return _write_biases(config) | window | dense | {"num_experts": config.num_experts}
 
 
 def _read_gemma(reader: ConfigReader) -> Options:
     per_head = reader.take(float, "query_pre_attn_scalar", default=256.0)
     caps = {
-        "attention_soft_cap": reader.take(float, "attn_logit_softcapping", default=None),
-        "logit_soft_cap": reader.take(float, "final_logit_softcapping", default=None),
+        "attention_soft_cap": reader.take(float, "attn_logit_softcapping", missing=50.0, default=None),
+        "logit_soft_cap": reader.take(float, "final_logit_softcapping", missing=30.0, default=None),
     }
     scale = {"attention_scale": None if not per_head else per_head**-0.5}
     return _read_biases(reader) | _layer_types(reader, lambda layer: layer % 2 == 0) | caps | scale
@@ -209,8 +231,9 @@ def _write_gemma(config: Any) -> Options:
         **_write_layer_types(config),
         "hidden_activation": "gelu_pytorch_tanh",
         "hidden_act": "gelu_pytorch_tanh",
-        # The inverse of what reading does; rounded so that integers are restored exactly.
-        "query_pre_attn_scalar": round(scale**-2, 9),
+        # The inverse of what reading does. transformers 5 takes integers only; another scale is not restored, so such
+        # a model is refused.
+        "query_pre_attn_scalar": round(scale**-2),
         "attn_logit_softcapping": config.attention_soft_cap,
         "final_logit_softcapping": config.logit_soft_cap,
     }
@@ -225,11 +248,13 @@ def _write_moe_width(config: Any) -> Options:
 
 
 def _read_deepseek(reader: ConfigReader) -> Options:
+    # transformers computes the rotary tables from `head_dim`.
+    reader.only("head_dim", reader.take(int, "qk_rope_head_dim", missing=64))
     return {
-        "q_lora_rank": reader.take(int, "q_lora_rank", default=None),
+        "q_lora_rank": reader.take(int, "q_lora_rank", missing=1536, default=None),
         # Latent attention expands keys and values for every head.
         "num_key_value_heads": reader.take(int, "num_attention_heads"),
-        "rope_interleaved": reader.take(bool, "rope_interleave", default=True),
+        "rope_interleaved": reader.take(bool, "rope_interleave", missing=True, default=False),
         # The correction bias is updated in training, as in the paper (arXiv 2412.19437, section 4.2).
         "load_balance_coeff": 1e-3,
     }
@@ -247,7 +272,7 @@ def _write_deepseek(config: Any) -> Options:
 
 def _read_gpt_oss(reader: ConfigReader) -> Options:
     more = {"swiglu_limit": reader.take(float, "swiglu_limit", default=7.0)}
-    return _read_moe_width(reader) | _layer_types(reader, lambda layer: layer % 2 == 0) | more
+    return _read_moe_width(reader) | _layer_types(reader, lambda layer: layer % 2 == 0, window=128) | more
 
 
 def _write_gpt_oss(config: Any) -> Options:
@@ -271,12 +296,22 @@ _ALL = (
         model_type="mistral",
         class_name="MistralForCausalLM",
         supported=_SILU,
-        read_more=_read_window,
-        write_more=lambda config: {"sliding_window": config.sliding_window},
+        num_key_value_heads=8,
+        read_more=lambda reader: {"sliding_window": _window(reader, 4096)},
+        write_more=_write_window,
+    ),
+    Architecture(
+        model_type="ministral",
+        class_name="MinistralForCausalLM",
+        supported=_SILU,
+        num_key_value_heads=8,
+        read_more=lambda reader: _layer_types(reader, lambda layer: True),
+        write_more=_write_layer_types,
     ),
     Architecture(
         model_type="qwen2",
         class_name="Qwen2ForCausalLM",
+        num_key_value_heads=32,
         fixed={"qkv_bias": True},
         supported=_SILU,
         read_more=_read_qwen_window,
@@ -285,6 +320,8 @@ _ALL = (
     Architecture(
         model_type="qwen3",
         class_name="Qwen3ForCausalLM",
+        num_key_value_heads=32,
+        head_dim=128,
         fixed={"qk_norm": "head"},
         supported=_SILU,
         read_more=lambda reader: _read_biases(reader) | _read_qwen_window(reader),
@@ -293,6 +330,8 @@ _ALL = (
     Architecture(
         model_type="gemma2",
         class_name="Gemma2ForCausalLM",
+        num_key_value_heads=4,
+        head_dim=256,
         fixed={
             "norm_unit_offset": True,
             "post_norms": True,
@@ -307,6 +346,7 @@ _ALL = (
     Architecture(
         model_type="qwen3_moe",
         class_name="Qwen3MoeForCausalLM",
+        num_key_value_heads=4,
         copied=_NORM_TOP_K | {"moe_intermediate_size": ("moe_intermediate_size", int)},
         fixed={"qk_norm": "head"},
         supported=_SILU | {"decoder_sparse_step": (1,)},
@@ -321,8 +361,9 @@ _ALL = (
         copied=_TOP_K,
         fixed={"norm_topk_prob": True},
         supported=_SILU,
-        read_more=lambda reader: _read_moe_width(reader) | _read_window(reader),
-        write_more=lambda config: _write_moe_width(config) | {"sliding_window": config.sliding_window},
+        num_key_value_heads=8,
+        read_more=lambda reader: _read_moe_width(reader) | {"sliding_window": _window(reader, None)},
+        write_more=lambda config: _write_moe_width(config) | _write_window(config),
     ),
     Architecture(
         model_type="olmoe",
@@ -367,6 +408,16 @@ _ALL = (
     Architecture(
         model_type="gpt_oss",
         class_name="GptOssForCausalLM",
+        num_key_value_heads=8,
+        head_dim=64,
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
         rope_theta=150000.0,
         rms_norm_eps=1e-5,
         copied=_TOP_K,
@@ -396,6 +447,9 @@ def read_architecture(folder: Path) -> tuple[Architecture | None, Options, Confi
     if reader.problems:
         return None, {}, reader
     name = reader.take(str, "model_type")
+    if name == "mistral" and "layer_types" in reader.values:
+        # transformers' AutoConfig does the same: only ministral has a window per layer.
+        name = "ministral"
     if name is None or name not in ARCHITECTURES:
         near = next(iter(difflib.get_close_matches(str(name), ARCHITECTURES, n=1)), "")
         if name is not None:
@@ -406,6 +460,18 @@ def read_architecture(folder: Path) -> tuple[Architecture | None, Options, Confi
 
 
 _MISSING = object()
+# Numbers of a `config.json` that may be zero; all others are sizes or factors.
+_MAY_BE_ZERO = (
+    "initializer_range",
+    "attention_dropout",
+    "first_k_dense_replace",
+    "n_shared_experts",
+    "max_window_layers",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
 
 
 class ConfigReader:
@@ -443,26 +509,40 @@ class ConfigReader:
         text = f"{self.where}: {f'{key}: ' if key else ''}{what}"
         self.problems.append(Problem(path="", what=text, expected=expected, got=got, hint=hint))
 
-    def take(self, kind: type, *keys: str, default: Any = _MISSING) -> Any:
+    def take(self, kind: type, *keys: str, default: Any = _MISSING, missing: Any = _MISSING) -> Any:
         """Return the value of the first key that is present and not null, converted to `kind`.
 
         A value of another type is a problem, and so is a missing key without default. None is returned then.
+
+        Args:
+            default: the value if all keys are missing or null.
+            missing: the value if all keys are missing, where null means something else.
         """
+        if missing is not _MISSING and not any(key in self.values for key in keys):
+            return missing
         for key in keys:
             found = self.values.get(key)
             if found is None:
                 continue
             # JSON writes 10000.0 as 10000 in some files. bool, a subclass of int, is refused by comparing types.
             if kind is float and type(found) is int:
-                return float(found)
-            if type(found) is kind:
-                return found
-            self.add(key, "wrong type", kind.__name__, repr(found))
-            return None
+                found = float(found)
+            if type(found) is not kind:
+                self.add(key, "wrong type", kind.__name__, repr(found))
+                return None
+            if kind in (int, float):
+                self._check_sign(key, self.values[key])
+            return found
         if default is _MISSING:
             self.add(keys[0], "missing", expected=kind.__name__)
             return None
         return default
+
+    def _check_sign(self, key: str, number: float) -> None:
+        """Add a problem if a number is negative, zero where it must not be, or not a number."""
+        may_be_zero = key in _MAY_BE_ZERO
+        if not (number > 0 or (number == 0 and may_be_zero)):
+            self.add(key, "out of range", f"a number >{'=' if may_be_zero else ''} 0", repr(number))
 
     def only(self, key: str, *allowed: Any, hint: str = "") -> None:
         """Add a problem unless the key is missing, null, or has one of the supported values."""
@@ -483,6 +563,7 @@ _NUMBERS = (
     "mscale",
     "mscale_all_dim",
 )
+_DEFAULT_AT_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 # Keys that `config.json` has for each kind.
 _OF_KIND = {
     "default": (),
@@ -492,33 +573,72 @@ _OF_KIND = {
 }
 
 
-def read_rotary(reader: ConfigReader, otherwise: float) -> dict[str, Any]:
-    """Return the options `rope_theta` (default: `otherwise`) and `rope_scaling` (as a mapping).
+def read_rotary(reader: ConfigReader, theta: float, otherwise: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options `rope_theta` and `rope_scaling` (as a mapping), as transformers 5 reads them.
 
-    They are read from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling`.
+    `rope_scaling` replaces all of `rope_parameters`, in which transformers 5 also has `rope_theta`.
+
+    Args:
+        theta: default of `rope_theta`.
+        otherwise: default of `rope_parameters`.
     """
-    given = reader.values.get("rope_parameters") or reader.values.get("rope_scaling") or {}
-    inner = ConfigReader(given if isinstance(given, dict) else {}, f"{reader.where}: rope_scaling")
+    given = reader.values.get("rope_parameters")
+    given = reader.values.get("rope_scaling") or (otherwise if given is None else given)
+    inner = ConfigReader(dict(given) if isinstance(given, Mapping) else {}, f"{reader.where}: rope_scaling")
+    nested = sorted(key for key, value in inner.values.items() if isinstance(value, Mapping))
+    if nested or not isinstance(given, Mapping):
+        inner.add("", "is not supported", expected="one mapping for all layers", got=", ".join(nested) or repr(given))
     kind = inner.take(str, "rope_type", "type", default="default")
     if kind not in _KINDS:
         inner.add("rope_type", "is not supported", expected=", ".join(_KINDS), got=repr(kind))
     scaling: dict[str, Any] = {"kind": kind}
-    if kind != "default":
-        # Missing numbers keep the defaults of `RopeScalingConfig`.
-        numbers = {key: inner.take(float, key, default=None) for key in _NUMBERS}
-        scaling |= {key: value for key, value in numbers.items() if value is not None}
-        scaling["truncate"] = inner.take(bool, "truncate", default=True)
-        original = inner.take(int, "original_max_position_embeddings", default=None)
-        if original is None and kind != "linear":
-            original = reader.take(int, "max_position_embeddings")
-        scaling["original_max_position_embeddings"] = original
+    if kind in _KINDS and kind != "default":
+        scaling |= _read_scaling(reader, inner, kind)
     # transformers 5 has the base within the rotary settings, transformers 4 at the top.
-    theta = inner.take(float, "rope_theta", default=None) or reader.take(float, "rope_theta", default=otherwise)
+    base = inner.take(float, "rope_theta", default=None)
+    if base is None:
+        base = reader.take(float, "rope_theta", default=theta)
     # transformers 4 has the key at the top, transformers 5 within the rotary settings.
     for each in (reader, inner):
         each.only("partial_rotary_factor", 1, 1.0)
     reader.problems += inner.problems
-    return {"rope_theta": theta, "rope_scaling": scaling}
+    return {"rope_theta": base, "rope_scaling": scaling}
+
+
+def _read_scaling(reader: ConfigReader, inner: ConfigReader, kind: str) -> dict[str, Any]:
+    """Return the numbers of scaled rotary angles.
+
+    Args:
+        inner: the rotary settings within the `config.json` of `reader`.
+    """
+    numbers = {key: inner.take(float, key, default=None) for key in _NUMBERS}
+    original = None
+    if kind != "linear":
+        # A key at the top has priority; without any, the length of the whole model is meant.
+        for each, key in (
+            (reader, "original_max_position_embeddings"),
+            (inner, "original_max_position_embeddings"),
+            (reader, "max_position_embeddings"),
+        ):
+            original = original or each.take(int, key, default=None)
+        if original is None:
+            reader.add("max_position_embeddings", "missing", expected="int")
+    if kind == "yarn":
+        # transformers uses its defaults in place of zeros here.
+        numbers |= {key: None for key in _DEFAULT_AT_ZERO if numbers[key] == 0}
+        length = reader.take(int, "max_position_embeddings", default=None)
+        if inner.values.get("factor", _MISSING) is None and original and length:
+            numbers["factor"] = length / original
+    for key in ("factor", "low_freq_factor", "high_freq_factor"):
+        if key in _OF_KIND[kind] and numbers[key] is None and key not in inner.values:
+            inner.add(key, "missing", expected="float")
+    if (numbers["factor"] or 1) < 1:
+        inner.add("factor", "out of range", expected="a number >= 1", got=repr(numbers["factor"]))
+    # Other missing numbers keep the defaults of `RopeScalingConfig`, which are those of transformers.
+    scaling: dict[str, Any] = {key: value for key, value in numbers.items() if value is not None}
+    # To transformers null is false.
+    scaling["truncate"] = inner.take(bool, "truncate", missing=True, default=False)
+    return scaling | {"original_max_position_embeddings": original}
 
 
 def write_rotary(config: Any) -> dict[str, Any]:

@@ -57,6 +57,14 @@ class ModelDirectory:
         yield from self._reader.problems
         if self.architecture is not None:
             yield from weight_problems(self.weights, self.tensors, self._is_ignored)
+            if self._tied and self._has_other_head():
+                # Some versions of transformers compute with these weights, others with the embedding.
+                yield Problem(
+                    path="",
+                    what=f"{self.path}: lm_head.weight differs from model.embed_tokens.weight",
+                    expected="equal weights, as tie_word_embeddings is true",
+                    hint="tie_word_embeddings=false",
+                )
 
     def read(self, name: str, box: Box) -> Array:
         """Return a box of one of the decoder's parameters or buffers as float32, reading only the bytes it needs.
@@ -68,9 +76,24 @@ class ModelDirectory:
             raise CheckpointError(f"{self.path} holds no weights for {name!r}")
         return self.tensors[name].read(box, self.weights.read)
 
+    def _has_other_head(self) -> bool:
+        """Return whether the directory has a head whose weights are not those of the embedding."""
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        weights = self.weights
+        if not {head, embedding} <= set(weights.names) or weights.shape(head) != weights.shape(embedding):
+            return head in weights.names and embedding in weights.names
+        rows, columns = weights.shape(head)
+        # Some rows at a time: a head in float32 can have gigabytes.
+        step = max(1, 2**24 // columns)
+        chunks = ((slice(start, start + step), slice(None)) for start in range(0, rows, step))
+        return not all(np.array_equal(weights.read(head, chunk), weights.read(embedding, chunk)) for chunk in chunks)
+
     def _is_ignored(self, name: str) -> bool:
-        """Return whether a tensor is superfluous: rotary tables, a tied head, layers of multi-token prediction."""
+        """Return whether a tensor is superfluous: empty, rotary tables, a tied head, or multi-token prediction."""
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self._tied):
+            return True
+        # transformers saves the weights of no shared experts.
+        if 0 in self.weights.shape(name):
             return True
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         assert self.architecture is not None
