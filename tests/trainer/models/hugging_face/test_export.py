@@ -93,7 +93,8 @@ def test_options_may_be_changed_where_the_weights_allow(lab: Lab, source):
     config = configured(lab, source, **{"model.load_balance_coeff": 0.01, "model.rope_theta": 77.0}).config
     assert config.model.options.load_balance_coeff == 0.01
     run = lab.train(create_run(lab.folder / "run", config))
-    export(run, lab.folder / "out")
+    # The bias has moved, and qwen3_moe has no place for it.
+    export(run, lab.folder / "out", lossy=True)
     assert json.loads((lab.folder / "out" / "config.json").read_text())["rope_theta"] == 77.0
 
 

@@ -39,6 +39,7 @@ def _formats(ctx: click.Context, parameter: click.Parameter, incomplete: str) ->
 )
 @weights_option
 @click.option("--file-bytes", type=click.IntRange(1), metavar="N", help="Largest size of a file of weights.")
+@click.option("--lossy", is_flag=True, help="Leave out what the architecture cannot express: logits change.")
 def export_command(
     run: str,
     to: str,
@@ -47,6 +48,7 @@ def export_command(
     lora: str | None,
     weights: str | None,
     file_bytes: int | None,
+    lossy: bool,
     overrides: Overrides,
 ) -> int:
     """Write the model of RUN as a Hugging Face directory: config.json, safetensors, tokenizer.
@@ -55,7 +57,7 @@ def export_command(
     for torch.distributed.checkpoint.
     """
     if form not in (None, _HUGGING_FACE):
-        given = {"dtype": dtype, "lora": lora, "weights": weights, "file-bytes": file_bytes}
+        given = {"dtype": dtype, "lora": lora, "weights": weights, "file-bytes": file_bytes, "lossy": lossy or None}
         for name, value in given.items():
             if value is not None:
                 raise click.UsageError(f"--{name} is for models; --format={form} writes the checkpoint unchanged")
@@ -80,6 +82,7 @@ def export_command(
         largest=file_bytes or LARGEST_FILE,
         adapters=lora == "adapter",
         averaged=weights == "ema",
+        lossy=lossy,
     )
     if is_launched():
         platform.disconnect()

@@ -32,6 +32,7 @@ from hp_trainer.models.hugging_face.architectures import read_architecture
 from hp_trainer.models.hugging_face.export import (
     ADAPTER_FILE,
     LARGEST_FILE,
+    ReadBox,
     export_adapters,
     export_weights,
     find_architecture,
@@ -44,6 +45,8 @@ from hp_trainer.models.hugging_face.tensor_map import Array, build_tensor_map
 from hp_trainer.run.folder import RunFolder, model_defaults
 
 DTYPES = ("float32", "bfloat16", "float16")
+# Buffers that only training reads: loads of the experts in the last step, and the calls that drew router noise.
+_TRAINING_STATE = (".last_shares", ".jitter_calls")
 
 
 def export_run(
@@ -57,6 +60,7 @@ def export_run(
     largest: int = LARGEST_FILE,
     adapters: bool = False,
     averaged: bool = False,
+    lossy: bool = False,
 ) -> list[str]:
     """Write the model of a checkpoint as a directory for transformers. Every rank of `group` calls this.
 
@@ -65,13 +69,14 @@ def export_run(
         largest: most bytes per file of weights.
         adapters: write only the adapters, as PEFT files; otherwise they are merged into the weights.
         averaged: write the moving average of each weight that has one.
+        lossy: write a model that computes something else, because the architecture cannot express a part of it.
 
     Returns:
         The names of the files of weights.
 
     Raises:
-        ExportError: the model is not a decoder or matches no architecture of transformers, or the directory cannot be
-            written.
+        ExportError: the model is not a decoder or matches no architecture of transformers, the architecture cannot
+            express a part of it, or the directory cannot be written.
         CheckpointError: there are no averages.
     """
     options = config.model.options
@@ -106,6 +111,12 @@ def export_run(
             ExportError,
         )
         return [ADAPTER_FILE]
+    lost = _losses(options, [name for name in shapes if name not in tensors], stored, shapes)
+    if lost and not lossy:
+        raise ExportError(
+            f"{model_type} of transformers cannot express a part of this model: {'; '.join(lost)}. "
+            "Add --lossy to export without it: the exported model then computes other logits"
+        )
     read = stored if options.lora.rank is None else merging(stored, shapes, options.lora.scale)
     names = export_weights(folder, tensors, read, described, group, dtype=chosen, largest=largest)
     if group.rank == 0:
@@ -134,6 +145,29 @@ def _describe(run: RunFolder, config: TrainerConfig) -> tuple[str, dict[str, Any
                 return architecture.model_type, values
     found = find_architecture(options)
     return found.model_type, values | found.write(options)
+
+
+def _losses(options: Any, unmapped: list[str], read: ReadBox, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return what an exported model would lose of what this one computes outside of training.
+
+    Args:
+        unmapped: parameters and buffers for which the architecture has no tensor.
+    """
+    # Adapters are merged, and only training reads the state of a loss. A bias that never moved changes nothing.
+    remaining = [name for name in unmapped if ".lora_" not in name and not name.endswith(_TRAINING_STATE)]
+    lost = [name for name in remaining if np.any(read(name, Box.full(shapes[name])))]
+    biases = [name for name in lost if name.endswith(".expert_bias")]
+    found = [name for name in lost if name not in biases]
+    if biases:
+        found.append(
+            f"the expert_bias of {len(biases)} layers, which load_balance_coeff = {options.load_balance_coeff} changed "
+            "and which chooses experts (train with model.load_balance_coeff=null and an auxiliary loss instead)"
+        )
+    if options.num_experts is not None and options.capacity_factor is not None:
+        found.append(f"capacity_factor = {options.capacity_factor} (tokens beyond an expert's capacity are dropped)")
+    if options.num_experts is not None and options.force_uniform_routing:
+        found.append("force_uniform_routing (experts are not chosen by the router)")
+    return found
 
 
 def _copy_companions(run: RunFolder, config: TrainerConfig, folder: Path) -> None:

@@ -122,7 +122,7 @@ class DecoderOptions:
     expert_bias: bool = Field(False, description="biases within experts (gpt-oss)")
     swiglu_limit: float | None = Field(None, gt=0, description="clamp the inputs of the experts' gates (gpt-oss)")
     load_balance_coeff: float | None = Field(
-        1e-3, gt=0, description="step of the bias that balances the experts' load; null: no bias"
+        None, gt=0, description="step of a bias that balances the experts' load (DeepSeek-V3: 1e-3); null: no bias"
     )
     micro_batch_aux_loss: float = Field(0.0, ge=0, description="coefficient of the balance loss per micro-batch")
     sequence_aux_loss: float = Field(0.0, ge=0, description="coefficient of the balance loss per sequence")
