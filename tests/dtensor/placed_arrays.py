@@ -34,5 +34,5 @@ def on_ranks(platform: Platform, program: Callable[..., Any], size: int = 4, sha
     return run_ranks(run, size, platform)[0]
 
 
-def whole(platform: Platform, x: Any) -> Array:
+def full_array(platform: Platform, x: Any) -> Array:
     return platform.to_numpy(platform.detach(x.full_tensor()))

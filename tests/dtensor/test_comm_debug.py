@@ -34,7 +34,7 @@ from hp_dtensor.testing import run_ranks
 ROWS, DIM = 4, 6
 """In float32: all of a row is 24 bytes, a half of the activations 48, all of them 96."""
 
-Told = dict[str, tuple[dict[str, tuple[int, float]], dict[str, tuple[int, float]]]]
+Message = dict[str, tuple[dict[str, tuple[int, float]], dict[str, tuple[int, float]]]]
 """Module -> (forward, backward), each collective -> (count, bytes)."""
 
 UP = {"all_gather": (1, 48)}, {"reduce_scatter": (1, 48)}
@@ -103,22 +103,22 @@ def _loss(platform: Platform, y: Any) -> Any:
     return platform.ops.sum(platform.ops.square(y.redistribute(placements=(Shard(0),)))).full_tensor()
 
 
-def _told(comm: CommDebugMode) -> Told:
-    told: Told = {}
+def _told(comm: CommDebugMode) -> Message:
+    message: Message = {}
     for module, collectives in comm.to_dict().items():
-        told[module] = {}, {}
+        message[module] = {}, {}
         for collective, directions in collectives.items():
-            for direction, sums in zip(told[module], (directions["forward"], directions["backward"]), strict=True):
+            for direction, sums in zip(message[module], (directions["forward"], directions["backward"]), strict=True):
                 if sums["count"]:
                     direction[collective] = sums["count"], sums["bytes"]
-    return told
+    return message
 
 
 def _names(log: CollectiveLog) -> list[tuple[str, tuple[int, ...], float]]:
     return [(record.name, record.group, record.wire_bytes) for record in log.records]
 
 
-def _trained(platform: Platform, is_followed: bool) -> tuple[Any, list[np.ndarray], Told, str]:
+def _trained(platform: Platform, is_followed: bool) -> tuple[Any, list[np.ndarray], Message, str]:
     model, x = _made(platform)
     with record_collectives() as log, CommDebugMode(model if is_followed else None, platform) as comm:
         platform.backward(_loss(platform, model(x)))
@@ -128,18 +128,18 @@ def _trained(platform: Platform, is_followed: bool) -> tuple[Any, list[np.ndarra
 
 
 def test_collectives_belong_to_modules_forward_and_backward(hp_platform: Platform) -> None:
-    for _, _, told, _ in run_ranks(_trained, 2, hp_platform, hp_platform, True):
-        assert told == LAYERS
+    for _, _, message, _ in run_ranks(_trained, 2, hp_platform, hp_platform, True):
+        assert message == LAYERS
 
 
 def test_collectives_and_gradients_are_those_without_modules(hp_platform: Platform) -> None:
     ranks = [run_ranks(_trained, 2, hp_platform, hp_platform, is_followed) for is_followed in (True, False)]
-    for (names, grads, _, _), (plain_names, plain_grads, told, _) in zip(*ranks, strict=True):
+    for (names, grads, _, _), (plain_names, plain_grads, message, _) in zip(*ranks, strict=True):
         assert names == plain_names
         for grad, plain in zip(grads, plain_grads, strict=True):
             np.testing.assert_array_equal(grad, plain)
-        assert set(told) == {""}, "no modules are told"
-        assert Counter({k: n for k, (n, _) in told[""][1].items()}) == {
+        assert set(message) == {""}, "no modules are told"
+        assert Counter({k: n for k, (n, _) in message[""][1].items()}) == {
             "reduce_scatter": 2, "all_gather": 3, "all_to_all": 1
         }  # fmt: skip
 
@@ -152,7 +152,7 @@ def test_the_table_has_sums(hp_platform: Platform) -> None:
     assert lines[-1].split() == ["total", "7", "316", "6", "264"]
 
 
-def _shared(platform: Platform) -> Told:
+def _shared(platform: Platform) -> Message:
     model, x = _made(platform, SharedLayers)
     with CommDebugMode(model, platform) as comm:
         platform.backward(_loss(platform, model(x)))
@@ -163,11 +163,11 @@ def _shared(platform: Platform) -> Told:
 def test_a_module_called_twice_is_told_once(hp_platform: Platform) -> None:
     up = {"all_gather": (2, 96)}, {"reduce_scatter": (2, 96)}
     down = {"reduce_scatter": (2, 96)}, {"all_gather": (2, 96)}
-    for told in run_ranks(_shared, 2, hp_platform, hp_platform):
-        assert told == {"first.up": up, "first.down": down, "last": LAST, "": LOSS}
+    for message in run_ranks(_shared, 2, hp_platform, hp_platform):
+        assert message == {"first.up": up, "first.down": down, "last": LAST, "": LOSS}
 
 
-def _checkpointed(platform: Platform) -> Told:
+def _checkpointed(platform: Platform) -> Message:
     model, x = _made(platform)
     with CommDebugMode(model, platform) as comm:
         y = model(x, lambda block, x: checkpoint(block, x, platform=platform))
@@ -179,13 +179,13 @@ def test_what_is_computed_again_belongs_to_the_backward_of_its_module(hp_platfor
     up, down = (UP[0], {"all_gather": (1, 48), "reduce_scatter": (1, 48)}), DOWN
     if not hp_platform.recomputes_on_unpack:  # else the sums at the end of a block are not sent again
         down = DOWN[0], up[1]
-    for told in run_ranks(_checkpointed, 2, hp_platform, hp_platform):
-        assert told == {"first.up": up, "first.down": down, "second.up": up, "second.down": down} | {
+    for message in run_ranks(_checkpointed, 2, hp_platform, hp_platform):
+        assert message == {"first.up": up, "first.down": down, "second.up": up, "second.down": down} | {
             "last": LAST, "": LOSS
         }  # fmt: skip
 
 
-def _nested(platform: Platform) -> tuple[Told, Told]:
+def _nested(platform: Platform) -> tuple[Message, Message]:
     model, x = _made(platform)
     with CommDebugMode(model, platform) as outer:
         with CommDebugMode(model.second, platform) as inner:
@@ -206,7 +206,7 @@ def test_each_of_two_modes_tells_its_own_modules(hp_platform: Platform) -> None:
         }
 
 
-def _parts(platform: Platform) -> list[Told]:
+def _parts(platform: Platform) -> list[Message]:
     """Only the forward in the block; only the backward; neither, while another one is open."""
     model, x = _made(platform)
     with CommDebugMode(model, platform) as forward:
@@ -224,7 +224,7 @@ def test_only_what_runs_in_the_block_is_told(hp_platform: Platform) -> None:
         assert backward == {"": ({}, {"all_gather": (3, 144), "all_to_all": (1, 24), "reduce_scatter": (2, 96)})}
 
 
-def _failed(platform: Platform) -> Told:
+def _failed(platform: Platform) -> Message:
     model, x = _made(platform)
 
     def fail(*_: Any) -> None:
@@ -243,8 +243,8 @@ def _failed(platform: Platform) -> Told:
 def test_a_forward_that_fails_is_left(hp_platform: Platform) -> None:
     up = {"all_gather": (2, 96)}, UP[1]
     loss = {"all_gather": (1, 48), "all_reduce": (1, 4)}, LOSS[1]
-    for told in run_ranks(_failed, 2, hp_platform, hp_platform):
-        assert told == LAYERS | {"first.up": up, "first.down": ({"reduce_scatter": (2, 96)}, DOWN[1])} | {
+    for message in run_ranks(_failed, 2, hp_platform, hp_platform):
+        assert message == LAYERS | {"first.up": up, "first.down": ({"reduce_scatter": (2, 96)}, DOWN[1])} | {
             "second.up": up, "": loss
         }  # fmt: skip
 

@@ -117,16 +117,16 @@ def _stack(platform: Platform, placements: tuple[Placement, ...] | None) -> tupl
         for grad in values[1:]:
             platform.set_grad(weight, place(grad))
             optimizer.step(0.1)
-    whole = platform.detach(weight) if placements is None else weight.full_tensor()
-    return platform.to_numpy(platform.detach(whole)), log.count("all_to_all")
+    full = platform.detach(weight) if placements is None else weight.full_tensor()
+    return platform.to_numpy(platform.detach(full)), log.count("all_to_all")
 
 
 @pytest.mark.parametrize("layout", STACKS)
 def test_the_matrices_of_a_stack_are_updated_one_by_one(hp_platform: Platform, layout: str) -> None:
-    whole, _ = _stack(hp_platform, None)
+    full, _ = _stack(hp_platform, None)
     for found, exchanges in run_ranks(_stack, 4, hp_platform, hp_platform, STACKS[layout]):
         # A product of a stack may add in another order than one of a part of it.
-        np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found, full, rtol=1e-5, atol=1e-6)
         assert exchanges == (0 if "between" in layout else 6)
 
 
@@ -172,8 +172,8 @@ def test_the_update_follows_the_formulas(hp_platform: Platform) -> None:
 
 def _counted(platform: Platform) -> tuple[dict[str, int], float, int]:
     mesh = DeviceMesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), platform=platform)
-    wholes = [platform.from_numpy(x) for x in _arrays(0)]
-    placed = [distribute_tensor(x, mesh, (Shard(0), Replicate()), src_data_rank=None) for x in wholes]
+    fulls = [platform.from_numpy(x) for x in _arrays(0)]
+    placed = [distribute_tensor(x, mesh, (Shard(0), Replicate()), src_data_rank=None) for x in fulls]
     calls = 0
 
     def compute(x: Any) -> Any:

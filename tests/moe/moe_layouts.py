@@ -187,13 +187,13 @@ def train(
             with record_collectives() as log:
                 platform.backward(loss)
             result.backward = [record.name for record in log.records]
-            outputs.append(_whole(platform, y))
-            input_grads.append(_whole(platform, platform.get_grad(given)))
+            outputs.append(_full(platform, y))
+            input_grads.append(_full(platform, platform.get_grad(given)))
         result.outputs.append(numpy.concatenate(outputs))
         result.input_grads.append(numpy.concatenate(input_grads))
         _sum_over_data(platform, mesh, layout, layer)
         result.grads.append(
-            {name: _whole(platform, platform.get_grad(p)) for name, p in platform.named_parameters(layer)}
+            {name: _full(platform, platform.get_grad(p)) for name, p in platform.named_parameters(layer)}
         )
         for key, p in platform.named_parameters(layer):
             step(platform, key, p)
@@ -201,7 +201,7 @@ def train(
         loads = update_expert_bias(layer)
         result.metrics.extend(loads.values())
         result.placements.extend(place_copies_of_experts(layer, loads).values())
-    result.weights = {name: _whole(platform, p) for name, p in platform.named_parameters(layer)}
+    result.weights = {name: _full(platform, p) for name, p in platform.named_parameters(layer)}
     result.bias = None if layer.expert_bias is None else platform.to_numpy(layer.expert_bias).copy()
     return result
 
@@ -315,7 +315,7 @@ def _sum_over_data(platform, mesh, layout, layer):
             platform.copy_(local, all_reduce_data(platform.contiguous(local), mesh.group_along(axis)))
 
 
-def _whole(platform, x):
+def _full(platform, x):
     with platform.no_grad():
         return platform.to_numpy(x.full_tensor() if isinstance(x, DTensor) else x).copy()
 

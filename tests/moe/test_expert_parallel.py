@@ -37,10 +37,10 @@ def reference(**kwargs):
 def assert_same(results, expected):
     for rank, result in enumerate(results):
         where = f"rank {rank}"
-        for step, (output, whole) in enumerate(zip(result.outputs, expected.outputs, strict=True)):
-            close(output, whole[result.samples], f"{where}, output of step {step}")
-        for step, (grad, whole) in enumerate(zip(result.input_grads, expected.input_grads, strict=True)):
-            close(grad, whole[result.samples], f"{where}, gradient of the input of step {step}")
+        for step, (output, full) in enumerate(zip(result.outputs, expected.outputs, strict=True)):
+            close(output, full[result.samples], f"{where}, output of step {step}")
+        for step, (grad, full) in enumerate(zip(result.input_grads, expected.input_grads, strict=True)):
+            close(grad, full[result.samples], f"{where}, gradient of the input of step {step}")
         for step, (grads, wanted) in enumerate(zip(result.grads, expected.grads, strict=True)):
             for name, grad in grads.items():
                 close(grad, wanted[name], f"{where}, step {step}, gradient of {name}")

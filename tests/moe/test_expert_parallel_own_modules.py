@@ -78,11 +78,11 @@ def forward_and_backward(platform, experts, rows, counts, *, by_name=False):
     y = experts(x, num_tokens_per_expert=counts) if by_name else experts(x, counts)
     platform.backward(platform.ops.sum(platform.ops.mul(y, y)))
     grads = {name: platform.get_grad(weight) for name, weight in platform.named_parameters(experts)}
-    whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
+    full = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
     return (
         platform.to_numpy(y),
         platform.to_numpy(platform.get_grad(x)),
-        {k: platform.to_numpy(g) for k, g in whole.items()},
+        {k: platform.to_numpy(g) for k, g in full.items()},
     )
 
 
@@ -220,8 +220,8 @@ def test_experts_of_ones_own_in_a_layer(platform, style, mesh_shape, recompute):
         y = checkpoint(moe, rows, platform=platform) if recompute else moe(rows)
         platform.backward(platform.ops.sum(platform.ops.mul(y, y)))
         grads = {name: platform.get_grad(weight) for name, weight in platform.named_parameters(moe)}
-        whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
-        found = {"output": platform.detach(y), "input": platform.get_grad(rows), **whole}
+        full = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
+        found = {"output": platform.detach(y), "input": platform.get_grad(rows), **full}
         return {name: platform.to_numpy(each) for name, each in found.items()}
 
     size = math.prod(mesh_shape)
@@ -262,14 +262,14 @@ class AskingTwice(LoopExperts):
     """Experts whose last node looks up twice what it has saved."""
 
     def forward(self, x, num_tokens_per_expert):
-        platform, kept = self.platform, []
+        platform, retained = self.platform, []
 
         def forward(y):
-            kept[:] = [SavedTensors(platform, y)]
+            retained[:] = [SavedTensors(platform, y)]
             return self.ops.mul(y, y)
 
         def backward(grad):
-            (once,), (twice,) = kept[0].tensors, kept[0].tensors
+            (once,), (twice,) = retained[0].tensors, retained[0].tensors
             return self.ops.mul(grad, self.ops.add(once, twice))
 
         return platform.custom_function(forward, backward, super().forward(x, num_tokens_per_expert))

@@ -105,7 +105,7 @@ def test_counts_by_name_and_in_any_integer_dtype(platform, dtype):
 
 
 @pytest.mark.parametrize(
-    ("counts", "told"),
+    ("counts", "expected_message"),
     [
         ([1, 0, 4], r"the counts \[1, 0, 4\] add up to 5, but there are 6 rows"),
         ([1, 2, 5], r"the counts \[1, 2, 5\] add up to 8, but there are 6 rows"),
@@ -114,11 +114,11 @@ def test_counts_by_name_and_in_any_integer_dtype(platform, dtype):
         ([8, -1, -1], r"expected integers of at least 0, got \[8, -1, -1\] \(int64\)"),
     ],
 )
-def test_counts_that_do_not_describe_the_rows_are_refused(platform, counts, told):
+def test_counts_that_do_not_describe_the_rows_are_refused(platform, counts, expected_message):
     with nn.building(platform):
         experts = GroupedExperts(8, 4, 3)
     counts = platform.from_numpy(numpy.array(counts, numpy.int64))
-    with pytest.raises(ExpertParallelError, match=told):
+    with pytest.raises(ExpertParallelError, match=expected_message):
         experts(platform.from_numpy(normal(3, 6, 8)), counts)
 
 

@@ -128,9 +128,9 @@ def test_micro_batches_do_not_change_what_is_a_sum_over_sequences(platform, coun
 
 def test_the_loss_of_a_micro_batch_is_as_strong_in_many_equal_ones(platform):
     data = batch(5)
-    whole, _, _ = gate_gradients(platform, built(platform, AuxLosses(micro_batch=0.3)), data, step_tokens=21)
+    full, _, _ = gate_gradients(platform, built(platform, AuxLosses(micro_batch=0.3)), data, step_tokens=21)
     parts, _, _ = gate_gradients(platform, built(platform, AuxLosses(micro_batch=0.3)), data, data, step_tokens=42)
-    numpy.testing.assert_allclose(parts, whole, rtol=2e-5, atol=1e-6)
+    numpy.testing.assert_allclose(parts, full, rtol=2e-5, atol=1e-6)
 
 
 def test_recomputation_gives_the_same_bits_and_counts_once(platform):

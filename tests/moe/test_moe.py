@@ -33,13 +33,13 @@ def array(seed, rows=12):
     return numpy.random.default_rng(seed).normal(size=(rows, DIM)).astype(numpy.float32)
 
 
-def whole(platform, x):
+def full(platform, x):
     return platform.to_numpy(platform.detach(x.full_tensor() if isinstance(x, DTensor) else x)).copy()
 
 
 def gradients(platform, layer, y):
     platform.backward(platform.ops.sum(platform.ops.mul(y, y)))
-    return {name: whole(platform, platform.get_grad(p)) for name, p in platform.named_parameters(layer)}
+    return {name: full(platform, platform.get_grad(p)) for name, p in platform.named_parameters(layer)}
 
 
 def test_a_recomputation_does_not_route_again_when_the_bias_has_moved_meanwhile(platform):
@@ -147,7 +147,7 @@ def test_the_norm_of_gradients_counts_experts_and_the_rest_once(platform):
         norm = clip_grad_norm_([p for _, p in platform.named_parameters(layer)], numpy.float64(expected / 2))
         assert float(platform.to_numpy(norm)) == pytest.approx(expected, rel=1e-5)
         for name, p in platform.named_parameters(layer):
-            numpy.testing.assert_allclose(whole(platform, platform.get_grad(p)), grads[name] / 2, err_msg=name, **CLOSE)
+            numpy.testing.assert_allclose(full(platform, platform.get_grad(p)), grads[name] / 2, err_msg=name, **CLOSE)
 
     run_ranks(rank, 4, platform)
 

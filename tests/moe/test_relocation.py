@@ -96,7 +96,7 @@ def made(style, shape, names, experts=None):
     return platform, layer, mesh
 
 
-def whole(platform, x):
+def full_value(platform, x):
     with platform.no_grad():
         return platform.to_numpy(x.full_tensor() if isinstance(x, DTensor) else x).copy()
 
@@ -120,17 +120,17 @@ def steps_with_momentum(style, shape=(1,), names=("ep",), moving=True, copying=F
                 platform.copy_(platform.unwrap(p), ops.sub(platform.detach(platform.unwrap(p)), ops.mul(new, 0.02)))
                 platform.set_grad(p, None)
         platform.set_grad(layer.router.gate.weight, None)
-        seen.append(whole(platform, platform.detach(y)))
+        seen.append(full_value(platform, platform.detach(y)))
         loads = update_expert_bias(layer)
         if moving and step < STEPS - 1:
             placements.extend(move_experts(layer, loads, lambda p: [momenta[id(p)]], min_gain=0.0).values())
             copies.extend(place_copies_of_experts(layer, loads).values() if copying else [])
     assert not copying or any(any(each) for each in copies)
     if moving:
-        away = whole(platform, layer.experts.w1)
+        away = full_value(platform, layer.experts.w1)
         return_experts(layer, lambda p: [momenta[id(p)]])
-        assert placements[-1] == tuple(range(EXPERTS)) or (away != whole(platform, layer.experts.w1)).any()
-    results = {name: (whole(platform, p), whole(platform, momenta[id(p)])) for name, p in experts.items()}
+        assert placements[-1] == tuple(range(EXPERTS)) or (away != full_value(platform, layer.experts.w1)).any()
+    results = {name: (full_value(platform, p), full_value(platform, momenta[id(p)])) for name, p in experts.items()}
     return seen, placements, results
 
 
@@ -167,21 +167,21 @@ def test_training_goes_on_as_if_experts_had_not_moved(case):
 def test_there_and_back_changes_no_bit_and_no_name(platform):
     def rank():
         _, layer, _ = made(ExpertParallel(COPYING), (2,), ("ep",))
-        before = {name: whole(platform, p) for name, p in platform.named_parameters(layer)}
+        before = {name: full_value(platform, p) for name, p in platform.named_parameters(layer)}
         loads = {"": LoadMetrics.of([9, 9, 0, 0, 0, 0])}
         assert move_experts(layer, loads, lambda p: []) == {"": (3, 1, 2, 0, 4, 5)}
-        there = {name: whole(platform, p) for name, p in platform.named_parameters(layer)}
+        there = {name: full_value(platform, p) for name, p in platform.named_parameters(layer)}
         numpy.testing.assert_array_equal(there["experts.w1"], before["experts.w1"][[3, 1, 2, 0, 4, 5]])
         placements = expert_placement(layer)
         assert placements == {"": (3, 1, 2, 0, 4, 5)}
         return_experts(layer, lambda p: [])
         assert expert_placement(layer) == {}
         set_expert_placement(layer, placements, lambda p: [])
-        again = {name: whole(platform, p) for name, p in platform.named_parameters(layer)}
+        again = {name: full_value(platform, p) for name, p in platform.named_parameters(layer)}
         with pytest.raises(ExpertParallelError, match=r"experts of 'other' cannot be moved; those of \[''\] can"):
             set_expert_placement(layer, {"other": range(EXPERTS)}, lambda p: [])
         return_experts(layer, lambda p: [])
-        after = {name: whole(platform, p) for name, p in platform.named_parameters(layer)}
+        after = {name: full_value(platform, p) for name, p in platform.named_parameters(layer)}
         assert [*before] == [*there] == [*after]
         for name, weight in before.items():
             numpy.testing.assert_array_equal(weight, after[name])
@@ -194,7 +194,7 @@ def test_what_cannot_move_is_refused_and_nothing_has_moved(platform):
     def rank():
         _, layer, _ = made(ExpertParallel(COPYING), (2,), ("ep",))
         loads = {"": LoadMetrics.of([9, 9, 0, 0, 0, 0])}
-        before = whole(platform, layer.experts.w1)
+        before = full_value(platform, layer.experts.w1)
         plain = platform.zeros((EXPERTS, 4, DIM), platform.dtype("float32"))
         with pytest.raises(
             ExpertParallelError, match=r"^MoE\.experts\.w1: expected .* got shape \[6, 4, 4\] with placements none"
@@ -207,7 +207,7 @@ def test_what_cannot_move_is_refused_and_nothing_has_moved(platform):
         ):
             layer.experts.dispatcher.set_placement([0, 0, 1, 2, 3, 4])
         assert layer.experts.dispatcher.expert_placement == tuple(range(EXPERTS))
-        numpy.testing.assert_array_equal(whole(platform, layer.experts.w1), before)
+        numpy.testing.assert_array_equal(full_value(platform, layer.experts.w1), before)
 
     run_ranks(rank, 2, platform)
 
@@ -255,12 +255,14 @@ def test_gradients_move_with_their_experts_also_of_ranks_without_experts_or_toke
         x = numpy.abs(numpy.random.default_rng(0).normal(size=(8 if mesh.get_local_rank() == 0 else 0, DIM)))
         y = layer(platform.from_numpy(x.astype(numpy.float32)))
         platform.backward(platform.ops.sum(platform.ops.mul(y, y)))
-        before = {name: whole(platform, platform.get_grad(p)) for name, p in platform.named_parameters(layer.experts)}
+        before = {
+            name: full_value(platform, platform.get_grad(p)) for name, p in platform.named_parameters(layer.experts)
+        }
         loads = {"": LoadMetrics.of([9, 9, 9, 0, 0, 0])}
         (placements,) = move_experts(layer, loads, lambda p: [], min_gain=0.0).values()
         assert placements != tuple(range(EXPERTS))
         for name, p in platform.named_parameters(layer.experts):
-            there = whole(platform, platform.get_grad(p))
+            there = full_value(platform, platform.get_grad(p))
             numpy.testing.assert_array_equal(there[list(placements)], before[name], err_msg=name)
 
     run_ranks(rank, 4, platform)
@@ -278,8 +280,10 @@ def test_ranks_that_would_move_other_things_all_raise(platform):
                 raise KeyError("no state of this parameter")
             return []
 
-        told = (KeyError, "no state") if first else (ExpertParallelError, "rank 0 cannot move experts: 'no state of")
-        with pytest.raises(told[0], match=told[1]):
+        expected_message = (
+            (KeyError, "no state") if first else (ExpertParallelError, "rank 0 cannot move experts: 'no state of")
+        )
+        with pytest.raises(expected_message[0], match=expected_message[1]):
             move_experts(layer, loads, states)
         assert layer.experts.dispatcher.is_initial_placement
 
@@ -341,11 +345,15 @@ def test_placements_that_one_rank_alone_cannot_take_are_refused_on_all_and_no_la
         with nn.building(platform):
             model = TwoLayers(*(layer for layer, _ in layers))
         is_first = layers[0][1].get_local_rank() == 0
-        before = [whole(platform, layer.experts.w1) for layer, _ in layers]
+        before = [full_value(platform, layer.experts.w1) for layer, _ in layers]
         loads = {"first": LoadMetrics.of([9, 9, 0, 0, 0, 0]), "second": LoadMetrics.of([9, 9, 0, 0, 0, 0])}
-        for told, placements in wrong.items():
+        for expected_message, placements in wrong.items():
             expected = KeyError if is_first and placements is None else ExpertParallelError
-            message = told if is_first or "on rank" in told else f"^experts: rank 0 cannot move experts: .*{told}"
+            message = (
+                expected_message
+                if is_first or "on rank" in expected_message
+                else f"^experts: rank 0 cannot move experts: .*{expected_message}"
+            )
             if placements is None:
                 known = {"first": loads["first"]} if is_first else loads
                 move = functools.partial(move_experts, model, known, lambda p: [])
@@ -356,7 +364,7 @@ def test_placements_that_one_rank_alone_cannot_take_are_refused_on_all_and_no_la
                 move()
             assert expert_placement(model) == {}
         for (layer, _), expected in zip(layers, before, strict=True):
-            numpy.testing.assert_array_equal(whole(platform, layer.experts.w1), expected)
+            numpy.testing.assert_array_equal(full_value(platform, layer.experts.w1), expected)
 
     run_ranks(rank, 2, platform)
 

@@ -57,16 +57,16 @@ def outputs_and_gradients(platform, layer, y, x):
     return arrays
 
 
-def kept_by_hand(experts, scores, capacity, bound):
+def retained_by_hand(experts, scores, capacity, bound):
     """One expert after the other, one choice after the other."""
-    kept = numpy.zeros(experts.shape, bool)
+    retained = numpy.zeros(experts.shape, bool)
     for expert in range(EXPERTS):
         choices = [(token, slot) for token, slot in numpy.ndindex(*experts.shape) if experts[token, slot] == expert]
         if capacity.drop == "probability":
             choices.sort(key=lambda at: -scores[at])
         for at in choices[:bound]:
-            kept[at] = True
-    return kept
+            retained[at] = True
+    return retained
 
 
 @pytest.mark.parametrize("drop", ["probability", "position"])
@@ -78,14 +78,14 @@ def test_choices_beyond_the_capacity_are_dropped(platform, drop, factor, tokens)
     x = batch(platform, tokens=tokens)
     scores, experts, _ = layer.router(x)
     bound = math.ceil(factor * tokens * TOP_K / EXPERTS)
-    kept = kept_by_hand(platform.to_numpy(experts), platform.to_numpy(platform.detach(scores)), capacity, bound)
+    retained = retained_by_hand(platform.to_numpy(experts), platform.to_numpy(platform.detach(scores)), capacity, bound)
     got = outputs_and_gradients(platform, layer, layer(x), x)
-    left = platform.from_numpy(numpy.where(kept, platform.to_numpy(experts), EXPERTS))
+    left = platform.from_numpy(numpy.where(retained, platform.to_numpy(experts), EXPERTS))
     expected = outputs_and_gradients(platform, layer, loop_of(layer.experts, x, scores, left), x)
     for a, b in zip(got, expected, strict=True):
         numpy.testing.assert_allclose(a, b, **CLOSE)
     (metrics,) = update_expert_bias(layer).values()
-    assert (metrics.tokens, metrics.dropped) == (tokens * TOP_K, int((~kept).sum()))
+    assert (metrics.tokens, metrics.dropped) == (tokens * TOP_K, int((~retained).sum()))
     assert (metrics.dropped > 0) == (tokens == 30 and factor < 100)
 
 
@@ -211,8 +211,8 @@ def test_equal_scores_are_dropped_alike_however_tokens_are_cut(drop, block_size)
         choices = Choices(experts[mine], scores[mine], mine - own[0, 0])
         return mine, choices_within_capacity(choices, capacity, EXPERTS, mesh.group_along(), block_size)
 
-    for mine, kept in run_ranks(rank, ranks):
-        numpy.testing.assert_array_equal(kept, expected[mine])
+    for mine, retained in run_ranks(rank, ranks):
+        numpy.testing.assert_array_equal(retained, expected[mine])
 
 
 def test_jitter_is_for_training_only_and_kept_for_recomputation(platform):
@@ -298,11 +298,11 @@ def test_what_was_not_recorded_cannot_be_replayed(platform):
     layer, x = built(platform), batch(platform)
     with record_routing(layer) as record:
         layer(x)
-    told = "layer '': only 1 calls were recorded"
-    with pytest.raises(ExpertParallelError, match=told), replay_routing(layer, record):
+    expected_message = "layer '': only 1 calls were recorded"
+    with pytest.raises(ExpertParallelError, match=expected_message), replay_routing(layer, record):
         layer(layer(x))
-    told = "layer '', call 0: recorded with 30 tokens of 2 experts, this call has 29 of 2"
-    with pytest.raises(ExpertParallelError, match=told), replay_routing(layer, record):
+    expected_message = "layer '', call 0: recorded with 30 tokens of 2 experts, this call has 29 of 2"
+    with pytest.raises(ExpertParallelError, match=expected_message), replay_routing(layer, record):
         layer(batch(platform, tokens=29))
     with pytest.raises(ExpertParallelError, match="1 calls were recorded, but only 0"), replay_routing(layer, record):
         pass

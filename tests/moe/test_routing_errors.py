@@ -110,8 +110,8 @@ def test_where_looking_would_wait_all_ranks_raise_together(platform, name, monke
         mesh = init_device_mesh("cpu", (2,), platform=platform)
         experts = ExpertParallel().apply(built(platform), mesh)
         x = platform.ops.ones((3, DIM), platform.dtype("float32"))
-        told = f"routing of rank 1: {'scores' if name == 'a score' else 'expert numbers'}"
-        with record_collectives() as log, pytest.raises(ExpertParallelError, match=told):
+        expected_message = f"routing of rank 1: {'scores' if name == 'a score' else 'expert numbers'}"
+        with record_collectives() as log, pytest.raises(ExpertParallelError, match=expected_message):
             experts(x, routing_of(platform, change if mesh.get_local_rank() else None))
         assert [each.name for each in log.records] == ["all_to_all"]
         return True
@@ -148,9 +148,9 @@ def test_ranks_raise_together_for_the_scores_of_one(platform, dispatcher, seen_a
         me, good = mesh.get_local_rank(), platform.ops.ones((3, DIM), platform.dtype("float32"))
         nan = platform.from_numpy(numpy.full((3, DIM), numpy.nan, numpy.float32))
         own = me == 1 and seen_at == "once"
-        told = "routing.scores: expected finite numbers, got nan" if own else "routing of rank 1: "
+        expected_message = "routing.scores: expected finite numbers, got nan" if own else "routing of rank 1: "
         for _ in range(2):
-            with pytest.raises(ExpertParallelError, match=f"^0, rank {me}: {told}"):
+            with pytest.raises(ExpertParallelError, match=f"^0, rank {me}: {expected_message}"):
                 model[0](nan if me == 1 else good)
             assert numpy.isfinite(platform.to_numpy(platform.detach(model[0](good)))).all()
         model[0].allow_nonfinite = True
@@ -180,8 +180,10 @@ def test_experts_of_others_are_refused_as_ours(platform, fault, num_chunks):
         good, bad = (platform.from_numpy(numpy.array(each)) for each in ([3, 0, 0, 0], [2, 0, 0, 0]))
         if fault == "scores":
             good, bad = routing_of(platform), routing_of(platform, FAULTS["a score"][0])
-        told = ("add up to 2, but there are 3", "expected finite")[fault == "scores"] if mesh.get_local_rank() else ""
-        with pytest.raises(ExpertParallelError, match=told or "routing of rank 1: invalid inputs"):
+        expected_message = (
+            ("add up to 2, but there are 3", "expected finite")[fault == "scores"] if mesh.get_local_rank() else ""
+        )
+        with pytest.raises(ExpertParallelError, match=expected_message or "routing of rank 1: invalid inputs"):
             experts(x, bad if mesh.get_local_rank() else good)
         assert experts(x, good).shape == (3, DIM)
 
@@ -203,8 +205,8 @@ def test_token_ids_of_one_rank_are_refused_on_all(platform, options):
         ExpertParallel().apply(layer, mesh)
         layer.token_mesh = mesh
         x, me = platform.ops.ones((3, DIM), platform.dtype("float32")), mesh.get_local_rank()
-        told = "ids: expected numbers from 0 to .* 4, got 5" if me else "routing of rank 1: invalid inputs"
-        with pytest.raises(ExpertParallelError, match=told):
+        expected_message = "ids: expected numbers from 0 to .* 4, got 5" if me else "routing of rank 1: invalid inputs"
+        with pytest.raises(ExpertParallelError, match=expected_message):
             layer(x, platform.from_numpy(numpy.array([0, 1, 4 + me])))
 
     run_ranks(rank, 2, platform)
@@ -229,8 +231,8 @@ def test_errors_name_layer_and_rank(platform):
 def test_dtypes_are_not_mixed(platform):
     experts = built(platform)
     x = platform.ops.ones((3, DIM), platform.dtype("bfloat16"))
-    told = "x is bfloat16, but the weights are not: w1 float32, w2 float32, w3 float32; cast one of them"
-    with pytest.raises(ExpertParallelError, match=told):
+    expected_message = "x is bfloat16, but the weights are not: w1 float32, w2 float32, w3 float32; cast one of them"
+    with pytest.raises(ExpertParallelError, match=expected_message):
         experts(x, routing_of(platform))
 
 

@@ -29,10 +29,12 @@ def test_a_file_size_limit_is_told_with_the_path_and_what_is_safe(folder, hp_pla
     skip_unless_torch_or(hp_platform, False)
     done = shell(folder, hp_platform, "ulimit -f 8; $HP run.yaml --run.folder=out")
     assert done.returncode == 1
-    *_, told, left = done.stderr.splitlines()
-    assert told.startswith("hp-train: writing a checkpoint failed; rank 0: out/checkpoints/step-00000003.incomplete-")
-    assert "/shard-00000.safetensors: the file would be larger than this process may write" in told
-    assert told.endswith("raise the limit (ulimit -f)")
+    *_, message, left = done.stderr.splitlines()
+    assert message.startswith(
+        "hp-train: writing a checkpoint failed; rank 0: out/checkpoints/step-00000003.incomplete-"
+    )
+    assert "/shard-00000.safetensors: the file would be larger than this process may write" in message
+    assert message.endswith("raise the limit (ulimit -f)")
     assert left == "There is no checkpoint yet; start again with `hp-train run out/config.yaml --run.folder=out`"
     assert "Traceback" not in done.stderr
     assert list((folder / "out" / "checkpoints").iterdir()) == []
@@ -89,15 +91,15 @@ def test_a_terminal_that_is_closed_stops_the_run_in_order(folder, hp_train):
     assert newest_step(folder / "out") == steps_of(folder / "out")[-1]
 
 
-@pytest.mark.parametrize(("script", "code", "told"), [
+@pytest.mark.parametrize(("script", "code", "message"), [
     # The reader has ended before anything is written.
     ("mkfifo p; : < p & exec > p; wait; $HP --help; exit $?", 128 + signal.SIGPIPE, ""),
     ("$HP --help > /dev/full", 1, "hp-train: the disk is full"),
     ("$HP --help >&-", 0, ""),
 ])  # fmt: skip
-def test_output_that_cannot_be_written(folder, hp_platform, script, code, told):
+def test_output_that_cannot_be_written(folder, hp_platform, script, code, message):
     done = shell(folder, hp_platform, script)
     assert done.returncode == code
-    assert done.stderr.startswith(told)
+    assert done.stderr.startswith(message)
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr

@@ -70,9 +70,9 @@ def test_samples_are_kept_with_a_finished_run(lab, trained):
     config = lab.config(training__steps=40, **settings)
     texts = write_samples(trained, config)
     assert texts[0] == "012345"
-    kept = trained.samples_file.read_text()
-    assert kept.startswith("after 40 steps")
-    assert all(text in kept for text in texts)
+    retained = trained.samples_file.read_text()
+    assert retained.startswith("after 40 steps")
+    assert all(text in retained for text in texts)
     trained.samples_file.unlink()
     assert write_samples(trained, lab.config(training__steps=41, **settings)) == []
     assert not trained.samples_file.exists()

@@ -129,8 +129,8 @@ def _pickled(platform: Platform) -> bool:
     mesh = _mesh(platform, 2, 2)
     mesh.flatten("all")
     spec = TensorSpec(mesh["tp"], (RaggedShard(0, (3, 1)),), (4, 2), platform.dtype("float32"))
-    again, whole = pickle.loads(pickle.dumps((spec, mesh)))
-    assert (whole == mesh, whole["all"].size()) == (True, 4)
+    again, full = pickle.loads(pickle.dumps((spec, mesh)))
+    assert (full == mesh, full["all"].size()) == (True, 4)
     return again is spec
 
 
@@ -179,8 +179,8 @@ def _called(platform: Platform, placements: Sequence[Any], name: str) -> tuple[A
     targets = distribute_tensor(platform.from_numpy(TARGETS), mesh, (Replicate(),))
     with record_collectives() as log:
         result = CALLS[name](Operations(platform), x, targets)
-    whole = platform.to_numpy(result.full_tensor()) if mesh.get_coordinate() is not None else None
-    return result.placements, log.count(), platform.local_shape(platform.unwrap(result)), whole
+    full = platform.to_numpy(result.full_tensor()) if mesh.get_coordinate() is not None else None
+    return result.placements, log.count(), platform.local_shape(platform.unwrap(result)), full
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)

@@ -101,9 +101,9 @@ def _clipped(platform: Platform, max_norm: float, norm_type: float) -> tuple[flo
 def test_clipping_sees_every_shard_once(hp_platform: Platform, norm_type: float) -> None:
     expected = reference(hp_platform)
     everything = np.concatenate([grad.ravel() for grad in expected.values()])
-    whole = float(np.linalg.norm(everything, ord=norm_type))
-    for norm, grads in run_ranks(_clipped, 4, hp_platform, hp_platform, whole / 2, norm_type):
-        assert norm == pytest.approx(whole, rel=1e-5)
+    full = float(np.linalg.norm(everything, ord=norm_type))
+    for norm, grads in run_ranks(_clipped, 4, hp_platform, hp_platform, full / 2, norm_type):
+        assert norm == pytest.approx(full, rel=1e-5)
         for name, grad in grads.items():
             np.testing.assert_allclose(grad, expected[name] / 2, rtol=1e-4, atol=1e-5, err_msg=name)
 
@@ -137,9 +137,9 @@ def test_parameters_without_an_entry_are_replicated(hp_platform: Platform) -> No
         return {name: p.placements for name, p in hp_platform.named_parameters(model)}
 
     replicated = (Replicate(), Replicate())
-    cut = {"up.bias": (Replicate(), Shard(0))}
+    sharded_value = {"up.bias": (Replicate(), Shard(0))}
     for placed in run_ranks(program, 2, hp_platform):
-        assert placed == {name: cut.get(name, replicated) for name in placed}
+        assert placed == {name: sharded_value.get(name, replicated) for name in placed}
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ def _sizes(mesh: DeviceMesh) -> dict[str, int]:
 
 def _grown(platform: Platform) -> list[dict[str, int]]:
     mesh = DeviceMesh("cpu", (2,), mesh_dim_names=("dp",), platform=platform)
-    whole = platform.from_numpy(np.ones((4, 4), np.float32))
-    weight = platform.Parameter(distribute_tensor(whole, mesh, (Replicate(),), src_data_rank=None))
+    full = platform.from_numpy(np.ones((4, 4), np.float32))
+    weight = platform.Parameter(distribute_tensor(full, mesh, (Replicate(),), src_data_rank=None))
     sizes = []
     for first in (0, 60, 120):
         _steps(platform, weight, mesh, first, 60)
@@ -87,8 +87,8 @@ def test_every_cache_of_the_planner_has_a_limit() -> None:
 def _same_step(platform: Platform) -> tuple[int, int]:
     """Objects alive after 40 and after 140 equal steps."""
     mesh = DeviceMesh("cpu", (2,), mesh_dim_names=("dp",), platform=platform)
-    whole = platform.from_numpy(np.ones((4, 4), np.float32))
-    weight = platform.Parameter(distribute_tensor(whole, mesh, (Replicate(),), src_data_rank=None))
+    full = platform.from_numpy(np.ones((4, 4), np.float32))
+    weight = platform.Parameter(distribute_tensor(full, mesh, (Replicate(),), src_data_rank=None))
     ops, alive = platform.ops, []
     for step in range(141):
         x = distribute_tensor(platform.from_numpy(np.ones((5, 4), np.float32)), mesh, (Shard(0),), src_data_rank=None)
@@ -111,8 +111,8 @@ def test_equal_steps_leave_no_objects_behind(hp_platform: Platform) -> None:
 def _memory_of_changing_shapes(platform: Platform) -> list[int]:
     """Traced bytes after each of six rounds of 30 steps with shapes not seen before, the bounded caches emptied."""
     mesh = DeviceMesh("cpu", (1,), mesh_dim_names=("dp",), platform=platform)
-    whole = platform.from_numpy(np.ones((4, 4), np.float32))
-    weight = platform.Parameter(distribute_tensor(whole, mesh, (Replicate(),), src_data_rank=None))
+    full = platform.from_numpy(np.ones((4, 4), np.float32))
+    weight = platform.Parameter(distribute_tensor(full, mesh, (Replicate(),), src_data_rank=None))
     traced = []
     for first in range(0, 180, 30):
         _steps(platform, weight, mesh, first, 30)

@@ -204,7 +204,7 @@ def _what_is_left(platform: Platform) -> tuple[list[str], set[int]]:
 
     left, plans = [], set()
     for factor in (1.0, 2.0, 3.0):
-        x, options = _rows_cut(platform, 1), _Options(factor)
+        x, options = _sharded_rows(platform, 1), _Options(factor)
         given = _Pair(x, x)
         y = combined(given, options, then=lambda t, options=options: t, more={"step": [factor, {factor}, bytearray()]})
         np.testing.assert_array_equal(platform.to_numpy(y.full_tensor()), factor + 1)
@@ -231,7 +231,7 @@ def test_keywords_are_the_functions_own(hp_platform: Platform) -> None:
         return hp_platform.ops.sub(input, more["x"])
 
     def rank() -> Any:
-        x = _rows_cut(hp_platform)
+        x = _sharded_rows(hp_platform)
         row = distribute_tensor(hp_platform.from_numpy(np.ones(3, np.float32)), x.device_mesh, [Replicate()])
         return hp_platform.to_numpy(less(x=row, input=x).full_tensor())
 
@@ -269,7 +269,7 @@ def test_tensors_that_the_rule_does_not_see_are_refused(hp_platform: Platform) -
         return _ops(x).mul(x, 2.0)
 
     def rank() -> None:
-        x = _rows_cut(hp_platform)
+        x = _sharded_rows(hp_platform)
         for held in ({"scale": x}, [[x]], [{"scale": x}]):
             with pytest.raises(
                 ShardingRuleError, match=r"scaled: argument 'options' holds DTensors inside a (dict|list)"
@@ -290,7 +290,7 @@ def test_a_write_that_would_be_lost_is_refused(hp_platform: Platform) -> None:
         def doubled(x: Any) -> Any:
             return hp_platform.own_function("mul_")(x, 2.0)
 
-        x = _rows_cut(hp_platform)
+        x = _sharded_rows(hp_platform)
         np.testing.assert_array_equal(hp_platform.to_numpy(doubled(x).full_tensor()), 2.0)
         np.testing.assert_array_equal(hp_platform.to_numpy(x.full_tensor()), 2.0)
         with pytest.raises(ShardingRuleError, match=r"doubled writes its argument 'x', which its rule .* redistribute"):
@@ -308,7 +308,7 @@ def test_a_result_that_is_held_elsewhere_stays_plain(hp_platform: Platform) -> N
         def constant(x: Any) -> Any:
             return held
 
-        y = constant(_rows_cut(hp_platform))
+        y = constant(_sharded_rows(hp_platform))
         assert isinstance(y, DTensor)
         assert not isinstance(held, DTensor)
         np.testing.assert_array_equal(hp_platform.to_numpy(y.full_tensor()), 1.0)
@@ -320,7 +320,7 @@ def test_results_that_are_no_tensors_are_refused(hp_platform: Platform) -> None:
     results: dict[str, Any] = {"int": 3, "NoneType": None, "2": lambda x: (x, x), "str": lambda x: (x, "b")}
 
     def rank() -> None:
-        x = _rows_cut(hp_platform)
+        x = _sharded_rows(hp_platform)
         for shown, result in results.items():
             function = result if callable(result) else lambda x, result=result: result
             with pytest.raises(
@@ -331,7 +331,7 @@ def test_results_that_are_no_tensors_are_refused(hp_platform: Platform) -> None:
     run_ranks(rank, 2, hp_platform)
 
 
-def _rows_cut(platform: Platform, ranks: int = 2) -> Any:
+def _sharded_rows(platform: Platform, ranks: int = 2) -> Any:
     mesh = DeviceMesh("cpu", (ranks,), platform=platform)
     return distribute_tensor(platform.from_numpy(np.ones((4, 3), np.float32)), mesh, [Shard(0)])
 

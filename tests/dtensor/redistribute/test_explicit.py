@@ -113,11 +113,11 @@ def test_the_refusal_names_the_module(hp_platform: Platform) -> None:
 
 def _reads(platform: Platform) -> None:
     mesh = DeviceMesh("cpu", (2,), mesh_dim_names=("tp",), platform=platform)
-    cut, partial, whole = (_placed(platform, mesh, p, (2,)) for p in (Shard(0), Partial(), Replicate()))
-    total = platform.ops.sum(cut)
-    readings = [(cut, "tolist"), (partial, "tolist"), (cut, "__array__"), (total, "item"), (total, "__float__")]
+    sharded, partial, full_value = (_placed(platform, mesh, p, (2,)) for p in (Shard(0), Partial(), Replicate()))
+    total = platform.ops.sum(sharded)
+    readings = [(sharded, "tolist"), (partial, "tolist"), (sharded, "__array__"), (total, "item"), (total, "__float__")]
     with explicit_redistribution():
-        assert whole.tolist() == [1.0, 1.0]
+        assert full_value.tolist() == [1.0, 1.0]
         for x, method in readings:
             with pytest.raises(
                 ImplicitRedistributionError, match=r"at test_explicit\.py:\d+ would .*\[Replicate\(\)\]"

@@ -30,8 +30,8 @@ def _sources(shape, mesh_shape):
 
 def _place(platform, mesh, value, placements):
     """A DTensor of `value`, of which the first rank of an axis with partial results contributes all."""
-    cut = [Replicate() if p.is_partial() else p for p in placements]
-    local = platform.detach(distribute_tensor(platform.from_numpy(value), mesh, cut).to_local())
+    sharded = [Replicate() if p.is_partial() else p for p in placements]
+    local = platform.detach(distribute_tensor(platform.from_numpy(value), mesh, sharded).to_local())
     pairs = zip(mesh.get_coordinate(), placements, strict=True)
     if any(digit and p.is_partial() for digit, p in pairs):
         local = platform.ops.mul(local, 0.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from placed_arrays import MATRIX, Array, on_ranks, place, whole
+from placed_arrays import MATRIX, Array, full_array, on_ranks, place
 
 from hp_dtensor import (
     DeviceMesh,
@@ -30,7 +30,7 @@ def test_a_flattened_mesh_gives_right_data(hp_platform: Platform) -> None:
     def program(platform: Platform, mesh: DeviceMesh) -> bool:
         mesh.flatten("all")
         return all(
-            np.array_equal(whole(platform, place(platform, mesh, array, (Shard(0), Shard(0)))[1]), array)
+            np.array_equal(full_array(platform, place(platform, mesh, array, (Shard(0), Shard(0)))[1]), array)
             for array in (MATRIX, MATRIX[:, :3].copy(), np.ones((6, 4), np.float32))
         )
 
@@ -44,7 +44,7 @@ def test_argmax_with_an_empty_shard(hp_platform: Platform, dim: int) -> None:
 
     def program(platform: Platform, mesh: DeviceMesh) -> Array:
         _, x = place(platform, mesh, array, (Shard(0),))
-        return whole(platform, platform.ops.argmax(x, dim))
+        return full_array(platform, platform.ops.argmax(x, dim))
 
     np.testing.assert_array_equal(on_ranks(hp_platform, program), array.argmax(dim))
 
@@ -56,7 +56,7 @@ def test_views_of_uneven_shards(hp_platform: Platform) -> None:
         wrong = []
         for placement, target in itertools.product((Shard(0), Shard(1)), ((20,), (2, 10), (5, 2, 2), (4, 5))):
             _, x = place(platform, mesh, MATRIX, (placement,))
-            if not np.array_equal(whole(platform, platform.ops.reshape(x, target)), MATRIX.reshape(target)):
+            if not np.array_equal(full_array(platform, platform.ops.reshape(x, target)), MATRIX.reshape(target)):
                 wrong.append(f"{placement} {target}")
         return wrong
 
@@ -79,7 +79,7 @@ def test_stack_of_many_keeps_placements(hp_platform: Platform) -> None:
     assert known == after
 
 
-WHOLE = np.arange(-9, 12, dtype=np.float32).reshape(7, 3)
+FULL = np.arange(-9, 12, dtype=np.float32).reshape(7, 3)
 STRIDED = (StridedShard(0, 2), Shard(0))
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "negative": lambda ops, x: ops.neg(x),
@@ -100,7 +100,7 @@ def test_nothing_is_sent(hp_platform: Platform, call: Callable[[Any, Any], Any])
 
     def rank() -> list[np.ndarray]:
         mesh = DeviceMesh("cpu", (2, 2), platform=hp_platform)
-        x = hp_platform.Parameter(distribute_tensor(hp_platform.from_numpy(WHOLE.copy()), mesh, STRIDED))
+        x = hp_platform.Parameter(distribute_tensor(hp_platform.from_numpy(FULL.copy()), mesh, STRIDED))
         with record_collectives() as log:
             y = call(ops, x)
         assert y.placements == STRIDED
@@ -108,7 +108,7 @@ def test_nothing_is_sent(hp_platform: Platform, call: Callable[[Any, Any], Any])
         return [hp_platform.to_numpy(value.full_tensor()) for value in run(x)]
 
     expected = [
-        hp_platform.to_numpy(value) for value in run(hp_platform.Parameter(hp_platform.from_numpy(WHOLE.copy())))
+        hp_platform.to_numpy(value) for value in run(hp_platform.Parameter(hp_platform.from_numpy(FULL.copy())))
     ]
     for found in run_ranks(rank, 4, hp_platform):
         for got, wanted in zip(found, expected, strict=True):
@@ -130,17 +130,17 @@ def test_scalars_go_with_strided_shards(hp_platform: Platform, scalar_first: boo
 
     def rank() -> list[np.ndarray]:
         mesh = DeviceMesh("cpu", (2, 2), platform=hp_platform)
-        x = hp_platform.Parameter(distribute_tensor(hp_platform.from_numpy(WHOLE.copy()), mesh, STRIDED))
+        x = hp_platform.Parameter(distribute_tensor(hp_platform.from_numpy(FULL.copy()), mesh, STRIDED))
         scale = distribute_tensor(hp_platform.from_numpy(np.array(3, np.float32)), mesh)
         found = run(x, hp_platform.Parameter(scale))
         assert found[0].placements == STRIDED
         with hp_platform.no_grad():
             written = ops.mul(x, 1.0)
             written *= scale
-        np.testing.assert_array_equal(hp_platform.to_numpy(written.full_tensor()), 3 * WHOLE)
+        np.testing.assert_array_equal(hp_platform.to_numpy(written.full_tensor()), 3 * FULL)
         return values(found)
 
-    plain = (WHOLE.copy(), np.array(3, np.float32))
+    plain = (FULL.copy(), np.array(3, np.float32))
     expected = values(run(*(hp_platform.Parameter(hp_platform.from_numpy(value)) for value in plain)))
     for found in run_ranks(rank, 4, hp_platform):
         for got, wanted in zip(found, expected, strict=True):
@@ -153,7 +153,7 @@ def test_what_is_written_into_strided_shards_is_brought_to_them(hp_platform: Pla
         mesh = DeviceMesh("cpu", (2, 2), platform=hp_platform)
         x, y = (
             distribute_tensor(hp_platform.from_numpy(value.copy()), mesh, placed)
-            for value, placed in ((WHOLE, STRIDED), (WHOLE**2, placements))
+            for value, placed in ((FULL, STRIDED), (FULL**2, placements))
         )
         x += y
         added = hp_platform.to_numpy(x.full_tensor())
@@ -162,5 +162,5 @@ def test_what_is_written_into_strided_shards_is_brought_to_them(hp_platform: Pla
         return [added, hp_platform.to_numpy(x.full_tensor())]
 
     for added, multiplied in run_ranks(rank, 4, hp_platform):
-        np.testing.assert_array_equal(added, WHOLE + WHOLE**2)
-        np.testing.assert_array_equal(multiplied, (WHOLE + WHOLE**2) * WHOLE**2)
+        np.testing.assert_array_equal(added, FULL + FULL**2)
+        np.testing.assert_array_equal(multiplied, (FULL + FULL**2) * FULL**2)

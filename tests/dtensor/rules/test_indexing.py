@@ -14,7 +14,7 @@ from hp_dtensor.spec.placements import Placement, Replicate, Shard
 from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.testing.simulated import run_ranks
 
-WHOLE = np.arange(35, dtype=np.float32).reshape(7, 5)
+FULL = np.arange(35, dtype=np.float32).reshape(7, 5)
 LAYOUTS = [(Replicate(), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(0), Shard(0))]
 INDICES: dict[str, Any] = {
     "a list": [0, 2],
@@ -29,7 +29,7 @@ INDICES: dict[str, Any] = {
     "a range": range(2),
     "truth values": [True, False] * 3 + [True],
     "truth values of columns": (slice(None), np.array([True] * 2 + [False] * 3)),
-    "a mask": WHOLE > 7,
+    "a mask": FULL > 7,
     "a NumPy number": np.int64(1),
 }
 
@@ -40,25 +40,25 @@ def _mesh(platform: Platform) -> DeviceMesh:
 
 def _read(platform: Platform, index: Any) -> list[np.ndarray]:
     mesh = _mesh(platform)
-    tensors = [distribute_tensor(platform.from_numpy(WHOLE.copy()), mesh, placed) for placed in LAYOUTS]
+    tensors = [distribute_tensor(platform.from_numpy(FULL.copy()), mesh, placed) for placed in LAYOUTS]
     return [platform.to_numpy(x[index].full_tensor()) for x in tensors]
 
 
 @pytest.mark.parametrize("name", INDICES)
 def test_what_an_index_picks(hp_platform: Platform, name: str) -> None:
     for found in run_ranks(_read, 4, hp_platform, hp_platform, INDICES[name])[0]:
-        np.testing.assert_array_equal(found, WHOLE[INDICES[name]])
+        np.testing.assert_array_equal(found, FULL[INDICES[name]])
 
 
 def _written(platform: Platform, index: Any, values: list[np.ndarray | float]) -> list[list[np.ndarray]]:
     mesh = _mesh(platform)
 
     def written(value: np.ndarray | float, placed: tuple[Placement, ...]) -> np.ndarray:
-        x = distribute_tensor(platform.from_numpy(WHOLE.copy()), mesh, placed)
+        x = distribute_tensor(platform.from_numpy(FULL.copy()), mesh, placed)
         given: Any = value
         if isinstance(value, np.ndarray):
-            cut = [Shard(0) if value.ndim else Replicate(), Replicate()]
-            given = distribute_tensor(platform.from_numpy(np.ascontiguousarray(value)), mesh, cut)
+            sharded = [Shard(0) if value.ndim else Replicate(), Replicate()]
+            given = distribute_tensor(platform.from_numpy(np.ascontiguousarray(value)), mesh, sharded)
         x[index] = given
         assert x.placements == placed
         return platform.to_numpy(x.full_tensor())
@@ -70,11 +70,11 @@ def _written(platform: Platform, index: Any, values: list[np.ndarray | float]) -
 def test_what_is_written_by_an_index(hp_platform: Platform, name: str) -> None:
     """A value of every element, one that is broadcast in front, one that is behind, and a number."""
     index = INDICES[name]
-    full = -1 - np.arange(WHOLE[index].size, dtype=np.float32).reshape(WHOLE[index].shape)
+    full = -1 - np.arange(FULL[index].size, dtype=np.float32).reshape(FULL[index].shape)
     values: list[Any] = [full, full[..., :1], full[0] if full.ndim > 1 and full.size else full, 3.0]
     written = run_ranks(_written, 4, hp_platform, hp_platform, index, values)[0]
     for value, of_layouts in zip(values, written, strict=True):
-        expected = WHOLE.copy()
+        expected = FULL.copy()
         expected[index] = value
         for found in of_layouts:
             np.testing.assert_array_equal(found, expected)
@@ -84,15 +84,15 @@ BY_A_TENSOR = {"behind a slice": (slice(1, 5), 3), "before a slice": (3, slice(1
 
 
 def _written_by_a_tensor(platform: Platform, index: tuple[Any, ...], value: np.ndarray) -> list[np.ndarray]:
-    mesh, whole = _mesh(platform), (Replicate(), Replicate())
+    mesh, full_value = _mesh(platform), (Replicate(), Replicate())
     given = tuple(
-        distribute_tensor(platform.from_numpy(np.array(item)), mesh, whole) if isinstance(item, int) else item
+        distribute_tensor(platform.from_numpy(np.array(item)), mesh, full_value) if isinstance(item, int) else item
         for item in index
     )
     found = []
     for placed in LAYOUTS:
-        x = distribute_tensor(platform.from_numpy(WHOLE.copy()), mesh, placed)
-        x[given] = distribute_tensor(platform.from_numpy(value), mesh, whole)
+        x = distribute_tensor(platform.from_numpy(FULL.copy()), mesh, placed)
+        x[given] = distribute_tensor(platform.from_numpy(value), mesh, full_value)
         found.append(platform.to_numpy(x.full_tensor()))
     return found
 
@@ -100,16 +100,16 @@ def _written_by_a_tensor(platform: Platform, index: tuple[Any, ...], value: np.n
 @pytest.mark.parametrize("name", BY_A_TENSOR)
 def test_what_is_written_by_a_tensor_of_one_position(hp_platform: Platform, name: str) -> None:
     index = BY_A_TENSOR[name]
-    for size in (WHOLE[index].size, 1):
+    for size in (FULL[index].size, 1):
         value = -1 - np.arange(size, dtype=np.float32)
-        expected = WHOLE.copy()
+        expected = FULL.copy()
         expected[index] = value
         for found in run_ranks(_written_by_a_tensor, 4, hp_platform, hp_platform, index, value)[0]:
             np.testing.assert_array_equal(found, expected)
 
 
 def _refused(platform: Platform) -> list[str]:
-    x = distribute_tensor(platform.from_numpy(WHOLE.copy()), _mesh(platform), (Shard(0), Shard(1)))
+    x = distribute_tensor(platform.from_numpy(FULL.copy()), _mesh(platform), (Shard(0), Shard(1)))
     messages = []
     for error, index in (
         (IndexOutOfRangeError, [0, 7]),
@@ -152,7 +152,7 @@ BYTES = np.array([0, 1, 1, 0, 0, 1, 0], np.uint8)
 
 def _by_bytes(platform: Platform) -> list[np.ndarray]:
     mesh = _mesh(platform)
-    x = distribute_tensor(platform.from_numpy(WHOLE.copy()), mesh, (Shard(0), Replicate()))
+    x = distribute_tensor(platform.from_numpy(FULL.copy()), mesh, (Shard(0), Replicate()))
     read = x[BYTES]
     x[BYTES] = -1.0
     return [platform.to_numpy(each.full_tensor()) for each in (read, x)]
@@ -160,7 +160,7 @@ def _by_bytes(platform: Platform) -> list[np.ndarray]:
 
 def _refuses_bytes(platform: Platform) -> None:
     mesh = _mesh(platform)
-    x = distribute_tensor(platform.from_numpy(WHOLE.copy()), mesh, (Shard(0), Replicate()))
+    x = distribute_tensor(platform.from_numpy(FULL.copy()), mesh, (Shard(0), Replicate()))
     for index in (BYTES, distribute_tensor(platform.from_numpy(BYTES), mesh, (Replicate(), Replicate()))):
         with pytest.raises(ShardingRuleError, match="uint8"):
             x[index]
@@ -173,10 +173,10 @@ def test_bytes_are_truth_values_where_the_framework_says_so(hp_platform: Platfor
     if not hp_platform.masks_of_bytes:
         run_ranks(_refuses_bytes, 4, hp_platform, hp_platform)
         return
-    expected = WHOLE.copy()
+    expected = FULL.copy()
     expected[BYTES > 0] = -1
     for read, written in run_ranks(_by_bytes, 4, hp_platform, hp_platform):
-        np.testing.assert_array_equal(read, WHOLE[BYTES > 0])
+        np.testing.assert_array_equal(read, FULL[BYTES > 0])
         np.testing.assert_array_equal(written, expected)
 
 

@@ -69,40 +69,44 @@ SLICES: dict[str, tuple[Callable[[Any, Any], Any], Any, np.ndarray]] = {
 @pytest.mark.parametrize("name", SLICES)
 def test_what_an_index_picks_stays_where_it_is(hp_platform: Platform, name: str) -> None:
     call, placed, expected = SLICES[name]
-    for placements, sent, _, whole in on_ranks(hp_platform, ROWS, (Shard(0),), call):
+    for placements, sent, _, full_value in on_ranks(hp_platform, ROWS, (Shard(0),), call):
         assert (placements, sent) == ((placed,), 0)
-        np.testing.assert_array_equal(whole, expected)
+        np.testing.assert_array_equal(full_value, expected)
 
 
 def test_a_slice_of_a_dimension_cut_twice_stays_where_it_is(hp_platform: Platform) -> None:
     results = on_ranks(hp_platform, ROWS, (Shard(0), Shard(0)), lambda ops, x: x[1:8][1:], shape=(2, 2))
     assert [placements[1] for placements, *_ in results[::2]] == [RaggedShard(0, (1, 2)), RaggedShard(0, (3, 0))]
-    for placements, sent, _, whole in results:
+    for placements, sent, _, full_value in results:
         assert placements[0] == Shard(0)
         assert sent == 0
-        np.testing.assert_array_equal(whole, ROWS[2:8])
+        np.testing.assert_array_equal(full_value, ROWS[2:8])
 
 
 def test_rolling_sends_the_rows_that_change_their_rank(hp_platform: Platform) -> None:
     array = np.arange(24.0, dtype=np.float32).reshape(12, 2)
-    for placements, sent, names, whole in on_ranks(hp_platform, array, (Shard(0),), lambda ops, x: ops.roll(x, -1, 0)):
+    for placements, sent, names, full_value in on_ranks(
+        hp_platform, array, (Shard(0),), lambda ops, x: ops.roll(x, -1, 0)
+    ):
         assert placements == (Shard(0),)
         assert (names, sent) == (["exchange"], 2 * ITEMSIZE)
-        np.testing.assert_array_equal(whole, np.roll(array, -1, 0))
+        np.testing.assert_array_equal(full_value, np.roll(array, -1, 0))
 
 
 def test_flipping_sends_each_part_to_its_mirror(hp_platform: Platform) -> None:
     array = np.arange(12.0, dtype=np.float32)
-    for placements, sent, names, whole in on_ranks(hp_platform, array, (Shard(0),), lambda ops, x: ops.flip(x, (0,))):
+    for placements, sent, names, full_value in on_ranks(
+        hp_platform, array, (Shard(0),), lambda ops, x: ops.flip(x, (0,))
+    ):
         assert placements == (Shard(0),)
         assert (names, sent) == (["exchange"], 3 * ITEMSIZE)
-        np.testing.assert_array_equal(whole, array[::-1])
+        np.testing.assert_array_equal(full_value, array[::-1])
 
 
 def test_rolling_by_whole_turns_sends_nothing(hp_platform: Platform) -> None:
-    for _, sent, names, whole in on_ranks(hp_platform, FLAT, (Shard(0),), lambda ops, x: ops.roll(x, 80, 0)):
+    for _, sent, names, full_value in on_ranks(hp_platform, FLAT, (Shard(0),), lambda ops, x: ops.roll(x, 80, 0)):
         assert (sent, names) == (0, [])
-        np.testing.assert_array_equal(whole, FLAT)
+        np.testing.assert_array_equal(full_value, FLAT)
 
 
 # Positions that are not there -----------------------------------------------------------------------------------
@@ -179,7 +183,7 @@ def test_an_id_that_one_rank_sees_ends_the_job_with_its_name(hp_platform: Platfo
 
 # What needs a dimension whole -----------------------------------------------------------------------------------
 
-WHOLE: dict[str, Callable[[Any, Any], Any]] = {
+FULL: dict[str, Callable[[Any, Any], Any]] = {
     "sort": lambda ops, x: ops.sort(x, 0)[0],
     "argsort": lambda ops, x: ops.argsort(x, 0),
     "median": lambda ops, x: ops.median(x, 0)[0],
@@ -190,12 +194,12 @@ WHOLE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _made_whole(platform: Platform, array: np.ndarray, shape: tuple[int, ...], name: str) -> tuple[Any, float, Any]:
+def _replicated(platform: Platform, array: np.ndarray, shape: tuple[int, ...], name: str) -> tuple[Any, float, Any]:
     mesh = DeviceMesh("cpu", shape, platform=platform)
     x = distribute_tensor(platform.from_numpy(array), mesh, (Shard(0),) * len(shape))
     with record_collectives() as log:
-        result = WHOLE[name](Operations(platform), x)
-    plain = WHOLE[name](Operations(platform), platform.from_numpy(array))
+        result = FULL[name](Operations(platform), x)
+    plain = FULL[name](Operations(platform), platform.from_numpy(array))
     same = np.array_equal(platform.to_numpy(result.full_tensor()), platform.to_numpy(plain))
     return result.placements, log.wire_bytes(), same
 
@@ -210,7 +214,7 @@ def test_a_dimension_is_made_whole_by_cutting_another_one(hp_platform: Platform,
     if not _has(hp_platform, name):
         pytest.skip(f"{hp_platform.name} has no {name}")
     array = np.random.default_rng(0).permutation(32).astype(np.float32).reshape(8, 4)
-    for placements, sent, same in run_ranks(_made_whole, 4, hp_platform, hp_platform, array, (4,), name):
+    for placements, sent, same in run_ranks(_replicated, 4, hp_platform, hp_platform, array, (4,), name):
         assert placements == (Shard(1 if name in ("sort", "argsort") else 0),)
         assert sent == array.nbytes // 4 * 3 // 4
         assert same
@@ -220,7 +224,7 @@ def test_a_dimension_cut_twice_is_made_whole_by_cutting_another_one(hp_platform:
     if not _has(hp_platform, "sort"):
         pytest.skip(f"{hp_platform.name} has no sort")
     array = np.random.default_rng(0).permutation(32).astype(np.float32).reshape(8, 4)
-    for placements, sent, same in run_ranks(_made_whole, 4, hp_platform, hp_platform, array, (2, 2), "sort"):
+    for placements, sent, same in run_ranks(_replicated, 4, hp_platform, hp_platform, array, (2, 2), "sort"):
         assert placements == (Shard(1), Shard(1))
         assert sent == array.nbytes // 4 * 3 // 4
         assert same
@@ -271,17 +275,17 @@ def test_partial_results_of_two_kinds_meet(hp_platform: Platform, left: str, rig
     for rank, (results, grads) in enumerate(run_ranks(_mixed, 2, hp_platform, hp_platform, left, right)):
         for result, expected in zip(results, (x + y, x * y, np.maximum(x, y)), strict=True):
             np.testing.assert_allclose(result, expected, rtol=1e-5)
-        for grad, kind, whole, own, other in (
+        for grad, kind, full_value, own, other in (
             (grads[0], left, x, PARTS[rank], y),
             (grads[1], right, y, PARTS[2 + rank], x),
         ):
-            np.testing.assert_allclose(grad, other * _share(kind, whole, own), rtol=1e-5)
+            np.testing.assert_allclose(grad, other * _share(kind, full_value, own), rtol=1e-5)
 
 
-def _share(kind: str, whole: np.ndarray, own: np.ndarray) -> Any:
+def _share(kind: str, full_value: np.ndarray, own: np.ndarray) -> Any:
     """The derivative of a result by a rank's contribution."""
-    shares = {"sum": 1.0, "avg": 0.5, "product": whole / own}
-    return shares[kind] if kind in shares else (whole == own).astype(np.float32)
+    shares = {"sum": 1.0, "avg": 0.5, "product": full_value / own}
+    return shares[kind] if kind in shares else (full_value == own).astype(np.float32)
 
 
 # Assignment -------------------------------------------------------------------------------------------------------
@@ -293,10 +297,10 @@ def _assigned(platform: Platform, index: Any, size: tuple[int, ...]) -> tuple[np
     platform.set_requires_grad(value, True)
     x = ops.mul(distribute_tensor(platform.from_numpy(ROWS), mesh, (Shard(0),)), 1.0)
     x[index] = from_local(value, mesh, (Replicate(),))
-    whole = x.full_tensor()
+    full_value = x.full_tensor()
     weights = platform.from_numpy(ROWS)
-    (grad,) = platform.grad([ops.sum(ops.mul(whole, weights))], [value])
-    return platform.to_numpy(platform.detach(whole)), platform.to_numpy(grad)
+    (grad,) = platform.grad([ops.sum(ops.mul(full_value, weights))], [value])
+    return platform.to_numpy(platform.detach(full_value)), platform.to_numpy(grad)
 
 
 @pytest.mark.parametrize(
@@ -307,8 +311,8 @@ def test_an_assigned_value_has_its_gradient_whoever_writes(
 ) -> None:
     expected = ROWS.copy()
     expected[index] = 3.0
-    for whole, grad in run_ranks(_assigned, 4, hp_platform, hp_platform, index, size):
-        np.testing.assert_array_equal(whole, expected)
+    for full_value, grad in run_ranks(_assigned, 4, hp_platform, hp_platform, index, size):
+        np.testing.assert_array_equal(full_value, expected)
         np.testing.assert_allclose(grad, ROWS[index] if size else ROWS[index].sum())
 
 
@@ -373,9 +377,9 @@ def _dtypes_of_parts(platform: Platform, name: str) -> tuple[set[str], np.ndarra
 def test_a_rank_that_has_nothing_has_the_dtype_of_the_others(hp_platform: Platform, name: str) -> None:
     if name != "sum of truth values" and not _has(hp_platform, name):
         pytest.skip(f"{hp_platform.name} has no {name}")
-    for dtypes, whole, expected in run_ranks(_dtypes_of_parts, 3, hp_platform, hp_platform, name):
+    for dtypes, full_value, expected in run_ranks(_dtypes_of_parts, 3, hp_platform, hp_platform, name):
         assert len(dtypes) == 1
-        np.testing.assert_allclose(whole, expected)
+        np.testing.assert_allclose(full_value, expected)
 
 
 INTEGERS: dict[str, Callable[[Any, Any], Any]] = {

@@ -38,7 +38,7 @@ def test_results_and_gradients_are_those_of_plain_tensors(hp_platform: Platform,
     cases = operators.cases_of(name, samples=samples)
     found = run_ranks(operators.sweep, 2, hp_platform, hp_platform, (2,), cases, placements)
     assert [problem for each in found for problem in each.wrong] == []
-    assert name in operators.REFUSED or found[0].accepts_cut(), found[0].refused[:3]
+    assert name in operators.REFUSED or found[0].accepts_sharded(), found[0].refused[:3]
 
 
 def test_integers_in_place_and_short_floats(hp_platform: Platform) -> None:
@@ -57,7 +57,7 @@ def test_integers_in_place_and_short_floats(hp_platform: Platform) -> None:
         assert found[0].right[True]
 
 
-def _cut(platform: Platform, x: Any, dim: int = 0) -> Any:
+def _sharded(platform: Platform, x: Any, dim: int = 0) -> Any:
     mesh = DeviceMesh("cpu", (2,), platform=platform)
     return distribute_tensor(x, mesh, [Shard(dim)], src_data_rank=None)
 
@@ -68,12 +68,12 @@ def test_what_is_computed_whole_is_told(hp_platform: Platform) -> None:
     def rank() -> None:
         x = torch.arange(12.0).reshape(4, 3)
         with CommDebugMode() as seen:
-            result = torch.cov(_cut(hp_platform, x))
+            result = torch.cov(_sharded(hp_platform, x))
         assert result.placements == (Replicate(),)
         assert torch.equal(result.to_local(), torch.cov(x))
         assert seen.get_comm_counts() == {"all_gather": 1}
         with explicit_redistribution(), pytest.raises(ImplicitRedistributionError, match="cov"):
-            torch.cov(_cut(hp_platform, x))
+            torch.cov(_sharded(hp_platform, x))
 
     run_ranks(rank, 2, hp_platform)
 
@@ -82,7 +82,7 @@ def test_the_norm_of_a_parameter_along_a_dimension(hp_platform: Platform) -> Non
     def rank() -> None:
         x = torch.arange(12.0).reshape(4, 3)
         for dim in (None, 0, 1, -1):
-            parameter = torch.nn.Parameter(_cut(hp_platform, x))
+            parameter = torch.nn.Parameter(_sharded(hp_platform, x))
             result = torch.linalg.norm(parameter, dim=dim)
             torch.testing.assert_close(result.full_tensor(), torch.linalg.norm(x, dim=dim))
 
@@ -93,7 +93,7 @@ def test_implicit_replication_of_a_cache_joined_along_a_negative_dimension(hp_pl
     def rank() -> None:
         new, cache = torch.ones(4, 1, 3), torch.zeros(4, 2, 3)
         with implicit_replication():
-            joined = torch.cat([cache, _cut(hp_platform, new)], dim=-2)
+            joined = torch.cat([cache, _sharded(hp_platform, new)], dim=-2)
         assert torch.equal(joined.full_tensor(), torch.cat([cache, new], dim=-2))
 
     run_ranks(rank, 2, hp_platform)
@@ -105,10 +105,10 @@ def test_dtypes_that_numpy_does_not_know(hp_platform: Platform, dtype: str) -> N
 
     def rank() -> None:
         x = torch.arange(8).reshape(4, 2).to(kind)
-        cut = _cut(hp_platform, x)
-        assert cut.dtype == kind
-        whole = cut.full_tensor()
-        assert whole.dtype == kind
-        assert torch.equal(whole.float(), x.float())
+        sharded = _sharded(hp_platform, x)
+        assert sharded.dtype == kind
+        full = sharded.full_tensor()
+        assert full.dtype == kind
+        assert torch.equal(full.float(), x.float())
 
     run_ranks(rank, 2, hp_platform)

@@ -77,9 +77,9 @@ class Findings:
     refused: list[tuple[bool, str]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
-    def accepts_cut(self) -> bool:
+    def accepts_sharded(self) -> bool:
         """Return True unless every case with a cut operand was refused."""
-        return bool(self.right[True]) or not any(cut for cut, _ in self.refused)
+        return bool(self.right[True]) or not any(sharded for sharded, _ in self.refused)
 
 
 def cases_of(
@@ -195,13 +195,13 @@ class Case:
 
     def check(self, mesh: DeviceMesh, placements: tuple[Placements, ...], findings: Findings) -> None:
         """Run the operator on operands placed so, and note how it went."""
-        cut = any(p.is_shard() for each in placements for p in each)
+        sharded = any(p.is_shard() for each in placements for p in each)
         label = f"{self.name} {self._described(placements)}"
         try:
             placed = {i: _placed(self.leaves[i], mesh, each) for i, each in zip(self.tensors, placements, strict=True)}
             results, gradients = self._run(placed)
         except HPError as error:
-            findings.refused.append((cut, f"{label}: {error}"))
+            findings.refused.append((sharded, f"{label}: {error}"))
             return
         except Exception as error:
             findings.wrong.append(f"{label}: {type(error).__name__}: {str(error)[:300]}")
@@ -212,7 +212,7 @@ class Case:
             if not _agree(got, wanted, self.rtol):
                 findings.wrong.append(f"{label}: {what} {_shown(got)}, expected {_shown(wanted)}")
                 return
-        findings.right[cut] += 1
+        findings.right[sharded] += 1
 
     def _run(self, tensors: dict[int, Tensor]) -> tuple[list[Any], list[Tensor | None]]:
         """Results and gradients, whole and plain."""
@@ -238,8 +238,8 @@ class Case:
         gradients: list[Tensor | None] = []
         if loss is not None and wanted:
             loss.backward()
-            gradients = [_whole(x.grad) for x in wanted]
-        return [_whole(x) for x in results], gradients
+            gradients = [_full(x.grad) for x in wanted]
+        return [_full(x) for x in results], gradients
 
     def _described(self, placements: tuple[Placements, ...]) -> str:
         shapes = [list(self.leaves[i].shape) for i in self.tensors]
@@ -263,7 +263,7 @@ def _placed(x: Tensor, mesh: DeviceMesh, placements: Placements) -> Tensor:
     return dtensor.detach().requires_grad_(x.requires_grad)
 
 
-def _whole(x: Any) -> Any:
+def _full(x: Any) -> Any:
     if not isinstance(x, Tensor):
         return x
     return (x.detach().full_tensor() if isinstance(x, DTensor) else x.detach()).resolve_conj().resolve_neg().clone()

@@ -56,11 +56,11 @@ def _refusals(platform: Platform, ranks: int, fn: Callable[[int], Any], error: t
 def _uneven(platform: Platform) -> tuple[Any, ...]:
     mesh = _mesh(platform, 2, 2)
     row, column = mesh.get_coordinate() or (0, 0)
-    whole = np.arange(15, dtype=np.float32).reshape(5, 3)
-    part = np.ascontiguousarray(whole[(slice(0, 3), slice(3, 5))[row]][:, (slice(0, 2), slice(2, 3))[column]])
+    full = np.arange(15, dtype=np.float32).reshape(5, 3)
+    part = np.ascontiguousarray(full[(slice(0, 3), slice(3, 5))[row]][:, (slice(0, 2), slice(2, 3))[column]])
     x = from_local(platform.from_numpy(part), mesh, (Shard(0), Shard(1)), run_check=True)
-    np.testing.assert_array_equal(platform.to_numpy(x.full_tensor()), whole)
-    rows = np.ascontiguousarray(np.split(whole, [1])[row])
+    np.testing.assert_array_equal(platform.to_numpy(x.full_tensor()), full)
+    rows = np.ascontiguousarray(np.split(full, [1])[row])
     y = from_local(platform.from_numpy(rows), mesh, (RaggedShard(0, (1, 4)), Replicate()), run_check=True)
     return tuple(x.shape), tuple(y.shape)
 
@@ -115,7 +115,7 @@ def _other_shape(platform: Platform, make: str, rank: int) -> None:
             from_local(_numbers(platform, 1, rows), mesh, (Shard(0),), shape=(4, rows))
 
 
-@pytest.mark.parametrize(("make", "where"), [("factory", "a factory"), ("whole", "distribute_tensor")])
+@pytest.mark.parametrize(("make", "where"), [("factory", "a factory"), ("full", "distribute_tensor")])
 def test_another_global_shape_is_found_and_its_rank_named(hp_platform: Platform, make: str, where: str) -> None:
     messages = _refusals(hp_platform, 4, lambda rank: _other_shape(hp_platform, make, rank), RankMismatchError)
     assert len(set(messages)) == 1

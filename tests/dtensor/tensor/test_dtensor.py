@@ -53,13 +53,13 @@ def _values(platform: Platform, x: Any) -> Any:
 
 
 def _a_leaf_stays_one(platform: Platform, src_data_rank: int | None) -> None:
-    mesh, whole = _mesh(platform), _leaf(platform, 4, 3)
-    x = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=src_data_rank)
+    mesh, full_value = _mesh(platform), _leaf(platform, 4, 3)
+    x = distribute_tensor(full_value, mesh, [Shard(0)], src_data_rank=src_data_rank)
     assert platform.requires_grad(x)
     assert platform.is_leaf(x)
     platform.backward(platform.ops.sum(platform.ops.mul(x, x)))
-    np.testing.assert_array_equal(_values(platform, platform.get_grad(x)), 2 * platform.to_numpy(whole))
-    assert platform.get_grad(whole) is None
+    np.testing.assert_array_equal(_values(platform, platform.get_grad(x)), 2 * platform.to_numpy(full_value))
+    assert platform.get_grad(full_value) is None
     assert not platform.requires_grad(distribute_tensor(_numbers(platform, 4, 3), mesh, [Shard(0)]))
 
 
@@ -69,13 +69,13 @@ def test_a_leaf_that_requires_grad_is_distributed_as_one(hp_platform: Platform, 
 
 
 def _computed_tensors(platform: Platform) -> None:
-    mesh, whole = _mesh(platform), _leaf(platform, 4, 3)
-    computed = platform.ops.mul(whole, 2.0)
+    mesh, full_value = _mesh(platform), _leaf(platform, 4, 3)
+    computed = platform.ops.mul(full_value, 2.0)
     with pytest.raises(GradientPathError, match=r"distribute_tensor broadcasts the data of rank 0.*x\.detach\(\)"):
         distribute_tensor(computed, mesh, [Shard(0)])
     assert not platform.requires_grad(distribute_tensor(platform.detach(computed), mesh, [Shard(0)]))
     x = distribute_tensor(computed, mesh, [Shard(0)], src_data_rank=None)
-    [grad] = platform.grad([platform.ops.sum(x)], [whole])
+    [grad] = platform.grad([platform.ops.sum(x)], [full_value])
     np.testing.assert_array_equal(platform.to_numpy(grad), np.full((4, 3), 2.0, np.float32))
 
 
@@ -111,17 +111,17 @@ ALIASES = [
 
 
 def _alias_names(platform: Platform) -> None:
-    mesh, whole = _mesh(platform, 2, 2), _numbers(platform, 4, 6)
+    mesh, full_value = _mesh(platform, 2, 2), _numbers(platform, 4, 6)
     layout = Layout.from_device_mesh(mesh)
     for aliases, placements in ALIASES:
-        x = distribute_tensor(whole, mesh, aliases)
+        x = distribute_tensor(full_value, mesh, aliases)
         assert x.placements == placements
         assert zeros(4, 6, device_mesh=mesh, placements=aliases).placements == placements
         assert from_local(x.to_local(), mesh, aliases, shape=(4, 6)).spec is x.spec
-        moved = distribute_tensor(whole, mesh).redistribute(placements=aliases)
+        moved = distribute_tensor(full_value, mesh).redistribute(placements=aliases)
         assert moved.spec is x.spec
-        assert distribute_tensor(whole, mesh, layout(placements)).spec is x.spec
-        np.testing.assert_array_equal(_values(platform, moved), platform.to_numpy(whole))
+        assert distribute_tensor(full_value, mesh, layout(placements)).spec is x.spec
+        np.testing.assert_array_equal(_values(platform, moved), platform.to_numpy(full_value))
 
 
 def test_placements_are_taken_as_alias_names(hp_platform: Platform) -> None:
@@ -129,16 +129,16 @@ def test_placements_are_taken_as_alias_names(hp_platform: Platform) -> None:
 
 
 def _wrong_aliases(platform: Platform) -> None:
-    mesh, whole = _mesh(platform, 2, 2), _numbers(platform, 4, 6)
+    mesh, full_value = _mesh(platform, 2, 2), _numbers(platform, 4, 6)
     for aliases, message in (
         (("dp",), "distribute_tensor: expected 2 alias names, one per dimension of the tensor"),
         (("dp", "ep"), "distribute_tensor: unknown alias 'ep'; known: dp, tp and 'None'"),
         (("dp", "dp"), "distribute_tensor: axis 'dp' is used for two tensor dimensions"),
     ):
         with pytest.raises(PlacementError, match=re.escape(message)):
-            distribute_tensor(whole, mesh, aliases)
+            distribute_tensor(full_value, mesh, aliases)
     with pytest.raises(PlacementError, match="redistribute: unknown alias 'ep'"):
-        distribute_tensor(whole, mesh).redistribute(placements=("ep", None))
+        distribute_tensor(full_value, mesh).redistribute(placements=("ep", None))
 
 
 def test_alias_names_that_do_not_fit_are_refused(hp_platform: Platform) -> None:
@@ -286,8 +286,8 @@ def test_dtypes_on_the_way_go_with_sums_on_one_mesh(hp_platform: Platform) -> No
 def _whole_with_placed_gradient(platform: Platform) -> None:
     mesh = _mesh(platform)
     x = distribute_tensor(_leaf(platform, 4, 3), mesh, [Shard(0)])
-    whole = x.full_tensor(grad_placements=[Partial()])
-    platform.backward(platform.ops.sum(platform.ops.mul(whole, float(mesh.get_local_rank() + 1))))
+    full_value = x.full_tensor(grad_placements=[Partial()])
+    platform.backward(platform.ops.sum(platform.ops.mul(full_value, float(mesh.get_local_rank() + 1))))
     np.testing.assert_array_equal(_values(platform, platform.get_grad(x)), np.full((4, 3), 3.0, np.float32))
 
 
@@ -338,15 +338,15 @@ def test_full_of_a_complex_number_is_complex_where_the_platform_has_such_a_dtype
             _filled_with(2j, hp_platform)
 
 
-WHOLE = np.arange(6, dtype=np.float32).reshape(3, 2) - 2
+FULL = np.arange(6, dtype=np.float32).reshape(3, 2) - 2
 
 
 def _mesh_of_two(platform: Platform) -> DeviceMesh:
     return DeviceMesh("cpu", (2,), mesh_dim_names=("dp",), platform=platform)
 
 
-def _sharded(platform: Platform, whole: np.ndarray = WHOLE) -> Any:
-    return distribute_tensor(platform.from_numpy(whole.copy()), _mesh_of_two(platform), (Shard(0),))
+def _sharded(platform: Platform, full_value: np.ndarray = FULL) -> Any:
+    return distribute_tensor(platform.from_numpy(full_value.copy()), _mesh_of_two(platform), (Shard(0),))
 
 
 def _on_the_host(platform: Platform) -> list[Any]:
@@ -358,12 +358,12 @@ def _on_the_host(platform: Platform) -> list[Any]:
 
 
 def test_values_on_the_host_are_the_whole_ones(hp_platform: Platform) -> None:
-    expected = [3.0, 3.0, True, 3, 7.0, WHOLE.tolist(), WHOLE.tolist()]
+    expected = [3.0, 3.0, True, 3, 7.0, FULL.tolist(), FULL.tolist()]
     assert run_ranks(_on_the_host, 2, hp_platform, hp_platform) == [expected] * 2
 
 
 def _compared(platform: Platform) -> list[Any]:
-    x, y = _sharded(platform), _sharded(platform, WHOLE * np.float32([1, -1]))
+    x, y = _sharded(platform), _sharded(platform, FULL * np.float32([1, -1]))
     same = x == y
     assert isinstance(same, DTensor)
     assert same.placements == (Shard(0),)
@@ -371,8 +371,8 @@ def _compared(platform: Platform) -> list[Any]:
 
 
 def test_comparison_is_element_by_element(hp_platform: Platform) -> None:
-    other = WHOLE * np.float32([1, -1])
-    expected = [np.equal(WHOLE, other).tolist(), np.greater(WHOLE, other).tolist(), np.less_equal(WHOLE, 0).tolist()]
+    other = FULL * np.float32([1, -1])
+    expected = [np.equal(FULL, other).tolist(), np.greater(FULL, other).tolist(), np.less_equal(FULL, 0).tolist()]
     assert run_ranks(_compared, 2, hp_platform, hp_platform) == [expected] * 2
 
 
@@ -382,7 +382,7 @@ def _rows(platform: Platform) -> tuple[int, list[Any]]:
 
 
 def test_length_and_iteration_are_over_the_whole(hp_platform: Platform) -> None:
-    assert run_ranks(_rows, 2, hp_platform, hp_platform) == [(3, WHOLE.tolist())] * 2
+    assert run_ranks(_rows, 2, hp_platform, hp_platform) == [(3, FULL.tolist())] * 2
 
 
 def test_length_is_that_of_the_shape_where_operations_are_local_too(hp_platform: Platform) -> None:
@@ -427,4 +427,4 @@ def _copied(platform: Platform) -> tuple[list[Any], list[Any], bool]:
 
 
 def test_deep_copies_have_data_of_their_own(hp_platform: Platform) -> None:
-    assert run_ranks(_copied, 2, hp_platform, hp_platform) == [(WHOLE.tolist(), np.zeros((3, 2)).tolist(), True)] * 2
+    assert run_ranks(_copied, 2, hp_platform, hp_platform) == [(FULL.tolist(), np.zeros((3, 2)).tolist(), True)] * 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from placed_arrays import MATRIX, Array, on_ranks, place, whole
+from placed_arrays import MATRIX, Array, full_array, on_ranks, place
 
 from hp_dtensor import (
     DeviceMesh,
@@ -46,7 +46,7 @@ def test_gradients_are_not_off_by_the_number_of_ranks(hp_platform: Platform) -> 
             grads = platform.grad([loss], [x, w])
             expected = np.broadcast_to(MATRIX.T.sum(1), MATRIX.shape)
             got = from_local(grads[0], mesh, (Replicate() if left.is_partial() else left,), shape=MATRIX.shape)
-            if not np.allclose(whole(platform, got), expected):
+            if not np.allclose(full_array(platform, got), expected):
                 wrong.append(f"{left} {right}")
         return wrong
 
@@ -85,7 +85,7 @@ def test_a_partial_product_is_reduced_and_scattered_along_any_dimension(hp_platf
             expected = MATRIX @ MATRIX.T
             grad = from_local(grad, mesh, (Shard(1),), shape=MATRIX.shape)
             for name, got, wanted in (("value", y, expected), ("gradient", grad, 2 * expected @ MATRIX)):
-                if not np.allclose(whole(platform, got), wanted):
+                if not np.allclose(full_array(platform, got), wanted):
                     wrong.append(f"{name}, dimension {dim}")
         return wrong
 
@@ -98,16 +98,16 @@ def test_plain_and_distributed_parameters_are_clipped_together(hp_platform: Plat
 
     def program(platform: Platform, mesh: DeviceMesh) -> tuple[float, Array, Array]:
         _, x = place(platform, mesh, MATRIX, (Shard(0),))
-        cut, plain = platform.Parameter(platform.detach(x)), platform.Parameter(platform.from_numpy(MATRIX.copy()))
-        platform.set_grad(cut, platform.ops.mul(platform.detach(x), 2.0))
+        sharded, plain = platform.Parameter(platform.detach(x)), platform.Parameter(platform.from_numpy(MATRIX.copy()))
+        platform.set_grad(sharded, platform.ops.mul(platform.detach(x), 2.0))
         platform.set_grad(plain, platform.from_numpy(MATRIX.copy()))
-        norm = float(platform.to_numpy(clip_grad_norm_([cut, plain], 1.0, platform=platform)))
-        return norm, whole(platform, platform.get_grad(cut)), platform.to_numpy(platform.get_grad(plain))
+        norm = float(platform.to_numpy(clip_grad_norm_([sharded, plain], 1.0, platform=platform)))
+        return norm, full_array(platform, platform.get_grad(sharded)), platform.to_numpy(platform.get_grad(plain))
 
-    norm, cut, plain = on_ranks(hp_platform, program)
+    norm, sharded, plain = on_ranks(hp_platform, program)
     expected = float(np.sqrt(5 * (MATRIX**2).sum()))
     assert norm == pytest.approx(expected, rel=1e-5)
-    np.testing.assert_allclose(cut, 2 * MATRIX / expected, rtol=1e-4)
+    np.testing.assert_allclose(sharded, 2 * MATRIX / expected, rtol=1e-4)
     np.testing.assert_allclose(plain, MATRIX / expected, rtol=1e-4)
 
 
@@ -118,7 +118,7 @@ def test_ties_share_the_gradient_whatever_ranks_hold_them(hp_platform: Platform)
     def program(platform: Platform, mesh: DeviceMesh) -> Array:
         local, x = place(platform, mesh, array, (Shard(0),))
         (grad,) = platform.grad([platform.ops.amax(x, 0).full_tensor()], [local])
-        return whole(platform, from_local(grad, mesh, (Shard(0),), shape=array.shape))
+        return full_array(platform, from_local(grad, mesh, (Shard(0),), shape=array.shape))
 
     np.testing.assert_allclose(on_ranks(hp_platform, program), (array == 3) / 4.0)
 
@@ -228,9 +228,9 @@ def _gathered(platform: Platform) -> tuple[Any, Any, Any]:
 
 def _grads(platform: Platform) -> list[np.ndarray]:
     ops = platform.ops
-    _, w, whole = _gathered(platform)
-    loss = ops.add(ops.sum(ops.square(ops.matmul(whole, w))), ops.sum(ops.mul(whole, 3.0)))
-    grads = platform.grad([loss.full_tensor()], [whole])
+    _, w, gathered = _gathered(platform)
+    loss = ops.add(ops.sum(ops.square(ops.matmul(gathered, w))), ops.sum(ops.mul(gathered, 3.0)))
+    grads = platform.grad([loss.full_tensor()], [gathered])
     return [platform.to_numpy(grad.full_tensor()) for grad in grads]
 
 
@@ -258,10 +258,10 @@ def test_only_a_gathered_tensor_keeps_its_source(hp_platform: Platform) -> None:
 
 def _late_hook(platform: Platform) -> list[Any]:
     ops = platform.ops
-    _, w, whole = _gathered(platform)
+    _, w, gathered = _gathered(platform)
     seen: list[Any] = []
-    whole.register_hook(lambda grad: seen.append((grad.placements, platform.to_numpy(grad.full_tensor()))))
-    platform.backward(ops.sum(ops.matmul(whole, w)))
+    gathered.register_hook(lambda grad: seen.append((grad.placements, platform.to_numpy(grad.full_tensor()))))
+    platform.backward(ops.sum(ops.matmul(gathered, w)))
     _, w, late = _gathered(platform)
     ops.matmul(late, w)
     with pytest.raises(GradientPathError, match="Register the hook before the first use"):
@@ -333,9 +333,9 @@ def _norms(platform: Platform) -> list[float]:
 
 
 def _with_gradient(platform: Platform, mesh: DeviceMesh, data: np.ndarray) -> Any:
-    whole = platform.from_numpy(data.astype(np.float32))
-    p = platform.Parameter(distribute_tensor(whole, mesh, (Shard(0),), src_data_rank=None))
-    platform.set_grad(p, distribute_tensor(whole, mesh, (Shard(0),), src_data_rank=None))
+    full = platform.from_numpy(data.astype(np.float32))
+    p = platform.Parameter(distribute_tensor(full, mesh, (Shard(0),), src_data_rank=None))
+    platform.set_grad(p, distribute_tensor(full, mesh, (Shard(0),), src_data_rank=None))
     return p
 
 

@@ -88,12 +88,12 @@ def _from_meta(platform: Platform) -> tuple[dict[str, np.ndarray], list[float]]:
 
 def test_values_are_those_of_a_model_built_whole(meta_platform: Platform) -> None:
     with nn.building(meta_platform):
-        whole = TwoLayers()
-    init_parameters(whole, _initializer, seed=3)
-    expected = _values(meta_platform, whole)
+        full = TwoLayers()
+    init_parameters(full, _initializer, seed=3)
+    expected = _values(meta_platform, full)
     x, weight = make_data(meta_platform)
-    meta_platform.backward(loss_of(meta_platform, whole(x), weight))
-    grad = meta_platform.to_numpy(meta_platform.get_grad(whole.up.weight)).sum()
+    meta_platform.backward(loss_of(meta_platform, full(x), weight))
+    grad = meta_platform.to_numpy(meta_platform.get_grad(full.up.weight)).sum()
     for values, grads in run_ranks(_from_meta, 3, meta_platform, meta_platform):
         assert values.keys() == expected.keys()
         for name, value in values.items():

@@ -25,7 +25,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
-WHOLE = np.arange(20, dtype=np.float32).reshape(5, 4)
+FULL = np.arange(20, dtype=np.float32).reshape(5, 4)
 
 
 def on_ranks(platform: Platform, fn: Callable[[DeviceMesh, Any], Any], size: int = 2) -> list[Any]:
@@ -33,7 +33,7 @@ def on_ranks(platform: Platform, fn: Callable[[DeviceMesh, Any], Any], size: int
 
     def rank() -> Any:
         mesh = DeviceMesh("cpu", (size,), mesh_dim_names=("dp",), platform=platform)
-        return fn(mesh, distribute_tensor(platform.from_numpy(WHOLE.copy()), mesh, [S0]))
+        return fn(mesh, distribute_tensor(platform.from_numpy(FULL.copy()), mesh, [S0]))
 
     return run_ranks(rank, size, platform)
 
@@ -50,7 +50,7 @@ def test_uneven_and_empty_shards_keep_their_global_shape(hp_platform: Platform, 
         several = local_map(lambda t, n: (ops.mul(t, n), ops.mul(t, 0)), [[S0], [S0]], [[S0], None])(x, 3)
         return [hp_platform.to_numpy(y.full_tensor()) for y in (doubled, turned, summed, total, *several)]
 
-    expected = [2 * WHOLE, WHOLE.T, WHOLE.sum(1), WHOLE.sum(0), 3 * WHOLE, 0 * WHOLE]
+    expected = [2 * FULL, FULL.T, FULL.sum(1), FULL.sum(0), 3 * FULL, 0 * FULL]
     for found in on_ranks(hp_platform, rank, size):
         for got, wanted in zip(found, expected, strict=True):
             np.testing.assert_array_equal(got, wanted)
@@ -84,7 +84,7 @@ def test_specifications_by_aliases_and_layouts(hp_platform: Platform) -> None:
         ):
             y = custom_shard(lambda t: t, mesh, out, into)(x)
             assert y.placements == (S1,)
-            np.testing.assert_array_equal(hp_platform.to_numpy(y.full_tensor()), WHOLE)
+            np.testing.assert_array_equal(hp_platform.to_numpy(y.full_tensor()), FULL)
 
     on_ranks(hp_platform, rank)
 
@@ -136,12 +136,12 @@ def test_as_a_decorator_with_plain_and_nested_arguments(hp_platform: Platform) -
 
     def rank(mesh: DeviceMesh, x: Any) -> None:
         plain = hp_platform.zeros((1,), hp_platform.dtype("float32"))
-        x = distribute_tensor(hp_platform.from_numpy(WHOLE[:4].copy()), mesh, [S0])
+        x = distribute_tensor(hp_platform.from_numpy(FULL[:4].copy()), mesh, [S0])
         found = shifted([x, x], plain, "a")
         columns, (rows, label) = found["columns"], found["rows"]
         assert (columns.placements, rows.placements, label) == ((S1,), (S0,), "a")
         for each in (columns, rows):
-            np.testing.assert_array_equal(hp_platform.to_numpy(each.full_tensor()), WHOLE[:4])
+            np.testing.assert_array_equal(hp_platform.to_numpy(each.full_tensor()), FULL[:4])
 
     on_ranks(hp_platform, rank)
 
@@ -217,7 +217,7 @@ def test_gradients_follow_from_the_placements(
 
     for grad_a, grad_w in on_ranks(hp_platform, rank, size):
         np.testing.assert_array_equal(grad_a, np.repeat(WEIGHT.sum(1)[None], 5, 0))
-        np.testing.assert_array_equal(grad_w, np.repeat(WHOLE.sum(0)[:, None], 3, 1))
+        np.testing.assert_array_equal(grad_w, np.repeat(FULL.sum(0)[:, None], 3, 1))
 
 
 def test_gradients_that_do_not_follow_are_stated(hp_platform: Platform) -> None:
@@ -246,7 +246,7 @@ def test_gradients_that_do_not_follow_are_stated(hp_platform: Platform) -> None:
 def test_each_specification_has_a_placement_per_mesh_axis(hp_platform: Platform, records: bool) -> None:
     def rank() -> None:
         mesh = DeviceMesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), platform=hp_platform)
-        x = distribute_tensor(hp_platform.from_numpy(WHOLE.copy()), mesh, [S0, R])
+        x = distribute_tensor(hp_platform.from_numpy(FULL.copy()), mesh, [S0, R])
         x = hp_platform.Parameter(x, requires_grad=records)
         expected = r"expected 2 placements for mesh \(dp=2, tp=2\), got 1"
         with pytest.raises(PlacementError, match=rf"local_map: out_placements\[0\]: {expected}"):
@@ -280,7 +280,7 @@ def test_ranks_compare_the_shapes_of_outputs_in_the_first_call(hp_platform: Plat
         mapped = local_map(lambda part: hp_platform.ops.mul(part, 2.0), [S0])
         for _ in range(3):
             calls.append(-group.num_calls)
-            assert tuple(mapped(x).shape) == WHOLE.shape
+            assert tuple(mapped(x).shape) == FULL.shape
             calls[-1] += group.num_calls
         return calls
 

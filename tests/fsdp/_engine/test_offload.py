@@ -24,7 +24,7 @@ CASES = {
     "mixed precision": Case((2,), num_blocks=1, policy={"param_dtype": "float16", "reduce_dtype": "float32"}),
     "one rank": Case((1,), num_blocks=1),
 }
-WHOLE = CPUOffloadPolicy(pin_memory=True)
+FULL = CPUOffloadPolicy(pin_memory=True)
 PARAMETERS, GRADIENTS = CPUOffloadPolicy(gradients=False), CPUOffloadPolicy(parameters=False)
 STEPS = 5
 
@@ -105,7 +105,7 @@ def _compare(platform, device, name, policy, zero_stage=3):
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_are_the_same_and_each_gather_and_reduction_copies_once(hp_platform, device, name):
     case = CASES[name]
-    log, sizes, places = _compare(hp_platform, device, name, WHOLE)
+    log, sizes, places = _compare(hp_platform, device, name, FULL)
     assert places == {(True, None)}
     assert all(device.pinned)
     reductions = case.accumulate if case.sync == "every" else 1
@@ -117,7 +117,7 @@ def test_numbers_are_the_same_and_each_gather_and_reduction_copies_once(hp_platf
 
 
 @pytest.mark.parametrize("name", ["fsdp", "hsdp, accumulated"])
-@pytest.mark.parametrize("policy", [WHOLE, GRADIENTS], ids=["everything", "gradients"])
+@pytest.mark.parametrize("policy", [FULL, GRADIENTS], ids=["everything", "gradients"])
 def test_gradients_are_copied_while_the_backward_of_others_runs(hp_platform, device, name, policy):
     log, sizes, _ = _compare(hp_platform, device, name, policy)
     kinds = [kind for kind, _ in log if kind in ("reduce", "all-reduce", "to host", "on host")]
@@ -132,7 +132,7 @@ def test_shards_are_copied_one_group_ahead(hp_platform, device):
     case = CASES["fsdp"]
 
     def rank():
-        model = _model(hp_platform, case, offload_policy=WHOLE)
+        model = _model(hp_platform, case, offload_policy=FULL)
         world = current_world(hp_platform)
         for number, block in enumerate(model.blocks):
             hp_platform.add_forward_pre_hook(block.up, lambda *args, n=number: device.log("forward", n))
@@ -230,7 +230,7 @@ def test_where_the_device_is_the_host_nothing_is_copied(hp_platform, monkeypatch
     storage = get_storage(hp_platform)
     for name in ("host_buffer", "to_device", "to_host", "defer_gradient"):
         monkeypatch.setattr(storage, name, lambda *args: pytest.fail("copied"))
-    for policy in (WHOLE, PARAMETERS, GRADIENTS):
+    for policy in (FULL, PARAMETERS, GRADIENTS):
         run_ranks(_train, 2, hp_platform, hp_platform, CASES["fsdp"], policy)
 
 
@@ -252,7 +252,7 @@ def test_nothing_still_reads_parameters_on_the_host_after_a_pass(hp_platform, de
     case = Case(mesh, num_blocks=3)
 
     def rank():
-        model, number = _model(hp_platform, case, offload_policy=WHOLE), current_world(hp_platform).rank
+        model, number = _model(hp_platform, case, offload_policy=FULL), current_world(hp_platform).rank
         sizes = [b.layout.shard_numel for module in sharded_modules(model) for b in module._fsdp.group.buffers]
         finished = []
         with hp_platform.no_grad():
@@ -287,4 +287,4 @@ def test_a_platform_that_cannot_await_gradients_refuses_them_apart(hp_platform, 
             CapabilityError, match="gradients are on the device of their parameters; offload both or none"
         ):
             fully_shard(build(hp_platform, CASES["fsdp"]), mesh, offload_policy=policy)
-    fully_shard(build(hp_platform, CASES["fsdp"]), mesh, offload_policy=WHOLE)
+    fully_shard(build(hp_platform, CASES["fsdp"]), mesh, offload_policy=FULL)

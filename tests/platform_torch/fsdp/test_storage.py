@@ -27,12 +27,12 @@ def test_a_small_buffer_is_as_large_as_asked_for():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_freed_buffers_of_many_sizes_leave_nothing_resident():
-    kept = []
+    retained = []
     before = resident_bytes()
     for size in reversed(range(2, 30)):
         buffer = allocate_on_host(size * MEBIBYTE, torch.uint8).fill_(1)
         # What an allocator would put into the hole that the buffer leaves.
-        kept.append(torch.ones(1000))
+        retained.append(torch.ones(1000))
         untyped = buffer.untyped_storage()
         untyped.resize_(0)
         refill_on_host(untyped, size * MEBIBYTE)
@@ -40,4 +40,4 @@ def test_freed_buffers_of_many_sizes_leave_nothing_resident():
         del buffer, untyped
     left = resident_bytes() - before
     assert left < 8 * MEBIBYTE, left
-    assert len(kept) == 28
+    assert len(retained) == 28

@@ -129,10 +129,10 @@ def layer_results(recomputed, fused):
 
 
 def run_layer():
-    plain, kept, again = layer_results(False, False), layer_results(False, True), layer_results(True, True)
+    plain, retained, again = layer_results(False, False), layer_results(False, True), layer_results(True, True)
     return {
-        "error": max(float((a - b).norm() / b.norm()) for a, b in zip(plain, kept, strict=True)),
-        "recomputed alike": all(torch.equal(a, b) for a, b in zip(kept, again, strict=True)),
+        "error": max(float((a - b).norm() / b.norm()) for a, b in zip(plain, retained, strict=True)),
+        "recomputed alike": all(torch.equal(a, b) for a, b in zip(retained, again, strict=True)),
         "checked": [passed for kind, passed in kernel_check._passed.items() if kind.dim == 24],
     }
 

@@ -87,8 +87,8 @@ def test_shards_are_trained_as_the_whole(build):
     def run():
         mesh = init_device_mesh("cpu", (2,))
 
-        def place(name, whole):
-            return distribute_tensor(whole, mesh, [placements[name]], src_data_rank=None)
+        def place(name, full):
+            return distribute_tensor(full, mesh, [placements[name]], src_data_rank=None)
 
         parameters = {name: torch.nn.Parameter(place(name, x)) for name, x in values(0).items()}
         optimizer = build(parameters)

@@ -48,8 +48,8 @@ def test_torch_reads_every_tensor_of_a_checkpoint_that_four_ranks_wrote(lab: Lab
 
 
 def test_a_run_goes_on_exactly_from_what_torch_has_written_in_between(lab: Lab, capsys):
-    whole = lab.run("whole", **SETTINGS)
-    stopped = lab.interrupted_copy(whole, "stopped")
+    full = lab.run("whole", **SETTINGS)
+    stopped = lab.interrupted_copy(full, "stopped")
     saved = tensors(stopped, ("model.", "optimizer.", "ema."))
     folder = exported(lab, stopped)
     state = as_torch_reads(folder, saved)
@@ -63,7 +63,7 @@ def test_a_run_goes_on_exactly_from_what_torch_has_written_in_between(lab: Lab, 
         checkpoint.rmdir()
     assert cli.main(["import", str(lab.folder / "again"), f"--run={stopped.path}"]) == 0
     assert "step-00000003; continue with `hp-train resume" in capsys.readouterr().out
-    assert losses(lab.resume(stopped, **SETTINGS)) == losses(whole)
+    assert losses(lab.resume(stopped, **SETTINGS)) == losses(full)
 
 
 def test_weights_become_a_file_that_transformers_reads(lab: Lab, tmp_path: Path):
@@ -113,9 +113,9 @@ HOSTILE = {
 def test_of_a_hostile_pickle_nothing_is_made(tmp_path: Path, capsys, kind):
     content, reason = HOSTILE[kind]
     (tmp_path / ".metadata").write_bytes(content)
-    told = refused(capsys, "import", tmp_path, f"--to={tmp_path / 'out'}")
-    assert ".metadata is damaged or no metadata" in told
-    assert reason in told
+    message = refused(capsys, "import", tmp_path, f"--to={tmp_path / 'out'}")
+    assert ".metadata is damaged or no metadata" in message
+    assert reason in message
     assert "run by a pickle" not in capsys.readouterr().out
     assert not hasattr(dcp.metadata.Metadata, "owned")
 
@@ -154,7 +154,7 @@ def with_a_file_elsewhere(metadata):
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (without_a_piece, "tensor 'x': 2 of 2 elements are in no box"),
         (with_a_piece_outside, "tensor 'x': Box(offset=(1,), shape=(2,)) is outside the shape (2,)"),
@@ -165,7 +165,7 @@ def with_a_file_elsewhere(metadata):
         (with_a_file_elsewhere, "names the file '../elsewhere', which is not in the folder"),
     ],
 )
-def test_metadata_that_would_leave_memory_unwritten_or_leave_the_folder_are_refused(tmp_path, capsys, damage, told):
+def test_metadata_that_would_leave_memory_unwritten_or_leave_the_folder_are_refused(tmp_path, capsys, damage, message):
     dcp.save({"x": torch.ones(2)}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     file = tmp_path / "dcp" / ".metadata"
     metadata = pickle.loads(file.read_bytes())
@@ -173,7 +173,7 @@ def test_metadata_that_would_leave_memory_unwritten_or_leave_the_folder_are_refu
     file.write_bytes(pickle.dumps(metadata))
     found = refused(capsys, "import", tmp_path / "dcp", f"--to={tmp_path / 'out'}")
     assert ".metadata is damaged or no metadata" in found
-    assert told in found
+    assert message in found
 
 
 def test_pieces_that_tensors_share_are_checked_once(monkeypatch):
@@ -199,8 +199,8 @@ def test_a_tensor_larger_than_its_file_is_refused_before_memory_is_reserved(tmp_
     saved = metadata.state_dict_metadata["x"]
     saved.size = saved.chunks[0].sizes = torch.Size([2**40])
     file.write_bytes(pickle.dumps(metadata))
-    told = refused(capsys, "import", tmp_path / "dcp", f"--to={tmp_path / 'out'}")
-    assert "tensor 'x' cannot be read: no file has all of its bytes" in told
+    message = refused(capsys, "import", tmp_path / "dcp", f"--to={tmp_path / 'out'}")
+    assert "tensor 'x' cannot be read: no file has all of its bytes" in message
     for stored in metadata.storage_data.values():
         stored.length = 2**43
     file.write_bytes(pickle.dumps(metadata))
@@ -214,8 +214,8 @@ def test_what_does_not_fit_is_refused_by_name(lab: Lab, tmp_path: Path, capsys):
     assert "it has no file .metadata" in refused(capsys, "import", tmp_path, f"--run={run.path}")
     dcp.save({"x": torch.ones(2)}, checkpoint_id=str(tmp_path / "other"), no_dist=True)
     assert "has no hp.state" in refused(capsys, "import", tmp_path / "other", f"--run={run.path}")
-    told = refused(capsys, "import", tmp_path / "other", f"--to={tmp_path / 'out'}", "--prefix=model.")
-    assert "no tensor has a name that starts with 'model.'; there are x" in told
+    message = refused(capsys, "import", tmp_path / "other", f"--to={tmp_path / 'out'}", "--prefix=model.")
+    assert "no tensor has a name that starts with 'model.'; there are x" in message
     folder = exported(lab, run)
     larger = lab.run("larger", training__steps=1, model__hidden_size=24)
     assert "hidden_size is 16 there and 24 here" in refused(capsys, "import", folder, f"--run={larger.path}")

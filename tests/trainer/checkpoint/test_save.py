@@ -128,8 +128,8 @@ def test_the_best_checkpoints_stay_beside_the_newest(lab):
     evaluated = {event["step"]: event["loss"] for event in events(run, "evaluation")}
     best = sorted((step for step in evaluated if step != 6), key=lambda step: evaluated[step])[:2]
     storage = LocalStorage(run.checkpoints)
-    kept = [Checkpoint(storage, name).step for name in list_checkpoints(storage)]
-    assert kept == sorted({6, *best}, reverse=True)
+    retained = [Checkpoint(storage, name).step for name in list_checkpoints(storage)]
+    assert retained == sorted({6, *best}, reverse=True)
 
 
 @pytest.mark.parametrize("background", [False, True])

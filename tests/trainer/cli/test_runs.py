@@ -186,14 +186,14 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "told"), BAD.values(), ids=BAD)
-def test_data_that_will_not_do_are_refused_before_any_rank_starts(folder, hp_train, hp_platform, arguments, told):
+@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
+def test_data_that_will_not_do_are_refused_before_any_rank_starts(folder, hp_train, hp_platform, arguments, message):
     skip_unless_torch_or(hp_platform, False)
     (folder / "short.txt").write_text("short")
     before = set(itertools.chain(folder.iterdir()))
     code, out, err = hp_train("run.yaml", "--run.folder=out", *TWO_RANKS, *arguments).finish()
     assert (code, out) == (2, "")
-    assert told in err
+    assert message in err
     assert "Traceback" not in err
     # The cache of prepared data, which the next run looks into first, is no part of the run.
     left = {path for path in folder.iterdir() if path.name != ".data"}

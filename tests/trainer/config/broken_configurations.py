@@ -35,17 +35,21 @@ def slips(folder: Path, path: str, value: str) -> str | None:
         folder: holds `run.yaml`.
     """
     given = [str(folder / "run.yaml"), f"--{path}={value}"]
-    code, told = _run("check", *given)
+    code, message = _run("check", *given)
     if code == 2:
         # The setting, or one that cannot be together with it, must be named.
-        return None if path.rpartition(".")[2] in told or "problem" in told else f"the message names no setting: {told}"
+        return (
+            None
+            if path.rpartition(".")[2] in message or "problem" in message
+            else f"the message names no setting: {message}"
+        )
     if code != 0:
-        return f"check ended with {code}: {told}"
+        return f"check ended with {code}: {message}"
     steps = [] if path == "training.steps" else ["--training.steps=1"]
     place = [] if path == "run.folder" else [f"--run.folder={folder / 'out'}"]
-    code, told = _run(*given, *steps, *place)
+    code, message = _run(*given, *steps, *place)
     shutil.rmtree(folder / "out", ignore_errors=True)
-    return None if code == 0 else f"check found nothing, training ended with {code}: {told}"
+    return None if code == 0 else f"check found nothing, training ended with {code}: {message}"
 
 
 def _run(*words: str) -> tuple[int, str]:

@@ -82,18 +82,18 @@ def data_lab(request, tmp_path, hp_platform) -> DataLab:
 
 def test_any_ranks_train_alike_and_go_on_where_others_stopped(data_lab):
     evaluated = {"training__eval_interval": 6, "training__eval_batches": 2}
-    whole = data_lab.run("whole", **evaluated)
+    full = data_lab.run("whole", **evaluated)
     parts = data_lab.run("parts", FOUR_RANKS["folded"], 4, training__micro_batch_size=2, **evaluated)
-    np.testing.assert_allclose(losses(parts), losses(whole), **CLOSE)
+    np.testing.assert_allclose(losses(parts), losses(full), **CLOSE)
     np.testing.assert_allclose(
         [event["loss"] for event in events(parts, "evaluation")],
-        [event["loss"] for event in events(whole, "evaluation")],
+        [event["loss"] for event in events(full, "evaluation")],
         **CLOSE,
     )
-    same = data_lab.resume(data_lab.interrupted_copy(whole, "same"), **evaluated)
-    assert losses(same) == losses(whole), "in the same layout an interruption leaves no trace"
+    same = data_lab.resume(data_lab.interrupted_copy(full, "same"), **evaluated)
+    assert losses(same) == losses(full), "in the same layout an interruption leaves no trace"
     other = data_lab.resume(data_lab.interrupted_copy(parts, "other"), {"dp_shard": 2}, 2)
-    np.testing.assert_allclose(losses(other), losses(whole), **CLOSE)
+    np.testing.assert_allclose(losses(other), losses(full), **CLOSE)
 
 
 @pytest.mark.parametrize("text", [TEXT, CHAT], ids=["text", "chat"])

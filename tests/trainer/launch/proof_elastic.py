@@ -45,7 +45,7 @@ def hp_before_step(record):
 
 
 @pytest.fixture
-def whole(folder, hp_train) -> list[float]:
+def full(folder, hp_train) -> list[float]:
     """Losses of one rank that nobody kills."""
     code, _, err = hp_train("run.yaml", "--run.folder=whole", *SETTINGS).finish(900)
     assert code == 0, err
@@ -81,7 +81,7 @@ def kill_a_rank(commands: list[Command], random_: random.Random) -> None:
     os.kill(random_.choice([pid for command in commands for pid in command.ranks()]), signal.SIGKILL)
 
 
-def test_local_ranks_of_changing_number(folder, hp_train, whole, slowly):
+def test_local_ranks_of_changing_number(folder, hp_train, full, slowly):
     run, random_ = folder / "out", random.Random(5)
     for size, until in ((4, 100), (3, 200), (4, 300)):
         slowly(True)
@@ -101,7 +101,7 @@ def test_local_ranks_of_changing_number(folder, hp_train, whole, slowly):
         assert code == 0, err
         assert "restarting the ranks" in err
     assert sizes_of(run) == [4, 4, 3, 3, 4, 4]
-    assert_same_curve(run, whole)
+    assert_same_curve(run, full)
 
 
 def wait_for_sizes(run: Path, sizes: list[int]) -> None:
@@ -115,7 +115,7 @@ def wait_for_sizes(run: Path, sizes: list[int]) -> None:
     pytest.fail(f"{sizes_of(run)} ranks have trained, expected {sizes}")
 
 
-def test_machines_of_torchrun_come_and_go(folder, hp_train, whole, slowly, monkeypatch, free_port):
+def test_machines_of_torchrun_come_and_go(folder, hp_train, full, slowly, monkeypatch, free_port):
     pytest.importorskip("torch")
     # Agents of torch keep the address of a machine that has left, unless each round has a store of its own.
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -150,4 +150,4 @@ def test_machines_of_torchrun_come_and_go(folder, hp_train, whole, slowly, monke
     slowly(False)
     ended = [each.finish(600) for each in machines]
     assert [code for code, _, _ in ended] == [0] * 4, [err[-3000:] for _, _, err in ended]
-    assert_same_curve(run, whole)
+    assert_same_curve(run, full)

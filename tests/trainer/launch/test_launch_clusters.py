@@ -73,10 +73,10 @@ def test_the_kubernetes_job_starts_one_torchrun_on_each_machine(hp_platform) -> 
     if hp_platform.name == "torch":
         from torch.distributed.run import parse_args
 
-        told = parse_args(arguments)
-        assert told.nnodes == str(job["spec"]["completions"]) == str(job["spec"]["parallelism"])
-        assert told.nproc_per_node == str(container["resources"]["limits"]["nvidia.com/gpu"])
-        assert (told.node_rank, told.module, told.training_script) == (1, True, "hp_trainer")
+        message = parse_args(arguments)
+        assert message.nnodes == str(job["spec"]["completions"]) == str(job["spec"]["parallelism"])
+        assert message.nproc_per_node == str(container["resources"]["limits"]["nvidia.com/gpu"])
+        assert (message.node_rank, message.module, message.training_script) == (1, True, "hp_trainer")
 
 
 def test_the_ray_job_starts_every_rank_with_its_place(monkeypatch, capsys) -> None:

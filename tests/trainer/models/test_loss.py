@@ -29,12 +29,12 @@ def test_the_terms_are_those_of_their_papers(hp_platform):
 
 
 def test_every_layout_has_the_same_losses(lab):
-    whole = lab.run("whole", **SETTINGS)
+    full_value = lab.run("whole", **SETTINGS)
     parts = lab.run("parts", FOUR_RANKS["folded"], 4, **SETTINGS)
-    np.testing.assert_allclose(losses(parts), losses(whole), rtol=2e-5)
+    np.testing.assert_allclose(losses(parts), losses(full_value), rtol=2e-5)
     plain = lab.run("plain", training__steps=1)
     # log(Z) is near log(256) at first.
-    assert losses(whole)[0] - losses(plain)[0] == pytest.approx(1e-2 * np.log(256) ** 2, rel=0.1)
-    evaluated = [events(run, "evaluation")[0]["loss"] for run in (whole, parts)]
+    assert losses(full_value)[0] - losses(plain)[0] == pytest.approx(1e-2 * np.log(256) ** 2, rel=0.1)
+    evaluated = [events(run, "evaluation")[0]["loss"] for run in (full_value, parts)]
     assert evaluated[0] == pytest.approx(evaluated[1], rel=2e-5)
-    assert evaluated[0] < losses(whole)[-1] - 0.1, "evaluation is the cross entropy alone"
+    assert evaluated[0] < losses(full_value)[-1] - 0.1, "evaluation is the cross entropy alone"

@@ -149,10 +149,10 @@ def test_the_perplexity_of_a_module_is_that_of_its_training(lab: Lab):
     every = {"training.eval_interval": 3, "training.eval_batches": "null", "data.eval_fraction": 0.1}
     config = configured(lab, NEUTRAL, **every)
     run = lab.train(create_run(lab.folder / "run", config))
-    (told,) = events(run, "evaluation")
+    (expected_message,) = events(run, "evaluation")
     found = measure_perplexity(run, config, lab.platform, newest(run))
-    assert found.tokens == told["tokens"]
-    assert found.loss == pytest.approx(told["loss"], rel=1e-5)
+    assert found.tokens == expected_message["tokens"]
+    assert found.loss == pytest.approx(expected_message["loss"], rel=1e-5)
 
 
 def test_a_module_trains_in_training_and_nowhere_else(lab: Lab):
@@ -171,12 +171,12 @@ def test_a_module_trains_in_training_and_nowhere_else(lab: Lab):
 def test_a_resumed_run_and_a_repeated_step_draw_the_same_numbers(lab: Lab):
     noise = "self.platform.random('uniform', (*ids.shape, 1), self.up.weight.dtype)"
     noisy = NEUTRAL.replace("self.embed(ids)", f"self.ops.mul(self.embed(ids), {noise})")
-    whole = lab.train(create_run(lab.folder / "whole", configured(lab, noisy, **{"checkpoint.interval": 2})))
-    again = lab.interrupted_copy(whole, "again", step=2)
+    full = lab.train(create_run(lab.folder / "whole", configured(lab, noisy, **{"checkpoint.interval": 2})))
+    again = lab.interrupted_copy(full, "again", step=2)
     lab.train(again, 1, newest(again).folder)
-    assert losses(again) == losses(whole)
+    assert losses(again) == losses(full)
     checked = configured(lab, noisy, **{"training.replay_interval": 1})
-    assert trained(lab, "checked", checked) == losses(whole)
+    assert trained(lab, "checked", checked) == losses(full)
 
 
 def test_options_are_checked_and_the_run_remembers_the_file(lab: Lab):
@@ -240,8 +240,10 @@ LAID_OUT = NEUTRAL.replace(
 
 def test_weights_laid_out_without_their_replicas_are_refused(lab: Lab):
     degrees = {"parallel.dp_replicate": 2, "parallel.dp_shard": 1}
-    told = r"parallel.dp_replicate: .*own.py:build places embed.weight, up.weight, up.bias on a mesh without"
-    with pytest.raises(LaunchError, match=told):
+    expected_message = (
+        r"parallel.dp_replicate: .*own.py:build places embed.weight, up.weight, up.bias on a mesh without"
+    )
+    with pytest.raises(LaunchError, match=expected_message):
         trained(lab, "apart", configured(lab, LAID_OUT.replace("AXES", "'fsdp'"), **degrees), 2)
 
 

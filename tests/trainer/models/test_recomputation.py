@@ -35,13 +35,13 @@ def test_every_number_of_a_run_is_the_same(lab, degrees, world_size, more):
 
     def numbers(name, flag):
         run = lab.run(name, degrees, world_size, training__recompute="full" if flag else "none", **SETTINGS, **more)
-        told = [{k: v for k, v in event.items() if k not in MEASURED} for event in events(run, "step")]
-        return told, [event["loss"] for event in events(run, "evaluation")]
+        message = [{k: v for k, v in event.items() if k not in MEASURED} for event in events(run, "step")]
+        return message, [event["loss"] for event in events(run, "evaluation")]
 
     # Loads of the experts, counted once, are among the numbers.
-    kept, again = numbers("kept", False), numbers("again", True)
-    assert again == kept
-    assert kept[0][-1]["metrics"]["max_load_violation"] > 0
+    retained, again = numbers("kept", False), numbers("again", True)
+    assert again == retained
+    assert retained[0][-1]["metrics"]["max_load_violation"] > 0
 
 
 def test_routing_is_not_agreed_on_again(lab):
@@ -81,10 +81,10 @@ def test_losses_and_weights_are_bitwise_the_same(lab, monkeypatch, degrees, worl
         )
         return losses(run), tensors(run)
 
-    losses_kept, kept = numbers(False)
+    retained_losses, retained = numbers(False)
     assert not moved
     losses_here, here = numbers(True)
     assert moved
-    assert losses_here == losses_kept
-    assert here.keys() == kept.keys()
-    assert all(np.array_equal(here[name], kept[name]) for name in kept)
+    assert losses_here == retained_losses
+    assert here.keys() == retained.keys()
+    assert all(np.array_equal(here[name], retained[name]) for name in retained)

@@ -59,11 +59,11 @@ def test_codes_stand_for_numbers_of_seven_decades(signed):
 
 def test_a_moment_is_off_by_at_most_half_a_code_of_its_block(hp_platform, weights):
     weights[0, :256] *= 1e-5
-    kept = stored(hp_platform, weights)
+    retained = stored(hp_platform, weights)
     for slot, values in (("exp_avg", weights), ("exp_avg_sq", np.abs(weights))):
         codes = dynamic_values(signed=slot == "exp_avg")
         for begin in (0, 256, 512):
-            part, found = values[:, begin : begin + 256], kept[slot][:, begin : begin + 256]
+            part, found = values[:, begin : begin + 256], retained[slot][:, begin : begin + 256]
             scale = np.abs(part).max(1, keepdims=True)
             nearest = np.abs(part[..., None] / scale[..., None] - codes).min(-1)
             np.testing.assert_allclose(np.abs(part - found) / scale, nearest, atol=1e-6)
@@ -202,8 +202,8 @@ def test_large_parameters_take_two_bytes_an_element_and_a_scale_a_block(hp_platf
     )
     adamw = built(hp_platform, "adamw", AdamWConfig(), parameters)
     assert state_bytes(adamw, hp_platform) == 2 * 4 * (64 * 512 + 9)
-    kept = [x for slots in eight_bit._state["large"].values() for x in (slots.codes, slots.scales)]
-    held = sum(np.prod(tuple(x.shape)) * hp_platform.itemsize(x.dtype) for x in kept)
+    retained = [x for slots in eight_bit._state["large"].values() for x in (slots.codes, slots.scales)]
+    held = sum(np.prod(tuple(x.shape)) * hp_platform.itemsize(x.dtype) for x in retained)
     assert held == 2 * (64 * 512 + 4 * blocks)
 
 
@@ -219,10 +219,10 @@ def test_plain_adamw_goes_on_from_it_and_it_from_plain_adamw(lab: Lab):
 
 
 def test_shards_of_whole_rows_have_the_codes_of_one_rank(lab: Lab):
-    whole = lab.resume(lab.interrupted_copy(lab.run("whole", optimizer=EIGHT_BIT), "again"), optimizer=EIGHT_BIT)
+    full = lab.resume(lab.interrupted_copy(lab.run("whole", optimizer=EIGHT_BIT), "again"), optimizer=EIGHT_BIT)
     parts = lab.run("parts", {"dp_shard": 2}, 2, optimizer=EIGHT_BIT)
-    np.testing.assert_allclose(losses(parts), losses(whole), rtol=1e-4)
-    for name, value in tensors(whole, ("optimizer.embed", "optimizer.head")).items():
+    np.testing.assert_allclose(losses(parts), losses(full), rtol=1e-4)
+    for name, value in tensors(full, ("optimizer.embed", "optimizer.head")).items():
         found = tensors(parts, (name,))[name]
         # A rounding of float32 may turn to the next code, seldom.
         assert (np.abs(found - value) <= 1e-5 * np.abs(value).max()).mean() > 0.97

@@ -35,17 +35,17 @@ SLOTS = {
 def test_an_optimizer_trains_alike_in_any_layout_and_goes_on_exactly(lab, name):
     skip_unless_torch_or(lab.platform, name in ("adafactor", "muon"))
     settings = OPTIMIZERS[name]
-    whole = lab.run("whole", **settings)
-    assert losses(whole)[-1] < losses(whole)[0]
-    saved = tensors(whole, ("optimizer.",))
+    full = lab.run("whole", **settings)
+    assert losses(full)[-1] < losses(full)[0]
+    saved = tensors(full, ("optimizer.",))
     assert {tensor.rpartition(".")[2] for tensor in saved} == SLOTS[name]
     parts = lab.run("parts", FOUR_RANKS["folded"], 4, **settings)
     # The sign of a number near 0 (Lion), products of matrices (Muon) and the step between two codes make more of a
     # rounding.
     loose = 2e-3 if name in ("lion", "muon", "adamw_8bit") else 1e-4
-    np.testing.assert_allclose(losses(parts), losses(whole), rtol=loose)
-    again = lab.resume(lab.interrupted_copy(whole, "again"), **settings)
-    assert losses(again) == losses(whole)
+    np.testing.assert_allclose(losses(parts), losses(full), rtol=loose)
+    again = lab.resume(lab.interrupted_copy(full, "again"), **settings)
+    assert losses(again) == losses(full)
     moved = lab.resume(lab.interrupted_copy(parts, "moved"), {"dp_shard": 2}, 2, **settings)
     np.testing.assert_allclose(losses(moved), losses(parts), rtol=loose)
     assert tensors(moved, ("optimizer.",)).keys() == saved.keys()

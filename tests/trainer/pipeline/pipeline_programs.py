@@ -169,8 +169,8 @@ def composed_rank(
     for stage in stages:
         for key, parameter in platform.named_parameters(stage.submod):
             grad = platform.get_grad(parameter)
-            whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-            grads[key] = platform.to_numpy(whole).copy()
+            full = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            grads[key] = platform.to_numpy(full).copy()
     return grads, [record.name for record in log.records]
 
 
@@ -185,11 +185,11 @@ def _cut_over_tp(module: Any, mesh: Any, *, is_first: bool, is_last: bool) -> No
     parallelize_module(module, mesh, plan)
     distribute_module(module, mesh)
     if is_first:
-        cut = {"input_layouts": (Replicate(), Replicate()), "desired_input_layouts": (rows, rows)}
-        parallelize_module(module, mesh, PrepareModuleInput(**cut))
+        sharded = {"input_layouts": (Replicate(), Replicate()), "desired_input_layouts": (rows, rows)}
+        parallelize_module(module, mesh, PrepareModuleInput(**sharded))
     if is_last:
-        whole = (Replicate(), Replicate())
-        gather = PrepareModuleOutput(output_layouts=(rows, rows), desired_output_layouts=whole)
+        full = (Replicate(), Replicate())
+        gather = PrepareModuleOutput(output_layouts=(rows, rows), desired_output_layouts=full)
         parallelize_module(module, mesh, gather)
 
 

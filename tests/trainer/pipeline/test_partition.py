@@ -46,8 +46,8 @@ def test_the_least_of_some_rounds_after_one_that_warms_up(hp_platform, monkeypat
 
 def test_gradients_are_left_as_they_were(hp_platform):
     layers = layers_of(hp_platform)
-    kept = hp_platform.from_numpy(np.full((4, 4), 7, np.float32))
-    hp_platform.set_grad(layers[1].linear.weight, kept)
+    retained = hp_platform.from_numpy(np.full((4, 4), 7, np.float32))
+    hp_platform.set_grad(layers[1].linear.weight, retained)
     assert all(cost > 0 for cost in measured_costs(layers, *inputs(hp_platform), rounds=1))
     assert hp_platform.get_grad(layers[0].linear.weight) is None
     np.testing.assert_array_equal(

@@ -147,7 +147,7 @@ def test_memory_is_within_a_tenth_of_what_is_measured(platform, rank_pool, name:
 SHAPES = {"embed.weight": (64, 72), "0.weight": (8, 8), "0.bias": (8,), "experts": (2, 8, 4)}
 
 
-def _kept(name):
+def _saved(name):
     """Return the bytes of each parameter's state on this rank."""
     platform = get_platform()
     with nn.building(platform):
@@ -180,7 +180,7 @@ def test_state_is_as_large_as_the_options_say(platform, name: str) -> None:
     (buffer,) = plan_group([PlannedParameter(path, shape) for path, shape in SHAPES.items()], num_shards=2)
     options, held = _options(name), buffer.largest_local_numels()
     expected = {path: options.state_bytes(path, shape, held[path], 4) for path, shape in SHAPES.items()}
-    found = run_ranks(_kept, 2, platform, name)
+    found = run_ranks(_saved, 2, platform, name)
     assert expected in found
 
 

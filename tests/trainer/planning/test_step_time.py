@@ -93,6 +93,6 @@ def test_idle_time_of_a_pipeline_is_that_of_its_schedule(microbatches: int) -> N
 
 def test_offloaded_state_takes_the_links_of_the_host() -> None:
     slow = dataclasses.replace(H100, host_bandwidth=1.0)
-    kept, offloaded = plan(slow).time, plan(slow, training__offload_optimizer="true").time
-    assert offloaded.update > kept.update
-    assert offloaded.products == kept.products
+    retained, offloaded = plan(slow).time, plan(slow, training__offload_optimizer="true").time
+    assert offloaded.update > retained.update
+    assert offloaded.products == retained.products

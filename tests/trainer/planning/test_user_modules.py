@@ -104,7 +104,7 @@ def test_parts_are_called_by_their_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "settings", "told"),
+    ("build", "settings", "message"),
     [
         ("by_values", {}, "cannot be run on tensors without memory"),
         ("lays_itself_out", {}, "has a `parallelize` of its own"),
@@ -112,8 +112,8 @@ def test_parts_are_called_by_their_names() -> None:
         ("build", {"parallel__tp": 2, "parallel__tp_plan": "{'*': colwise}"}, "leave out parallel.tp"),
     ],
 )
-def test_what_cannot_be_planned_is_told(build: str, settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(PlanError, match=told):
+def test_what_cannot_be_planned_is_told(build: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
         plan_of(build, 2, **settings)
 
 

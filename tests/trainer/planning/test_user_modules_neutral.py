@@ -42,11 +42,11 @@ def test_a_module_for_every_platform_is_planned_on_torch(
     (tmp_path / "own.py").write_text(MODEL)
     (tmp_path / "run.yaml").write_text(CONFIG)
     code = main(["plan", str(tmp_path / "run.yaml"), "--world-size=2", f"--platform={platform.name}"])
-    told = capsys.readouterr()
+    message = capsys.readouterr()
     if platform.name == "torch":
-        assert (code, told.err) == (0, "")
-        assert "model: 4,096 parameters, float32" in told.out
-        assert "activations" in told.out
+        assert (code, message.err) == (0, "")
+        assert "model: 4,096 parameters, float32" in message.out
+        assert "activations" in message.out
     else:
         assert code == 2
-        assert "this platform does not compute on tensors without memory. Plan it on torch" in told.err
+        assert "this platform does not compute on tensors without memory. Plan it on torch" in message.err

@@ -99,11 +99,11 @@ class Combination:
         }
 
     def __str__(self) -> str:
-        told = {name: value for name, value in asdict(self).items() if value not in (1, None, False)}
+        message = {name: value for name, value in asdict(self).items() if value not in (1, None, False)}
         if self.ep == 1:
-            told.pop("expert_mesh")
+            message.pop("expert_mesh")
         model = "experts" if self.experts else "dense"
-        return " ".join([model, *(f"{name}={value}" for name, value in told.items())])
+        return " ".join([model, *(f"{name}={value}" for name, value in message.items())])
 
 
 def all_combinations() -> list[Combination]:

@@ -82,9 +82,9 @@ def test_of_twelve_blocks_those_are_computed_again_that_cost_least():
     demand, options = Demand(blocks=blocks), list(_options(Demand(blocks=blocks), (), offloads=False))
     choices = list(itertools.product(options, repeat=12))
     peaks, costs = [demand.peak(each) for each in choices], [demand.cost(each) for each in choices]
-    whole = demand.peak([NOTHING_RECOMPUTED] * 12)
+    full_value = demand.peak([NOTHING_RECOMPUTED] * 12)
     for share in (0.2, 0.5, 0.8):
-        budget = min(peaks) + share * (whole - min(peaks))
+        budget = min(peaks) + share * (full_value - min(peaks))
         plan = plan_recompute(demand, budget, ())
         assert plan.peak <= budget
         assert plan.cost <= 1.1 * min(cost for cost, peak in zip(costs, peaks, strict=True) if peak <= budget)
@@ -93,9 +93,9 @@ def test_of_twelve_blocks_those_are_computed_again_that_cost_least():
 def test_a_large_budget_keeps_everything_and_too_small_a_one_is_refused():
     demand = DEMANDS["two kinds"]
     assert set(plan_recompute(demand, 1e9, KINDS).chosen) == {NOTHING_RECOMPUTED}
-    with pytest.raises(BudgetError, match="activations take at least") as told:
+    with pytest.raises(BudgetError, match="activations take at least") as message:
         plan_recompute(demand, 10, KINDS)
-    assert plan_recompute(demand, told.value.least, KINDS).peak == told.value.least
+    assert plan_recompute(demand, message.value.least, KINDS).peak == message.value.least
 
 
 @pytest.mark.parametrize("offloads", [False, True])
@@ -180,14 +180,14 @@ ON_ALL_PLATFORMS = ("selective",)
 
 def test_weights_are_bitwise_those_without_recomputation(lab):
     more = {"training__micro_batch_size": 4, **SETTINGS}
-    kept = lab.run("kept", FOUR_RANKS["experts cut"], 4, **more)
+    retained = lab.run("kept", FOUR_RANKS["experts cut"], 4, **more)
     for mode in MODES if lab.platform.name == "torch" else ON_ALL_PLATFORMS:
         settings = {f"training__{name}": value for name, value in MODES[mode].items()}
         again = lab.run(mode, FOUR_RANKS["experts cut"], 4, **more, **settings)
-        assert losses(again) == losses(kept)
-        found, expected = tensors(again, ["model."]), tensors(kept, ["model."])
+        assert losses(again) == losses(retained)
+        found, expected = tensors(again, ["model."]), tensors(retained, ["model."])
         assert {key for key, value in expected.items() if found[key].tobytes() != value.tobytes()} == set(), mode
-        assert events(again, "step")[-1]["metrics"] == events(kept, "step")[-1]["metrics"]
+        assert events(again, "step")[-1]["metrics"] == events(retained, "step")[-1]["metrics"]
 
 
 def test_measured_costs_are_the_same_on_all_ranks(lab, capfd):
@@ -249,8 +249,8 @@ def counted_peak(lab, **settings):
 def test_the_measured_peak_stays_within_the_budget(lab):
     if lab.platform.name != "torch":
         pytest.skip("the bytes are counted on torch")
-    whole, config = counted_peak(lab)
-    for budget in (int(whole * 0.75), int(whole * 0.5), int(whole * 0.35), int(whole * 0.28)):
+    full_value, config = counted_peak(lab)
+    for budget in (int(full_value * 0.75), int(full_value * 0.5), int(full_value * 0.35), int(full_value * 0.28)):
         measured, config = counted_peak(lab, training__activation_budget=f"{budget}B")
         plan = plan_activations(config, ParallelDims(), KINDS)
         assert measured <= plan.plans[0].peak <= budget

@@ -70,10 +70,10 @@ def test_scores_that_are_no_numbers_are_named_or_judged_as_the_guard_says(lab, m
     with pytest.raises(LaunchError) as caught:
         lab.run("stopped", **settings)
     assert isinstance(caught.value.__cause__, TrainingError)
-    told = (
+    message = (
         r"step 1: layers\.\d\.moe, rank 0: routing.scores: expected finite .*; this step changed nothing. Continue from"
     )
-    assert re.search(told, str(caught.value))
+    assert re.search(message, str(caught.value))
     calls.clear()
     steps = events(lab.run("skipped", training__guard__on_nonfinite="skip", **settings), "step")
     assert [step["loss"] == "nan" for step in steps] == [True, False]
@@ -118,14 +118,14 @@ def test_a_spike_is_skipped_and_an_interrupted_run_decides_alike(lab, spoilt):
         "training__steps": 6,
     }
     spoilt[4] = 100.0
-    whole = lab.run("whole", **rules)
-    assert [step["metrics"].get("given_up") for step in events(whole, "step")] == [None] * 4 + [1.0, None]
-    assert newest(whole).state["guard"]["losses"] == [losses(whole)[3], losses(whole)[5]]
+    full = lab.run("whole", **rules)
+    assert [step["metrics"].get("given_up") for step in events(full, "step")] == [None] * 4 + [1.0, None]
+    assert newest(full).state["guard"]["losses"] == [losses(full)[3], losses(full)[5]]
     spoilt.clear()
     spoilt[1] = 100.0  # counted from where it goes on, at step 4
-    again = lab.resume(lab.interrupted_copy(whole, "again"), **rules)
-    assert losses(again) == losses(whole)
-    for name, value in tensors(whole).items():
+    again = lab.resume(lab.interrupted_copy(full, "again"), **rules)
+    assert losses(again) == losses(full)
+    for name, value in tensors(full).items():
         np.testing.assert_array_equal(tensors(again)[name], value)
 
 
@@ -180,15 +180,15 @@ def train_with_a_fault(run, platform, rank: int, where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "told"),
+    ("where", "message"),
     [
         ("weights", r"after step 3 the weights of rank 2 differ from its replicas"),
         ("step", r"step 4 computed twice is not the same: .*rank 2 in the loss"),
     ],
 )
-def test_the_rank_is_named(lab, where, told):
+def test_the_rank_is_named(lab, where, message):
     run = lab.start("run", {"dp_replicate": 4}, **CHECKS, training__steps=6)
-    with pytest.raises((LaunchError, SilentCorruptionError), match=told):
+    with pytest.raises((LaunchError, SilentCorruptionError), match=message):
         run_ranks(train_with_a_fault, 4, lab.platform, run, lab.platform, 2, where)
 
 

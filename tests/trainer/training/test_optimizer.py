@@ -187,22 +187,22 @@ def test_averages_of_half_precision_weights_are_float32(hp_platform):
 
 
 def test_every_layout_has_the_same_average_and_goes_on_exactly(lab: Lab):
-    whole = lab.run("whole", **SETTINGS)
-    found, weights = averages(whole), tensors(whole, ("model.",))
+    full_value = lab.run("whole", **SETTINGS)
+    found, weights = averages(full_value), tensors(full_value, ("model.",))
     assert {f"model.{name}" for name in found} == {name for name in weights if "expert_bias" not in name}
     assert not np.array_equal(found["embed.weight"], weights["model.embed.weight"])
     plain = lab.run("plain", training__eval_interval=3, training__eval_batches=1)
-    assert losses(plain) == losses(whole), "evaluation with the average changes no weight"
+    assert losses(plain) == losses(full_value), "evaluation with the average changes no weight"
     # Groups that stay gathered after an evaluation must not be used by the next step.
     parts = lab.run("parts", FOUR_RANKS["folded"] | {"reshard_after_forward": False}, 4, **SETTINGS)
-    np.testing.assert_allclose(losses(parts), losses(whole), rtol=1e-4)
+    np.testing.assert_allclose(losses(parts), losses(full_value), rtol=1e-4)
     np.testing.assert_allclose(
         [event["loss"] for event in events(parts, "evaluation")],
-        [event["loss"] for event in events(whole, "evaluation")],
+        [event["loss"] for event in events(full_value, "evaluation")],
         rtol=1e-4,
     )
-    again = lab.resume(lab.interrupted_copy(whole, "again"), **SETTINGS)
-    assert losses(again) == losses(whole)
+    again = lab.resume(lab.interrupted_copy(full_value, "again"), **SETTINGS)
+    assert losses(again) == losses(full_value)
     for name, value in averages(again).items():
         np.testing.assert_array_equal(value, found[name])
     moved = lab.resume(lab.interrupted_copy(parts, "moved"), {"dp_shard": 2}, 2, **SETTINGS)
@@ -226,9 +226,9 @@ def test_a_run_may_begin_to_average_later_and_may_end_it(lab: Lab):
     plain = lab.run("plain")
     begun = lab.resume(lab.interrupted_copy(plain, "begun"), **SETTINGS)
     assert losses(begun) == losses(plain)
-    whole = lab.run("whole", **SETTINGS)
-    assert averages(begun).keys() == averages(whole).keys()
-    ended = lab.resume(lab.interrupted_copy(whole, "ended"))
+    full_value = lab.run("whole", **SETTINGS)
+    assert averages(begun).keys() == averages(full_value).keys()
+    ended = lab.resume(lab.interrupted_copy(full_value, "ended"))
     assert losses(ended) == losses(plain)
     assert not averages(ended)
 

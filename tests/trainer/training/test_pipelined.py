@@ -31,19 +31,19 @@ def test_experts_in_half_precision_have_the_same_gradients_in_a_split_backward(l
     for schedule in ("1f1b", "zero_bubble_h1"):
         _, staged = settings_of(experts=4, schedule=schedule, steps=2)
         runs.append(lab.run(schedule, {"pp": 2}, 2, training__dtype="bfloat16", **staged))
-    whole, split = ([event["gradient_norm"] for event in events(run, "step")] for run in runs)
-    np.testing.assert_allclose(split, whole, rtol=1e-5)
+    full, split = ([event["gradient_norm"] for event in events(run, "step")] for run in runs)
+    np.testing.assert_allclose(split, full, rtol=1e-5)
 
 
 def test_checkpoints_of_stages_and_of_one_rank_continue_each_other(lab):
     plain, staged = settings_of(tied=True, steps=6, schedule="interleaved_1f1b")
     plain["checkpoint__interval"] = staged["checkpoint__interval"] = 3
-    whole = lab.run("one", **plain)
+    full = lab.run("one", **plain)
     two = lab.run("staged", {"pp": 2}, 2, **staged)
     on_one = lab.resume(lab.interrupted_copy(two, "on one"), **plain)
-    on_four = lab.resume(lab.interrupted_copy(whole, "on four"), {"pp": 4, "dp_shard": 1}, 4, **plain)
+    on_four = lab.resume(lab.interrupted_copy(full, "on four"), {"pp": 4, "dp_shard": 1}, 4, **plain)
     for run in (on_one, on_four):
-        np.testing.assert_allclose(losses(run), losses(whole), **CLOSE)
+        np.testing.assert_allclose(losses(run), losses(full), **CLOSE)
     # The same layout goes on bit by bit, moments included.
     again = lab.resume(lab.interrupted_copy(two, "again"), {"pp": 2}, 2, **staged)
     assert losses(again) == losses(two)
@@ -72,13 +72,13 @@ def test_settings_of_parameters_of_one_stage_are_those_of_one_rank(lab, settings
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"training__freeze": "[embedd.*]"}, r"training.freeze: no parameter matches embedd"),
         ({"training__freeze": "['*']"}, "no parameter is left to train"),
         ({"parameter_groups": "[{match: [nothing]}]"}, "no parameter matches nothing"),
     ],
 )
-def test_settings_of_parameters_of_no_stage_are_refused(lab, settings, told):
-    with pytest.raises(LaunchError, match=told):
+def test_settings_of_parameters_of_no_stage_are_refused(lab, settings, message):
+    with pytest.raises(LaunchError, match=message):
         lab.run("staged", {"pp": 2}, 2, **settings)

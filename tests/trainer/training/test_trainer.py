@@ -103,8 +103,8 @@ def test_models_and_settings(lab, settings):
 @pytest.mark.parametrize("size", [1, 2])
 def test_micro_batches_change_nothing(lab, degrees, world_size, size):
     skip_unless_torch_or(lab.platform, False)  # elsewhere "reduced often" has micro-batches on four ranks
-    whole = lab.run("whole", degrees, world_size)
-    assert_same_losses(lab.run("parts", degrees, world_size, training__micro_batch_size=size), whole)
+    full_value = lab.run("whole", degrees, world_size)
+    assert_same_losses(lab.run("parts", degrees, world_size, training__micro_batch_size=size), full_value)
 
 
 class PartlyTaken(TokenSamples):
@@ -122,14 +122,14 @@ class PartlyTaken(TokenSamples):
 def test_the_loss_is_the_mean_over_the_targets_of_all_ranks(lab, monkeypatch):
     monkeypatch.setattr(documents, "TokenSamples", PartlyTaken)
     settings = {"training__steps": 3, "training__eval_interval": 3}
-    whole = lab.run("whole", **settings)
+    full_value = lab.run("whole", **settings)
     parts = lab.run("parts", FOUR_RANKS["folded"], 4, training__micro_batch_size=2, **settings)
-    assert_same_losses(parts, whole)
-    (evaluated,), (expected,) = events(parts, "evaluation"), events(whole, "evaluation")
+    assert_same_losses(parts, full_value)
+    (evaluated,), (expected,) = events(parts, "evaluation"), events(full_value, "evaluation")
     assert evaluated["loss"] == pytest.approx(expected["loss"], rel=2e-5)
     assert evaluated["tokens"] == expected["tokens"] < 4 * 8 * 16 / 3
     # At the first step every token is about as likely, so a mean over all places would be a fifth of this.
-    assert losses(whole)[0] == pytest.approx(losses(lab.run("all places", training__steps=1))[0], rel=0.2)
+    assert losses(full_value)[0] == pytest.approx(losses(lab.run("all places", training__steps=1))[0], rel=0.2)
 
 
 def test_without_clipping_the_norm_is_the_same(lab):
@@ -168,16 +168,16 @@ def test_float16_skips_steps_that_overflow_and_goes_on_as_if_uninterrupted(lab):
         "training__loss_scaling__growth_interval": 2,
         "training__loss_scaling__backoff_factor": 2.0**-8,
     }
-    whole = lab.run("whole", {}, 1, **settings)
-    scales = [event["metrics"]["loss_scale"] for event in events(whole, "step")]
+    full_value = lab.run("whole", {}, 1, **settings)
+    scales = [event["metrics"]["loss_scale"] for event in events(full_value, "step")]
     assert scales[0] == 2.0**20  # the first step overflowed
-    assert events(whole, "step")[0]["gradient_norm"] == "inf"
-    assert newest(whole).state["optimizer_steps"] < STEPS == newest(whole).step
-    resumed = lab.resume(lab.interrupted_copy(whole, "resumed"), {}, 1, **settings)
-    assert losses(resumed) == losses(whole)
+    assert events(full_value, "step")[0]["gradient_norm"] == "inf"
+    assert newest(full_value).state["optimizer_steps"] < STEPS == newest(full_value).step
+    resumed = lab.resume(lab.interrupted_copy(full_value, "resumed"), {}, 1, **settings)
+    assert losses(resumed) == losses(full_value)
     assert [event["metrics"]["loss_scale"] for event in events(resumed, "step")] == scales
-    assert newest(resumed).state["loss_scaling"] == newest(whole).state["loss_scaling"]
-    assert_equal_tensors(tensors(resumed), tensors(whole))
+    assert newest(resumed).state["loss_scaling"] == newest(full_value).state["loss_scaling"]
+    assert_equal_tensors(tensors(resumed), tensors(full_value))
 
 
 @pytest.mark.parametrize(("init_scale", "moved"), [(2.0**28, False), (2.0**10, True)])
@@ -198,11 +198,11 @@ def test_a_step_that_overflows_leaves_expert_biases_as_they_were(lab, init_scale
 
 @pytest.mark.parametrize(("degrees", "world_size"), [({}, 1), (FOUR_RANKS["folded"], 4)], ids=["1", "4"])
 def test_in_the_same_layout_an_interruption_leaves_no_trace(lab, degrees, world_size):
-    whole = lab.run("whole", degrees, world_size)
-    resumed = lab.resume(lab.interrupted_copy(whole, "resumed"), degrees, world_size)
-    assert losses(resumed) == losses(whole)
+    full_value = lab.run("whole", degrees, world_size)
+    resumed = lab.resume(lab.interrupted_copy(full_value, "resumed"), degrees, world_size)
+    assert losses(resumed) == losses(full_value)
     assert len(losses(resumed)) == STEPS
-    assert_equal_tensors(tensors(resumed), tensors(whole))
+    assert_equal_tensors(tensors(resumed), tensors(full_value))
 
 
 MOVES = {
@@ -364,43 +364,43 @@ def test_a_number_that_is_not_finite_on_one_rank_stops_all_before_any_update(lab
 
 
 def test_hooks_are_told_of_every_event_and_of_the_error_that_ends_the_run(lab, plugged):
-    told = []
+    expected_message = []
 
     class Plugin:
         @hookimpl
         def hp_before_run(self, record):
-            told.append(("before run", record.first_step, record.world_size))
+            expected_message.append(("before run", record.first_step, record.world_size))
 
         @hookimpl
         def hp_before_step(self, record):
-            told.append(("before step", record.step, record.loss))
+            expected_message.append(("before step", record.step, record.loss))
 
         @hookimpl
         def hp_after_step(self, record):
-            told.append(("after step", record.step))
+            expected_message.append(("after step", record.step))
             if record.step == 2:
                 raise OSError("no space left")
 
         @hookimpl
         def hp_after_evaluation(self, record):
-            told.append(("after evaluation", record.step))
+            expected_message.append(("after evaluation", record.step))
 
         @hookimpl
         def hp_before_checkpoint(self, record):
-            told.append(("before checkpoint", record.step, record.folder))
+            expected_message.append(("before checkpoint", record.step, record.folder))
 
         @hookimpl
         def hp_after_checkpoint(self, record):
-            told.append(("after checkpoint", record.step, record.folder))
+            expected_message.append(("after checkpoint", record.step, record.folder))
 
         @hookimpl
         def hp_on_error(self, record):
-            told.append(("error", record.during, record.step, str(record.error).rpartition(": ")[2]))
+            expected_message.append(("error", record.during, record.step, str(record.error).rpartition(": ")[2]))
 
     plugged(Plugin())
     with pytest.raises(LaunchError, match="no space left"):
         lab.run("run", checkpoint__interval=1, training__eval_interval=1)
-    assert told == [
+    assert expected_message == [
         ("before run", 0, 1),
         ("before step", 1, None),
         ("after step", 1),
@@ -440,7 +440,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_difference_named(lab):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected_message"),
     [
         ({"training__sequence_length": 8}, "sequence length is 16 there and 8 here"),
         ({"data__eval_fraction": 0.5}, "training tokens is 3801 there and 2001 here"),
@@ -448,7 +448,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_difference_named(lab):
     ],
     ids=["length", "split", "text"],
 )
-def test_a_checkpoint_of_other_data_is_refused_and_the_difference_named(lab, change, told):
+def test_a_checkpoint_of_other_data_is_refused_and_the_difference_named(lab, change, expected_message):
     run = lab.run("run", training__steps=1)
     (lab.folder / "other.txt").write_text("other text " * 400)
     if "data__path" in change:
@@ -458,7 +458,7 @@ def test_a_checkpoint_of_other_data_is_refused_and_the_difference_named(lab, cha
     run.checkpoints.rename(other.checkpoints)
     message = refused(lab, other, "step-00000001", **change)
     assert "was trained on other data" in message
-    assert told in message
+    assert expected_message in message
 
 
 def test_a_rank_without_memory_is_named_with_what_it_holds(lab):
@@ -471,14 +471,18 @@ def test_a_rank_without_memory_is_named_with_what_it_holds(lab):
             trainer._step.update = lambda *arguments: _exhausted() if trainer.progress.step == 1 else step(*arguments)
         return trainer.run()
 
-    with pytest.raises(LaunchError, match=r"rank 1 has used up its memory in step 2: CUDA out of memory") as told:
+    with pytest.raises(
+        LaunchError, match=r"rank 1 has used up its memory in step 2: CUDA out of memory"
+    ) as expected_message:
         run_ranks(rank, 2, lab.platform)
     # Sharded over both ranks: float32 weights, as many gradients, and two moments of AdamW.
-    found = {name: float(size) for size, name in re.findall(r"([\d.]+) KiB of ([a-z ]+)[,;]", str(told.value))}
+    found = {
+        name: float(size) for size, name in re.findall(r"([\d.]+) KiB of ([a-z ]+)[,;]", str(expected_message.value))
+    }
     assert list(found) == ["weights", "gradients", "optimizer state"]
     assert found["gradients"] == pytest.approx(found["weights"], rel=0.1)
     assert found["optimizer state"] == pytest.approx(2 * found["weights"], rel=0.1)
-    assert "training.recompute=full" in str(told.value)
+    assert "training.recompute=full" in str(expected_message.value)
 
 
 def _exhausted() -> None:
@@ -489,10 +493,12 @@ def test_a_call_of_sys_exit_after_the_last_step_is_no_success(lab, monkeypatch):
     """A local rank that leaves with 0 would pass for one that is done, and the command with it."""
     monkeypatch.setattr(job, "write_samples", lambda *_: sys.exit(0))
     run, name = lab.start("run", training__steps=1), lab.platform.name
-    told = rf"something left with SystemExit\(0\) before the run was done, called at {__file__}:\d+; raise an error"
+    expected_message = (
+        rf"something left with SystemExit\(0\) before the run was done, called at {__file__}:\d+; raise an error"
+    )
 
     def rank():
-        with pytest.raises(TrainingError, match=told):
+        with pytest.raises(TrainingError, match=expected_message):
             job.run_rank(str(run.path), None, None, name, True)
 
     run_ranks(rank, 1, lab.platform)

@@ -38,13 +38,13 @@ def test_a_resumed_run_drops_as_one_that_did_not_stop(lab):
     if lab.platform.name != "torch":
         pytest.skip("numbers of rows are arithmetic on the host")
     settings = {"training__steps": 4, "checkpoint__interval": 2} | DROPOUT
-    whole = lab.run("whole", **settings)
-    part = lab.resume(lab.interrupted_copy(whole, "part", step=2), **settings)
-    assert losses(part) == losses(whole)
-    for key, value in tensors(whole, ["model."]).items():
+    full_value = lab.run("whole", **settings)
+    part = lab.resume(lab.interrupted_copy(full_value, "part", step=2), **settings)
+    assert losses(part) == losses(full_value)
+    for key, value in tensors(full_value, ["model."]).items():
         np.testing.assert_array_equal(tensors(part, ["model."])[key], value)
     settings["model__attention_dropout"] = 0
-    assert losses(lab.run("without", **settings))[0] != losses(whole)[0]
+    assert losses(lab.run("without", **settings))[0] != losses(full_value)[0]
 
 
 def test_rows_without_numbers_are_refused(lab):

@@ -35,8 +35,8 @@ def test_losses_are_those_of_one_rank(lab, settings, capsys):
     degrees = FOUR_RANKS["folded"] | settings
     plain, run = losses(lab.run("plain", **SHORT)), lab.run("run", degrees, 4, **SHORT)
     np.testing.assert_allclose(losses(run), plain, **CLOSE)
-    told = capsys.readouterr().err.count("hp-train: tokens are dispatched by ")
-    assert told == ("auto" in settings.values()), "the cost model's choice is told once, by rank 0"
+    expected_message = capsys.readouterr().err.count("hp-train: tokens are dispatched by ")
+    assert expected_message == ("auto" in settings.values()), "the cost model's choice is told once, by rank 0"
 
 
 def test_checkpoints_do_not_know_where_copies_are(lab):
@@ -99,12 +99,12 @@ def test_a_run_whose_experts_move_is_taken_up_in_the_middle(lab, moves, how):
         more = {"parallel__ep_copies": 1} | {f"optimizer__{name}": value for name, value in eight.items()}
     settings = MOVING | more
     degrees = FOUR_RANKS["hybrid"]
-    whole = lab.run("whole", degrees, 4, **settings)
+    full_value = lab.run("whole", degrees, 4, **settings)
     assert have_moved(moves)
-    again = lab.resume(lab.interrupted_copy(whole, "again"), degrees, 4, **settings)
-    np.testing.assert_allclose(losses(again), losses(whole), **CLOSE)
-    alone = lab.resume(lab.interrupted_copy(whole, "alone"), {}, 1, **settings)
-    np.testing.assert_allclose(losses(alone), losses(whole), **CLOSE)
+    again = lab.resume(lab.interrupted_copy(full_value, "again"), degrees, 4, **settings)
+    np.testing.assert_allclose(losses(again), losses(full_value), **CLOSE)
+    alone = lab.resume(lab.interrupted_copy(full_value, "alone"), {}, 1, **settings)
+    np.testing.assert_allclose(losses(alone), losses(full_value), **CLOSE)
 
 
 def test_states_that_cannot_travel_are_refused(lab):

@@ -35,10 +35,10 @@ def measure(config, degrees, *, batch=2, length=64, **training):
 
 
 def _of_two_depths(options, *args):
-    return [_kept(dict(options, num_hidden_layers=depth), *args) for depth in (1, 3)]
+    return [_saved(dict(options, num_hidden_layers=depth), *args) for depth in (1, 3)]
 
 
-def _kept(options, degrees, world_size, batch, length, training):
+def _saved(options, degrees, world_size, batch, length, training):
     platform, config = get_platform("torch"), DecoderConfig(**options)
     dims = ParallelDims(world_size=world_size, **degrees)
     mesh = dims.build_mesh("cpu", platform=platform)
@@ -47,11 +47,11 @@ def _kept(options, degrees, world_size, batch, length, training):
     model.parallelize(dims, mesh, settings)
     init_parameters(model, model.initializer, seed=4)
     tokens = numpy.random.default_rng(dims.batch_rank(mesh.world.rank)).integers(0, config.vocab_size, (batch, length))
-    whole = Batch(tokens, tokens, None, numpy.arange(batch), tokens.size, tokens.size)
+    full = Batch(tokens, tokens, None, numpy.arange(batch), tokens.size, tokens.size)
     if dims.cp_enabled:
         style = context_style(dims, config, settings)
-        whole = SequenceSharder(style, dims.cp, mesh["cp"].get_local_rank()).shard(whole)
-    arrays = [platform.from_numpy(numpy.ascontiguousarray(x)) for x in whole.arrays() if x is not None]
+        full = SequenceSharder(style, dims.cp, mesh["cp"].get_local_rank()).shard(full)
+    arrays = [platform.from_numpy(numpy.ascontiguousarray(x)) for x in full.arrays() if x is not None]
     platform.backward(model(*arrays))  # gradients and the buffers of the first step are there before
     from hp_platform_torch.live_bytes import counted_bytes
 
@@ -61,6 +61,6 @@ def _kept(options, degrees, world_size, batch, length, training):
         mesh.world.all.barrier()
         gc.collect()
         mesh.world.all.barrier()
-        kept = live.now
+        retained = live.now
         platform.backward(loss)
-    return kept
+    return retained

@@ -103,14 +103,14 @@ def train_decoder(
         result.losses.append(float(platform.to_numpy(total)[0]))
         parameters = list(platform.named_parameters(model))
         if index == 0:
-            result.grads = {name: _whole(platform, platform.get_grad(p)) for name, p in parameters}
+            result.grads = {name: _full(platform, platform.get_grad(p)) for name, p in parameters}
         norm = clip_grad_norm_([p for _, p in parameters], 1.0, platform=platform)
         result.norms.append(float(platform.to_numpy(norm)))
         for name, p in parameters:
             step(platform, name, p)
             platform.set_grad(p, None)
         result.metrics.append(dict(model.after_optimizer_step()))
-    result.weights = {name: _whole(platform, p) for name, p in platform.named_parameters(model)}
+    result.weights = {name: _full(platform, p) for name, p in platform.named_parameters(model)}
     with platform.no_grad():
         prompt = platform.from_numpy(numpy.arange(2 * length).reshape(2, length) % config.vocab_size)
         result.logits = platform.to_numpy(model(prompt)).copy()
@@ -128,7 +128,7 @@ def _batch(tokens, length, packed):
     return Batch(tokens[:, :-1].copy(), targets, positions, numpy.arange(len(tokens)), tokens.size, targets.size)
 
 
-def _whole(platform, x):
+def _full(platform, x):
     with platform.no_grad():
         return platform.to_numpy(x.full_tensor() if isinstance(x, DTensor) else x).copy()
 

@@ -47,9 +47,9 @@ def test_formulas_are_within_a_fiftieth_of_counted_bytes(name, hp_platform):
     options, degrees, sizes = CASES[name]
     config, shape = DecoderConfig(num_hidden_layers=2, **options), MicroBatchShape(**{"batch": 2, "length": 64} | sizes)
     found = measure(config, degrees, batch=shape.batch, length=shape.length, dtype=shape.dtype)
-    told = decoder_activations(config, shape)
-    assert told.blocks[1].saved() == pytest.approx(found.block, rel=0.06 if name in ROUGH else 0.02)
-    assert told.head.saved() == pytest.approx(found.head, rel=0.04)
+    message = decoder_activations(config, shape)
+    assert message.blocks[1].saved() == pytest.approx(found.block, rel=0.06 if name in ROUGH else 0.02)
+    assert message.head.saved() == pytest.approx(found.head, rel=0.04)
 
 
 @pytest.mark.parametrize(

@@ -131,11 +131,11 @@ def test_parts_one_after_the_other_are_the_whole(platform, tied):
     config = replace(SMALL, tie_word_embeddings=tied, num_hidden_layers=3)
     model, data = build(platform, config), tokens(config)
     weights = {name: platform.to_numpy(p) for name, p in platform.named_parameters(model)}
-    cuts = [(True, [0], False), (False, [1, 2], False), (False, [], True)]
+    shardings = [(True, [0], False), (False, [1, 2], False), (False, [], True)]
     if tied:
-        cuts = [(True, [0, 1, 2], True)]
+        shardings = [(True, [0, 1, 2], True)]
     x, seen = platform.from_numpy(data), set()
-    for embed, layers, head in cuts:
+    for embed, layers, head in shardings:
         part = build_decoder(config, platform, ModelPart(embed=embed, layers=layers, head=head))
         for name, p in platform.named_parameters(part):
             with platform.no_grad():
@@ -155,20 +155,20 @@ def test_a_tied_head_without_its_embedding_has_a_copy_of_the_table(platform):
 
 def test_parts_of_a_part_run_alone(platform):
     """A rank with several pipeline stages builds them all, and calls one at a time."""
-    whole, data = build(platform, SMALL), tokens(SMALL, batch=2)
+    full_value, data = build(platform, SMALL), tokens(SMALL, batch=2)
     layers, x = range(SMALL.num_hidden_layers), platform.from_numpy(data)
     for part in [ModelPart(layers=layers[:1], head=False), ModelPart(embed=False, layers=layers[1:])]:
-        x = whole(x, part=part)
-    expected = platform.to_numpy(whole(platform.from_numpy(data)))
+        x = full_value(x, part=part)
+    expected = platform.to_numpy(full_value(platform.from_numpy(data)))
     numpy.testing.assert_array_equal(platform.to_numpy(x), expected)
 
 
 def test_logits_of_a_prefix_do_not_depend_on_what_follows(platform):
     model, data = build(platform, SMALL), tokens(SMALL, batch=2)
-    whole = platform.to_numpy(model(platform.from_numpy(data)))
-    assert whole.shape == (2, 8, SMALL.vocab_size)
+    full_value = platform.to_numpy(model(platform.from_numpy(data)))
+    assert full_value.shape == (2, 8, SMALL.vocab_size)
     prefix = platform.to_numpy(model(platform.from_numpy(data[:, :3].copy())))
-    numpy.testing.assert_allclose(prefix, whole[:, :3], rtol=1e-4, atol=1e-5)
+    numpy.testing.assert_allclose(prefix, full_value[:, :3], rtol=1e-4, atol=1e-5)
 
 
 def test_sizes_that_do_not_fit_are_told_all_at_once():

@@ -106,11 +106,11 @@ def problems_of(lab, source, **settings):
 def test_everything_that_does_not_fit_is_told_before_training(lab: Lab, source):
     assert not problems_of(lab, source)
     next(source.glob("*00002-of*")).unlink()
-    told = problems_of(lab, source, **{"model.hidden_size": 8})
-    assert "model.from" in told
-    assert "-00002-of-" in told
-    assert "is missing" in told
-    assert "model.embed_tokens.weight has another shape" in told
+    message = problems_of(lab, source, **{"model.hidden_size": 8})
+    assert "model.from" in message
+    assert "-00002-of-" in message
+    assert "is missing" in message
+    assert "model.embed_tokens.weight has another shape" in message
     (source / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ConfigError, match=r"configuration:1: model.from: .*unknown architecture"):
         configured(lab, source)

@@ -131,9 +131,9 @@ def test_reading_and_writing_changes_no_bit(tmp_path, model_type, dtype):
     before, after = Weights(tmp_path / "model"), Weights(again)
     assert sorted(before.names) == sorted(after.names)
     for name in before.names:
-        whole = tuple(slice(None) for _ in before.shape(name))
+        full_value = tuple(slice(None) for _ in before.shape(name))
         assert after.dtype(name) == before.dtype(name)
-        assert before.read(name, whole).tobytes() == after.read(name, whole).tobytes(), name
+        assert before.read(name, full_value).tobytes() == after.read(name, full_value).tobytes(), name
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
@@ -144,8 +144,8 @@ def test_experts_kept_together_are_read_too(tmp_path, model_type):
     assert not [*apart.problems(), *together.problems()]
     assert any(name.endswith("experts.gate_up_proj") for name in together.weights.names)
     for name, tensor in apart.tensors.items():
-        whole = Box.full(tensor.shape)
-        numpy.testing.assert_array_equal(apart.read(name, whole), together.read(name, whole), err_msg=name)
+        full_value = Box.full(tensor.shape)
+        numpy.testing.assert_array_equal(apart.read(name, full_value), together.read(name, full_value), err_msg=name)
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
@@ -210,15 +210,15 @@ class TestDirectoriesThatDoNotFit:
         return "\n".join(map(str, DecoderConfig.read_directory(folder)[1]))
 
     def test_unknown_architecture(self, folder):
-        told = self.change(folder, model_type="qwen4")
-        assert "config.json: model_type: unknown architecture" in told
-        assert "try: qwen" in told
-        assert "llama" in told
+        message = self.change(folder, model_type="qwen4")
+        assert "config.json: model_type: unknown architecture" in message
+        assert "try: qwen" in message
+        assert "llama" in message
 
     def test_every_setting_that_cannot_be_computed_is_told(self, folder):
-        told = self.change(folder, hidden_act="relu", hidden_size=..., rope_scaling={"rope_type": "longrope"})
+        message = self.change(folder, hidden_act="relu", hidden_size=..., rope_scaling={"rope_type": "longrope"})
         for part in ("hidden_act: is not supported", 'got: "relu"', "hidden_size: missing", "rope_type: is not"):
-            assert part in told, told
+            assert part in message, message
 
     def test_quantized(self, folder):
         assert "quantization_config: is not supported" in self.change(folder, quantization_config={"bits": 4})
@@ -235,9 +235,9 @@ class TestDirectoriesThatDoNotFit:
         first, second, *_ = sorted(folder.glob("*.safetensors"))
         first.unlink()
         second.write_bytes(second.read_bytes()[:-5])
-        told = self.problems(folder)
-        assert f"{first} is missing" in told
-        assert f"{second} is damaged" in told
+        message = self.problems(folder)
+        assert f"{first} is missing" in message
+        assert f"{second} is damaged" in message
 
     def test_pickles_are_not_read(self, folder):
         for file in [*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"]:
@@ -254,11 +254,11 @@ class TestDirectoriesThatDoNotFit:
         import dataclasses
 
         self.config = dataclasses.replace(self.config, intermediate_size=20, num_hidden_layers=2, qk_norm="head")
-        told = self.problems(folder)
-        assert "missing: model.layers.0.self_attn.q_norm.weight" in told
-        assert "not expected: model.layers.2." in told
-        assert "model.layers.0.mlp.gate_proj.weight has another shape" in told
-        assert "expected: [20, 16]" in told
+        message = self.problems(folder)
+        assert "missing: model.layers.0.self_attn.q_norm.weight" in message
+        assert "not expected: model.layers.2." in message
+        assert "model.layers.0.mlp.gate_proj.weight has another shape" in message
+        assert "expected: [20, 16]" in message
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
