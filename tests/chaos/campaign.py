@@ -115,7 +115,7 @@ class Campaign:
         return faults.copy(self.run, self.folder / f"half {variant}")
 
     def measure(self, variant: str) -> None:
-        """Note the operations on files and the losses of a run that nobody touches."""
+        """Note the operations on files and the losses of a run without faults."""
         self.variant = variant
         self.clear()
         count = self.folder / "count"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-# All that a command would import itself, each time anew in a forked process.
+# All that a command would import itself, again each time in a forked process.
 from hp_trainer.cli import main, train  # noqa: F401
 
 
@@ -31,7 +31,7 @@ class Process:
         self._log, self._began = log, time.monotonic()
         sys.stdout.flush()
         sys.stderr.flush()
-        # A signal that comes before the command has begun is no KeyboardInterrupt of ours.
+        # A signal that comes before the command has started is no KeyboardInterrupt of ours.
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)
         self.pid = os.fork()
         if self.pid == 0:

@@ -62,7 +62,7 @@ START_SECONDS, END_SECONDS = 180, 240
 
 
 class Ranks:
-    """Runs on real ranks in a folder, all with the curve of the one that nobody touched.
+    """Runs on real ranks in a folder, all with the curve of the one without faults.
 
     Args:
         patience: how many times the usual limits a command may take, as on a busy machine.

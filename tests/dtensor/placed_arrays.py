@@ -1,4 +1,4 @@
-"""Whole NumPy arrays as DTensors of any placement on simulated ranks, and back."""
+"""Full NumPy arrays as DTensors of any placement on simulated ranks, and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MATRIX = np.arange(20, dtype=np.float32).reshape(5, 4) % 7 - 3
 
 
 def place(platform: Platform, mesh: DeviceMesh, array: Array, placements: Sequence[Any]) -> tuple[Any, Any]:
-    """(leaf, DTensor) of a whole array; partial ones hold it on the first rank."""
+    """(leaf, DTensor) of a full array; partial ones hold it on the first rank."""
     from hp_dtensor.testing.redistribution_proof import local_values
 
     local = platform.from_numpy(local_values(array, mesh, placements))

@@ -138,7 +138,7 @@ def test_collectives_and_gradients_are_those_without_modules(hp_platform: Platfo
         assert names == plain_names
         for grad, plain in zip(grads, plain_grads, strict=True):
             np.testing.assert_array_equal(grad, plain)
-        assert set(message) == {""}, "no modules are told"
+        assert set(message) == {""}, "no modules are listed"
         assert Counter({k: n for k, (n, _) in message[""][1].items()}) == {
             "reduce_scatter": 2, "all_gather": 3, "all_to_all": 1
         }  # fmt: skip
@@ -290,7 +290,7 @@ def test_what_stays_behind(hp_platform: Platform) -> None:
         model(x)
     with comm:
         model(x)
-    assert comm.get_total_counts() == 1, "a block begins anew"
+    assert comm.get_total_counts() == 1, "a block starts again"
 
 
 def _all_gather(*args: Any) -> None:

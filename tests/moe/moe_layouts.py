@@ -1,6 +1,6 @@
 """One layer trained under a layout, run on every rank: simulated, or a process of the pool.
 
-The global batch is cut into as many unequal parts as there are data-parallel ranks; every result is compared
+The global batch is split into as many unequal parts as there are data-parallel ranks; every result is compared
 with the same steps on one rank that has the whole batch.
 """
 
@@ -50,7 +50,7 @@ class Layout:
     Attributes:
         experts: style and the axes it is applied to.
         data: axes over which samples differ.
-        sequence: axis over which the input is distributed, its sequence cut.
+        sequence: axis over which the input is distributed, its sequence sharded.
         replicas: axes over which experts are replicated and see different samples.
     """
 
@@ -70,8 +70,10 @@ LAYOUTS = {
     "ep": Layout({"ep": 2}, (ExpertParallel(), ("ep",)), data=("ep",)),
     "ep of 4": Layout({"ep": 4}, (ExpertParallel(), ("ep",)), data=("ep",)),
     "ep beside data": Layout({"dp": 2, "ep": 2}, (ExpertParallel(), ("ep",)), ("dp", "ep"), replicas=("dp",)),
-    "hidden cut": Layout({"etp": 2}, (TensorParallel(), ("etp",))),
-    "hidden cut beside data": Layout({"dp": 2, "etp": 2}, (TensorParallel(), ("etp",)), data=("dp",), replicas=("dp",)),
+    "hidden sharded": Layout({"etp": 2}, (TensorParallel(), ("etp",))),
+    "hidden sharded beside data": Layout(
+        {"dp": 2, "etp": 2}, (TensorParallel(), ("etp",)), data=("dp",), replicas=("dp",)
+    ),
     "ep and hidden": Layout({"ep": 2, "etp": 2}, (ExpertTensorParallel(), ("ep", "etp")), data=("ep",)),
     "hidden and ep": Layout({"etp": 2, "ep": 2}, (ExpertTensorParallel(), ("etp", "ep")), data=("ep",)),
     "sequence, ep folded": Layout({"tp": 2}, (ExpertParallel(), ("tp",)), sequence="tp"),
@@ -81,8 +83,8 @@ LAYOUTS = {
     "data and sequence, ep over data": Layout(
         {"dp": 2, "tp": 2}, (ExpertParallel(), ("dp", "tp")), data=("dp",), sequence="tp"
     ),
-    "sequence, hidden cut": Layout({"tp": 2}, (TensorParallel(), ("tp",)), sequence="tp"),
-    "sequence, ep over data, hidden cut": Layout(
+    "sequence, hidden sharded": Layout({"tp": 2}, (TensorParallel(), ("tp",)), sequence="tp"),
+    "sequence, ep over data, hidden sharded": Layout(
         {"dp": 2, "tp": 2}, (ExpertTensorParallel(), ("dp", "tp")), data=("dp",), sequence="tp"
     ),
     "sequence, experts replicated": Layout({"tp": 2}, (ReplicatedExperts(), ("tp",)), sequence="tp"),
@@ -90,13 +92,13 @@ LAYOUTS = {
     "same tokens on ep, sequence": Layout(
         {"ep": 2, "tp": 2}, (ExpertParallel(split_tokens=True), ("ep", "tp")), sequence="tp"
     ),
-    "same tokens on ep, sequence, hidden cut": Layout(
+    "same tokens on ep, sequence, hidden sharded": Layout(
         {"ep": 2, "tp": 2}, (ExpertTensorParallel(split_tokens=True), ("ep", "tp")), sequence="tp"
     ),
     "sequence, same tokens on ep": Layout(
         {"tp": 2, "ep": 2}, (ExpertParallel(split_tokens=True), ("tp", "ep")), sequence="tp"
     ),
-    "sequence, hidden cut, same tokens on ep": Layout(
+    "sequence, hidden sharded, same tokens on ep": Layout(
         {"tp": 2, "ep": 2}, (ExpertTensorParallel(split_tokens=True), ("tp", "ep")), sequence="tp"
     ),
     "sequence over three, uneven": Layout({"tp": 3}, (ExpertParallel(), ("tp",)), sequence="tp"),
@@ -123,7 +125,7 @@ LAYOUTS |= {
 
 @dataclass
 class Result:
-    """The results of one rank; arrays are whole tensors, but `outputs` are those of its own samples."""
+    """The results of one rank; arrays are full tensors, but `outputs` are those of its own samples."""
 
     samples: slice
     outputs: list[numpy.ndarray] = field(default_factory=list)

@@ -16,7 +16,7 @@ NUM_SAMPLES = 7
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 WITH_SHARED = {"num_shared_experts": 1, "route_norm": True, "load_balance_coeff": 0.01}
 PARALLEL = [name for name in LAYOUTS if name != "one rank" and name not in BY_DISPATCHER]
-ON_SLOW_PLATFORMS = ("ep", "ep and hidden", "sequence, ep over data, hidden cut", "same tokens on ep, sequence")
+ON_SLOW_PLATFORMS = ("ep", "ep and hidden", "sequence, ep over data, hidden sharded", "same tokens on ep, sequence")
 ALL_TO_ALL = ["all_to_all"]
 
 
@@ -68,7 +68,7 @@ def test_adamw_equals_one_rank(torch_or, name):
     assert_same(on_ranks(name, NUM_SAMPLES, **kwargs), reference(**kwargs))
 
 
-@pytest.mark.parametrize("name", ["ep", "ep of 4", "ep and hidden", "sequence, ep over data, hidden cut"])
+@pytest.mark.parametrize("name", ["ep", "ep of 4", "ep and hidden", "sequence, ep over data, hidden sharded"])
 @pytest.mark.parametrize("num_experts", [3, 4, 6, 9])
 def test_any_number_of_experts(torch_or, name, num_experts):
     """Chunk order: with 9 experts on 4 ranks they own 3, 3, 3 and none."""
@@ -98,7 +98,7 @@ def test_ranks_whose_experts_get_no_token(torch_or, name):
         assert not results[-1].grads[0][weight][2:].any()
 
 
-@pytest.mark.parametrize("name", ["ep of 4", "ep and hidden", "same tokens on ep, sequence, hidden cut"])
+@pytest.mark.parametrize("name", ["ep of 4", "ep and hidden", "same tokens on ep, sequence, hidden sharded"])
 def test_runs_repeat_bit_by_bit(torch_or, name):
     torch_or(name == "ep and hidden")
     first, second = (on_ranks(name, NUM_SAMPLES, options=WITH_SHARED) for _ in range(2))
@@ -121,22 +121,22 @@ def test_exchanges_belong_to_the_experts_in_both_directions():
         assert modules == {"experts": {"forward": ALL_TO_ALL * 4, "backward": ALL_TO_ALL * 3}}
 
 
-def test_cut_experts_reduce_once_each_way():
-    for result in on_ranks("sequence, hidden cut", NUM_SAMPLES, steps=1):
+def test_sharded_experts_reduce_once_each_way():
+    for result in on_ranks("sequence, hidden sharded", NUM_SAMPLES, steps=1):
         assert sorted(result.forward) == ["all_gather", "reduce_scatter"]
         # Rows back to their sequence shards, results' gradients gathered, the gate's gradient summed.
         assert sorted(result.backward) == ["all_gather", "all_reduce", "reduce_scatter"]
 
 
 def test_samples_differ_between_ranks():
-    """The batch is cut into unequal parts, or these tests would prove little."""
+    """The batch is split into unequal parts, or these tests would prove little."""
     sizes = [len(result.outputs[0]) for result in on_ranks("ep of 4", NUM_SAMPLES, steps=1)]
     assert sum(sizes) == NUM_SAMPLES
     assert len(set(sizes)) > 1
     assert LENGTH > 1
 
 
-def test_a_token_travels_once_to_each_rank_that_has_experts_for_it():
+def test_a_token_is_sent_once_to_each_rank_that_has_experts_for_it():
     """Bytes on the wire: rows (8 floats), their two expert numbers and two scores, and the way back."""
     results = on_ranks("ep of 4", NUM_SAMPLES, num_experts=8, steps=1)
     experts = reference(num_experts=8, steps=1).experts
@@ -151,7 +151,7 @@ def test_a_token_travels_once_to_each_rank_that_has_experts_for_it():
         assert result.wire_bytes == sizes + rows_out * (8 + 2 + 2) * 4 + rows_in * 8 * 4
 
 
-TWO = ["ep", "hidden cut", "sequence, ep folded", "sequence, hidden cut", "ep among ranks with the same tokens"]
+TWO = ["ep", "hidden sharded", "sequence, ep folded", "sequence, hidden sharded", "ep among ranks with the same tokens"]
 FOUR = ["ep of 4", "ep and hidden", "data and sequence, ep folded over both", "same tokens on ep, sequence"]
 
 

@@ -174,7 +174,7 @@ def test_fewer_experts_than_ranks_are_sharded_along_another_dimension(platform, 
             numpy.testing.assert_allclose(got[name], expected, err_msg=name, **CLOSE)
 
 
-def test_own_experts_that_are_cut_return_their_part_of_the_sum(platform):
+def test_own_experts_that_are_sharded_return_their_share_of_the_sum(platform):
     (rows, counts), *_ = batches(4)
 
     def rank():
@@ -198,7 +198,7 @@ def test_own_experts_that_are_cut_return_their_part_of_the_sum(platform):
         (TensorParallel(), (2,), False),
         (ExpertTensorParallel(), (2, 2), False),
     ],
-    ids=["one rank", "ep", "hidden cut", "both"],
+    ids=["one rank", "ep", "hidden sharded", "both"],
 )
 def test_experts_of_ones_own_in_a_layer(platform, style, mesh_shape, recompute):
     """The same results and gradients as of `GroupedExperts` with the same activation."""

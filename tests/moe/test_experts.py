@@ -315,19 +315,21 @@ def single(name):
         ("ep", "gpt-oss"),
         ("ep of 4", "biases, inside"),
         ("ep beside data", "no gate, biases"),
-        ("hidden cut", "gpt-oss"),
-        ("hidden cut", "no gate, inside"),
+        ("hidden sharded", "gpt-oss"),
+        ("hidden sharded", "no gate, inside"),
         ("ep and hidden", "biases, before"),
         ("sequence, ep folded", "gated shared"),
-        ("sequence, hidden cut", "gpt-oss"),
-        ("sequence, ep over data, hidden cut", "no gate, biases"),
+        ("sequence, hidden sharded", "gpt-oss"),
+        ("sequence, ep over data, hidden sharded", "no gate, biases"),
         ("sequence, experts replicated", "gpt-oss"),
         ("ep among ranks with the same tokens", "no gate, gated shared"),
-        ("same tokens on ep, sequence, hidden cut", "biases, inside"),
+        ("same tokens on ep, sequence, hidden sharded", "biases, inside"),
     ],
 )
 def test_five_steps_in_a_layout_equal_one_rank(torch_or, layout, name):
-    torch_or(layout in ("ep of 4", "sequence, ep over data, hidden cut", "same tokens on ep, sequence, hidden cut"))
+    torch_or(
+        layout in ("ep of 4", "sequence, ep over data, hidden sharded", "same tokens on ep, sequence, hidden sharded")
+    )
     program = functools.partial(train, layout, NUM_SAMPLES, steps=5, options=LAYER_OPTIONS[name])
     assert_same(run_ranks(program, LAYOUTS[layout].size), single(name))
 

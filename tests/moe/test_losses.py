@@ -172,7 +172,8 @@ def single(micro_batches):
 
 
 @pytest.mark.parametrize(
-    "layout", ["ep beside data", "hidden cut beside data", "sequence over three, uneven", "same tokens on ep, sequence"]
+    "layout",
+    ["ep beside data", "hidden sharded beside data", "sequence over three, uneven", "same tokens on ep, sequence"],
 )
 def test_five_steps_in_a_layout_equal_one_rank(layout):
     kwargs, expected = single(1)
@@ -188,8 +189,8 @@ def test_five_steps_in_a_layout_equal_one_rank(layout):
     ("layout", "micro_batches", "recompute"),
     [
         ("ep", 3, False),
-        ("sequence, hidden cut", 2, True),
-        ("same tokens on ep, sequence, hidden cut", 3, True),
+        ("sequence, hidden sharded", 2, True),
+        ("same tokens on ep, sequence, hidden sharded", 3, True),
     ],
 )
 def test_accumulation_and_recomputation_in_a_layout_equal_one_rank(layout, micro_batches, recompute):

@@ -89,7 +89,7 @@ def test_the_bias_stays_float32_when_a_model_is_cast():
     from hp_dtensor.platform.selection import get_platform
 
     if get_platform().name != "torch":
-        pytest.skip("casting a whole model is torch's")
+        pytest.skip("casting a full model is torch's")
     layer = built(get_platform(), load_balance_coeff=0.001)
     layer.expert_bias.fill_(1.0)
     parent = torch.nn.Sequential(layer).to(torch.bfloat16)
@@ -153,7 +153,7 @@ def test_the_norm_of_gradients_counts_experts_and_the_rest_once(platform):
 
 
 def test_nothing_of_a_recomputed_step_stays_behind(platform):
-    """PyTorch's all-to-all within a checkpoint kept its input alive (torchtitan 1467)."""
+    """PyTorch's all-to-all within a checkpoint held its input alive (torchtitan 1467)."""
 
     def rank():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",), platform=platform)

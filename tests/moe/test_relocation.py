@@ -145,7 +145,7 @@ CASES = {
         ("ep",),
         False,
     ),
-    "hidden dimension cut": (ExpertTensorParallel(COPYING), (2, 2), ("ep", "etp"), False),
+    "hidden dimension sharded": (ExpertTensorParallel(COPYING), (2, 2), ("ep", "etp"), False),
 }
 
 

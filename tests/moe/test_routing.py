@@ -109,11 +109,11 @@ def single(name):
         ("ep beside data", False, "dropped by probability"),
         ("same tokens on ep, sequence", True, "dropped by probability"),
         ("sequence over three, uneven", False, "dropped by position"),
-        ("sequence, ep over data, hidden cut", True, "dropped by position"),
-        ("hidden cut beside data", True, "hashed"),
+        ("sequence, ep over data, hidden sharded", True, "dropped by position"),
+        ("hidden sharded beside data", True, "hashed"),
         ("ep of 4", False, "hashed"),
         ("ep beside data", True, "jittered"),
-        ("same tokens on ep, sequence, hidden cut", False, "jittered"),
+        ("same tokens on ep, sequence, hidden sharded", False, "jittered"),
         ("sequence over three, uneven", False, "jittered"),
     ],
 )
@@ -193,7 +193,7 @@ def test_experts_in_turn_and_replayed_ones_need_no_ids(platform):
 
 @pytest.mark.parametrize("drop", ["probability", "position"])
 @pytest.mark.parametrize("block_size", [1, 2, 4])
-def test_equal_scores_are_dropped_alike_however_tokens_are_cut(drop, block_size):
+def test_equal_scores_are_dropped_alike_however_tokens_are_sharded(drop, block_size):
     """Blocks of ranks have samples of their own, the ranks of a block parts of their sequences."""
     samples, length, ranks = 8, 4, 4
     random = numpy.random.default_rng(0)
@@ -247,7 +247,7 @@ def test_noise_is_uniform_and_a_tokens_own():
         assert (uniform_noise(numbers, 16, seed, call) != noise).mean() > 0.99
 
 
-def test_jitter_is_the_same_on_ranks_that_cut_an_expert_and_another_on_others(platform):
+def test_jitter_is_the_same_on_ranks_that_shard_an_expert_and_another_on_others(platform):
     def rank():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "etp"), platform=platform)
         layer = built(platform, jitter=0.2)

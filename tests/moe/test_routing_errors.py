@@ -124,7 +124,7 @@ CHUNKS = functools.partial(AllToAllDispatcher, num_chunks=3)
 
 
 def with_copies(group, num_experts):
-    """In chunks: the weights of the copies travel too."""
+    """In chunks: the weights of the copies are sent too."""
     dispatcher = ReplicatingDispatcher(group, num_experts, slots=1, num_chunks=2)
     assert any(dispatcher.place_copies([9, 1, 1, 1]))
     return dispatcher
@@ -196,7 +196,7 @@ def test_experts_of_others_are_refused_as_ours(platform, fault, num_chunks):
     ids=["alone", "capacity", "losses"],
 )
 def test_token_ids_of_one_rank_are_refused_on_all(platform, options):
-    """Capacity and losses ask all ranks before tokens travel, also the one at fault."""
+    """Capacity and losses ask all ranks before tokens are sent, also the one at fault."""
 
     def rank():
         mesh = init_device_mesh("cpu", (2,), platform=platform)

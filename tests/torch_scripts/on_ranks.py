@@ -27,7 +27,7 @@ def with_our_imports(source: str) -> str:
 
 
 def run_script(name: str, is_ours: bool) -> tuple[list[float], dict[str, Any]]:
-    """Return the losses and the whole tensors, as nested lists, that the script's `main` gives on this rank."""
+    """Return the losses and the full tensors, as nested lists, that the script's `main` gives on this rank."""
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))
     path = FOLDER / "scripts" / f"{name}.py"

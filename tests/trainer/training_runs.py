@@ -52,7 +52,7 @@ generate: {{prompts: []}}
 # Degrees of four ranks, which together use every kind of parallelism.
 FOUR_RANKS = {
     "folded": {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 1},
-    "experts cut": {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2},
+    "experts sharded": {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2},
     "hybrid": {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
     "peer": {"dp_shard": 2, "ep": 2, "expert_mesh": "peer"},
 }
@@ -147,7 +147,7 @@ def losses(run: RunFolder) -> list[float]:
 def tensors(
     run: RunFolder, names: Sequence[str] = ("model.", "optimizer."), step: int | None = None
 ) -> dict[str, np.ndarray]:
-    """The whole tensors of the newest checkpoint, or of that of a step, whose names begin so."""
+    """The full tensors of the newest checkpoint, or of that of a step, whose names begin so."""
     storage = checkpoint_storage(run, run.load_config().config)
     checkpoint = newest(run) if step is None else Checkpoint(storage, f"step-{step:08}")
     return {name: checkpoint.read(name) for name in checkpoint.index.tensors if name.startswith(tuple(names))}

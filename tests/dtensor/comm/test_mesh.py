@@ -1,4 +1,4 @@
-"""The current mesh, groups by torch's names, and meshes and specs that travel between processes."""
+"""The current mesh, groups by torch's names, and meshes and specs that are sent between processes."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {
 
 
 def _called(platform: Platform, placements: Sequence[Any], name: str) -> tuple[Any, int, Any, Any]:
-    """Placements, collectives, local shape, and inside the whole result."""
+    """Placements, collectives, local shape, and inside the full result."""
     mesh = DeviceMesh("cpu", (2,), ranks=INSIDE, platform=platform)
     x = distribute_tensor(platform.from_numpy(LOGITS), mesh, placements)
     targets = distribute_tensor(platform.from_numpy(TARGETS), mesh, (Replicate(),))

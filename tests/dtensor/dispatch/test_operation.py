@@ -205,7 +205,7 @@ def test_a_refused_operation_is_refused_again(hp_platform: Platform) -> None:
     on_ranks(hp_platform, program)
 
 
-def test_ids_outside_a_cut_table_fail_on_every_rank(hp_platform: Platform) -> None:
+def test_ids_outside_a_sharded_table_fail_on_every_rank(hp_platform: Platform) -> None:
     """Megatron-style tables give zeros for an id that no rank has."""
 
     def program(platform: Platform, mesh: DeviceMesh) -> str:

@@ -373,7 +373,7 @@ def by_columns(x: Any, *rest: Any) -> list[Any]:
 
 
 def test_the_listed_placements_come_before_the_rule(hp_platform: Platform) -> None:
-    """By its rule a product keeps cut rows; by the list it takes cut columns or whole tensors."""
+    """By its rule a product keeps sharded rows; by the list it takes sharded columns or full tensors."""
     register_sharding("mul")(by_columns)
 
     def program() -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Dimensions cut by several mesh axes, unevenly, or so that a rank has nothing."""
+"""Dimensions sharded by several mesh axes, unevenly, or so that a rank has nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_flattened_mesh_gives_right_data(hp_platform: Platform) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_argmax_with_an_empty_shard(hp_platform: Platform, dim: int) -> None:
-    """IndexError in torch 2.13 for 6 rows over 4 ranks along the cut dimension."""
+    """IndexError in torch 2.13 for 6 rows over 4 ranks along the sharded dimension."""
     array = np.random.default_rng(1).permutation(18).reshape(6, 3).astype(np.float32)
 
     def program(platform: Platform, mesh: DeviceMesh) -> Array:

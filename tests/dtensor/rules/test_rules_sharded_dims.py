@@ -1,4 +1,4 @@
-"""Operations along a dimension that is cut: what they send, and how their results are placed."""
+"""Operations along a dimension that is sharded: what they send, and how their results are placed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _called(
     shape: tuple[int, ...],
     call: Callable[[Any, Any], Any],
 ) -> tuple[Any, float, list[str], np.ndarray]:
-    """Placements of a call's result, bytes and collectives of the call on this rank, and the whole result."""
+    """Placements of a call's result, bytes and collectives of the call on this rank, and the full result."""
     mesh = DeviceMesh("cpu", shape, platform=platform)
     x = distribute_tensor(platform.from_numpy(array), mesh, placements)
     with record_collectives() as log, explicit_redistribution():
@@ -62,7 +62,7 @@ SLICES: dict[str, tuple[Callable[[Any, Any], Any], Any, np.ndarray]] = {
     "narrow": (lambda ops, x: ops.narrow(x, 0, 0, 8), RaggedShard(0, (3, 3, 2, 0)), ROWS[:8]),
     "a position": (lambda ops, x: x[-2], Partial(), ROWS[-2]),
     "select": (lambda ops, x: ops.select(x, 0, 5), Partial(), ROWS[5]),
-    "a slice that is cut evenly": (lambda ops, x: x[:9], Shard(0), ROWS[:9]),
+    "a slice that is sharded evenly": (lambda ops, x: x[:9], Shard(0), ROWS[:9]),
 }
 
 
@@ -74,7 +74,7 @@ def test_what_an_index_picks_stays_where_it_is(hp_platform: Platform, name: str)
         np.testing.assert_array_equal(full_value, expected)
 
 
-def test_a_slice_of_a_dimension_cut_twice_stays_where_it_is(hp_platform: Platform) -> None:
+def test_a_slice_of_a_dimension_sharded_twice_is_not_redistributed(hp_platform: Platform) -> None:
     results = on_ranks(hp_platform, ROWS, (Shard(0), Shard(0)), lambda ops, x: x[1:8][1:], shape=(2, 2))
     assert [placements[1] for placements, *_ in results[::2]] == [RaggedShard(0, (1, 2)), RaggedShard(0, (3, 0))]
     for placements, sent, _, full_value in results:
@@ -181,7 +181,7 @@ def test_an_id_that_one_rank_sees_ends_the_job_with_its_name(hp_platform: Platfo
         run_ranks(_with_own_bad_id, 2, hp_platform, hp_platform, IDS[name])
 
 
-# What needs a dimension whole -----------------------------------------------------------------------------------
+# What needs a full dimension -----------------------------------------------------------------------------------
 
 FULL: dict[str, Callable[[Any, Any], Any]] = {
     "sort": lambda ops, x: ops.sort(x, 0)[0],
@@ -220,7 +220,7 @@ def test_a_dimension_is_made_whole_by_cutting_another_one(hp_platform: Platform,
         assert same
 
 
-def test_a_dimension_cut_twice_is_made_whole_by_cutting_another_one(hp_platform: Platform) -> None:
+def test_a_dimension_sharded_twice_is_gathered_by_sharding_another_one(hp_platform: Platform) -> None:
     if not _has(hp_platform, "sort"):
         pytest.skip(f"{hp_platform.name} has no sort")
     array = np.random.default_rng(0).permutation(32).astype(np.float32).reshape(8, 4)

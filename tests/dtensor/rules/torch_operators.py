@@ -58,9 +58,9 @@ _BY_REASON = {
     "torch.masked makes plain tensors inside it": "masked.mean masked.std masked.var",
 }
 UNINITIALISED = frozenset("empty empty_like empty_permuted empty_strided new_empty new_empty_strided".split())
-"""Operators whose results nobody has written: that two of them are equal says nothing."""
+"""Operators whose results are uninitialized memory: that two of them are equal says nothing."""
 REFUSED = {name: reason for reason, names in _BY_REASON.items() for name in names.split()}
-"""Operators of which samples with cut operands may all be refused -> why."""
+"""Operators of which samples with sharded operands may all be refused -> why."""
 
 
 @dataclass
@@ -68,8 +68,8 @@ class Findings:
     """Cases of one operator on one rank.
 
     Attributes:
-        right: cases with the values and gradients of plain tensors, by whether some operand was cut.
-        refused: messages of refusals, by whether some operand was cut.
+        right: cases with the values and gradients of plain tensors, by whether some operand was sharded.
+        refused: messages of refusals, by whether some operand was sharded.
         wrong: results and gradients that differ, and errors that are none of ours, one line each.
     """
 
@@ -78,7 +78,7 @@ class Findings:
     wrong: list[str] = field(default_factory=list)
 
     def accepts_sharded(self) -> bool:
-        """Return True unless every case with a cut operand was refused."""
+        """Return True unless every case with a sharded operand was refused."""
         return bool(self.right[True]) or not any(sharded for sharded, _ in self.refused)
 
 
@@ -87,7 +87,7 @@ def cases_of(
 ) -> list[Case]:
     """Return torch's samples of operator `name` that mean the same at every call.
 
-    Made once for all ranks: memory that nobody has written may be the same twice on one of them.
+    Made once for all ranks: memory that is not initialized may be the same twice on one of them.
 
     Args:
         in_place: the variant that writes its first operand.
@@ -170,7 +170,7 @@ class Case:
         except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AssertionError):
             return None  # torch refuses the sample, or to compare its results
         if not all(same):
-            return None  # random, or memory that nobody has written
+            return None  # random, or memory that is not initialized
         half = any(leaves[i].dtype in (torch.bfloat16, torch.float16) for i in tensors)
         # Sums in another order: some roundings of the largest terms, of eight bits or of twenty-four.
         case.rtol = 5e-2 if half else 1e-3

@@ -281,7 +281,7 @@ def test_real_ranks_learn_that_one_has_raised(hp_platform: Platform, rank_pool: 
 
 
 @pytest.mark.real_ranks
-def test_real_ranks_are_told_too(hp_platform: Platform, rank_pool: Any) -> None:
+def test_real_ranks_are_refused_too(hp_platform: Platform, rank_pool: Any) -> None:
     target = "test_shapes_differ_between_ranks:refusal_on_a_rank"
     for message in rank_pool(2).run(target, hp_platform.name, "shape"):
         assert all(part in message for part in SAID["shape"])

@@ -381,7 +381,7 @@ def _rows(platform: Platform) -> tuple[int, list[Any]]:
     return len(x), [row.tolist() for row in x]
 
 
-def test_length_and_iteration_are_over_the_whole(hp_platform: Platform) -> None:
+def test_length_and_iteration_are_those_of_the_global_tensor(hp_platform: Platform) -> None:
     assert run_ranks(_rows, 2, hp_platform, hp_platform) == [(3, FULL.tolist())] * 2
 
 

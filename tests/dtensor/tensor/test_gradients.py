@@ -153,7 +153,7 @@ def _gradients(platform: Platform, output: Placement, given: Placement) -> None:
 
 
 @pytest.mark.parametrize(("output", "given"), list(itertools.product(PLACEMENTS, repeat=2)))
-def test_a_gradient_of_any_placement_counts_as_a_whole(
+def test_a_gradient_of_any_placement_counts_as_the_global_one(
     hp_platform: Platform, output: Placement, given: Placement
 ) -> None:
     run_ranks(_gradients, 2, hp_platform, hp_platform, output, given)
@@ -234,7 +234,7 @@ def _grads(platform: Platform) -> list[np.ndarray]:
     return [platform.to_numpy(grad.full_tensor()) for grad in grads]
 
 
-def test_the_gradient_of_a_gathered_tensor_is_whole(hp_platform: Platform) -> None:
+def test_the_gradient_of_a_gathered_tensor_is_complete(hp_platform: Platform) -> None:
     """One use differs per rank, and its gradient goes past the gathered tensor; the other does not."""
     for (grad,) in run_ranks(_grads, 2, hp_platform, hp_platform):
         np.testing.assert_array_equal(grad, 2 * (X @ W) @ W.T + 3)

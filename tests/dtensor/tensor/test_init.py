@@ -86,7 +86,7 @@ def _from_meta(platform: Platform) -> tuple[dict[str, np.ndarray], list[float]]:
     return _values(platform, model), grads
 
 
-def test_values_are_those_of_a_model_built_whole(meta_platform: Platform) -> None:
+def test_values_are_those_of_a_model_built_unsharded(meta_platform: Platform) -> None:
     with nn.building(meta_platform):
         full = TwoLayers()
     init_parameters(full, _initializer, seed=3)

@@ -191,7 +191,7 @@ def test_outputs_keep_their_container(hp_platform: Platform) -> None:
 
 WEIGHT = np.arange(12, dtype=np.float32).reshape(4, 3)
 GRADIENTS: dict[str, tuple[Any, Any, Callable[..., Any]]] = {
-    "cut rows": (S0, [S0], lambda ops, a, w: ops.matmul(a, w)),
+    "sharded rows": (S0, [S0], lambda ops, a, w: ops.matmul(a, w)),
     "a total": (S0, [Partial()], lambda ops, a, w: ops.sum(ops.matmul(a, w), dim=0)),
     "replicated": (R, [R], lambda ops, a, w: ops.matmul(a, w)),
     "no tensor besides": (S0, [[S0], None], lambda ops, a, w: (ops.matmul(a, w), 3)),

@@ -456,6 +456,6 @@ def test_the_others_learn_what_one_rank_has_raised(hp_platform: Platform) -> Non
 
 
 @pytest.mark.real_ranks
-def test_real_ranks_learn_it_too(hp_platform: Platform, rank_pool: Any) -> None:
+def test_real_ranks_are_refused_too(hp_platform: Platform, rank_pool: Any) -> None:
     others, own = rank_pool(2).run("test_rank_checks_call_order:error_of_every_rank", hp_platform.name)
     assert own in others

@@ -144,7 +144,7 @@ def test_parameters_stay_where_they_are_and_copies_take_load(platform):
     run_ranks(rank, 2, platform)
 
 
-def test_copies_of_cut_experts(platform):
+def test_copies_of_sharded_experts(platform):
     """Beside a cut hidden dimension each rank of the cut has the copies' parts."""
 
     def rank(slots):

@@ -1,4 +1,4 @@
-"""Tokens that travel in chunks: experts work overlap_with, in both directions, and the results are the same."""
+"""Tokens that are sent in chunks: experts work meanwhile, in both directions, and the results are the same."""
 
 from __future__ import annotations
 

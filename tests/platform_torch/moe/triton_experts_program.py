@@ -138,7 +138,7 @@ def run_layer():
 
 
 def run_check():
-    """A right compiler passes the check of the first use; one that gives wrong numbers is told on and not used."""
+    """A right compiler passes the check of the first use; one that gives wrong numbers is reported and not used."""
     kind = kernel_check.Kind(torch.device("cpu"), torch.float32, 24, 16, 2, None, tiles())
     error = kernel_check.largest_error(kind, PLATFORM)
     kernel_check.largest_error = lambda *_: 0.5

@@ -60,7 +60,7 @@ def test_bytes_are_those_that_autograd_keeps(dtype: str | None, itemsize: int):
     assert [each.itemsize for each in step.parameters] == [4] * 5
 
 
-def test_backward_frees_what_its_part_has_kept():
+def test_backward_frees_what_its_layer_has_saved():
     first, second = count().parts
     assert first.is_reached
     assert second.is_reached

@@ -1,4 +1,4 @@
-"""The trainer's AdamW on torch updates elements by their places, however tensors are laid out in memory."""
+"""The trainer's AdamW on torch updates elements by their places, however tensors are ordered in memory."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def train(parameters, optimizer, place):
 
 
 def by_torch():
-    """The same steps by torch's optimizer on whole tensors."""
+    """The same steps by torch's optimizer on full tensors."""
     parameters = {name: torch.nn.Parameter(x) for name, x in values(0).items()}
     options = {"betas": OPTIONS.betas, "eps": OPTIONS.eps, "weight_decay": OPTIONS.weight_decay}
     optimizer = torch.optim.AdamW(parameters.values(), foreach=False, **options)
@@ -80,7 +80,7 @@ def test_steps_equal_those_of_torch(build):
             torch.testing.assert_close(optimizer.state()[name][slot], state[name][slot], rtol=1e-6, atol=1e-7)
 
 
-def test_shards_are_trained_as_the_whole(build):
+def test_shards_are_trained_as_the_full_tensors(build):
     expected, _ = by_torch()
     placements = {"weight": Shard(0), "bias": Replicate(), "norm": Shard(0)}
 

@@ -1,4 +1,4 @@
-"""Cross entropy of logits that are cut along the classes."""
+"""Cross entropy of logits that are sharded along the classes."""
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh

@@ -1,4 +1,4 @@
-"""A feed-forward block cut by columns and rows, with sequence parallelism around it."""
+"""A feed-forward block sharded by columns and rows, with sequence parallelism around it."""
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh

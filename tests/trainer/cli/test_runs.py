@@ -95,7 +95,7 @@ def test_a_stopped_run_ends_in_order_and_goes_on(folder, hp_train, hp_platform, 
 def test_a_run_in_one_process_stops_the_same_way(folder, hp_train):
     command = hp_train("run.yaml", "--run.folder=out", *ENDLESS)
     wait_for_step(folder / "out", 3, command)
-    # The run is locked: a second job is told by whom, and touches nothing.
+    # The run is locked: a second job names the owner, and touches nothing.
     code, out, err = hp_train("resume", "out").finish()
     assert (code, out) == (1, "")
     assert err.startswith(f"hp-train: the run out is being trained by process {command.process.pid} on ")

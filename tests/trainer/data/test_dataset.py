@@ -1,4 +1,4 @@
-"""Mixtures, packed documents and conversations train alike on any number of ranks, whole or interrupted."""
+"""Mixtures, packed documents and conversations train alike on any number of ranks, complete or interrupted."""
 
 from __future__ import annotations
 

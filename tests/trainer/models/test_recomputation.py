@@ -26,7 +26,7 @@ STAGES_THAT_DRAW = {
     [
         ({}, 1, {"training__micro_batch_size": 4, "training__eval_interval": 2}),
         (FOUR_RANKS["folded"], 4, {"training__micro_batch_size": 2, "training__dtype": "float16"}),
-        (FOUR_RANKS["experts cut"] | {"reshard_after_forward": False}, 4, {}),
+        (FOUR_RANKS["experts sharded"] | {"reshard_after_forward": False}, 4, {}),
         ({"pp": 2, "cp": 2, "cp_method": "ring", "ep": 2}, 4, STAGES_THAT_DRAW),
     ],
 )

@@ -232,7 +232,7 @@ def test_states_saved_in_half_precision_are_taken_up_as_float32_and_others_refus
     """Earlier versions saved the moments of bfloat16 parameters in bfloat16."""
     half = hp_platform.dtype("bfloat16")
 
-    def begun():
+    def started():
         with nn.building(hp_platform):
             model = nn.Module()
             rounded = hp_platform.ops.cast(hp_platform.from_numpy(weights), half)
@@ -240,7 +240,7 @@ def test_states_saved_in_half_precision_are_taken_up_as_float32_and_others_refus
         return model, built(hp_platform, "adamw_8bit", AdamW8bitConfig(), hp_platform.named_parameters(model))
 
     def saved(name, dtypes):
-        model, optimizer = begun()
+        model, optimizer = started()
         parts = []
         for part in state_parts(hp_platform, model, optimizer):
             (box, _), dtype = part.boxes[0], dtypes.get(part.name, part.dtype)
@@ -250,7 +250,7 @@ def test_states_saved_in_half_precision_are_taken_up_as_float32_and_others_refus
         return Checkpoint(storage, save_checkpoint(storage, parts, step=1, model={}, state={}))
 
     slots = ("optimizer.x.exp_avg", "optimizer.x.exp_avg_sq")
-    model, optimizer = begun()
+    model, optimizer = started()
     load_state(hp_platform, model, optimizer, saved("old", dict.fromkeys(slots, "bfloat16")))
     expected = stored(hp_platform, bfloat16_of(hp_platform, np.abs(weights)))
     for slot, value in optimizer.state()["x"].items():
@@ -259,7 +259,7 @@ def test_states_saved_in_half_precision_are_taken_up_as_float32_and_others_refus
     np.testing.assert_array_equal(hp_platform.to_numpy(found), bfloat16_of(hp_platform, np.abs(weights)))
     for name, dtype in (("model.x", "float32"), ("model.x", "float16"), (slots[0], "int32")):
         with pytest.raises(CheckpointError, match=f"{name}: expected .*float.*, got {dtype}"):
-            load_state(hp_platform, *begun(), saved(f"{name}{dtype}", {name: dtype}))
+            load_state(hp_platform, *started(), saved(f"{name}{dtype}", {name: dtype}))
 
 
 def bfloat16_of(platform, values):

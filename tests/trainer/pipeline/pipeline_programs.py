@@ -45,7 +45,7 @@ class Layer(nn.Module):
 
 
 class Stage(nn.Module):
-    """Some layers, called by their number in the whole model."""
+    """Some layers, called by their number in the full model."""
 
     def __init__(self, layers: list[int]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Seconds of layers: the dearer one has more, all ranks have the same, and nothing stays behind."""
+"""Seconds of layers: the more expensive one has more, all ranks have the same, and nothing stays behind."""
 
 from __future__ import annotations
 

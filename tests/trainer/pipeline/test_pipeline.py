@@ -65,7 +65,7 @@ COMPOSED = [
 
 
 @pytest.mark.parametrize(("schedule", "stages", "degrees"), COMPOSED)
-def test_stages_that_are_cut_over_other_axes(hp_platform, schedule, stages, degrees):
+def test_stages_that_are_sharded_over_other_axes(hp_platform, schedule, stages, degrees):
     """DTensors pass between stages; parameters are gathered once, and gradients reduced once."""
     microbatches, size = 3, int(np.prod(list(degrees.values())))
     arguments = (hp_platform.name, schedule, stages, microbatches, degrees)

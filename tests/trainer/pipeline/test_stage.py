@@ -157,7 +157,7 @@ def test_evaluation_before_and_between_steps_changes_no_gradient(hp_platform):
                 if evaluates:
                     x_eval, target_eval = batch(hp_platform, rows)
                     pipeline.eval(x_eval, target=target_eval)
-                # Not cleared: two batches accumulate, and nothing is made anew between them.
+                # Not cleared: two batches accumulate, and nothing is made again between them.
                 pipeline.step(x, target=target)
             found.append(gradients(hp_platform, [stage.submod for stage in pipeline.stages.values()]))
         return found

@@ -112,5 +112,5 @@ training: {{steps: 1, global_batch_size: 4, sequence_length: 128, clip_norm: nul
 
 
 def measured_peak(build: str, settings: dict[str, Any]) -> int:
-    """Return the bytes that this rank holds at the fullest moment of a step of one of these models."""
+    """Return the bytes that this rank holds at the peak of a step of one of these models."""
     return peak_of(config_of(build, **settings))

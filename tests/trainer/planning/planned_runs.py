@@ -79,12 +79,12 @@ def random_batch(setup: RankSetup, step: int = 0) -> Batch:
 
 
 def measured_peak(settings: dict[str, Any]) -> int:
-    """Return the bytes of tensors that this rank holds at the fullest moment of a step; see `peak_of`."""
+    """Return the bytes of tensors that this rank holds at the peak of a step; see `peak_of`."""
     return peak_of(config_of(**settings))
 
 
 def peak_of(config: TrainerConfig) -> int:
-    """Return the bytes of tensors that this rank holds at the fullest moment of a step, as torch's allocator counts.
+    """Return the bytes of tensors that this rank holds at the peak of a step, as torch's allocator counts.
 
     There before the step are weights and the optimizer's state, which the engine counts itself.
     """

@@ -35,7 +35,7 @@ MODEL = {
 EXPERTS = {"model__num_experts": 8, "model__moe_intermediate_size": 64, "model__force_uniform_routing": True}
 PEER = {**EXPERTS, "parallel__ep": 2, "parallel__expert_mesh": "peer"}
 SHORT = {"training__sequence_length": 16}
-# The fullest moment is the loss for long sequences, a block's backward or the reductions for short ones.
+# The peak is the loss for long sequences, a block's backward or the reductions for short ones.
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "half precision": (1, {"training__dtype": "bfloat16"}),

@@ -55,7 +55,7 @@ LAYOUTS = {
     "tensor parallel": (EVERYTHING, {"dp_shard": 2, "tp": 2}),
     "tensor parallel, latent": (LATENT, {"tp": 2, "dp_shard": 2}),
     "experts apart": (EVERYTHING, {"dp_shard": 4, "ep": 2}),
-    "experts cut": (EXPERTS, {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2}),
+    "experts sharded": (EXPERTS, {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2}),
     "experts over tensor parallel ranks": (EXPERTS, {"dp_shard": 2, "tp": 2, "ep": 4, "etp": 1}),
     "peer": (EXPERTS, {"dp_shard": 2, "ep": 2, "expert_mesh": "peer"}),
     "context": (DENSE, {"cp": 2, "dp_shard": 2}),

@@ -1,4 +1,4 @@
-"""Runs whose model is cut into pipeline stages, and the runs of one rank that they are compared with."""
+"""Runs whose model is split into pipeline stages, and the runs of one rank that they are compared with."""
 
 from __future__ import annotations
 

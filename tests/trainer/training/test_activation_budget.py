@@ -180,10 +180,10 @@ ON_ALL_PLATFORMS = ("selective",)
 
 def test_weights_are_bitwise_those_without_recomputation(lab):
     more = {"training__micro_batch_size": 4, **SETTINGS}
-    retained = lab.run("kept", FOUR_RANKS["experts cut"], 4, **more)
+    retained = lab.run("kept", FOUR_RANKS["experts sharded"], 4, **more)
     for mode in MODES if lab.platform.name == "torch" else ON_ALL_PLATFORMS:
         settings = {f"training__{name}": value for name, value in MODES[mode].items()}
-        again = lab.run(mode, FOUR_RANKS["experts cut"], 4, **more, **settings)
+        again = lab.run(mode, FOUR_RANKS["experts sharded"], 4, **more, **settings)
         assert losses(again) == losses(retained)
         found, expected = tensors(again, ["model."]), tensors(retained, ["model."])
         assert {key for key, value in expected.items() if found[key].tobytes() != value.tobytes()} == set(), mode

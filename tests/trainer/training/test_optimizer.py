@@ -224,10 +224,10 @@ def test_evaluation_uses_the_average_unless_told_not_to(lab: Lab, capsys):
 
 def test_a_run_may_begin_to_average_later_and_may_end_it(lab: Lab):
     plain = lab.run("plain")
-    begun = lab.resume(lab.interrupted_copy(plain, "begun"), **SETTINGS)
-    assert losses(begun) == losses(plain)
+    started = lab.resume(lab.interrupted_copy(plain, "started"), **SETTINGS)
+    assert losses(started) == losses(plain)
     full_value = lab.run("whole", **SETTINGS)
-    assert averages(begun).keys() == averages(full_value).keys()
+    assert averages(started).keys() == averages(full_value).keys()
     ended = lab.resume(lab.interrupted_copy(full_value, "ended"))
     assert losses(ended) == losses(plain)
     assert not averages(ended)

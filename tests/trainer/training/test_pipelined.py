@@ -1,4 +1,4 @@
-"""A run whose model is cut into pipeline stages has the losses and weights of one rank, whatever runs beside."""
+"""A run whose model is split into pipeline stages has the losses and weights of one rank, whatever runs beside."""
 
 from __future__ import annotations
 

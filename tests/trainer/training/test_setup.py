@@ -34,7 +34,7 @@ def test_a_rank_holds_its_part_of_the_model_at_most(lab: Lab, monkeypatch, degre
     with use_world(SilentWorld(3, 8, lab.platform)):
         dims = ParallelDims.from_config(config.parallel, 8, None)
         mesh = dims.build_mesh(lab.platform.device_types[0], platform=lab.platform)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
         before = memory("VmRSS")
         model = build_model(config, lab.platform, dims, mesh, weights=False)
         grown = memory("VmHWM") - before

@@ -1,4 +1,4 @@
-"""A run gives the same losses in every layout, whole or interrupted, and stops before anything is spoilt."""
+"""A run gives the same losses in every layout, complete or interrupted, and stops before anything is spoilt."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ MOVES = {
     "4 folded to 2 tensor parallel": (FOUR_RANKS["folded"], 4, {"tp": 2}, 2),
     "2 fully sharded to 4 hybrid": ({"dp_shard": 2}, 2, FOUR_RANKS["hybrid"], 4),
     "4 hybrid to 1": (FOUR_RANKS["hybrid"], 4, {}, 1),
-    "4 peer to 4 experts cut": (FOUR_RANKS["peer"], 4, FOUR_RANKS["experts cut"], 4),
+    "4 peer to 4 experts sharded": (FOUR_RANKS["peer"], 4, FOUR_RANKS["experts sharded"], 4),
 }
 
 

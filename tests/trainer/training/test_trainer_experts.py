@@ -36,7 +36,7 @@ def test_losses_are_those_of_one_rank(lab, settings, capsys):
     plain, run = losses(lab.run("plain", **SHORT)), lab.run("run", degrees, 4, **SHORT)
     np.testing.assert_allclose(losses(run), plain, **CLOSE)
     expected_message = capsys.readouterr().err.count("hp-train: tokens are dispatched by ")
-    assert expected_message == ("auto" in settings.values()), "the cost model's choice is told once, by rank 0"
+    assert expected_message == ("auto" in settings.values()), "the cost model's choice is reported once, by rank 0"
 
 
 def test_checkpoints_do_not_know_where_copies_are(lab):
@@ -205,7 +205,7 @@ NOISE = {"model__router_jitter": 0.3, "training__steps": 3, "checkpoint__interva
     [
         ({"cp": 2}, 2, {"model__micro_batch_aux_loss": 0.2}),
         ({"cp": 2, "tp": 2}, 4, {"model__micro_batch_aux_loss": 0.2}),
-        (FOUR_RANKS["experts cut"], 4, {"model__micro_batch_aux_loss": 0.2}),
+        (FOUR_RANKS["experts sharded"], 4, {"model__micro_batch_aux_loss": 0.2}),
         ({"cp": 2, "ep": 2, "expert_mesh": "peer"}, 4, {"model__micro_batch_aux_loss": 0.2}),
         ({"pp": 2, "dp_shard": 2}, 4, {"training__micro_batch_size": 2}),
     ],

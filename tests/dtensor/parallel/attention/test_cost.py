@@ -1,4 +1,4 @@
-"""Bytes on the wire equal the formulas, hops overlap with computation, and the choice of a method tells why."""
+"""Bytes on the wire equal the formulas, hops overlap with computation, and the choice of a method is explained."""
 
 from __future__ import annotations
 

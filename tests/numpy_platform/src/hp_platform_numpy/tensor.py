@@ -15,7 +15,7 @@ FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 
 class Tensor:
-    """`data`, an array; bfloat16 is kept as float32 whose low bits are zero.
+    """`data`, an array; bfloat16 is stored as float32 whose low bits are zero.
 
     Attributes:
         node: the operation that made it, of which it is output number `index`; None for a leaf.
@@ -52,7 +52,7 @@ class Tensor:
 
 
 class NumpyDTensor(DTensor, Tensor):
-    """Local shard with a spec; its `shape` is that of the whole."""
+    """Local shard with a spec; its `shape` is that of the full tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -127,7 +127,7 @@ def test_gradient_is_the_slope_of_the_loss(platform, config):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_parts_one_after_the_other_are_the_whole(platform, tied):
+def test_model_parts_one_after_the_other_are_the_full_model(platform, tied):
     config = replace(SMALL, tie_word_embeddings=tied, num_hidden_layers=3)
     model, data = build(platform, config), tokens(config)
     weights = {name: platform.to_numpy(p) for name, p in platform.named_parameters(model)}

@@ -80,7 +80,7 @@ FOUR = {"dp_shard": 2, "tp": 2, "ep": 2, "etp": 2, "world_size": 4}
 FOLDED = {"dp_shard": 2, "tp": 2, "ep": 4, "world_size": 4}
 
 
-@pytest.mark.parametrize("degrees", [FOUR, FOLDED], ids=["experts cut", "experts folded"])
+@pytest.mark.parametrize("degrees", [FOUR, FOLDED], ids=["experts sharded", "experts folded"])
 class TestFourRanks:
     @pytest.fixture(autouse=True)
     def _skip_if_slow(self, platform, degrees):
@@ -155,7 +155,7 @@ def test_degrees_that_the_model_cannot_use_are_refused():
         on_ranks({"cp": 8, "world_size": 8})
 
 
-@pytest.mark.parametrize("degrees", [None, FOUR, FOLDED], ids=["one rank", "experts cut", "experts folded"])
+@pytest.mark.parametrize("degrees", [None, FOUR, FOLDED], ids=["one rank", "experts sharded", "experts folded"])
 def test_low_precision_computes_nearly_the_same(platform, degrees):
     """bfloat16 (float16 on MindSpore's CPU, which has no bfloat16 products); weights stay float32."""
     dtype = "bfloat16" if platform.name == "torch" else "float16"
