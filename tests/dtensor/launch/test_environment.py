@@ -1,4 +1,4 @@
-"""A program under the frameworks' own launchers, on one machine; `trainer/cli/test_runs.py` has two (on loopback)."""
+"""A program under the frameworks' own launchers, on one machine; `trainer/cli/test_train.py` has two (on loopback)."""
 
 from __future__ import annotations
 
