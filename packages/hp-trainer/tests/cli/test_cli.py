@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from hp_trainer import cli
 from hp_trainer.cli import evaluate
 from hp_trainer.cli.commands import COMMANDS, hp_train
 from hp_trainer.cli.settings import describe_option
-from hp_trainer.config import list_options
+from hp_trainer.config import json_schema, list_options
 from hp_trainer.registries import Registries
 
 OPTIONS = Path(__file__).parents[1] / "options.txt"
@@ -112,6 +113,14 @@ def test_settings_are_listed_by_section(installed: Registries, capsys) -> None:
     assert listed("model.lora").count("--model.lora.") == listed("model.lora").count("--") == 3
     assert "  path=(text; required)\n" in listed("data.sources")
     assert "  with model.name=decoder:" in listed("model.hidden_size")
+
+
+def test_the_json_schema_is_printed(installed: Registries, capsys, error) -> None:
+    assert cli.main(["settings", "--json-schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == json_schema(installed)
+    assert "--json-schema is that of the full file, got a SECTION: training" in error(
+        "settings", "training", "--json-schema"
+    )
 
 
 def test_a_section_that_does_not_exist_is_told_the_nearest(installed: Registries, error) -> None:

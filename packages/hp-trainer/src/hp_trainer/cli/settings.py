@@ -7,9 +7,10 @@ from collections.abc import Iterable
 
 import click
 
+from hp_trainer._files import strict_json
 from hp_trainer.cli.commands import Command
 from hp_trainer.cli.completion import setting_names
-from hp_trainer.config import Option, list_options
+from hp_trainer.config import Option, json_schema, list_options
 from hp_trainer.plugins import registries
 
 
@@ -18,11 +19,17 @@ from hp_trainer.plugins import registries
 @click.argument(
     "path", metavar="[SECTION]", required=False, shell_complete=lambda ctx, parameter, text: setting_names(text)
 )
-def settings_command(path: str | None) -> int:
+@click.option("--json-schema", "as_schema", is_flag=True, help="Print the JSON Schema of the YAML file, for editors.")
+def settings_command(path: str | None, as_schema: bool) -> int:
     """List the settings of the YAML file, with type, default and help; SECTION lists one section, or one setting.
 
     A SECTION is for example training, model.lora or training.steps.
     """
+    if as_schema:
+        if path is not None:
+            raise click.UsageError(f"--json-schema is that of the full file, got a SECTION: {path}")
+        print(strict_json(json_schema(registries()), indent=1))
+        return 0
     options = list_options(registries())
     if path is not None:
         path = path.removeprefix("--")
