@@ -170,6 +170,7 @@ def _holders(
 
 
 def _covered(cells: tuple[Boundary, ...], ranges: Sequence[Boundary]) -> list[int]:
+    # Cells are bounded by the edges of all ranges, so each one is inside a range or outside of it.
     return [i for i, (start, stop) in enumerate(cells) if any(a <= start and stop <= b for a, b in ranges)]
 
 

@@ -52,6 +52,8 @@ class Layout:
         _check_aliases(self.mesh_shape, self.alias_name, self.rank_list)
         self._placements: tuple[Placement, ...] | None = None
         self._alias_map: AliasMap | None = None
+        # Apart from the placements, since HyperParallel sets and resets pending reductions by axis after the layout is
+        # made.
         self._partial: dict[str, str] = {}
 
     @classmethod
@@ -222,6 +224,7 @@ class Layout:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the layout as plain lists, strings and numbers, fit for JSON."""
+        # Lists, because JSON has no tuples: what is read back equals what was written.
         tensor_map = [list(x) if isinstance(x, tuple) else x for x in self.tensor_map] if self._placements else None
         return {
             "mesh_shape": list(self.mesh_shape),
@@ -234,6 +237,7 @@ class Layout:
     def _value(self) -> tuple[Any, ...]:
         """Return the value by which layouts are compared and hashed."""
         partial = tuple(sorted(self._partial.items()))
+        # Without the alias map: the same placements may be given by names or directly, and the two layouts are equal.
         return self.mesh_shape, self.alias_name, self.rank_list, self._placements, partial
 
     def __eq__(self, other: object) -> bool:

@@ -50,6 +50,7 @@ def init_process_group(
     # Checked after joining, because the platform selects its backend by its devices while it connects.
     used = world.all.backend
     if backend is not None and used not in backend:  # torch's form `cpu:gloo,cuda:nccl` names several
+        # A process that has joined a job cannot join another, so it leaves before the error is raised.
         chosen.disconnect()
         raise CapabilityError(f"init_process_group: platform {chosen.name!r} communicates by {used}, not by {backend}")
     return world
@@ -145,7 +146,9 @@ def split_group(
     """
     group = _group(parent)
     subgroups = [tuple(ranks) for ranks in split_ranks or ()]
+    # Of all subgroups and not only this rank's: every rank then raises the same error, and none waits for the others.
     _check_subgroups(group, subgroups)
+    # Only members create their group. torch's own function must be called by every rank of the parent.
     mine = next((ranks for ranks in subgroups if group.rank in ranks), None)
     return None if mine is None else current_world(group.platform).group([group.ranks[i] for i in mine])
 

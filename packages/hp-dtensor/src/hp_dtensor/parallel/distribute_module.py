@@ -259,6 +259,7 @@ def replicate_plain(module: Module, device_mesh: DeviceMesh, src_data_rank: int 
         if not isinstance(own_parameters(platform, owners[0].module)[owners[0].name], DTensor):
             place_tied(owners, device_mesh, [Replicate()] * device_mesh.ndim, src_data_rank)
     for _, submodule in platform.named_modules(module):
+        # A list, because the loop assigns the buffers that the iterator reads.
         for name, buffer in list(platform.named_buffers(submodule)):
             # Own buffers only: those of submodules come with their own module.
             if "." not in name and not isinstance(buffer, DTensor):

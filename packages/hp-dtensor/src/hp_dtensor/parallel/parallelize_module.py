@@ -190,6 +190,7 @@ def _uncovered_ties(platform: Platform, tied: Sequence[Sequence[Owner]], matches
         covered = [
             owner.dotted in styled or any(owner.module is module for _, module, _ in matches) for owner in owners
         ]
+        # A parameter that no style covers stays plain and tied.
         if any(covered) and not all(covered):
             inside, outside = (
                 ", ".join(owner.dotted for owner, has in zip(owners, covered, strict=True) if has is wanted)

@@ -169,6 +169,7 @@ class AttentionInterface:
         if scores.is_causal:
             positions = ops.arange(q.shape[2], self.dtype("int64"))
             mask = ops.ge(ops.unsqueeze(positions, 1), ops.unsqueeze(positions, 0))
+        # Infinite and not merely very low: the exponential is then exactly 0, also in a row whose other scores are low.
         return s if mask is None else ops.masked_fill(s, ops.logical_not(mask), -math.inf)
 
     def _factors(self, p: Tensor, dropout: Tensor) -> Tensor:
@@ -184,12 +185,15 @@ def dropout_mask(p: float, rows: Array, heads: Array, queries: Array, keys: Arra
     seeds the stream of its queries, that of (row, head, query) the stream of its keys. An entry is dropped if the top
     24 bits of its number, as a fraction, are below `p`.
     """
+    # 24 bits fit the significand of a float32, so a framework may compare in float32 with the same result.
     threshold = np.uint64(round(p * 2**24))
+    # O(rows * heads * queries * keys) time, so attention asks for the mask of one block at a time.
     mask = np.empty((len(rows), len(heads), len(queries), len(keys)), np.bool_)
     of_queries, of_keys = (stream_offsets(x) for x in (queries, keys))
     for row, seed in enumerate(np.asarray(rows, np.int64).view(np.uint64)):
         # One head at a time: the 64-bit numbers of all heads would need eight times the memory of the mask.
         for head, offset in enumerate(stream_offsets(heads)):
+            # An array of one seed: sums and products of uint64 arrays wrap silently, those of NumPy scalars warn.
             of_head = mix(np.array([seed]) + offset)
             numbers = mix(mix(of_head + of_queries)[:, None] + of_keys)
             np.greater_equal(numbers >> np.uint64(40), threshold, out=mask[row, head])
@@ -215,6 +219,7 @@ def mix(z: Array) -> Array:
 
 
 def _groups(query: Tensor, key: Tensor) -> int:
+    # A rank may hold no heads: a sharded head dimension leaves empty shards if ranks outnumber heads.
     return int(query.shape[1] // max(key.shape[1], 1))
 
 
@@ -224,4 +229,5 @@ def _grouped_shape(q: Tensor, k: Tensor) -> tuple[int, ...]:
 
 
 def _transposed(ops: SimpleNamespace, x: Tensor) -> Tensor:
+    # The new dimension is broadcast over the query heads of a group, so keys are not repeated in memory.
     return ops.unsqueeze(ops.transpose(x, -2, -1), 2)

@@ -109,6 +109,7 @@ class AutogradInterface(ABC):
             backward: `backward(*grads)` gets the gradient of a single output, or one gradient or None per output of a
                 tuple. It returns one gradient or None per input.
         """
+        # Only the backward is wrapped: the forward runs now, at its own place.
         return self._custom_function(forward, located(backward), *inputs)
 
     # Recording is in the methods above, which all platforms share; a platform supplies the autograd node itself.
@@ -210,6 +211,8 @@ class AutogradInterface(ABC):
         Raises:
             CapabilityError: the framework cannot save one of the kinds. By default these are products.
         """
+        # Products are the framework's own operations. The other kinds run in custom nodes, which save their results
+        # themselves.
         if "products" in kinds:
             raise CapabilityError(
                 "this platform cannot save matrix products for recomputation, because nothing can replace them in its "

@@ -156,6 +156,7 @@ class TensorInterface(ABC):
 
     def dtype_of_number(self, value: complex) -> DType:
         """Return the default dtype of a tensor filled with a number: bool, int64, complex64 or float32."""
+        # NumPy separates bool from int, which Python does not. Its float64 becomes float32, the frameworks' default.
         kind = numpy.asarray(value).dtype.kind
         return self.dtype({"b": "bool", "i": "int64", "u": "int64", "c": "complex64"}.get(kind, "float32"))
 
@@ -298,6 +299,8 @@ class TensorInterface(ABC):
     def scale_(self, tensors: Sequence[Tensor], factor: Tensor) -> None:
         """Multiply plain tensors in place by a 0-d tensor."""
         for x in tensors:
+            # Where 0-d tensors take part in type promotion, as in NumPy 2, a float32 factor would make a wide copy of
+            # each half precision tensor.
             self.copy_(x, self.ops.mul(x, self.ops.cast(factor, x.dtype)))
 
     @abstractmethod
@@ -454,6 +457,7 @@ class ProcessInterface(ABC):
 
     def max_local_ranks(self) -> int | None:
         """Return the maximal number of ranks on this machine, one per accelerator. None: any number."""
+        # Without accelerators there is no limit: any number of ranks share the CPU.
         return self.num_accelerators() or None
 
     def peak_memory(self) -> int:

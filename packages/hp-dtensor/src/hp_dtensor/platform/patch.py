@@ -39,6 +39,7 @@ class Patch:
         owner, attribute = self.place()
         # Static lookup: a class method must not be bound to the class that defines it.
         own = inspect.getattr_static(owner, attribute)
+        # A static method is stored in a wrapper: the replacement gets the function inside.
         setattr(owner, attribute, self.replacement(own.__func__ if isinstance(own, staticmethod) else own))
         return own
 

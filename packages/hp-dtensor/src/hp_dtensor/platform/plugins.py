@@ -51,6 +51,8 @@ class PluginManager(pluggy.PluginManager):
             raise PluginError(f"{origin_of(self, str(name))} (group {self.group!r}): {problem}") from error
         for caller in self.get_hookcallers(plugin) or ():
             for implementation in caller.get_hookimpls():
+                # Wrappers are generators: their errors are raised after the call that creates them, where a guard would
+                # not see them.
                 if implementation.plugin is plugin and not (implementation.wrapper or implementation.hookwrapper):
                     # Wrapped once at registration and not at each call, because hooks are also called in hot code.
                     guarded = _guarded(implementation.function, f"{origin_of(self, str(registered))}", caller.name)
@@ -78,6 +80,7 @@ def _guarded(function: Callable[..., Any], origin: str, hook: str) -> Callable[.
     """
 
     @functools.wraps(function)
+    # By position only: pluggy has read the names of the arguments from the original function at registration.
     def call(*args: Any) -> Any:
         try:
             return function(*args)
@@ -170,6 +173,7 @@ def check_version(framework: str, minimum: tuple[int, int], beside: str = "") ->
 def release_of(version: str) -> tuple[int, int]:
     """Return (major, minor) of a version such as `2.11.0+cpu`."""
     major, minor, *_ = version.split(".")
+    # The minor part may carry a suffix, as in `2.9dev`.
     return int(major), int("".join(c for c in minor if c.isdigit()) or 0)
 
 
@@ -178,6 +182,7 @@ def _wanted_entry_points(group: str) -> Iterator[importlib.metadata.EntryPoint]:
     limit = os.environ.get("HP_LOAD_PLUGINS")
     wanted = None if limit is None else {name.strip() for name in limit.split(",") if name.strip()}
     distributions: dict[str, str] = {}
+    # Sorted, because their order follows the search path and the file system, and ranks must not differ in it.
     for entry_point in sorted(importlib.metadata.entry_points(group=group), key=lambda e: e.name):
         name, distribution = entry_point.name, _distribution(entry_point)
         if wanted is not None and not wanted & {name, distribution}:
@@ -212,6 +217,7 @@ def _load(entry_point: importlib.metadata.EntryPoint, group: str) -> object:
 def _reject_plugins_without_hooks(manager: pluggy.PluginManager, group: str) -> None:
     for name, plugin in manager.list_name_plugin():
         if not manager.get_hookcallers(plugin):
+            # The usual mistake: pluggy ignores a function of the right name without a mark.
             unmarked = [hook for hook in _known_hooks(manager) if callable(getattr(plugin, hook, None))]
             found = f" ({', '.join(unmarked)} is not marked)" if unmarked else ""
             raise PluginError(

@@ -35,6 +35,7 @@ class CollectiveRecord:
     in_backward: bool = False
 
 
+# By identity, because two logs may hold equal records.
 @dataclass(slots=True, eq=False)
 class CollectiveLog:
     """The collectives of this rank, in order.
@@ -119,6 +120,7 @@ def located(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         # A log may have been closed between forward and backward, and another one opened around the backward.
         places = tuple(place for place in then if place.log.is_open)
+        # Logs that this thread has open, and that the forward did not know, record the backward as well.
         others = (here for here in _thread.places if all(here.log is not place.log for place in places))
         with _at((*places, *others)):
             return function(*args)
@@ -143,6 +145,7 @@ def enter(log: CollectiveLog, module: str, arrive: bool) -> None:
     Args:
         arrive: whether to add the log to this thread if it is new to the log, such as a thread that runs backward.
     """
+    # Recomputation calls a forward in the thread of backward, which may have no place of its own.
     if arrive and all(place.log is not log for place in _thread.places):
         _thread.places += (Place(log),)
     _step(log, lambda path: (*path, module))
@@ -153,6 +156,8 @@ def leave(log: CollectiveLog, module: str) -> None:
 
     A module whose forward has not started is ignored.
     """
+    # The last occurrence, because a module may be called inside its own forward. Modules behind it may have raised
+    # without being left.
     _step(log, lambda path: path[: len(path) - path[::-1].index(module) - 1] if module in path else path)
 
 

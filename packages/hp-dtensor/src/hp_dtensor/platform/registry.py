@@ -115,6 +115,7 @@ class Registry:
                 has no entry for this platform.
         """
         entries = {entry.platform: entry for entry in self._require(name)}
+        # An entry for one platform goes before the general one, so a framework may have its own faster version.
         entry = entries.get(platform) or entries.get(None)
         if entry is None:
             found = ", ".join(sorted(str(key) for key in entries))

@@ -32,6 +32,7 @@ def get_platform(name: str | Platform | None = None) -> Platform:
     """
     if isinstance(name, Platform):
         return name
+    # An empty variable counts as unset.
     wanted = name or os.environ.get("HP_PLATFORM") or None
     if wanted is not None:
         return _named(wanted, "" if name else "HP_PLATFORM: ")
@@ -67,6 +68,8 @@ def platform_of_tensor(x: Any) -> Platform:
     Raises:
         PlatformError: as `get_platform`.
     """
+    # All bases, because a user's subclass of a tensor is defined in the user's module. Names suffice, so no framework
+    # is imported to find out.
     name = _framework_among(tuple(base.__module__.partition(".")[0] for base in type(x).__mro__))
     return get_platform() if name is None else _named(name, "")
 
@@ -144,6 +147,7 @@ def _load(plugin: str) -> Platform | str:
     hook = next(each for each in call_each(manager, "hp_platform") if each.name == plugin)
     try:
         results = hook.call()
+    # One broken platform must not make the others unusable. The reason is reported when it is asked for by name.
     except (PlatformError, PluginError) as error:
         return str(error)
     if len(results) == 1 and isinstance(results[0], Platform):

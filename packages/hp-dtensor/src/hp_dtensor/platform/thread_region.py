@@ -38,6 +38,7 @@ class ThreadRegion(threading.local):
         try:
             yield
         finally:
+            # Removes one occurrence, so an outer block for the same operation stays in effect.
             self._operations.remove(operation)
 
     def has(self, operation: str) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from hp_dtensor.testing.rule_samples import Sample
 
 Tensor = Any
+# Most rules shard the batch only, of which 5 elements leave uneven shards.
 SQUARE = (5, 3, 3)
 WIDE = (5, 3, 4)
 
@@ -76,15 +77,18 @@ def _first(name: str, made: Callable[..., Tensor] = _well, gradients: bool = Tru
 SAMPLES: tuple[Sample, ...] = (
     *(_sample(name) for name in "linalg_inv inverse linalg_matrix_exp matrix_exp linalg_det det logdet".split()),
     _sample("linalg_inv", shape=(2, 3, 2, 2), label="of two batch dimensions"),
+    # Without a batch no dimension can be sharded.
     _sample("linalg_det", shape=(3, 3), label="of one matrix"),
     *(_sample(name) for name in ("linalg_slogdet", "slogdet")),
     *(_sample(name, 3) for name in ("linalg_matrix_power", "matrix_power")),
+    # Not square, or a pseudo-inverse would be the inverse.
     *(_sample(name, made=_as_it_is, shape=WIDE) for name in ("linalg_pinv", "pinverse", "linalg_svdvals")),
     *(_sample(name, made=_positive) for name in ("linalg_cholesky", "linalg_eigh", "linalg_eigvalsh")),
     _first("cholesky", _positive),
     _first("cholesky_inverse", _factor),
     _first("linalg_cholesky_ex", _positive),
     *(_first(name) for name in ("linalg_inv_ex", "linalg_lu_factor", "linalg_lu_factor_ex")),
+    # Eigenvalues of symmetric matrices are real, and `abs` makes real numbers of the complex results.
     *(_first(name, _positive, False) for name in "geqrf linalg_eig linalg_eigvals linalg_ldl_factor".split()),
     _first("linalg_ldl_factor_ex", _positive, False),
     _sample("linalg_lu"),
@@ -98,10 +102,12 @@ SAMPLES: tuple[Sample, ...] = (
     Sample("cross", ((3, 3, 4), (3, 3, 4)), lambda ops, x, y: ops.cross(x, y)),
     Sample("linalg_cross", ((5, 3), (1, 3)), lambda ops, x, y: ops.linalg_cross(x, y)),
     _sample("linalg_qr", made=_as_it_is, shape=(5, 4, 3)),
+    # Square: torch has no gradient of a complete QR with more rows than columns.
     _sample("linalg_qr", "complete", label="complete"),
     _sample("linalg_svd", made=_as_it_is, shape=WIDE, label="reduced", full_matrices=False),
     _sample("linalg_svd", made=_positive, label="full"),
     _solved("linalg_solve", (5, 3, 2), "matrices"),
+    # torch takes right sides of the shape `matrices.shape[:-1]` as vectors, and all others as matrices.
     _solved("linalg_solve", (5, 3), "vectors"),
     _solved("linalg_solve", (4, 1, 3, 2), "of batches broadcast"),
     _solved("linalg_solve", (3, 3), "one for all", 5, 3, 3, left=False),

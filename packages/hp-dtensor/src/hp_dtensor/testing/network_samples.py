@@ -19,6 +19,7 @@ _NETWORKS = (
     _sample("instance_norm", lambda ops, x: ops.instance_norm(x), (3, 4, 5)),
     _sample(
         "batch_norm",
+        # Running statistics get no gradient, and a variance must be positive.
         lambda ops, x, m, v, w, b: ops.batch_norm(x, ops.detach(m), ops.detach(v), w, b),
         (3, 4, 5),
         (4,),
@@ -37,6 +38,8 @@ _NETWORKS = (
     _sample("conv_transpose1d", lambda ops, x, w: ops.conv_transpose1d(x, w), (2, 3, 4), (3, 2, 2)),
     _sample("conv_transpose2d", lambda ops, x, w: ops.conv_transpose2d(x, w, None, 2), (2, 3, 3, 2), (3, 4, 2, 2)),
     _sample("conv_transpose3d", lambda ops, x, w: ops.conv_transpose3d(x, w), (2, 2, 2, 2, 2), (2, 2, 2, 1, 1)),
+    # 3 channels, which two ranks shard unevenly. Positions stay unsharded, because windows overlap the borders of
+    # shards.
     *(_call(f"{kind}_pool{n}d", (2, 3, *((4, 5, 4)[:n])), args=(2,)) for kind in ("max", "avg") for n in (1, 2, 3)),
     _sample("max_pool2d ceil", lambda ops, x: ops.max_pool2d(x, 2, 2, 0, 1, True), (2, 3, 5, 5)),
     *(
@@ -94,6 +97,7 @@ _LOSSES = (
     *(
         _sample(
             f"{name} {how}",
+            # Scaled from 0.5 .. 2 into (0, 1): targets, and the inputs of the first of these losses, are probabilities.
             lambda ops, x, y, name=name, how=how: getattr(ops, name)(ops.mul(x, 0.4), ops.mul(y, 0.4), reduction=how),
             MATRIX,
             MATRIX,
@@ -116,6 +120,8 @@ _LOSSES = (
 
 _RANDOM = (
     *(
+        # Random results cannot be compared, so samples are made deterministic: nothing is dropped, numbers are
+        # multiplied by 0, bounds are equal, and probabilities are 0 or 1.
         _sample(name, lambda ops, x, name=name: getattr(ops, name)(x, 0.0))
         for name in ("dropout", "alpha_dropout", "feature_alpha_dropout")
     ),
@@ -129,7 +135,9 @@ _RANDOM = (
     ),
     _sample("randint_like", lambda ops, x: ops.mul(ops.randint_like(x, 5), 0.0), gradients=False),
     _sample("rrelu", lambda ops, x: ops.rrelu(x, 0.2, 0.4)),
+    # With equal bounds the slope that is drawn is known.
     _sample("rrelu training", lambda ops, x: ops.rrelu(x, 0.25, 0.25, True)),
+    # A softmax sums to 1 whatever was drawn. The product with `x[0]` gives the gradient something to depend on.
     _sample("gumbel_softmax", lambda ops, x: ops.mul(ops.sum(ops.gumbel_softmax(x, 0.5, dim=0), 0), x[0])),
     _sample("gumbel_softmax hard", lambda ops, x: ops.sum(ops.gumbel_softmax(x, hard=True), 1), gradients=False),
     _sample("feature_dropout", lambda ops, x: ops.feature_dropout(x, 0.0, True), (2, 3, 4)),

@@ -47,6 +47,7 @@ def _in_place(name: str, *args: Any, shapes: tuple[tuple[int, ...], ...] = (MATR
     )
 
 
+# Grouped by what they need: domain, differentiability, and the number of operands.
 SMOOTH = """
     exp2 expm1 erf erfc sinh cosh asinh atan tan sinc deg2rad rad2deg softsign tanhshrink logsigmoid
     floor ceil trunc frac i0 positive
@@ -67,11 +68,14 @@ _POINTWISE = (
     *(_call(name, MATRIX, MATRIX, gradients=False, integers={0: 9, 1: 9}) for name in ("gcd", "lcm")),
     *(_call(name, MATRIX, MATRIX, gradients=False, positive=True) for name in ("igamma", "igammac")),
     *(_call(name, gradients=False) for name in ("isneginf", "isposinf", "isreal", "char")),
+    # mvlgamma of order 2 is defined above 1/2, polygamma of order 1 has a pole at 0.
     _sample("mvlgamma", lambda ops, x: ops.mvlgamma(ops.add(x, 2.0), 2), positive=True),
     _sample("polygamma", lambda ops, x: ops.polygamma(1, x), positive=True),
     _sample("frexp", lambda ops, x: ops.frexp(x)[0], gradients=False),
     _sample("fill", lambda ops, x: ops.fill(x, 2.0)),
     _sample("rsub", lambda ops, x, y: ops.rsub(x, y), MATRIX, (4,)),
+    # Values are within 2 of 0: scaled, they are inside the domain, and far from its ends where derivatives are
+    # infinite.
     *(_scaled(name, 0.25) for name in ("acos", "asin", "atanh", "erfinv")),
     _scaled("acosh", 1.0, 1.0, positive=True),
     _scaled("logit", 0.2, 0.5),
@@ -96,9 +100,11 @@ _POINTWISE = (
     _call("addcmul", MATRIX, MATRIX, (4,)),
     _call("addcdiv", MATRIX, MATRIX, (4,), positive=True),
     _call("full_like", args=(2.0,), gradients=False),
+    # What `empty_like` holds is arbitrary, so only shape and placements can be compared.
     _sample("empty_like", lambda ops, x: ops.zeros_like(ops.empty_like(x)), gradients=False),
     *(_call(name) for name in ("float", "double", "contiguous", "alias", "clone")),
     *(_call(name, gradients=False) for name in ("int", "long", "short", "bool", "detach")),
+    # Rounded to integers, which low precision holds exactly: sharded and unsharded results have the same bits.
     _sample("half", lambda ops, x: ops.float(ops.half(ops.round(x)))),
     _sample("bfloat16", lambda ops, x: ops.float(ops.bfloat16(ops.round(x)))),
     _call("byte", gradients=False, positive=True),
@@ -146,6 +152,7 @@ _IN_PLACE = (
         for name in "log log2 log10 log1p sqrt rsqrt reciprocal lgamma digamma".split()
     ),
     *(
+        # The product is a new tensor already, so no clone is needed before the write.
         _sample(f"{name}_", lambda ops, x, name=name: getattr(ops, f"{name}_")(ops.mul(x, 0.25)), may_refuse=IN_PLACE)
         for name in ("acos", "asin", "erfinv")
     ),
@@ -154,6 +161,7 @@ _IN_PLACE = (
     _in_place("asinh_", gradients=False),
     _sample("atanh_", lambda ops, x: ops.atanh_(ops.mul(x, 0.25)), gradients=False, may_refuse=IN_PLACE),
     _sample("acosh_", lambda ops, x: ops.acosh_(ops.add(x, 1.0)), gradients=False, positive=True, may_refuse=IN_PLACE),
+    # In double precision from the start: the result is double, and an operation in place cannot change the dtype.
     _sample("float_power_", lambda ops, x: ops.float_power_(ops.double(x), 2.0), gradients=False, may_refuse=IN_PLACE),
     _in_place("floor_divide_", shapes=(MATRIX, MATRIX), gradients=False, positive=True),
     *(
@@ -196,6 +204,7 @@ _IN_PLACE = (
 )
 
 _REDUCTIONS = (
+    # Uneven shards of LONG's 9 rows: a mean must be weighted by the lengths of the shards.
     *(_call(name, LONG, args=(0,), label="0") for name in ("nansum", "nanmean", "prod")),
     *(_call(name, args=(1,), label="1") for name in ("nansum", "nanmean", "prod", "logsumexp")),
     _call("logsumexp", LONG, args=((0, 1), True)),
@@ -214,6 +223,7 @@ _REDUCTIONS = (
         _sample(f"{name} positions", lambda ops, x, name=name: getattr(ops, name)(x, 0, True)[1], LONG, gradients=False)
         for name in ("max", "min", "median")
     ),
+    # Many or all elements tie, also across ranks: the winners of all ranks must share the gradient.
     _sample("amax of ties", lambda ops, x: ops.amax(ops.mul(ops.gt(x, -1.0), ops.add(ops.mul(x, 0.0), 1.0)), 0), LONG),
     _sample("amin of ties", lambda ops, x: ops.amin(ops.mul(x, 0.0), (0, 1)), LONG),
     _sample("max of ties", lambda ops, x: ops.max(ops.mul(x, 0.0))),
@@ -229,9 +239,11 @@ _REDUCTIONS = (
     _call("argmin", args=(1,), label="1", gradients=False),
     *(_call("norm", LONG, args=(p, 0), label=f"{p} 0") for p in (1, 2, 3.0, float("inf"))),
     _call("norm"),
+    # Order 0 counts nonzero elements, and the count of two counts is not their sum: such shards cannot be merged.
     _call("norm", args=(0, 1), label="of order 0", gradients=False),
     _call("linalg_vector_norm", args=(2, 0)),
     *(_call(name, LONG, args=(0,), label="0") for name in ("std", "var")),
+    # Biased and unbiased: the correction belongs to the global count, not to that of a shard.
     *(_call(name, args=(1, False, True), label="1 biased keepdim") for name in ("std", "var")),
     *(_call(name) for name in ("std", "var")),
     *(
@@ -244,8 +256,10 @@ _REDUCTIONS = (
     _call("log_softmax", (7, 2), args=(0,), label="0"),
     *(_call(name, LONG, args=(0,), label="0") for name in ("cumsum", "logcumsumexp")),
     _call("cumprod", LONG, args=(0,), label="0", positive=True),
+    # `relu` makes zeros, by which a gradient computed as a quotient would divide.
     _sample("cumprod of zeros", lambda ops, x: ops.cumprod(ops.relu(x), 0)),
     *(_sample(name, lambda ops, x, name=name: getattr(ops, name)(x, 0)[0]) for name in ("cummax", "cummin")),
+    # 13 rows, so that two candidates with their positions are fewer bytes than a shard on two ranks.
     _sample("topk 0", lambda ops, x: ops.topk(x, 2, 0)[0], (13, 2)),
     _sample("topk positions", lambda ops, x: ops.topk(x, 2, 0)[1], (13, 2), gradients=False),
     _sample("sort", lambda ops, x: ops.sort(x, 0)[0]),
@@ -341,6 +355,8 @@ _SELECTION = (
     _sample("index_select of few", lambda ops, x, i: ops.index_select(x, 0, i), (9, 2), (2,), integers={1: 9}),
     _sample("gather 0", lambda ops, x, i: ops.gather(x, 0, i), (9, 4), (2, 4), integers={1: 9}),
     _sample("take_along_dim", lambda ops, x, i: ops.take_along_dim(x, i, 1), MATRIX, (5, 2), integers={1: 4}),
+    # One row of positions writes each element at most once: with duplicates, the order of writes would decide. Sums and
+    # maxima do not depend on it, so their samples may have duplicates.
     _sample("scatter", lambda ops, x, i, y: ops.scatter(x, 0, i, y), MATRIX, (1, 4), (1, 4), integers={1: 5}),
     _sample("scatter_add", lambda ops, x, i, y: ops.scatter_add(x, 0, i, y), MATRIX, (3, 4), (3, 4), integers={1: 5}),
     _sample(
@@ -369,6 +385,7 @@ _SELECTION = (
         MATRIX, (3,), (3, 4), integers={1: 5}, may_refuse=IN_PLACE,
     ),
     *(
+        # The global shape of such a result is known only from the data of all ranks, so shards are refused.
         _sample(name, lambda ops, x, name=name: getattr(ops, name)(x), (7,), integers={0: 3}, gradients=False,
                 may_refuse="depends on data")
         for name in ("nonzero", "argwhere", "unique", "unique_consecutive")
@@ -391,6 +408,7 @@ _SELECTION = (
         "index_put_", lambda ops, x, i, y: ops.index_put_(ops.clone(x), (i,), y), MATRIX, (1,), (1, 4),
         integers={1: 5}, may_refuse=IN_PLACE,
     ),
+    # Sums of positive numbers ascend, as boundaries must.
     _sample("searchsorted", lambda ops, b, x: ops.searchsorted(ops.cumsum(b, 0), x), (4,), MATRIX, positive=True,
             gradients=False),
     _sample("bucketize", lambda ops, x, b: ops.bucketize(x, ops.cumsum(b, 0)), MATRIX, (4,), positive=True,
@@ -421,14 +439,17 @@ def _single(name: str, call: Callable[..., Any], shape: tuple[int, ...] = MATRIX
 
 _SLICES = (
     _single("getitem rows", lambda ops, x: x[1:4]),
+    # Which row of a shard is the first to be taken depends on the lengths of the shards before it.
     _single("getitem every second row", lambda ops, x: x[1::2], LONG),
     _single("getitem from behind", lambda ops, x: x[-3:-1, ::3]),
+    # All ranks hold an empty shard of the result.
     _single("getitem no rows", lambda ops, x: x[3:3]),
     _single("getitem a row", lambda ops, x: x[2]),
     _single("getitem the last column", lambda ops, x: x[:, -1]),
     _single("getitem an element", lambda ops, x: x[3, 1]),
     _single("getitem of all kinds", lambda ops, x: x[1:, 2, None, ::2], CUBE),
     _single("getitem of all kinds behind", lambda ops, x: x[..., None, 2, 1:], CUBE),
+    # Row i of one slice and row i of the other may be on different ranks.
     _single("getitem neighbours", lambda ops, x: ops.sub(x[1:], x[:-1])),
     _single("getitem twice", lambda ops, x: ops.exp(x[1:][::2][1])),
     _single("getitem summed", lambda ops, x: ops.sum(x[1:4][:, 2], 0)),
@@ -447,6 +468,7 @@ _LISTS = (
 
 _MOVES = (
     _single("roll backward", lambda ops, x: ops.roll(x, -1, 1)),
+    # By more than the length, and over several shards.
     _single("roll far", lambda ops, x: ops.roll(x, 13, 0), FLAT),
     _single("roll a flat tensor", lambda ops, x: ops.roll(x, 3), FLAT),
     _single("roll both ways", lambda ops, x: ops.roll(x, (1, 2), (0, 1))),
@@ -466,6 +488,7 @@ _SCANS = (
         for sample in (
             _single(f"{name} values", lambda ops, x, name=name: getattr(ops, name)(x, 0)[0], LONG),
             _single(f"{name} positions", lambda ops, x, name=name: getattr(ops, name)(x, 0)[1], LONG, gradients=False),
+            # Rounded down, so that values tie: the position must be the one that a single device would choose.
             _single(f"{name} of ties", lambda ops, x, name=name: getattr(ops, name)(ops.floor(x), 0)[1], LONG,
                     gradients=False),
             _single(f"{name} of integers", lambda ops, x, name=name: getattr(ops, name)(x, -1), FLAT, integers={0: 3},
@@ -488,7 +511,9 @@ def _of_complex(
     """Return a sample with complex tensors, which are viewed from pairs; `real`: the result is real."""
 
     def run(ops: Any, *tensors: Tensor) -> Tensor:
+        # Inside the call, so that the leaves are real: values, placements and gradients are those of float32 tensors.
         result = call(ops, *[ops.view_as_complex(x) for x in tensors])
+        # `view_as_real` refuses a pending conjugation.
         return result if real else ops.view_as_real(ops.resolve_conj(result))
 
     return Sample(name, shapes or (PAIRS,), run, **options)

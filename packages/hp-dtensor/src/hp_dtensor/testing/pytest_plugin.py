@@ -100,11 +100,14 @@ class DoneTests:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Append a test that has passed, once its teardown has passed too."""
+        # Workers send their reports to the controller, so only the controller writes the file.
         if self._is_worker or not report.passed:
             return
         if report.when == "call":
             self._called.add(report.nodeid)
+        # The teardown also passes after a call that failed or was skipped.
         elif report.when == "teardown" and report.nodeid in self._called:
+            # Opened for each test, so that a run that is killed leaves a complete list.
             with self._path.open("a") as file:
                 file.write(f"{report.nodeid}\n")
 
@@ -193,6 +196,7 @@ def rank_pool(hp_platform: Platform) -> Iterator[Callable[[int], RankPool]]:
     pools: dict[int, RankPool] = {}
 
     def pool_of(num_ranks: int) -> RankPool:
+        # Kept until the end of the session: each start of the processes imports the framework again.
         if num_ranks not in pools:
             pools[num_ranks] = RankPool(hp_platform, num_ranks)
         return pools[num_ranks]
@@ -267,4 +271,5 @@ def chosen(cases: Sequence[Case], limit: int | None = None, share: Share = ALL) 
     drawn = list(range(len(cases)))
     if share.count > 1 or (limit is not None and limit < len(cases)):
         random.Random(len(cases)).shuffle(drawn)
+    # Strided after shuffling: shares differ in size by at most one, and machines need only agree on N and M.
     return [cases[i] for i in sorted(drawn[:limit][share.number - 1 :: share.count])]

@@ -68,6 +68,7 @@ def prove_redistribution(
     if flattened:
         mesh.flatten("all")
     proof = _Proof(platform, mesh, shape)
+    # options ** (2 * mesh axes) pairs, each with two plans and a backward: `limit` keeps larger meshes affordable.
     pairs = list(itertools.product(proof.all_placements(more), repeat=2))
     report = RedistributionReport()
     for source, target in chosen(pairs, limit, share):
@@ -78,6 +79,8 @@ def prove_redistribution(
 class _Proof:
     def __init__(self, platform: Platform, mesh: DeviceMesh, shape: tuple[int, ...]) -> None:
         self.platform, self.mesh, self.shape = platform, mesh, shape
+        # Each value is its own flat index, so a misplaced element shows where it came from. Weights differ from values,
+        # so that a gradient cannot be right by accident.
         self.array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
         self.weight = np.flip(self.array).copy() + 1
 
@@ -89,6 +92,7 @@ class _Proof:
         """Return whether the placements are valid on every rank (ragged shards must add up to the dimension)."""
         try:
             spec = self._spec(placements)
+            # All coordinates and not only this rank's, so that every rank tries the same pairs in the same order.
             for coordinate in itertools.product(*map(range, self.mesh.shape)):
                 spec.ranges(coordinate)
         except ValueError:
@@ -100,6 +104,7 @@ class _Proof:
         platform, plan = self.platform, self._plan(source, target)
         x = platform.from_numpy(self._local(source))
         platform.set_requires_grad(x, True)
+        # Only the first plan is measured: the second one replicates the result for the comparison.
         with record_collectives() as log:
             y = plan.run(x)
         full = self._plan(target, (Replicate(),) * self.mesh.ndim).run(y)
@@ -118,6 +123,8 @@ class _Proof:
         found = []
         if tuple(y.shape) != self._spec(target).local_shape:
             found.append(f"local shape {tuple(y.shape)}, expected {self._spec(target).local_shape}")
+        # How a sum is divided among ranks is the planner's choice, so a partial result is compared after replication
+        # only.
         elif not any(p.is_partial() for p in target) and not np.array_equal(to_numpy(y), self._local(target)):
             found.append(f"wrong local values {to_numpy(y).tolist()}, expected {self._local(target).tolist()}")
         if not np.array_equal(to_numpy(full), self.array):
@@ -175,6 +182,7 @@ def placement_options(ndim: int, *more: Placement) -> list[Placement]:
 
 def exhaustive_volumes(mesh_shape: Sequence[int], shape: Sequence[int], options: Sequence[Placement]) -> Pairs:
     """Return, for every pair of placements, the fewest elements that all ranks together must send."""
+    # O(states ** 3) with states = options ** mesh axes: for small meshes only.
     states = list(itertools.product(options, repeat=len(mesh_shape)))
     held = {state: _held(mesh_shape, shape, state) for state in states}
     edges = {state: list(_edges(mesh_shape, held, state, states)) for state in states}
@@ -184,6 +192,7 @@ def exhaustive_volumes(mesh_shape: Sequence[int], shape: Sequence[int], options:
 def _distances(edges: dict[Placements, list[tuple[Placements, int]]], source: Placements) -> dict[Placements, int]:
     """Return the least volume from one state to every other one, by Dijkstra's algorithm."""
     found: dict[Placements, int] = {}
+    # Placements have no order, so the number decides between entries of equal cost.
     ticket = itertools.count()
     queue = [(0, next(ticket), source)]
     while queue:
@@ -260,6 +269,8 @@ def _reduction(
     ranks = mesh_shape[axis]
     total = 0
     for line in _lines(mesh_shape, axis):
+        # A reduction only combines what the ranks hold. Reaching other elements takes an exchange, which is a step of
+        # its own.
         if any(not held[arrival][r] <= held[state][r] for r in line):
             return
         # reduce-scatter: every element is sent by all ranks but its owner; all-gather: every copy but the owner's.

@@ -48,6 +48,7 @@ class Operations:
 
 def provable(platform: Platform, sample: Sample) -> Sample | None:
     """Return the sample that the platform can run on plain tensors: as given, without gradients, or None."""
+    # Only the unsharded operation is run, so no rank needs to communicate.
     mesh = DeviceMesh("cpu", (1,), world=SilentWorld(0, 1, platform))
     for tried in (sample, dataclasses.replace(sample, gradients=False)):
         with contextlib.suppress(CapabilityError):
@@ -91,6 +92,8 @@ def prove(
     report = Report()
     for sample in samples:
         case = _Case(platform, mesh, sample)
+        # Every rank must draw the same combinations in the same order, because each case runs collectives. `chosen`
+        # depends on the number of cases only.
         for placements in chosen(list(case.all_placements()), limit, share):
             case.check(placements, report)
     return report
@@ -102,6 +105,7 @@ class _Case:
     def __init__(self, platform: Platform, mesh: DeviceMesh, sample: Sample) -> None:
         self.platform, self.mesh, self.sample = platform, mesh, sample
         self.ops = Operations(platform)
+        # One seed for all ranks, which therefore build the same global tensors without communication.
         rng = np.random.default_rng(7)
         self.arrays = [self._values(rng, i, shape) for i, shape in enumerate(sample.shapes)]
         leaves = [self._leaf(array) for array in self.arrays]
@@ -122,9 +126,11 @@ class _Case:
             return rng.integers(0, highest, shape)
         if self.sample.positive:
             return rng.uniform(0.5, 2.0, shape).astype(np.float32)
+        # Equal values would be selected, and get gradients, in an order that frameworks leave open.
         return rng.permutation(np.linspace(-2.0, 2.0, int(np.prod(shape)))).reshape(shape).astype(np.float32)
 
     def _leaf(self, array: np.ndarray) -> Tensor:
+        # A copy: `from_numpy` may share memory, and operations in place would change the values of later cases.
         x = self.platform.from_numpy(array.copy())
         if self._differentiable(array):
             self.platform.set_requires_grad(x, True)
@@ -146,6 +152,7 @@ class _Case:
         return [None if g is None else self.platform.to_numpy(g).copy() for g in self.platform.grad([loss], wanted)]
 
     def all_placements(self) -> Iterator[tuple[Placements, ...]]:
+        # (dimensions + 2) ** mesh axes combinations for each argument, multiplied over the arguments.
         per_tensor = []
         for index, shape in enumerate(self.sample.shapes):
             options: list[Placement] = [Replicate(), *(Shard(d) for d in range(len(shape)))]
@@ -164,6 +171,8 @@ class _Case:
         ]
         try:
             outputs = _outputs(self.sample.call(self.ops, *sharded))
+        # Rules see placements and shapes, which are the same on all ranks. So all of them refuse a case, and none is
+        # left waiting in a collective.
         except ShardingRuleError as error:
             if self.sample.may_refuse and self.sample.may_refuse in str(error):
                 report.declared += 1
@@ -178,6 +187,7 @@ class _Case:
         """Return the differences of full outputs and local gradients from those of one device."""
         if not all(isinstance(x, DTensor) for x in outputs):
             return ["an output is no DTensor"]
+        # Compared in full, not by shard: the placements of an output are the rule's choice.
         full = [x.full_tensor() for x in outputs]
         problems = [_compare(a, self.platform.to_numpy(b)) for a, b in zip(self.expected, full, strict=True)]
         problems += self._gradient_problems(self._gradients(full, leaves), placements)
@@ -187,9 +197,11 @@ class _Case:
         differentiable = [i for i, array in enumerate(self.arrays) if self._differentiable(array)]
         problems = []
         for index, got, full in zip(differentiable, grads, self.grads, strict=False):
+            # On one device the outputs do not depend on this argument.
             if full is None:
                 continue
             part = self._gradient_part(index, placements[index], full)
+            # A framework may give None where this rank's outputs do not depend on its shard.
             problem = _compare(part, np.zeros_like(part) if got is None else got)
             problems.append(f"gradient of argument {index}: {problem}" if problem else "")
         return problems
@@ -211,6 +223,8 @@ class _Case:
 def _compare(expected: np.ndarray, got: np.ndarray) -> str:
     if expected.shape != got.shape:
         return f"shape {got.shape}, expected {expected.shape}"
+    # Integers and booleans must be equal, and are compared without a conversion. Only floating-point results reach the
+    # tolerances.
     if not np.array_equal(got, expected) and not np.allclose(got, expected, rtol=RTOL, atol=ATOL):
         return f"off by up to {np.max(np.abs(got.astype(np.float64) - expected)):.3g}"
     return ""

@@ -36,6 +36,8 @@ IN_PLACE = "in place it would have to change"
 """`may_refuse` of operations that write their first argument."""
 
 
+# 5 rows and 4 columns in most samples: two ranks leave an uneven shard of the rows and an even one of the columns, so
+# each rule is tried with both.
 def _unary(name: str, positive: bool = False) -> Sample:
     return Sample(name, ((5, 4),), lambda ops, x: getattr(ops, name)(x), positive=positive)
 
@@ -45,6 +47,7 @@ def _binary(name: str, left: tuple[int, ...], right: tuple[int, ...], gradients:
         f"{name} {left} {right}",
         (left, right),
         lambda ops, x, y: getattr(ops, name)(x, y),
+        # Divisors near 0 would magnify the rounding errors of a sharded computation.
         positive=name == "div",
         gradients=gradients,
     )
@@ -73,9 +76,13 @@ SAMPLES: tuple[Sample, ...] = (
     Sample("scalar div", ((5, 4),), lambda ops, x: ops.div(x, 2.0)),
     *(_binary(name, (5, 4), (5, 4)) for name in ("add", "sub", "mul", "div")),
     *(_binary(name, (5, 4), (4,)) for name in ("add", "mul")),
+    # Both operands are broadcast: a shard of the result may need a dimension that one operand has once only.
     *(_binary(name, (3, 1, 4), (5, 1)) for name in ("add", "mul")),
+    # The arguments are permutations of the same numbers, so elements may tie. torch then gives each operand half of the
+    # gradient.
     *(_binary(name, (5, 4), (5, 4)) for name in ("maximum", "minimum")),
     _binary("lt", (5, 4), (5, 4), gradients=False),
+    # The condition is computed from a float: the samples' arguments are float or integer only.
     Sample("where", ((5, 4), (5, 4), (5, 4)), lambda ops, c, x, y: ops.where(ops.gt(c, 0.0), x, y)),
     *(_reduction(name, dim) for name in ("sum", "mean") for dim in (None, 0, 1, (0, 1), -1)),
     _reduction("sum", 0, keepdim=True),
@@ -96,6 +103,7 @@ SAMPLES: tuple[Sample, ...] = (
     _binary("bmm", (3, 2, 4), (3, 4, 2)),
     Sample("linear", ((3, 5, 4), (6, 4)), lambda ops, x, w: ops.linear(x, w)),
     Sample("linear bias", ((5, 4), (3, 4), (3,)), lambda ops, x, w, b: ops.linear(x, w, b)),
+    # Merged, split, and regrouped dimensions: some shards stay where they are, others have no place in the new shape.
     _reshape((4, 6), (24,)),
     _reshape((4, 6), (4, 2, 3)),
     _reshape((4, 6), (2, 2, 6)),
@@ -120,6 +128,7 @@ SAMPLES: tuple[Sample, ...] = (
     Sample("embedding", ((5,), (7, 4)), lambda ops, ids, w: ops.embedding(ids, w), integers={0: 7}),
     Sample("index_select", ((5, 4), (3,)), lambda ops, x, i: ops.index_select(x, 0, i), integers={1: 5}),
     Sample("gather", ((5, 4), (5, 2)), lambda ops, x, i: ops.gather(x, 1, i), integers={1: 4}),
+    # Positions have samples of their own, without gradients.
     Sample("topk", ((5, 4),), lambda ops, x: ops.topk(x, 2, 1)[0]),
     Sample("argsort", ((5, 4),), lambda ops, x: ops.argsort(x, 1), gradients=False),
     Sample("argmax", ((5, 4),), lambda ops, x: ops.argmax(x, 1), gradients=False),

@@ -54,9 +54,11 @@ def run_ranks(
             "simulated ranks are threads. Start real ones (hp_dtensor.launch), or take a newer version"
         )
     threads = [
+        # Daemons: after a timeout the running rank may never return, and must not keep the interpreter from exiting.
         threading.Thread(target=job.run, args=(rank, fn, args), name=f"rank {rank}", daemon=True)
         for rank in range(world_size)
     ]
+    # Each rank restores its own state when it continues, so the caller's is lost unless it is saved here.
     before = job.platform.rank_state()
     for thread in threads:
         thread.start()
@@ -104,10 +106,13 @@ class SimulatedGroup(ProcessGroup):
         return self._meet("reduce_scatter", facts, (output, x), collectives.reduce_scatter)
 
     def _all_to_all_into(self, output: Tensor, x: Tensor, output_rows: Rows, input_rows: Rows, async_op: bool) -> Work:
+        # The numbers of rows differ by rank, so they are no facts. They are compared pair by pair when all calls are
+        # there.
         facts = {"rows of": self._kind(x, x.shape[1:])}
         return self._meet("all_to_all", facts, (output, x, output_rows, input_rows), collectives.all_to_all)
 
     def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
+        # No facts: shapes and dtypes may differ for each pair of ranks, and are compared when all calls are there.
         self._meet("exchange", {}, (tuple(sends), tuple(receives)), collectives.exchange)
 
     def _broadcast(self, x: Tensor, source: int, async_op: bool) -> Work:
@@ -123,6 +128,7 @@ class SimulatedGroup(ProcessGroup):
         return self._job.post(Call("all_gather_bytes", self.ranks, self.rank, {}, data))
 
     def _send(self, x: Tensor, target: int, async_op: bool) -> Work:
+        # A copy, so that the sender may overwrite `x` at once. A send never blocks, unlike those of some backends.
         values = np.array(self.platform.to_numpy(x))
         call = Call("send", self.ranks, self.rank, {"tensor": self._kind(x)}, values)
         self._job.send(call, target)
@@ -130,12 +136,15 @@ class SimulatedGroup(ProcessGroup):
 
     def _receive(self, x: Tensor, source: int, async_op: bool) -> Work:
         call = Call("receive", self.ranks, self.rank, {"tensor": self._kind(x)}, x)
+        # The message is chosen now and not in `wait`: receives match sends in the order in which they are posted.
         work = Receiving(call, source, self._job)
         if not async_op:
             work.wait()
         return work
 
     def _meet(self, name: str, facts: dict[str, Any], payload: Any, complete: Complete) -> Work:
+        # `async_op` has no effect: a collective is complete when its call returns. A forgotten `wait` is therefore not
+        # noticed here; different orders of calls on the ranks are.
         self._job.meet(Call(name, self.ranks, self.rank, facts, payload), complete)
         return DONE
 
@@ -157,6 +166,7 @@ class Posted:
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes] | None:
         """Return the bytes of all ranks, or None. A timeout other than 0 expires when no rank can continue."""
+        # A timeout of 0 only looks and lets no other rank run, so a loop that only polls would never see a change.
         if not self._is_complete and timeout_seconds != 0:
             self._job.wait_for_post(self._call, is_patient=timeout_seconds is None)
         everything = sorted(self._call.here.items())
@@ -200,14 +210,18 @@ class Job:
         self._make_world = make_world
         self.results: list[Any] = [None] * size
         self.error: Exception | None = None
+        # Only the running rank touches this state, so it needs no lock.
         self._ended = [False] * size
         self._waits: list[Call | None] = [None] * size
         self._impatient = [False] * size
+        # One meeting per group is enough, because a rank blocks in it until all ranks of the group have come. Posts do
+        # not block, so several rounds of one group may be open.
         self._meetings: dict[tuple[int, ...], dict[int, Call]] = {}
         self._posts: dict[tuple[tuple[int, ...], int], dict[int, Call]] = {}
         self._num_posted: dict[tuple[tuple[int, ...], int], int] = defaultdict(int)
         self._mail: dict[Message, Call] = {}
         self._num_messages: dict[tuple[str, tuple[int, ...], int, int], int] = defaultdict(int)
+        # Semaphores and not locks: the thread that passes the turn on is not the one that waits for it.
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._states = [platform.rank_state()] * size
         self._running: tuple[int, int] | None = None  # (rank, thread)
@@ -293,6 +307,7 @@ class Job:
         """Store a message (a host array) for another rank of the group."""
         if self.error is not None:
             raise Aborted
+        # The two directions count separately, so that a send and its receive get equal keys whichever comes first.
         message = self._next_message("send", call.ranks, call.rank, target)
         self._mail[message] = call
         receiver = call.ranks[target]
@@ -313,6 +328,7 @@ class Job:
             raise Aborted
         if message not in self._mail:
             self._wait(call.ranks[call.rank], call)
+        # Removed, so that the array is freed as soon as it has been received.
         sent = self._mail.pop(message)
         self._check_agreement({sent.rank: Call("receive", sent.ranks, sent.rank, sent.facts, None), call.rank: call})
         values = self.platform.from_bits(sent.payload, call.payload.dtype, self.platform.device_of(call.payload))
@@ -353,20 +369,25 @@ class Job:
         if all(self._ended):
             self._finished.set()
             return
+        # O(ranks) for each switch. Always the lowest rank, so that the order of events is the same in every run.
         can_continue = [self.error is not None or call is None for call in self._waits]
         ready = [rank for rank in range(self.size) if can_continue[rank] and not self._ended[rank]]
         if not ready:
             # There is no clock: a wait with a timeout expires when no other rank can continue.
             ready = [rank for rank in range(self.size) if self._impatient[rank]]
+            # One rank at a time: what it does next may let the others continue before their timeouts expire.
             self._waits = [None if rank in ready[:1] else wait for rank, wait in enumerate(self._waits)]
         if not ready:
             lines = [f"\n  rank {rank} {self._where(rank)}" for rank in range(self.size)]
             self.error = CollectiveError(f"no rank can go on:{''.join(lines)}")
+            # One rank is enough. It unwinds, and passes the turn on to the next when it has ended.
             ready = [self._ended.index(False)]
         self._turns[ready[0]].release()
 
     def _check_agreement(self, calls: dict[int, Call]) -> None:
         """Check that ranks call the same collective with the same operands, and stop the job if not."""
+        # Checked at each arrival and not when all are there: ranks in different collectives would otherwise be reported
+        # as a deadlock.
         first, *others = calls.values()
         if any(call.name != first.name or call.facts != first.facts for call in others):
             lines = [f"\n  rank {call.ranks[call.rank]}: {call.describe()}" for call in calls.values()]
@@ -394,5 +415,6 @@ class Job:
         """Return the error of a job that did not finish in time, with the stack of the rank that is running."""
         assert self._running is not None
         rank, thread = self._running
+        # Only the running rank can be the cause: the others wait for their turn.
         stack = "".join(traceback.format_stack(sys._current_frames().get(thread)))
         return LaunchError(f"the ranks did not finish within {seconds:g} s; rank {rank} is running:\n{stack}", rank)

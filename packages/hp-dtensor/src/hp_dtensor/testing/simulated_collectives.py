@@ -56,6 +56,7 @@ def describe_tensor(platform: Platform, x: Tensor, shape: Sequence[int] | None =
 
 
 def all_reduce(platform: Platform, calls: list[Call]) -> None:
+    # A new tensor, so the payloads may be overwritten in any order.
     total = _reduce(platform, [call.payload for call in calls], calls[0].facts["op"])
     for call in calls:
         platform.copy_(call.payload, total)
@@ -63,12 +64,14 @@ def all_reduce(platform: Platform, calls: list[Call]) -> None:
 
 def reduce_scatter(platform: Platform, calls: list[Call]) -> None:
     total = _reduce(platform, [call.payload[1] for call in calls], calls[0].facts["op"])
+    # Equal chunks of the row-major data are equal chunks along dimension 0.
     parts = np.split(_flat(platform, total), len(calls))
     for call, part in zip(calls, parts, strict=True):
         _put(platform, call.payload[0], part)
 
 
 def all_gather(platform: Platform, calls: list[Call]) -> None:
+    # A copy of all data before the first output is written: an input may be a view of this rank's part of the output.
     gathered = np.concatenate([_flat(platform, call.payload[1]) for call in calls])
     for call in calls:
         _put(platform, call.payload[0], gathered)
@@ -101,6 +104,7 @@ def exchange(platform: Platform, calls: list[Call]) -> None:
 def broadcast(platform: Platform, calls: list[Call]) -> None:
     source = calls[calls[0].facts["source"]].payload
     for call in calls:
+        # A copy onto itself would count as a write, and would invalidate values that autograd has saved.
         if call.payload is not source:
             platform.copy_(call.payload, source)
 
@@ -108,6 +112,7 @@ def broadcast(platform: Platform, calls: list[Call]) -> None:
 def all_gather_bytes(platform: Platform, calls: list[Call]) -> None:
     everything = [call.payload for call in calls]
     for call in calls:
+        # A list of its own for each rank, as separate processes have.
         call.result = list(everything)
 
 
@@ -130,6 +135,7 @@ def _put(platform: Platform, output: Tensor, flat: np.ndarray) -> None:
 
 
 def _is_nothing(x: Tensor | None) -> bool:
+    # Both sides skip empty messages, so one side may pass None where the other passes an empty tensor.
     return x is None or math.prod(x.shape) == 0
 
 
@@ -140,6 +146,7 @@ def _check_rows(calls: list[Call]) -> None:
         f"which expects {receiver.payload[2][i]}"
         for i, sender in enumerate(calls)
         for j, receiver in enumerate(calls)
+        # O(ranks ** 2) comparisons, which only simulated ranks can make: here all tables are in one process.
         if sender.payload[3][j] != receiver.payload[2][i]
     ]
     if problems:
@@ -224,10 +231,12 @@ def slow_link(group: ProcessGroup, bytes_per_second: float) -> Iterator[list[Tra
     original, timeline = group._all_to_all_into, list[Transfer]()
 
     def slowed(output: Any, x: Any, output_rows: Rows, input_rows: Rows, async_op: bool) -> Work:
+        # Rows of this rank to itself do not use the link.
         num_bytes = (sum(input_rows) - input_rows[group.rank]) * row_bytes(group.platform, x)
         started = time.perf_counter()
         free = max(started, timeline[-1].arrived) if timeline else started
         timeline.append(Transfer(num_bytes, started, free + num_bytes / bytes_per_second))
+        # The data itself is communicated now. Only the wait is delayed, so results are those of the fast link.
         late = _Late(original(output, x, output_rows, input_rows, async_op), timeline[-1])
         if async_op:
             return late

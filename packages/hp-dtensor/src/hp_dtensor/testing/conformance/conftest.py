@@ -10,6 +10,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.testing.conformance.ranks import Ranks
 
+# With 3 and 5 ranks, most lengths leave uneven or empty shards. Real ranks cost a process each, so two sizes must do.
 SIMULATED_SIZES = (2, 3, 5)
 REAL_SIZES = (2, 4)
 
@@ -21,6 +22,7 @@ def ranks(request: pytest.FixtureRequest, hp_platform: Platform) -> Ranks:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    # Parametrized here and not in the fixture, because the values depend on command-line options and on the platform.
     if "ranks" in metafunc.fixturenames:
         metafunc.parametrize("ranks", _rank_parameters(metafunc.config), indirect=True)
     for reducing, name in ((False, "moved_dtype"), (True, "reduced_dtype")):

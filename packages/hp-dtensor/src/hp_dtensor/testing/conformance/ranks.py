@@ -31,6 +31,7 @@ class Ranks:
         """Run `program(platform, *args)` on every rank, and return the results by rank."""
         if self.pool is None:
             return run_ranks(program, self.size, self.platform, self.platform, *args)
+        # By name: a platform is an object of one process, and each rank has its own.
         return self.pool.run(program, self.platform.name, *args)
 
 
@@ -38,7 +39,10 @@ def groups(platform: Platform) -> Iterator[ProcessGroup]:
     """Yield the groups of this rank: all ranks, all but rank 0, the first and the last, and this rank alone."""
     world = current_world(platform)
     last = world.size - 1
+    # Without rank 0, ranks in the group differ from global ones. First and last are not adjacent. A group of one must
+    # work without a backend.
     for members in (range(world.size), range(1, world.size), (0, last), (world.rank,)):
+        # Members alone create a group. With torch's `new_group` all ranks of the job would have to call it.
         if world.rank in members:
             yield world.group(tuple(members))
 
@@ -66,6 +70,8 @@ def read(platform: Platform, x: Tensor) -> Array:
 
 def small_integers(dtype_name: str, shape: Sequence[int], seed: int) -> Array:
     """Return small integers that differ between seeds. Sums of a few of them are exact in every dtype."""
+    # 3 and 7 are coprime, so neighbours differ. At most 6, so sums stay within int8 and within bfloat16's exact
+    # integers, which end at 256.
     numbers = (np.arange(math.prod(shape)) * 3 + seed * 5 + 1) % 7
     if dtype_name == "bool":
         return (numbers % 2).reshape(shape).astype(bool)

@@ -53,6 +53,7 @@ def test_a_leaf_used_twice_gets_the_sum(hp_platform: Platform, x: Tensor) -> Non
 def test_grad_returns_gradients_and_touches_none(hp_platform: Platform, x: Tensor) -> None:
     ops = hp_platform.ops
     y = tensor(hp_platform, [4.0, 5.0, 6.0], requires_grad=True)
+    # torch's own `grad` raises for an unused input unless it is allowed explicitly.
     unused = tensor(hp_platform, [1.0], requires_grad=True)
     outputs = [ops.mul(x, y), ops.mul(x, 2.0)]
     weights = [tensor(hp_platform, [1.0, 1.0, 0.0]), tensor(hp_platform, [0.0, 1.0, 1.0])]
@@ -113,11 +114,13 @@ def test_a_linear_map_and_its_dual(hp_platform: Platform, x: Tensor) -> None:
     assert_values(hp_platform, y, [2, 4, 6, 2, 4, 6])
     hp_platform.backward(ops.mul(y, 1.0), tensor(hp_platform, [1.0, 2, 3, 4, 5, 6]))
     assert_values(hp_platform, hp_platform.get_grad(x), [200, 400, 600])
+    # A recorded backward would keep the graph alive, and every tensor in it.
     assert recording == [False, False]
 
 
 def test_an_identity_map_keeps_its_own_gradient(hp_platform: Platform, x: Tensor) -> None:
     ops = hp_platform.ops
+    # The forward returns its argument. Without a tensor of its own, the other use of `x` would get the factor 10 too.
     seen = hp_platform.linear_map(x, lambda t: t, lambda g: ops.mul(g, 10.0))
     hp_platform.backward(ops.sum(ops.add(ops.mul(seen, 2.0), x)))
     assert_values(hp_platform, x, [1, 2, 3])
@@ -166,6 +169,7 @@ def test_a_custom_function_whose_result_gets_no_gradient(hp_platform: Platform, 
         return ops.mul(grad, 2.0)
 
     y = hp_platform.custom_function(lambda t: ops.mul(t, 2.0), backward, x)
+    # `y` gets no gradient. A framework may skip its backward, or call it with zeros, but must not pass None.
     z = hp_platform.custom_function(lambda t: ops.mul(t, 3.0), lambda grad: [None], y)
     (grad,) = hp_platform.grad([ops.add(ops.sum(z), ops.sum(ops.square(x)))], [x])
     np.testing.assert_array_equal(hp_platform.to_numpy(grad), 2 * hp_platform.to_numpy(x))
@@ -202,6 +206,7 @@ def test_a_custom_function_whose_backward_has_raised_may_be_tried_again(hp_platf
 
     def backward(g: Tensor) -> Tensor:
         tries.append(g)
+        # Fails once: the node must stay usable for a second backward.
         if len(tries) == 1:
             raise ArithmeticError("no gradient today")
         return ops.mul(g, 2.0)
@@ -238,6 +243,7 @@ def test_a_backward_is_known_to_run_in_its_thread_alone(hp_platform: Platform, x
 
     def backward(g: Tensor) -> Tensor:
         look()
+        # Another thread, such as a simulated rank, may run its forward while this one runs a backward.
         thread = threading.Thread(target=look)
         thread.start()
         thread.join()

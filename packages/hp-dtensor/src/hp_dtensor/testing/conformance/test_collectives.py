@@ -15,6 +15,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.testing.conformance.ranks import Array, Ranks, assert_values, groups, small_integers, tensor
 
+# Also 0-d and empty tensors: a rank without data must still take part.
 SHAPES = ((2, 3), (), (0, 2))
 WAYS = (False, True)  # values of `async_op`
 REDUCTIONS = {"sum": np.add, "max": np.maximum, "min": np.minimum, "product": np.multiply}
@@ -48,6 +49,7 @@ def check_all_gather(name: str | Platform, dtype: str) -> None:
     for group in groups(platform):
         for shape, async_op in itertools.product(SHAPES, WAYS):
             by_rank = [small_integers(dtype, shape, rank) for rank in group.ranks]
+            # Scalars have no dimension to be concatenated along, so their gathered tensor is 1-d.
             expected = np.stack(by_rank) if shape == () else np.concatenate(by_rank)
             output = platform.empty(expected.shape, platform.dtype(dtype))
             group.all_gather_into(output, tensor(platform, by_rank[group.rank], dtype), async_op).wait()
@@ -71,8 +73,10 @@ def check_messages(name: str | Platform, dtype: str) -> None:
     platform = get_platform(name)
     for group in groups(platform):
         others = [j for j in range(group.size) if j != group.rank]
+        # Senders differ in the order of their shapes, so messages that are mixed up do not fit their receivers.
         shapes = SHAPES[group.rank % 2 :] + SHAPES[: group.rank % 2]
         sent = [
+            # Asynchronous: all ranks send first, so blocking sends could wait for each other without end.
             group.send(tensor(platform, small_integers(dtype, shape, group.ranks[group.rank] + j), dtype), j, True)
             for j in others
             for shape in shapes
@@ -118,6 +122,7 @@ def check_broadcast(name: str | Platform, dtype: str) -> None:
 def check_bytes(name: str | Platform) -> None:
     platform = get_platform(name)
     for group in groups(platform):
+        # Lengths differ, and rank 0 sends nothing: a backend with buffers of equal size must exchange lengths or pad.
         by_rank = [bytes([rank]) * (3 * rank) for rank in group.ranks]
         assert group.all_gather_bytes(by_rank[group.rank]) == by_rank
         assert group.all_gather_bytes(b"") == [b""] * group.size
@@ -131,6 +136,8 @@ def check_many_at_once(name: str | Platform) -> None:
     for group in groups(platform):
         for scale in (1, 10):
             x = tensor(platform, np.full((3,), scale * (group.ranks[group.rank] + 1)))
+            # Nothing is waited for before all have been started. All ranks start them in the same order, as backends
+            # require.
             work.append((group.all_reduce(x, async_op=True), x))
             expected.append(scale * sum(rank + 1 for rank in group.ranks))
     for (handle, x), total in zip(work, expected, strict=True):
@@ -174,6 +181,7 @@ def test_ranks_are_numbered(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("check", [check_all_reduce, check_reduce_scatter])
 def test_reductions(ranks: Ranks, hp_platform: Platform, check: Callable[..., Any], reduced_dtype: str) -> None:
+    # An average of integers would have to be rounded, which backends do differently or refuse.
     averages = ("avg",) if hp_platform.is_floating(hp_platform.dtype(reduced_dtype)) else ()
     for op in ("sum", "max", "min", "product", *averages):
         ranks.run(check, reduced_dtype, op)

@@ -27,6 +27,7 @@ def check_wrapping(name: str | Platform) -> None:
     platform, mesh = _start(name)
     spec, mine = _ragged(platform, mesh)
     x = tensor(platform, mine, requires_grad=True)
+    # Not a leaf: wrapping must keep the history of a tensor, through which the gradient reaches `x` below.
     inner = platform.ops.mul(x, 2.0)
     wrapped = platform.wrap(inner, spec)
     assert isinstance(wrapped, DTensor)
@@ -68,6 +69,7 @@ def check_parameters(name: str | Platform) -> None:
     assert platform.is_leaf(found)
     assert platform.requires_grad(found)
     assert platform.get_grad(found) is None
+    # The second backward accumulates into a gradient that is a DTensor already.
     for times in (1, 2):
         platform.backward(platform.ops.mul(platform.unwrap(found), 2.0), tensor(platform, mine))
         gradient = platform.get_grad(found)
@@ -112,12 +114,14 @@ def check_operations(name: str | Platform) -> None:
 def check_round_trips(name: str | Platform) -> None:
     """Tensors are distributed with every placement and gathered again, with the gradient of the full tensor."""
     platform, mesh = _start(name)
+    # Uneven shards; fewer rows than ranks, so that some shards are empty; and nothing on any rank.
     for shape in ((5, 3), (1, 2), (0, 3)):
         full = small_integers("float32", shape, 3)
         for placement in _placements(shape, mesh.size()):
             x = conversions.distribute_tensor(tensor(platform, full), mesh, (placement,))
             assert_values(platform, conversions.full_tensor(x), full, f"{placement} of {shape}")
             leaf = platform.Parameter(x, requires_grad=True)
+            # Gathered twice, so that backward reduces two gradients into one leaf.
             loss = platform.ops.sum(platform.ops.mul(conversions.full_tensor(leaf), conversions.full_tensor(leaf)))
             platform.backward(loss)
             assert_values(
@@ -129,6 +133,7 @@ def check_two_axes(name: str | Platform) -> None:
     """Every pair of placements on a mesh of two axes, including two shards of one dimension."""
     platform = get_platform(name)
     size = current_world(platform).size
+    # An odd number of ranks leaves an axis of one rank, on which a shard is the full dimension.
     inner = 2 if size % 2 == 0 else 1
     mesh = init_device_mesh("cpu", (size // inner, inner), mesh_dim_names=("a", "b"), platform=platform)
     full = small_integers("float32", (5, 3), 6)
@@ -145,12 +150,14 @@ def check_local_gradients(name: str | Platform) -> None:
         conversions.from_local(tensor(platform, [1.0, 2.0]), mesh, (Replicate(),), shape=(2,)), requires_grad=True
     )
     local = conversions.to_local(x, grad_placements=(Partial(),))
+    # Each rank has another gradient. Without `grad_placements` they would be taken as equal, and stay as they are.
     platform.backward(local, tensor(platform, [rank + 1.0, 1.0]))
     assert_values(platform, platform.unwrap(platform.get_grad(x)), [size * (size + 1) / 2, size])
 
 
 def check_wrong_shards(name: str | Platform) -> None:
     platform, mesh = _start(name)
+    # 9 rows are no rank's shard of 5, so every rank raises and none is left waiting.
     with pytest.raises(ShardShapeError, match=r"must be \[.*, 3\], got \[9, 3\]"):
         conversions.from_local(tensor(platform, np.zeros((9, 3))), mesh, (Shard(0),), shape=(5, 3))
 
@@ -163,12 +170,14 @@ def _start(name: str | Platform) -> tuple[Platform, DeviceMesh]:
 
 def _ragged(platform: Platform, mesh: DeviceMesh) -> tuple[TensorSpec, Array]:
     """Return a spec with uneven and empty shards, and this rank's numbers."""
+    # 2, 0, 2, 0, ...: a rank with an empty shard still has to take part in each collective.
     units = tuple((2 * i + 2) % 4 for i in range(mesh.size()))
     spec = TensorSpec(mesh, (RaggedShard(0, units),), (sum(units), 3), platform.dtype("float32"))
     return spec, small_integers("float32", spec.local_shape, mesh.get_local_rank())
 
 
 def _placements(shape: tuple[int, ...], size: int) -> list[Placement]:
+    # The ragged placement leaves all rows to the last rank, and empty shards to the others.
     return [Replicate(), Shard(0), Shard(1), Shard(-1), RaggedShard(0, (0,) * (size - 1) + (shape[0],))]
 
 

@@ -78,6 +78,7 @@ def check_selections(name: str | Platform) -> None:
     platform = get_platform(name)
     for group in groups(platform):
         by_rank = np.stack([np.abs(small_integers("float32", (4, 3), rank)) + 1.0 for rank in group.ranks])
+        # All ranks tie in the first row.
         by_rank[:, 0] = 2.0
         expected = {
             "max": _winners(by_rank, by_rank.max(0)),
@@ -134,6 +135,7 @@ def check_composition(name: str | Platform) -> None:
         rows = small_integers("float32", (sum(lengths), 3), 2)
         weight = tensor(platform, small_integers("float32", (3,), 4), requires_grad=True)
         x = tensor(platform, _shards(rows, 0, lengths)[group.rank], requires_grad=True)
+        # Each rank uses the weight on other rows, so its gradients differ and are summed in backward.
         shard = ops.mul(x, collectives.vary(weight, [group]))
         everything = collectives.all_gather(shard, group, 0, lengths)
         loss = ops.sum(ops.mul(everything, everything))
@@ -153,6 +155,8 @@ def _check(group: ProcessGroup, source: str, target: str, mine: Array, expected:
     y = apply(x)
     assert_values(platform, y, expected, context)
     seed = 11 if SAME_GRADIENT[target] else 12 + group.rank
+    # The gradient must itself be of the target's type: equal on all ranks for R and P, and otherwise different on each,
+    # so that a gradient of the wrong rank is noticed.
     w = small_integers("float32", expected.shape, seed)
     platform.backward(y, tensor(platform, w))
     gradient = read(platform, platform.get_grad(x))
@@ -160,11 +164,13 @@ def _check(group: ProcessGroup, source: str, target: str, mine: Array, expected:
     left, right = _inner(group, target, expected, w), _inner(group, source, mine, gradient)
     assert left == right, f"{context}: <A x, w> is {left}, <x, A* w> is {right}"
     if SAME_GRADIENT[source]:
+        # Compared as bytes: replicas that differ in the last bit drift apart in training.
         assert len(set(group.all_gather_bytes(gradient.tobytes()))) == 1, f"{context}: gradients differ"
 
 
 def _inner(group: ProcessGroup, kind: str, value: Array, gradient: Array) -> float:
     """Return the inner product over the group, counting each number once: R has the same product on every rank."""
+    # In float64, whose sums of such integers are exact in any order.
     mine = float(np.sum(np.asarray(value, np.float64) * gradient))
     by_rank = [float(text) for text in group.all_gather_bytes(repr(mine).encode())]
     return by_rank[0] if SAME_VALUE[kind] and SAME_GRADIENT[kind] else sum(by_rank)

@@ -31,6 +31,7 @@ class Model(nn.Module):
         super().__init__()
         self.table = nn.Embedding(5, 2)
         self.blocks = nn.ModuleList([Block(2), Block(2)])
+        # One module under two names: traversals must yield it once unless asked otherwise.
         self.tied = self.table
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -46,6 +47,7 @@ def building(hp_platform: Platform) -> Iterator[Platform]:
 def _fill(platform: Platform, module: Any) -> None:
     for i, (_, parameter) in enumerate(platform.named_parameters(module)):
         count = int(np.prod(parameter.shape))
+        # Small integers, so that float32 results are exact and may be compared without a tolerance.
         platform.copy_(parameter, tensor(platform, (np.arange(count) % 5 + i).reshape(tuple(parameter.shape))))
 
 
@@ -82,6 +84,8 @@ def test_parameters_are_replaced_by_parameters_and_by_tensors(building: Platform
     building.set_parameter(block, "scale", new)
     assert block.scale is new
     assert dict(building.named_parameters(block))["scale"] is new
+    # During a forward a parameter is replaced by the result of an operation, which is no leaf. Frameworks whose modules
+    # accept parameters only would refuse it.
     computed = building.ops.mul(new, 2.0)
     building.set_parameter(block, "scale", computed)
     assert block.scale is computed
@@ -107,12 +111,15 @@ def test_layers_compute_and_train(building: Platform) -> None:
     assert_values(building, gradients["blocks.0.up.bias"], np.full(4, 4.0))
     through = weights["blocks.0.up.weight"].sum(0)
     by_row = np.zeros((5, 2))
+    # Not `+=`, which would count row 0 once: its id occurs twice, and gradients add up.
     np.add.at(by_row, [0, 3, 4, 0], through * weights["blocks.0.scale"])
     assert_values(building, gradients["table.weight"], by_row)
+    # The forward does not use this block. A gradient of zeros would let an optimizer update it.
     assert gradients["blocks.1.scale"] is None
 
 
 def test_norms(building: Platform) -> None:
+    # Without eps and with elements of equal magnitude, the root mean square is an exact integer.
     norm = nn.RMSNorm(2, eps=0.0)
     building.copy_(norm.weight, tensor(building, [2.0, 10.0]))
     assert_values(building, norm(tensor(building, [[1.0, 1.0], [-3.0, 3.0]])), [[2, 10], [-2, 10]])
@@ -169,6 +176,7 @@ def test_a_hook_may_be_called_after_a_forward_that_raises(building: Platform, pl
         raise ArithmeticError("no output today")
 
     building.add_forward_hook(block, lambda *_: called.append("usual"))
+    # Before, inside and after the forward itself: a framework may guard only a part of a module's call.
     if place == "after":
         building.add_forward_hook(block, fail)
     else:

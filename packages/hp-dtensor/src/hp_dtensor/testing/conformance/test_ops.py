@@ -113,9 +113,11 @@ def _pointwise() -> list[Case]:
 
 
 def _comparisons() -> list[Case]:
+    # Some elements are equal, some differ in either direction: each comparison has both answers.
     x = np.array([[1.0, 2.0, 3.0], [0.0, -1.0, 3.0]])
     y = np.array([[1.0, 3.0, 2.0], [0.0, 0.0, 4.0]])
     a, b = x > 1, y > 1
+    # NaN is not finite either, although it compares unequal to both infinities.
     odd = np.array([1.0, np.inf, -np.inf, np.nan])
     compared: dict[str, Callable[[Array, Any], Array]] = {
         "eq": np.equal,
@@ -167,6 +169,7 @@ def _products() -> list[Case]:
     batch, right = numbers(2, 3, 4, seed=9), numbers(2, 4, 2, seed=10)
     weight, bias = numbers(5, 4, seed=11), numbers(5, seed=12)
     query, key, value = numbers(1, 4, 3, 2, seed=13), numbers(1, 4, 3, 2, seed=14), numbers(1, 4, 3, 2, seed=15)
+    # Two key-value heads for four query heads: heads 0 and 1 share the first.
     few_keys, few_values = numbers(1, 2, 3, 2, seed=16), numbers(1, 2, 3, 2, seed=17)
     return [
         _case("matmul", x, y, reference=np.matmul),
@@ -190,6 +193,7 @@ def _products() -> list[Case]:
 
 def _normalization() -> list[Case]:
     x, weight = numbers(2, 3, 4, seed=18), numbers(4, seed=19, low=0.5)
+    # -100 is torch's default index to ignore. A mean divides by the rows that count, not by all.
     logits, targets, ignoring = numbers(3, 4, seed=20), np.array([1, 3, 0]), np.array([1, -100, 0])
     table, ids = numbers(5, 2, seed=21), np.array([[0, 4], [4, 2]])
     return [
@@ -249,6 +253,7 @@ def _shapes() -> list[Case]:
         _case("split", x, arguments=([1, 2], 1), reference=lambda a: np.split(a, [1], 1)),
         _case("chunk", cube, arguments=(2, -1), reference=lambda a: np.split(a, 2, -1)),
         _case("chunk", long, arguments=(2, 0), reference=lambda a: [a[:3], a[3:]]),
+        # Chunks of ceil(5 / 4) = 2 rows, so there are three and not four, as in torch.
         _case("chunk", long, arguments=(4, 0), label="fewer", reference=lambda a: [a[:2], a[2:4], a[4:]]),
         _case("chunk", np.zeros((0, 2)), arguments=(3, 0), reference=lambda a: [a, a, a]),
         _case("narrow", long, arguments=(0, 1, 3), reference=lambda a: a[1:4]),
@@ -259,6 +264,7 @@ def _shapes() -> list[Case]:
 
 def _selection() -> list[Case]:
     x, cube = numbers(4, 3, seed=27), numbers(2, 3, 4, seed=28)
+    # A row that is selected twice gets the sum of both gradients.
     index, picked = np.array([3, 0, 3]), np.array([[0, 2], [1, 1], [2, 0], [0, 1]])
     rows, values = np.array([2, 0]), numbers(2, 3, seed=29)
     nothing = np.zeros((0,), np.int64)
@@ -349,6 +355,7 @@ def _index_put(a: Array, rows: Array, values: Array) -> Array:
 
 CASES = cases()
 STEP = 1e-4  # of the central differences: their error is about 1e-8 of a third derivative
+# Relative to the largest gradient. The error is that of float32 in the framework; the differences are in float64.
 GRADIENT_TOLERANCE = 1e-5
 
 
@@ -417,6 +424,7 @@ def _assert_close(platform: Platform, output: Any, expected: Array, tolerance: f
 
 def _check_gradients(platform: Platform, case: Case, operands: list[Any], outputs: list[Any]) -> None:
     floating = [output for output in outputs if platform.is_floating(output.dtype)]
+    # The weights of all elements differ, so that a gradient at the wrong position is noticed.
     weights = [np.cos(1.0 + np.arange(int(np.prod(o.shape)))).reshape(tuple(o.shape)) for o in floating]
     leaves = [operand for operand in operands if platform.requires_grad(operand)]
     gradients = platform.grad(floating, leaves, [tensor(platform, weight) for weight in weights])
@@ -433,6 +441,7 @@ def _check_gradients(platform: Platform, case: Case, operands: list[Any], output
 def _central_differences(case: Case, position: int, weights: list[Array]) -> Array:
     """The gradient of the weighted sum of all floating outputs with respect to one operand."""
     result = np.zeros(case.operands[position].shape)
+    # Two calls of the reference for each element, which small operands make affordable.
     for where in np.ndindex(result.shape):
         sums = []
         for step in (STEP, -STEP):

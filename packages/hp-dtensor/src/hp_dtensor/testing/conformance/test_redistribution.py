@@ -30,6 +30,8 @@ from hp_dtensor.testing.simulated import run_ranks
 Tensor = Any
 R, P = Replicate(), Partial()
 
+# Mesh, global shape, further placements, limit. Odd sizes leave uneven shards, sizes below the number of ranks empty
+# ones. Also a scalar, an empty tensor, and an axis of one rank. Three axes have too many pairs to try all.
 CASES: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...], int | None]] = [
     ((2,), (5, 3), (), None),
     ((3,), (2, 4), (), None),
@@ -49,6 +51,7 @@ CASES: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...], int |
 def _check(reports: Sequence[RedistributionReport]) -> None:
     assert [problem for report in reports for problem in report.wrong] == []
     assert reports[0].tried
+    # The plan states the mean over ranks. With uneven shards, single ranks send more or less.
     sent = np.mean([report.sent for report in reports], axis=0)
     np.testing.assert_allclose(sent, np.mean([report.planned for report in reports], axis=0), atol=1e-6)
 
@@ -88,6 +91,7 @@ def test_what_becomes_a_partial_maximum_has_its_gradient(hp_platform: Platform, 
     def rank() -> None:
         platform, mesh = hp_platform, DeviceMesh("cpu", (2, 2), platform=hp_platform)
         for source, target in pairs:
+            # Only the ranks with coordinate 0 on these axes hold the extreme, so they alone get its gradient.
             rivals = [c for c, p in zip(mesh.get_coordinate() or (), source, strict=True) if p == most]
             others = [R if p == most else p for p in source]
             behind = np.float32(sum(rivals) if op == "max" else -sum(rivals))
@@ -152,6 +156,8 @@ def _select(platform: Platform, op: str, target: Sequence[Placement]) -> tuple[n
 
 
 def _contributions() -> np.ndarray:
+    # 1 to 5: positive, so that products have quotients as gradients, and few enough values that ranks tie. 5 ** 4 is
+    # exact in float32.
     values = np.arange(1, 61, dtype=np.float32).reshape(4, 5, 3) * 7 % 5 + 1
     return np.ascontiguousarray(values, dtype=np.float32)
 
@@ -185,6 +191,7 @@ _WITH_ZEROS = np.array([[2, 0, 0, 0], [3, 4, 0, 0], [5, 6, 7, 0]], np.float32)
 
 def test_a_product_with_zeros_has_its_gradient(hp_platform: Platform) -> None:
     """None, one, two and three of them."""
+    # The gradient is the product of the other ranks' values. The full product divided by one's own would be 0 / 0.
     expected = [[15, 24, 0, 0], [10, 0, 0, 0], [6, 0, 0, 0]]
     np.testing.assert_array_equal(run_ranks(_product_with_zeros, 3, hp_platform, hp_platform), expected)
 
@@ -192,6 +199,7 @@ def test_a_product_with_zeros_has_its_gradient(hp_platform: Platform) -> None:
 def _select_elsewhere(platform: Platform, op: str, target: Sequence[Placement]) -> tuple[np.ndarray, ...]:
     """Like `_select`, but through a mesh of the same ranks in another order."""
     mesh = DeviceMesh("cpu", (4,), mesh_dim_names=("a",), platform=platform)
+    # Ranks in another order: no rank can derive what it holds on one mesh from its position on the other.
     other = DeviceMesh("cpu", (2, 2), ranks=(3, 1, 0, 2), mesh_dim_names=("b", "c"), platform=platform)
     x = platform.from_numpy(_contributions()[mesh.world.rank])
     platform.set_requires_grad(x, True)
@@ -259,6 +267,7 @@ def _varying_gradient(platform: Platform, source: Sequence[Placement]) -> tuple[
     weight = platform.from_numpy(np.ascontiguousarray(part))
     platform.set_requires_grad(weight, True)
     rows = np.arange(8, dtype=np.float32).reshape(2, 4) + mesh.world.rank
+    # Each rank has other rows, so its gradient of the gathered weight differs from those of the others.
     x = from_local(platform.from_numpy(rows), mesh, (Shard(0), Shard(0)))
     gathered = redistribute_to(from_local(weight, mesh, source, shape=full.shape), spec.with_placements((R, R)))
     y = dispatch(platform, "linear", platform.ops.linear, (x, gathered), {})
@@ -297,6 +306,7 @@ def every_step_works(name: str | Platform) -> None:
     size = current_world(platform).size
     mesh_shape = (2, size // 2) if size > 2 and size % 2 == 0 else (size,)
     report = prove_redistribution(platform, mesh_shape, (2 * size, 3), (StridedShard(0, 2),), 40)
+    # Five placements on one axis make 25 pairs.
     assert report.tried >= 25
     assert report.wrong == []
     assert prove_redistribution(platform, mesh_shape, (5, 3), (), 40).wrong == []
@@ -335,10 +345,12 @@ def redistributed_in_batches(name: str | Platform, limit: int | None = 36) -> No
     mesh = DeviceMesh("cpu", mesh_shape, mesh_dim_names=axes, platform=platform)
     options = [R, P, Partial("max"), Shard(0), Shard(1), StridedShard(0, 2)]
     every = itertools.product(options, repeat=mesh.ndim)
+    # At most one kind of reduction each, since a sum of maxima is not the maximum of sums.
     one_sum = [some for some in every if len({p for p in some if p.is_partial()}) < 2]
     pairs = list(itertools.product(one_sum, repeat=2))
     arrays = [np.arange(math.prod(shape), dtype=dtype).reshape(shape) for shape, dtype in _KINDS]
     for number, some in enumerate(_batches_of(chosen(pairs, limit), 12)):
+        # One collective for all, several, and one for each tensor: a tensor above the limit is sent alone.
         _check_batch(platform, mesh, list(itertools.product(some, arrays)), bucket_bytes=(2**20, 64, 0)[number % 3])
 
 
@@ -346,6 +358,7 @@ def _batches_of(pairs: Sequence[Any], size: int) -> list[Sequence[Any]]:
     return [pairs[first : first + size] for first in range(0, len(pairs), size)]
 
 
+# Even, uneven, of a dtype that cannot share a buffer with the others, and empty. The last can share one with the first.
 _KINDS = [((8, 4), "float32"), ((5, 3), "float32"), ((2, 2), "int64"), ((0, 3), "float32"), ((8, 6), "float32")]
 
 
@@ -419,6 +432,7 @@ _TO: list[Sequence[Placement]] = [(R,), (Shard(0),), (Shard(1),), (P,), (RaggedS
 def between_meshes(platform: Platform) -> None:
     """From a (2, 2) mesh of the first ranks to one of the last three, and back, with gradients."""
     world = current_world(platform)
+    # Of 4, 5 and 7 ranks, three, two and none are in both meshes. All ranks run the plan, also those outside.
     first = DeviceMesh("cpu", (2, 2), ranks=range(4), world=world, mesh_dim_names=("a", "b"))
     second = DeviceMesh("cpu", (3,), ranks=range(world.size - 3, world.size), world=world, mesh_dim_names=("c",))
     for source, target in itertools.product(_FROM, _TO):
@@ -431,6 +445,7 @@ def between_meshes(platform: Platform) -> None:
         if not any(p.is_partial() for p in target):
             np.testing.assert_array_equal(platform.to_numpy(y.to_local()), local_values(WHOLE, second, target))
         back = y.redistribute(first, (R, R))
+        # A rank outside the mesh holds nothing, but runs the same program, with an empty tensor.
         expected = WHOLE if first.get_coordinate() is not None else np.zeros((0, 0), np.float32)
         np.testing.assert_array_equal(platform.to_numpy(back.to_local()), expected)
         weight = platform.from_numpy(expected + 1)
@@ -438,6 +453,7 @@ def between_meshes(platform: Platform) -> None:
         placed = [R if p.is_partial() else p for p in source]
         np.testing.assert_array_equal(platform.to_numpy(grad), local_values(WHOLE + 1, first, placed))
         plan = plan_across(x.spec, y.spec, 4)
+        # A collective of all ranks: the bytes of one rank alone say nothing about the plan's mean.
         sent = [float(part) for part in world.all.all_gather_bytes(str(log.wire_bytes()).encode())]
         assert abs(sum(sent) - plan.wire_bytes * len(plan.ranks)) < 1e-6, f"{plan}\n{sent}"
 

@@ -14,6 +14,8 @@ from hp_dtensor.testing.rule_proof import provable, prove
 from hp_dtensor.testing.rule_samples import SAMPLES, Sample
 from hp_dtensor.testing.simulated import run_ranks
 
+# All on two ranks. Three leave an uneven shard of the samples' 5 rows and an empty one of their 4 columns, and two axes
+# nest shards. Their combinations are many, so a random part of them is run.
 PLACEMENTS_PER_SAMPLE = {(2,): None, (3,): 24, (2, 2): 24}
 
 
@@ -32,12 +34,14 @@ FEW_PLACEMENTS = 4
 
 def test_every_rule_has_a_sample_that_holds(hp_platform: Platform) -> None:
     """On a platform that has the operation at all."""
+    # Plans cached by earlier tests would count as samples.
     forget_plans()
     tried = [provable(hp_platform, sample) for sample in all_samples.OPERATIONS]
     samples = [sample for sample in tried if sample is not None]
     reports = run_ranks(prove, RANKS, hp_platform, hp_platform, (RANKS,), samples, FEW_PLACEMENTS)
     assert [problem for report in reports for problem in report.wrong] == []
     assert reports[0].refused == []
+    # One case of each is enough here: the operations only have to be planned once to be counted below.
     run_ranks(prove, 2, hp_platform, hp_platform, (2,), rule_samples.SAMPLES, 1)
     run = planned_operations()
     run |= {sample.name.split()[0] for sample in (*samples, *rule_samples.SAMPLES)}

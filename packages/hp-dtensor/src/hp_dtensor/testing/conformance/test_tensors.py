@@ -48,6 +48,7 @@ def test_numbers_go_in_and_out_unchanged(hp_platform: Platform, name: str, shape
 
 
 def test_bfloat16_travels_as_bit_patterns(hp_platform: Platform) -> None:
+    # 1, -5, infinity, and the smallest subnormal number: a conversion through another dtype may change the last two.
     bits = np.array([[0x3F80, 0xC0A0], [0x7F80, 0x0001]], np.uint16)
     made = hp_platform.from_bits(bits, hp_platform.dtype("bfloat16"))
     assert hp_platform.dtype_name(made.dtype) == "bfloat16"
@@ -61,6 +62,7 @@ def test_other_dtypes_are_their_own_bits(hp_platform: Platform) -> None:
     assert_values(hp_platform, made, [1, -2])
 
 
+# Column-major, negative strides (which `torch.from_numpy` refuses), and strides of 0 in read-only memory.
 @pytest.mark.parametrize("array", [np.arange(6.0).reshape(2, 3).T, np.arange(6.0)[::-2], np.broadcast_to(2.0, (2, 3))])
 def test_arrays_of_any_layout_come_in(hp_platform: Platform, array: np.ndarray) -> None:
     assert_values(hp_platform, hp_platform.from_numpy(array), array)
@@ -81,6 +83,7 @@ def test_zeros_and_empty(hp_platform: Platform, name: str) -> None:
 def test_copying_overwrites_in_place(hp_platform: Platform, name: str) -> None:
     numbers = small_integers(name, (2, 3), 5)
     target = hp_platform.zeros((2, 3), hp_platform.dtype(name))
+    # Another tensor on the same storage sees whether the target was written or only rebound.
     alias = hp_platform.detach(target)
     hp_platform.copy_(target, tensor(hp_platform, numbers, name))
     assert_values(hp_platform, target, numbers)
@@ -97,6 +100,8 @@ def test_copying_casts_and_is_not_recorded(hp_platform: Platform) -> None:
 
 def test_copying_does_not_broadcast(hp_platform: Platform) -> None:
     with pytest.raises(Exception, match=r".+"):
+        # torch's own `copy_` would broadcast, and hide a wrong shard. Any exception will do: each framework has its
+        # own.
         hp_platform.copy_(hp_platform.zeros((2, 3), hp_platform.dtype("float32")), tensor(hp_platform, [1.0, 2, 3]))
 
 
@@ -111,6 +116,7 @@ def test_a_transposed_tensor_becomes_contiguous_within_the_graph(hp_platform: Pl
 
 def test_what_is_contiguous_stays_what_it_is(hp_platform: Platform) -> None:
     x = hp_platform.zeros((2, 3), hp_platform.dtype("float32"))
+    # A copy would leave `x` at zero.
     hp_platform.copy_(hp_platform.contiguous(x), tensor(hp_platform, np.ones((2, 3))))
     assert_values(hp_platform, x, np.ones((2, 3)))
 
