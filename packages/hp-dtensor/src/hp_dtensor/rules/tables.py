@@ -16,7 +16,6 @@ from hp_dtensor.rules import (
     pointwise,
     random,
     reductions,
-    scans_and_sorting,
     slices,
     views,
 )
@@ -25,7 +24,7 @@ from hp_dtensor.rules.registry import RuleRegistry
 TABLES = (
     pointwise,
     reductions,
-    scans_and_sorting,
+    softmax_cumsum_topk,
     linear_algebra,
     views,
     cat_split_pad_roll,

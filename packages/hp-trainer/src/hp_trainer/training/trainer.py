@@ -21,7 +21,7 @@ from hp_trainer.stop_signals import StopRequest, stop_requests
 from hp_trainer.training.checkpoints import Progress, TrainingCheckpoints
 from hp_trainer.training.expert_moves import ExpertMoves
 from hp_trainer.training.health import GO_ON, CorruptionChecks, Verdict, nonfinite_scores
-from hp_trainer.training.optimizer import learning_rate_factor
+from hp_trainer.training.lr_schedule import learning_rate_factor
 from hp_trainer.training.setup import RankSetup
 from hp_trainer.training.speed import ModelSpeed, StepProfile, out_of_memory
 from hp_trainer.training.stalls import StallWatch
