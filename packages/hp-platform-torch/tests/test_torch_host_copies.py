@@ -53,7 +53,7 @@ def computing(monkeypatch):
 
 
 def test_a_source_is_held_until_it_is_on_the_host(computing):
-    wait = saved_tensors._copy_beside("to host", Memory("host"), Memory("device"))
+    wait = saved_tensors._copy_on_own_stream("to host", Memory("host"), Memory("device"))
     assert computing[0].name == "forward"
     wait()
     assert LOG == [
@@ -65,7 +65,7 @@ def test_a_source_is_held_until_it_is_on_the_host(computing):
 
 
 def test_memory_brought_back_is_held_for_the_stream_that_uses_it(computing):
-    wait = saved_tensors._copy_beside("to device", Memory("device"), Memory("host"))
+    wait = saved_tensors._copy_on_own_stream("to device", Memory("device"), Memory("host"))
     computing[0] = Stream("another block's")
     wait()
     assert LOG == [

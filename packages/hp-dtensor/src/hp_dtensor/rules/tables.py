@@ -17,6 +17,7 @@ from hp_dtensor.rules import (
     random,
     reductions,
     slices,
+    softmax_cumsum_topk,
     views,
 )
 from hp_dtensor.rules.registry import RuleRegistry
