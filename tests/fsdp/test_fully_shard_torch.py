@@ -367,9 +367,7 @@ def test_a_new_optimizer_reads_a_distributed_checkpoint_once_it_has_state(rank_p
 def test_a_distributed_checkpoint_of_torch_goes_on_in_another_layout(rank_pool, tmp_path, reshard):
     """It is read in place, while parameters are unsharded too; losses of order ten, sums in another order."""
     options = {"reshard_after_forward": reshard}
-    for there, here in rank_pool(3).run(
-        "test_torch_modules:goes_on_from_a_distributed_checkpoint", str(tmp_path), options
-    ):
+    for there, here in rank_pool(3).run(f"{__file__}:goes_on_from_a_distributed_checkpoint", str(tmp_path), options):
         assert there == pytest.approx(here, rel=1e-6)
 
 

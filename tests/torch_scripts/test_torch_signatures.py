@@ -68,7 +68,8 @@ def parameters(function):
         found = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return None
-    return [p for p in found if p.name not in ("self", "cls") and p.name[0] != "_"]
+    # Methods of DTensor are functions of the tensor `x`.
+    return [p for p in found if p.name not in ("self", "cls", "x") and p.name[0] != "_"]
 
 
 def differences(label, theirs, ours):

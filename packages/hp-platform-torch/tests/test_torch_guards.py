@@ -377,8 +377,8 @@ class Double(torch.autograd.Function):
 
 @pytest.mark.parametrize(
     "take",
-    [Double.apply, lambda x: PLAIN.new_tensor(x), lambda x: torch.empty(0).set_(x)],
-    ids=["function", "new_tensor", "set_"],
+    [Double.apply, lambda x: PLAIN.new_tensor(x), lambda x: torch.empty(0).set_(x), lambda x: torch.to_dlpack(x)],
+    ids=["function", "new_tensor", "set_", "to_dlpack"],
 )
 def test_a_tensor_under_way_is_a_dtensor_to_them_all(take):
     def rank(mesh, x):

@@ -184,3 +184,20 @@ def test_a_mean_and_a_softmax_take_python_types_as_dtypes() -> None:
     x = torch.tensor([1, 2])
     for results in run_ranks(rank, 2, "torch"):
         torch.testing.assert_close(results, [x.mean(dtype=float), x.softmax(0, dtype=float), x.log_softmax(0, float)])
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)])
+def test_transposing_in_place_counts_as_a_write(placement) -> None:
+    """A graph that has saved the tensor must not go on with its other layout."""
+
+    def program() -> None:
+        mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
+        a = distribute_tensor(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), mesh, [placement])
+        w = distribute_tensor(torch.ones(2, 2), mesh, [placement]).requires_grad_()
+        y = (w * a).sum()
+        a.t_()
+        assert a.full_tensor().tolist() == [[1.0, 3.0], [2.0, 4.0]]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+    run_ranks(program, 2, "torch")

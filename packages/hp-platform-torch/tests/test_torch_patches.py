@@ -74,6 +74,8 @@ PLAIN_CALLS = {
     "torch._functorch.eager_transforms._maybe_wrap_functional_tensor": lambda: torch.func.functionalize(torch.sin)(
         _ones()
     ),
+    "torch.to_dlpack": lambda: torch.from_dlpack(torch.to_dlpack(_ones())),
+    "torch.utils.dlpack.to_dlpack": lambda: torch.from_dlpack(torch.utils.dlpack.to_dlpack(_ones())),
     "torch._C.ScriptFunction.__call__": _scripted,
     "torch.Tensor.set_": lambda: torch.empty(0).set_(_ones()),
     "torch.nn.parallel.DistributedDataParallel.__init__": _in_a_job_of_one(

@@ -15,7 +15,6 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 from hp_dtensor import (
-    ColwiseParallel,
     DeviceMesh,
     Partial,
     RaggedShard,
@@ -29,12 +28,11 @@ from hp_dtensor import (
     get_group_local_rank,
     get_process_group_ranks,
     init_device_mesh,
-    parallelize_module,
     shard_module,
     zeros,
 )
 from hp_dtensor.comm.mesh import as_group
-from hp_dtensor.exceptions import MeshError, MixedOperandsError, PlacementError, ShardingRuleError
+from hp_dtensor.exceptions import MeshError, PlacementError
 from hp_platform_torch.tensor.interop import (
     from_torch_dtensor,
     from_torch_mesh,
@@ -331,22 +329,3 @@ def checkpoint_in_the_background(folder):
     under_way.result()
     dcp.load({"x": x}, checkpoint_id=folder)
     return torch.equal(x.full_tensor(), WHOLE)
-
-
-def sharded_again():
-    """The errors of torch's `FullyShardedDataParallel` and `fully_shard` on a model that is sharded already."""
-
-    def model():
-        return parallelize_module(
-            nn.Sequential(nn.Linear(3, 4)), init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()}
-        )
-
-    try:
-        torch.distributed.fsdp.FullyShardedDataParallel(model(), device_id=torch.device("cpu"))
-    except ShardingRuleError as error:
-        by_fsdp = str(error)
-    again = torch.distributed.fsdp.fully_shard(model(), mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
-    try:
-        again(torch.ones(2, 3))
-    except MixedOperandsError as error:
-        return by_fsdp, str(error)

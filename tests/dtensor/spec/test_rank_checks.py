@@ -109,7 +109,7 @@ def _other_shape(platform: Platform, make: str, rank: int) -> None:
     with check_mode():
         if make == "factory":
             zeros(rows, 2, device_mesh=mesh, placements=(Shard(0),))
-        elif make == "whole":
+        elif make == "full":
             distribute_tensor(_numbers(platform, rows, 2), mesh, (Shard(0),))
         else:
             from_local(_numbers(platform, 1, rows), mesh, (Shard(0),), shape=(4, rows))
@@ -275,14 +275,14 @@ def test_a_leaf_that_requires_a_gradient_on_one_rank_only_is_refused(hp_platform
 
 @pytest.mark.real_ranks
 def test_real_ranks_learn_that_one_has_raised(hp_platform: Platform, rank_pool: Any) -> None:
-    target = "test_shapes_differ_between_ranks:error_of_every_rank"
+    target = f"{__file__}:error_of_every_rank"
     others, own = rank_pool(2).run(target, hp_platform.name, "placements")
     assert own in others
 
 
 @pytest.mark.real_ranks
 def test_real_ranks_are_refused_too(hp_platform: Platform, rank_pool: Any) -> None:
-    target = "test_shapes_differ_between_ranks:refusal_on_a_rank"
+    target = f"{__file__}:refusal_on_a_rank"
     for message in rank_pool(2).run(target, hp_platform.name, "shape"):
         assert all(part in message for part in SAID["shape"])
 

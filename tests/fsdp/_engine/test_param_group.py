@@ -149,7 +149,7 @@ def test_full_gradient_buffers_are_as_many_as_allowed(hp_platform, limit):
 
         for module in sharded_modules(model):
             for buffer in module._fsdp.group.buffers:
-                buffer.on_allocation(note)
+                buffer.on_allocation = note
         step(hp_platform, model, case)
         shards = seen[0][1]
         most = max(held for held, _ in seen)

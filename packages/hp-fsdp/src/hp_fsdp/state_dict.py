@@ -173,7 +173,8 @@ def set_model_state_dict(
     # The check raises on all ranks before anything is written.
     for name in _check(platform, "load_state_dict", ranks, targets, values, problems, strict):
         _state.copy_into(platform, targets[name], values[name])
-    for key in extra.keys() & values.keys():
+    # Sorted: setting a state may run collectives, and the order of a set of strings differs between processes.
+    for key in sorted(extra.keys() & values.keys()):
         extra[key].set_extra_state(values[key])
     # Unsharded groups hold the old values.
     _state.regather(groups)

@@ -11,6 +11,7 @@ To add one: write it (`functools.wraps`, plain tensors first), and add a line to
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -130,17 +131,21 @@ def _returning_local_gradients(backward: Callable[..., Any]) -> Callable[..., An
 # Functions that would use the local shard as the tensor ---------------------------------------------------
 
 
-def _refusing(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a replacement of the function through which each input of a transform passes: DTensors are refused."""
+_TRANSFORMS_A_SHARD = (
+    "would transform this rank's shard alone. Use torch.autograd.grad, or transform local tensors inside "
+    "hp_dtensor.local_map."
+)
+_EXPORTS_A_SHARD = "would export this rank's shard; if that is intended, pass x.to_local()"
+
+
+def _refusing(name: str, effect: str = _TRANSFORMS_A_SHARD) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a replacement that refuses a DTensor as its first argument; the message has `name` and `effect`."""
 
     def replacement(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def refused(x: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(x, TorchDTensor):
-                raise ShardingRuleError(
-                    f"{name} of {x.spec!r} would transform this rank's shard alone. Use torch.autograd.grad, or "
-                    "transform local tensors inside hp_dtensor.local_map."
-                )
+                raise ShardingRuleError(f"{name} of {x.spec!r} {effect}")
             return function(x, *args, **kwargs)
 
         return refused
@@ -181,27 +186,60 @@ def _refusing_source(set_: Callable[..., Any]) -> Callable[..., Any]:
     return refused
 
 
-def _refusing_sharded(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a `DistributedDataParallel.__init__` that raises for modules with DTensor parameters.
+def _refusing_sharded(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a replacement of a wrapper's `__init__` that raises for modules with DTensor parameters.
 
-    It would broadcast rank 0's shards to the other ranks, without an error.
+    `DistributedDataParallel` would broadcast rank 0's shards to the other ranks, without an error.
     """
 
+    def replacement(init: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(init)
+        def refused(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+            for path, parameter in module.named_parameters():
+                _refuse_parameter(name, path, parameter)
+            init(self, module, *args, **kwargs)
+
+        return refused
+
+    return replacement
+
+
+def _refusing_sharded_parameter(init: Callable[..., None]) -> Callable[..., None]:
+    """Return an `__init__` of torch's `FSDPParam`, created by `fully_shard` per parameter, that raises for DTensors."""
+
     @functools.wraps(init)
-    def refused(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        for path, parameter in module.named_parameters():
-            if isinstance(parameter, TorchDTensor):
-                raise ShardingRuleError(
-                    f"DistributedDataParallel of a model whose {path} is {parameter.spec!r}: it would treat shards as "
-                    "replicas. A model of hp_fsdp.fully_shard reduces its gradients itself: use it as it is; one of "
-                    "parallelize_module is given to hp_fsdp.fully_shard. With accelerate, prepare the optimizer and "
-                    "the data loader and not the model: optimizer, loader = accelerator.prepare(optimizer, loader). "
-                    "With Lightning Fabric, use ModelParallelStrategy with a parallelize_fn that calls "
-                    "hp_fsdp.fully_shard, and set up the plain model."
-                )
-        init(self, module, *args, **kwargs)
+    def refused(self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
+        _refuse_parameter("torch.distributed.fsdp.fully_shard", "parameter", param)
+        init(self, param, *args, **kwargs)
 
     return refused
+
+
+def _refuse_parameter(name: str, path: str, parameter: Any) -> None:
+    if isinstance(parameter, TorchDTensor):
+        raise ShardingRuleError(
+            f"{name} of a model whose {path} is {parameter.spec!r}: it would treat shards as replicas, or shard them "
+            "again. A model of hp_fsdp.fully_shard reduces its gradients itself: use it as it is; one of "
+            "parallelize_module is given to hp_fsdp.fully_shard. With accelerate, prepare the optimizer and the data "
+            "loader and not the model: optimizer, loader = accelerator.prepare(optimizer, loader). With Lightning "
+            "Fabric, use ModelParallelStrategy with a parallelize_fn that calls hp_fsdp.fully_shard, and set up the "
+            "plain model."
+        )
+
+
+def refuse_in_fsdp_if_loaded() -> None:
+    """Install the refusals in torch's `FullyShardedDataParallel` and `fully_shard`, if the program has loaded them.
+
+    Loading them takes as long as torch itself.
+    """
+    if "torch.distributed.fsdp" in sys.modules:
+        _refuse_in_fsdp()
+
+
+@functools.cache
+def _refuse_in_fsdp() -> None:
+    for patch in _PATCHES_OF_FSDP:
+        patch.install()
 
 
 def _copying_dtensors(new_tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -239,6 +277,24 @@ class Registration:
 _BYPASSED = "C++ treats the local shard as the tensor"
 _REFUSED = "refused"
 
+_WRAPS_SHARDS = "treats shards as replicas, or shards them again"
+_REFUSED_PARAMETERS = "parameters that are DTensors are refused"
+_PATCHES_OF_FSDP = (
+    Patch(
+        "torch.distributed.fsdp.FullyShardedDataParallel.__init__",
+        _WRAPS_SHARDS,
+        _REFUSED_PARAMETERS,
+        _refusing_sharded("FullyShardedDataParallel"),
+    ),
+    # Programs import `fully_shard` by name, so replacing the function would miss them.
+    Patch(
+        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.__init__",
+        _WRAPS_SHARDS,
+        _REFUSED_PARAMETERS,
+        _refusing_sharded_parameter,
+    ),
+)
+
 PATCHES = (
     Patch(
         "torch.autograd.Function.apply",
@@ -265,13 +321,15 @@ PATCHES = (
         _REFUSED,
         _refusing("torch.func.functionalize"),
     ),
+    Patch("torch.to_dlpack", _BYPASSED, _REFUSED, _refusing("to_dlpack", _EXPORTS_A_SHARD)),
+    Patch("torch.utils.dlpack.to_dlpack", _BYPASSED, _REFUSED, _refusing("to_dlpack", _EXPORTS_A_SHARD)),
     Patch("torch._C.ScriptFunction.__call__", _BYPASSED, _REFUSED, _refusing_arguments),
     Patch("torch.Tensor.set_", _BYPASSED, _REFUSED, _refusing_source),
     Patch(
         "torch.nn.parallel.DistributedDataParallel.__init__",
-        "treats shards as replicas",
-        "parameters that are DTensors are refused",
-        _refusing_sharded,
+        _WRAPS_SHARDS,
+        _REFUSED_PARAMETERS,
+        _refusing_sharded("DistributedDataParallel"),
     ),
     Patch("torch.Tensor.new_tensor", _BYPASSED, "returns a DTensor with the same placements", _copying_dtensors),
     Patch(
@@ -294,6 +352,12 @@ REGISTRATIONS = (
         "see `torch.compile`, where the program has loaded dynamo before",
         "operations on them are left out of the graphs",
         compile.prepare_if_loaded,
+    ),
+    Registration(
+        "torch.distributed.fsdp",
+        _WRAPS_SHARDS,
+        f"{_REFUSED_PARAMETERS}, where the program has loaded it before",
+        refuse_in_fsdp_if_loaded,
     ),
 )
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from context_programs import attend_on_ranks, put_together
 
-from hp_dtensor.parallel.attention import SequenceSharding
+from hp_dtensor import init_device_mesh
+from hp_dtensor.parallel.attention import AttentionMask, SequenceSharding, context_parallel_attention
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.testing import run_ranks
 
@@ -120,3 +121,24 @@ def test_equals_one_device_on_real_ranks(hp_platform, rank_pool, ranks):
         for _ in range(2):
             results = pool.run(attend_by_name, hp_platform.name, arrays, mask, {}, degree, method, True, None, sharding)
             reference.compare(put_together(results, sharding), reference.expected(arrays, mask, {}))
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_a_rank_without_tokens_of_packed_documents_takes_part(hp_platform, method):
+    """Three tokens on four ranks: one has none, and the others need it in their exchanges."""
+
+    def program():
+        mesh = init_device_mesh("cpu", (4,), platform=hp_platform.name)
+        sharding = SequenceSharding(length=3, ranks=4)
+        tokens = len(sharding.indices(mesh.get_coordinate()[0]))
+        x = hp_platform.from_numpy(np.ones((1, 2, tokens, 4), np.float32))
+        positions = hp_platform.from_numpy(np.zeros((1, tokens), np.int64))
+        mask = AttentionMask(positions=positions)
+        out = context_parallel_attention(x, x, x, mask=mask, sharding=sharding, method=method, device_mesh=mesh)
+        return hp_platform.to_numpy(out).tolist()
+
+    shares = run_ranks(program, 4, hp_platform)
+    lengths = [len(share[0][0]) for share in shares]
+    assert (min(lengths), sum(lengths)) == (0, 3)
+    # Every token is a document of its own, so it sees only its own value of one.
+    assert all(value == 1.0 for share in shares for head in share[0] for token in head for value in token)

@@ -155,7 +155,7 @@ def factor_shardings(rule: Factorization, mesh: DeviceMesh, chosen: list[Strateg
         axes=axes_of,
         spans={f: _span(mesh, sizes[f], axes, chosen, where) if where else (0, 0) for f, axes in axes_of.items()},
         lengths={f: _lengths(mesh, sizes[f], axes, chosen) for f, axes in axes_of.items()},
-        parts={f: _all_parts(mesh, sizes[f], axes_of[f], chosen) for f in rule.limits.known_spans & {*axes_of}},
+        parts={f: _all_parts(mesh, sizes[f], axes_of[f], chosen) for f in axes_of if f in rule.limits.known_spans},
     )
 
 

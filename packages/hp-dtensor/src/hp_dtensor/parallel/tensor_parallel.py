@@ -321,8 +321,9 @@ class PrepareModuleInput(ParallelStyle):
             # Without layouts by position the positional arguments stay as they are, in any number.
             placed = [place(x, *ways) for x, ways in zip(args, by_position, strict=True)] if by_position else args
             kwargs = dict(kwargs)
-            # An optional argument that is not given needs no placement.
-            for name in self.input_kwarg_layouts.keys() & kwargs.keys():
+            # An optional argument that is not given needs no placement. Sorted: redistribution is a collective, and the
+            # order of a set of strings differs between processes.
+            for name in sorted(self.input_kwarg_layouts.keys() & kwargs.keys()):
                 ways = self.input_kwarg_layouts[name], self.desired_input_kwarg_layouts[name]
                 kwargs[name] = place(kwargs[name], *ways)
             return tuple(placed), kwargs

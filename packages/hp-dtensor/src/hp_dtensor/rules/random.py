@@ -101,9 +101,10 @@ def _global_like(call: LocalCall, x: Tensor, make: Callable[..., Tensor]) -> Ten
     """Return a tensor of the global shape with the memory order of the shard `x`."""
     shape, order = call.output.shape, call.platform.memory_order(x)
     # Frameworks ignore strides of dimensions of size 0 or 1, so ranks see the same order only if a dimension has one
-    # element or none on all of them or on none.
-    agree = all(len({min(n, 2) for n in _lengths(call.output, dim)}) == 1 for dim in range(call.output.ndim))
-    if order is not None and not agree:
+    # element or none on all of them or on none. Lengths of all ranks are computed only where there is an order.
+    if order is not None and any(
+        len({min(n, 2) for n in _lengths(call.output, dim)}) > 1 for dim in range(call.output.ndim)
+    ):
         # The strides of a shard with one row do not show whether it is row-major or column-major. All ranks must draw
         # in the same order, so the rank with the most informative shard decides.
         order = _order_of_largest_shard(call.output, tuple(x.shape), order)

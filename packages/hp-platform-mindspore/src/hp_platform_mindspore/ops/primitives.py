@@ -259,7 +259,7 @@ def _one_hot(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
     ids, classes, on, off = args[:4]
     axis = primitive.axis
     if axis not in (-1, ids.ndim):
-        raise TypeError("one_one_hot of DTensors has its classes in the last dimension")
+        raise TypeError("one_hot of DTensors has its classes in the last dimension")
     hot = run.cast(run.one_hot(ids, classes), on.dtype)
     on, off = float(on), float(off)
     return hot if (on, off) == (1.0, 0.0) else run.add(run.mul(hot, on - off), off)

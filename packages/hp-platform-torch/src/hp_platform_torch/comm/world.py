@@ -9,6 +9,7 @@ import ipaddress
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ class TorchWorld(World):
         self._store = store
         self._timeout = timeout
         self._closed = False
+        self._num_connections: Counter[str] = Counter()
 
     def _create_group(self, ranks: tuple[int, ...]) -> ProcessGroup:
         if self._closed:
@@ -75,7 +77,11 @@ class TorchWorld(World):
             return dist.group.WORLD._get_backend(torch.device(device_type))  # type: ignore[union-attr]
         # The same key on all members without communication, and short for any number of ranks.
         members = hashlib.sha256(repr(ranks).encode()).hexdigest()
-        store = dist.PrefixStore(f"{device_type}/{members}", self._store)
+        # A released group connects again under another key: the store still has the addresses of its old connection,
+        # and a fast rank would read them before a slow one has written its new one. All members count alike.
+        key = f"{device_type}/{members}"
+        store = dist.PrefixStore(f"{key}/{self._num_connections[key]}", self._store)
+        self._num_connections[key] += 1
         return _BACKENDS[device_type](store, ranks.index(self.rank), len(ranks), self._timeout)
 
     def close(self) -> None:

@@ -61,9 +61,9 @@ class TorchGatherExtension(GatherExtension):
         self._size = self._full.size()
         self._strides = tuple(torch.empty(self._size, device="meta").stride())  # those of a contiguous tensor
         self._holder = _attribute_of_values(self._full)
-        self.values = self._full.as_subclass(torch.Tensor)
-        if self._holder is not None:
-            self.values = getattr(self._full, self._holder).detach()
+        # Only for a weight with memory of its own: a wrapper class may refuse operations that it does not implement.
+        own = self._full.as_subclass(torch.Tensor) if self._holder is None else None
+        self.values = getattr(self._full, str(self._holder)).detach() if own is None else own
         self._shard: Any = None
         self._metadata: Any = None
         self._unsharded: Tensor | None = None

@@ -346,9 +346,12 @@ def _transpose_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     """Handler of `Tensor.t_`, by which `torch.nn.init.orthogonal_` turns a flat matrix. It changes the spec as well."""
     x: TorchDTensor = args[0]
     if x.requires_grad:
-        raise ShardingRuleError(no_rule("t_", args, kwargs))
+        raise ShardingRuleError("t_ of a DTensor that requires a gradient is not supported; use x.t()")
     # Both the local data and the spec: the result of `t` is a view with the dimensions swapped.
     x.data = x.t()
+    # Assigning data does not count as a write, and a graph that has saved `x` would go on with the other layout.
+    with LocalOperations():
+        torch.autograd.graph.increment_version(x)
     return x
 
 

@@ -72,10 +72,11 @@ def plan_gather(tokens: Sequence[Tokens], rank: int, causal: bool, window: int |
     # Into the order of the sequence: adjacent tokens of different ranks form few, large blocks.
     spans.sort()
     indices = [np.empty(0, np.int64), *(tokens[source].indices[a:b] for _, source, _, _, a, b in spans)]
-    documents = None
-    if tokens[rank].documents is not None:
+    documents = tokens[rank].documents
+    if documents is not None:
         parts = [(tokens[source].documents, a, b) for _, source, _, _, a, b in spans]
-        documents = np.concatenate([x[:, a:b] for x, a, b in parts if x is not None], axis=1)
+        # The empty one is for a rank that has no tokens and needs none.
+        documents = np.concatenate([documents[:, :0], *(x[:, a:b] for x, a, b in parts if x is not None)], axis=1)
     # The gathered keys are planned like keys of one rank; the ring's merging is not needed.
     gathered = Tokens(np.concatenate(indices), documents)
     plan = plan_blocks(tokens[rank], gathered, causal, window, tile)
