@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from hp_trainer.config import (
+    AdamWConfig,
     Component,
     LoadedConfig,
     TrainerConfig,
@@ -376,3 +380,21 @@ def test_batches_may_be_given_in_tokens(registered: Registries) -> None:
     assert parse_config(dump_config(config), registered=registered).config == config
     with pytest.raises(ConfigError, match=r"training\.global_batch_tokens: not a multiple of sequence_length = 8"):
         parse_config("training: {steps: 1, sequence_length: 8, global_batch_tokens: 65}", registered=registered)
+
+
+def test_a_section_derived_by_a_plain_dataclass_is_refused() -> None:
+    """Its inherited settings would have pydantic's field objects as defaults."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Derived(AdamWConfig):
+        momentum: float = 0.5
+
+    with pytest.raises(TypeError, match="Derived derives from a section: declare it by @section"):
+        Derived()
+    again = pickle.loads(pickle.dumps(AdamWConfig(lr=0.5)))
+    assert dataclasses.replace(again, weight_decay=0.25).lr == copy.deepcopy(again).lr == 0.5
+
+
+def test_an_empty_entry_in_a_list_of_sections_is_refused(refusal) -> None:
+    told = refusal(MINIMAL + "optimizer: {parameter_groups: [null, {lr_factor: 0.0}]}\n")
+    assert "optimizer.parameter_groups" in told

@@ -54,10 +54,16 @@ def exported(lab: Lab, run, config, **options):
 
 
 # MindSpore writes the same checkpoints, and its environment has no transformers.
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_an_exported_example_has_the_logits_and_loss_of_the_run(lab: Lab, name):
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *((name, {}) for name in ARCHITECTURES),
+        ("deepseek_v3", {"model.load_balance_coeff": "null", "model.num_key_value_heads": 2}),
+    ],
+)
+def test_an_exported_example_has_the_logits_and_loss_of_the_run(lab: Lab, name, settings):
     transformers = pytest.importorskip("transformers")
-    run, config = trained(lab, name)
+    run, config = trained(lab, name, **settings)
     folder = exported(lab, run, config)
     theirs, found = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", output_loading_info=True

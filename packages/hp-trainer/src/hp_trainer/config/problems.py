@@ -51,7 +51,9 @@ def _known_location(error: ErrorDetails, tree: Section, registered: Registries) 
     loc = error["loc"]
     if error["type"] == "unexpected_keyword_argument":
         return loc
-    while loc and schema_at(loc, tree, registered) is None and loc[-1] not in ("name", "from"):
+    # An entry of a list of components is named by its index.
+    is_entry = error["type"] == "component_type"
+    while loc and not is_entry and schema_at(loc, tree, registered) is None and loc[-1] not in ("name", "from"):
         loc = loc[:-1]
     return loc[:-1] if error["type"] == "missing" and isinstance(loc[-1], int) else loc
 
@@ -137,7 +139,7 @@ def _quotes(schema: Schema, value: Tree | None) -> str:
         return f'"{value.text}" in quotes' if value.tag != "null" else ""
     # Parsed as if it had no quotes.
     plain, _ = parse_yaml(value.text, "", numbered=False)
-    kinds = {bool: "boolean", int: "integer", float: "number"}
+    kinds = {bool: "boolean", int: "integer", float: "number", type(None): "null"}
     is_plain = value.tag == "str" and isinstance(plain, Scalar) and kinds.get(type(scalar_value(plain))) in types
     return f"{value.text} without quotes" if is_plain else ""
 

@@ -7,7 +7,9 @@ unless `le` is given, integers are below 2**31 and floats at most 1e12.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
@@ -54,7 +56,10 @@ def _absolute(value: Any) -> Any:
 FilePath = Annotated[str, BeforeValidator(_absolute)]
 
 # A list of sections, which may be null in the file. An entry that is a string sets the `path` of its section.
-Sections = Annotated[tuple[T, ...], BeforeValidator(lambda value: () if value is None else value)]
+Sections = Annotated[
+    tuple[Annotated[T, BeforeValidator(lambda value: fail("dataclass_type") if value is None else value)], ...],
+    BeforeValidator(lambda value: () if value is None else value),
+]
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
@@ -76,7 +81,15 @@ def section(cls: type[T]) -> type[T]:
         WindowConfig(size=4)
     """
     made: Any = pydantic.dataclasses.dataclass(_strict(cls), kw_only=True, frozen=True)
+    made.__new__ = staticmethod(_new)
     return made  # type: ignore[no-any-return]
+
+
+def _new(cls: type, *_: Any, **__: Any) -> Any:
+    # dataclasses would take pydantic's `Field(...)` for the default of each inherited setting.
+    if "__dataclass_fields__" in vars(cls) and "__pydantic_validator__" not in vars(cls):
+        raise TypeError(f"{cls.__qualname__} derives from a section: declare it by @section, not by @dataclass")
+    return object.__new__(cls)
 
 
 @functools.cache
@@ -85,7 +98,18 @@ def adapter(schema: type) -> TypeAdapter[Any]:
     return TypeAdapter(schema if hasattr(schema, "__pydantic_config__") else _strict(schema))
 
 
+def _classes(hint: Any) -> Iterator[type]:
+    if isinstance(hint, type):
+        yield hint
+    for each in typing.get_args(hint):
+        yield from _classes(each)
+
+
 def _strict(cls: Any) -> Any:
+    # Plain dataclasses within a plugin's plain dataclass are sections of the file too.
+    for each in {one for hint in typing.get_type_hints(cls).values() for one in _classes(hint)}:
+        if dataclasses.is_dataclass(each) and not hasattr(each, "__pydantic_config__") and each is not Component:
+            _strict(each)
     cls.__pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     cls.__get_pydantic_core_schema__ = classmethod(_core_schema)
     return cls
@@ -108,6 +132,9 @@ def _bound(schema: Any) -> None:
     elif isinstance(schema, dict):
         if schema.get("type") in _LARGEST:
             schema.setdefault("le", _LARGEST[schema["type"]])
+        if schema.get("type") == "list":
+            # A file's lists arrive as tuples.
+            schema["strict"] = False
         for each in schema.values():
             _bound(each)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -45,6 +46,8 @@ from hp_trainer.models.hugging_face.tensor_map import Array, build_tensor_map
 from hp_trainer.run.folder import RunFolder, model_defaults
 
 DTYPES = ("float32", "bfloat16", "float16")
+# Keys of an original `config.json` that must not remain beside newly written ones.
+_REPLACED = ("layer_types", "sliding_window", "original_max_position_embeddings", "partial_rotary_factor")
 # Buffers that only training reads: loads of the experts in the last step, and the calls that drew router noise.
 _TRAINING_STATE = (".last_shares", ".jitter_calls")
 
@@ -91,11 +94,15 @@ def export_run(
     chosen = dtype or (found if found in DTYPES else "float32")
     described |= {"dtype": chosen, "torch_dtype": chosen}
     # Chosen before anything is read: a model without a counterpart fails at once.
-    tensors = build_tensor_map(options, model_type)
+    # DeepSeek-V3 always stores a bias by which experts are balanced; that of a model without one is zero.
+    mapped = dataclasses.replace(options, load_balance_coeff=options.load_balance_coeff or 1e-3)
+    tensors = build_tensor_map(mapped, model_type)
 
     saved = checkpoint.index.tensors
 
     def stored(name: str, box: Box) -> Array:
+        if name.endswith(".moe.expert_bias") and f"model.{name}" not in saved:
+            return np.zeros(box.shape, np.float32)
         # Frozen weights have no average; they are written as they are.
         chosen = f"ema.{name}" if averaged and f"ema.{name}" in saved else f"model.{name}"
         return widen(checkpoint.read(chosen, box), saved[chosen].dtype)
@@ -144,7 +151,10 @@ def _describe(run: RunFolder, config: TrainerConfig) -> tuple[str, dict[str, Any
             if same_meaning(options, {**read, "rope_scaling": scaling}):
                 return architecture.model_type, values
     found = find_architecture(options)
-    return found.model_type, values | found.write(options)
+    # What is written now states these in full; the original ones would override it.
+    return found.model_type, {key: value for key, value in values.items() if key not in _REPLACED} | found.write(
+        options
+    )
 
 
 def _losses(options: Any, unmapped: list[str], read: ReadBox, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,7 +138,7 @@ def _layer_types(reader: ConfigReader, otherwise: Callable[[int], bool], window:
     Args:
         window: transformers' default for a missing `sliding_window`; null means no window.
     """
-    size, given = _window(reader, window), reader.values.get("layer_types")
+    size, given = _window(reader, window), reader.take(list, "layer_types", default=None)
     if size is None:
         return {}
     layers = reader.take(int, "num_hidden_layers") or 1
@@ -262,6 +263,8 @@ def _read_deepseek(reader: ConfigReader) -> Options:
 
 def _write_deepseek(config: Any) -> Options:
     return {
+        # transformers expands keys and values by this number; latent attention has them for every head.
+        "num_key_value_heads": config.num_attention_heads,
         "q_lora_rank": config.q_lora_rank,
         "rope_interleave": config.rope_interleaved,
         # transformers computes the rotary tables from this width.
@@ -526,7 +529,8 @@ class ConfigReader:
                 continue
             # JSON writes 10000.0 as 10000 in some files. bool, a subclass of int, is refused by comparing types.
             if kind is float and type(found) is int:
-                found = float(found)
+                # An integer of hundreds of digits becomes infinite, which is out of range.
+                found = float(found) if abs(found) < 10**300 else math.inf
             if type(found) is not kind:
                 self.add(key, "wrong type", kind.__name__, repr(found))
                 return None
@@ -541,7 +545,7 @@ class ConfigReader:
     def _check_sign(self, key: str, number: float) -> None:
         """Add a problem if a number is negative, zero where it must not be, or not a number."""
         may_be_zero = key in _MAY_BE_ZERO
-        if not (number > 0 or (number == 0 and may_be_zero)):
+        if not (0 < number < math.inf or (number == 0 and may_be_zero)):
             self.add(key, "out of range", f"a number >{'=' if may_be_zero else ''} 0", repr(number))
 
     def only(self, key: str, *allowed: Any, hint: str = "") -> None:

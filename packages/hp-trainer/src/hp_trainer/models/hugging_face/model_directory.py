@@ -56,8 +56,9 @@ class ModelDirectory:
         """Yield every problem that prevents loading the weights."""
         yield from self._reader.problems
         if self.architecture is not None:
-            yield from weight_problems(self.weights, self.tensors, self._is_ignored)
-            if self._tied and self._has_other_head():
+            found = list(weight_problems(self.weights, self.tensors, self._is_ignored))
+            yield from found
+            if not found and self._tied and self._has_other_head():
                 # Some versions of transformers compute with these weights, others with the embedding.
                 yield Problem(
                     path="",
@@ -80,8 +81,10 @@ class ModelDirectory:
         """Return whether the directory has a head whose weights are not those of the embedding."""
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
         weights = self.weights
-        if not {head, embedding} <= set(weights.names) or weights.shape(head) != weights.shape(embedding):
-            return head in weights.names and embedding in weights.names
+        if head not in weights.names:
+            return False
+        if weights.shape(head) != weights.shape(embedding) or weights.dtype(head) not in _DTYPES:
+            return True
         rows, columns = weights.shape(head)
         # Some rows at a time: a head in float32 can have gigabytes.
         step = max(1, 2**24 // columns)
