@@ -182,8 +182,8 @@ class FSDPModule:
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: do not gather this module's own group for backward. For modules whose backward reads no parameters.
 
-        An embedding is such a module. If backward reads them after all, torch raises a RuntimeError (the "data is not
-        allocated yet"). Platforms that would silently compute with freed memory (MindSpore) ignore the setting.
+        An embedding is such a module. If backward reads them after all, torch raises a RuntimeError: their storage has
+        been released. Platforms that would silently compute with freed memory (MindSpore) ignore the setting.
         """
         self._fsdp.group.settings.unshard_in_backward = _flag("set_unshard_in_backward", unshard_in_backward)
 

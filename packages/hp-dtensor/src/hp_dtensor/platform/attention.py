@@ -141,7 +141,7 @@ class AttentionInterface:
     def merge_blocks_in_place(self, one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         """Compute `hp_dtensor.parallel.attention.blockwise.merge_blocks` in the memory of `one`, and return `one`.
 
-        None, the default: the framework has no in-place operations, and `merge_blocks` composes the merge of `ops`.
+        None, the default: `merge_blocks` composes the merge of `ops`.
         """
         return None
 

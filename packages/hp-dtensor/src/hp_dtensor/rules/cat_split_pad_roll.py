@@ -1,8 +1,8 @@
 """Rules of operations that move elements along a dimension: cat, stack, split, pad, repeat, diagonals, roll, flip.
 
-The dimensions whose size changes are unsharded: the shards of the result would hold rows of other ranks' shards, and
-gathering costs no more than sending these. `roll` and `flip` keep the input's sharding: ranks send each other the rows
-that change their owner, at most what each rank holds.
+The dimensions whose size changes are unsharded: the shards of the result would hold rows of other ranks' shards.
+Gathering is simpler, but sends up to ranks - 1 times as much. `roll` and `flip` keep the input's sharding: ranks send
+each other the rows that change their owner, at most what each rank holds.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ def strategies(
 ) -> list[Strategy]:
     """Return every strategy of one mesh axis, given the strategies of earlier axes.
 
-    Axes are decided one after the other: with f factors and n axes that is n (f + 2) strategies and not (f + 2)^n.
+    Axes are decided one after the other: with f factors and n axes that is about n f strategies and not f^n.
 
     Args:
         current: placements of the inputs on this axis.

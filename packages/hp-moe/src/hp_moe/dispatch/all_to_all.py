@@ -320,8 +320,13 @@ class CopyPerExpertDispatcher(AllToAllDispatcher):
         """Send a copy of each token to each of its experts; see `TokenDispatcher`."""
         tokens, top_k = (int(size) for size in routing.experts.shape)
         # Each copy is routed as a token with one expert.
-        keys = numpy.arange(tokens * top_k).reshape(tokens, top_k)
-        copies = saved_value(lambda: TokenPermutation(self.platform, self._constant(keys, x), tokens * top_k))
+        copies = saved_value(
+            lambda: TokenPermutation(
+                self.platform,
+                self._constant(numpy.arange(tokens * top_k).reshape(tokens, top_k), x),
+                tokens * top_k,
+            )
+        )
         shape = (tokens * top_k, 1)
         single = replace(
             routing,

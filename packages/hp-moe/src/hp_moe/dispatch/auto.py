@@ -158,7 +158,8 @@ class DispatchRates:
 
     Attributes:
         links: latency and bandwidth along the axes `"ep"` (ranks that share experts) and `"ep_inner"` (those of one
-            node), set by hand or measured (`hp_dtensor.comm.links.measure_links` of a mesh with these axes).
+            node), set by hand or measured (`hp_dtensor.comm.links.measure_links` of a mesh with these axes). An axis
+            that is not named, and a latency that is not given, have the defaults of `Links`.
         inner_size: number of ranks of a node; None if all links are those of `"ep"`.
         gather_bandwidth: bytes per second of an all-gather or reduce-scatter to other nodes, which hardware may speed
             up; None for the bandwidth of `"ep"`.

@@ -149,7 +149,7 @@ PATCHES = (
     ),
     Patch(
         "mindspore.mint.distributed.distributed.get_cache_group_rank",
-        "`isend` and `irecv` look this rank up in HCCL's group, which does not exist on CPU",
+        "calls without a group look this rank up in HCCL's group, which does not exist on CPU",
         "no tensors: the default group is MCCL's on CPU",
         functions.looking_into_own_world,
     ),

@@ -207,7 +207,7 @@ class TorchParameterStorage(ParameterStorage):
         return grad  # type: ignore[no-any-return]
 
     def run_gradient_hooks(self, parameter: Tensor) -> None:
-        # Autograd does not call them: it never accumulates into the sharded parameter.
+        # Autograd does not call them: it accumulates into the unsharded parameter, and a DTensor hides its hooks.
         hooks = parameter._post_accumulate_grad_hooks
         with NoGrad():
             for hook in list(hooks.values()) if hooks else ():

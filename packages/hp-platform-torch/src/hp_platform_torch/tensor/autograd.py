@@ -23,9 +23,10 @@ Map = Callable[[torch.Tensor], torch.Tensor]
 
 
 def is_for_parameters() -> bool:
-    """Return True if the running backward accumulates into all leaves: it has no `inputs=`, and is not `autograd.grad`.
+    """Return True if the running backward leaves out no node behind this one, as a call without `inputs=` does.
 
-    Called by a hook or node of that backward.
+    Called by a hook or node of that backward. `inputs=` of all leaves count as none. The walk visits each node of the
+    graph behind this one, in a nested backward or one with inputs alone.
     """
     node = torch._C._current_autograd_node()
     following = [child for child, _ in node.next_functions if child is not None]
