@@ -84,7 +84,8 @@ REAL = [
 
 @pytest.mark.parametrize("combination", REAL, ids=str)
 def test_processes_train_as_one_rank_and_repeat_bit_by_bit(lab, rank_pool, combination):
-    skip_unless_torch_or(lab.platform, combination in (REAL[2], REAL[5]))
+    # MindSpore's exchanges of context parallel ranks are tested on processes in test_context_parallel.py.
+    skip_unless_torch_or(lab.platform, combination == REAL[5])
     check(lab, combination, steps=5, repeated=2, pool=rank_pool)
 
 
