@@ -180,7 +180,7 @@ def test_gradients_without_touching_leaves(platform, x):
 
 
 def _observed(backward) -> list[bool]:
-    """What hooks on two results, one made of the other, and on the leaves see of a backward."""
+    """Records of a backward by hooks on two results, one made of the other, and on the leaves."""
     platform, seen = get_platform("torch"), []
     x, weight = (torch.ones(3, requires_grad=True) for _ in range(2))
     hidden = x * weight

@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from hp_trainer.config import (
     AdamWConfig,
@@ -20,6 +21,7 @@ from hp_trainer.config import (
     load_config,
     parse_config,
 )
+from hp_trainer.config.sections import adapter
 from hp_trainer.data import TextDataConfig
 from hp_trainer.exceptions import ConfigError
 from hp_trainer.registries import Registries
@@ -393,6 +395,27 @@ def test_a_section_derived_by_a_plain_dataclass_is_refused() -> None:
         Derived()
     again = pickle.loads(pickle.dumps(AdamWConfig(lr=0.5)))
     assert dataclasses.replace(again, weight_decay=0.25).lr == copy.deepcopy(again).lr == 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    """Options of a plugin within its options, which may contain themselves."""
+
+    sizes: list[int]
+    next: Inner | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    inner: Inner
+
+
+def test_plain_dataclasses_and_lists_of_plugins_are_validated_strictly() -> None:
+    value = {"inner": {"sizes": (1, 2), "next": {"sizes": (3,)}}}
+    assert adapter(Outer).validate_python(value) == Outer(Inner([1, 2], Inner([3])))
+    for wrong in ({"sizes": ("1",)}, {"sizes": (1,), "other": 2}, {"sizes": (1,), "next": {"sizes": (1.5,)}}):
+        with pytest.raises(ValidationError):
+            adapter(Outer).validate_python({"inner": wrong})
 
 
 def test_an_empty_entry_in_a_list_of_sections_is_refused(refusal) -> None:

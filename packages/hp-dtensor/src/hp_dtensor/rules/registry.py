@@ -47,7 +47,7 @@ class OpCall:
 
     @property
     def is_bool(self) -> bool:
-        """Whether the first tensor is boolean. Process groups do not reduce booleans."""
+        """True if the first tensor is boolean. Process groups do not reduce booleans."""
         return self.platform.dtype_name(self.tensors[0].dtype) == "bool"
 
     def dim(self, dim: int, extra: int = 0) -> int:

@@ -7,11 +7,10 @@ unless `le` is given, integers are below 2**31 and floats at most 1e12.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, dataclass_transform
@@ -106,12 +105,13 @@ def _classes(hint: Any) -> Iterator[type]:
 
 
 def _strict(cls: Any) -> Any:
-    # Plain dataclasses within a plugin's plain dataclass are sections of the file too.
-    for each in {one for hint in typing.get_type_hints(cls).values() for one in _classes(hint)}:
-        if dataclasses.is_dataclass(each) and not hasattr(each, "__pydantic_config__") and each is not Component:
-            _strict(each)
+    # Set before the classes of its fields: one of them may be this class.
     cls.__pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     cls.__get_pydantic_core_schema__ = classmethod(_core_schema)
+    # Plain dataclasses within a plugin's plain dataclass are sections of the file too.
+    for each in {one for hint in typing.get_type_hints(cls).values() for one in _classes(hint)}:
+        if is_dataclass(each) and not hasattr(each, "__pydantic_config__") and each is not Component:
+            _strict(each)
     return cls
 
 
