@@ -18,6 +18,7 @@ import pytest
 
 from hp_dtensor import nn
 from hp_dtensor.testing import run_ranks
+from hp_trainer.pipeline import schedules
 
 PACKAGES = ("hp_dtensor", "hp_fsdp", "hp_moe", "hp_trainer", "hp_trainer.pipeline")
 
@@ -77,6 +78,9 @@ def test_the_example_runs(name: str, hp_platform: Any, tmp_path, monkeypatch) ->
     if any("import torch" in example.source for example in examples):
         pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
+    # The example of `register_schedule` adds a schedule, which later tests of this process must not find.
+    registered = schedules._registry()
+    monkeypatch.setattr(registered, "_entries", dict(registered._entries))
     names = names_at_hand(name.rpartition(".")[0], hp_platform)
     for example in examples:
         if not example.want:
