@@ -13,13 +13,7 @@ from hp_fsdp import (
     FSDPStateError,
     FullyShardError,
     MixedPrecisionPolicy,
-    StateDictError,
     fully_shard,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    init_optimizer_state,
-    set_model_state_dict,
-    set_optimizer_state_dict,
 )
 
 torch = pytest.importorskip("torch")
@@ -335,32 +329,6 @@ def goes_on_from_a_distributed_checkpoint(folder, options):
     dcp.load(state, checkpoint_id=folder)
     other_optimizer.load_state_dict(state["optimizer"])
     return train(range(2, 5)), other_train(range(2, 5))
-
-
-def goes_on_with_a_new_optimizer(folder):
-    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("dp",), platform="torch")
-    net, optimizer, train = _trained(mesh, range(2))
-    dcp.save(_state_of(net, optimizer), checkpoint_id=folder)
-    other, other_optimizer, other_train = _trained(mesh, ())
-    state = _state_of(other, other_optimizer)
-    dcp.load(state, checkpoint_id=folder)
-    with pytest.raises(StateDictError, match=r"all of its state.*init_optimizer_state before get_optimizer_state_dict"):
-        set_optimizer_state_dict(other, other_optimizer, state["optimizer"])
-    init_optimizer_state(other, other_optimizer)
-    state = _state_of(other, other_optimizer)
-    dcp.load(state, checkpoint_id=folder)
-    set_model_state_dict(other, state["model"])
-    set_optimizer_state_dict(other, other_optimizer, state["optimizer"])
-    return train(range(2, 5)), other_train(range(2, 5))
-
-
-def _state_of(net, optimizer):
-    return {"model": get_model_state_dict(net), "optimizer": get_optimizer_state_dict(net, optimizer)}
-
-
-def test_a_new_optimizer_reads_a_distributed_checkpoint_once_it_has_state(rank_pool, tmp_path):
-    for there, here in rank_pool(3).run("test_fully_shard_torch:goes_on_with_a_new_optimizer", str(tmp_path)):
-        assert there == pytest.approx(here, rel=1e-6)
 
 
 @pytest.mark.parametrize("reshard", [True, False])

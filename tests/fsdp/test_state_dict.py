@@ -388,7 +388,6 @@ def test_slots_of_an_optimizer_that_has_stepped_are_all_there_and_no_others(hp_p
         model = _model(hp_platform, tied=False)
         optimizer, step, _ = make_optimizer(hp_platform, model, "foreach")
         full_options = StateDictOptions(full_state_dict=True)
-        begin = get_optimizer_state_dict(model, optimizer, options=full_options)
         train_step(hp_platform, model, [current_world(hp_platform).rank], step, 0)
         state = get_optimizer_state_dict(model, optimizer, options=full_options)
         wrong = {**state, "state": {n: dict(slots) for n, slots in state["state"].items()}}
@@ -403,10 +402,11 @@ def test_slots_of_an_optimizer_that_has_stepped_are_all_there_and_no_others(hp_p
         if hp_platform.name == "torch":
             import torch
 
-            # From before the first step, and of another choice that brings slots: what is loaded says which there are.
+            # Without state, and of another choice that brings slots: what is loaded says which there are.
+            empty = {**state, "state": {}}
             with pytest.raises(StateDictError, match="all of its state"):
-                set_optimizer_state_dict(model, optimizer, begin)
-            set_optimizer_state_dict(model, optimizer, begin, options=StateDictOptions(strict=False))
+                set_optimizer_state_dict(model, optimizer, empty)
+            set_optimizer_state_dict(model, optimizer, empty, options=StateDictOptions(strict=False))
             assert not optimizer.state
             set_optimizer_state_dict(model, optimizer, state)
             other = torch.optim.AdamW(model.parameters(), lr=0.02, amsgrad=True)
@@ -460,36 +460,66 @@ def test_full_tensors_go_into_a_module_of_shard_module(hp_platform):
     run_ranks(run, 2, hp_platform)
 
 
-def test_optimizers_without_state_have_none_to_load(hp_platform):
-    """Plain SGD; and what a new optimizer gets to read into leaves parameters, gradients and rates as they are."""
+NEW_OPTIMIZERS = {
+    "sgd": lambda torch, parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda torch, parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.5),
+    "adam": lambda torch, parameters: torch.optim.Adam(parameters, lr=0.1, weight_decay=0.5),
+    "fused": lambda torch, parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.1), fused=True),
+    "rmsprop": lambda torch, parameters: torch.optim.RMSprop(parameters, lr=0.1, centered=True),
+}
+
+
+@pytest.mark.parametrize("kind", NEW_OPTIMIZERS)
+def test_a_new_optimizer_has_state_to_read_into_and_goes_on_as_without_it(hp_platform, kind):
+    """Momentum and the counter of steps are those of an optimizer that has not stepped."""
+    torch = pytest.importorskip("torch")
+
+    def trained(asked):
+        model = _model(hp_platform, tied=False)
+        frozen = model.embed.weight
+        frozen.requires_grad_(False)
+        before = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        optimizer = NEW_OPTIMIZERS[kind](torch, model.parameters())
+        options = dict(optimizer.param_groups[0])
+        if asked:
+            state = get_optimizer_state_dict(model, optimizer)
+            trainable = {name for name, x in model.named_parameters() if x is not frozen}
+            assert state["state"].keys() == (set() if kind == "sgd" else trainable)
+            assert optimizer.param_groups[0] == options
+            assert all(x.grad is None for x in model.parameters())
+            _check_loaded(hp_platform, model, {name: hp_platform.to_numpy(x) for name, x in before.items()})
+            optimizer = NEW_OPTIMIZERS[kind](torch, options["params"])
+            set_optimizer_state_dict(model, optimizer, state)
+        for index in range(2):
+            train_step(hp_platform, model, [current_world(hp_platform).rank], optimizer.step, index)
+            optimizer.zero_grad()
+        values = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        return {name: hp_platform.to_numpy(x) for name, x in values.items()}
+
+    for without, asked in zip(
+        run_ranks(trained, 3, hp_platform, False), run_ranks(trained, 3, hp_platform, True), strict=True
+    ):
+        for name, value in without.items():
+            numpy.testing.assert_array_equal(asked[name], value, err_msg=name)
+
+
+def test_gradients_of_an_optimizer_without_state_are_left_alone(hp_platform):
+    """As in torch: no step is taken with gradients, which may be pending, nor where it needs a closure."""
     torch = pytest.importorskip("torch")
 
     def rank():
         model = _model(hp_platform, tied=False)
-        frozen = model.embed.weight
-        frozen.requires_grad_(False)
-        plain = torch.optim.SGD(model.parameters(), lr=0.1)
-        set_optimizer_state_dict(model, plain, get_optimizer_state_dict(model, plain))
-        before = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        for make in (
-            lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-            lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.1), weight_decay=0.5, fused=True),
-            lambda parameters: torch.optim.RMSprop(parameters, lr=0.1),
-        ):
-            optimizer = make(model.parameters())
-            rate, hooked = optimizer.param_groups[0]["lr"], []
-            optimizer.register_step_pre_hook(lambda *_, hooked=hooked: hooked.append(1))
-            state = get_optimizer_state_dict(model, optimizer)
-            with pytest.raises(StateDictError, match="init_optimizer_state"):
-                set_optimizer_state_dict(model, optimizer, state)
-            assert not hooked
-            assert not optimizer.state
-            init_optimizer_state(model, optimizer)
-            made = get_optimizer_state_dict(model, optimizer)["state"]
-            assert made.keys() == {name for name, x in model.named_parameters() if x is not frozen}
-            assert optimizer.param_groups[0]["lr"] is rate
-            assert all(x.grad is None for x in model.parameters())
-            after = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-            assert all(torch.equal(after[name], x) for name, x in before.items())
+        optimizer, hooked = torch.optim.AdamW(model.parameters()), []
+        optimizer.register_step_pre_hook(lambda *_: hooked.append(1))
+        train_step(hp_platform, model, [current_world(hp_platform).rank], lambda: None, 0)
+        grads = [x.grad for x in model.parameters()]
+        assert not get_optimizer_state_dict(model, optimizer)["state"]
+        assert not hooked
+        init_optimizer_state(model, optimizer)
+        assert hooked
+        assert get_optimizer_state_dict(model, optimizer)["state"]
+        assert all(x.grad is grad for x, grad in zip(model.parameters(), grads, strict=True))
+        other = _model(hp_platform, tied=False)
+        assert not get_optimizer_state_dict(other, torch.optim.LBFGS(other.parameters()))["state"]
 
     run_ranks(rank, 3, hp_platform)

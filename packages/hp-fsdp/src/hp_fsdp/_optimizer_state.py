@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import inspect
 import json
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -166,8 +167,8 @@ class GroupedOptimizerView:
         if not state and self._keeps_state():
             problems.missing.append(
                 "all of its state: this is a state dict of an optimizer that has not stepped, or one that "
-                "torch.distributed.checkpoint has read nothing into for that reason (call "
-                "hp_fsdp.init_optimizer_state before get_optimizer_state_dict)"
+                "torch.distributed.checkpoint has read nothing into for that reason (hp_fsdp.get_optimizer_state_dict "
+                "creates the state to read into, optimizer.state_dict() does not)"
             )
         values = _flat({name: slots for name, slots in state.items() if name in parameters})
         targets = {}
@@ -219,24 +220,33 @@ class GroupedOptimizerView:
 
     def create_state(self) -> None:
         """Create the state of a new optimizer by a step that does not change the parameters."""
-        if self.slots():
+        if self.slots() or _needs_closure(self._optimizer):
             return
         ops = self._platform.ops
         parameters = [x for x in self._parameters().values() if self._platform.requires_grad(x)]
-        # Restored below, like the learning rates.
+        # Restored below, like the options.
         grads = [self._platform.get_grad(x) for x in parameters]
-        rates = [group["lr"] for group in self._optimizer.param_groups]
+        groups = self._optimizer.param_groups
+        # With weight decay, momentum would be that of the parameters.
+        changed = [{key: group[key] for key in ("lr", "weight_decay") if key in group} for group in groups]
         try:
             for x in parameters:
                 self._platform.set_grad(x, ops.zeros_like(self._platform.detach(x)))
-            for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-                group["lr"] = ops.zeros_like(rate) if isinstance(rate, self._platform.Tensor) else 0.0
+            for group, options in zip(groups, changed, strict=True):
+                group.update((key, self._zero(value)) for key, value in options.items())
             self._optimizer.step()
         finally:
-            for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
+            for group, options in zip(groups, changed, strict=True):
+                group.update(options)
             for x, grad in zip(parameters, grads, strict=True):
                 self._platform.set_grad(x, grad)
+        # The first real step is number 1, as without this one: a checkpoint from before it continues like its run.
+        for slots in self._optimizer.state.values():
+            if "step" in slots:
+                slots["step"] = self._zero(slots["step"])
+
+    def _zero(self, value: Any) -> Any:
+        return self._platform.ops.zeros_like(value) if isinstance(value, self._platform.Tensor) else 0
 
     def _has_same_options(self, state_dict: Mapping[str, Any], group: Named) -> bool:
         """Return True if the options of a group that decide about slots are on or off as in the state dict."""
@@ -292,6 +302,12 @@ class GroupedOptimizerView:
             local = platform.ops.cast(platform.ops.zeros_like(platform.unwrap(parameter)), value.dtype)
             platform.copy_(local, _state.as_local(platform, value, spec))
             return platform.wrap(local, spec.with_dtype(local.dtype))
+
+
+def _needs_closure(optimizer: Any) -> bool:
+    """Return True if a step needs a function that computes the loss, as that of L-BFGS does."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _flat(state: Mapping[str, Mapping[str, Any]]) -> Named:

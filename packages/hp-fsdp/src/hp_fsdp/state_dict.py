@@ -190,7 +190,8 @@ def set_model_state_dict(
 def get_optimizer_state_dict(model: Module, optimizers: Any, *, options: StateDictOptions | None = None) -> StateDict:
     """Return an optimizer's state by parameter name: `{"state": {name: {slot: value}}, "param_groups": [...]}`.
 
-    Before the optimizer's first step the state is empty. `init_optimizer_state` creates it, to read a checkpoint into.
+    An optimizer that has not stepped gets its state first, as in torch, so that a checkpoint can be read into it: see
+    `init_optimizer_state`. So every rank of the model must call this.
 
     Args:
         optimizers: an optimizer, or a list with one. It is one of torch.optim, any other with `param_groups` and
@@ -209,6 +210,9 @@ def get_optimizer_state_dict(model: Module, optimizers: Any, *, options: StateDi
     """
     options = options or DEFAULT
     platform, parameters, view = _optimizer_of(model, optimizers)
+    # With gradients it may be one without state, such as SGD, between its steps.
+    if not view.slots() and all(platform.get_grad(x) is None for x in parameters.values()):
+        view.create_state()
     collector = _Collector(get_storage(platform), options, _state.ranks_of(platform, parameters.values()))
     state = {name: collector.collect(slots) for name, slots in view.slots().items()}
     if collector.drops:
@@ -220,9 +224,10 @@ def get_optimizer_state_dict(model: Module, optimizers: Any, *, options: StateDi
 def init_optimizer_state(model: Module, optimizer: Any) -> None:
     """Create the state of an optimizer that has not stepped yet, so that a checkpoint can be read into it.
 
-    It takes one step with gradients of zeros and a learning rate of zero, which changes neither parameters nor
-    gradients nor learning rates. The state is that after this step, and is meant to be overwritten. Every rank of the
-    model must call it. An optimizer that has state is not changed.
+    It takes one step with gradients, learning rate and weight decay of zero, and sets the counters `step` to zero. It
+    changes neither parameters nor gradients nor options, and the first real step is that of a new optimizer, except for
+    `ASGD`, `NAdam`, `Rprop` and dampened momentum, whose state such a step changes. Every rank of the model must call
+    it. An optimizer that has state is not changed, nor is one whose step needs a closure.
 
     Example:
         >>> import torch
