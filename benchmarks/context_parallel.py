@@ -14,7 +14,7 @@ ranks; other work on the machine does not count in it), how much that is of torc
 limit takes. Under a causal mask the kernel itself does more than the limit: it computes full blocks of 512 keys.
 
 With `--memory`, also the memory that a step adds to a rank, its largest resident memory less that before the step, in
-processes of its own. With `--timeline`, when each hop of our ring was begun and waited for, and when each block was
+processes of its own. With `--timeline`, when each hop of our ring was started and waited for, and when each block was
 computed, for rank 0.
 """
 
@@ -236,9 +236,11 @@ def print_timeline(attend: Any, tensors: list[torch.Tensor], grad: torch.Tensor,
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            begun = time.perf_counter() - start
+            started = time.perf_counter() - start
             result = function(*args)
-            events.append((begun, f"{name:8s} {begun * 1e3:8.1f} ... {(time.perf_counter() - start) * 1e3:8.1f} ms"))
+            events.append(
+                (started, f"{name:8s} {started * 1e3:8.1f} ... {(time.perf_counter() - start) * 1e3:8.1f} ms")
+            )
             return result
 
         return call
@@ -246,7 +248,7 @@ def print_timeline(attend: Any, tensors: list[torch.Tensor], grad: torch.Tensor,
     class Hop:
         def __init__(self, work: Any) -> None:
             self.work = work
-            events.append((time.perf_counter() - start, f"hop begun  {(time.perf_counter() - start) * 1e3:6.1f} ms"))
+            events.append((time.perf_counter() - start, f"hop started {(time.perf_counter() - start) * 1e3:6.1f} ms"))
             self.wait = noted("wait", work.wait)
 
     swap = ring._Ring.swap

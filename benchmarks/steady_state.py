@@ -42,8 +42,8 @@ def main():
     options = parser.parse_args()
     platform = get_platform(options.platform)
     mesh = DeviceMesh("cpu", (1,), mesh_dim_names=("dp",), platform=platform)
-    whole = platform.from_numpy(np.ones((4, 4), np.float32))
-    weight = platform.Parameter(distribute_tensor(whole, mesh, (Replicate(),), src_data_rank=None))
+    full = platform.from_numpy(np.ones((4, 4), np.float32))
+    weight = platform.Parameter(distribute_tensor(full, mesh, (Replicate(),), src_data_rank=None))
     tracemalloc.start()
     print(
         f"{platform.name}: {'steps':>8}{'op plans':>12}{'redist. plans':>15}{'specs':>8}{'traced MB':>11}{'us/step':>9}"

@@ -114,17 +114,17 @@ def _training(parameters, forward):
 
 def networks(c):
     """Forward and backward at tiny sizes, sharded by rows (data) and by columns (tensor)."""
-    rows, whole = c.distribute(torch.randn(4, 8), 0), c.distribute(torch.randn(4, 8), "R")
+    rows, unsharded = c.distribute(torch.randn(4, 8), 0), c.distribute(torch.randn(4, 8), "R")
     w, w1, w2 = c.parameter((8, 8), "R"), c.parameter((8, 8), "R"), c.parameter((8, 8), "R")
     yield "fwd+bwd: matmul, silu, sum", _training([w], lambda: F.silu(rows @ w))
-    yield "fwd+bwd: MLP, rows cut", _training([w1, w2], lambda: F.linear(F.gelu(F.linear(rows, w1)), w2))
+    yield "fwd+bwd: MLP, rows sharded", _training([w1, w2], lambda: F.linear(F.gelu(F.linear(rows, w1)), w2))
     up, down = c.parameter((8, 8), 0), c.parameter((8, 8), 1)
     yield (
-        "fwd+bwd: MLP, columns cut",
-        _training([up, down], lambda: c.redistribute(F.linear(F.gelu(F.linear(whole, up)), down), "R")),
+        "fwd+bwd: MLP, columns sharded",
+        _training([up, down], lambda: c.redistribute(F.linear(F.gelu(F.linear(unsharded, up)), down), "R")),
     )
-    yield "fwd+bwd: attention, rows cut", _attention(c, 0, "R", "R")
-    yield "fwd+bwd: attention, heads cut", _attention(c, "R", 0, 1)
+    yield "fwd+bwd: attention, rows sharded", _attention(c, 0, "R", "R")
+    yield "fwd+bwd: attention, heads sharded", _attention(c, "R", 0, 1)
 
 
 def _attention(c, data, columns, last):

@@ -77,7 +77,7 @@ class Campaign:
         self.halves: dict[str, Path] = {}
 
     def measure_variants(self) -> None:
-        """Train each variant untouched, whole and by half; cases of real ranks alone do without."""
+        """Train each variant undisturbed, in full and by half; cases of real ranks alone do without."""
         for name in self.variants:
             self.measure(name)
         self.halves = {name: self.make_half(name) for name in self.variants}
@@ -183,7 +183,7 @@ class Campaign:
             yield twice
 
     def errors(self) -> Iterator[Case]:
-        """Operations on files that fail from one on: told in a line without a traceback; later all is well."""
+        """Operations on files that fail from one on: reported in a line without a traceback; later all is well."""
 
         def case(random_: random.Random) -> str:
             operations = self.choose(random_)
@@ -192,7 +192,7 @@ class Campaign:
             ended = self.train_with(act)
             self.expect(ended, 0, 1, 2)
             if ended.code and os.strerror(code) not in ended.errors:
-                raise Failure(f"the reason is not told: {ended.errors[-800:]}")
+                raise Failure(f"the reason is not reported: {ended.errors[-800:]}")
             return self.expect_recovery()
 
         while True:
@@ -209,7 +209,7 @@ class Campaign:
             self.expect(ended, 0, 1, 2)
             if ended.code == 0:
                 self.expect_newest_sound()
-                # Metrics that are gone are gone.
+                # Lost metrics stay lost.
                 if not any(path.name == "metrics.jsonl" for _, path in done):
                     self.expect_curve()
                 return SAME

@@ -84,7 +84,7 @@ def jump_the_clock(seed: int) -> None:
     time.time = lambda: real() + random_.uniform(-3e8, 3e8)
 
 
-def cut(path: Path, random_: random.Random) -> None:
+def truncate(path: Path, random_: random.Random) -> None:
     os.truncate(path, random_.randrange(max(1, path.stat().st_size)))
 
 
@@ -117,7 +117,7 @@ def nest(path: Path, random_: random.Random) -> None:
     path.write_text("[" * 100_000)
 
 
-DAMAGES = (cut, flip, zero, delete, double, make_folder, nest)
+DAMAGES = (truncate, flip, zero, delete, double, make_folder, nest)
 
 
 def damage(run: Path, random_: random.Random) -> list[tuple[str, Path]]:

@@ -1,4 +1,4 @@
-"""An object store in a folder: an object is there whole or not at all, and nothing can be renamed."""
+"""An object store in a folder: an object is complete or absent, and nothing can be renamed."""
 
 from __future__ import annotations
 

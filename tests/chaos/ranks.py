@@ -1,4 +1,4 @@
-"""Faults of real ranks: killed, stopped, told to stop from their first moment on, and coming back as fewer or more."""
+"""Faults of real ranks: killed, stopped, asked to stop from their first moment on, and coming back as fewer or more."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Ranks:
         raise Failure("no checkpoint was seen being written")
 
     def half_written(self) -> list[str]:
-        """Return the names of folders of checkpoints that are not whole."""
+        """Return the names of folders of incomplete checkpoints."""
         folder = self.run / "checkpoints"
         return [name for name in os.listdir(folder) if "incomplete" in name] if folder.exists() else []
 

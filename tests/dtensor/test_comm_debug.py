@@ -285,7 +285,7 @@ def test_what_stays_behind(hp_platform: Platform) -> None:
     with pytest.raises(RuntimeError, match="is in use by an outer block"), comm, comm:
         pass
     model(x)
-    assert comm.get_total_counts() == 0, "the block is over, its hooks are gone"
+    assert comm.get_total_counts() == 0, "the block is over, its hooks are removed"
     with comm:
         model(x)
     with comm:

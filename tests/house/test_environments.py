@@ -77,10 +77,10 @@ def test_two_at_once_make_it_once(tmp_path, made):
 def test_a_shared_environment_is_included_and_its_change_noticed(tmp_path, made):
     Environment("source").prepare(tmp_path / "source")
     site = environments.site_packages(tmp_path / "source")
-    (site / "framework.py").write_text("name = 'lent'")
+    (site / "framework.py").write_text("name = 'shared'")
     target = Environment("target", shared=(site,))
     python = target.prepare(tmp_path / "target")
-    assert say(python, "import framework; print(framework.name)") == "lent"
+    assert say(python, "import framework; print(framework.name)") == "shared"
 
     Environment("source", fingerprint="newer").prepare(tmp_path / "source")
     target.prepare(tmp_path / "target")

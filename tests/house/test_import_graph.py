@@ -31,7 +31,7 @@ ORDER = (
     ("testing",),
 )
 
-# Circles that there are, each with its reason; one that is gone must go from here.
+# Circles that exist, each with its reason; one that no longer exists is removed from here.
 CIRCLES_BETWEEN: dict[str, str] = {}
 CIRCLES_INSIDE: dict[str, str] = {}
 
@@ -88,7 +88,7 @@ def _imports_by_name(call: ast.Call) -> bool:
 
 
 def nearest_module(name: str, modules: dict[str, Path]) -> str | None:
-    """Return the module that a dotted name lies in, or None when it lies in none of these."""
+    """Return the module that a dotted name belongs to, or None when it belongs to none of these."""
     while name and name not in modules:
         name = name.rpartition(".")[0]
     return name or None

@@ -1,4 +1,4 @@
-"""The comparison of losses tells a rounding from a mistake, and says what is missing."""
+"""The comparison of losses distinguishes rounding from a mistake, and says what is missing."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def test_roundings_agree_and_anything_larger_does_not():
 
 
 @pytest.mark.parametrize(
-    ("losses", "told"),
+    ("losses", "expected_message"),
     [
         ((4.0, 3.00001, 2.0, 1.0005), "agrees: 3.3e-06 up to step 2, where a token chose another expert, then 5.0e-04"),
         ((4.0, 3.0, 2.0, 1.1), "DISAGREES: 0.0e+00 up to step 2, where a token chose another expert, then 1.0e-01"),
         ((4.0, 3.001, 2.0, 1.0), "DISAGREES: 3.3e-04 up to step 2, where a token chose another expert, then 0.0e+00"),
     ],
 )
-def test_after_another_choice_of_experts_more_is_allowed_but_not_in_its_step(losses, told):
+def test_after_another_choice_of_experts_more_is_allowed_but_not_in_its_step(losses, expected_message):
     got = steps(*losses, loads=(0.1, 0.21, 0.3, 0.4))
-    assert str(loss_parity.Comparison.of(steps(4.0, 3.0, 2.0, 1.0), got)) == told
+    assert str(loss_parity.Comparison.of(steps(4.0, 3.0, 2.0, 1.0), got)) == expected_message
 
 
 def test_the_table_has_a_line_per_step_and_a_column_per_run():

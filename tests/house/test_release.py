@@ -81,7 +81,7 @@ def test_a_dry_run_builds_the_next_version_and_leaves_the_tree_alone(tmp_path, m
         target.mkdir()
         command = [sys.executable, "-m", "zipfile", "-c", str(target / "x.whl"), str(folder / "pyproject.toml")]
         subprocess.run(command, check=True)
-        shutil.copy(target / "x.whl", tmp_path / "kept.whl")
+        shutil.copy(target / "x.whl", tmp_path / "saved.whl")
         return [target / "x.whl"]
 
     monkeypatch.setattr(release, "build_and_check", build)
@@ -89,6 +89,6 @@ def test_a_dry_run_builds_the_next_version_and_leaves_the_tree_alone(tmp_path, m
     lines = list(release.prepare("hp-moe", "0.1.7", False, tmp_path / "scratch"))
     assert lines[0] == "hp-moe: 0.1.0 -> 0.1.7"
     assert "git tag --annotate hp-moe-v0.1.7" in lines[-1]
-    with zipfile.ZipFile(tmp_path / "kept.whl") as wheel:
+    with zipfile.ZipFile(tmp_path / "saved.whl") as wheel:
         assert b'version = "0.1.7"' in wheel.read("pyproject.toml")
     assert {path: path.read_bytes() for path in package.folder.rglob("*") if path.is_file()} == before

@@ -13,7 +13,7 @@ def test_nothing_but_the_known_files_and_folders_is_in_the_root(root):
     assert {path.partition("/")[0] for path in listed.stdout.splitlines()} == ROOT_ENTRIES
 
 
-def test_no_weights_or_tokens_are_kept(root):
+def test_no_weights_or_tokens_are_committed(root):
     kinds = ["*.safetensors", "*.bin", "*.npz", "*.pt", "*.ckpt", "*metrics.jsonl"]
     listed = subprocess.run(["git", "ls-files", *kinds], cwd=root, capture_output=True, text=True, check=True)
     assert listed.stdout.splitlines() == []

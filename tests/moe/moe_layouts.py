@@ -1,7 +1,7 @@
 """One layer trained under a layout, run on every rank: simulated, or a process of the pool.
 
 The global batch is split into as many unequal parts as there are data-parallel ranks; every result is compared
-with the same steps on one rank that has the whole batch.
+with the same steps on one rank that has the full batch.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ CASES = [(layout, option, index) for layout in EXACT for option in OPTIONS for i
 @pytest.mark.parametrize(("layout", "option", "index"), CASES)
 def test_five_steps_in_any_size(layout, option, index):
     random = numpy.random.default_rng(zlib.crc32(f"{layout} {option} {index}".encode()))
-    # Sequences are cut over the ranks of a layout: there may be fewer tokens than ranks.
+    # Sequences are sharded over the ranks of a layout: there may be fewer tokens than ranks.
     tokens = int(random.choice([1, 2, 3, 7, 16, 61, 128, 512]))
     length = int(random.choice([each for each in (1, 2, 3, 7, 8) if tokens % each == 0]))
     # Scores that add up to one leave nothing to learn with one expert a token.

@@ -145,7 +145,7 @@ def test_own_experts_under_fully_shard_give_the_numbers_of_one_rank(platform):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_fewer_experts_than_ranks_are_sharded_along_another_dimension(platform, bias):
-    """Two or three experts on four ranks: none holds a whole expert more than another."""
+    """Two or three experts on four ranks: none holds a full expert more than another."""
     fully_shard = pytest.importorskip("hp_fsdp").fully_shard
     parts = batches(8)
 
@@ -167,7 +167,7 @@ def test_fewer_experts_than_ranks_are_sharded_along_another_dimension(platform, 
     numpy.testing.assert_allclose(numpy.concatenate([each[0] for each in results]), y, **CLOSE)
     numpy.testing.assert_allclose(numpy.concatenate([each[1] for each in results]), dx, **CLOSE)
     for at, (_, _, got, held) in enumerate(results):
-        # Those of experts 0 to 2, or 3 and 4, on four ranks; whole experts would leave one with none.
+        # Those of experts 0 to 2, or 3 and 4, on four ranks; unsharded experts would leave one with none.
         of_all = (3 if at % 2 == 0 else 2) * 3 * DIM * HIDDEN
         assert held > 0 if bias else held == of_all / 4
         for name, expected in dw.items():

@@ -38,7 +38,7 @@ NOT_TAKEN = {
     "get_optimizer_state_dict.submodules": "on the page",
     "get_state_dict.submodules": "on the page",
     "UnshardHandle.group": "`unshard` alone makes one",
-    "Shard.local_shard_size_and_offset": "`Shard.parts` tells the ranges of all ranks",
+    "Shard.local_shard_size_and_offset": "`Shard.parts` gives the ranges of all ranks",
     "Partial.ALL_REDUCE_OPS": "a table of torch's functions",
     "Partial.LINEAR_REDUCE_OPS": "as above",
     "StateDictOptions.dsd_fqn_modifiers": "for classes that rename parameters by a method of torch's own",
@@ -47,20 +47,20 @@ MORE = {"fully_shard.mp_policy", "fully_shard.offload_policy", *(f"{name}.layout
 """Defaults that are other values of the same meaning: a class with more fields, None for none."""
 
 
-def names(home):
-    module = importlib.import_module(home)
+def names(namespace):
+    module = importlib.import_module(namespace)
     listed = getattr(module, "__all__", None) or [
-        name for name, value in vars(module).items() if getattr(value, "__module__", "") == home and name[0] != "_"
+        name for name, value in vars(module).items() if getattr(value, "__module__", "") == namespace and name[0] != "_"
     ]
     return sorted(name for name in listed if not inspect.ismodule(getattr(module, name)))
 
 
-def of_ours(home, name):
+def of_ours(namespace, name):
     if name == "DTensor":  # the class of this platform's tensors has what torch.Tensor has
         from hp_platform_torch.tensor.dtensor import TorchDTensor
 
         return TorchDTensor
-    return getattr(HOMES[home], name)
+    return getattr(HOMES[namespace], name)
 
 
 def parameters(function):
@@ -96,15 +96,15 @@ def differences(label, theirs, ours):
 
 
 def methods(cls):
-    homes = [base for base in cls.__mro__ if base.__module__.startswith("torch.distributed")]
-    return sorted({name for base in homes for name in vars(base) if name[0] != "_"})
+    bases = [base for base in cls.__mro__ if base.__module__.startswith("torch.distributed")]
+    return sorted({name for base in bases for name in vars(base) if name[0] != "_"})
 
 
-@pytest.mark.parametrize("home", HOMES)
-def test_what_torch_has_is_called_alike_here(home):
+@pytest.mark.parametrize("namespace", HOMES)
+def test_what_torch_has_is_called_alike_here(namespace):
     problems = []
-    for name in set(names(home)) - ABSENT:
-        theirs, ours = getattr(importlib.import_module(home), name), of_ours(home, name)
+    for name in set(names(namespace)) - ABSENT:
+        theirs, ours = getattr(importlib.import_module(namespace), name), of_ours(namespace, name)
         problems += differences(name, theirs, ours) if callable(theirs) and theirs is not torch.Tensor else []
         for method in methods(theirs) if inspect.isclass(theirs) else ():
             label = f"{name}.{method}"

@@ -45,8 +45,8 @@ class Float8Weight(torch.Tensor):
         result = func(*plain[0], **plain[1])
         if func is torch.ops.aten.copy_.default:
             return args[0]
-        kept = "detach", "split", "slice", "new_zeros", "view", "as_strided", "empty_like", "clone", "_to_copy"
-        if func.overloadpacket.__name__ not in kept:
+        saved = "detach", "split", "slice", "new_zeros", "view", "as_strided", "empty_like", "clone", "_to_copy"
+        if func.overloadpacket.__name__ not in saved:
             return result
         return tree_map(lambda x: cls(x) if isinstance(x, torch.Tensor) else x, result)
 

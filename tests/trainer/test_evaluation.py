@@ -28,7 +28,7 @@ def test_all_samples_are_evaluated_once_on_any_number_of_ranks(lab, capsys):
     settings |= {"training__steps": 2, "checkpoint__interval": 2}
     (one,) = events(lab.run("one", **settings), "evaluation")
     (four,) = events(lab.run("four", FOUR_RANKS["folded"], 4, training__micro_batch_size=2, **settings), "evaluation")
-    assert one["tokens"] == four["tokens"] == 24 * 16  # of 400 tokens kept, in batches of 8
+    assert one["tokens"] == four["tokens"] == 24 * 16  # of 400 tokens, in batches of 8
     assert four["loss"] == pytest.approx(one["loss"], rel=2e-5)
     assert one["perplexity"] == pytest.approx(math.exp(one["loss"]))
     step, loss, perplexity, tokens = evaluate(capsys, str(lab.folder / "four"))

@@ -68,7 +68,7 @@ def is_running(pid):
 
 
 def write_pid(folder):
-    """Write this rank's process id into a file, which is whole from its first moment."""
+    """Write this rank's process id into a file, which is complete as soon as it exists."""
     own = Path(folder) / f"{my_world()[0]}.part"
     own.write_text(str(os.getpid()))
     own.rename(own.with_suffix(".pid"))

@@ -37,7 +37,7 @@ def pids_in(folder, num_ranks):
     return [int(pid) for file in files for pid in file.read_text().split()]
 
 
-def gone(pids):
+def ended(pids):
     return not any(targets.is_running(pid) for pid in pids)
 
 
@@ -242,7 +242,7 @@ def test_the_pool_starts_again_after_a_failure(pool):
     before = pool.run(targets.my_pid)
     with pytest.raises(LaunchError, match="rank 2 of 3 failed: ValueError"):
         pool.run(targets.fail, 2)
-    wait_for(lambda: gone(before))
+    wait_for(lambda: ended(before))
     assert not set(before) & set(pool.run(targets.my_pid))
 
 
@@ -275,7 +275,7 @@ def test_ranks_that_do_not_answer_are_shown_with_their_stacks(pool, tmp_path, mo
 def test_closing_the_pool_leaves_no_process(pool):
     pids = pool.run(targets.my_pid)
     pool.close()
-    assert gone(pids)
+    assert ended(pids)
 
 
 def test_pools_in_threads_do_not_die_with_them():
@@ -328,7 +328,7 @@ def test_a_signal_stops_all_ranks_and_what_they_started(tmp_path, number):
     _, error = process.communicate(timeout=SECONDS)
     assert process.returncode == -number
     assert ("KeyboardInterrupt" in error) == (number == signal.SIGINT)
-    wait_for(lambda: gone(pids))
+    wait_for(lambda: ended(pids))
 
 
 def test_ranks_that_ignore_signals_are_killed_after_the_grace_time(tmp_path):
@@ -338,7 +338,7 @@ def test_ranks_that_ignore_signals_are_killed_after_the_grace_time(tmp_path):
     os.kill(process.pid, signal.SIGTERM)
     process.communicate(timeout=SECONDS)
     assert process.returncode == -signal.SIGTERM
-    wait_for(lambda: gone(pids))
+    wait_for(lambda: ended(pids))
 
 
 def test_when_the_parent_is_killed_its_ranks_end(tmp_path):
@@ -346,7 +346,7 @@ def test_when_the_parent_is_killed_its_ranks_end(tmp_path):
     pids = pids_in(tmp_path, 2)
     process.kill()
     process.wait(SECONDS)
-    wait_for(lambda: gone(pids[::2]))
+    wait_for(lambda: ended(pids[::2]))
     for grandchild in pids[1::2]:
         os.kill(grandchild, signal.SIGKILL)
     process.communicate(timeout=SECONDS)
@@ -359,7 +359,7 @@ def test_when_the_parent_is_killed_even_ranks_stuck_in_native_code_end(tmp_path)
     ranks = pids_in(tmp_path, 2)
     process.kill()
     process.communicate(timeout=SECONDS)
-    wait_for(lambda: gone(ranks))
+    wait_for(lambda: ended(ranks))
 
 
 def test_ranks_may_end_in_their_own_way_when_a_signal_comes(tmp_path):

@@ -31,8 +31,8 @@ def meshes(shape, ranks=None, world_size=None):
 def view(array, where, axes):
     """The array of ranks along `axes`, in that order, through coordinate `where`."""
     others = tuple(slice(None) if axis in axes else where[axis] for axis in range(array.ndim))
-    kept = sorted(axes)
-    return array[others].transpose([kept.index(axis) for axis in axes])
+    remaining = sorted(axes)
+    return array[others].transpose([remaining.index(axis) for axis in axes])
 
 
 @pytest.mark.parametrize("shape", SHAPES)

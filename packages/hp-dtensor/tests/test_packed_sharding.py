@@ -25,7 +25,7 @@ def packings(count, length, documents, rows=1):
     return [tuple(packing(random, length, documents) for _ in range(rows)) for _ in range(count)]
 
 
-def cut_of(documents, ranks, even_hops=True, **options):
+def sharding_of(documents, ranks, even_hops=True, **options):
     return SequenceSharding(length=sum(documents[0]), ranks=ranks, documents=documents, even_hops=even_hops, **options)
 
 
@@ -47,7 +47,7 @@ def imbalance(work):
 def test_work_is_equal(ranks, documents, rows, even_hops):
     of_rows = []
     for packed in packings(20, 4096, documents, rows):
-        sharding = cut_of(packed, ranks, even_hops)
+        sharding = sharding_of(packed, ranks, even_hops)
         of_tokens = (positions_of(packed) + 1).sum(0)
         work = [of_tokens[sharding.indices(rank)].sum() for rank in range(ranks)]
         assert list(sharding.work()) == work
@@ -63,7 +63,7 @@ def test_every_token_has_one_rank_and_ranks_have_equally_many():
         length, ranks = (int(random.integers(1, high)) for high in (60, 10))
         packed = tuple(packing(random, length, int(random.integers(1, 12))) for _ in range(random.integers(1, 4)))
         degree = int(random.choice([each for each in range(1, ranks + 1) if ranks % each == 0]))
-        sharding = cut_of(packed, ranks, bool(random.integers(2)), ulysses_degree=degree)
+        sharding = sharding_of(packed, ranks, bool(random.integers(2)), ulysses_degree=degree)
         indices = [sharding.indices(rank) for rank in range(ranks)]
         rings = [sharding.ring_indices(ring).size for ring in range(sharding.ring_size)]
         assert rings == np.diff(length * np.arange(sharding.ring_size + 1) // sharding.ring_size).tolist()
@@ -85,7 +85,7 @@ def test_every_token_has_one_rank_and_ranks_have_equally_many():
     ],
 )
 def test_places_of_two_ranks(documents, wanted):
-    sharding = cut_of(documents, 2)
+    sharding = sharding_of(documents, 2)
     assert [sharding.indices(rank).tolist() for rank in range(2)] == wanted
 
 
@@ -95,11 +95,11 @@ def hops_and_gathered(sharding, documents):
     needed, ranks = needed_hops(tokens, True, None), sharding.ranks
     plans = [plan_member(tokens, rank, needed, True, None, None).plans for rank in range(ranks)]
     work = np.array([[count_scores(plan, 1) for plan in each] for each in plans], float)
-    begun, done = np.zeros(ranks), work[:, 0].copy()
+    started, done = np.zeros(ranks), work[:, 0].copy()
     for hop in range(1, ranks):
         # A block comes from the rank before, which has sent it on as it began to compute with it.
-        begun = np.maximum(done, np.roll(begun, 1))
-        done = begun + work[:, hop]
+        started = np.maximum(done, np.roll(started, 1))
+        done = started + work[:, hop]
     gathered = [plan_gather(tokens, rank, True, None, None).received for rank in range(ranks)]
     count = sum(
         b - a
@@ -115,7 +115,7 @@ def test_hops_of_a_ring_are_even_or_fewer_keys_are_gathered():
     found = {True: [], False: []}
     for packed in packings(6, 2048, 8):
         for even_hops in found:
-            found[even_hops].append(hops_and_gathered(cut_of(packed, 4, even_hops), packed))
+            found[even_hops].append(hops_and_gathered(sharding_of(packed, 4, even_hops), packed))
     even, gathered = (np.array(found[each]) for each in (True, False))
     assert (even[:, 0] <= 1.05).all()
     assert gathered[:, 0].mean() > 1.1

@@ -1,4 +1,4 @@
-"""Placements and specs: boxes against nested cuts of an array, interning, and what is refused."""
+"""Placements and specs: boxes against nested splits of an array, interning, and what is refused."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from hp_dtensor.spec.tensor_spec import TensorSpec
 
 
 def chunks(array, dim, count):
-    """Pieces of `ceil(size / count)`, as torch.chunk cuts, with empty ones at the end."""
+    """Chunks of `ceil(size / count)`, as torch.chunk's, with empty ones at the end."""
     size = array.shape[dim]
     piece = -(-size // count)
     return np.split(array, [min(piece * i, size) for i in range(1, count)], dim)
 
 
-def held(whole, placements, mesh_shape, where):
-    """The part of `whole` at a coordinate: each mesh axis in turn cuts what is left."""
+def held(full, placements, mesh_shape, where):
+    """The part of `full` at a coordinate: each mesh axis in turn splits the remaining range."""
     for placement, count, coordinate in zip(placements, mesh_shape, where, strict=True):
         if isinstance(placement, RaggedShard):
             stops = np.cumsum(placement.units)[:-1]
-            whole = np.split(whole, stops, placement.dim)[coordinate]
+            full = np.split(full, stops, placement.dim)[coordinate]
         elif isinstance(placement, Shard):
-            whole = chunks(whole, placement.dim, count)[coordinate]
-    return whole
+            full = chunks(full, placement.dim, count)[coordinate]
+    return full
 
 
 def mesh_of(shape, rank=0):
@@ -42,26 +42,26 @@ def mesh_of(shape, rank=0):
 @pytest.mark.parametrize("mesh_shape", [(1,), (4,), (2, 3), (2, 1, 2)])
 @pytest.mark.parametrize("shape", [(7, 5), (3, 4), (1, 2), (0, 3)])
 def test_boxes_are_the_nested_cuts(mesh_shape, shape):
-    whole = np.arange(np.prod(shape)).reshape(shape)
+    full = np.arange(np.prod(shape)).reshape(shape)
     for rank, where in enumerate(np.ndindex(*mesh_shape)):
         mesh = mesh_of(mesh_shape, rank)
         for placements in itertools.product([Replicate(), Shard(0), Shard(1), Partial()], repeat=len(mesh_shape)):
             spec = TensorSpec(mesh, placements, shape, "float32")
-            expected = held(whole, placements, mesh_shape, where)
+            expected = held(full, placements, mesh_shape, where)
             assert spec.local_shape == expected.shape
             for coordinate in np.ndindex(*mesh_shape):
                 offset, size = spec.box(coordinate)
                 box = tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))
-                np.testing.assert_array_equal(whole[box], held(whole, placements, mesh_shape, coordinate))
+                np.testing.assert_array_equal(full[box], held(full, placements, mesh_shape, coordinate))
 
 
 def test_ragged_parts_nest_with_others():
     mesh = mesh_of((2, 3), rank=4)  # coordinate (1, 1)
-    whole = np.arange(18).reshape(9, 2)
+    full = np.arange(18).reshape(9, 2)
     placements = (RaggedShard(0, (2, 7)), RaggedShard(0, (0, 4, 3)))
     spec = TensorSpec(mesh, placements, (9, 2), "float32")
     assert spec.box() == ((2, 0), (4, 2))
-    np.testing.assert_array_equal(whole[2:6], held(whole, placements, (2, 3), (1, 1)))
+    np.testing.assert_array_equal(full[2:6], held(full, placements, (2, 3), (1, 1)))
 
 
 @pytest.mark.parametrize(("size", "ranks"), list(itertools.product(range(8), range(1, 6))))
@@ -102,14 +102,14 @@ def test_specs_that_nobody_holds_are_forgotten():
     from hp_dtensor.spec import tensor_spec as module
 
     mesh = mesh_of((2,))
-    kept = TensorSpec(mesh, (Replicate(),), (123, 457), "float32")
+    first = TensorSpec(mesh, (Replicate(),), (123, 457), "float32")
     gc.collect()
     before = len(module._interned)
     for size in range(50):
         TensorSpec(mesh, (Shard(0),), (size, 459), "float32")
     gc.collect()
     assert len(module._interned) == before
-    assert TensorSpec(mesh, (Replicate(),), (123, 457), "float32") is kept
+    assert TensorSpec(mesh, (Replicate(),), (123, 457), "float32") is first
 
 
 def test_replicas_are_counted():
@@ -190,9 +190,9 @@ def test_placements_that_cannot_be():
 
 @pytest.mark.parametrize("size", [0, 1, 5, 8, 12, 13])
 def test_strided_shards_take_a_piece_of_every_chunk(size):
-    whole = np.arange(size)
+    full = np.arange(size)
     for ranks, factor in itertools.product((1, 2, 3), (1, 2, 4)):
-        pieces = [chunks(chunk, 0, ranks) for chunk in chunks(whole, 0, factor)]
+        pieces = [chunks(chunk, 0, ranks) for chunk in chunks(full, 0, factor)]
         for rank in range(ranks):
             mesh = mesh_of((ranks,), rank)
             spec = TensorSpec(mesh, (StridedShard(0, factor),), (size,), "float32")
@@ -202,8 +202,8 @@ def test_strided_shards_take_a_piece_of_every_chunk(size):
             assert spec.local_shape == expected.shape
 
 
-def test_a_strided_shard_and_a_later_one_are_cut_right_to_left():
-    """FSDP over tensor parallelism makes these: the later axis cuts first, and the shard is contiguous."""
+def test_a_strided_shard_and_a_later_one_are_split_right_to_left():
+    """FSDP over tensor parallelism makes these: the later axis splits first, and the shard is contiguous."""
     for rank in range(6):
         mesh = mesh_of((2, 3), rank)
         spec = TensorSpec(mesh, (StridedShard(-1, 3), Shard(1)), (1, 12), "float32")

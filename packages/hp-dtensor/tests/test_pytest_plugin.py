@@ -92,17 +92,17 @@ def test_a_test_whose_fixtures_end_badly_is_not_done(tmp_path):
 def test_a_proof_goes_on_where_it_was_stopped(tmp_path, workers):
     pytest.importorskip("xdist")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"-n{workers}", "--hp-done", "done.txt"]
-    for failing, passed, told in ((2, "013", "1 failed, 3 passed"), (None, "0123", "1 passed")):
+    for failing, passed, message in ((2, "013", "1 failed, 3 passed"), (None, "0123", "1 passed")):
         (tmp_path / "test_long.py").write_text(LONG.format(failing=failing))
         shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
-        assert told in shown
+        assert message in shown
         done = (tmp_path / "done.txt").read_text().splitlines()
         assert sorted(done) == [f"test_long.py::test_number[{number}]" for number in passed]
 
 
 def test_a_free_port_is_none_that_the_system_gives(free_port):
     range_ = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    # A system that does not tell is taken for Linux; one that gives nearly all ports leaves none to choose from.
+    # Linux is assumed where the range cannot be read; a range of nearly all ports leaves none to choose from.
     given = range(*map(int, range_.read_text().split())) if range_.exists() else range(32768, 61000)
     found = [free_port() for _ in range(20)]
     assert len(set(found)) > 10

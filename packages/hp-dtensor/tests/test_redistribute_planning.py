@@ -51,22 +51,22 @@ def held(mesh_shape, shape, placements):
 
 def counted_volume(mesh_shape, shape, source, target):
     """The fewest elements: per element, sums to one rank, then copies to every other rank or partial group."""
-    kept = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s.is_partial() and t.is_partial()]
-    choices = itertools.chain.from_iterable(itertools.combinations(kept, n) for n in range(len(kept) + 1))
+    unreduced = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s.is_partial() and t.is_partial()]
+    choices = itertools.chain.from_iterable(itertools.combinations(unreduced, n) for n in range(len(unreduced) + 1))
     before, after = held(mesh_shape, shape, source), held(mesh_shape, shape, target)
     return min(
-        _counted_with(mesh_shape, shape, source, target, before, after, [a for a in kept if a not in reduced])
+        _counted_with(mesh_shape, shape, source, target, before, after, [a for a in unreduced if a not in reduced])
         for reduced in choices
     )
 
 
-def _counted_with(mesh_shape, shape, source, target, before, after, kept):
-    summed = [a for a, s in enumerate(source) if s.is_partial() and a not in kept]
+def _counted_with(mesh_shape, shape, source, target, before, after, unreduced):
+    summed = [a for a, s in enumerate(source) if s.is_partial() and a not in unreduced]
     parts = math.prod(mesh_shape[a] for a in summed)
-    embedded = [a for a, t in enumerate(target) if t.is_partial() and a not in kept]
+    embedded = [a for a, t in enumerate(target) if t.is_partial() and a not in unreduced]
     total = 0
-    for line in itertools.product(*(range(mesh_shape[a]) for a in kept)):
-        ranks = [c for c in before if all(c[a] == i for a, i in zip(kept, line, strict=True))]
+    for line in itertools.product(*(range(mesh_shape[a]) for a in unreduced)):
+        ranks = [c for c in before if all(c[a] == i for a, i in zip(unreduced, line, strict=True))]
         for element in itertools.product(*map(range, shape)):
             holders = {c for c in ranks if element in before[c]}
             groups = {}
@@ -236,5 +236,5 @@ def test_ragged_parts_are_known_on_their_own_axis_only():
     ragged = RaggedShard(0, (1, 3))
     plan = plan_redistribute(mesh_of((2, 2)), (Shard(1), ragged), (R, Shard(0)), (4, 4))
     assert [step.axes for step in plan.steps if ragged in step.source] == [(1,)]
-    whole = plan_redistribute(mesh_of((2, 2)), (Shard(0), ragged), (R, R), (8, 4), itemsize=1)
-    assert whole.wire_bytes == 24
+    full = plan_redistribute(mesh_of((2, 2)), (Shard(0), ragged), (R, R), (8, 4), itemsize=1)
+    assert full.wire_bytes == 24

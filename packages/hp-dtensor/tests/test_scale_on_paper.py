@@ -61,7 +61,7 @@ def test_meshes_cost_the_same_for_eight_and_for_a_million_ranks():
 
 
 def plan_a_model(shape):
-    """Plan a thousand moves, everything anew; return the number of their steps."""
+    """Plan a thousand redistributions without caches; return the number of their steps."""
     for cached in vars(planner).values():
         if hasattr(cached, "cache_clear"):
             cached.cache_clear()

@@ -340,7 +340,7 @@ def test_a_rank_that_never_ends_is_shown_with_its_stack(platform, monkeypatch):
             return running.set(), release.wait(300)
 
     def late_in_time(job, seconds):
-        assert running.wait(300), "on a busy machine the time may be up before rank 1 has begun"
+        assert running.wait(300), "on a busy machine the time may be up before rank 1 has started"
         return late(job, seconds)
 
     monkeypatch.setattr(Job, "_late", late_in_time)

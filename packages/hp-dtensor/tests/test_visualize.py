@@ -25,7 +25,7 @@ def spec(shape, placements, mesh=(2, 2)):
         return TensorSpec(DeviceMesh("cpu", mesh, mesh_dim_names=("dp", "tp")[: len(mesh)]), placements, shape, None)
 
 
-def test_a_matrix_cut_both_ways_unevenly():
+def test_a_matrix_sharded_both_ways_unevenly():
     assert visualize_sharding(spec((5, 3), (Shard(0), Shard(1)))) == (
         "[5, 3] (dp:S(0), tp:S(1)) on mesh (dp=2, tp=2)\n"
         "      | [0:2] | [2:3]\n"

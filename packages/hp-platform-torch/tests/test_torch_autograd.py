@@ -1,4 +1,4 @@
-"""The two autograd nodes: first and second derivatives, aliases, unused outputs, and that nothing is kept."""
+"""The two autograd nodes: first and second derivatives, aliases, unused outputs, and that nothing stays alive."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def test_a_map_that_returns_its_input(platform, x, recorded):
 
 def test_a_view_kept_on_its_source_is_freed_with_it(platform, x):
     source = x * 1
-    source.kept = platform.linear_map(source, lambda t: t, _double)
-    gone = weakref.ref(source)
+    source.saved = platform.linear_map(source, lambda t: t, _double)
+    freed = weakref.ref(source)
     del source
     gc.collect()
-    assert gone() is None
+    assert freed() is None
 
 
 def test_nothing_is_recorded_inside(platform, x):
@@ -154,11 +154,11 @@ def test_the_gradient_of_a_gradient_in_the_given_one_is_refused(platform, x):
 
 def test_a_custom_function_keeps_no_input(platform, x):
     middle = x * 1
-    gone = weakref.ref(middle)
+    freed = weakref.ref(middle)
     y = platform.custom_function(lambda t: t * 2, _double, middle)
     del middle
     gc.collect()
-    assert gone() is None
+    assert freed() is None
     y.sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 2.0))
 

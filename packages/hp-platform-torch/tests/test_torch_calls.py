@@ -211,7 +211,7 @@ def _padded_gradient() -> Tensor:
     return table.grad.full_tensor()
 
 
-def test_the_padding_row_of_a_cut_table_gets_no_gradient() -> None:
+def test_the_padding_row_of_a_sharded_table_gets_no_gradient() -> None:
     table = floats(7, 3).requires_grad_()
     F.embedding(torch.tensor([0, 2, 2, 6]), table, padding_idx=-5).sum().backward()
     for grad in run_ranks(_padded_gradient, 2, "torch"):
@@ -232,7 +232,7 @@ def test_alpha_dropout_draws_the_numbers_of_one_device() -> None:
 
 
 def _nested() -> list[Tensor]:
-    """Rows cut over one axis, then raggedly over the other: units differ between ranks of the first."""
+    """Rows sharded over one axis, then raggedly over the other: units differ between ranks of the first."""
     mesh = DeviceMesh("cpu", (2, 2), platform=get_platform("torch"))
     units = ((2, 1), (0, 2))[mesh.get_coordinate()[0]]
     x = distribute_tensor(floats(5, 4), mesh, (Shard(0), RaggedShard(0, units)), src_data_rank=None)
@@ -279,7 +279,7 @@ FACTORS: dict[str, Call] = {
 
 
 @pytest.mark.parametrize("call", FACTORS.values(), ids=FACTORS)
-def test_a_dtensor_as_a_factor_is_the_number_of_the_whole(call: Call) -> None:
+def test_a_dtensor_as_a_factor_is_its_full_value(call: Call) -> None:
     x, zero = floats(4, 3), torch.zeros(4, dtype=torch.long)
 
     def rank() -> Tensor:
@@ -291,7 +291,7 @@ def test_a_dtensor_as_a_factor_is_the_number_of_the_whole(call: Call) -> None:
         torch.testing.assert_close(found, call(x, zero, x.sum().item()))
 
 
-def test_a_row_is_filled_with_the_number_of_the_whole() -> None:
+def test_a_row_is_filled_with_the_full_value() -> None:
     def rank() -> Tensor:
         mesh = DeviceMesh("cpu", (2,))
         x = distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)])
@@ -302,7 +302,7 @@ def test_a_row_is_filled_with_the_number_of_the_whole() -> None:
         assert torch.equal(filled, torch.ones(5, 3).index_fill(0, torch.tensor([0, 4]), 15.0))
 
 
-def test_a_new_tensor_is_filled_with_the_number_of_the_whole() -> None:
+def test_a_new_tensor_is_filled_with_the_full_value() -> None:
     def rank() -> Tensor:
         x = distribute_tensor(torch.ones(5, 3), DeviceMesh("cpu", (2,)), [Shard(0)])
         with pytest.raises(ShardingRuleError, match=r"Pass the value: float\(fill_value\)"):
@@ -320,10 +320,10 @@ def test_an_object_among_the_arguments_is_let_go() -> None:
     def rank() -> bool:
         x, flag = distribute_tensor(floats(4, 3), DeviceMesh("cpu", (2,)), [Shard(0)]), Flag()
         assert F.relu(x, inplace=flag) is x
-        gone = weakref.ref(flag)
+        freed = weakref.ref(flag)
         del flag
         gc.collect()
-        return gone() is None
+        return freed() is None
 
     assert run_ranks(rank, 2, "torch") == [True, True]
 

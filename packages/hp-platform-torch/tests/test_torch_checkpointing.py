@@ -84,7 +84,7 @@ def test_reentrant_parts_give_no_contributions_but_to_sums(op: str) -> None:
 
 
 def test_reentrant_parts_without_a_gradient_may_give_contributions() -> None:
-    """As in an evaluation; over one rank they are the whole."""
+    """As in an evaluation; over one rank they are the full tensors."""
 
     def rank() -> None:
         mesh = DeviceMesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"), platform=get_platform("torch"))

@@ -40,7 +40,7 @@ class Net(torch.nn.Module):
         return self.second(self.around(self.first, torch.tanh(x)))
 
 
-def told(comm):
+def counts_by_module(comm):
     return {
         module: tuple(sum(r.in_backward is flag for r in records) for flag in (False, True))
         for module, records in comm.by_module().items()
@@ -78,7 +78,7 @@ def test_recomputation_belongs_to_the_backward_of_its_module(platform, around, a
         run(loss.backward)
         current_world(platform).group((0,)).all_reduce(loss.detach())
     assert all(p.grad is not None for p in model.parameters())
-    assert told(comm) == {"first.1": (2, 1 + again), "second": (3, 1), "": (1, 0)}
+    assert counts_by_module(comm) == {"first.1": (2, 1 + again), "second": (3, 1), "": (1, 0)}
 
 
 def test_second_derivatives_belong_to_their_modules(platform):
@@ -88,7 +88,7 @@ def test_second_derivatives_belong_to_their_modules(platform):
         (grad,) = torch.autograd.grad((model(x) ** 2).sum(), x, create_graph=True)
         grad.sum().backward()
     # The backward of the backward is the forward; then, below the square, the backward once more.
-    assert told(comm) == {"Reduced": (2, 1 + 2 + 1)}
+    assert counts_by_module(comm) == {"Reduced": (2, 1 + 2 + 1)}
 
 
 def test_an_output_that_nobody_differentiates_leaves_nothing(platform):
@@ -97,4 +97,4 @@ def test_an_output_that_nobody_differentiates_leaves_nothing(platform):
         model(torch.randn(3))
         with torch.no_grad():
             model(torch.randn(3, requires_grad=True))
-    assert told(comm) == {"Reduced": (2, 0)}
+    assert counts_by_module(comm) == {"Reduced": (2, 0)}

@@ -112,7 +112,7 @@ def _plain_and_distributed() -> int:
     compiled = torch.compile(_scores, backend=backend)
     expected = _scores(ROWS, WEIGHT)
     torch.testing.assert_close(compiled(ROWS, WEIGHT), expected)
-    x, weight = (distribute_tensor(whole, _mesh(1), [Shard(0)]) for whole in (ROWS, WEIGHT))
+    x, weight = (distribute_tensor(full, _mesh(1), [Shard(0)]) for full in (ROWS, WEIGHT))
     torch.testing.assert_close(compiled(x, weight).full_tensor(), expected)
     torch.testing.assert_close(compiled(ROWS, WEIGHT), expected)
     return len(graphs)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from two_rank_tensors import ROWS, Tensor, cut, on_two_ranks
+from two_rank_tensors import ROWS, Tensor, on_two_ranks, shard
 
 from hp_dtensor import DeviceMesh, Replicate
 from hp_dtensor.exceptions import ShardingRuleError
@@ -14,7 +14,7 @@ from hp_dtensor.exceptions import ShardingRuleError
 
 def test_differences_of_a_dimension_without_pairs_are_none() -> None:
     def program(mesh: DeviceMesh) -> list[Tensor]:
-        return [torch.diff(cut(torch.ones(size, 2), mesh), dim=0).full_tensor() for size in (0, 1)]
+        return [torch.diff(shard(torch.ones(size, 2), mesh), dim=0).full_tensor() for size in (0, 1)]
 
     assert [x.shape for x in on_two_ranks(program)] == [(0, 2), (0, 2)]
 
@@ -30,12 +30,12 @@ FORMS: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("name", FORMS)
 def test_results_whose_size_depends_on_data(name: str) -> None:
-    """Refused by torch's DTensor (research of 2.13): right on whole tensors, refused with the way out on cut ones."""
+    """Refused by torch's DTensor (2.13): right on replicated tensors, refused with the way out on shards."""
     call = FORMS[name]
 
     def program(mesh: DeviceMesh) -> Tensor:
         with pytest.raises(ShardingRuleError, match=r"redistribute the input to Replicate\(\)"):
-            call(cut(ROWS, mesh))
-        return call(cut(ROWS, mesh, Replicate())).full_tensor()
+            call(shard(ROWS, mesh))
+        return call(shard(ROWS, mesh, Replicate())).full_tensor()
 
     assert torch.equal(on_two_ranks(program), call(ROWS))

@@ -29,7 +29,7 @@ from hp_dtensor.testing import run_ranks
 from hp_platform_torch.tensor import torch_operation
 from hp_platform_torch.tensor.dtensor import TorchDTensor
 
-WHOLE = torch.arange(15.0).view(5, 3) - 4
+FULL = torch.arange(15.0).view(5, 3) - 4
 
 
 def on_ranks(fn, size=2):
@@ -43,8 +43,8 @@ def mesh(platform):
     return init_device_mesh("cpu", (1,), mesh_dim_names=("dp",), platform=platform)
 
 
-def sharded(mesh, whole=WHOLE, placement=None):
-    return distribute_tensor(whole, mesh, [placement or Shard(0)], src_data_rank=None)
+def sharded(mesh, unsharded=FULL, placement=None):
+    return distribute_tensor(unsharded, mesh, [placement or Shard(0)], src_data_rank=None)
 
 
 # What it is ----------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def test_it_is_made_by_functions_only(mesh):
 
 
 def test_its_text_shows_placements_and_local_data(mesh):
-    x = sharded(mesh, WHOLE[:1])
+    x = sharded(mesh, FULL[:1])
     assert repr(x) == ("DTensor([1, 3], torch.float32, (dp:S(0)) on mesh (dp=1), local=tensor([[-4., -3., -2.]]))")
     assert repr(torch.nn.Parameter(x)).startswith("Parameter of DTensor([1, 3]")
     assert f"{sharded(mesh, torch.tensor(1.5), Replicate()):.2f}" == "1.50"
@@ -89,16 +89,16 @@ def test_wrap_and_unwrap_share_storage_and_leave_their_input_alone(platform, mes
     assert platform.local_shape(x) == (2, 3)
 
 
-def test_values_on_the_host_are_those_of_the_whole():
+def test_values_on_the_host_are_those_of_the_full_tensor():
     def values(mesh):
         total = sharded(mesh).sum()  # partial
         return total.item(), float(total), int(total), bool(total > 0), f"{total:.1f}", sharded(mesh).tolist()
 
-    assert on_ranks(values) == [(45.0, 45.0, 45, True, "45.0", WHOLE.tolist())] * 2
+    assert on_ranks(values) == [(45.0, 45.0, 45, True, "45.0", FULL.tolist())] * 2
 
 
-def test_numpy_gives_the_whole():
-    assert on_ranks(lambda mesh: sharded(mesh).numpy().tolist()) == [WHOLE.tolist()] * 2
+def test_numpy_gives_the_full_tensor():
+    assert on_ranks(lambda mesh: sharded(mesh).numpy().tolist()) == [FULL.tolist()] * 2
 
 
 def test_tensors_are_dictionary_keys(mesh):
@@ -107,9 +107,9 @@ def test_tensors_are_dictionary_keys(mesh):
 
 
 def test_unbinding_by_iteration(mesh):
-    rows = list(sharded(mesh, WHOLE, Replicate()))
+    rows = list(sharded(mesh, FULL, Replicate()))
     assert [type(row) for row in rows] == [TorchDTensor] * 5
-    assert [row.tolist() for row in rows] == WHOLE.tolist()
+    assert [row.tolist() for row in rows] == FULL.tolist()
     with pytest.raises(TypeError, match="0-d"):
         len(rows[0].sum())
 
@@ -162,12 +162,12 @@ OPERATORS = {
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=["S0", "S1", "R"])
 def test_operators_functions_and_methods(name, placement):
-    """Twice: the second call runs a kept plan."""
-    other = WHOLE.flip(0) + 6.5
-    expected = OPERATORS[name](WHOLE.clone(), other)
+    """Twice: the second call runs a cached plan."""
+    other = FULL.flip(0) + 6.5
+    expected = OPERATORS[name](FULL.clone(), other)
 
     def run(mesh):
-        x, y = sharded(mesh, WHOLE.clone(), placement), sharded(mesh, other, placement)
+        x, y = sharded(mesh, FULL.clone(), placement), sharded(mesh, other, placement)
         return [OPERATORS[name](x, y).full_tensor() for _ in range(2)]
 
     for first, second in on_ranks(run):
@@ -176,12 +176,12 @@ def test_operators_functions_and_methods(name, placement):
 
 
 def test_in_place_gives_the_same_object(mesh):
-    x = sharded(mesh, WHOLE.clone())
+    x = sharded(mesh, FULL.clone())
     before = x
     x += 1
     assert x is before
     assert x.add_(x) is before
-    assert torch.equal(x.full_tensor(), 2 * (WHOLE + 1))
+    assert torch.equal(x.full_tensor(), 2 * (FULL + 1))
 
 
 def test_a_kept_plan_does_not_confuse_bools_and_integers(mesh):
@@ -208,7 +208,7 @@ def test_scalars_that_change_share_a_plan(mesh):
     plans = torch_operation.operations[torch.Tensor.mul].plans
     before = len(plans)
     for number in range(5):
-        assert torch.equal((x * (number + 0.5)).full_tensor(), WHOLE * (number + 0.5))
+        assert torch.equal((x * (number + 0.5)).full_tensor(), FULL * (number + 0.5))
     assert len(plans) == before
 
 
@@ -242,24 +242,24 @@ def test_autocast_gives_the_dtype_that_it_gives_plain_tensors(mesh, name):
 
 
 def test_results_of_several_tensors(mesh):
-    x = sharded(mesh, WHOLE, Replicate())
+    x = sharded(mesh, FULL, Replicate())
     values, indices = torch.topk(x, 2, 1)
-    assert torch.equal(indices.full_tensor(), torch.topk(WHOLE, 2, 1).indices)
+    assert torch.equal(indices.full_tensor(), torch.topk(FULL, 2, 1).indices)
     assert [type(part) for part in x.split([2, 3])] == [TorchDTensor] * 2
     assert values.shape == (5, 2)
 
 
 @pytest.mark.parametrize("name", ["max", "min", "cummax", "cummin", "topk", "sort", "median", "aminmax"])
 def test_several_results_have_their_names(name):
-    """Also those that a rule puts together of what the parts of a cut dimension give."""
-    whole = torch.arange(400.0).sin().view(2, 200)
+    """Also those that a rule combines from the results of the shards."""
+    unsharded = torch.arange(400.0).sin().view(2, 200)
     arguments = {"topk": {"k": 2, "dim": 1}}.get(name, {"dim": 1})
 
     def results(mesh):
-        x = distribute_tensor(whole, mesh, (Shard(1),))
+        x = distribute_tensor(unsharded, mesh, (Shard(1),))
         return [getattr(torch, name)(x, **arguments) for _ in range(2)]  # the second time as planned
 
-    expected = getattr(torch, name)(whole, **arguments)
+    expected = getattr(torch, name)(unsharded, **arguments)
     for found in on_ranks(results):
         assert [type(each) for each in found] == [type(expected)] * 2
 
@@ -278,24 +278,24 @@ def test_results_into_a_given_tensor(mesh):
     out = sharded(mesh, torch.zeros(5, 3))
     for number in (1, 2):
         assert torch.add(sharded(mesh), number, out=out) is out
-        assert torch.equal(out.full_tensor(), WHOLE + number)
+        assert torch.equal(out.full_tensor(), FULL + number)
 
 
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
 @pytest.mark.parametrize("number", [torch.tensor(2.0), numpy.float64(3.0)], ids=["0-d tensor", "numpy"])
-def test_results_beside_numbers_go_into_a_tensor_wherever_it_is_cut(placement, number):
+def test_results_are_written_next_to_numbers_into_a_tensor_of_any_sharding(placement, number):
     def written(mesh):
         out = distribute_tensor(torch.zeros(5, 3), mesh, (placement,))
         assert torch.add(sharded(mesh), number, out=out) is out
         return out.full_tensor()
 
-    assert all(torch.equal(found, WHOLE + float(number)) for found in on_ranks(written))
+    assert all(torch.equal(found, FULL + float(number)) for found in on_ranks(written))
 
 
 def test_several_results_into_given_tensors(mesh):
     out = distribute_tensor(torch.zeros(3), mesh), distribute_tensor(torch.zeros(3, dtype=torch.int64), mesh)
     assert torch.max(sharded(mesh), 0, out=out) == out
-    assert [x.full_tensor().tolist() for x in out] == [x.tolist() for x in WHOLE.max(0)]
+    assert [x.full_tensor().tolist() for x in out] == [x.tolist() for x in FULL.max(0)]
 
 
 def test_results_do_not_go_into_tensors_of_other_shapes_or_narrower_dtypes(mesh):
@@ -313,8 +313,8 @@ def test_plain_tensors_are_refused_but_not_plain_scalars(mesh):
     x = sharded(mesh)
     for _ in range(2):
         with pytest.raises(MixedOperandsError, match=r"plain tensor of shape \[5, 3\]"):
-            x + WHOLE
-        assert torch.equal((x + torch.tensor(2.0)).full_tensor(), WHOLE + 2)
+            x + FULL
+        assert torch.equal((x + torch.tensor(2.0)).full_tensor(), FULL + 2)
 
 
 # Gradients -----------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def test_plain_tensors_are_refused_but_not_plain_scalars(mesh):
 
 def test_gradients_equal_those_of_one_device():
     weight, target = torch.randn(3, 2), torch.randn(5, 2)
-    w, x = weight.clone().requires_grad_(), WHOLE.clone().requires_grad_()
+    w, x = weight.clone().requires_grad_(), FULL.clone().requires_grad_()
     ((x @ w - target) ** 2).sum().backward()
 
     def run(mesh):
@@ -418,10 +418,10 @@ def test_gradients_of_contributions_to_anything_but_sums_are_refused(op):
 def test_a_gradient_for_backward_of_any_placement():
     def run(mesh):
         x = sharded(mesh).requires_grad_()
-        (x * 2).backward(sharded(mesh, WHOLE, Replicate()))
+        (x * 2).backward(sharded(mesh, FULL, Replicate()))
         return x.grad.full_tensor().tolist()
 
-    assert on_ranks(run) == [(2 * WHOLE).tolist()] * 2
+    assert on_ranks(run) == [(2 * FULL).tolist()] * 2
 
 
 def test_gradients_of_gradients_and_of_chosen_inputs():
@@ -439,16 +439,16 @@ def test_gradients_of_gradients_and_of_chosen_inputs():
         return [g.full_tensor() for g in (grads[0], grads[1], second, w.grad)]
 
     for first, middle, second, weight in on_ranks(run):
-        torch.testing.assert_close(first, 3 * WHOLE**2)
-        torch.testing.assert_close(middle, 3 * WHOLE**2)
-        torch.testing.assert_close(second, 6 * WHOLE)
-        torch.testing.assert_close(weight, (3 * WHOLE**3).sum(0))
+        torch.testing.assert_close(first, 3 * FULL**2)
+        torch.testing.assert_close(middle, 3 * FULL**2)
+        torch.testing.assert_close(second, 6 * FULL)
+        torch.testing.assert_close(weight, (3 * FULL**3).sum(0))
 
 
 def test_torch_backward_function(mesh):
     x = sharded(mesh).requires_grad_()
     torch.autograd.backward([(x * x).sum()])
-    assert torch.equal(x.grad.full_tensor(), 2 * WHOLE)
+    assert torch.equal(x.grad.full_tensor(), 2 * FULL)
 
 
 def test_hooks_get_dtensors(mesh):
@@ -507,34 +507,34 @@ def test_detach_and_data_and_flags(mesh):
 
 
 def test_nothing_of_a_step_stays_behind():
-    """Also where a replicated tensor's varying view is kept for its next user."""
+    """Also where a replicated tensor's varying view is cached for its next user."""
 
     def run(mesh):
         w = torch.nn.Parameter(sharded(mesh, torch.ones(3), Replicate()))
         x = sharded(mesh)
         middle = w * 2
         y = (middle * x).sum() + (x / middle).sum()
-        gone = [weakref.ref(t) for t in (middle, y)]
+        freed = [weakref.ref(t) for t in (middle, y)]
         y.backward()
         del middle, y
         gc.collect()
-        return [ref() is None for ref in gone]
+        return [ref() is None for ref in freed]
 
     assert on_ranks(run) == [[True, True]] * 2
 
 
 def test_nothing_of_a_gathered_tensor_stays_behind():
     def run(mesh):
-        x, y = sharded(mesh).requires_grad_(), sharded(mesh, WHOLE, Shard(0))
-        whole = (x * 1).redistribute(placements=[Replicate()])
-        loss = (whole * y).sum()
-        gone = [weakref.ref(t) for t in (whole, loss)]
+        x, y = sharded(mesh).requires_grad_(), sharded(mesh, FULL, Shard(0))
+        unsharded = (x * 1).redistribute(placements=[Replicate()])
+        loss = (unsharded * y).sum()
+        freed = [weakref.ref(t) for t in (unsharded, loss)]
         loss.backward()
-        del whole, loss
+        del unsharded, loss
         gc.collect()
-        return [ref() is None for ref in gone], x.grad.full_tensor().tolist()
+        return [ref() is None for ref in freed], x.grad.full_tensor().tolist()
 
-    assert on_ranks(run) == [([True, True], WHOLE.tolist())] * 2
+    assert on_ranks(run) == [([True, True], FULL.tolist())] * 2
 
 
 # Parameters and copies -----------------------------------------------------------------------------------
@@ -565,7 +565,7 @@ def test_deep_copies_are_tensors_of_their_own(mesh):
     with torch.no_grad():
         twin.zero_()
         twin.grad.zero_()
-    assert torch.equal(p.full_tensor(), WHOLE)
+    assert torch.equal(p.full_tensor(), FULL)
     assert torch.equal(p.grad.full_tensor(), torch.ones(5, 3))
     with pytest.raises(RuntimeError, match="only leaf tensors"):
         copy.deepcopy(p * 2)

@@ -44,9 +44,9 @@ def test_average_of_integers_is_refused(two_ranks):
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 def test_complex_numbers_travel_and_are_summed(two_ranks, dtype):
-    whole = torch.complex(torch.arange(12.0), torch.arange(12.0) - 5).to(getattr(torch, dtype)).reshape(6, 2)
-    conjugates = whole.conj().resolve_conj()
-    expected = [conjugates, conjugates.imag, conjugates, conjugates, conjugates, whole]
+    full = torch.complex(torch.arange(12.0), torch.arange(12.0) - 5).to(getattr(torch, dtype)).reshape(6, 2)
+    conjugates = full.conj().resolve_conj()
+    expected = [conjugates, conjugates.imag, conjugates, conjugates, conjugates, full]
     for got, refused in two_ranks.run(on_rank.complex_numbers, dtype):
         assert got == [x.tolist() for x in expected]
         assert all("they can be reduced with 'sum'" in message for message in refused)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
-from two_simulated_ranks import WHOLE, on_ranks
+from two_simulated_ranks import FULL, on_ranks
 
 from hp_dtensor import (
     Partial,
@@ -34,7 +34,7 @@ def refused(fn, error, match):
 PLAIN = torch.ones(2)
 
 
-def test_a_number_that_is_partial_counts_as_a_whole():
+def test_a_partial_number_counts_with_its_full_value():
     def rank(mesh, x):
         total = x.sum()
         assert total.placements == (Partial(),)
@@ -107,12 +107,12 @@ def test_flops_of_forward_and_backward_are_those_of_this_rank():
             torch.tanh(a @ b).sum().backward()
         return counter.get_total_flops(), b.grad
 
-    whole = torch.arange(12.0).reshape(4, 3).requires_grad_(), torch.ones(3, 2, requires_grad=True)
-    expected, grad = flops(*whole)
+    unsharded = torch.arange(12.0).reshape(4, 3).requires_grad_(), torch.ones(3, 2, requires_grad=True)
+    expected, grad = flops(*unsharded)
 
     def rank(mesh, x):
-        a = distribute_tensor(whole[0].detach(), mesh, [Shard(0)]).requires_grad_()
-        b = distribute_tensor(whole[1].detach(), mesh, [Replicate()]).requires_grad_()
+        a = distribute_tensor(unsharded[0].detach(), mesh, [Shard(0)]).requires_grad_()
+        b = distribute_tensor(unsharded[1].detach(), mesh, [Replicate()]).requires_grad_()
         counted, local = flops(a, b)
         return counted, local.full_tensor()
 
@@ -137,7 +137,7 @@ def test_a_custom_operation_without_a_rule_runs_on_whole_operands_where_that_is_
             return [call(x).full_tensor() for call in (summed, torch.ops.hp_tests.summed.default)]
 
     for found in on_ranks(rank):
-        assert all(torch.equal(y, WHOLE.cumsum(0)) for y in found)
+        assert all(torch.equal(y, FULL.cumsum(0)) for y in found)
 
     def written(x):
         with implicit_replication():
@@ -173,8 +173,12 @@ def test_a_partial_number_works_as_every_partial_tensor():
 
 def test_a_tensor_like_one_without_dimensions_is_placed_alike():
     def rank(mesh, x):
-        whole = distribute_tensor(torch.tensor(3.0), mesh)
-        made = (torch.full_like(whole, 2.0), torch.full_like(input=whole, fill_value=2.0), whole.new_full((), 2.0))
+        unsharded = distribute_tensor(torch.tensor(3.0), mesh)
+        made = (
+            torch.full_like(unsharded, 2.0),
+            torch.full_like(input=unsharded, fill_value=2.0),
+            unsharded.new_full((), 2.0),
+        )
         return [y.full_tensor().item() for y in made]
 
     assert on_ranks(rank) == [[2.0] * 3] * 2
@@ -190,7 +194,7 @@ def test_new_tensor_makes_a_dtensor_that_is_placed_alike():
             copy.zero_()
         return x.detach().full_tensor()
 
-    assert all(torch.equal(kept, WHOLE) for kept in on_ranks(rank))
+    assert all(torch.equal(saved, FULL) for saved in on_ranks(rank))
 
 
 @torch.jit.script
@@ -246,7 +250,7 @@ def test_function_transforms_work_inside_a_local_region():
         square_sum = torch.func.grad(lambda y: (y * y).sum())
         return local_map(square_sum, [Shard(0)])(x).full_tensor()
 
-    assert all(torch.equal(grad, 2 * WHOLE) for grad in on_ranks(rank))
+    assert all(torch.equal(grad, 2 * FULL) for grad in on_ranks(rank))
 
 
 def test_an_autograd_function_is_refused_and_works_inside_a_local_region():
@@ -258,10 +262,10 @@ def test_an_autograd_function_is_refused_and_works_inside_a_local_region():
         local_map(Square.apply, [Shard(0)])(x).sum().backward()
         return x.grad.full_tensor()
 
-    assert all(torch.equal(grad, 2 * WHOLE) for grad in on_ranks(rank))
-    plain = WHOLE.clone().requires_grad_()
+    assert all(torch.equal(grad, 2 * FULL) for grad in on_ranks(rank))
+    plain = FULL.clone().requires_grad_()
     Square.apply(plain).sum().backward()
-    assert torch.equal(plain.grad, 2 * WHOLE)
+    assert torch.equal(plain.grad, 2 * FULL)
 
 
 SCALED = {
@@ -285,7 +289,7 @@ def test_a_plain_scalar_that_requires_a_gradient_is_refused(call):
         (call(x, placed) ** 2).sum().backward()
         return placed.grad.full_tensor()
 
-    (call(WHOLE, scale) ** 2).sum().backward()
+    (call(FULL, scale) ** 2).sum().backward()
     assert all(torch.equal(grad, scale.grad) for grad in on_ranks(rank))
 
 
@@ -295,7 +299,7 @@ def test_backward_hooks_of_a_module_get_dtensors():
     def run(mesh=None):
         model, seen = nn.Linear(3, 4, bias=False), []
         model.weight.data = weight.clone()
-        x = WHOLE.clone()
+        x = FULL.clone()
         if mesh is not None:
             distribute_module(model, mesh)
             x = distribute_tensor(x, mesh, [Shard(0)])
@@ -344,7 +348,7 @@ def test_the_loss_scaler_decides_for_all_ranks(placement):
         factors = torch.ones(5, 3)
         scales = []
         for value in (1.0, float("inf")):
-            factors[4, 2] = value  # of the second rank where rows are cut
+            factors[4, 2] = value  # of the second rank where rows are sharded
             scaler.scale((parameter * distribute_tensor(factors, mesh, [placement])).sum()).backward()
             scaler.step(optimizer)
             scaler.update()
@@ -354,7 +358,7 @@ def test_the_loss_scaler_decides_for_all_ranks(placement):
 
     for scales, after in on_ranks(rank):
         assert scales == [4.0, 2.0]
-        assert torch.equal(after, WHOLE - 1)
+        assert torch.equal(after, FULL - 1)
 
 
 def test_the_loss_scaler_refuses_partial_gradients():

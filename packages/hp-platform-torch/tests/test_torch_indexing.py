@@ -14,7 +14,7 @@ from hp_dtensor import DeviceMesh, RaggedShard, Replicate, Shard, distribute_ten
 from hp_dtensor.exceptions import MixedOperandsError
 from hp_dtensor.testing import run_ranks
 
-WHOLE = torch.arange(240.0).reshape(4, 5, 3, 4)
+FULL = torch.arange(240.0).reshape(4, 5, 3, 4)
 ALL = slice(None)
 INDICES: dict[str, tuple[Any, ...]] = {
     "an integer apart": (0, ALL, [1, 2, 0]),
@@ -51,27 +51,27 @@ def _run(index: Any, x: Any, weights: Any, value: Any) -> tuple[list[Any], list[
 
 def _all(index: Any, value: torch.Tensor) -> list[tuple[list[Any], list[Any]]]:
     mesh = DeviceMesh("cpu", (2, 2), platform=get_platform("torch"))
-    whole = [Replicate()] * 2
-    index = tuple(distribute_tensor(item, mesh, whole) if isinstance(item, torch.Tensor) else item for item in index)
+    full = [Replicate()] * 2
+    index = tuple(distribute_tensor(item, mesh, full) if isinstance(item, torch.Tensor) else item for item in index)
     found = []
     for layout in LAYOUTS:
         placed = [
             distribute_tensor(x.clone(), mesh, p).requires_grad_(grad)
-            for x, p, grad in ((WHOLE, layout, True), (WHOLE, layout, False), (value, whole, True))
+            for x, p, grad in ((FULL, layout, True), (FULL, layout, False), (value, full, True))
         ]
         found.append(tuple([x.full_tensor().detach() for x in each] for each in _run(index, *placed)))
     return found
 
 
-@pytest.mark.parametrize("behind", [False, True], ids=["a whole value", "a broadcast one"])
+@pytest.mark.parametrize("behind", [False, True], ids=["a full value", "a broadcast one"])
 @pytest.mark.parametrize("name", INDICES)
 def test_what_is_picked_and_written(name: str, behind: bool) -> None:
     index = INDICES[name]
-    shape = WHOLE[index].shape[-1:] if behind else WHOLE[index].shape
+    shape = FULL[index].shape[-1:] if behind else FULL[index].shape
     value = torch.arange(1.0, 1.0 + shape.numel()).reshape(shape)
     if any(isinstance(item, list) and len({*map(str, item)}) < len(item) for item in index):
         value = torch.ones(shape)  # which of several values for one place is written is open
-    expected = _run(index, WHOLE.clone().requires_grad_(), WHOLE, value.clone().requires_grad_())
+    expected = _run(index, FULL.clone().requires_grad_(), FULL, value.clone().requires_grad_())
     for found in run_ranks(_all, 4, "torch", index, value)[0]:
         torch.testing.assert_close(found, tuple([x.detach() for x in each] for each in expected), rtol=0, atol=0)
 
@@ -97,7 +97,7 @@ def _under_hooks(run: Callable[[Any], Any], saved: bool) -> list[list[Any]]:
     found = []
     for placement in (Replicate(), Shard(0), Shard(1)):
         for _ in range(2):  # the second call finds the plan of the first
-            x = distribute_tensor(WHOLE[0, :, 0] + 1, mesh, [placement]).requires_grad_()
+            x = distribute_tensor(FULL[0, :, 0] + 1, mesh, [placement]).requires_grad_()
             with torch.autograd.graph.save_on_cpu() if saved else contextlib.nullcontext():
                 y = run(x) if saved else torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
             (y * y).sum().backward()
@@ -108,7 +108,7 @@ def _under_hooks(run: Callable[[Any], Any], saved: bool) -> list[list[Any]]:
 @pytest.mark.parametrize("saved", [False, True], ids=["recomputed", "saved on the host"])
 @pytest.mark.parametrize("name", UNDER_HOOKS)
 def test_an_index_stays_a_tuple_where_hooks_take_saved_tensors(name: str, saved: bool) -> None:
-    leaf = (WHOLE[0, :, 0] + 1).requires_grad_()
+    leaf = (FULL[0, :, 0] + 1).requires_grad_()
     expected = UNDER_HOOKS[name](leaf)
     (expected * expected).sum().backward()
     for value, gradient in run_ranks(_under_hooks, 2, "torch", UNDER_HOOKS[name], saved)[0]:

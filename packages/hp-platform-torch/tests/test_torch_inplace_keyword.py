@@ -13,7 +13,7 @@ from hp_dtensor import DeviceMesh, Partial, RaggedShard, Replicate, Shard, distr
 from hp_dtensor.exceptions import LaunchError, ShardingRuleError
 from hp_dtensor.testing import run_ranks
 
-WHOLE = torch.linspace(-3, 9, 36).reshape(6, 3, 2)
+FULL = torch.linspace(-3, 9, 36).reshape(6, 3, 2)
 NONLINEAR: dict[str, Callable[[Any], Any]] = {
     "relu": lambda x: F.relu(x, inplace=True),
     "relu6": lambda x: F.relu6(x, inplace=True),
@@ -58,13 +58,13 @@ def _written(run: Callable[[Any], Any], x: Any) -> tuple[bool, Any, Any]:
 
 def _on_shards(run: Callable[[Any], Any]) -> list[tuple[bool, Any, Any]]:
     mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
-    found = [_written(run, distribute_tensor(WHOLE, mesh, [placement])) for placement in SHARDS]
+    found = [_written(run, distribute_tensor(FULL, mesh, [placement])) for placement in SHARDS]
     return [(same, x.full_tensor(), grad.full_tensor()) for same, x, grad in found]
 
 
 def _parts(mesh: DeviceMesh) -> Any:
     rank = mesh.world.rank
-    return from_local(WHOLE * 3 if rank else WHOLE * -2, mesh, [Partial()])
+    return from_local(FULL * 3 if rank else FULL * -2, mesh, [Partial()])
 
 
 def _on_parts(run: Callable[[Any], Any]) -> tuple[bool, Any]:
@@ -75,7 +75,7 @@ def _on_parts(run: Callable[[Any], Any]) -> tuple[bool, Any]:
 
 def _refusals(run: Callable[[Any], Any], makers: str) -> list[str]:
     mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
-    copy = distribute_tensor(torch.stack([WHOLE, WHOLE]), mesh, [Shard(0)])[1]
+    copy = distribute_tensor(torch.stack([FULL, FULL]), mesh, [Shard(0)])[1]
     found = []
     for x in (copy, _parts(mesh)) if makers == "both" else (copy,):
         with pytest.raises(ShardingRuleError) as caught:
@@ -87,14 +87,14 @@ def _refusals(run: Callable[[Any], Any], makers: str) -> list[str]:
 @pytest.mark.parametrize("name", [*NONLINEAR, *LINEAR])
 def test_what_is_given_is_written(name: str) -> None:
     run = (NONLINEAR | LINEAR)[name]
-    expected = _written(run, WHOLE.clone())
+    expected = _written(run, FULL.clone())
     for found in run_ranks(_on_shards, 2, "torch", run)[0]:
         torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_partial_tensors_are_written_where_the_operation_is_linear(name: str) -> None:
-    x = WHOLE.clone()
+    x = FULL.clone()
     torch.manual_seed(0)
     LINEAR[name](x)
     same, written = run_ranks(_on_parts, 2, "torch", LINEAR[name])[0]
@@ -142,17 +142,17 @@ def test_dropout_that_drops_nothing_writes_nothing(dropout: Any, probability: fl
 
     def rank() -> Any:
         mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
-        x = distribute_tensor(WHOLE, mesh, [Shard(0)]).requires_grad_()
+        x = distribute_tensor(FULL, mesh, [Shard(0)]).requires_grad_()
         y = x.sigmoid()
         assert dropout(y, probability, training, inplace=True) is y
         y.sum().backward()
         return x.grad.full_tensor()
 
-    expected = WHOLE.sigmoid() * (1 - WHOLE.sigmoid())
+    expected = FULL.sigmoid() * (1 - FULL.sigmoid())
     assert all(torch.allclose(grad, expected) for grad in run_ranks(rank, 2, "torch"))
 
 
-def test_whole_numbers_become_truth_values_as_a_whole() -> None:
+def test_integers_become_truth_values_of_the_full_tensor() -> None:
     def rank() -> Any:
         mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
         sign = 1 if mesh.get_rank() else -1

@@ -128,8 +128,8 @@ def train(plans=None):
     model = Llama()
     if plans is not None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        whole, of_layer = plans()
-        parallelize_module(model, mesh, parallelize_plan=whole)
+        full, of_layer = plans()
+        parallelize_module(model, mesh, parallelize_plan=full)
         for layer in model.layers:
             parallelize_module(module=layer, device_mesh=mesh, parallelize_plan=of_layer)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

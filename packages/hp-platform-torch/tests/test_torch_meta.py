@@ -50,7 +50,7 @@ def test_a_torch_module_gets_its_shards_only():
 
     results = run_ranks(run, 4, "torch")
     assert [numel for numel, _ in results] == [64 * 128 // 4] * 4
-    assert all(torch.equal(whole, results[0][1]) for _, whole in results)
+    assert all(torch.equal(full, results[0][1]) for _, full in results)
     assert results[0][1].std().item() > 0.018
 
 
@@ -59,8 +59,8 @@ def test_a_batch_keeps_devices_apart():
 
     def run():
         mesh = init_device_mesh("cpu", (2,))
-        sharded, whole = (TensorSpec(mesh, [placement], (4,), torch.float32) for placement in (Shard(0), Replicate()))
-        (step,) = plan_between(sharded, whole, 4).steps
+        sharded, full = (TensorSpec(mesh, [placement], (4,), torch.float32) for placement in (Shard(0), Replicate()))
+        (step,) = plan_between(sharded, full, 4).steps
         tensors = [torch.empty(2, device=device) for device in ("cpu", "meta", "cpu")]
         return list(batch._buckets(dict.fromkeys(range(3), step), tensors, batch.BUCKET_BYTES))
 

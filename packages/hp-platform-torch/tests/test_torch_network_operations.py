@@ -1,4 +1,4 @@
-"""Convolution, normalization, attention and losses of torch on cut operands."""
+"""Convolution, normalization, attention and losses of torch on sharded operands."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from two_rank_tensors import ROWS, Tensor, cut, on_two_ranks
+from two_rank_tensors import ROWS, Tensor, on_two_ranks, shard
 
 from hp_dtensor import DeviceMesh, Replicate, Shard
 from hp_dtensor.exceptions import ShardingRuleError
 
 
-def test_convolution_backward_of_an_image_cut_along_its_width() -> None:
-    """pytorch/pytorch#191926: the gradient's placement was wrong for an input cut along dimension 3."""
+def test_convolution_backward_of_an_image_sharded_along_its_width() -> None:
+    """pytorch/pytorch#191926: the gradient's placement was wrong for an input sharded along dimension 3."""
     image, weight = torch.randn(2, 3, 5, 6), torch.randn(4, 3, 2, 2, requires_grad=True)
     x = image.clone().requires_grad_()
     F.conv2d(x, weight).square().sum().backward()
 
     def program(mesh: DeviceMesh) -> list[Tensor]:
         image_, weight_ = (
-            cut(t.detach(), mesh, p).requires_grad_() for t, p in ((image, Shard(3)), (weight, Replicate()))
+            shard(t.detach(), mesh, p).requires_grad_() for t, p in ((image, Shard(3)), (weight, Replicate()))
         )
         F.conv2d(image_, weight_).square().sum().backward()
         return [image_.grad.full_tensor(), weight_.grad.full_tensor()]
@@ -35,7 +35,7 @@ def test_products_in_inference_mode() -> None:
     """pytorch/pytorch#142190."""
 
     def program(mesh: DeviceMesh) -> Tensor:
-        x, w = cut(ROWS, mesh), cut(ROWS.T.contiguous(), mesh, Shard(1))
+        x, w = shard(ROWS, mesh), shard(ROWS.T.contiguous(), mesh, Shard(1))
         with torch.inference_mode():
             return (x @ w).full_tensor().clone()
 
@@ -49,9 +49,9 @@ def test_batch_norm_keeps_the_statistics_of_the_whole_batch() -> None:
 
     def program(mesh: DeviceMesh) -> list[Tensor]:
         twin = torch.nn.BatchNorm1d(3)
-        statistics = [cut(x, mesh, Replicate()) for x in (torch.zeros(3), torch.ones(3))]
-        weights = [cut(x.detach(), mesh, Replicate()) for x in (twin.weight, twin.bias)]
-        y = F.batch_norm(cut(images, mesh), *statistics, *weights, training=True)
+        statistics = [shard(x, mesh, Replicate()) for x in (torch.zeros(3), torch.ones(3))]
+        weights = [shard(x.detach(), mesh, Replicate()) for x in (twin.weight, twin.bias)]
+        y = F.batch_norm(shard(images, mesh), *statistics, *weights, training=True)
         return [y.full_tensor(), *(x.full_tensor() for x in statistics)]
 
     for got, wanted in zip(on_two_ranks(program), (expected, layer.running_mean, layer.running_var), strict=True):
@@ -75,8 +75,8 @@ def test_losses_over_positions_with_every_option(name: str, placement: Any) -> N
     expected.sum().backward()
 
     def program(mesh: DeviceMesh) -> list[Tensor]:
-        y = cut(logits, mesh, placement).requires_grad_()
-        loss = LOSSES[name](y, cut(targets, mesh, Replicate()), cut(weights, mesh))
+        y = shard(logits, mesh, placement).requires_grad_()
+        loss = LOSSES[name](y, shard(targets, mesh, Replicate()), shard(weights, mesh))
         loss.sum().backward()
         return [loss.full_tensor().detach(), y.grad.full_tensor()]
 
@@ -86,10 +86,10 @@ def test_losses_over_positions_with_every_option(name: str, placement: Any) -> N
 
 def test_targets_outside_the_classes_fail_as_on_one_device() -> None:
     def program(mesh: DeviceMesh) -> str:
-        targets = cut(torch.tensor([0, 7]), mesh, Replicate())
+        targets = shard(torch.tensor([0, 7]), mesh, Replicate())
         with pytest.raises(IndexError) as failure:
-            F.cross_entropy(cut(torch.randn(2, 5), mesh, Shard(1)), targets)
-        counts = cut(torch.tensor([0, 1, 9]), mesh)
+            F.cross_entropy(shard(torch.randn(2, 5), mesh, Shard(1)), targets)
+        counts = shard(torch.tensor([0, 1, 9]), mesh)
         with pytest.raises(ShardingRuleError, match="a value 9 is beyond minlength=4"):
             torch.bincount(counts, minlength=4)
         return type(failure.value).__name__
@@ -105,7 +105,7 @@ def test_attention_with_a_mask_and_grouped_heads() -> None:
     def program(mesh: DeviceMesh) -> list[Tensor]:
         return [
             F.scaled_dot_product_attention(
-                cut(query, mesh, p), cut(key, mesh, p), cut(value, mesh, p), cut(mask, mesh), enable_gqa=True
+                shard(query, mesh, p), shard(key, mesh, p), shard(value, mesh, p), shard(mask, mesh), enable_gqa=True
             ).full_tensor()
             for p in (Shard(0), Shard(1), Shard(2))
         ]

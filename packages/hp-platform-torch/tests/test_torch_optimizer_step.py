@@ -44,7 +44,7 @@ def intercepted(kind):
 
 
 def placements_on(mesh):
-    """Uneven, empty, whole, ragged, and of a number."""
+    """Uneven, empty, replicated, ragged, and of a number."""
     ragged = RaggedShard(0, (6, 1) if mesh.size() == 2 else (7,))
     return [Shard(0), Shard(0), Replicate(), ragged, Replicate()]
 
@@ -139,8 +139,8 @@ def test_nothing_is_intercepted_from_the_second_step_on(mesh, monkeypatch, name,
     assert seen != [], "a user's class may be no longer elementwise"
 
 
-def _on(mesh, placement, whole=None):
-    return distribute_tensor(torch.ones(4) if whole is None else whole, mesh, [placement], src_data_rank=None)
+def _on(mesh, placement, unsharded=None):
+    return distribute_tensor(torch.ones(4) if unsharded is None else unsharded, mesh, [placement], src_data_rank=None)
 
 
 def one_step_on(mesh, kind=optim.AdamW, **options):

@@ -1,4 +1,4 @@
-"""torch's optimizers on DTensors give what they give on whole tensors."""
+"""torch's optimizers on DTensors give what they give on plain tensors."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def mesh(platform):
     return init_device_mesh("cpu", (1,), platform=platform)
 
 
-def _on(mesh, placement, whole=None):
-    return distribute_tensor(torch.ones(4) if whole is None else whole, mesh, [placement], src_data_rank=None)
+def _on(mesh, placement, unsharded=None):
+    return distribute_tensor(torch.ones(4) if unsharded is None else unsharded, mesh, [placement], src_data_rank=None)
 
 
 def test_lists_of_other_placements_are_refused(mesh):
@@ -146,13 +146,13 @@ def test_reductions_of_lists_are_those_of_whole_tensors():
 
 
 @pytest.mark.parametrize("foreach", [None, False, True])
-def test_clipping_of_torch_has_the_norm_of_the_whole(mesh, foreach):
+def test_clipping_of_torch_has_the_norm_of_the_full_tensor(mesh, foreach):
     parameter = torch.nn.Parameter(_on(mesh, Shard(0)))
     parameter.grad = _on(mesh, Shard(0))
-    whole = parameter.grad.full_tensor().clone()
+    unsharded = parameter.grad.full_tensor().clone()
     norm = torch.nn.utils.clip_grad_norm_([parameter], 1.0, foreach=foreach)
-    torch.testing.assert_close(norm.full_tensor(), whole.norm())
-    torch.testing.assert_close(parameter.grad.full_tensor(), whole / (whole.norm() + 1e-6))
+    torch.testing.assert_close(norm.full_tensor(), unsharded.norm())
+    torch.testing.assert_close(parameter.grad.full_tensor(), unsharded / (unsharded.norm() + 1e-6))
 
 
 def test_lists_of_results_are_dtensors(mesh):
@@ -165,23 +165,23 @@ def test_lists_of_results_are_dtensors(mesh):
 def test_strided_parameters_are_clipped_and_trained(optimizer):
     """Row and column statistics of the gradient come back to the strided shards."""
 
-    def train(parameter, lift):
+    def train(parameter, distribute):
         steps = optimizer([parameter], lr=0.1)
         for step in range(1, 4):
             steps.zero_grad()
             (
-                parameter * lift(torch.randn(7, 4, generator=torch.Generator().manual_seed(step)))
+                parameter * distribute(torch.randn(7, 4, generator=torch.Generator().manual_seed(step)))
             ).square().sum().backward()
             torch.nn.utils.clip_grad_norm_([parameter], 0.5)
             steps.step()
         return parameter.detach()
 
-    whole = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
-    expected = train(torch.nn.Parameter(whole.clone()), lambda x: x)
+    unsharded = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
+    expected = train(torch.nn.Parameter(unsharded.clone()), lambda x: x)
 
     def run():
         mesh = init_device_mesh("cpu", (2, 2))
-        parameter = torch.nn.Parameter(distribute_tensor(whole, mesh, [StridedShard(0, 2), Shard(0)]))
+        parameter = torch.nn.Parameter(distribute_tensor(unsharded, mesh, [StridedShard(0, 2), Shard(0)]))
         return train(parameter, lambda x: distribute_tensor(x, mesh)).full_tensor()
 
     for trained in run_ranks(run, 4, "torch"):

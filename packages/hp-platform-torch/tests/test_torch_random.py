@@ -27,7 +27,7 @@ from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.spec.placements import Placement
 from hp_dtensor.testing import run_ranks
 
-WHOLE = torch.arange(1.0, 36.0).reshape(7, 5)
+FULL = torch.arange(1.0, 36.0).reshape(7, 5)
 DRAWS: dict[str, Callable[[Any], Any]] = {
     "dropout": lambda x: F.dropout(x, 0.3),
     "dropout in place": lambda x: F.dropout(x.clone(), 0.3, inplace=True),
@@ -73,7 +73,7 @@ def _drawn(name: str, layouts: list[tuple[Placement, ...]]) -> list[tuple[torch.
     mesh = DeviceMesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"), platform=get_platform("torch"))
     results = []
     for placements in layouts:
-        x = distribute_tensor(WHOLE, mesh, placements)
+        x = distribute_tensor(FULL, mesh, placements)
         torch.manual_seed(11)
         results.append((DRAWS[name](x).full_tensor(), DRAWS[name](x).full_tensor()))
     return results
@@ -82,7 +82,7 @@ def _drawn(name: str, layouts: list[tuple[Placement, ...]]) -> list[tuple[torch.
 @pytest.mark.parametrize("name", DRAWS)
 def test_numbers_are_those_of_one_device(name: str) -> None:
     torch.manual_seed(11)
-    expected = DRAWS[name](WHOLE), DRAWS[name](WHOLE)
+    expected = DRAWS[name](FULL), DRAWS[name](FULL)
     for results in run_ranks(_drawn, 6, "torch", name, LAYOUTS):
         for placements, got in zip(LAYOUTS, results, strict=True):
             assert torch.equal(got[0], expected[0]), placements
@@ -103,11 +103,11 @@ IN_OTHER_ORDER: dict[str, Callable[[Any], Any]] = {
 CUBE = torch.arange(1.0, 1 + 12 * 17 * 16).reshape(12, 17, 16)
 
 
-def _drawn_in_other_order(name: str, whole: torch.Tensor, order: tuple[int, ...]) -> list[torch.Tensor]:
+def _drawn_in_other_order(name: str, full: torch.Tensor, order: tuple[int, ...]) -> list[torch.Tensor]:
     mesh = DeviceMesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"), platform=get_platform("torch"))
     results = []
     for placements in itertools.product([Replicate(), Shard(0), Shard(1), Shard(2)], repeat=2):
-        x = distribute_tensor(whole, mesh, placements).permute(order)
+        x = distribute_tensor(full, mesh, placements).permute(order)
         torch.manual_seed(11)
         results.append(torch.stack([IN_OTHER_ORDER[name](x).full_tensor() for _ in range(2)]))
     return results
@@ -300,7 +300,7 @@ def test_dirac_and_orthogonal_convolutions() -> None:
 
 def _gradient(placements: tuple[Placement, ...]) -> torch.Tensor:
     mesh = DeviceMesh("cpu", (2,), mesh_dim_names=("tp",), platform=get_platform("torch"))
-    x = distribute_tensor(WHOLE, mesh, placements).requires_grad_()
+    x = distribute_tensor(FULL, mesh, placements).requires_grad_()
     torch.manual_seed(5)
     (F.dropout(x, 0.4) ** 2).sum().backward()
     return x.grad.full_tensor()
@@ -308,7 +308,7 @@ def _gradient(placements: tuple[Placement, ...]) -> torch.Tensor:
 
 @pytest.mark.parametrize("placements", [(Replicate(),), (Shard(0),), (Shard(1),), (Partial(),)])
 def test_dropout_masks_the_gradient_alike(placements: tuple[Placement, ...]) -> None:
-    x = WHOLE.clone().requires_grad_()
+    x = FULL.clone().requires_grad_()
     torch.manual_seed(5)
     (F.dropout(x, 0.4) ** 2).sum().backward()
     for grad in run_ranks(_gradient, 2, "torch", placements):
@@ -324,12 +324,12 @@ def _generators_left() -> list[bool]:
     left = []
     for seed in range(3):
         generator = _Generator().manual_seed(seed)
-        drawn = distribute_tensor(WHOLE, mesh, [Shard(0)]).normal_(generator=generator).full_tensor()
+        drawn = distribute_tensor(FULL, mesh, [Shard(0)]).normal_(generator=generator).full_tensor()
         assert torch.equal(drawn, torch.empty(7, 5).normal_(generator=torch.Generator().manual_seed(seed)))
-        gone = weakref.ref(generator)
+        freed = weakref.ref(generator)
         del generator
         gc.collect()
-        left.append(gone() is not None)
+        left.append(freed() is not None)
     return left
 
 

@@ -242,19 +242,19 @@ NORMS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[int, ...]]]
 def test_a_rank_may_have_one_value_per_channel(
     norm: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]
 ) -> None:
-    whole = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
+    full = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
 
     def rank() -> list[torch.Tensor]:
         mesh = init_device_mesh("cpu", (3,))
-        x = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
+        x = distribute_tensor(full, mesh, [Shard(0)]).requires_grad_()
         y = norm(x)
-        (y * distribute_tensor(whole, mesh, [Shard(0)])).sum().backward()
+        (y * distribute_tensor(full, mesh, [Shard(0)])).sum().backward()
         assert x.grad is not None
         return [y.full_tensor().detach(), x.grad.full_tensor()]
 
-    leaf = whole.clone().requires_grad_()
+    leaf = full.clone().requires_grad_()
     y = norm(leaf)
-    (y * whole).sum().backward()
+    (y * full).sum().backward()
     for found in run_ranks(rank, 3, "torch"):
         torch.testing.assert_close(found, [y.detach(), leaf.grad])
 

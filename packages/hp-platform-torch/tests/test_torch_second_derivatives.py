@@ -145,7 +145,7 @@ def test_gradients_of_mean_losses_are_recorded_on_every_rank_or_on_none(loss: Ca
 
     def recorded() -> bool:
         mesh = DeviceMesh("cpu", (4,), platform=get_platform("torch"))
-        a, b = (distribute_tensor(whole, mesh, (Shard(0),)) for whole in (x, target))
+        a, b = (distribute_tensor(full, mesh, (Shard(0),)) for full in (x, target))
         (grad,) = torch.autograd.grad(loss(a.requires_grad_(), b), a, create_graph=True)
         return grad.requires_grad
 

@@ -1,4 +1,4 @@
-"""Ranks that share an accelerator, as far as a machine without one can tell."""
+"""Ranks that share an accelerator, as far as a machine without one can show."""
 
 from __future__ import annotations
 

@@ -80,9 +80,9 @@ def test_saving_a_dtensor_is_refused_with_the_way_out(tmp_path):
 def test_comparisons_of_whole_tensors():
     def run():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        whole = torch.arange(5.0)
-        x = distribute_tensor(whole, mesh, [Shard(0)])
-        y = distribute_tensor(whole, mesh, [Replicate()])
+        full = torch.arange(5.0)
+        x = distribute_tensor(full, mesh, [Shard(0)])
+        y = distribute_tensor(full, mesh, [Replicate()])
         z = distribute_tensor(torch.tensor([0.0, 1, 2, 3, 5]), mesh, [Shard(0)])
         return torch.equal(x, y), torch.equal(x, z), torch.allclose(x, y), torch.allclose(x, z), (x == z).all().item()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from two_simulated_ranks import WHOLE, on_ranks
+from two_simulated_ranks import FULL, on_ranks
 
 from hp_dtensor import (
     Partial,
@@ -53,7 +53,7 @@ def test_membership_comparison_with_anything_and_reversal():
         assert "sum" in dir(x)
         return torch.stack(list(reversed(x))).full_tensor()
 
-    assert all(torch.equal(rows, WHOLE.flip(0)) for rows in on_ranks(rank))
+    assert all(torch.equal(rows, FULL.flip(0)) for rows in on_ranks(rank))
 
 
 def test_clipping_plain_and_distributed_parameters_by_torch_says_what_takes_both():
@@ -82,16 +82,16 @@ def test_shallow_copies_share_the_data():
     on_ranks(rank)
 
 
-def test_the_address_of_a_shard_is_not_that_of_the_whole():
-    """safetensors reads as many elements as there are in all from it, and wrote what lies behind the shard."""
+def test_the_address_of_a_shard_is_not_that_of_the_full_tensor():
+    """safetensors reads the full number of elements from it, and wrote the memory after the shard."""
 
     def rank(mesh, x):
         for placement in (Shard(0), Partial()):
-            placed = distribute_tensor(WHOLE, mesh, [placement])
+            placed = distribute_tensor(FULL, mesh, [placement])
             with pytest.raises(ShardingRuleError, match=r"data_ptr of .*get_model_state_dict\(model"):
                 placed.data_ptr()
-        whole = x.redistribute(placements=[Replicate()])
-        assert whole.data_ptr() == whole.to_local().data_ptr()
+        unsharded = x.redistribute(placements=[Replicate()])
+        assert unsharded.data_ptr() == unsharded.to_local().data_ptr()
 
     on_ranks(rank)
 
@@ -121,7 +121,7 @@ def test_results_of_composed_functions_into_a_given_tensor():
         return out.full_tensor()
 
     for got in on_ranks(rank):
-        torch.testing.assert_close(got, F.normalize(WHOLE, dim=0), rtol=1e-6, atol=0)  # summed in another order
+        torch.testing.assert_close(got, F.normalize(FULL, dim=0), rtol=1e-6, atol=0)  # summed in another order
 
 
 INITIALIZERS = {
@@ -166,7 +166,7 @@ def test_initializers_give_the_single_device_numbers(initialize):
 
 def test_strided_parameters_are_written_in_place():
     """Also by optimizers that take one parameter at a time."""
-    whole = torch.arange(21.0).view(7, 3)
+    unsharded = torch.arange(21.0).view(7, 3)
 
     def step(x):
         parameter = nn.Parameter(x)
@@ -179,11 +179,11 @@ def test_strided_parameters_are_written_in_place():
             parameter.mul_(2).clamp_(min=1).add_(parameter)
         return parameter.detach(), nn.init.zeros_(parameter).detach()
 
-    expected = step(whole.clone())
+    expected = step(unsharded.clone())
 
     def rank():
         mesh = init_device_mesh("cpu", (2, 2))
-        return [x.full_tensor() for x in step(distribute_tensor(whole, mesh, (StridedShard(0, 2), Shard(0))))]
+        return [x.full_tensor() for x in step(distribute_tensor(unsharded, mesh, (StridedShard(0, 2), Shard(0))))]
 
     for found in run_ranks(rank, 4, "torch"):
         assert all(torch.equal(got, wanted) for got, wanted in zip(found, expected, strict=True))
@@ -265,11 +265,11 @@ ATTENTION = {
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Shard(2)], ids=str)
 def test_attention_layers_of_torch(make, placement):
     """Two steps of training, dropout of the attention included, and evaluation; 3 sequences of 4 rows."""
-    whole = torch.arange(72.0, dtype=torch.float64).view(3, 4, 6).cos()
+    unsharded = torch.arange(72.0, dtype=torch.float64).view(3, 4, 6).cos()
 
     def train(mesh=None):
         torch.manual_seed(0)
-        model, x = make().double(), whole
+        model, x = make().double(), unsharded
         if mesh is not None:
             distribute_module(model, mesh)
             x = distribute_tensor(x, mesh, [placement])
@@ -304,7 +304,7 @@ def test_training_equals_one_device(make, placement):
 
     def train(mesh=None):
         torch.manual_seed(0)
-        model, x = make(), WHOLE / 15
+        model, x = make(), FULL / 15
         if mesh is not None:
             distribute_module(model, mesh)
             x = distribute_tensor(x, mesh, [placement])

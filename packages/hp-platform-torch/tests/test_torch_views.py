@@ -1,4 +1,4 @@
-"""Varying views are kept on tensors: what changes a tensor, or looks at its gradient, must not meet an old view."""
+"""Varying views are cached on tensors: what changes a tensor, or reads its gradient, must not get an old view."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _written_slices() -> list[str]:
     x[1:].fill_(2.0)
     expected = X.clone()
     expected[:, 1:], expected[1:] = 0.0, 2.0
-    assert torch.equal(x.full_tensor(), expected), "columns are whole, and of rows each rank has its own: views"
+    assert torch.equal(x.full_tensor(), expected), "columns are not sharded, and of rows each rank has its own: views"
     messages = []
     for piece in (x[1], x.split(2)[0], x.unbind(0)[1]):
         with pytest.raises(ShardingRuleError) as refusal:
@@ -216,39 +216,39 @@ def test_leaves_get_gradients_through_views_written_outside_the_graph(make: Call
 )
 def test_redistributed_tensors_are_written_on_every_rank(source: Placement, target: Placement) -> None:
     """Also on one that has nothing of them, or a view of what it received."""
-    whole = X[:1].clone()
+    full = X[:1].clone()
 
     def rank() -> tuple[Tensor, Tensor]:
         mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
-        leaf = distribute_tensor(whole, mesh, (Replicate(),)).requires_grad_()
+        leaf = distribute_tensor(full, mesh, (Replicate(),)).requires_grad_()
         x = leaf.redistribute(placements=(source,)).redistribute(placements=(target,))
         torch.relu_(x)
         (x * 2.0).sum().backward()
         return x.full_tensor(), leaf.grad.full_tensor()
 
     for written, grad in run_ranks(rank, 2, "torch"):
-        assert torch.equal(written, whole.relu())
-        assert torch.equal(grad, 2.0 * (whole > 0))
+        assert torch.equal(written, full.relu())
+        assert torch.equal(grad, 2.0 * (full > 0))
 
 
 @pytest.mark.parametrize("placement", [StridedShard(0, 2), Shard(1)], ids=str)
 @pytest.mark.parametrize("how", ["backward hook", "reentrant checkpoint"])
 def test_inputs_handed_on_stay_as_they_are_placed(placement: Placement, how: str) -> None:
     """torch makes views of them."""
-    whole = torch.arange(6.0).view(6, 1)
+    full = torch.arange(6.0).view(6, 1)
 
     def rank() -> tuple[bool, Tensor]:
         mesh = DeviceMesh("cpu", (2,), platform=get_platform("torch"))
-        leaf = distribute_tensor(whole, mesh, (placement,)).requires_grad_()
+        leaf = distribute_tensor(full, mesh, (placement,)).requires_grad_()
         module = torch.nn.Identity()
         if how == "backward hook":
             module.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2.0,))
             result = module(leaf)
         else:
             result = checkpoint(module, leaf, use_reentrant=True) * 2.0
-        (result * distribute_tensor(whole, mesh, (Replicate(),))).sum().backward()
+        (result * distribute_tensor(full, mesh, (Replicate(),))).sum().backward()
         return result.spec is leaf.spec, leaf.grad.full_tensor()
 
     for is_same, grad in run_ranks(rank, 2, "torch"):
         assert is_same
-        assert torch.equal(grad, 2.0 * whole)
+        assert torch.equal(grad, 2.0 * full)

@@ -1,4 +1,4 @@
-"""Views, slices and assignments to parts of torch DTensors: a write reaches the whole, or is refused."""
+"""Views, slices and assignments to parts of torch DTensors: a write reaches the full tensor, or is refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from two_rank_tensors import ROWS, Tensor, cut, on_two_ranks
+from two_rank_tensors import ROWS, Tensor, on_two_ranks, shard
 
 from hp_dtensor import DeviceMesh, Replicate, Shard
 from hp_dtensor.exceptions import ShardingRuleError
@@ -17,7 +17,7 @@ def test_detach_in_place() -> None:
     """pytorch/pytorch#167917: `detach_` was missing."""
 
     def program(mesh: DeviceMesh) -> bool:
-        x = cut(ROWS, mesh).requires_grad_() * 2
+        x = shard(ROWS, mesh).requires_grad_() * 2
         assert x.requires_grad
         x.detach_()
         return x.requires_grad
@@ -29,7 +29,7 @@ def test_a_slice_is_a_view_and_a_copy_is_not_written_in_vain() -> None:
     """pytorch/pytorch#179502 and like it: a view of what had to be redistributed shares nothing with the original."""
 
     def program(mesh: DeviceMesh) -> Tensor:
-        x = cut(torch.arange(12.0), mesh)
+        x = shard(torch.arange(12.0), mesh)
         for _ in range(2):  # the second time from the cache
             x[2:8][1:].view(5).mul_(2.0)
             for part in (x[2], x.chunk(4)[1], x[3:].split(3)[0][1:]):
@@ -46,7 +46,7 @@ def test_a_slice_is_a_view_and_a_copy_is_not_written_in_vain() -> None:
 
 def test_a_slice_by_a_tensor_is_that_of_its_present_value() -> None:
     def program(mesh: DeviceMesh) -> list[Tensor]:
-        x, start = cut(torch.arange(12.0), mesh), torch.tensor(1)
+        x, start = shard(torch.arange(12.0), mesh), torch.tensor(1)
         before = x[start:].full_tensor()
         start.add_(4)
         return [before, x[start:].full_tensor()]
@@ -55,9 +55,9 @@ def test_a_slice_by_a_tensor_is_that_of_its_present_value() -> None:
         assert torch.equal(got, torch.arange(12.0)[start:])
 
 
-def test_adding_to_a_position_of_a_cut_dimension_says_how() -> None:
+def test_adding_to_a_position_of_a_sharded_dimension_says_how() -> None:
     def program(mesh: DeviceMesh) -> Tensor:
-        x = cut(torch.arange(12.0), mesh)
+        x = shard(torch.arange(12.0), mesh)
         with pytest.raises(ShardingRuleError, match="Write to the tensor"):
             x[3] += 5.0
         x[3] = x[3] + 5.0
@@ -90,8 +90,8 @@ def test_assignment_to_a_part(name: str, placement: Any) -> None:
     ASSIGNMENTS[name](expected, lambda value: value)
 
     def program(mesh: DeviceMesh) -> Tensor:
-        x = cut(ROWS, mesh, placement)
-        ASSIGNMENTS[name](x, lambda value: cut(value, mesh, Shard(0)))
+        x = shard(ROWS, mesh, placement)
+        ASSIGNMENTS[name](x, lambda value: shard(value, mesh, Shard(0)))
         return x.full_tensor()
 
     assert torch.equal(on_two_ranks(program), expected)
@@ -116,7 +116,7 @@ def test_an_assigned_value_gets_its_gradient_on_ranks_that_write_nothing(name: s
     expected_loss.backward()
 
     def program(mesh: DeviceMesh) -> list[Tensor]:
-        loss, leaves = run(cut(ROWS, mesh).requires_grad_(), lambda value: cut(value, mesh, Replicate()))
+        loss, leaves = run(shard(ROWS, mesh).requires_grad_(), lambda value: shard(value, mesh, Replicate()))
         loss.backward()
         return [loss.full_tensor().detach(), *(leaf.grad.full_tensor() for leaf in leaves)]
 

@@ -41,7 +41,7 @@ from hp_platform_torch.tensor.interop import (
     to_torch_state_dict,
 )
 
-WHOLE = torch.arange(35.0).view(7, 5)
+FULL = torch.arange(35.0).view(7, 5)
 
 
 def one_axis():
@@ -52,10 +52,10 @@ def there_and_back():
     """Every placement that both have: memory, values, placements."""
     mesh = one_axis()
     for placement in (Replicate(), Shard(0), Shard(1)):
-        x = distribute_tensor(WHOLE.clone(), mesh, [placement], src_data_rank=None)
+        x = distribute_tensor(FULL.clone(), mesh, [placement], src_data_rank=None)
         theirs = to_torch_dtensor(x)
         ours = from_torch_dtensor(theirs)
-        assert torch.equal(theirs.full_tensor(), WHOLE)
+        assert torch.equal(theirs.full_tensor(), FULL)
         assert theirs.to_local().data_ptr() == x.to_local().data_ptr() == ours.to_local().data_ptr()
         assert ours.spec is x.spec
     partial = from_local(torch.full((2,), float(mesh.world.rank + 1)), mesh, [Partial()])
@@ -65,18 +65,18 @@ def there_and_back():
 def gradients():
     """Through both conversions and torch's own operations in between."""
     mesh = one_axis()
-    w = distribute_tensor(WHOLE.clone(), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+    w = distribute_tensor(FULL.clone(), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
     ours = from_torch_dtensor(to_torch_dtensor(w) * 3.0)
     (ours * ours).sum().backward()
-    return torch.equal(w.grad.full_tensor(), 18 * WHOLE)
+    return torch.equal(w.grad.full_tensor(), 18 * FULL)
 
 
 def gradients_of_partial_values(op):
     """Sums have the gradients of one rank; of the others the error of each direction."""
     mesh = one_axis()
-    w = distribute_tensor(WHOLE.clone(), mesh, [Replicate()], src_data_rank=None).requires_grad_()
+    w = distribute_tensor(FULL.clone(), mesh, [Replicate()], src_data_rank=None).requires_grad_()
     partial = w.redistribute(placements=[Partial(op)])
-    assert torch.equal(to_torch_dtensor(partial.detach()).full_tensor(), WHOLE)
+    assert torch.equal(to_torch_dtensor(partial.detach()).full_tensor(), FULL)
     local = torch.ones(2).requires_grad_()
     theirs = TorchDTensor.from_local(local, to_torch_mesh(mesh), [TorchPartial(op)])
     with torch.no_grad():
@@ -94,11 +94,11 @@ def gradients_of_partial_values(op):
 
 def their_tensor_in_our_operations():
     torch_mesh = TorchMesh("cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("dp",))
-    x = from_torch_dtensor(torch_distribute(WHOLE, torch_mesh, [TorchShard(0)]))
-    y = from_torch_dtensor(torch_distribute(WHOLE, torch_mesh, [TorchReplicate()]))
-    partial = from_torch_dtensor(torch_distribute(WHOLE, torch_mesh, [TorchPartial()]))
+    x = from_torch_dtensor(torch_distribute(FULL, torch_mesh, [TorchShard(0)]))
+    y = from_torch_dtensor(torch_distribute(FULL, torch_mesh, [TorchReplicate()]))
+    partial = from_torch_dtensor(torch_distribute(FULL, torch_mesh, [TorchPartial()]))
     assert x.device_mesh == y.device_mesh == from_torch_mesh(torch_mesh)
-    return ((x @ y.T).sum() + partial.sum()).item() == (WHOLE @ WHOLE.T).sum().item() + WHOLE.sum().item()
+    return ((x @ y.T).sum() + partial.sum()).item() == (FULL @ FULL.T).sum().item() + FULL.sum().item()
 
 
 def groups_are_shared():
@@ -124,12 +124,12 @@ def groups_are_shared():
 def torchs_mesh_wherever_ours_is():
     """A mesh of torch.distributed.device_mesh given to distribute_tensor, from_local, factories and redistribute."""
     theirs = TorchMesh("cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("dp",))
-    x = distribute_tensor(WHOLE.clone(), theirs, [Shard(0)])
-    y = from_local(x.to_local(), theirs, [Shard(0)], shape=WHOLE.shape)
+    x = distribute_tensor(FULL.clone(), theirs, [Shard(0)])
+    y = from_local(x.to_local(), theirs, [Shard(0)], shape=FULL.shape)
     z = zeros(7, 5, device_mesh=theirs, placements=[Shard(0)]) + x
     moved = z.redistribute(theirs, [Replicate()])
     assert x.spec is y.spec is z.spec
-    return [torch.equal(each.full_tensor(), WHOLE) for each in (x, y, z, moved)]
+    return [torch.equal(each.full_tensor(), FULL) for each in (x, y, z, moved)]
 
 
 def a_mesh_from_torchs_groups():
@@ -166,9 +166,9 @@ def our_groups_in_torchs_calls():
     dist.broadcast(z := torch.full((1,), float(rank)), src=2, group=group)
     dist.all_gather(parts := [torch.zeros(1), torch.zeros(1)], torch.full((1,), float(rank)), group=group)
     dist.all_gather_object(objects := [None, None], f"rank {rank}", group=group)
-    dist.all_gather_into_tensor(whole := torch.zeros(2), torch.full((1,), float(rank)), group=group)
+    dist.all_gather_into_tensor(unsharded := torch.zeros(2), torch.full((1,), float(rank)), group=group)
     dist.reduce_scatter_tensor(part := torch.zeros(1), torch.tensor([1.0, 2.0]), group=group)
-    assert whole.tolist() == [0.0, 2.0]
+    assert unsharded.tolist() == [0.0, 2.0]
     assert part.item() == 2.0 * (1 + rank // 2)
     dist.barrier(group)
     asked = dist.get_world_size(group), dist.get_process_group_ranks(group), dist.get_global_rank(group, 1)
@@ -209,26 +209,26 @@ def groups_after_release():
 
 
 def descending_ranks():
-    """torch sorts the ranks of its groups: the shards of such a mesh lie in another order than it says."""
+    """torch sorts the ranks of its groups: the shards of such a mesh are in another order than it says."""
     local = torch.full((1,), float(dist.get_rank()))
     theirs = TorchDTensor.from_local(local, TorchMesh("cpu", torch.tensor([1, 0])), [TorchShard(0)])
     try:
         from_torch_dtensor(theirs)
     except MeshError as error:
         mesh = DeviceMesh("cpu", (2,), ranks=(1, 0), world=one_axis().world)
-        ours = distribute_tensor(WHOLE.clone(), mesh, [Shard(0)], src_data_rank=None)
+        ours = distribute_tensor(FULL.clone(), mesh, [Shard(0)], src_data_rank=None)
         there = to_torch_dtensor(ours)
-        whole = [x.full_tensor() for x in (ours, there, from_torch_dtensor(there))]
-        return [str(error), *(torch.equal(x, WHOLE) for x in whole)]
+        unsharded = [x.full_tensor() for x in (ours, there, from_torch_dtensor(there))]
+        return [str(error), *(torch.equal(x, FULL) for x in unsharded)]
 
 
 def two_axes():
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "tp"), platform="torch")
-    x = distribute_tensor(WHOLE, mesh, [Shard(0), Shard(1)], src_data_rank=None)
+    x = distribute_tensor(FULL, mesh, [Shard(0), Shard(1)], src_data_rank=None)
     theirs = to_torch_dtensor(x)
     assert theirs.device_mesh.mesh_dim_names == ("pp", "tp")
-    return torch.equal(theirs.full_tensor(), WHOLE)
+    return torch.equal(theirs.full_tensor(), FULL)
 
 
 def refusals():
@@ -270,8 +270,8 @@ def checkpoint(folder, convert):
     dcp.load({"model": converted(read.state_dict())}, checkpoint_id=folder)
     same = []
     for p, q in zip(saved.parameters(), read.parameters(), strict=True):
-        whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in (p, q)]
-        same.append(torch.equal(*whole))
+        unsharded = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in (p, q)]
+        same.append(torch.equal(*unsharded))
     return same
 
 
@@ -279,37 +279,37 @@ def _layouts():
     """On three ranks: ways to hold a tensor of 7 x 5."""
     line = one_axis()
     some = DeviceMesh("cpu", (2,), mesh_dim_names=("dp",), ranks=(2, 0), world=line.world)
-    cut = [Replicate(), Shard(0), Shard(1), StridedShard(0, 2), StridedShard(1, 4), RaggedShard(0, (0, 5, 2))]
-    return [(line, (p,)) for p in cut] + [
+    placements = [Replicate(), Shard(0), Shard(1), StridedShard(0, 2), StridedShard(1, 4), RaggedShard(0, (0, 5, 2))]
+    return [(line, (p,)) for p in placements] + [
         (some, (Shard(0),)),
-        (line["dp",].unflatten("dp", (1, 3), "ab"), (cut[1], cut[2])),
+        (line["dp",].unflatten("dp", (1, 3), "ab"), (placements[1], placements[2])),
     ]
 
 
 def checkpoint_of_any_layout(folder):
     """Every layout read into every other, in place, and into plain tensors."""
     layouts = _layouts()
-    values = [WHOLE + 100 * i for i in range(len(layouts))]
+    values = [FULL + 100 * i for i in range(len(layouts))]
     state = {str(i): distribute_tensor(v, *where) for i, (v, where) in enumerate(zip(values, layouts, strict=True))}
     empty = distribute_tensor(torch.zeros(0, 3), one_axis(), [Shard(0)])
     one = distribute_tensor(torch.tensor([5]), one_axis(), [Shard(0)])
     dcp.save({**state, "empty": empty, "one": one}, checkpoint_id=folder)
-    plain = {str(i): torch.zeros_like(WHOLE) for i in range(len(layouts))}
+    plain = {str(i): torch.zeros_like(FULL) for i in range(len(layouts))}
     dcp.load({**plain, "empty": empty, "one": (found := torch.zeros(1, dtype=torch.int64))}, checkpoint_id=folder)
     wrong = [f"plain {i}" for i, v in enumerate(values) if not torch.equal(plain[str(i)], v)]
     for shift in range(1, len(layouts)):
         turned = layouts[shift:] + layouts[:shift]
-        read = {str(i): distribute_tensor(torch.zeros_like(WHOLE), *where) for i, where in enumerate(turned)}
+        read = {str(i): distribute_tensor(torch.zeros_like(FULL), *where) for i, where in enumerate(turned)}
         dcp.load(read, checkpoint_id=folder)
         wrong += [f"{i} into {x.spec}" for i, x in enumerate(read.values()) if not _holds(x, values[i])]
     return wrong, found.item()
 
 
-def _holds(x, whole):
+def _holds(x, unsharded):
     if x.device_mesh.get_coordinate() is None:
         return True
     return torch.equal(
-        x.to_local(), distribute_tensor(whole, *(x.device_mesh, x.placements), src_data_rank=None).to_local()
+        x.to_local(), distribute_tensor(unsharded, *(x.device_mesh, x.placements), src_data_rank=None).to_local()
     )
 
 
@@ -323,9 +323,9 @@ def checkpoint_of_partial_values(folder):
 
 def checkpoint_in_the_background(folder):
     """The values of when it was asked for."""
-    x = distribute_tensor(WHOLE.clone(), one_axis(), [Shard(0)], src_data_rank=None)
+    x = distribute_tensor(FULL.clone(), one_axis(), [Shard(0)], src_data_rank=None)
     under_way = dcp.async_save(to_torch_state_dict({"x": x}), checkpoint_id=folder)
     x.zero_()
     under_way.result()
     dcp.load({"x": x}, checkpoint_id=folder)
-    return torch.equal(x.full_tensor(), WHOLE)
+    return torch.equal(x.full_tensor(), FULL)

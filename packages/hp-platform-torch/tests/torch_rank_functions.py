@@ -49,20 +49,20 @@ def expected_reduction(dtype_name, op, size):
     dtype = PLATFORM.dtype(dtype_name)
     rows = torch.stack([_values(dtype, 6 * size, rank) for rank in range(size)])
     if dtype == torch.bool:
-        whole = rows.any(0) if op in ("sum", "max") else rows.all(0)
+        unsharded = rows.any(0) if op in ("sum", "max") else rows.all(0)
     else:
-        whole = {
+        unsharded = {
             "sum": lambda: rows.double().sum(0),
             "avg": lambda: rows.double().mean(0),
             "max": lambda: rows.double().amax(0),
             "min": lambda: rows.double().amin(0),
             "product": lambda: rows.double().prod(0),
         }[op]().to(dtype)
-    return [(whole.tolist(), whole.view(size, 6)[rank].tolist()) for rank in range(size)]
+    return [(unsharded.tolist(), unsharded.view(size, 6)[rank].tolist()) for rank in range(size)]
 
 
 def reduce_after_letting_go(count):
-    """Of two reduce-scatters of one group nobody waits for the first; other collectives and sends come between them."""
+    """Of two reduce-scatters of one group no rank waits for the first; other collectives and sends come between."""
     group = current_world(PLATFORM).all
     rows = [torch.full((count * group.size,), float(value)) for value in (1, group.rank + 5)]
     group.reduce_scatter_into(torch.empty(count), rows[0], "sum", async_op=True)
@@ -111,9 +111,9 @@ def uneven_all_to_all(dtype_name, ranks):
     if world.rank not in ranks:
         return None
     group, dtype = world.group(ranks), PLATFORM.dtype(dtype_name)
-    me, everyone = group.rank, range(group.size)
-    leaving = [(me + 2 * j) % 3 for j in everyone]
-    arriving = [(j + 2 * me) % 3 for j in everyone]
+    me, all_ranks = group.rank, range(group.size)
+    leaving = [(me + 2 * j) % 3 for j in all_ranks]
+    arriving = [(j + 2 * me) % 3 for j in all_ranks]
     sent = torch.cat([torch.full((n, 2), 10 * me + j) for j, n in enumerate(leaving)]).to(dtype)
     received = torch.empty(sum(arriving), 2, dtype=dtype)
     group.all_to_all_into(received, sent, arriving, leaving)
@@ -151,7 +151,7 @@ def bytes_of_everyone(lengths, ranks, default_device):
 
 
 def bytes_under_way(ranks):
-    """The second of two is not there before the last rank has begun it; a gather of tensors goes on meanwhile."""
+    """The second of two is not there before the last rank has started it; a gather of tensors goes on meanwhile."""
     world = current_world(PLATFORM)
     if world.rank not in ranks:
         return None
@@ -250,9 +250,9 @@ def differentiable_gather():
     group = current_world(PLATFORM).all
     lengths = [rank + 1 for rank in range(group.size)]
     x = torch.full((group.rank + 1, 2), float(group.rank), requires_grad=True)
-    whole = collectives.all_gather_varying(x, group, 0, lengths)
-    (whole * (group.rank + 1)).sum().backward()
-    return whole[:, 0].tolist(), x.grad.tolist()
+    unsharded = collectives.all_gather_varying(x, group, 0, lengths)
+    (unsharded * (group.rank + 1)).sum().backward()
+    return unsharded[:, 0].tolist(), x.grad.tolist()
 
 
 def fail():
@@ -262,18 +262,18 @@ def fail():
 def complex_numbers(dtype_name):
     """Run gloo's collectives on complex numbers, some of them conjugates that are not computed yet."""
     group, dtype = current_world(PLATFORM).all, PLATFORM.dtype(dtype_name)
-    whole = torch.complex(torch.arange(12.0), torch.arange(12.0) - 5).to(dtype).reshape(6, 2)
+    unsharded = torch.complex(torch.arange(12.0), torch.arange(12.0) - 5).to(dtype).reshape(6, 2)
     mesh = DeviceMesh("cpu", (group.size,), platform=PLATFORM)
-    z = distribute_tensor(whole, mesh, [Shard(0)]).conj()
-    partial = DTensor.from_local(whole.conj() * group.rank, mesh, [Partial()])
-    refused = [_refusal_of_reduction(whole.clone(), op) for op in ("avg", "max", "product")]
+    z = distribute_tensor(unsharded, mesh, [Shard(0)]).conj()
+    partial = DTensor.from_local(unsharded.conj() * group.rank, mesh, [Partial()])
+    refused = [_refusal_of_reduction(unsharded.clone(), op) for op in ("avg", "max", "product")]
     results = [
         z.full_tensor(),
         z.imag.full_tensor(),
         z.redistribute(placements=[Shard(1)]).full_tensor(),
         partial.full_tensor(),
         partial.redistribute(placements=[Shard(0)]).full_tensor(),
-        distribute_tensor(whole if group.rank == 0 else whole * 0, mesh, [Replicate()]).to_local(),
+        distribute_tensor(unsharded if group.rank == 0 else unsharded * 0, mesh, [Replicate()]).to_local(),
     ]
     return [x.tolist() for x in results], refused
 
@@ -332,8 +332,8 @@ def _every_collective(group):
         group.all_gather_into(gathered, values(2, dtype), async_op=True).wait()
         group.reduce_scatter_into(scattered, values(2 * size, dtype))
         results += [reduced, gathered, scattered]
-    told = values(3)
-    group.broadcast(told, 1)
+    message = values(3)
+    group.broadcast(message, 1)
     # Rank r gives r + j rows to rank j.
     rows = [rank + j for j in range(size)]
     exchanged = torch.empty(sum(rows), 2)
@@ -350,5 +350,5 @@ def _every_collective(group):
     sending = group.send(values(4), (rank + 1) % size, async_op=True)
     group.receive(around, (rank - 1) % size, async_op=True).wait()
     sending.wait()
-    results += [told, exchanged, *arriving, passed if rank else told, around]
+    results += [message, exchanged, *arriving, passed if rank else message, around]
     return [x.float().tolist() for x in results]

@@ -1,4 +1,4 @@
-"""Tensors cut over two simulated ranks of torch."""
+"""Tensors sharded over two simulated ranks of torch."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def on_two_ranks(program: Callable[[DeviceMesh], Any]) -> Any:
     return first
 
 
-def cut(x: Tensor, mesh: DeviceMesh, placement: Any = None) -> Any:
+def shard(x: Tensor, mesh: DeviceMesh, placement: Any = None) -> Any:
     return distribute_tensor(x.clone(), mesh, (placement or Shard(0),), src_data_rank=None)

@@ -164,9 +164,9 @@ def test_other_ways_to_write_a_conversation(tmp_path: Path, record: dict[str, An
     assert predicted(make_source(tmp_path, [record], template="plain"), tmp_path, 100) == ["mat\n\0"]
 
 
-def test_conversations_share_rows_and_are_cut_off(tmp_path: Path) -> None:
+def test_conversations_share_rows_and_are_truncated(tmp_path: Path) -> None:
     records = [{"prompt": "p" * n, "completion": "c" * n} for n in (3, 4, 20, 30)]
-    packed = predicted(make_source(tmp_path, records), tmp_path / "whole", 32)
+    packed = predicted(make_source(tmp_path, records), tmp_path / "complete", 32)
     assert sorted(packed) == ["ccc", "cccc\0ccc\0", "c" * 13]
     alone = predicted(make_source(tmp_path, records, packing="none"), tmp_path / "none", 32)
     assert [text.count("c") for text in alone] == [3, 4, 13, 3]
@@ -175,7 +175,7 @@ def test_conversations_share_rows_and_are_cut_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "told"),
+    ("record", "message"),
     [
         ({"messages": []}, "chat.jsonl:1: expected a list of messages, each an object with role and content, got []"),
         ({"messages": [{"role": "user"}]}, "chat.jsonl:1: expected a message with role and content, got {'role'"),
@@ -184,10 +184,10 @@ def test_conversations_share_rows_and_are_cut_off(tmp_path: Path) -> None:
         ({"messages": TURNS}, "chat.jsonl:1: the tokenizer has no chat template; set data.template (chatml, "),
     ],
 )
-def test_a_conversation_that_is_none_is_told_with_its_line(tmp_path: Path, record: Any, told: str) -> None:
+def test_an_invalid_conversation_is_reported_with_its_line(tmp_path: Path, record: Any, message: str) -> None:
     path = write(tmp_path / "chat.jsonl", [record])
     (problem,) = ChatSource(ChatDataConfig(path=path)).problems()
-    assert told in problem.what
+    assert message in problem.what
     assert problem.path == "path"
 
 

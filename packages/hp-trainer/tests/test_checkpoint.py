@@ -417,7 +417,7 @@ def test_leftovers_of_killed_saves_are_swept_by_the_next_one(storage: LocalStora
     assert sorted(storage.list_folders()) == ["other", "step-00000004"]
 
 
-# Indices that are whole and wrong: someone wrote them so --------------------------------------------------------
+# Indices that are complete and wrong: someone wrote them so --------------------------------------------------------
 
 
 def forge(storage: LocalStorage, folder: str, change: Callable[[dict[str, Any]], Any]) -> Path:
@@ -460,12 +460,12 @@ FORGERIES = {
 def test_an_index_that_is_not_of_the_format_is_named_and_the_step_before_is_taken(
     two_steps: LocalStorage, forgery: str
 ) -> None:
-    change, told = FORGERIES[forgery]
+    change, message = FORGERIES[forgery]
     file = forge(two_steps, "step-00000002", change)
     with pytest.raises(CheckpointError) as caught:
         Checkpoint(two_steps, "step-00000002")
     assert str(caught.value).startswith(f"{file} is damaged: ")
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert open_latest(two_steps).step == 1
 
 
@@ -497,10 +497,10 @@ def test_a_place_shorter_than_its_array_is_damage(storage: LocalStorage) -> None
     # No row of it, so that no checksum would be compared; the header keeps its length.
     assert content.count(b'"data_offsets":[0,24]') == 1
     shard.write_bytes(content.replace(b'"data_offsets":[0,24]', b'"data_offsets":[0, 1]'))
-    told = f"{shard.name}: tensor 'first' .*: expected 24 bytes, got 1"
-    with pytest.raises(CheckpointError, match=told):
+    message = f"{shard.name}: tensor 'first' .*: expected 24 bytes, got 1"
+    with pytest.raises(CheckpointError, match=message):
         Checkpoint(storage, "step-00000001").verify()
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         Checkpoint(storage, "step-00000001").read("first")
 
 
@@ -529,7 +529,7 @@ def test_a_linked_step_folder_neither_hides_nor_blocks_a_save(
     elsewhere = tmp_path / "elsewhere"
     save_alone(storage, data, step=5)
     (storage.root / "step-00000005").rename(elsewhere)
-    ends = {"to a checkpoint": elsewhere, "nowhere": tmp_path / "gone", "to itself": "step-00000005"}
+    ends = {"to a checkpoint": elsewhere, "nowhere": tmp_path / "missing", "to itself": "step-00000005"}
     (storage.root / "step-00000005").symlink_to(ends[leads])
     if leads == "to a checkpoint":
         assert open_latest(storage).step == 5

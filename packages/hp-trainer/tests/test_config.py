@@ -1,4 +1,4 @@
-"""One YAML file, read strictly: every mistake is told at once, with its place and what to write instead."""
+"""One YAML file, read strictly: every mistake is reported at once, with its place and what to write instead."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ def test_relative_paths_are_those_of_the_file_and_of_the_command_line(tmp_path, 
     config = load_config("configs/run.yaml", registered=registered).config
     assert config.data.options.path == str(tmp_path / "configs" / "texts" / "a.txt")
     assert config.checkpoint.folder == "/far/away"
-    config = load_config(file, [("data.path", "b.txt"), ("checkpoint.folder", "kept")], registered=registered).config
-    assert (config.data.options.path, config.checkpoint.folder) == (str(tmp_path / "b.txt"), str(tmp_path / "kept"))
+    config = load_config(file, [("data.path", "b.txt"), ("checkpoint.folder", "saved")], registered=registered).config
+    assert (config.data.options.path, config.checkpoint.folder) == (str(tmp_path / "b.txt"), str(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected_message"),
     [
         ("data: {path: ''}", "data.path: empty\n    expected: a file or folder, or null\n    try: null"),
         ("optimizer: {lr: .inf}", "out of range\n    expected: a number finite and > 0\n    got: .inf"),
@@ -111,8 +111,10 @@ def test_relative_paths_are_those_of_the_file_and_of_the_command_line(tmp_path, 
         (f"generate: {{seed: {2**63}}}", f">= 0 and <= {2**63 - 1}\n    got: {2**63}"),
     ],
 )
-def test_values_that_would_reach_the_ranks_before_they_fail_are_refused(refusal, line: str, told: str) -> None:
-    assert told in refusal(f"training: {{steps: 4}}\n{line}\n")
+def test_values_that_would_reach_the_ranks_before_they_fail_are_refused(
+    refusal, line: str, expected_message: str
+) -> None:
+    assert expected_message in refusal(f"training: {{steps: 4}}\n{line}\n")
 
 
 def test_a_misspelt_key_names_the_right_one(refusal) -> None:
@@ -260,7 +262,7 @@ BILLION = "\n".join(
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected_message"),
     [
         (f"generate:\n{BILLION}\n", "more than 20,000 values, counting each use of an alias (*name)"),
         ("generate: " + "[" * 60 + "]" * 60, "nested more than 50 levels deep"),
@@ -270,8 +272,8 @@ BILLION = "\n".join(
     ids=["aliases of aliases", "deep", "very deep", "long"],
 )
 @pytest.mark.timeout(120)  # aliases of aliases, all written out, would take longer than anybody waits
-def test_texts_that_would_fill_the_memory_are_refused_at_once(refusal, text: str, told: str) -> None:
-    assert told in refusal(text)
+def test_texts_that_would_fill_the_memory_are_refused_at_once(refusal, text: str, expected_message: str) -> None:
+    assert expected_message in refusal(text)
 
 
 def test_a_value_that_contains_itself_is_refused(refusal) -> None:
@@ -419,5 +421,5 @@ def test_plain_dataclasses_and_lists_of_plugins_are_validated_strictly() -> None
 
 
 def test_an_empty_entry_in_a_list_of_sections_is_refused(refusal) -> None:
-    told = refusal(MINIMAL + "optimizer: {parameter_groups: [null, {lr_factor: 0.0}]}\n")
-    assert "optimizer.parameter_groups" in told
+    expected_message = refusal(MINIMAL + "optimizer: {parameter_groups: [null, {lr_factor: 0.0}]}\n")
+    assert "optimizer.parameter_groups" in expected_message

@@ -73,9 +73,9 @@ def test_a_long_text_is_prepared_in_pieces_as_one_document(
 
 def test_a_long_text_that_is_damaged_further_on_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "SEGMENT_BYTES", 10)
-    for damage, told in ((b"\xff", "bytes that are not UTF-8"), (b"\0", "a zero byte")):
+    for damage, message in ((b"\xff", "bytes that are not UTF-8"), (b"\0", "a zero byte")):
         (tmp_path / "a.txt").write_bytes(b"text\n" * 5 + damage + b"\n")
-        with pytest.raises(DataError, match=f"a.txt starts as text, but there (is|are) {told}.* from byte 20"):
+        with pytest.raises(DataError, match=f"a.txt starts as text, but there (is|are) {message}.* from byte 20"):
             list(open_reader(tmp_path / "a.txt").records())
 
 
@@ -97,14 +97,14 @@ def test_long_files_that_are_no_text_or_may_not_be_read_are_left_out(
 
 @pytest.mark.parametrize("length", [7, 8, 9, 10, 50])
 @pytest.mark.parametrize("end", ["\r\n", "\r", "\u2028", ""])
-def test_pieces_cut_no_character_and_no_end_of_a_line(
+def test_chunks_split_no_character_and_no_end_of_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, end: str
 ) -> None:
     monkeypatch.setattr(formats, "SEGMENT_BYTES", length)
-    whole = f"äöü\U0001f600{end}x{end}{end}".encode() * 9
-    (tmp_path / "a.txt").write_bytes(whole)
+    full = f"äöü\U0001f600{end}x{end}{end}".encode() * 9
+    (tmp_path / "a.txt").write_bytes(full)
     records = list(open_reader(tmp_path / "a.txt").records())
-    assert b"".join(record.value for record in records) == whole
+    assert b"".join(record.value for record in records) == full
     assert [record.begins for record in records] == [True] + [False] * (len(records) - 1)
     assert [record.ends for record in records] == [False] * (len(records) - 1) + [True]
     assert all(record.value.decode() and not record.value.endswith(b"\r") for record in records[:-1]) or end == "\r"
@@ -185,8 +185,8 @@ def test_a_single_file_is_taken_whatever_its_ending(texts: Path, tmp_path: Path)
     assert corpus_text(tmp_path / "one", texts / "a" / "notes.txt", (".py",)) == "é\n\0".encode()
 
 
-def test_a_corpus_may_be_cut_off(texts: Path, tmp_path: Path) -> None:
-    assert corpus_text(tmp_path / "cut", texts, (".py",), max_tokens=6) == b"bb\n\0zz"
+def test_a_corpus_may_be_truncated(texts: Path, tmp_path: Path) -> None:
+    assert corpus_text(tmp_path / "truncated", texts, (".py",), max_tokens=6) == b"bb\n\0zz"
 
 
 def test_a_corpus_says_what_it_holds(texts: Path, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_corpus_says_what_it_holds(texts: Path, tmp_path: Path) -> None:
 
 def test_what_is_no_regular_file_is_left_out(texts: Path) -> None:
     os.mkfifo(texts / "a" / "pipe.py")  # to read it would wait for a writer
-    (texts / "gone.py").symlink_to(texts / "nothing")
+    (texts / "missing.py").symlink_to(texts / "nothing")
     assert [path.name for path in find_text_files(texts, (".py",))] == [
         "b.py",
         "empty.py",
@@ -394,15 +394,15 @@ def test_every_broken_source_is_told_with_its_setting(tmp_path: Path, registered
     (tmp_path / "broken.jsonl").write_text("{")
     (tmp_path / "blank.jsonl").write_text('{"text": " "}\n')
     yaml = "data: {sources: [broken.jsonl, blank.jsonl, none.txt], eval: [{path: broken.jsonl}]}"
-    told = [str(problem) for problem in source_of(tmp_path, yaml, registered).problems()]
-    assert told[0].startswith(f"sources[0].path: {tmp_path}/broken.jsonl:1 is not valid JSON")
-    assert told[1].startswith("sources[1].path: contains no text")
-    assert told[2].startswith("sources[2].path: does not exist")
-    assert told[3].startswith("eval[0].path: ")
+    message = [str(problem) for problem in source_of(tmp_path, yaml, registered).problems()]
+    assert message[0].startswith(f"sources[0].path: {tmp_path}/broken.jsonl:1 is not valid JSON")
+    assert message[1].startswith("sources[1].path: contains no text")
+    assert message[2].startswith("sources[2].path: does not exist")
+    assert message[3].startswith("eval[0].path: ")
 
 
 @pytest.mark.parametrize(
-    ("yaml", "told"),
+    ("yaml", "message"),
     [
         ("{sources: [{path: ''}]}", "data.sources[0].path: empty"),
         ("{sources: [{field: a}]}", "data.sources[0].path: missing"),
@@ -417,8 +417,8 @@ def test_every_broken_source_is_told_with_its_setting(tmp_path: Path, registered
         ("{packing: tight}", "data.packing: unknown value"),
     ],
 )
-def test_sources_that_make_no_sense_are_refused(registered: Registries, yaml: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(told)):
+def test_sources_that_make_no_sense_are_refused(registered: Registries, yaml: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         parse_config(f"training: {{steps: 1}}\ndata: {yaml}", registered=registered)
 
 
@@ -561,7 +561,7 @@ def test_micro_batches_are_the_batch_in_parts() -> None:
     assert len(batch.micro_batches(None)) == 1
 
 
-@pytest.mark.parametrize("damage", ["{", "[" * 100_000, "[]", "{}"], ids=["cut", "nested", "a list", "empty"])
+@pytest.mark.parametrize("damage", ["{", "[" * 100_000, "[]", "{}"], ids=["truncated", "nested", "a list", "empty"])
 def test_damaged_notes_of_prepared_data_are_refused_by_name(tmp_path: Path, damage: str) -> None:
     write_notes(tmp_path, {})
     assert read_notes(tmp_path) == {}

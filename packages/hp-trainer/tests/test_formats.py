@@ -1,4 +1,4 @@
-"""Files of every format give the same records, and what is wrong with them is told with its place."""
+"""Files of every format give the same records, and what is wrong with them is reported with its place."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_pattern_names_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected_message"),
     [
         (
             b'{"text": 1, x}',
@@ -162,10 +162,10 @@ def test_a_pattern_names_files(tmp_path: Path) -> None:
         (b'{"text": 3}', r"a\.jsonl:2: expected text in field 'text', got 3"),
     ],
 )
-def test_a_broken_line_is_told_with_its_number(tmp_path: Path, line: bytes, told: str) -> None:
+def test_a_broken_line_is_reported_with_its_number(tmp_path: Path, line: bytes, expected_message: str) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "good"}\n' + line + b"\n")
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=expected_message):
         [record.text("text") for record in open_reader(file).records()]
 
 

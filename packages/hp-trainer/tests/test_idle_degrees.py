@@ -17,7 +17,7 @@ training: {steps: 1, global_batch_size: 8}
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         (
             [("parallel.ep", "2")],
@@ -30,10 +30,10 @@ training: {steps: 1, global_batch_size: 8}
         ),
     ],
 )
-def test_degrees_without_use(installed: Registries, settings: list[tuple[str, str]], told: str) -> None:
+def test_degrees_without_use(installed: Registries, settings: list[tuple[str, str]], message: str) -> None:
     config = parse_config(RUN, settings, registered=installed).config
     found = [f"{each.path}: {each.what}; {each.hint}" for each in layout_problems(config, 2)]
-    assert found == [told]
+    assert found == [message]
 
 
 def test_degrees_that_are_used_or_filled_in(installed: Registries) -> None:

@@ -166,7 +166,7 @@ def test_the_curve_has_whole_steps_and_its_last_value_in_the_legend() -> None:
     draw_losses(axes, [(1, 3.0), (2, 2.0)], [(2, 2.5)])
     assert all(tick == int(tick) for tick in axes.get_xticks())
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["training", "evaluation, last 2.500"]
-    assert not axes.texts, "nothing lies upon the curves"
+    assert not axes.texts, "nothing covers the curves"
 
 
 def test_the_curve_is_smoothed_over_the_steps_before() -> None:

@@ -29,7 +29,7 @@ class Crash(BaseException):
 
 
 class ObjectStore(MemoryFileSystem):
-    """Objects that are whole or absent, and no rename; it crashes at the operation whose turn it is."""
+    """Objects that are complete or absent, and no rename; it crashes at a chosen operation."""
 
     cachable = False
     left: int | None = None

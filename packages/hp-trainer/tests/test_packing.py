@@ -73,7 +73,7 @@ def test_windows_of_documents_predict_what_lies_in_a_document() -> None:
         assert samples.num_targets(np.array([one])) == np.sum(rows.targets[one] != IGNORED)
 
 
-def test_answers_alone_are_predicted_and_what_is_too_long_is_cut_off() -> None:
+def test_answers_alone_are_predicted_and_what_is_too_long_is_truncated() -> None:
     samples = packed(50, predicted=PREDICTED)
     rows = samples.read(np.arange(len(samples)))
     assert pairs_of(rows) == pairs_in_documents(PREDICTED)
@@ -107,7 +107,7 @@ def sources_of(samples: MixedSamples, first: int, count: int) -> np.ndarray:
     return samples.read(samples.order(3).samples(first, count)).ids[:, 0] // 1000
 
 
-def test_sources_come_as_often_as_their_weights_say_in_every_stretch() -> None:
+def test_sources_come_as_often_as_their_weights_say_in_every_span() -> None:
     found = sources_of(mixture([2, 1, 1]), 0, 4000)
     assert np.bincount(found).tolist() == [2000, 1000, 1000]
     for begin in range(0, 4000, 40):
@@ -152,10 +152,10 @@ def test_ranks_share_a_mixture_of_packed_rows(num_shares: int) -> None:
         BatchReader(samples, global_batch_size=5, seed=1, num_shares=num_shares, share=n) for n in range(num_shares)
     ]
     for position in (0, 5, 500):
-        whole, parts = one.read(position), [share.read(position) for share in shares]
-        assert {part.global_targets for part in parts} == {np.sum(whole.targets != IGNORED)}
+        full, parts = one.read(position), [share.read(position) for share in shares]
+        assert {part.global_targets for part in parts} == {np.sum(full.targets != IGNORED)}
         for name in ("ids", "targets", "positions", "samples"):
-            assert np.array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(whole, name))
+            assert np.array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(full, name))
 
 
 def test_weights_become_whole_numbers_in_their_proportions() -> None:

@@ -270,7 +270,7 @@ def test_a_world_of_another_size_is_refused() -> None:
 
 
 def calls_for(world_size: int) -> int:
-    """The calls and returns, of Python and of C functions, that it takes to lay a world out."""
+    """The calls and returns, of Python and of C functions, that it takes to build the layout of a world."""
     count = itertools.count()
     sys.setprofile(lambda *event: next(count))
     try:
@@ -301,7 +301,7 @@ def test_context_parallel_ranks_do_not_drop_choices_by_position() -> None:
 def test_costs_of_a_long_sequence_are_those_counted_on_all_of_it(method) -> None:
     shape = AttentionShape(batch=1, length=8192, heads=32, kv_heads=8, head_dim=128)
     rates = {"links": Links(bandwidth=50e9), "flops": 1e14}
-    whole = choose_context_parallel(shape, 2, method=method, ulysses_degree=1, **rates).best
+    full = choose_context_parallel(shape, 2, method=method, ulysses_degree=1, **rates).best
     found = context._compare(shape, 2, method, 1).best
-    assert found.forward_bytes == whole.forward_bytes
-    assert found.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert found.forward_bytes == full.forward_bytes
+    assert found.seconds == pytest.approx(full.seconds, rel=0.01)

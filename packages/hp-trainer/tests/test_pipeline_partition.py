@@ -12,19 +12,19 @@ from hp_trainer.exceptions import PipelineError
 from hp_trainer.pipeline import balanced_stages, build_schedule, listed_stages, rank_actions
 
 
-def dearest(stages, costs, first, last):
+def most_expensive(stages, costs, first, last):
     sums = [sum(costs[layer] for layer in stage) for stage in stages]
     sums[0] += first
     sums[-1] += last
     return max(sums)
 
 
-def all_cuts(num_layers, num_stages):
+def all_splits(num_layers, num_stages):
     for ends in itertools.combinations(range(1, num_layers), num_stages - 1):
         yield [range(begin, end) for begin, end in itertools.pairwise((0, *ends, num_layers))]
 
 
-def test_no_cut_has_a_cheaper_dearest_stage():
+def test_no_split_has_a_cheaper_most_expensive_stage():
     numbers = random.Random(1)
     for _ in range(60):
         costs = [float(numbers.randint(0, 9)) for _ in range(numbers.randint(1, 8))]
@@ -32,11 +32,11 @@ def test_no_cut_has_a_cheaper_dearest_stage():
         stages = balanced_stages(costs, num_stages, first_cost=first, last_cost=last)
         assert [layer for stage in stages for layer in stage] == list(range(len(costs)))
         assert all(len(stage) for stage in stages)
-        best = min(dearest(cut, costs, first, last) for cut in all_cuts(len(costs), num_stages))
-        assert dearest(stages, costs, first, last) == best
+        best = min(most_expensive(split, costs, first, last) for split in all_splits(len(costs), num_stages))
+        assert most_expensive(stages, costs, first, last) == best
 
 
-def test_layers_that_cannot_be_cut():
+def test_layers_that_cannot_be_split():
     with pytest.raises(PipelineError, match=r"3 layers cannot be split into 4 stages; expected 1 to 3 stages"):
         balanced_stages([1.0] * 3, 4)
     with pytest.raises(PipelineError, match=r"costs of layers: expected finite numbers >= 0, got \[1.0, -1.0"):

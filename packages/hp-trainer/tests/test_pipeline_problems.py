@@ -100,9 +100,9 @@ def test_unequal_micro_batches(problems) -> None:
 
 
 def test_schedules_that_do_not_exist_or_would_hang(problems) -> None:
-    (told,) = problems(2, parallel__pp=2, pipeline__schedule="1f2b")
-    assert told.startswith("pipeline.schedule: unknown schedule; 1f1b, dualpipe_v, gpipe")
-    assert problems(1, pipeline__schedule="1f2b") == [told]
+    (message,) = problems(2, parallel__pp=2, pipeline__schedule="1f2b")
+    assert message.startswith("pipeline.schedule: unknown schedule; 1f1b, dualpipe_v, gpipe")
+    assert problems(1, pipeline__schedule="1f2b") == [message]
     assert problems(2, parallel__pp=2, pipeline__stages_per_rank=2) == [
         "pipeline.stages_per_rank: pipeline schedule '1f1b' has 1 stages per rank, got 2; ; ; "
         "pipeline.stages_per_rank=null"
@@ -122,7 +122,7 @@ def test_listed_layers(problems) -> None:
     ]
 
 
-def test_models_that_cannot_be_cut(problems) -> None:
+def test_models_that_cannot_be_split(problems) -> None:
     assert problems(2, parallel__pp=2, model="{name: tiny}") == [
         "parallel.pp: model 'tiny' has no num_hidden_layers, and cannot be split into stages; ; ; "
     ]

@@ -133,9 +133,9 @@ def test_what_is_wrong_is_named(text, message):
 
 
 def test_stages_of_ranks_without_actions_are_named():
-    whole = Schedule.parse("rank 0: 0F0 0B0")
+    full = Schedule.parse("rank 0: 0F0 0B0")
     with pytest.raises(ScheduleError, match="stage 1 is on rank 5, but there are actions of 1 ranks"):
-        validate(Schedule((0, 5), 1, whole.actions))
+        validate(Schedule((0, 5), 1, full.actions))
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_a_registered_function_that_makes_no_schedule_is_named():
 def test_a_registered_function_whose_schedule_is_for_other_numbers_is_named(ranks, microbatches):
     name = f"two_of_two_for_{ranks}_of_{microbatches}"
     register_schedule(name, lambda *_: build_schedule("gpipe", num_ranks=2, num_microbatches=2))
-    told = f"actions of {ranks} ranks and {microbatches} micro-batches, got those of 2 and 2"
-    with pytest.raises(ScheduleError, match=told):
+    expected_message = f"actions of {ranks} ranks and {microbatches} micro-batches, got those of 2 and 2"
+    with pytest.raises(ScheduleError, match=expected_message):
         build_schedule(name, num_ranks=ranks, num_microbatches=microbatches)
     assert build_schedule(name, num_ranks=2, num_microbatches=2).num_microbatches == 2

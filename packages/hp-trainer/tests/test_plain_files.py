@@ -54,11 +54,11 @@ def test_a_pipe_that_comes_after_the_first_look_is_not_read(pipe: Path, monkeypa
 
 
 def test_a_file_that_tells_no_size_is_not_read_on() -> None:
-    whole = Path("/proc/self/status")
-    assert whole.stat().st_size == 0
-    assert len(read_plain_text(whole)) > 16
+    full = Path("/proc/self/status")
+    assert full.stat().st_size == 0
+    assert len(read_plain_text(full)) > 16
     with pytest.raises(OSError, match="it has 17 bytes, more than the limit of 16"):
-        read_plain_text(whole, most_bytes=16)
+        read_plain_text(full, most_bytes=16)
 
 
 def test_a_configuration_that_is_a_pipe_or_a_device_is_refused(
@@ -76,8 +76,8 @@ def test_a_configuration_that_is_a_pipe_or_a_device_is_refused(
 
 @pytest.mark.parametrize("kind", ["auto", "text", "jsonl"])
 def test_data_that_are_a_pipe_or_a_device_are_refused(pipe: Path, kind) -> None:
-    for path, told in ((pipe, "a named pipe"), (Path("/dev/zero"), "a device")):
-        with pytest.raises(DataError, match=f"data path {re.escape(str(path))} is {told}; expected a text file"):
+    for path, message in ((pipe, "a named pipe"), (Path("/dev/zero"), "a device")):
+        with pytest.raises(DataError, match=f"data path {re.escape(str(path))} is {message}; expected a text file"):
             open_reader(path, kind)
     with pytest.raises(DataError, match="is a named pipe"):
         list(find_text_files(pipe))
@@ -106,7 +106,7 @@ def test_pipes_within_runs_and_checkpoints_are_not_opened(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (
             '{"text": "short"}\n{"text": "' + "long " * 20 + '"}\n',
@@ -116,9 +116,9 @@ def test_pipes_within_runs_and_checkpoints_are_not_opened(tmp_path: Path) -> Non
     ],
     ids=["a line", "a list"],
 )
-def test_json_that_would_fill_the_memory_is_not_read_on(tmp_path: Path, monkeypatch, content, told) -> None:
+def test_json_that_would_fill_the_memory_is_not_read_on(tmp_path: Path, monkeypatch, content, message) -> None:
     monkeypatch.setattr(formats, "_LONGEST_LINE", 64)
     monkeypatch.setattr(formats, "_LONGEST_LIST", 64)
     (tmp_path / "data.json").write_text(content)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         list(open_reader(tmp_path / "data.json").records())

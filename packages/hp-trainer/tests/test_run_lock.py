@@ -1,4 +1,4 @@
-"""A run is trained by one job at a time; the second one is told which."""
+"""A run is trained by one job at a time; the error of the second one names the first."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def test_a_lock_is_free_again_after_its_release(tmp_path: Path) -> None:
 def test_the_second_job_is_told_who_holds_the_run(tmp_path: Path, other: subprocess.Popen) -> None:
     with pytest.raises(RunLockedError) as caught:
         RunLock(tmp_path).acquire()
-    told = str(caught.value)
-    assert told.startswith(f"the run {tmp_path} is being trained by process {other.pid} on ")
-    assert f"(kill {other.pid})" in told
-    assert str(tmp_path / "lock.json") in told
+    message = str(caught.value)
+    assert message.startswith(f"the run {tmp_path} is being trained by process {other.pid} on ")
+    assert f"(kill {other.pid})" in message
+    assert str(tmp_path / "lock.json") in message
 
 
 def test_the_lock_of_a_stopped_process_holds_and_that_of_a_killed_one_does_not(
@@ -95,12 +95,12 @@ def test_a_process_that_has_got_the_same_number_is_another_one(tmp_path: Path) -
 def test_a_lock_of_another_machine_is_watched_for_its_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     write_lock(tmp_path, elsewhere())
     began = time.monotonic()
-    with RunLock(tmp_path, told.append):
+    with RunLock(tmp_path, messages.append):
         assert time.monotonic() - began >= 0.5
-    (line,) = told
+    (line,) = messages
     assert line.startswith(f"the run is locked by process {os.getpid()} on gpu7, since ")
 
     alive, stop = elsewhere("alive"), threading.Event()
@@ -119,7 +119,7 @@ def test_a_lock_of_another_machine_is_watched_for_its_heartbeat(
     thread.start()
     try:
         with pytest.raises(RunLockedError, match="on gpu7"):
-            RunLock(tmp_path, told.append).acquire()
+            RunLock(tmp_path, messages.append).acquire()
     finally:
         stop.set()
         thread.join()
@@ -142,7 +142,7 @@ def test_the_heartbeat_goes_on_while_the_lock_is_held(tmp_path: Path) -> None:
 def test_who_has_lost_the_run_neither_renews_nor_releases_the_lock_of_another(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, "mine")
     with RunLock(tmp_path) as held:
-        with held._guard():  # as whoever takes a run away; a heartbeat may be under way
+        with held._guard():  # as a job that takes a run over; a heartbeat may be under way
             write_lock(tmp_path, elsewhere())
         held._beat()
         with pytest.raises(RunLockedError, match=r"it is now trained by process .* on gpu7"):
@@ -202,7 +202,7 @@ def test_a_lock_taken_away_may_be_deleted_as_a_leftover_meanwhile(
     assert list(tmp_path.iterdir()) == []
 
 
-def cut(text: str) -> str:
+def truncated(text: str) -> str:
     return text[:-5]
 
 
@@ -210,7 +210,7 @@ def without_pid(text: str) -> str:
     return text.replace('"pid"', '"pit"')
 
 
-@pytest.mark.parametrize("damage", [cut, without_pid, lambda text: "[" * 100_000, lambda text: ""])
+@pytest.mark.parametrize("damage", [truncated, without_pid, lambda text: "[" * 100_000, lambda text: ""])
 def test_a_damaged_lock_is_told_with_what_to_do(tmp_path: Path, damage: Callable[[str], str]) -> None:
     write_lock(tmp_path, elsewhere())
     path = tmp_path / "lock.json"

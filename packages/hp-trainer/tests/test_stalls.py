@@ -52,9 +52,9 @@ def test_a_rank_that_says_nothing_is_named() -> None:
 def test_a_rank_in_a_loop_of_its_own_is_named_with_its_place() -> None:
     waiting = {rank: report(rank, {"0-2": (9, "all_gather")}) for rank in (0, 2)}
     stuck = report(1, {"0-2": (8, "all_reduce")}, "data.py:40 in read")
-    told = describe_stall({**waiting, 1: stuck}, 3)
-    assert "rank 1 of 3 has not answered: it has not started all_gather (call 9 among ranks 0-2), at " in told
-    assert "at /x/hp_trainer/data.py:40 in read; rank 0, 2 waits after starting all_gather" in told
+    message = describe_stall({**waiting, 1: stuck}, 3)
+    assert "rank 1 of 3 has not answered: it has not started all_gather (call 9 among ranks 0-2), at " in message
+    assert "at /x/hp_trainer/data.py:40 in read; rank 0, 2 waits after starting all_gather" in message
 
 
 class Module:
@@ -86,8 +86,10 @@ def test_the_innermost_module_and_the_action_of_a_pipeline_are_found_on_the_stac
     with pytest.raises(RuntimeError) as failed:
         model.fail()
     assert module_of_frames(frames_of_error(failed.value), names) == "module layers.1.attention"
-    told = describe_stall({0: dataclasses.replace(report(0, {"0,1": (9, "all_gather")}), module="module layers.1")}, 2)
-    assert "rank 0 waits after starting all_gather, in module layers.1, at /x/hp_trainer/loop.py:3 in wait" in told
+    message = describe_stall(
+        {0: dataclasses.replace(report(0, {"0,1": (9, "all_gather")}), module="module layers.1")}, 2
+    )
+    assert "rank 0 waits after starting all_gather, in module layers.1, at /x/hp_trainer/loop.py:3 in wait" in message
 
 
 def test_who_waits_for_another_group_is_not_blamed() -> None:
@@ -149,32 +151,32 @@ def wait_until(condition, seconds: float = 300.0) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_a_step_that_takes_many_times_its_usual_is_told_early_once(tmp_path: Path, clock: Clock) -> None:
-    told: list[str] = []
-    with StallWatch(tmp_path, world(), timeout_seconds=600, report=told.append) as watch:
+    messages: list[str] = []
+    with StallWatch(tmp_path, world(), timeout_seconds=600, report=messages.append) as watch:
         for step in range(5):
             watch.start_phase("step", step)
             clock.sleep(0.01)
-        assert told == []
+        assert messages == []
         watch.start_phase("step", 5)
         report_file(tmp_path, 1).write_text(json.dumps(asdict(report(1, {"0,1": (2, "all_gather")}, step=5))))
         clock.sleep(1.5)
-        wait_until(lambda: told)
-        assert told[0].startswith("step 5: rank 1 of 2 has not answered: it has not started all_reduce (call 3 ")
-        assert f"stacks in {tmp_path}" in told[0]
+        wait_until(lambda: messages)
+        assert messages[0].startswith("step 5: rank 1 of 2 has not answered: it has not started all_reduce (call 3 ")
+        assert f"stacks in {tmp_path}" in messages[0]
         mine = read_reports(tmp_path)[0]
         assert any("test_stalls.py" in line for line in mine.stack)
         clock.sleep(1.0)
         time.sleep(0.2)
-        assert len(told) == 1
+        assert len(messages) == 1
         watch.start_phase("step", 6)
-        assert "rank 0: the late step has ended after " in told[-1]
+        assert "rank 0: the late step has ended after " in messages[-1]
         assert 0 not in read_reports(tmp_path)
 
 
 @pytest.mark.usefixtures("quick")
 def test_only_the_lowest_rank_that_answers_tells(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[int, list[str]] = {1: [], 2: []}
-    begun, reported, done = threading.Barrier(3), threading.Barrier(2), threading.Event()
+    messages: dict[int, list[str]] = {1: [], 2: []}
+    started, reported, done = threading.Barrier(3), threading.Barrier(2), threading.Event()
     asked: list[bool] = []
     write, speaks = StallWatch._write_report, StallWatch._prints_summary
 
@@ -190,23 +192,23 @@ def test_only_the_lowest_rank_that_answers_tells(tmp_path: Path, clock: Clock, m
     monkeypatch.setattr(StallWatch, "_prints_summary", noted)
 
     def rank(number: int) -> None:
-        watch = StallWatch(tmp_path, world(number, 3), timeout_seconds=0.8, report=told[number].append)
+        watch = StallWatch(tmp_path, world(number, 3), timeout_seconds=0.8, report=messages[number].append)
         with watch:
             watch.start_phase("step", 1)
-            begun.wait(300)
+            started.wait(300)
             done.wait(300)
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in told]
+    threads = [threading.Thread(target=rank, args=(number,)) for number in messages]
     for thread in threads:
         thread.start()
-    begun.wait(300)
+    started.wait(300)
     clock.sleep(0.5)
-    wait_until(lambda: len(asked) == 2 and told[1])
+    wait_until(lambda: len(asked) == 2 and messages[1])
     done.set()
     for thread in threads:
         thread.join()
-    assert told[1][0].startswith("step 1: rank 0 of 3 has not answered: stopped, killed")
-    assert (sorted(asked), told[2]) == ([False, True], [])
+    assert messages[1][0].startswith("step 1: rank 0 of 3 has not answered: stopped, killed")
+    assert (sorted(asked), messages[2]) == ([False, True], [])
 
 
 @pytest.mark.usefixtures("quick")
@@ -235,12 +237,14 @@ def test_a_rank_without_the_group_in_which_others_wait_is_behind() -> None:
     stuck = dataclasses.replace(report(1, {}, "own.py:5 in parallelize", step=0), phase="set-up")
     for group, size in (("0,1", 2), ("0-2", 3)):
         waits = {rank: report(rank, {group: (1, "all_gather_bytes")}, step=0) for rank in range(size) if rank != 1}
-        told = describe_stall({1: stuck} | {r: dataclasses.replace(w, phase="set-up") for r, w in waits.items()}, size)
-        assert told.startswith(
+        message = describe_stall(
+            {1: stuck} | {r: dataclasses.replace(w, phase="set-up") for r, w in waits.items()}, size
+        )
+        assert message.startswith(
             f"set-up: rank 1 of {size} has not answered: it has not started all_gather_bytes (call 1 "
         )
-        assert "own.py:5 in parallelize; rank 0" in told
-    # Of a shortened name nobody can say who is in it.
+        assert "own.py:5 in parallelize; rank 0" in message
+    # A shortened name does not say which ranks are in it.
     assert "all 2 ranks wait" in describe_stall({0: report(0, {"0,2,... (9 ranks)": (1, "send")}), 1: report(1, {})}, 2)
 
 
@@ -260,6 +264,6 @@ def test_whoever_keeps_others_waiting_in_its_set_up_is_named(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_set_up_that_calls_sys_exit_has_failed_and_its_line_is_named(tmp_path: Path, size: int) -> None:
-    told = rf"rank 0 has left with SystemExit\(0\) in its set-up, called at {__file__}:\d+; raise an error"
-    with pytest.raises(TrainingError, match=told), watched_set_up(tmp_path, world(size=size), 600):
+    message = rf"rank 0 has left with SystemExit\(0\) in its set-up, called at {__file__}:\d+; raise an error"
+    with pytest.raises(TrainingError, match=message), watched_set_up(tmp_path, world(size=size), 600):
         sys.exit(0)

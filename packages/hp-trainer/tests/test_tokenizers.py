@@ -73,7 +73,9 @@ def test_a_file_alone_has_the_usual_end_or_is_told_it(tmp_path: Path) -> None:
         FileTokenizer(unknown, "<z>")
 
 
-def test_pieces_of_a_long_text_have_the_tokens_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_a_long_text_have_the_tokens_of_the_full_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer", eos_token="</s>", bos_token="<s>")
     (tmp_path / "long.txt").write_text(TEXT)
     monkeypatch.setattr(formats, "SEGMENT_BYTES", 200)
@@ -83,9 +85,9 @@ def test_pieces_of_a_long_text_have_the_tokens_of_the_whole(tmp_path: Path, monk
     source.prepare(tmp_path / "run" / "data")
     (note,) = read_notes(tmp_path / "run" / "data")["training"]
     corpus = note.open(tmp_path / "run" / "data")
-    (whole,) = FileTokenizer(folder).encode_documents([TEXT])
-    np.testing.assert_array_equal(corpus.tokens, whole)
-    assert corpus.ends.tolist() == [len(whole)]
+    (full,) = FileTokenizer(folder).encode_documents([TEXT])
+    np.testing.assert_array_equal(corpus.tokens, full)
+    assert corpus.ends.tolist() == [len(full)]
 
 
 @pytest.mark.parametrize("text", ["naïvely 中文 cat", "", "</s> the cat<s>"])
@@ -105,17 +107,17 @@ def test_bytes_are_the_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (None, "the tokenizer .*tokenizer.json does not exist; expected a tokenizer.json or a directory with one"),
         ("{", "tokenizer.json is damaged or not a tokenizer: "),
         ('{"model": {"type": "BPE"}}', "tokenizer.json is damaged or not a tokenizer: "),
     ],
 )
-def test_a_missing_or_damaged_file_is_told(tmp_path: Path, content: str | None, told: str) -> None:
+def test_a_missing_or_damaged_file_is_reported(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         load_tokenizer(str(tmp_path))
 
 
@@ -144,7 +146,7 @@ def test_a_tokenizer_is_trained_by_a_command_and_used_by_a_run(tmp_path: Path, c
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["none.txt", "--vocab-size=300"], "none.txt does not exist"),
         (["blank.txt", "--vocab-size=300"], "contains no text to train a tokenizer on"),
@@ -155,10 +157,10 @@ def test_a_tokenizer_is_trained_by_a_command_and_used_by_a_run(tmp_path: Path, c
     ],
 )
 def test_a_tokenizer_that_cannot_be_trained_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: list[str], told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(TEXT)
     Path("blank.txt").write_text(" ")
     assert cli.main(["tokenizer", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

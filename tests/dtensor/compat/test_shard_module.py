@@ -367,7 +367,7 @@ LOSSES = {
     "replicated": lambda ops, y: ops.sum(y).redistribute(),
     "partial": lambda ops, y: ops.sum(y),
     "sharded": lambda ops, y: ops.sum(y, dim=1),
-    "whole": lambda ops, y: y,
+    "full": lambda ops, y: y,
 }
 
 

@@ -61,7 +61,7 @@ def _implicit(platform: Platform) -> str:
     mesh = DeviceMesh("cpu", (2,), mesh_dim_names=("tp",), platform=platform)
     x, y, z = (_placed(platform, mesh, placement) for placement in (Shard(0), Shard(1), Replicate()))
     with explicit_redistribution():
-        platform.ops.add(x, z)  # cutting a replicated operand sends nothing
+        platform.ops.add(x, z)  # sharding a replicated operand sends nothing
         line = sys._getframe().f_lineno + 2
         with pytest.raises(ImplicitRedistributionError) as refusal:
             platform.ops.add(x, y)

@@ -215,7 +215,7 @@ class Case:
         findings.right[sharded] += 1
 
     def _run(self, tensors: dict[int, Tensor]) -> tuple[list[Any], list[Tensor | None]]:
-        """Results and gradients, whole and plain."""
+        """Results and gradients, as full plain tensors."""
         name = getattr(self.function, "__name__", "")
         written = name.endswith("_") and not name.endswith("__")
         given = [

@@ -241,7 +241,7 @@ def test_views_have_the_strides_of_the_whole_view(hp_platform: Platform) -> None
 
 
 def _moved_there_and_back(platform: Platform, **dtypes: Any) -> tuple[Any, Any, float, float]:
-    """Return x, x cut along its other dimension, and the bytes sent in forward and in backward, both all-to-alls."""
+    """Return x, x sharded along its other dimension, and the bytes of both all-to-alls, in forward and backward."""
     x = distribute_tensor(_leaf(platform, 4, 4), _mesh(platform), [Shard(0)])
     with record_collectives() as forward:
         y = x.redistribute(placements=[Shard(1)], **dtypes)

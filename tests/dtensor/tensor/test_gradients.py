@@ -35,7 +35,7 @@ from hp_dtensor.testing import run_ranks
 
 
 def test_gradients_are_not_off_by_the_number_of_ranks(hp_platform: Platform) -> None:
-    """mindspore-ai/hyper-parallel#685, pytorch/pytorch#172932: products of replicated, cut and partial operands."""
+    """mindspore-ai/hyper-parallel#685, pytorch/pytorch#172932: products of replicated, sharded and partial operands."""
 
     def program(platform: Platform, mesh: DeviceMesh) -> list[str]:
         ops, wrong = platform.ops, []
@@ -54,7 +54,7 @@ def test_gradients_are_not_off_by_the_number_of_ranks(hp_platform: Platform) -> 
 
 
 def test_norms_count_every_element_once(hp_platform: Platform) -> None:
-    """mindspore-ai/hyper-parallel#735: a gradient norm of replicated and cut tensors was 48.47 for 28.98."""
+    """mindspore-ai/hyper-parallel#735: a gradient norm of replicated and sharded tensors was 48.47 for 28.98."""
     from hp_dtensor import clip_grad_norm_
 
     def program(platform: Platform, mesh: DeviceMesh) -> float:
@@ -160,7 +160,7 @@ def test_a_gradient_of_any_placement_counts_as_the_global_one(
 
 
 def _averaged(platform: Platform, op: str, is_given: bool) -> list[np.ndarray]:
-    """Gradients of a leaf with columns cut, whose row sums are averaged (or the largest taken) over other ranks."""
+    """Gradients of a leaf with sharded columns, whose row sums are averaged (or the largest taken) over other ranks."""
     mesh = DeviceMesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), platform=platform)
     rank = mesh.get_local_rank("dp")
     x = platform.from_numpy(VALUES * (1 + rank) + np.arange(4, dtype=np.float32) * mesh.get_local_rank("tp"))

@@ -29,7 +29,7 @@ FULL = np.arange(20, dtype=np.float32).reshape(5, 4)
 
 
 def on_ranks(platform: Platform, fn: Callable[[DeviceMesh, Any], Any], size: int = 2) -> list[Any]:
-    """`fn(mesh, x)` on simulated ranks of one axis, `x` cut over its 5 rows; the results by rank."""
+    """`fn(mesh, x)` on simulated ranks of one axis, `x` sharded over its 5 rows; the results by rank."""
 
     def rank() -> Any:
         mesh = DeviceMesh("cpu", (size,), mesh_dim_names=("dp",), platform=platform)
@@ -147,7 +147,7 @@ def test_as_a_decorator_with_plain_and_nested_arguments(hp_platform: Platform) -
 
 
 def test_arguments_on_several_meshes(hp_platform: Platform) -> None:
-    """A batch cut over dp and a weight cut over tp; the outputs lie on both axes."""
+    """A batch sharded over dp and a weight sharded over tp; the outputs are sharded over both axes."""
     ops = hp_platform.ops
     batch, columns = (np.arange(12, dtype=np.float32).reshape(4, 3), np.arange(6, dtype=np.float32).reshape(3, 2))
 
@@ -261,7 +261,7 @@ def test_each_specification_has_a_placement_per_mesh_axis(hp_platform: Platform,
 
 
 def test_ranks_whose_outputs_make_no_tensor_are_told(hp_platform: Platform) -> None:
-    """Rank 0 gives 4 rows, rank 1 gives 1: not what rows cut in chunk order are."""
+    """Rank 0 gives 4 rows, rank 1 gives 1: not what rows sharded in chunk order are."""
 
     def program(mesh: DeviceMesh, x: Any) -> str:
         rows = 4 if mesh.get_coordinate() == (0,) else 1

@@ -28,7 +28,7 @@ LOOKS_AT_DATA = {
     "among others": lambda platform, x: platform.ops.cat([platform.ops.mul(x, 2.0), x], 0),
     "part": lambda platform, x: x[0],
     "local": lambda platform, x: x.to_local(),
-    "whole": lambda platform, x: x.full_tensor(),
+    "full": lambda platform, x: x.full_tensor(),
     "moved on": lambda platform, x: x.redistribute(placements=[Shard(0)], async_op=True),
     "data": lambda platform, x: x.data,
 }

@@ -145,7 +145,7 @@ def test_parameters_stay_where_they_are_and_copies_take_load(platform):
 
 
 def test_copies_of_sharded_experts(platform):
-    """Beside a cut hidden dimension each rank of the cut has the copies' parts."""
+    """With a sharded hidden dimension each of its ranks has its shards of the copies."""
 
     def rank(slots):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "etp"), platform=platform)

@@ -126,7 +126,7 @@ class Noted(GroupedExperts):
 
 
 def test_all_chunks_are_under_way_before_the_first_is_worked_on(platform, monkeypatch):
-    """By the order of events, in forward and in backward; the shared expert works while the rows travel."""
+    """By the order of events, in forward and in backward; the shared expert computes while the rows are sent."""
 
     def rank():
         mesh = init_device_mesh("cpu", (1,), platform=platform)
@@ -195,7 +195,7 @@ def test_on_slow_links_rows_travel_while_experts_compute(platform, rank_pool):
 
 @pytest.mark.parametrize(("sent", "work", "chunks"), [(1e-3, 2e-3, 8), (1e-3, 0.0, 1), (0.0, 1e-3, 1), (2e-4, 4e-4, 2)])
 def test_the_number_of_chunks_by_the_cost_model(sent, work, chunks):
-    """None where one of travel and work is nothing; few where an exchange costs as much as is saved."""
+    """None where either sending or computing takes no time; few where an exchange costs as much as it saves."""
     found, seconds = best_num_chunks(sent, work, DispatchRates(Links(latency=2e-5)))
     assert found == chunks
     assert seconds <= 2 * sent + work + 4 * 2e-5 + 1e-12

@@ -110,7 +110,7 @@ def run_case(tokens, dim, hidden_dim, experts, slots, options):
 
 
 def layer_results(recomputed, fused):
-    """Output and gradients of `GroupedExperts`, by the kernels or not, kept or computed again in backward."""
+    """Output and gradients of `GroupedExperts`, by the kernels or not, saved or recomputed in backward."""
     kernel_check._applies = lambda *_: True
     hp_moe.experts._implementation = lambda platform: kernel_check.checked_fused_experts if fused else None
     with nn.building(PLATFORM):

@@ -1,4 +1,4 @@
-"""State of a sharded model and its optimizer, whole and in parts, taken over by another one that then goes on."""
+"""State of a sharded model and its optimizer, full and sharded, loaded by another one that then goes on."""
 
 import copy
 
@@ -40,8 +40,8 @@ def main():
     losses = [step(model, optimizer), step(model, optimizer)]
 
     on_host = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    whole = get_model_state_dict(model, options=on_host)
-    counts = [float(len(whole)), float(len(get_optimizer_state_dict(model, optimizer, options=on_host)))]
+    full = get_model_state_dict(model, options=on_host)
+    counts = [float(len(full)), float(len(get_optimizer_state_dict(model, optimizer, options=on_host)))]
     trained = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     options = copy.deepcopy(get_optimizer_state_dict(model, optimizers=[optimizer], options=flat))

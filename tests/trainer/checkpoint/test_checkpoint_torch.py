@@ -48,7 +48,7 @@ def test_torch_reads_every_tensor_of_a_checkpoint_that_four_ranks_wrote(lab: Lab
 
 
 def test_a_run_goes_on_exactly_from_what_torch_has_written_in_between(lab: Lab, capsys):
-    full = lab.run("whole", **SETTINGS)
+    full = lab.run("full", **SETTINGS)
     stopped = lab.interrupted_copy(full, "stopped")
     saved = tensors(stopped, ("model.", "optimizer.", "ema."))
     folder = exported(lab, stopped)

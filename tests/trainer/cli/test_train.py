@@ -81,7 +81,7 @@ def test_a_stopped_run_ends_in_order_and_goes_on(folder, hp_train, hp_platform, 
     assert code == 128 + sign
     done = steps_of(run)[-1]
     assert newest_step(run) == done, "the step under way was finished and saved"
-    # Before it a slow machine may have told of a step or a save that took long.
+    # Before it a slow machine may have reported a step or a save that took long.
     assert err.splitlines()[-1] == (
         f"hp-train: stopped by {sign.name}. The newest checkpoint is of step {done} of 100000; "
         "continue with `hp-train resume out`"

@@ -30,7 +30,7 @@ data: {{name: chat, path: {folder}/chat.jsonl, template: plain, packing: {packin
 """
 OPTIONS = {
     "windows of documents": (TEXT, "documents"),
-    "whole documents": (TEXT, "whole"),
+    "complete documents": (TEXT, "whole"),
     "packed conversations": (CHAT, "whole"),
 }
 
@@ -82,7 +82,7 @@ def data_lab(request, tmp_path, hp_platform) -> DataLab:
 
 def test_any_ranks_train_alike_and_go_on_where_others_stopped(data_lab):
     evaluated = {"training__eval_interval": 6, "training__eval_batches": 2}
-    full = data_lab.run("whole", **evaluated)
+    full = data_lab.run("full", **evaluated)
     parts = data_lab.run("parts", FOUR_RANKS["folded"], 4, training__micro_batch_size=2, **evaluated)
     np.testing.assert_allclose(losses(parts), losses(full), **CLOSE)
     np.testing.assert_allclose(

@@ -36,7 +36,7 @@ def note_rank(folder: str, owner: str, checkpoint: str | None, platform: str, sa
     world = get_platform(platform).world
     rank, size = (0, 1) if world is None else (world.rank, world.size)
     if (Path(folder) / "fail").exists() and rank == size - 1:
-        raise ValueError("this rank was told to fail")
+        raise ValueError("this rank was asked to fail")
     tokens = Corpus(next(Path(folder).parent.glob(".data/*"))).info.tokens
     RunFolder(Path(folder), owner).check_owner()
     Path(folder, f"rank-{rank}-of-{size}").write_text(f"{checkpoint} {tokens} {os.environ.get('GROUP_RANK', '')}")

@@ -46,10 +46,10 @@ def hp_before_step(record):
 
 @pytest.fixture
 def full(folder, hp_train) -> list[float]:
-    """Losses of one rank that nobody kills."""
-    code, _, err = hp_train("run.yaml", "--run.folder=whole", *SETTINGS).finish(900)
+    """Losses of one undisturbed rank."""
+    code, _, err = hp_train("run.yaml", "--run.folder=undisturbed", *SETTINGS).finish(900)
     assert code == 0, err
-    return losses_of(folder / "whole")
+    return losses_of(folder / "undisturbed")
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_local_ranks_of_changing_number(folder, hp_train, full, slowly):
 
 
 def wait_for_sizes(run: Path, sizes: list[int]) -> None:
-    """Return when the numbers of ranks that have trained, without repetition, are `sizes`."""
+    """Return when the numbers of ranks that have trained, without repeats, are `sizes`."""
     deadline = time.monotonic() + 2 * START_SECONDS
     while time.monotonic() < deadline:
         found = sizes_of(run)
@@ -137,7 +137,7 @@ def test_machines_of_torchrun_come_and_go(folder, hp_train, full, slowly, monkey
     # One rank dies, and its machine starts it again.
     kill_a_rank(machines, random_)
     wait_for_step(run, steps_of(run)[-1] + 25, machines[0])
-    # A whole machine dies.
+    # All ranks of a machine die.
     slowly(True)
     victim = random_.choice(machines[1:])
     for pid in victim.processes():

@@ -53,7 +53,7 @@ def test_the_error_of_a_local_rank_reaches_the_user(tmp_path: Path) -> None:
     output = finish(process)
     assert process.returncode != 0
     assert "rank 1 of 2 failed" in output
-    assert "this rank was told to fail" in output
+    assert "this rank was asked to fail" in output
 
 
 @pytest.fixture

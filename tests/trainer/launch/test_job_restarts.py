@@ -1,4 +1,4 @@
-"""Failures are gone over by starting again from the newest checkpoint; the loss curve is that of a run without any."""
+"""A failed run starts again from the newest checkpoint; the loss curve is that of a run without any."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_ranks_that_are_killed_start_again_and_train_the_same_curve(folder, hp_t
     # Ranks that are killed, and runs that go on, are tested elsewhere on every platform.
     skip_unless_torch_or(hp_platform, False)
     settings = ("--training.steps=24", "--lr_schedule.kind=constant", "--checkpoint.interval=4", *TWO_RANKS)
-    code, _, err = hp_train("run.yaml", "--run.folder=whole", *settings).finish()
+    code, _, err = hp_train("run.yaml", "--run.folder=undisturbed", *settings).finish()
     assert code == 0, err
 
     add_plugin(folder, "killer", KILLER, monkeypatch)
@@ -61,7 +61,7 @@ def test_ranks_that_are_killed_start_again_and_train_the_same_curve(folder, hp_t
     assert "restarting the ranks from step " in err
     assert (run / "logs" / "rank1.failed-1.log").is_file()
     assert steps_of(run) == list(range(1, 25))
-    assert losses_of(run) == losses_of(folder / "whole")
+    assert losses_of(run) == losses_of(folder / "undisturbed")
 
     # Once done it stays done, whatever calls it again.
     code, out, err = hp_train("run", "run.yaml", "--run.folder=out", *settings).finish()
@@ -77,7 +77,7 @@ def test_a_rank_that_cannot_go_on_is_not_started_again_and_again(folder, hp_trai
     assert "restarting the ranks" not in err
     # Either the numbers that the step has made are found when they are saved, or by the next step's loss.
     assert "not finite" in err or " is nan; this step changed nothing" in err or " is inf; this step" in err
-    # What was saved before can be gone on with.
+    # What was saved before can be resumed.
     for name in list_checkpoints(LocalStorage(folder / "out" / "checkpoints")):
         weights = RunFolder(folder / "out").checkpoints / name
         assert all(np.isfinite(array).all() for array in read_all(weights)), name

@@ -29,7 +29,7 @@ def test_the_terms_are_those_of_their_papers(hp_platform):
 
 
 def test_every_layout_has_the_same_losses(lab):
-    full_value = lab.run("whole", **SETTINGS)
+    full_value = lab.run("full", **SETTINGS)
     parts = lab.run("parts", FOUR_RANKS["folded"], 4, **SETTINGS)
     np.testing.assert_allclose(losses(parts), losses(full_value), rtol=2e-5)
     plain = lab.run("plain", training__steps=1)

@@ -171,7 +171,7 @@ def test_a_module_trains_in_training_and_nowhere_else(lab: Lab):
 def test_a_resumed_run_and_a_repeated_step_draw_the_same_numbers(lab: Lab):
     noise = "self.platform.random('uniform', (*ids.shape, 1), self.up.weight.dtype)"
     noisy = NEUTRAL.replace("self.embed(ids)", f"self.ops.mul(self.embed(ids), {noise})")
-    full = lab.train(create_run(lab.folder / "whole", configured(lab, noisy, **{"checkpoint.interval": 2})))
+    full = lab.train(create_run(lab.folder / "undisturbed", configured(lab, noisy, **{"checkpoint.interval": 2})))
     again = lab.interrupted_copy(full, "again", step=2)
     lab.train(again, 1, newest(again).folder)
     assert losses(again) == losses(full)

@@ -1,4 +1,4 @@
-"""Activation checkpointing changes what is kept, and nothing that is computed."""
+"""Activation checkpointing changes what is saved, and nothing that is computed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_number_of_a_run_is_the_same(lab, degrees, world_size, more):
         return message, [event["loss"] for event in events(run, "evaluation")]
 
     # Loads of the experts, counted once, are among the numbers.
-    retained, again = numbers("kept", False), numbers("again", True)
+    retained, again = numbers("saved", False), numbers("again", True)
     assert again == retained
     assert retained[0][-1]["metrics"]["max_load_violation"] > 0
 

@@ -37,7 +37,7 @@ def weights() -> np.ndarray:
 
 
 def stored(platform, values, **options):
-    """Return both moments as they come back once kept as codes, by slot."""
+    """Return both moments as they come back once stored as codes, by slot."""
     optimizer = built(platform, "adamw_8bit", AdamW8bitConfig(**options), [("x", parameter_of(platform, values))])
     for slot in ("exp_avg", "exp_avg_sq"):
         optimizer.set_state("x", slot, platform.from_numpy(np.abs(values) if slot == "exp_avg_sq" else values))
@@ -219,7 +219,7 @@ def test_plain_adamw_goes_on_from_it_and_it_from_plain_adamw(lab: Lab):
 
 
 def test_shards_of_whole_rows_have_the_codes_of_one_rank(lab: Lab):
-    full = lab.resume(lab.interrupted_copy(lab.run("whole", optimizer=EIGHT_BIT), "again"), optimizer=EIGHT_BIT)
+    full = lab.resume(lab.interrupted_copy(lab.run("full", optimizer=EIGHT_BIT), "again"), optimizer=EIGHT_BIT)
     parts = lab.run("parts", {"dp_shard": 2}, 2, optimizer=EIGHT_BIT)
     np.testing.assert_allclose(losses(parts), losses(full), rtol=1e-4)
     for name, value in tensors(full, ("optimizer.embed", "optimizer.head")).items():

@@ -35,7 +35,7 @@ SLOTS = {
 def test_an_optimizer_trains_alike_in_any_layout_and_goes_on_exactly(lab, name):
     skip_unless_torch_or(lab.platform, name in ("adafactor", "muon"))
     settings = OPTIMIZERS[name]
-    full = lab.run("whole", **settings)
+    full = lab.run("full", **settings)
     assert losses(full)[-1] < losses(full)[0]
     saved = tensors(full, ("optimizer.",))
     assert {tensor.rpartition(".")[2] for tensor in saved} == SLOTS[name]

@@ -104,7 +104,7 @@ def single_device(name: str, num_layers: int, num_microbatches: int) -> tuple[li
 def pipeline_rank(
     name: str, schedule_name: str, stages_per_rank: int, num_microbatches: int, num_layers: int
 ) -> tuple[list[float], dict[str, np.ndarray], int]:
-    """One rank's part of a step: its losses, its gradients, and the most micro-batches it kept at once."""
+    """One rank's part of a step: its losses, its gradients, and the most micro-batches it held at once."""
     platform = get_platform(name)
     mesh = init_device_mesh("cpu", (current_world(platform).size,), ("pp",), platform=platform)
     schedule = build_schedule(
@@ -127,7 +127,7 @@ def pipeline_rank(
     return [float(platform.to_numpy(loss)) for loss in found], grads, mesh.get_rank()
 
 
-# Stages that are themselves laid out over other axes ------------------------------------------------------
+# Stages that are themselves parallelized over other axes ------------------------------------------------------
 
 
 def composed_rank(
@@ -138,7 +138,7 @@ def composed_rank(
     degrees: dict[str, int],
     options: dict[str, bool] | None = None,
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Whole gradients of this rank's stages over pp x dp x tp, and the names of its step's collectives.
+    """Full gradients of this rank's stages over pp x dp x tp, and the names of its step's collectives.
 
     Args:
         options: of the pipeline.
@@ -175,7 +175,7 @@ def composed_rank(
 
 
 def _cut_over_tp(module: Any, mesh: Any, *, is_first: bool, is_last: bool) -> None:
-    """Cut activations along rows between layers, as sequence parallelism does, and matrices along hidden width."""
+    """Shard activations along rows between layers, as sequence parallelism does, and matrices along hidden width."""
     rows = Shard(0)
     plan: dict[str, Any] = {}
     for number in module.numbers:

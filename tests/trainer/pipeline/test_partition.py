@@ -15,7 +15,7 @@ from hp_trainer.pipeline import measured_costs, partition
 
 
 class Pair(nn.Module):
-    """Returns what it makes of its input, and whole numbers that need no gradient."""
+    """Returns what it makes of its input, and integers that need no gradient."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -109,7 +109,7 @@ def test_buffers_are_ready_before_the_first_send(hp_platform):
 
 
 def test_a_rank_that_has_ended_is_named(hp_platform, monkeypatch):
-    """Errors of communication tell whom this rank waited for, and for what."""
+    """Errors of communication name the rank that this one waited for, and for what."""
 
     def closed(self, x, source, async_op):
         raise RuntimeError("Connection closed by peer")
@@ -131,7 +131,7 @@ def test_a_rank_that_has_ended_is_named(hp_platform, monkeypatch):
     ids=["gathered for the step", "gathered for each use", "reduced each time"],
 )
 def test_a_step_after_one_that_failed_has_its_own_gradients(hp_platform, options):
-    """Gradients of the micro-batches before the error are gone, and weights are sharded again."""
+    """Gradients of the micro-batches before the error are freed, and weights are sharded again."""
 
     def program():
         calls = []

@@ -1,6 +1,6 @@
 """Stages with frozen parts, odd messages, weights used twice, inputs without gradients; steps between evaluations.
 
-Each runs under a whole and under split backwards; gradients equal those of one device that accumulates.
+Each runs under a full and under split backwards; gradients equal those of one device that accumulates.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def test_evaluation_before_and_between_steps_changes_no_gradient(hp_platform):
 
 
 def test_all_ranks_may_be_told_how_the_first_stage_cuts_its_arguments(hp_platform):
-    """The others do not look at arguments, so that there is nothing for them to cut."""
+    """The others do not look at arguments, so that there is nothing for them to split."""
 
     def program():
         pipeline = pipeline_of(hp_platform, "1f1b", args_chunk_spec=(TensorChunkSpec(0),))

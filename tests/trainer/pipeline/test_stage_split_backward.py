@@ -1,4 +1,4 @@
-"""The two parts of a split backward give the gradients of a whole one, bit by bit, and the first leaves parameters."""
+"""The two parts of a split backward give the gradients of a full one, bit by bit, and the first leaves parameters."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class RepeatedStage(PipelineStage):
 
 
 def test_a_stage_that_is_computed_again_is_not_split(hp_platform, model):
-    """Between both parts it would hold what the repetition has made; so its whole backward is the first part."""
+    """Between both parts it would hold what recomputation has made; so its full backward is the first part."""
     stage = RepeatedStage(model, 1, 2)
     x = leaf(hp_platform)
     layout, _ = layout_of(hp_platform, x, "x")

@@ -93,7 +93,7 @@ def one_length(options: Options) -> torch.nn.Module:
 
 class LaysItselfOut(Transformer):
     def parallelize(self, *_: Any, **__: Any) -> None:
-        raise AssertionError("a plan refuses such a module before it is laid out")
+        raise AssertionError("a plan refuses such a module before it is parallelized")
 
 
 def lays_itself_out(options: Options) -> torch.nn.Module:

@@ -132,7 +132,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", list(CASES))
 def test_memory_is_within_a_tenth_of_what_is_measured(platform, rank_pool, name: str) -> None:
     if platform.name != "torch":
-        pytest.skip("MindSpore's CPU does not tell what it allocates")
+        pytest.skip("MindSpore's CPU does not report what it allocates")
     world_size, changed = CASES[name]
     settings = MODEL | changed
     alone = world_size == 1

@@ -103,7 +103,7 @@ def _held(config, degrees):
 @pytest.mark.parametrize("name", list(LAYOUTS))
 def test_shards_have_the_planned_bytes(platform, name: str) -> None:
     if platform.name != "torch" and name not in ("sharded", "experts apart"):
-        pytest.skip("shards are laid out without the framework; two cases show that it holds the same bytes")
+        pytest.skip("shards are computed without the framework; two cases show that it holds the same bytes")
     config, degrees = LAYOUTS[name]
     world_size = 1
     for key, degree in degrees.items():

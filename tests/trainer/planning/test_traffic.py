@@ -1,4 +1,4 @@
-"""Bytes on the wire that a plan tells against those that simulated ranks have sent."""
+"""Bytes on the wire that a plan states against those that simulated ranks have sent."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ RANKS = {
         {"parallel__cp": 2, "parallel__cp_method": "all_gather", "training__recompute": "full"},
     ),
     "tensor, every second block recomputed": (2, {"parallel__tp": 2, **EVERY_SECOND, "model__qk_norm": "full"}),
-    "tensor, collectives kept": (2, {"parallel__tp": 2, **KEEPS_COLLECTIVES}),
+    "tensor, collectives saved": (2, {"parallel__tp": 2, **KEEPS_COLLECTIVES}),
     "tensor, within a budget": (2, {"parallel__tp": 2, "training__activation_budget": "150KiB"}),
-    "ring, attention kept": (2, {"parallel__cp": 2, "parallel__cp_method": "ring", **KEEPS_ATTENTION}),
-    "ring, collectives kept": (2, {"parallel__cp": 2, "parallel__cp_method": "ring", **KEEPS_COLLECTIVES}),
-    "ulysses, collectives kept": (2, {"parallel__cp": 2, "parallel__cp_method": "ulysses", **KEEPS_COLLECTIVES}),
-    "heads exchanged in a ring, attention kept": (
+    "ring, attention saved": (2, {"parallel__cp": 2, "parallel__cp_method": "ring", **KEEPS_ATTENTION}),
+    "ring, collectives saved": (2, {"parallel__cp": 2, "parallel__cp_method": "ring", **KEEPS_COLLECTIVES}),
+    "ulysses, collectives saved": (2, {"parallel__cp": 2, "parallel__cp_method": "ulysses", **KEEPS_COLLECTIVES}),
+    "heads exchanged in a ring, attention saved": (
         4,
         {
             "parallel__cp": 4,
@@ -97,7 +97,7 @@ RANKS = {
         {**EXPERTS, "parallel__ep": 2, "parallel__expert_mesh": "peer", "training__recompute": "full"},
     ),
     "experts, recomputed": (2, {**EXPERTS, "parallel__ep": 2, "training__recompute": "full"}),
-    "experts, collectives kept": (2, {**EXPERTS, "parallel__ep": 2, **KEEPS_COLLECTIVES}),
+    "experts, collectives saved": (2, {**EXPERTS, "parallel__ep": 2, **KEEPS_COLLECTIVES}),
     "experts, first blocks recomputed": (
         2,
         {
@@ -157,7 +157,7 @@ RANKS = {
         4,
         {"parallel__pp": 2, "parallel__reduce_gradients": "micro_batch", "pipeline__schedule": "gpipe"},
     ),
-    "pipeline, kept after forward, reduced after each micro-batch": (
+    "pipeline, left unsharded after forward, reduced after each micro-batch": (
         4,
         {
             "parallel__pp": 2,

@@ -296,7 +296,7 @@ def assert_close(found: Outcome, wanted: Outcome) -> None:
 
 
 def assert_same_bits(again: Outcome, found: Outcome) -> None:
-    """Compare a repetition of the first steps of a run with it, bit by bit."""
+    """Compare the first steps of a run, run again, with it, bit by bit."""
     steps = len(again.losses)
     assert (again.losses, again.norms) == (found.losses[:steps], found.norms[:steps])
     for name, value in again.tensors.items():

@@ -37,7 +37,7 @@ CASES = {
         {"pp": 2, "dp_shard": 2, "dp_replicate": 2, "reduce_gradients": "micro_batch"},
         {"tied": True, "recompute": True},
     ),
-    "reduced for each use, kept after forward": (
+    "reduced for each use, left unsharded after forward": (
         {"pp": 2, "dp_shard": 2, "reshard_after_forward": False, "reduce_gradients": "micro_batch"},
         {"schedule": "gpipe", "experts": 4},
     ),

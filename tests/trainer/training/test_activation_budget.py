@@ -1,4 +1,4 @@
-"""Recomputation chosen by a budget or by settings: what is chosen, told and refused, and that no number changes."""
+"""Recomputation chosen by a budget or by settings: what is chosen, reported and refused, and that no number changes."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_rank_without_blocks_has_a_plan_too(lab, offloads):
 
 
 def test_a_block_that_is_computed_again_is_whole_in_its_backward():
-    # The input that is kept, then attention, products, the rest, and gradients between them.
+    # The input that is saved, then attention, products, the rest, and gradients between them.
     assert Demand(blocks=(DENSE,)).peak([BlockRecompute(mode="full")]) == 8 + (20 + 100 + 60) + 30
 
 
@@ -180,7 +180,7 @@ ON_ALL_PLATFORMS = ("selective",)
 
 def test_weights_are_bitwise_those_without_recomputation(lab):
     more = {"training__micro_batch_size": 4, **SETTINGS}
-    retained = lab.run("kept", FOUR_RANKS["experts sharded"], 4, **more)
+    retained = lab.run("retained", FOUR_RANKS["experts sharded"], 4, **more)
     for mode in MODES if lab.platform.name == "torch" else ON_ALL_PLATFORMS:
         settings = {f"training__{name}": value for name, value in MODES[mode].items()}
         again = lab.run(mode, FOUR_RANKS["experts sharded"], 4, **more, **settings)

@@ -118,7 +118,7 @@ def test_a_spike_is_skipped_and_an_interrupted_run_decides_alike(lab, spoilt):
         "training__steps": 6,
     }
     spoilt[4] = 100.0
-    full = lab.run("whole", **rules)
+    full = lab.run("full", **rules)
     assert [step["metrics"].get("given_up") for step in events(full, "step")] == [None] * 4 + [1.0, None]
     assert newest(full).state["guard"]["losses"] == [losses(full)[3], losses(full)[5]]
     spoilt.clear()

@@ -1,4 +1,4 @@
-"""A rank that builds its model gets memory for its shards, never for the whole."""
+"""A rank that builds its model gets memory for its shards, never for the full model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def memory(name: str) -> float:
 
 @pytest.mark.parametrize("degrees", [{}, {"tp": 2}])
 def test_a_rank_holds_its_part_of_the_model_at_most(lab: Lab, monkeypatch, degrees):
-    # One of eight ranks, alone: what it tells the others is what they tell it, and what they send is what it has.
+    # One of eight ranks, alone: what it gives the others is what they give it, and what they send is what it has.
     monkeypatch.setattr(world.NoCommunicationGroup, "_all_gather_bytes", lambda self, data: [data] * self.size)
     monkeypatch.setattr(world.NoCommunicationGroup, "_broadcast", lambda self, x, source, async_op: DONE)
     sizes = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 4, "num_experts": None}

@@ -42,7 +42,7 @@ def test_a_stopped_rank_is_named_within_the_limit_and_stacks_are_written_on_requ
     assert "rank 1 is stopped, as by SIGSTOP" in err
     assert "Go on with" in err or "continue with `hp-train resume out`" in err
     assert "Traceback" not in err.replace("Current thread", "")
-    # It was told early too, once.
+    # It was reported early too, once.
     assert err.count("stacks in out/stalls") >= 1
 
 

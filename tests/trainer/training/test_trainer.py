@@ -89,7 +89,7 @@ def test_four_ranks_train_and_evaluate_as_one(lab, name):
         "dense layers",
         "no shared expert, no bias",
         "no clipping",
-        "weights kept",
+        "weights left unsharded",
         "reduced often",
     ],
 )
@@ -103,7 +103,7 @@ def test_models_and_settings(lab, settings):
 @pytest.mark.parametrize("size", [1, 2])
 def test_micro_batches_change_nothing(lab, degrees, world_size, size):
     skip_unless_torch_or(lab.platform, False)  # elsewhere "reduced often" has micro-batches on four ranks
-    full_value = lab.run("whole", degrees, world_size)
+    full_value = lab.run("full", degrees, world_size)
     assert_same_losses(lab.run("parts", degrees, world_size, training__micro_batch_size=size), full_value)
 
 
@@ -122,7 +122,7 @@ class PartlyTaken(TokenSamples):
 def test_the_loss_is_the_mean_over_the_targets_of_all_ranks(lab, monkeypatch):
     monkeypatch.setattr(documents, "TokenSamples", PartlyTaken)
     settings = {"training__steps": 3, "training__eval_interval": 3}
-    full_value = lab.run("whole", **settings)
+    full_value = lab.run("full", **settings)
     parts = lab.run("parts", FOUR_RANKS["folded"], 4, training__micro_batch_size=2, **settings)
     assert_same_losses(parts, full_value)
     (evaluated,), (expected,) = events(parts, "evaluation"), events(full_value, "evaluation")
@@ -168,7 +168,7 @@ def test_float16_skips_steps_that_overflow_and_goes_on_as_if_uninterrupted(lab):
         "training__loss_scaling__growth_interval": 2,
         "training__loss_scaling__backoff_factor": 2.0**-8,
     }
-    full_value = lab.run("whole", {}, 1, **settings)
+    full_value = lab.run("full", {}, 1, **settings)
     scales = [event["metrics"]["loss_scale"] for event in events(full_value, "step")]
     assert scales[0] == 2.0**20  # the first step overflowed
     assert events(full_value, "step")[0]["gradient_norm"] == "inf"
@@ -198,7 +198,7 @@ def test_a_step_that_overflows_leaves_expert_biases_as_they_were(lab, init_scale
 
 @pytest.mark.parametrize(("degrees", "world_size"), [({}, 1), (FOUR_RANKS["folded"], 4)], ids=["1", "4"])
 def test_in_the_same_layout_an_interruption_leaves_no_trace(lab, degrees, world_size):
-    full_value = lab.run("whole", degrees, world_size)
+    full_value = lab.run("full", degrees, world_size)
     resumed = lab.resume(lab.interrupted_copy(full_value, "resumed"), degrees, world_size)
     assert losses(resumed) == losses(full_value)
     assert len(losses(resumed)) == STEPS

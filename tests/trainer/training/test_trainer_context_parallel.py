@@ -50,7 +50,7 @@ def test_trains_and_evaluates_as_one_rank(lab, monkeypatch, name):
 
 
 def test_ranks_that_share_sequences_write_the_same_text(lab):
-    """Each of them is shown the whole text: positions are not given, so it is not cut."""
+    """Each of them sees the full text: positions are not given, so it is not sharded."""
 
     def write(run):
         trainer = Trainer(run, run.load_config().config, lab.platform)

@@ -38,7 +38,7 @@ def test_a_resumed_run_drops_as_one_that_did_not_stop(lab):
     if lab.platform.name != "torch":
         pytest.skip("numbers of rows are arithmetic on the host")
     settings = {"training__steps": 4, "checkpoint__interval": 2} | DROPOUT
-    full_value = lab.run("whole", **settings)
+    full_value = lab.run("full", **settings)
     part = lab.resume(lab.interrupted_copy(full_value, "part", step=2), **settings)
     assert losses(part) == losses(full_value)
     for key, value in tensors(full_value, ["model."]).items():

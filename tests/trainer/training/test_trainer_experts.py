@@ -65,7 +65,7 @@ def moves(monkeypatch):
 
 
 def have_moved(moves):
-    return any(homes != tuple(range(len(homes))) for layers in moves for homes in layers.values())
+    return any(placement != tuple(range(len(placement))) for layers in moves for placement in layers.values())
 
 
 LAYOUTS = {**FOUR_RANKS, "pipeline": {"pp": 2, "dp_shard": 2, "ep": 2}}
@@ -74,11 +74,11 @@ MOVING = {"training__ema__decay": 0.9, "checkpoint__interval": 3, "parallel__ep_
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_moves_of_experts_change_no_loss_and_no_checkpoint(lab, moves, layout):
-    """Weights, states and averages travel; checkpoints on the way have every expert under its own number."""
+    """Weights, states and averages move; checkpoints on the way have every expert under its own number."""
     skip_unless_torch_or(lab.platform, layout in ("hybrid", "pipeline"))
     settings = MOVING | {"training__steps": 4, "checkpoint__interval": 2}
     plain = lab.run("plain", **settings)
-    assert not have_moved(moves), "one rank has nobody to give experts to"
+    assert not have_moved(moves), "one rank has no other to give experts to"
     run = lab.run("run", LAYOUTS[layout], 4, **settings)
     assert have_moved(moves)
     np.testing.assert_allclose(losses(run), losses(plain), **CLOSE)
@@ -99,7 +99,7 @@ def test_a_run_whose_experts_move_is_taken_up_in_the_middle(lab, moves, how):
         more = {"parallel__ep_copies": 1} | {f"optimizer__{name}": value for name, value in eight.items()}
     settings = MOVING | more
     degrees = FOUR_RANKS["hybrid"]
-    full_value = lab.run("whole", degrees, 4, **settings)
+    full_value = lab.run("full", degrees, 4, **settings)
     assert have_moved(moves)
     again = lab.resume(lab.interrupted_copy(full_value, "again"), degrees, 4, **settings)
     np.testing.assert_allclose(losses(again), losses(full_value), **CLOSE)

@@ -52,9 +52,9 @@ def test_a_command_without_settings_refuses_them(work: Path, error) -> None:
 
 def test_torchrun_is_told_the_error_that_it_prints_last(work: Path, error, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(work / "error.json"))
-    told = error("run.yaml", "--training.stpes=3")
+    expected_message = error("run.yaml", "--training.stpes=3")
     written = json.loads((work / "error.json").read_text())["message"]
-    assert written["message"] == written["extraInfo"]["py_callstack"] == told.removesuffix("\n")
+    assert written["message"] == written["extraInfo"]["py_callstack"] == expected_message.removesuffix("\n")
     assert int(written["extraInfo"]["timestamp"]) > 0
 
 
@@ -64,12 +64,12 @@ def test_a_full_disk_is_told_with_what_to_do(work: Path, capsys, monkeypatch: py
 
     monkeypatch.setattr(train, "launch_training", full)
     assert cli.main(["run.yaml"]) == 1
-    told = capsys.readouterr().err
-    assert told == "hp-train: out/run.json: the disk is full (No space left on device); free some space\n"
+    expected_message = capsys.readouterr().err
+    assert expected_message == "hp-train: out/run.json: the disk is full (No space left on device); free some space\n"
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "expected_message"),
     [
         (PermissionError(13, "Permission denied", "out"), "out: permission denied (Permission denied); "),
         (OSError(30, "Read-only file system", "out"), "out: the file system is read-only (Read-only file system); "),
@@ -82,7 +82,7 @@ def test_a_full_disk_is_told_with_what_to_do(work: Path, capsys, monkeypatch: py
     ],
 )
 def test_errors_of_the_machine_are_one_line(
-    work: Path, capsys, monkeypatch: pytest.MonkeyPatch, error: Exception, told: str
+    work: Path, capsys, monkeypatch: pytest.MonkeyPatch, error: Exception, expected_message: str
 ) -> None:
     def fail(config, path, prepare) -> Path:
         raise error
@@ -90,7 +90,7 @@ def test_errors_of_the_machine_are_one_line(
     monkeypatch.setattr(train, "launch_training", fail)
     assert cli.main(["run.yaml"]) == 1
     shown = capsys.readouterr().err
-    assert shown.startswith(f"hp-train: {told}")
+    assert shown.startswith(f"hp-train: {expected_message}")
     assert shown.count("\n") == 1
 
 
@@ -136,8 +136,10 @@ def test_each_rank_of_a_launcher_tells_what_only_it_may_have_found(
 def test_a_file_that_calls_sys_exit_has_failed(work: Path, capsys) -> None:
     (work / "own.py").write_text("import sys\nsys.exit(0)\n")
     assert cli.main(["run.yaml", "--data.name=own.py:Text"]) == 1
-    told = f"something left with SystemExit(0) before its work was done, called at {work}/own.py:2; raise an error"
-    assert told in capsys.readouterr().err
+    expected_message = (
+        f"something left with SystemExit(0) before its work was done, called at {work}/own.py:2; raise an error"
+    )
+    assert expected_message in capsys.readouterr().err
 
 
 def test_the_process_that_msrun_starts_beside_the_ranks_may_leave(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,8 +171,8 @@ def test_the_process_that_msrun_starts_beside_the_ranks_may_leave(work: Path, mo
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_told(error, installed, arguments: list[str], message: str) -> None:
-    told, usage, advice = error(*arguments).splitlines()
-    assert told == f"hp-train: {message}"
+    expected_message, usage, advice = error(*arguments).splitlines()
+    assert expected_message == f"hp-train: {message}"
     name = arguments[0] if arguments and arguments[0] in COMMANDS else "train" if arguments else ""
     assert usage.startswith(f"Usage: hp-train {name}")
     assert advice == f"Try 'hp-train {name} --help'.".replace("  ", " ")

@@ -88,7 +88,7 @@ def test_keys_and_types_are_told_before_anything_else(work: Path, error) -> None
     )
 
 
-def test_a_pipeline_of_a_model_that_cannot_be_cut_is_refused(work: Path, error) -> None:
+def test_a_pipeline_of_a_model_that_cannot_be_split_is_refused(work: Path, error) -> None:
     assert error("run.yaml", "--launch.local_ranks=4", "--parallel.pp=2") == (
         "hp-train: run.yaml: 1 problem\n"
         "--parallel.pp: parallel.pp: model 'tiny' has no num_hidden_layers, and cannot be split into stages\n"
@@ -96,12 +96,12 @@ def test_a_pipeline_of_a_model_that_cannot_be_cut_is_refused(work: Path, error) 
 
 
 def test_compiled_tensor_parallel_blocks_are_refused(work: Path, error) -> None:
-    told = error("run.yaml", "--launch.local_ranks=2", "--parallel.tp=2", "--training.compile=true")
-    assert "training.compile: tensor parallel blocks compute on DTensors" in told
+    expected_message = error("run.yaml", "--launch.local_ranks=2", "--parallel.tp=2", "--training.compile=true")
+    assert "training.compile: tensor parallel blocks compute on DTensors" in expected_message
 
 
 @pytest.mark.parametrize(
-    ("known", "told"),
+    ("known", "expected_message"),
     [
         ((), "training.compile: platform torch does not compile modules\n    expected: false\n    got: true\n"),
         (
@@ -112,10 +112,10 @@ def test_compiled_tensor_parallel_blocks_are_refused(work: Path, error) -> None:
     ],
 )
 def test_an_unknown_compiler_is_refused(
-    work: Path, error, monkeypatch: pytest.MonkeyPatch, known: tuple[str, ...], told: str
+    work: Path, error, monkeypatch: pytest.MonkeyPatch, known: tuple[str, ...], expected_message: str
 ) -> None:
     monkeypatch.setattr(preflight, "compile_backends", lambda platform: known)
-    assert told in error("run.yaml", "--training.compile=true", "--training.compile_backend=inducter")
+    assert expected_message in error("run.yaml", "--training.compile=true", "--training.compile_backend=inducter")
 
 
 def test_more_processes_than_the_machine_can_hold_are_refused(work: Path, error, monkeypatch) -> None:
@@ -129,9 +129,9 @@ def test_more_processes_than_the_machine_can_hold_are_refused(work: Path, error,
 
 
 def test_empty_folders_are_refused(work: Path, error) -> None:
-    told = error("run.yaml", "--run.folder=", "--checkpoint.folder=")
-    assert "run.folder: empty\n    expected: a folder, or null\n" in told
-    assert "checkpoint.folder: empty\n    expected: a folder, or null\n" in told
+    expected_message = error("run.yaml", "--run.folder=", "--checkpoint.folder=")
+    assert "run.folder: empty\n    expected: a folder, or null\n" in expected_message
+    assert "checkpoint.folder: empty\n    expected: a folder, or null\n" in expected_message
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,8 @@ def test_the_folder_of_another_run_is_refused(work: Path, error) -> None:
 def test_what_the_system_refuses_is_told_without_a_traceback(work: Path, prepared: list, capsys) -> None:
     (work / "corpus").write_text("a file, not a folder")
     assert cli.main(["run.yaml", "--run.folder=corpus/run"]) == 2
-    told = capsys.readouterr().err
-    assert f"--run.folder: run.folder: cannot be created: {work / 'corpus'} is not a folder\n" in told
+    expected_message = capsys.readouterr().err
+    assert f"--run.folder: run.folder: cannot be created: {work / 'corpus'} is not a folder\n" in expected_message
 
 
 def test_folders_that_cannot_be_written_are_refused(work: Path, error, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,10 +209,10 @@ def test_folders_that_cannot_be_written_are_refused(work: Path, error, monkeypat
     access = os.access
     # The superuser may write anywhere, so the answer of the system is given here.
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != work / "locked" and access(path, mode))
-    told = error("run.yaml", "--run.folder=locked/a/run", "--checkpoint.folder=locked/b")
+    expected_message = error("run.yaml", "--run.folder=locked/a/run", "--checkpoint.folder=locked/b")
     where = f"is not writable: {work / 'locked'} belongs to another user or is read-only\n"
-    assert f"--run.folder: run.folder: {where}    expected: a writable folder\n" in told
-    assert f"--checkpoint.folder: checkpoint.folder: {where}" in told
+    assert f"--run.folder: run.folder: {where}    expected: a writable folder\n" in expected_message
+    assert f"--checkpoint.folder: checkpoint.folder: {where}" in expected_message
 
 
 def test_a_run_folder_in_the_file_counts_from_the_file(work: Path, prepared: list) -> None:
@@ -255,7 +255,7 @@ def test_more_ranks_than_accelerators_are_refused_with_the_way_out(
 
 
 def test_how_ranks_share_sequences_is_told(work: Path, prepared: list, capsys: pytest.CaptureFixture[str]) -> None:
-    """Lengths need not divide; where costs have decided, a table tells all of them, the chosen one marked."""
+    """Lengths need not divide; where costs have decided, a table lists all of them, the chosen one marked."""
     given = ["check", "run.yaml", "--launch.local_ranks=3", "--parallel.cp=3", "--model.num_experts=3"]
     assert cli.main(given) == 0
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sequences: ")]
@@ -267,10 +267,10 @@ def test_how_ranks_share_sequences_is_told(work: Path, prepared: list, capsys: p
     ring = capsys.readouterr().out
     assert "sequences: 3 ranks share each by ring\n" in ring
     assert "within their documents" not in ring
-    for method, is_told in (("ring", True), ("ulysses", False)):  # ranks that exchange heads have stretches of rows
+    for method, is_printed in (("ring", True), ("ulysses", False)):  # ranks that exchange heads have contiguous rows
         assert cli.main([*given, "--data.packing=documents", f"--parallel.cp_method={method}"]) == 0
-        told = "sequences: documents are sharded over the ranks, for equal work on each"
-        assert (told in capsys.readouterr().out) == is_told
+        expected_message = "sequences: documents are sharded over the ranks, for equal work on each"
+        assert (expected_message in capsys.readouterr().out) == is_printed
 
 
 @pytest.mark.parametrize("accelerators", [0, 1, 2, 8])

@@ -1,4 +1,4 @@
-"""Runs that are gone on with: from which checkpoint, and what may have changed."""
+"""Resumed runs: from which checkpoint, and what may have changed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_resume_goes_on_from_the_newest_sound_checkpoint(work: Path, prepared: l
     ((config, path, checkpoint),) = prepared
     assert (config.training.steps, path, checkpoint) == (20, Path("out"), "step-00000002")
     assert RunFolder.open(path).load_config().config.training.steps == 20
-    told = capsys.readouterr().err
-    assert "skipped a checkpoint: out/checkpoints/step-00000009/index.json is of step 2" in told
+    message = capsys.readouterr().err
+    assert "skipped a checkpoint: out/checkpoints/step-00000009/index.json is of step 2" in message
 
 
 def test_a_run_of_a_platform_that_is_not_here_goes_on_with_the_one_that_is(
@@ -38,8 +38,8 @@ def test_a_run_of_a_platform_that_is_not_here_goes_on_with_the_one_that_is(
     assert cli.main(["resume", "out"]) == 0
     ((config, _, _),) = prepared
     assert config.platform == "torch"
-    told = capsys.readouterr().err
-    assert told == "hp-train: the run was trained on elsewhere, which is not installed here; continuing with torch\n"
+    message = capsys.readouterr().err
+    assert message == "hp-train: the run was trained on elsewhere, which is not installed here; continuing with torch\n"
     assert RunFolder.open(work / "out").load_config().config.platform == "torch"
     assert "platform: is not installed" in error("resume", "out", "--platform=elsewhere")
 
@@ -86,8 +86,8 @@ def test_a_resumed_run_compares_its_data_with_their_digest(work: Path, error, pr
     make_run(work)
     (tokens,) = Path(".data").glob("*/tokens-*.bin")
     tokens.write_bytes(bytes(tokens.stat().st_size))
-    told = error("resume", "out")
-    assert f"{tokens} is damaged between bytes 0 and {tokens.stat().st_size}: its tokens are not those that" in told
+    message = error("resume", "out")
+    assert f"{tokens} is damaged between bytes 0 and {tokens.stat().st_size}: its tokens are not those that" in message
 
 
 def test_a_resumed_run_needs_its_prepared_data_only(work: Path, prepared: list) -> None:
@@ -135,7 +135,7 @@ KILLED = [remove_config, remove_data, leave_half_of_the_data, leave_a_lock_alone
 
 
 @pytest.mark.parametrize("killed", KILLED)
-def test_a_run_that_was_killed_while_it_was_made_is_made_whole(
+def test_a_run_that_was_killed_while_it_was_created_is_completed(
     work: Path, prepared: list, killed: Callable[[RunFolder], None]
 ) -> None:
     run = create_run(work / "out", load_config(work / "run.yaml", registered=registries()).config)
@@ -157,9 +157,9 @@ def test_run_refuses_what_it_cannot_go_on_with(work: Path, error, prepared: list
     for shard in (work / "out" / "checkpoints").glob("*/shard*"):
         shard.write_bytes(b"")
     # Not from the beginning: there is something to save.
-    *passed_over, told = error("run", "run.yaml").splitlines()
+    *passed_over, message = error("run", "run.yaml").splitlines()
     assert len(passed_over) == len(list((work / "out" / "checkpoints").iterdir()))
-    assert told.startswith("hp-train: out/checkpoints has no valid checkpoint; restore one of them")
+    assert message.startswith("hp-train: out/checkpoints has no valid checkpoint; restore one of them")
     assert prepared == []
 
 

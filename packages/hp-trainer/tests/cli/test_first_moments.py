@@ -29,7 +29,7 @@ def _interruptible() -> Iterator[None]:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """An environment in which the import of NumPy takes a minute, and says that it has begun."""
+    """An environment in which the import of NumPy takes a minute, and prints that it has started."""
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "numpy.py").write_text(SLOW_MODULE)
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "slow"), os.environ.get("PYTHONPATH", "")])}
@@ -46,7 +46,7 @@ def interrupted(command: list[str], folder: Path, environment: dict[str, str]) -
 
 
 def test_the_command_ends_by_the_signal_without_a_traceback(tmp_path: Path, environment: dict[str, str]) -> None:
-    # A shell tells it as 130.
+    # A shell reports it as 130.
     command = [sys.executable, "-m", "hp_trainer", "--version"]
     assert interrupted(command, tmp_path, environment) == (-signal.SIGINT, "")
 

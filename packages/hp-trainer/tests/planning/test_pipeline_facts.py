@@ -43,9 +43,9 @@ def test_a_place_that_computes_again_has_nothing_pending() -> None:
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble_h1", "zero_bubble_v", "interleaved_1f1b", "dualpipe_v"])
 def test_long_steps_are_told_from_short_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stages = None if name in ("1f1b", "zero_bubble_h1") else 2
-    whole = facts(name, 2, 48, stages)
+    full = facts(name, 2, 48, stages)
     monkeypatch.setattr("hp_trainer.planning.pipeline.MAX_ACTIONS", 10)
-    told = facts(name, 2, 48, stages)
-    assert told.before_gradients == whole.before_gradients
-    assert told.with_gradients == whole.with_gradients
-    assert told.bubble == pytest.approx(whole.bubble, rel=0.05)
+    shorter = facts(name, 2, 48, stages)
+    assert shorter.before_gradients == full.before_gradients
+    assert shorter.with_gradients == full.with_gradients
+    assert shorter.bubble == pytest.approx(full.bubble, rel=0.05)

@@ -127,7 +127,7 @@ def test_layouts_are_ranked_by_time_within_the_memory(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "printed"),
     [
         (("--world-size=0",), "'--world-size': 0 is not in the range 1<=x<=10000000"),
         (("--world-size=many",), "'many' is not a valid integer"),
@@ -139,14 +139,14 @@ def test_layouts_are_ranked_by_time_within_the_memory(run: Run) -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["plan", "layouts"])
-def test_bad_input_is_refused(run: Run, tmp_path: Path, command: str, words: tuple[str, ...], told: str) -> None:
+def test_bad_input_is_refused(run: Run, tmp_path: Path, command: str, words: tuple[str, ...], printed: str) -> None:
     (tmp_path / "bad.yaml").write_text("memory: 80GiB\nflops: {bfloat16: -1}\nspeed: 3\n")
     code, _, error = run(command, "run.yaml", *words)
     if command == "layouts" and "--parallel.tp=3" in words:
         assert code == 0, "the search chooses degrees itself"
     else:
         assert code == 2
-        assert told in error
+        assert printed in error
 
 
 def test_a_picture_needs_a_folder(run: Run) -> None:
@@ -183,21 +183,21 @@ def test_the_examples_of_the_page_have_the_published_sizes(run: Run, name: str, 
 
 def test_a_budget_that_no_choice_keeps_is_no_fit(run: Run) -> None:
     small = "--training.activation_budget=1KiB"
-    code, told, err = run("plan", "run.yaml", "--world-size=2", small)
+    code, printed, err = run("plan", "run.yaml", "--world-size=2", small)
     assert (code, err) == (1, "")
-    last = told.strip().splitlines()[-1]
+    last = printed.strip().splitlines()[-1]
     assert last.startswith("training.activation_budget: activations take at least ")
     assert last.endswith("more than the budget of 1.00 KiB; a run would be refused, the memory above is the least")
-    code, told, _ = run("plan", "run.yaml", "--world-size=2", small, "--json")
-    assert (code, json.loads(told)["fits"]) == (1, False)
-    code, told, _ = run("layouts", "run.yaml", "--world-size=2", small, "--json")
-    found = json.loads(told)
+    code, printed, _ = run("plan", "run.yaml", "--world-size=2", small, "--json")
+    assert (code, json.loads(printed)["fits"]) == (1, False)
+    code, printed, _ = run("layouts", "run.yaml", "--world-size=2", small, "--json")
+    found = json.loads(printed)
     assert found["num_illegal"] > 0 == found["num_fitting"]
     assert any(each.startswith("training.activation_budget: ") for each in found["reasons"])
     # Nor is a layout named as the smallest that no run could take either.
-    code, told, _ = run("plan", "run.yaml", "--world-size=2", small, "--device-memory=3MiB")
+    code, printed, _ = run("plan", "run.yaml", "--world-size=2", small, "--device-memory=3MiB")
     assert code == 1
-    assert told.strip().endswith(
+    assert printed.strip().endswith(
         "no layout of this model and batch is legal for so many ranks; hp-train layouts says why"
     )
     assert run("plan", "run.yaml", "--world-size=2", "--training.activation_budget=1GiB")[0] == 0

@@ -69,16 +69,16 @@ CASES = {
 @pytest.mark.parametrize("name", list(CASES))
 def test_what_is_told_to_fit_is_planned_so(plan: Plan, name: str) -> None:
     memory, options = CASES[name]
-    code, whole = plan(memory, *options)
-    changes = whole["would_fit"]
-    assert (code, whole["fits"]) == (1, False)
+    code, result = plan(memory, *options)
+    changes = result["would_fit"]
+    assert (code, result["fits"]) == (1, False)
     assert changes
     for change in changes:
         code, changed = plan(memory, *options, *options_of(change))
         assert code == 0, change
         assert changed["memory"][changed["peak_rank"]]["total"] == change["memory"] <= memory
         assert changed["seconds"]["total"] == change["seconds"]
-        assert changed["layout"] == whole["layout"]
+        assert changed["layout"] == result["layout"]
         assert bool(OTHER_RESULTS & set(change["settings"])) == (change["other_results"] is not None)
     same = [change["seconds"] for change in changes if change["other_results"] is None]
     assert same == sorted(same)
@@ -86,9 +86,9 @@ def test_what_is_told_to_fit_is_planned_so(plan: Plan, name: str) -> None:
 
 
 def test_two_settings_are_named_where_none_is_enough(plan: Plan) -> None:
-    _, whole = plan(5 * 2**20, "--world-size=1")
-    assert len(whole["would_fit"]) > 2
-    for change in whole["would_fit"]:
+    _, result = plan(5 * 2**20, "--world-size=1")
+    assert len(result["would_fit"]) > 2
+    for change in result["would_fit"]:
         options = options_of(change)
         assert len(options) == 2
         for option in options:
@@ -97,9 +97,9 @@ def test_two_settings_are_named_where_none_is_enough(plan: Plan) -> None:
 
 def test_pairs_are_named_beside_single_settings_that_change_results(plan: Plan) -> None:
     long = ["--training.micro_batch_size=1", "--training.sequence_length=1024", "--model.vocab_size=4096"]
-    _, whole = plan(57 * 2**20, "--world-size=1", *long)
-    single = [each for each in whole["would_fit"] if len(each["settings"]) == 1]
-    pairs = [each for each in whole["would_fit"] if len(each["settings"]) == 2]
+    _, result = plan(57 * 2**20, "--world-size=1", *long)
+    single = [each for each in result["would_fit"] if len(each["settings"]) == 1]
+    pairs = [each for each in result["would_fit"] if len(each["settings"]) == 2]
     assert single
     assert all(each["other_results"] for each in single)
     assert pairs
@@ -132,8 +132,8 @@ def test_settings_that_hold_already_or_cannot_are_not_named(plan: Plan) -> None:
     ],
 )
 def test_budgets_that_no_choice_keeps_are_not_named(plan: Plan, part: float, layout: list[str]) -> None:
-    whole = plan(2**40, *layout)[1]["memory"]
-    named = plan(part * max(each["total"] for each in whole), *layout)[1]["would_fit"]
+    result = plan(2**40, *layout)[1]["memory"]
+    named = plan(part * max(each["total"] for each in result), *layout)[1]["would_fit"]
     assert named
     for change in named:
         settings = [option.removeprefix("--").split("=", 1) for option in (*layout[1:], *options_of(change))]
@@ -145,7 +145,7 @@ def test_budgets_that_no_choice_keeps_are_not_named(plan: Plan, part: float, lay
 
 def test_the_counts_of_experts_by_micro_batch_are_told(plan: Plan) -> None:
     experts = ["--model.num_experts=4", "--model.capacity_factor=1.0"]
-    _, whole = plan(16 * 2**20, "--world-size=1", *experts)
-    smaller = [each for each in whole["would_fit"] if "training.micro_batch_size" in each["settings"]]
+    _, result = plan(16 * 2**20, "--world-size=1", *experts)
+    smaller = [each for each in result["would_fit"] if "training.micro_batch_size" in each["settings"]]
     assert smaller
     assert all("per micro-batch" in each["other_results"] for each in smaller)

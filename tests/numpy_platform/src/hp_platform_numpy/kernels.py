@@ -205,8 +205,8 @@ def sum_(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = Fals
     axes, shape = _axis(x, dim), x.data.shape
     dtype = x.dtype if x.dtype in FLOATING else "int64"
     result = x.data.sum(axes, keepdims=True)
-    kept = result.shape
-    spread = lambda g: np.broadcast_to(g.reshape(kept), shape)  # noqa: E731
+    saved = result.shape
+    spread = lambda g: np.broadcast_to(g.reshape(saved), shape)  # noqa: E731
     return record(result if keepdim else result.squeeze(axes), dtype, (x, spread))
 
 
@@ -391,9 +391,9 @@ def getitem(x: Tensor, index: Any) -> Tensor:
     where = tuple(map(_data, index)) if isinstance(index, tuple) else _data(index)
 
     def back(g: Array) -> Array:
-        whole = np.zeros(x.data.shape, g.dtype)
-        np.add.at(whole, where, g)
-        return whole
+        unsharded = np.zeros(x.data.shape, g.dtype)
+        np.add.at(unsharded, where, g)
+        return unsharded
 
     return _view(x, x.data[where], back)
 
@@ -414,9 +414,9 @@ def index_put(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
     result[rows] = values.data
 
     def rest(g: Array) -> Array:
-        kept = g.copy()
-        kept[rows] = 0
-        return kept
+        saved = g.copy()
+        saved[rows] = 0
+        return saved
 
     return record(result, x.dtype, (x, rest), (values, lambda g: g[rows]))
 

@@ -41,7 +41,7 @@ GLOBAL_BATCH, LENGTH, STEPS = 8, 8, 5
 
 @dataclass
 class Trained:
-    """The results of one rank; weights are whole."""
+    """The results of one rank; weights are full."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -66,7 +66,7 @@ def train_decoder(
     """Train on fixed random tokens; every data-parallel rank has its own samples.
 
     Args:
-        degrees: of `ParallelDims`; None: the plain model, which is not laid out at all.
+        degrees: of `ParallelDims`; None: the plain model, which is not parallelized at all.
         accumulate: micro-batches per step.
         reshard: free gathered weights after forward.
         recompute: compute blocks again in backward.

@@ -28,7 +28,7 @@ CASES = {
     "tp, norms, 16 bits": ({**DENSE, "qk_norm": "head"}, {"tp": 2}, {"tp": 2, "dtype": "bfloat16"}),
     "tp, norms of results": ({**DENSE, "post_norms": True}, {"tp": 2}, {"tp": 2}),
     "tp, experts": (EXPERTS, {"tp": 2}, {"tp": 2, "etp": 1}),
-    "tp, cut experts": (EXPERTS, {"tp": 2, "etp": 2}, {"tp": 2, "etp": 2}),
+    "tp, sharded experts": (EXPERTS, {"tp": 2, "etp": 2}, {"tp": 2, "etp": 2}),
     "ulysses": (DENSE, {"cp": 2, "ulysses_degree": 2}, {"cp": 2}),
     "ring": (DENSE, {"cp": 2, "ulysses_degree": 1}, {"cp": 2, "cp_method": "ring"}),
     "gathered keys": (DENSE, {"cp": 2, "cp_method": "all_gather"}, {"cp": 2, "cp_method": "all_gather"}),
@@ -36,7 +36,7 @@ CASES = {
 }
 
 
-# Rows are not spread evenly over ranks of experts, and the loss of cut sequences keeps a few numbers a token more.
+# Rows are not spread evenly over ranks of experts, and the loss of sharded sequences saves a little more per token.
 ROUGH = ("ep",)
 
 

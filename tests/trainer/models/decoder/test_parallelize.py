@@ -101,7 +101,7 @@ class TestFourRanks:
         assert_same(on_ranks(degrees, length=7), one_rank(length=7))
 
 
-# Every kind of attention and norm, in the layouts that cut its projections.
+# Every kind of attention and norm, in the layouts that shard its projections.
 KINDS = {
     "biases, sinks, sliding": {
         "num_experts": None,

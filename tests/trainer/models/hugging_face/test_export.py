@@ -34,7 +34,7 @@ optimizer: {{lr: 1.0e-30, weight_decay: 0.0}}
 metrics: {{trackers: [jsonl]}}
 generate: {{prompts: []}}
 """
-DEGREES = {"alone": {}, "sharded, cut, spread": {"parallel.dp_shard": 2, "parallel.tp": 2, "parallel.ep": 2}}
+DEGREES = {"alone": {}, "fsdp, tp, ep": {"parallel.dp_shard": 2, "parallel.tp": 2, "parallel.ep": 2}}
 
 
 def configured(lab, source, **settings):
@@ -188,7 +188,7 @@ def test_all_ranks_write_and_each_other_files(lab: Lab, source):
 
 
 def build_on_rank(lab: Lab, config, shapes):
-    """Set a rank's model up; return the shapes of the tensors that were made for it, and of its whole parameters."""
+    """Set a rank's model up; return the shapes of the tensors that were made for it, and of its full parameters."""
     from hp_trainer.training.setup import build_model
 
     platform = lab.platform
@@ -199,7 +199,7 @@ def build_on_rank(lab: Lab, config, shapes):
 
 
 def test_no_rank_has_memory_for_a_whole_parameter_that_is_sharded(lab: Lab, source):
-    """On MindSpore a model is built whole on every rank: it has no tensors without data."""
+    """On MindSpore the full model is built on every rank: it has no tensors without data."""
     pytest.importorskip("torch")
     from torch.utils._python_dispatch import TorchDispatchMode
 

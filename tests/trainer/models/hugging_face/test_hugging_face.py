@@ -157,7 +157,7 @@ def test_the_map_has_the_tensors_of_the_model(platform, tmp_path, model_type):
 
 
 def read_on_rank(folder, degrees):
-    """The logits of a model that is laid out and filled, and the share of the weights that this rank read."""
+    """The logits of a model that is parallelized and filled, and the share of the weights that this rank read."""
     platform, config = get_platform(), options_of(folder)
     dims = ParallelDims(**degrees)
     model = build_decoder(config, platform)
@@ -190,7 +190,7 @@ def test_a_rank_reads_its_shards_alone(platform, tmp_path, model_type, layout):
     for logits, _ in results:
         numpy.testing.assert_allclose(logits, expected, **CLOSE)
     shares = [share for _, share in results]
-    # Tensor parallel ranks each have the norms and gates; a few rows are cut unevenly.
+    # Tensor parallel ranks each have the norms and gates; a few rows are sharded unevenly.
     largest = 0.36 if degrees["world_size"] == 4 else 0.62
     assert max(shares) < largest, shares
     assert sum(shares) < 1.3, shares
