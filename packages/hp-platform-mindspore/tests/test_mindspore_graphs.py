@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
@@ -50,11 +52,39 @@ def captured(platform):
     return function
 
 
+class Listing(nn.Cell):
+    """Calls a Cell that is not one of its children."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.listed = [cell]
+
+    def construct(self, x):
+        return self.listed[0](x)
+
+
+HOLDER = SimpleNamespace(cell=None)
+
+
+def by_attribute(x):
+    def inside(y):
+        return HOLDER.cell(y)
+
+    return inside(x)
+
+
+def held_by_an_object(platform):
+    HOLDER.cell = scale(platform)
+    return by_attribute
+
+
 CALLS = {
     "an argument": lambda platform, jit: jit(twice)(sharded(platform)),
     "an argument by keyword": lambda platform, jit: jit(twice)(x=sharded(platform)),
     "a parameter": lambda platform, jit: jit(scale(platform))(Tensor(VALUES)),
     "what the function has from outside": lambda platform, jit: jit(captured(platform))(Tensor(VALUES)),
+    "a Cell in a list": lambda platform, jit: jit(Listing(scale(platform)))(Tensor(VALUES)),
+    "an attribute of a global": lambda platform, jit: jit(held_by_an_object(platform))(Tensor(VALUES)),
 }
 
 
@@ -69,6 +99,64 @@ def test_a_graph_of_dtensors_is_refused(platform, where, mode):
 
     for result in run_ranks(program, 2, platform):
         np.testing.assert_array_equal(result, VALUES + 1)
+
+
+class Helper:
+    def __init__(self, cell):
+        self.cell = cell
+
+    @ms.jit
+    def step(self, x):
+        return self.cell(x)
+
+
+class Substituted(Scale):
+    """A Cell in which a plain tensor stands for the parameter, as in the forward of a sharded one."""
+
+    def __init__(self, platform):
+        super().__init__(ms.Parameter(Tensor(VALUES), name="weight"))
+        platform.set_parameter(self, "weight", ops.ones((4, 2)) * 1)
+
+
+STANDING = {
+    "a Cell": lambda cell, jit: jit(cell),
+    "a Cell that is no child": lambda cell, jit: jit(Listing(cell)),
+    "the Cell of an object": lambda cell, jit: Helper(cell).step,
+    "a partial": lambda cell, jit: jit(lambda x, call=functools.partial(cell): call(x)),
+    "a tensor from outside": lambda cell, jit: jit(captured_weight(cell)),
+    "vmap": lambda cell, jit: ms.vmap(cell),
+    "jacfwd": lambda cell, jit: ms.jacfwd(cell),
+}
+
+
+def captured_weight(cell):
+    weight = cell.weight
+
+    def function(x):
+        return x * weight
+
+    return function
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("where", STANDING)
+def test_a_graph_of_what_stands_for_a_parameter_is_refused(platform, where, mode):
+    """Its gradient would be zero, and later values would not be seen."""
+    cell = Substituted(platform)
+    compiled = STANDING[where](cell, lambda function: ms.jit(function, capture_mode=mode))
+    with pytest.raises(CapabilityError, match=r"(?s)parameter 'weight' of a sharded Cell.*MS_JIT=0.*as arguments"):
+        compiled(Tensor(VALUES))
+    np.testing.assert_array_equal(cell(Tensor(VALUES)).asnumpy(), VALUES)
+
+
+def test_a_graph_gets_gradients_of_parameters_that_are_its_arguments(platform):
+    weight = ms.Parameter(Tensor(VALUES), name="weight")
+    cell = Scale(weight)
+    with platform.enable_grad():
+        platform.set_parameter(cell, "weight", weight * 1)
+        result = ops.sum(ms.jit(ops.mul)(Tensor(VALUES), cell.weight))
+    platform.backward(result)
+    np.testing.assert_array_equal(platform.get_grad(weight).asnumpy(), VALUES)
 
 
 def test_graph_mode_is_refused(platform):

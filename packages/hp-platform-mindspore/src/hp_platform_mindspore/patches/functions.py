@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import mindspore as ms
@@ -28,43 +29,74 @@ def first_dtensor(*values: Any) -> MindSporeDTensor | None:
 
 
 def held_tensors(*values: Any) -> Iterator[Tensor]:
-    """Yield the tensors in containers, in Cells (their parameters), and in variables captured by functions."""
+    """Yield the tensors in containers, in Cells, and in what functions and methods capture or name."""
     return _held(values, {})
 
 
-def _held(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
-    if id(value) in seen:
+_PLAIN = (str, bytes, int, float, type(None))
+
+
+def _held(value: Any, seen: dict[Any, Any]) -> Iterator[Tensor]:
+    # A bound method is a new object at each access.
+    key = (id(value.__self__), id(value.__func__)) if isinstance(value, MethodType) else id(value)
+    if key in seen:
         return
     # Keeps the value alive: the id of a temporary list could be reused by the next one, which would then be skipped.
-    seen[id(value)] = value
+    seen[key] = value
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, nn.Cell):
-        yield from _held([parameter for cell in _cells(value) for parameter in cell._params.values()], seen)
+        cells = _cells(value)
+        yield from _held([parameter for cell in cells for parameter in cell._params.values()], seen)
+        for cell in cells:
+            seen[id(cell)] = cell
+            if not type(cell).__module__.startswith("mindspore"):
+                # It may refer to Cells that are no children, such as those in a list.
+                yield from _held(_attribute(cell, "construct"), seen)
     elif isinstance(value, dict):
         yield from _held(list(value.values()), seen)
     elif isinstance(value, (list, tuple, set)):
-        for item in value:
+        for item in [each for each in value if not isinstance(each, _PLAIN)]:
             yield from _held(item, seen)
-    elif inspect.ismethod(value):
-        yield from _held([value.__self__, value.__func__], seen)
-    elif inspect.isfunction(value):
-        yield from _held(_captured(inspect.unwrap(value)), seen)
+    elif isinstance(value, functools.partial):
+        yield from _held([value.func, value.args, value.keywords], seen)
+    elif isinstance(value, (FunctionType, MethodType)):
+        yield from _held(_captured(inspect.unwrap(value), getattr(value, "__self__", None)), seen)
 
 
 def _cells(cell: nn.Cell) -> list[nn.Cell]:
     return [each for _, each in cell.cells_and_names()]
 
 
-def _captured(function: Any) -> list[Any]:
-    """Return the values of a function's closure and of the globals that it names.
+def _captured(function: Any, owner: Any) -> list[Any]:
+    """Return what a function can refer to: its owner, closure and defaults, the globals that it names, and of these and
+    the owner the attributes that it names.
 
     Globals of MindSpore's own functions, such as those that `value_and_grad` makes, hold nothing of the user's.
     """
-    closure = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    found = [owner, *(cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell))]
     if function.__module__.startswith("mindspore"):
-        return closure
-    return closure + [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
+        return found
+    names = _names(function.__code__)
+    found += [function.__globals__[name] for name in names if name in function.__globals__]
+    attributes = [_attribute(x, name) for x in found if hasattr(x, "__dict__") for name in names]
+    return [*found, function.__defaults__, function.__kwdefaults__, *attributes]
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names of globals and attributes in a function, those in functions inside of it included."""
+    return set(code.co_names).union(*(_names(each) for each in code.co_consts if isinstance(each, CodeType)))
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """Return an attribute of an object, module or class without running properties; None if there is none.
+
+    A function of the object's class is returned bound to it.
+    """
+    if name in vars(owner):
+        return vars(owner)[name]
+    found = inspect.getattr_static(type(owner), name, None)
+    return MethodType(found, owner) if isinstance(found, FunctionType) else None
 
 
 def _is_filled(cell: Any) -> bool:

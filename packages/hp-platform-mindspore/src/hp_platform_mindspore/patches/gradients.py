@@ -3,14 +3,16 @@
 `value_and_grad`, `grad` and `GradOperation` of functions of DTensors run the platform's backward. `vjp`, cells with a
 `bprop`, `mindspore.jit` and GRAPH_MODE refuse DTensors: they work in C++ on this rank's shards and would miss
 collectives. `mindspore.jit` has three ways to a graph, and GRAPH_MODE compiles every Cell; each is checked where it
-starts, its arguments and what the compiled function or Cell holds.
+starts, its arguments and what the compiled function or Cell holds. In the forward of a sharded Cell that may be plain
+tensors that stand for parameters, which would be constants of the graph: they are refused too.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 from mindspore import Tensor
@@ -21,8 +23,10 @@ from hp_dtensor.exceptions import CapabilityError, GradientPathError
 from hp_dtensor.tensor.conversions import zeros_placed_like
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.gradients import check_autograd_reaches
+from hp_dtensor.trees import tensors_in
 from hp_platform_mindspore.patches.functions import first_dtensor, held_tensors
-from hp_platform_mindspore.tensor.dtensor import is_local
+from hp_platform_mindspore.tensor.dtensor import MindSporeDTensor, is_local
+from hp_platform_mindspore.tensor.modules import is_substitute
 
 
 def differentiating_dtensors(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,75 +215,88 @@ Function = Callable[..., Any]
 
 
 def refusing_source(own: Function) -> Function:
-    """Make the compiler of source code (`jit`'s default) refuse DTensors in arguments, the Cell or the closure."""
+    """Make the compiler of source code (`jit`'s default) check arguments, Cell and closure."""
 
     @functools.wraps(own)
     def compile(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        check_no_dtensors("mindspore.jit", args, kwargs, self.obj, self.fn)
+        check_graph("mindspore.jit", (args, kwargs), self.obj, _method(self.fn, [] if self.obj is None else [self.obj]))
         return own(self, method_name, *args, **kwargs)
 
     return compile
 
 
 def refusing_cell(own: Function) -> Function:
-    """Make the compiler of Cells (GRAPH_MODE, `Cell.compile`) refuse DTensors in arguments or the Cell."""
+    """Make the compiler of Cells (GRAPH_MODE, `Cell.compile`, `mindspore.export`) check arguments and Cell."""
 
     @functools.wraps(own)
     def compile(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        check_no_dtensors("GRAPH_MODE", args, kwargs, obj)
+        check_graph("GRAPH_MODE", (args, kwargs), obj)
         return own(self, obj, *args, **kwargs)
 
     return compile
 
 
-def refusing_bytecode_arguments(own: Function) -> Function:
-    """Make `jit(capture_mode="bytecode")` refuse DTensors in arguments, the Cell of a method included."""
-
-    @functools.wraps(own)
-    def pre_jit(args: Any, kwargs: Any) -> Any:
-        check_no_dtensors("mindspore.jit", args, kwargs)
-        return own(args, kwargs)
-
-    return pre_jit
-
-
-def refusing_bytecode_closure(own: Function) -> Function:
-    """Make `jit(capture_mode="bytecode")` refuse DTensors that the function captures."""
+def refusing_bytecode(own: Function) -> Function:
+    """Make `jit(capture_mode="bytecode")` check arguments, Cell and closure."""
 
     @functools.wraps(own)
     def enter(self: Any) -> Any:
-        check_no_dtensors("mindspore.jit", self.fn)
+        # Arguments are locals of the calling wrapper, which does not pass them on.
+        caller = sys._getframe(1).f_locals
+        args = caller.get("args", ())
+        check_graph("mindspore.jit", (args, caller.get("kwds")), _method(self.fn, args))
         return own(self)
 
     return enter
 
 
 def refusing_trace(own: Function) -> Function:
-    """Make `jit(capture_mode="trace")` refuse DTensors in arguments, the Cell or the closure."""
+    """Make `jit(capture_mode="trace")` check arguments, Cell and closure."""
 
     @functools.wraps(own)
     def begin(fn_name: str, *args: Any, **kwargs: Any) -> Any:
-        # Function and Cell are locals of the calling wrapper, which does not pass them on.
+        # The function is a local of the calling wrapper too.
         caller = sys._getframe(1).f_locals
-        check_no_dtensors("mindspore.jit", args, caller.get("args"), caller.get("fn"))
+        given = caller.get("args", args)
+        check_graph("mindspore.jit", given, _method(caller.get("fn"), given))
         return own(fn_name, *args, **kwargs)
 
     return begin
 
 
-def check_no_dtensors(compiler: str, *values: Any) -> None:
-    """Check that values, and what they hold, contain no DTensor. Inside `LocalOperations` nothing is checked.
+def _method(function: Any, args: Sequence[Any]) -> Any:
+    """Return a function to compile, bound to its first argument if it is a method of that."""
+    is_method = bool(args) and isinstance(function, FunctionType) and hasattr(args[0], function.__name__)
+    return MethodType(function, args[0]) if is_method else function
+
+
+def check_graph(compiler: str, arguments: Any, *compiled: Any) -> None:
+    """Check what a graph would compute with: its arguments, and the functions and Cells to compile.
+
+    Inside `LocalOperations` nothing is checked.
 
     Raises:
-        CapabilityError: there is one.
+        CapabilityError: there is a DTensor, or a tensor that stands for a parameter of a sharded Cell in its forward.
     """
     if is_local():
         return
-    found = first_dtensor(*values)
-    if found is not None:
-        raise CapabilityError(
-            f"{compiler} of something with a DTensor {found._spec!r}: the graph would compute on this rank's shard as "
-            "if it were the global tensor. Run it in PyNative mode without mindspore.jit "
-            "(mindspore.set_context(mode=mindspore.PYNATIVE_MODE)), or compile a function of local tensors and call "
-            "that inside local_map"
-        )
+    given = {id(x) for x in tensors_in(arguments, Tensor)}
+    for x in held_tensors(arguments, *compiled):
+        if isinstance(x, MindSporeDTensor):
+            raise CapabilityError(
+                f"{compiler} of something with a DTensor {x._spec!r}: the graph would compute on this rank's shard as "
+                f"if it were the global tensor. {_WITHOUT_GRAPHS}, or compile a function of local tensors and call "
+                "that inside local_map"
+            )
+        if is_substitute(x) and id(x) not in given:
+            raise CapabilityError(
+                f"{compiler} of something with the parameter {x.name!r} of a sharded Cell: in a forward a plain tensor "
+                "stands for it, which the graph would take for a constant without a gradient, and never read again. "
+                f"{_WITHOUT_GRAPHS}, or compile a function that gets its parameters as arguments"
+            )
+
+
+_WITHOUT_GRAPHS = (
+    "Run it in PyNative mode (mindspore.set_context(mode=mindspore.PYNATIVE_MODE)) without mindspore.jit, which vmap, "
+    "jvp, jacfwd and jacrev use too, and which MS_JIT=0 in the environment turns off"
+)

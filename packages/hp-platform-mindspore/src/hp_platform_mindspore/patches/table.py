@@ -106,10 +106,7 @@ PATCHES = (
     ),
     _of_graph("mindspore.graph.api._JitExecutor.compile", gradients.refusing_source),
     _of_graph("mindspore.graph.api._CellGraphExecutor.compile", gradients.refusing_cell),
-    _of_graph("mindspore.graph._utils.pijit_context.PreJit", gradients.refusing_bytecode_arguments),
-    _of_graph(
-        "mindspore.graph._utils.pijit_context.PIJitCaptureContext.__enter__", gradients.refusing_bytecode_closure
-    ),
+    _of_graph("mindspore.graph._utils.pijit_context.PIJitCaptureContext.__enter__", gradients.refusing_bytecode),
     _of_graph("mindspore.graph.jit_trace._jit_trace_begin", gradients.refusing_trace),
     Patch(
         "mindspore.Parameter._get_parameter_new_args",

@@ -116,6 +116,11 @@ def set_parameter(module: nn.Cell, name: str, value: Tensor) -> None:
     module._params[name] = value
 
 
+def is_substitute(x: Tensor) -> bool:
+    """Return True for a plain tensor that `set_parameter` has set in place of a parameter."""
+    return not isinstance(x, ms.Parameter) and "inited_param" in vars(x)
+
+
 class _ParameterMeta(type):
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, ms.Parameter)
