@@ -23,6 +23,7 @@ RANKS = {
     "resume": 2,
     "state_dicts": 2,
     "tensor_parallel": 2,
+    "tied_weights": 2,
     "two_dimensional": 4,
 }
 

@@ -22,7 +22,7 @@ from hp_dtensor import (
     parallelize_module,
     shard_module,
 )
-from hp_dtensor.exceptions import PlanError
+from hp_dtensor.exceptions import MixedOperandsError, PlanError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
 
@@ -181,19 +181,49 @@ def test_distribute_module_refuses_a_tie_that_its_function_placed_in_two_ways(hp
     run_ranks(rank, 2, hp_platform)
 
 
-def _one_owner_only(platform: Platform) -> str:
+def _parallelized_in_two_calls(platform: Platform, submodules: bool) -> np.ndarray:
     mesh, model = DeviceMesh("cpu", (2,), platform=platform), make(platform)
-    with pytest.raises(PlanError) as refusal:
-        parallelize_module(model, mesh, {"table": RowwiseParallel()})
-    assert not hasattr(model.table.weight, "placements")
-    return str(refusal.value)
+    head = ColwiseParallel(use_local_output=False)
+    table = RowwiseParallel(use_local_output=False)
+    if submodules:
+        parallelize_module(model.table, mesh, table)
+        parallelize_module(model.head, mesh, head)
+    else:
+        parallelize_module(model, mesh, {"table": table})
+        parallelize_module(model, mesh, {"head": head})
+    assert model.head.weight is model.table.weight
+    with pytest.raises(PlanError, match="ColwiseParallel has been applied to it already"):
+        parallelize_module(model.head, mesh, head)
+    return run(platform, model)
 
 
-def test_styling_one_owner_of_a_tied_parameter_is_refused(hp_platform: Platform) -> None:
-    assert run_ranks(_one_owner_only, 2, hp_platform, hp_platform)[0] == (
-        "parallelize_module:\n  table.weight is the same parameter as head.weight, whose module has no style; "
-        "give every owner a style"
-    )
+@pytest.mark.parametrize("submodules", [True, False])
+def test_a_tied_parameter_is_placed_by_two_calls(hp_platform: Platform, submodules: bool) -> None:
+    expected = run(hp_platform, make(hp_platform))
+    for grad in run_ranks(_parallelized_in_two_calls, 2, hp_platform, hp_platform, submodules):
+        np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-5)
+
+
+def _placed_differently_by_two_calls(platform: Platform) -> list[str]:
+    messages = []
+    for root in (True, False):
+        mesh, model = DeviceMesh("cpu", (2,), platform=platform), make(platform)
+        parallelize_module(
+            model if root else model.table, mesh, {"table": RowwiseParallel()} if root else RowwiseParallel()
+        )
+        with pytest.raises(PlanError) as refusal:
+            parallelize_module(model.head, mesh, RowwiseParallel())
+        messages.append(str(refusal.value))
+        if root:  # the tie holds, so a head without a style does not compute with a table of its own
+            with pytest.raises(MixedOperandsError):
+                run(platform, model)
+    return messages
+
+
+def test_two_calls_that_place_a_tied_parameter_differently_are_refused(hp_platform: Platform) -> None:
+    for message in run_ranks(_placed_differently_by_two_calls, 2, hp_platform, hp_platform)[0]:
+        assert message.startswith("parallelize_module:\n  RowwiseParallel of weight: ")
+        assert "placed (axis0:S(0))" in message
 
 
 def _wrong_plans(platform: Platform) -> list[str]:

@@ -21,6 +21,9 @@ Tensor = Any
 Module = Any
 Placements = tuple[Placement, ...]
 
+# Attribute of a plain parameter: the DTensor that has replaced it. Another module may still hold the plain one.
+_PLACED_ATTRIBUTE = "_hp_dtensor_placed"
+
 
 class Owner(NamedTuple):
     """A module that holds a parameter, its path in the model, and the parameter's name in the module."""
@@ -107,17 +110,60 @@ def place_parameter(
 ) -> None:
     """Replace a plain parameter that `module` itself holds by a DTensor parameter.
 
-    It is replaced under all names that it has in this module. Other modules that share it keep the plain one.
+    It is replaced under all names that it has in this module. Other modules that share it keep the plain one until they
+    are placed too: then they get the same DTensor.
 
     Args:
         src_data_rank: the mesh coordinate whose values are used; None: all ranks have the same values.
 
     Raises:
-        PlanError: the parameter has gradient hooks, which the DTensor would not call.
+        PlanError: the parameter has gradient hooks, which the DTensor would not call; another module that shares it has
+            placed it differently.
     """
     platform = device_mesh.platform
     own = own_parameters(platform, module)
     old = own[name]
+    new = placed_as(old, device_mesh)
+    if new is None:
+        new = _placed(module, name, old, device_mesh, placements, src_data_rank)
+        setattr(old, _PLACED_ATTRIBUTE, new)
+    elif not has_placements(new, device_mesh, placements):
+        raise PlanError(f"{type(module).__name__}: {_placed_elsewhere(name, new, placements)}")
+    for each, parameter in own.items():
+        if parameter is old:
+            platform.set_parameter(module, each, new)
+
+
+def placed_as(parameter: Tensor, device_mesh: DeviceMesh) -> DTensor | None:
+    """Return the DTensor that the parameter is or, held by another module, has become on the ranks of this mesh."""
+    placed = parameter if isinstance(parameter, DTensor) else getattr(parameter, _PLACED_ATTRIBUTE, None)
+    # Simulated ranks are threads, which may share a plain parameter: each has a DTensor of its own.
+    return placed if placed is not None and placed.device_mesh.world is device_mesh.world else None
+
+
+def has_placements(placed: DTensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
+    """Return True if the DTensor is placed on this mesh as given."""
+    wanted = normalize_placements(device_mesh, placements, len(placed.spec.shape))
+    return (placed.device_mesh, placed.placements) == (device_mesh, wanted)
+
+
+def _placed_elsewhere(label: str, placed: DTensor, placements: Sequence[Placement]) -> str:
+    return (
+        f"{label}: expected {list(placements)}, but it has been placed {placed.spec.describe_placements()}, here or in "
+        "another module that shares it"
+    )
+
+
+def _placed(
+    module: Module,
+    name: str,
+    old: Tensor,
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    src_data_rank: int | None,
+) -> Any:
+    """Return a new DTensor parameter with the values of a plain one."""
+    platform = device_mesh.platform
     if (hooks := gradients.lost_hooks(platform, name, old)) is not None:
         raise PlanError(f"{type(module).__name__}: {hooks}")
     # The DTensor is a new leaf, not a function of the old parameter.
@@ -125,10 +171,7 @@ def place_parameter(
         local = conversions.distribute_tensor(
             platform.detach(old), device_mesh, placements, src_data_rank=src_data_rank
         )
-    new = platform.Parameter(local, requires_grad=platform.requires_grad(old))
-    for each, parameter in own.items():
-        if parameter is old:
-            platform.set_parameter(module, each, new)
+    return platform.Parameter(local, requires_grad=platform.requires_grad(old))
 
 
 def place_tied(
@@ -166,7 +209,8 @@ class PlannedParameters:
 
         Returns:
             None if the entry is wrong, which is added to `problems`: the parameter is a DTensor already or has gradient
-            hooks, the placements do not fit mesh or shape, or another entry places the same parameter differently.
+            hooks, the placements do not fit mesh or shape, or the same parameter is placed differently, by another
+            entry or before.
         """
         if isinstance(parameter, DTensor):
             problem = f"{label}: is a DTensor already, placed {parameter.spec.describe_placements()}"
@@ -177,9 +221,13 @@ class PlannedParameters:
                 normal = normalize_placements(self._mesh, placements, len(parameter.shape))
                 # By identity, so that the entries of a tied parameter are compared with each other.
                 first, known = self._placed.setdefault(id(parameter), (label, normal))
-                if known == normal:
+                before = placed_as(parameter, self._mesh)
+                if before is not None and not has_placements(before, self._mesh, normal):
+                    problem = _placed_elsewhere(label, before, normal)
+                elif known == normal:
                     return normal
-                problem = f"{label}: the same parameter as {first}: placed {list(normal)} and {list(known)}"
+                else:
+                    problem = f"{label}: the same parameter as {first}: placed {list(normal)} and {list(known)}"
             except PlacementError as error:
                 problem = f"{label}: {error}"
         self.problems.append(problem)

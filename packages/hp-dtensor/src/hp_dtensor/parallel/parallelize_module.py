@@ -15,7 +15,14 @@ from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh, get_current_mesh, require_mesh
 from hp_dtensor.exceptions import MeshError, PlanError
-from hp_dtensor.parallel.distribute_module import Owner, PlannedParameters, dotted, tie_again, tied_owners
+from hp_dtensor.parallel.distribute_module import (
+    PlannedParameters,
+    dotted,
+    has_placements,
+    placed_as,
+    tie_again,
+    tied_owners,
+)
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Placement
 
@@ -82,7 +89,8 @@ def parallelize_module(
     """Apply a style to `module`, or styles to its submodules by dotted name; names may contain `*` and `?`.
 
     Follows torch's `torch.distributed.tensor.parallel.parallelize_module`. A parameter with several names, of one
-    module or of several, stays one parameter.
+    module or of several, stays one parameter. Its modules may get their styles in one call or in several, which must
+    place it equally.
 
     Args:
         device_mesh: a 1-D mesh; default: the current one (`with mesh:`).
@@ -93,8 +101,8 @@ def parallelize_module(
     Raises:
         MeshError: the mesh is not one-dimensional, or there is none.
         PlanError: all mistakes in the plan, before anything is changed: names that match no module; styles that do not
-            fit their modules; parameters that two styles place, that are DTensors already or that lack the dimension;
-            owners of a tied parameter that have no style, or styles that place it differently.
+            fit their modules; parameters that two styles place, that have other placements already or that lack the
+            dimension; styles that place a tied parameter differently.
 
     Example:
         >>> def program():
@@ -122,7 +130,7 @@ def parallelize_module(
     matches = _matches(module, platform, plan)
     # Found before styles replace parameters in single modules.
     tied = tied_owners(platform, module)
-    problems = [*_placement_problems(platform, device_mesh, matches), *_uncovered_ties(platform, tied, matches)]
+    problems = _placement_problems(platform, device_mesh, matches)
     if problems:
         raise PlanError("parallelize_module:\n  " + "\n  ".join(problems))
     for _, target, style in matches:
@@ -177,26 +185,10 @@ def _placement_problems(platform: Platform, mesh: DeviceMesh, matches: Matches) 
             if where in seen:
                 planned.problems.append(f"two styles place {where}; give its module one pattern")
                 continue
-            if planned.add(f"{type(style).__name__} of {where}", parameters[name], (placement,)) is not None:
+            placed = placed_as(parameters[name], mesh)
+            # Placed already, as a tied parameter is whose other module has got its style before.
+            fits_already = placed is parameters[name] and has_placements(placed, mesh, (placement,))
+            label = f"{type(style).__name__} of {where}"
+            if fits_already or planned.add(label, parameters[name], (placement,)) is not None:
                 seen.add(where)
     return planned.problems
-
-
-def _uncovered_ties(platform: Platform, tied: Sequence[Sequence[Owner]], matches: Matches) -> list[str]:
-    """Return a problem for each tied parameter that would be untied because only some owners have a style."""
-    problems = []
-    styled = {dotted(path, name) for path, module, style in matches for name in style.placements(module, platform)}
-    for owners in tied:
-        covered = [
-            owner.dotted in styled or any(owner.module is module for _, module, _ in matches) for owner in owners
-        ]
-        # A parameter that no style covers stays plain and tied.
-        if any(covered) and not all(covered):
-            inside, outside = (
-                ", ".join(owner.dotted for owner, has in zip(owners, covered, strict=True) if has is wanted)
-                for wanted in (True, False)
-            )
-            problems.append(
-                f"{inside} is the same parameter as {outside}, whose module has no style; give every owner a style"
-            )
-    return problems

@@ -93,6 +93,9 @@ def map_outputs(where: str, output: Any, entries: Sequence[Any], place: Callable
 _TABLES = {"embedding_dim": "weight", "embedding_table": "embedding_table"}
 
 
+_STYLE_ATTRIBUTE = "_hp_dtensor_style"
+
+
 class _ShardedLayer(ParallelStyle):
     """Base of column-wise and row-wise styles: a linear layer or embedding with a sharded weight."""
 
@@ -117,6 +120,8 @@ class _ShardedLayer(ParallelStyle):
 
     def unfit(self, module: Module, platform: Platform) -> str | None:
         names = list(own_parameters(platform, module))
+        if (styled := getattr(module, _STYLE_ATTRIBUTE, None)) is not None:
+            return f"{styled} has been applied to it already"
         if (_table_of(module) or "weight") in names:
             return None
         own = ", ".join(names) or "no parameters of its own"
@@ -153,6 +158,7 @@ class _ShardedLayer(ParallelStyle):
         # Hooks rather than a wrapper: names of parameters and the module's class stay as they are.
         platform.add_forward_pre_hook(module, before)
         platform.add_forward_hook(module, after)
+        object.__setattr__(module, _STYLE_ATTRIBUTE, type(self).__name__)
         return module
 
 
