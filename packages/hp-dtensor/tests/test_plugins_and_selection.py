@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hp_dtensor.exceptions import MeshError, PlatformError, PluginError
-from hp_dtensor.platform.plugins import create_plugin_manager, plugin_manager
+from hp_dtensor.platform.plugins import create_plugin_manager, plugin_manager, release_of
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.rules.tables import rule_registry
 
@@ -372,3 +372,11 @@ def hp_platform():
     import heavy_framework
     raise AssertionError("not asked for")
 """
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [("2.11.0+cpu", (2, 11)), ("2.9rc1", (2, 9)), ("2.10dev20260101", (2, 10)), ("3.0", (3, 0)), ("2.dev1", (2, 0))],
+)
+def test_the_release_of_a_version_leaves_its_suffix_out(version, release):
+    assert release_of(version) == release

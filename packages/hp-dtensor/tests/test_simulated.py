@@ -81,6 +81,18 @@ def test_all_to_all_moves_uneven_and_empty_rows(platform):
     assert run_ranks(fn, 3, platform) == [[10, 20, 20, 20], [1, 1, 21], [2, 22, 22]]
 
 
+def test_all_to_all_in_one_buffer_sends_the_values_of_before(platform):
+    """As a real one: each rank's output is its input, and the first rank's is written first."""
+
+    def fn():
+        world = current_world(platform)
+        x = np.arange(2.0).reshape(2, 1) + 10 * world.rank
+        world.all.all_to_all_into(x, x, [1, 1], [1, 1])
+        return x.ravel().tolist()
+
+    assert run_ranks(fn, 2, platform) == [[0, 10], [1, 11]]
+
+
 def test_exchange_skips_none_and_copies_its_own_entry(platform):
     def fn():
         world = current_world(platform)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
 
 Tensor = Any
-replicating = ThreadRegion()
+replication_region = ThreadRegion()
 """The operations whose plain operands count as replicated in this thread, by their platform-neutral names."""
 
 
@@ -39,12 +39,12 @@ def implicit_replication() -> AbstractContextManager[None]:
         >>> run_ranks(program, 2)[0]
         (Shard(0),)
     """
-    return replicating.of_all()
+    return replication_region.of_all()
 
 
 def is_replicating() -> bool:
     """Return whether this thread is inside `implicit_replication`."""
-    return replicating.depth > 0
+    return replication_region.depth > 0
 
 
 class SkipDTensorDispatch:

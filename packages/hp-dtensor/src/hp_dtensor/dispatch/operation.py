@@ -296,7 +296,7 @@ def run(
 ) -> Any:
     """Run a call of `operation`, as `dispatch` does after it has looked the operation up."""
     # Before the key is made: operands that are converted to DTensors enter it as their specs.
-    if implicit_replication.replicating.has(operation.name):
+    if implicit_replication.replication_region.has(operation.name):
         args, kwargs = implicit_replication.with_replicated_operands(platform, operation.name, args, kwargs)
     # Lists of positions become DTensors, of which the key holds specs and not values.
     if operation.indexes:

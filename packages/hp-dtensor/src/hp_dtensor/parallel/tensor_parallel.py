@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.dispatch.implicit_replication import replicating
+from hp_dtensor.dispatch.implicit_replication import replication_region
 from hp_dtensor.exceptions import PlanError
 from hp_dtensor.parallel.distribute_module import distribute_module, own_parameters, place_parameter, replicate_plain
 from hp_dtensor.parallel.parallelize_module import ParallelStyle
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.redistribute.explicit import explicit
+from hp_dtensor.redistribute.explicit import explicit_region
 from hp_dtensor.spec.placements import Placement, Replicate, Shard
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor import conversions
@@ -475,5 +475,5 @@ def loss_parallel() -> Iterator[None]:
         >>> run_ranks(program, 2)[0]
         1.3863
     """
-    with explicit.of("cross_entropy"), replicating.of("cross_entropy"):
+    with explicit_region.of("cross_entropy"), replication_region.of("cross_entropy"):
         yield

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -173,8 +174,8 @@ def check_version(framework: str, minimum: tuple[int, int], beside: str = "") ->
 def release_of(version: str) -> tuple[int, int]:
     """Return (major, minor) of a version such as `2.11.0+cpu`."""
     major, minor, *_ = version.split(".")
-    # The minor part may carry a suffix, as in `2.9dev`.
-    return int(major), int("".join(c for c in minor if c.isdigit()) or 0)
+    # The minor part may carry a suffix, as in `2.9dev` and `2.9rc1`.
+    return int(major), int("".join(itertools.takewhile(str.isdigit, minor)) or 0)
 
 
 def _wanted_entry_points(group: str) -> Iterator[importlib.metadata.EntryPoint]:

@@ -15,7 +15,7 @@ from hp_dtensor.redistribute import plan_across, plan_between
 from hp_dtensor.spec.placements import Replicate
 from hp_dtensor.spec.tensor_spec import TensorSpec
 
-explicit = ThreadRegion()
+explicit_region = ThreadRegion()
 """The operations that may not redistribute implicitly in this thread, by their platform-neutral names."""
 
 
@@ -38,7 +38,7 @@ def explicit_redistribution() -> AbstractContextManager[None]:
         >>> run_ranks(program, 2)[0]
         (Shard(0),)
     """
-    return explicit.of_all()
+    return explicit_region.of_all()
 
 
 def check_explicit(operation: str, location: tuple[int | str, ...], source: TensorSpec, target: TensorSpec) -> None:
@@ -50,7 +50,7 @@ def check_explicit(operation: str, location: tuple[int | str, ...], source: Tens
     Raises:
         ImplicitRedistributionError: bytes would be sent inside a block of `explicit_redistribution`.
     """
-    if not explicit.has(operation):
+    if not explicit_region.has(operation):
         return
     platform = source.mesh.platform
     plan = (plan_between if source.mesh == target.mesh else plan_across)(

@@ -149,7 +149,7 @@ def _output_factors(call: OpCall, items: list[Item], dims: Dims, sizes: dict[str
 def _value_factors(call: OpCall, value: TensorSpec, names: Sequence[Dim], sizes: Mapping[str, int]) -> Dims:
     """Return the factors of an assigned value, which broadcasts to the indexed elements."""
     full = tuple(math.prod(sizes[factor] for factor in dim) for dim in names)
-    return call.broadcast_factors("the value's shape", value.shape, full, tuple(names))
+    return call.broadcast_factors("the value's shape", value.shape, full, tuple(names), to="the part that is written")
 
 
 def _assign_by_mask(call: OpCall, items: list[Item], value: TensorSpec | None) -> Factorization:

@@ -127,7 +127,9 @@ def _attention(call: OpCall) -> Factorization:
     if len(call.tensors) == 4:
         scores = (query[0], query[1], query[2], key[2])
         names_of_scores: Dims = (("batch",), heads, ("q",), ("k",))
-        mask = call.broadcast_factors("the mask's shape", call.tensors[3].shape, scores, names_of_scores)
+        mask = call.broadcast_factors(
+            "the mask's shape", call.tensors[3].shape, scores, names_of_scores, to="the scores"
+        )
         inputs = (*inputs, mask)
     # The kernel's causal mask compares local positions, so a shard of the queries would see the wrong keys.
     fixed = frozenset({"k", "width", "out", *(["q"] if call["is_causal"] else [])})

@@ -94,20 +94,22 @@ class OpCall:
             result.append(sizes.pop() if sizes else 1)
         return tuple(result)
 
-    def broadcast_factors(self, what: str, shape: Sequence[int], full: Sequence[int], names: Dims) -> Dims:
+    def broadcast_factors(
+        self, what: str, shape: Sequence[int], full: Sequence[int], names: Dims, *, to: str = "the result"
+    ) -> Dims:
         """Return the factors of an operand that broadcasts to the shape `full` with the factors `names`.
 
         A dimension of size 1 that is broadcast has no factor: every rank needs it in full.
 
         Args:
-            what: the operand, for the message.
+            what, to: the operand and what has the shape `full`, for the message.
 
         Raises:
             ShardingRuleError: it does not broadcast.
         """
         extra = len(full) - len(shape)
         if extra < 0 or any(size not in (1, full[extra + i]) for i, size in enumerate(shape)):
-            raise self.refuse(f"{what} {list(shape)} does not broadcast to {list(full)}")
+            raise self.refuse(f"{what} {list(shape)} does not broadcast to {to}, which is {list(full)}")
         return tuple(names[extra + i] if size == full[extra + i] else () for i, size in enumerate(shape))
 
 

@@ -196,7 +196,7 @@ class _Case:
     def _gradient_problems(self, grads: list[np.ndarray | None], placements: tuple[Placements, ...]) -> list[str]:
         differentiable = [i for i, array in enumerate(self.arrays) if self._differentiable(array)]
         problems = []
-        for index, got, full in zip(differentiable, grads, self.grads, strict=False):
+        for index, got, full in zip(differentiable, grads, self.grads, strict=True):
             # On one device the outputs do not depend on this argument.
             if full is None:
                 continue

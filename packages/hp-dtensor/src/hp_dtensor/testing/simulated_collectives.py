@@ -79,9 +79,10 @@ def all_gather(platform: Platform, calls: list[Call]) -> None:
 
 def all_to_all(platform: Platform, calls: list[Call]) -> None:
     _check_rows(calls)
-    # Rows are contiguous, so the chunk for each rank is a range of the flat data.
+    # Rows are contiguous, so the chunk for each rank is a range of the flat data. It is copied before any output is
+    # written: input and output may share memory.
     sent = [
-        np.split(_flat(platform, x), np.cumsum(rows)[:-1] * math.prod(x.shape[1:]))
+        np.split(_flat(platform, x).copy(), np.cumsum(rows)[:-1] * math.prod(x.shape[1:]))
         for x, rows in ((call.payload[1], call.payload[3]) for call in calls)
     ]
     for receiver, call in enumerate(calls):

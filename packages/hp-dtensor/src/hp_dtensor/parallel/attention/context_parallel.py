@@ -31,8 +31,8 @@ from hp_dtensor.parallel.attention.all_gather import gathering_attention, plan_g
 from hp_dtensor.parallel.attention.blockwise import Options
 from hp_dtensor.parallel.attention.functional import (
     Settings,
-    call_on_shards,
     checked_settings,
+    dispatch_attention,
     local_attention,
     routed_attention,
     tile_of,
@@ -94,7 +94,7 @@ def context_parallel_attention(
     settings = checked_settings(query, key, value, mask, scale, soft_cap, sinks, dropout)
     mesh = require_mesh("context_parallel_attention", device_mesh)
     job = _Job.of(query, key, mesh, mask, sharding, method)
-    return call_on_shards(job.attention, query, key, value, settings)
+    return dispatch_attention(job.attention, query, key, value, settings)
 
 
 def check_method(what: str, method: str) -> None:

@@ -126,7 +126,7 @@ class Settings(NamedTuple):
 NAME = "hp_dtensor.attention"
 
 
-def call_on_shards(
+def dispatch_attention(
     local: Callable[[Tensor, Tensor, Tensor, Settings], Tensor],
     query: Tensor,
     key: Tensor,
@@ -252,7 +252,7 @@ def attention(
     route = routed_attention.get()
     if route is not None and route[0](mask):
         return route[1](query, key, value, mask=mask, scale=scale, soft_cap=soft_cap, sinks=sinks, dropout=dropout)
-    return call_on_shards(local_attention, query, key, value, settings)
+    return dispatch_attention(local_attention, query, key, value, settings)
 
 
 def checked_settings(

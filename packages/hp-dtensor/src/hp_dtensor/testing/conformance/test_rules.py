@@ -47,6 +47,5 @@ def test_every_rule_has_a_sample_that_holds(hp_platform: Platform) -> None:
     run |= {sample.name.split()[0] for sample in (*samples, *rule_samples.SAMPLES)}
     names = [name for name in rule_registry().names() if not getattr(rule_registry().get(name), "replicated", False)]
     there = [name for name in names if hp_platform.operation(name) is not None]
-    print(f"{len(names)} rules, {len(there)} on {hp_platform.name}, {len(run & set(names))} of them with samples")
     missing = " ".join(name for name in there if name not in run)
     assert missing == ""
