@@ -345,7 +345,6 @@ def test_five_steps_in_a_layout_equal_one_rank(torch_or, layout, name):
         (lambda: GroupedExperts(4, 4, 2, True, score_position="inside"), "contradicts score_position = 'inside'"),
         (lambda: MoE(4, 4, 2, 1, shared_gate=True), "give num_shared_experts or shared_hidden_dim too"),
         (lambda: MoE(4, 4, 2, 1, num_shared_experts=1, shared_hidden_dim=3), "give one"),
-        (lambda: MoE(4, 4, 2, 1, score_func="softmax_of_top_k"), "softmax_of_top_k with top_k = 1 makes every score 1"),
         (lambda: clamped_swiglu(limit=0.0), "limit must be above 0, got 0.0"),
     ],
 )

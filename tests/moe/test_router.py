@@ -21,9 +21,9 @@ SCORES = {
 }
 
 
-def make(platform, **options):
+def make(platform, top_k=TOP_K, **options):
     with nn.building(platform):
-        router = TokenChoiceTopKRouter(DIM, EXPERTS, TOP_K, **options)
+        router = TokenChoiceTopKRouter(DIM, EXPERTS, top_k, **options)
     init_parameters(router, lambda name, shape: Normal(1.0), seed=3)
     return router
 
@@ -139,7 +139,6 @@ def test_no_tokens(platform):
     [
         ({"top_k": 9}, "top_k must be between 1 and num_experts = 8, got 9"),
         ({"score_func": "relu"}, "score_func must be 'softmax', 'sigmoid', .* or 'softmax_of_top_k', got 'relu'"),
-        ({"top_k": 1, "route_norm": True}, "route_norm with top_k = 1 makes every score 1"),
         ({"group_score": "mean"}, "group_score must be 'top2_sum' or 'max', got 'mean'"),
         ({"num_expert_groups": 4}, "num_expert_groups and num_limited_groups must be given together"),
         ({"num_expert_groups": 3, "num_limited_groups": 1}, "num_expert_groups must divide num_experts = 8, got 3"),
@@ -150,6 +149,15 @@ def test_no_tokens(platform):
 def test_options_that_do_not_fit_are_refused(platform, options, message):
     with nn.building(platform), pytest.raises(MoEConfigError, match=message):
         TokenChoiceTopKRouter(DIM, EXPERTS, **{"top_k": TOP_K, **options})
+
+
+@pytest.mark.parametrize("options", [{"route_norm": True}, {"score_func": "softmax_of_top_k"}], ids=str)
+def test_normalized_scores_of_one_expert_are_one_with_a_warning(platform, options):
+    with pytest.warns(UserWarning, match="with top_k = 1 makes every score 1, so the gate learns from an auxiliary"):
+        router = make(platform, top_k=1, **options)
+    (top, _, counts), _ = route(router, 6)
+    numpy.testing.assert_array_equal(top, numpy.ones((6, 1)))
+    assert counts.sum() == 6
 
 
 def test_all_problems_at_once(platform):

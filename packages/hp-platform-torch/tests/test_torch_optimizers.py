@@ -105,9 +105,16 @@ def test_lists_of_other_placements_are_refused(mesh):
         torch._foreach_mul_([_on(mesh, Shard(0))], [torch.ones(4)])
 
 
-def test_lists_of_partial_tensors_are_refused(mesh):
-    with pytest.raises(ShardingRuleError, match="tensor 0 is partial"):
-        torch._foreach_sqrt([_on(mesh, Partial())])
+def test_lists_with_partial_tensors_stay_partial_where_the_operation_is_linear(mesh):
+    partial, sharded = _on(mesh, Partial()), _on(mesh, Shard(0))
+    added = torch._foreach_add([partial, sharded], [partial, sharded])
+    assert [x.placements for x in added] == [(Partial(),), (Shard(0),)]
+    (root,) = torch._foreach_sqrt([partial])
+    assert root.tolist() == [1.0] * 4
+    with pytest.raises(ShardingRuleError, match="_fused_adam_: tensor 0 is partial"):
+        torch._fused_adam_(
+            *[[partial]] * 6, lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0, eps=0.1, amsgrad=False, maximize=False
+        )
 
 
 def test_numbers_for_lists_that_differ_by_rank_are_refused(mesh):

@@ -57,6 +57,22 @@ def _in_place(name: str, *arguments: Any) -> Sample:
     return sample(name, lambda x: getattr(x.clone(), name)(*arguments), may_refuse=IN_PLACE)
 
 
+def _with_statistics(norm: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that returns what `norm` returns and the running statistics that it has written."""
+
+    def run(x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        written = mean.detach().clone(), variance.detach().clone()
+        result = norm(x, *written)
+        return (*(result if isinstance(result, tuple) else (result,)), *written)
+
+    return run
+
+
+def _after(write: Callable[..., Any], tensors: list[torch.Tensor], *args: Any) -> list[torch.Tensor]:
+    write(tensors, *args)
+    return tensors
+
+
 def _signs(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x > 0, torch.ones_like(x), -torch.ones_like(x))
 
@@ -124,6 +140,23 @@ SAMPLES: list[Sample] = [
     sample("einsum implicit", lambda x, y: torch.einsum("ij,jk", x, y), MATRIX, (4, 3)),
     sample("view", lambda x: x.view(2, 2, 6), (4, 6)),
     sample("view -1", lambda x: x.view(-1, 3), (4, 6)),
+    # Rounded, because partial sums have other last bits.
+    *(
+        sample(f"view as {dtype}", lambda x, dtype=dtype: x.round().view(dtype), gradients=False)
+        for dtype in (torch.int32, torch.int16)
+    ),
+    sample("view as double", lambda x: x.round().view(torch.float64).view(torch.float32), (5, 6), gradients=False),
+    sample("chalf", lambda x: x.round().chalf().cfloat().real),
+    sample("new_empty_strided", lambda x: x.new_empty_strided((3, 4), (1, 3)).zero_(), gradients=False),
+    sample("t_", lambda x: x.clone().t_()),
+    sample("transpose_", lambda x: x.clone().transpose_(0, -1), (5, 4, 3)),
+    sample("unsqueeze_", lambda x: x.clone().unsqueeze_(-2)),
+    sample("squeeze_ dims", lambda x: x.clone().squeeze_((0, 2)), (5, 4, 1), may_refuse="squeeze_ of"),
+    sample("squeeze_", lambda x: x.clone().squeeze_(), (5, 1, 4), may_refuse="squeeze_ of"),
+    sample("foreach_add", lambda x: torch._foreach_add([x, x * 2.0], [x * 3.0, x], alpha=2.0)),
+    sample("foreach_mul", lambda x: torch._foreach_mul([x, x * 2.0], [x * 3.0, x])),
+    sample("foreach_pow", lambda x: torch._foreach_pow(2.0, [x])),
+    sample("foreach_sub_", lambda x: _after(torch._foreach_sub_, [x.clone(), x * 2.0], [x * 3.0, x])),
     sample("flatten", lambda x: x.flatten(1), (4, 3, 2)),
     sample("unflatten", lambda x: x.unflatten(1, (2, -1)), (4, 6)),
     sample("x.T", lambda x: x.T),
@@ -157,6 +190,35 @@ SAMPLES: list[Sample] = [
     sample("scatter_add", lambda x, i, y: x.scatter_add(0, i, y), MATRIX, (3, 4), (3, 4), integers={1: 5}),
     sample("index_add", lambda x, i, y: x.index_add(0, i, y), MATRIX, (3,), (3, 4), integers={1: 5}),
     sample("embedding", lambda i, w: F.embedding(i, w), (2, 3), (7, 4), integers={0: 7}),
+    sample("by frequency", lambda i, w: F.embedding(i, w, 2, None, 2.0, True), (2, 3), (4, 3), integers={0: 4}),
+    sample("F.instance_norm", lambda x, w, b: F.instance_norm(x, None, None, w, b), (3, 4, 5), (4,), (4,)),
+    sample(
+        "running F.instance_norm",
+        _with_statistics(lambda x, m, v: F.instance_norm(x, m, v, momentum=0.3)),
+        *((3, 4, 5), (4,), (4,)),
+        positive=True,
+        may_refuse=IN_PLACE,
+    ),
+    sample(
+        "F.instance_norm in evaluation",
+        lambda x, m, v: F.instance_norm(x, m.detach(), v.detach(), None, None, False),
+        (3, 4, 5),
+        (4,),
+        (4,),
+        positive=True,
+    ),
+    *(
+        sample(
+            f"native_batch_norm, training={training}",
+            _with_statistics(
+                lambda x, m, v, training=training: torch.native_batch_norm(x, None, None, m, v, training, 0.3, 1e-5)
+            ),
+            *((3, 4, 5), (4,), (4,)),
+            positive=True,
+            may_refuse="have to change the placement",
+        )
+        for training in (True, False)
+    ),
     sample("F.layer_norm", lambda x, w, b: F.layer_norm(x, (4,), w, b), (2, 5, 4), (4,), (4,)),
     sample("F.rms_norm", lambda x, w: F.rms_norm(x, (4,), w), (2, 5, 4), (4,)),
     sample("F.group_norm", lambda x, w, b: F.group_norm(x, 2, w, b), (3, 4, 5), (4,), (4,)),

@@ -11,6 +11,7 @@ import pytest
 from hp_dtensor import (
     ColwiseParallel,
     DeviceMesh,
+    DTensor,
     PrepareModuleInputOutput,
     Replicate,
     RowwiseParallel,
@@ -285,3 +286,35 @@ def _shared_style(platform: Platform) -> Any:
 def test_one_style_serves_an_embedding_and_a_linear_layer(hp_platform: Platform) -> None:
     for shape, placements in run_ranks(_shared_style, 2, hp_platform, hp_platform):
         assert (tuple(shape), placements) == ((5, 3), (Replicate(),))
+
+
+def _older_forms(platform: Platform) -> None:
+    mesh = DeviceMesh("cpu", (2,), platform=platform)
+    with nn.building(platform):
+        layer = nn.Linear(WIDTH, WIDTH)
+    distribute_module(
+        layer,
+        mesh,
+        input_fn=lambda inputs, mesh: DTensor.from_local(inputs[0], mesh, [Shard(0)]),
+        output_fn=lambda output, mesh: output.redistribute(placements=[Replicate()]).to_local(),
+    )
+    assert tuple(layer(platform.ops.ones((2, WIDTH), platform.dtype("float32"))).shape) == (4, WIDTH)
+    assert layer.weight.placements == (Replicate(),)
+
+
+def test_functions_of_two_arguments_are_called_without_the_module(hp_platform: Platform) -> None:
+    with pytest.warns(FutureWarning, match=r"(input|output)_fn with two arguments \(values, mesh\) is deprecated"):
+        run_ranks(_older_forms, 2, hp_platform, hp_platform)
+
+
+def _other_forms(platform: Platform) -> None:
+    mesh = DeviceMesh("cpu", (2,), platform=platform)
+    with nn.building(platform):
+        layer = nn.Linear(WIDTH, WIDTH)
+    with pytest.raises(PlanError, match=r"input_fn takes \(module, values, mesh\), got a function of 1 arguments"):
+        distribute_module(layer, mesh, input_fn=lambda inputs: inputs)
+    assert not isinstance(layer.weight, DTensor)  # nothing was changed
+
+
+def test_functions_of_other_arguments_are_refused_first(hp_platform: Platform) -> None:
+    run_ranks(_other_forms, 2, hp_platform, hp_platform)

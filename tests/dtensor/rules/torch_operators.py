@@ -38,8 +38,7 @@ OPERATORS = {info.full_name: info for info in op_db}
 
 _BY_REASON = {
     "its result depends on strides, which a shard has others of, or changes storage": """
-        as_strided as_strided.partial_views as_strided_copy as_strided_scatter resize_ resize_as_ squeeze
-        squeeze.multiple t transpose unsqueeze
+        as_strided as_strided.partial_views as_strided_copy as_strided_scatter resize_ resize_as_
     """,
     "the shape of its result depends on data of all ranks": """
         masked_select unique unique_consecutive nonzero argwhere bincount nn.functional.one_hot repeat_interleave
@@ -50,7 +49,7 @@ _BY_REASON = {
         nn.functional.multi_head_attention_forward
     """,
     "it writes running statistics": """
-        native_batch_norm _native_batch_norm_legit _batch_norm_with_update nn.functional.instance_norm
+        _native_batch_norm_legit _batch_norm_with_update
     """,
     "it is an overload of torch.ops, below autograd": """
         slice native_dropout_backward max_pool2d_with_indices_backward torch.ops.aten._safe_softmax.default

@@ -20,6 +20,7 @@ from hp_dtensor import (
     SkipDTensorDispatch,
     StridedShard,
     check_mode,
+    current_world,
     distribute_tensor,
     from_local,
     full,
@@ -171,6 +172,22 @@ def test_factories_and_partial_placements_have_torchs_arguments(hp_platform: Pla
 
 
 # from_local ----------------------------------------------------------------------------------------------
+
+
+def _on_some_ranks(platform: Platform) -> None:
+    mesh, rank = DeviceMesh("cpu", [1], platform=platform), current_world(platform).rank
+    for placement in (Replicate(), Shard(0)):
+        x = from_local(_leaf(platform, 2, 3), mesh, [placement])
+        assert (tuple(x.shape), x.placements) == ((2, 3), (placement,))
+        local = x.to_local()
+        assert tuple(local.shape) == ((2, 3) if rank == 1 else (0, 0))
+        assert platform.requires_grad(local)
+        platform.backward(platform.ops.sum(platform.ops.mul(x, 2.0)).to_local())
+
+
+def test_a_rank_outside_the_mesh_passes_something_and_holds_nothing(hp_platform: Platform) -> None:
+    """As torch: a program need not ask where it is before it calls from_local."""
+    run_ranks(_on_some_ranks, 2, hp_platform, hp_platform)
 
 
 def _uneven_parts(platform: Platform) -> None:

@@ -5,6 +5,7 @@ Logits, scores and probabilities are float32 `[tokens, num_experts]` throughout.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -239,6 +240,13 @@ class TokenChoiceTopKRouter(nn.Module):
         if problems:
             raise MoEConfigError("router: " + "; ".join(problems))
         self.scoring = SCORINGS[score_func]
+        if top_k == 1 and (route_norm or self.scoring.sums_to_one):
+            # Models of this form exist, so it is no error.
+            warnings.warn(
+                f"router: {'route_norm' if route_norm else score_func} with top_k = 1 makes every score 1, so the gate "
+                "learns from an auxiliary loss alone",
+                stacklevel=2,
+            )
         self.gate = nn.Linear(dim, num_experts, gate_bias)
         table = None
         if hash_vocab_size is not None:
@@ -395,9 +403,6 @@ def _problems(router: TokenChoiceTopKRouter) -> Iterator[str]:
     if router.score_func not in SCORINGS:
         *most, last = map(repr, SCORINGS)
         yield f"score_func must be {', '.join(most)} or {last}, got {router.score_func!r}"
-    elif top_k == 1 and (router.route_norm or SCORINGS[router.score_func].sums_to_one):
-        option = "route_norm" if router.route_norm else router.score_func
-        yield f"{option} with top_k = 1 makes every score 1, so the gate would never learn; remove one of them"
     if not 0 <= router.jitter < 1:
         yield f"jitter must be at least 0 and below 1, got {router.jitter}"
     if router.hash_vocab_size is not None and router.hash_vocab_size < 1:

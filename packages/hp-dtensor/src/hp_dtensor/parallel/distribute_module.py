@@ -6,6 +6,8 @@ loaded.
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -257,11 +259,13 @@ def distribute_module(
         partition_fn: called as `partition_fn(name, submodule, mesh)` for every submodule; places parameters, tied ones
             under any of their names. Parameters and buffers that it leaves plain are replicated, with the values of the
             mesh's first rank.
-        input_fn: `input_fn(module, args, mesh)` returns the positional arguments to call with, or the only one.
-        output_fn: `output_fn(module, output, mesh)` returns the output.
+        input_fn: `input_fn(module, args, mesh)` returns the positional arguments to call with, or the only one. The
+            older form `input_fn(args, mesh)` gives a FutureWarning, as in torch.
+        output_fn: `output_fn(module, output, mesh)` returns the output; also `output_fn(output, mesh)`, as `input_fn`.
 
     Raises:
-        PlanError: `partition_fn` placed a tied parameter in several ways; a parameter has gradient hooks.
+        PlanError: `partition_fn` placed a tied parameter in several ways; a parameter has gradient hooks; `input_fn` or
+            `output_fn` takes neither three nor two arguments.
 
     Example:
         >>> def program():
@@ -273,6 +277,9 @@ def distribute_module(
     """
     mesh = require_mesh("distribute_module", device_mesh if device_mesh is not None else get_current_mesh())
     platform = mesh.platform
+    # Checked before a parameter is changed.
+    change_inputs = _with_module("input_fn", input_fn)
+    change_output = _with_module("output_fn", output_fn)
     if partition_fn is not None:
         # Found before anything is replaced: afterwards the owners hold different objects.
         tied = tied_owners(platform, module)
@@ -280,17 +287,39 @@ def distribute_module(
             partition_fn(name, submodule, mesh)
         tie_again(platform, tied)
     replicate_plain(module, mesh)
-    if input_fn is not None:
+    if change_inputs is not None:
 
         def before(m: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             # As in torch: None leaves the arguments of the call, and a single argument needs no tuple.
-            found: Any = input_fn(m, args, mesh)
+            found: Any = change_inputs(m, args, mesh)
             return args if found is None else found if isinstance(found, tuple) else (found,), kwargs
 
         platform.add_forward_pre_hook(module, before)
-    if output_fn is not None:
-        platform.add_forward_hook(module, lambda m, args, kwargs, output: output_fn(m, output, mesh))
+    if change_output is not None:
+        platform.add_forward_hook(module, lambda m, args, kwargs, output: change_output(m, output, mesh))
     return module
+
+
+def _with_module(name: str, function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """Return a function of (module, values, mesh) as it is, and one of (values, mesh) with a module to ignore."""
+    if function is None:
+        return None
+    # As torch: any two parameters are the older form, whether or not they have defaults.
+    match len(inspect.signature(function).parameters):
+        case 3:
+            return function
+        case 2:
+            warnings.warn(
+                f"distribute_module: {name} with two arguments (values, mesh) is deprecated; "
+                "write it with three, (module, values, mesh)",
+                FutureWarning,
+                stacklevel=3,
+            )
+            return lambda module, values, mesh: function(values, mesh)
+        case count:
+            raise PlanError(
+                f"distribute_module: {name} takes (module, values, mesh), got a function of {count} arguments"
+            )
 
 
 def replicate_plain(module: Module, device_mesh: DeviceMesh, src_data_rank: int | None = 0) -> None:

@@ -27,7 +27,11 @@ def register(registry: RuleRegistry) -> None:
         registry.register(" ".join(f"adaptive_{kind}_pool{n}d" for n in (1, 2, 3)), signature, _adaptive_pool)
     registry.register("im2col", "input kernel_size dilation=1 padding=0 stride=1", _im2col)
     registry.register("col2im", "input output_size kernel_size dilation=1 padding=0 stride=1", _col2im)
-    registry.register("instance_norm", "input ...", _instance_norm)
+    registry.register(
+        "instance_norm",
+        "input weight=None bias=None running_mean=None running_var=None use_input_stats=True momentum=0.1 eps=1e-5 ...",
+        _instance_norm,
+    )
     registry.register(
         "interpolate",
         "input size=None scale_factor=None mode=nearest align_corners=None recompute_scale_factor=None antialias=False",
@@ -187,9 +191,8 @@ def _linear(before: Dims, after: Dims, sizes: dict[str, int]) -> Factorization:
 
 def _instance_norm(call: OpCall) -> Factorization:
     """Normalize each channel of each image of `[batch, channels, ...]` separately."""
-    tensors = [call.arguments.get(name) for name in ("running_mean", "running_var", "weight", "bias")]
-    if tensors[0] is not None or tensors[1] is not None:
-        raise call.refuse("running statistics are not supported, because it would write them")
+    if call["running_mean"] is not None or call["running_var"] is not None:
+        raise call.refuse("it would write the running statistics; torch.nn.functional.instance_norm takes them")
     if len(call.tensors) != 1:
         raise call.needs_replicated("its rule needs an image as its only tensor")
     return _unsharded_positions(call, call.tensors[0].shape[2:])

@@ -61,16 +61,19 @@ def _norm(call: OpCall) -> Factorization:
 
 def _embedding(call: OpCall) -> Factorization:
     """Look up ids of any shape in a table `[vocabulary, width]`. A sharded vocabulary gives partial rows."""
-    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+    for option in ("max_norm", "sparse"):
         if call[option]:
             raise call.refuse(f"{option} is not supported: each rank would apply it to its own ids")
     ids, table = (spec.shape for spec in call.tensors)
     dims, sizes = dim_factors("d", ids)
     sizes = sizes | {"vocabulary": table[0], "width": table[1]}
+    # A gradient that is divided by the number of occurrences of an id needs all ids.
+    fixed = {"vocabulary", *(f"d{i}" for i in range(len(ids)))} if call["scale_grad_by_freq"] else ()
     return Factorization(
         (dims, (("vocabulary",), ("width",))),
         ((*dims, ("width",)),),
         sizes,
+        limits=unsharded(fixed),
         partial=PartialResults(reduced={"vocabulary": "sum"}, terms=(frozenset({1}),)),
         work=LocalWork(by_factor={"vocabulary": _embedding_of_shard}),
     )

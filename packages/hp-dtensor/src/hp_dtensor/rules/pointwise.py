@@ -51,7 +51,7 @@ def register(registry: RuleRegistry) -> None:
     registry.register("detach", "input ...", unary, view=True)
     registry.register("alias", "input ...", unary, view=True, variants="_copy")
     registry.register("conj real imag", "input", unary, view=True)
-    registry.register("conj_physical resolve_conj resolve_neg cfloat cdouble", "input", unary)
+    registry.register("conj_physical resolve_conj resolve_neg cfloat cdouble chalf", "input ...", unary)
     registry.register("angle", "input", nonlinear)
     registry.register("complex", "real imag", pointwise("add"))
     registry.register("polar", "abs angle", nonlinear)

@@ -39,6 +39,7 @@ def register(registry: RuleRegistry) -> None:
     registry.register("view_as_real", "input", line("... -> ... part", linear=True, part=2), view=True)
     registry.register("new_zeros new_ones new_empty", "input *size * dtype=None", _new)
     registry.register("new_full", "input size fill_value * dtype=None", _new)
+    registry.register("new_empty_strided", "input size stride * dtype=None", _new)
     registry.register("new_tensor", "input data * dtype=None", _new)
 
 
@@ -136,8 +137,27 @@ def _reshape_to(
 
 
 def _reshape(call: OpCall) -> Factorization:
+    (dtype, *rest) = call["shape"] or [None]
+    if call.name.startswith("view") and not rest and isinstance(dtype, type(call.tensors[0].dtype)):
+        return _view_as_dtype(call, dtype)
     target = resolve_shape(call, call["shape"], math.prod(call.tensors[0].shape))
     return _reshape_to(call, target, _localize_shape)
+
+
+def _view_as_dtype(call: OpCall, dtype: Any) -> Factorization:
+    """Read the same bytes as another dtype. Where its elements are smaller or larger, the last dimension changes."""
+    dims, sizes = dim_factors("d", call.tensors[0].shape)
+    old, new = (call.platform.itemsize(each) for each in (call.tensors[0].dtype, dtype))
+    if old == new:
+        return Factorization((dims,), (dims,), sizes)
+    if not dims or sizes[dims[-1][0]] * old % new:
+        raise call.refuse(f"its last dimension must hold a multiple of {new} bytes to be viewed as {dtype}")
+    # The larger elements are the outer factor, the smaller ones inside of them the inner one.
+    *others, (last,) = dims
+    merged: Dims = (*others, (last, "inside"))
+    sizes = sizes | {last: sizes[last] * old // max(old, new), "inside": max(old, new) // min(old, new)}
+    source, target = (dims, merged) if old > new else (merged, dims)
+    return Factorization((source,), (target,), sizes)
 
 
 def _flatten(call: OpCall) -> Factorization:

@@ -139,7 +139,8 @@ def from_local(
     """Return a DTensor whose shard on this rank is `local_tensor`, without communication. Follows `DTensor.from_local`.
 
     Args:
-        local_tensor: a plain tensor. The result shares its memory and its graph.
+        local_tensor: a plain tensor. The result shares its memory and its graph. A rank outside the mesh holds nothing
+            of the result, whatever it passes.
         device_mesh: default: the current one (`with mesh:`).
         placements: one per mesh axis, or alias names, one per tensor dimension; default: replicated.
         shape: the global shape. Default: computed as if every rank's shard had the shape of this one. With uneven
@@ -176,12 +177,12 @@ def from_local(
         shape = rank_checks.global_shape(local, device_mesh, placements, shape)
     global_shape = tuple(shape) if shape is not None else even_global_shape(local.shape, device_mesh, placements)
     spec = TensorSpec(device_mesh, placements, global_shape, local.dtype)
+    if device_mesh.get_coordinate() is None:
+        return platform.wrap(_nothing_like(platform, local), spec)
     if tuple(local.shape) != spec.local_shape:
-        outside = device_mesh.get_coordinate() is None
         raise ShardShapeError(
             f"from_local: the shard on rank {device_mesh.world.rank} of a tensor {list(global_shape)} placed "
             f"{spec.describe_placements()} must be {list(spec.local_shape)}, got {list(local.shape)}"
-            + (f"; this rank is outside mesh {device_mesh.describe()} and holds no elements of it" if outside else "")
         )
     if stride is not None:
         _check_stride(spec, local, shape is not None, tuple(stride))
@@ -195,6 +196,14 @@ def from_local(
         ]
         local = with_redistributed_grad(platform, local, arriving, wanted.with_placements(placed))
     return platform.wrap(local, spec)
+
+
+def _nothing_like(platform: Platform, local: Tensor) -> Tensor:
+    """Return the shard of a rank outside the mesh: no elements, and a gradient where `local` has one."""
+    nothing = platform.empty((0,) * len(local.shape), local.dtype)
+    if platform.requires_grad(local) and platform.is_grad_enabled():
+        platform.set_requires_grad(nothing, True)
+    return nothing
 
 
 def _check_stride(spec: TensorSpec, local: Tensor, has_shape: bool, stride: tuple[int, ...]) -> None:

@@ -166,6 +166,53 @@ def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) 
 # Weights ---------------------------------------------------------------------------------------------------
 
 
+def _instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if not use_input_stats:
+        return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    F._verify_spatial_size(input.shape)  # type: ignore[attr-defined]
+    result = torch.instance_norm(input, None, None, None, None, True, momentum, eps, torch.backends.cudnn.enabled)
+    channel = (-1, *[1] * (input.dim() - 2))
+    result = result if weight is None else result * weight.reshape(channel)
+    result = result if bias is None else result + bias.reshape(channel)
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            variance, mean = torch.var_mean(input, list(range(2, input.dim())))
+            # As torch, which averages the statistics over the batch.
+            running_mean.lerp_(mean.mean(0).to(running_mean.dtype), momentum)
+            running_var.lerp_(variance.mean(0).to(running_var.dtype), momentum)
+    return result
+
+
+def _native_batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the normalized input, and the mean and inverse deviation that normalize it, which have no gradient."""
+    if training:
+        with torch.no_grad():
+            dims = [dim for dim in range(input.dim()) if dim != 1]
+            variance, mean = torch.var_mean(input, dims, correction=0)
+            used = mean, torch.rsqrt(variance + eps)
+    else:
+        used = input.detach().new_empty(0), input.detach().new_empty(0)
+    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps), *used
+
+
 def _norm_except_dim(v: Tensor, pow: int = 2, dim: int = 0) -> Tensor:
     if dim == -1:
         return v.norm(pow)
@@ -272,6 +319,7 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "multi_head_attention_forward": multi_head_attention,
     "vdot": lambda x, y: torch.dot(x.conj(), y),
     "bilinear": _bilinear,
+    "native_batch_norm": _native_batch_norm,
     "norm_except_dim": _norm_except_dim,
     "_weight_norm": lambda v, g, dim=0: v * (g / _norm_except_dim(v, 2, dim)),
     "channel_shuffle": _channel_shuffle,
@@ -290,6 +338,7 @@ DECOMPOSED: dict[Any, Callable[..., Any]] = {
     if hasattr(owner, name)
 } | {getattr(F, name): function for name, function in LOSSES.items()}
 DECOMPOSED |= {
+    F.instance_norm: _instance_norm,  # torch.instance_norm has another order of arguments
     torch.Tensor.mH.__get__: _adjoint,  # type: ignore[attr-defined]
     torch.Tensor.H.__get__: _adjoint,  # type: ignore[attr-defined]
 }

@@ -170,7 +170,10 @@ def on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
         for value in (*args, *kwargs.values())
         if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor)
     ]
-    specs = _common_specs(name, lists)
+    placed = [_specs_of(tensors) for tensors in lists]
+    if name.startswith("_foreach_") and any(spec is not None and spec.is_partial for spec in set(placed[0])):
+        return _one_by_one(name, len(placed[0]), args, kwargs)
+    specs = _common_specs(name, lists, placed)
     _check_numbers(name, (*args, *kwargs.values()))
     with LocalOperations():
         results = func(*args, **kwargs)
@@ -184,10 +187,28 @@ def on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     )
 
 
+def _one_by_one(name: str, count: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...] | None:
+    """Run a list function as one call per tensor, for lists of `count` tensors of which some are partial.
+
+    The sharding rule of the operation says what stays partial: the sum of two partial tensors does, their product does
+    not.
+    """
+    operation = name.removeprefix("_foreach_")
+    function = getattr(torch, operation, None) or getattr(torch.Tensor, operation)
+
+    def of(value: Any, position: int) -> Any:
+        return value[position] if isinstance(value, (list, tuple)) and len(value) == count else value
+
+    results = [
+        function(*[of(x, i) for x in args], **{key: of(x, i) for key, x in kwargs.items()}) for i in range(count)
+    ]
+    return None if operation.endswith("_") else tuple(results)
+
+
 def _unscale(func: Callable[..., Any], grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Unscale gradients for `torch.amp.GradScaler`; `found_inf` is reduced over all ranks that have shards of them."""
     # Placements are checked before the call writes `found_inf`.
-    specs = [spec for spec in _common_specs(func.__name__, [grads]) if spec is not None]
+    specs = [spec for spec in _common_specs(func.__name__, [grads], [_specs_of(grads)]) if spec is not None]
     with LocalOperations():
         func(grads, found_inf, inv_scale)
     # In order of first use, which is the same on all ranks; a set's order may differ.
@@ -208,9 +229,10 @@ def _reduced(name: str, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) ->
     return tuple(_REDUCED[name](x, *args, **kwargs) for x in tensors)
 
 
-def _common_specs(name: str, lists: Sequence[Sequence[Tensor]]) -> list[TensorSpec | None]:
-    """Return the spec at each position of the lists, after checking that the lists agree."""
-    specs = [_specs_of(tensors) for tensors in lists]
+def _common_specs(
+    name: str, lists: Sequence[Sequence[Tensor]], specs: Sequence[list[TensorSpec | None]]
+) -> list[TensorSpec | None]:
+    """Return the spec at each position of the lists, given those of each list, after checking that they agree."""
     first = specs[0]
     for spec in set(first):
         if spec is not None and spec.is_partial:
@@ -342,16 +364,24 @@ def _detach(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     return detached
 
 
-def _transpose_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TorchDTensor:
-    """Handler of `Tensor.t_`, by which `torch.nn.init.orthogonal_` turns a flat matrix. It changes the spec as well."""
-    x: TorchDTensor = args[0]
-    if x.requires_grad:
-        raise ShardingRuleError("t_ of a DTensor that requires a gradient is not supported; use x.t()")
-    # Both the local data and the spec: the result of `t` is a view with the dimensions swapped.
-    x.data = x.t()
-    # Assigning data does not count as a write, and a graph that has saved `x` would go on with the other layout.
+def _view_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TorchDTensor:
+    """Handler of `t_`, `squeeze_` and similar, which give a tensor other dimensions: local data and spec change."""
+    x, *rest = args
+    # The view itself says where the shards are afterwards, and whether the data would have to be sent for it.
+    view = getattr(x.detach(), func.__name__[:-1])(*rest, **kwargs)
+    if view._copied_by is not None and x._copied_by is None:
+        raise ShardingRuleError(
+            f"{func.__name__} of {x._spec!r}: it removes a sharded dimension, which needs a copy; use "
+            f"{func.__name__[:-1]}, or redistribute the tensor first"
+        )
+    if func is torch.Tensor.squeeze_:
+        # By name, as a shard may have one row of a dimension that has several.
+        wanted = inspect.signature(lambda dim=None: None).bind(*rest, **kwargs).arguments.get("dim")
+        dims = range(x.dim()) if wanted is None else (wanted,) if isinstance(wanted, int) else wanted
+        rest, kwargs = [tuple({d % x.dim() for d in dims if x.dim() and x.shape[d] == 1})], {}
     with LocalOperations():
-        torch.autograd.graph.increment_version(x)
+        func(x, *rest, **kwargs)
+    x._spec = view._spec
     return x
 
 
@@ -426,7 +456,13 @@ HANDLERS: dict[Callable[..., Any], Handler] = {
     **AUTOGRAD_FUNCTIONS,
     torch.Tensor.detach: _detach,
     torch.detach: _detach,
-    torch.Tensor.t_: _transpose_in_place,
+    **dict.fromkeys(
+        (
+            getattr(torch.Tensor, f"{name}_")
+            for name in ("t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze")
+        ),
+        _view_in_place,
+    ),
     torch.numel: _number_of_elements,
     torch.Tensor.data_ptr: _data_ptr,
     torch.Tensor.stride: lambda func, args, kwargs: args[0].stride(*args[1:], **kwargs),
