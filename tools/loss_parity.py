@@ -1,6 +1,6 @@
 """The first losses of one YAML file on PyTorch and on MindSpore, in several layouts, side by side.
 
-    python tools/loss_parity.py --torch PYTHON --mindspore PYTHON
+    python tools/loss_parity.py --torch PYTHON --mindspore PYTHON [--to losses.svg]
 
 Each PYTHON is the interpreter of an environment with hp-trainer and that platform. Every run starts from the same
 weights and reads the same samples, which no layout and no framework changes. Exit code 1 if a run disagrees with
@@ -72,6 +72,8 @@ def main() -> int:
         print(f"loss_parity: {error}", file=sys.stderr)
         return 2
     print(table(runs))
+    if options.to:
+        draw(runs, options.to)
     comparisons = [Comparison.of(runs[0], run) for run in runs[1:]]
     for layout, comparison in zip(LAYOUTS[1:], comparisons, strict=True):
         print(f"{name_of(layout):<24} {comparison}")
@@ -86,6 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mindspore", required=True, metavar="PYTHON", help="one that has the MindSpore platform")
     parser.add_argument("--config", default=str(CONFIG), help="YAML file (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps to compare (default: %(default)s)")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="also draw losses and differences (needs matplotlib)")
     return parser.parse_args()
 
 
@@ -211,6 +214,31 @@ def table(runs: Sequence[Sequence[Step]]) -> str:
         for number, row in enumerate(zip(*runs, strict=True), start=1)
     ]
     return "\n".join(["", head, *rows, ""])
+
+
+def draw(runs: Sequence[Sequence[Step]], picture: Path) -> None:
+    """Draw the losses of all runs, and below them their differences from the first as fractions of the loss."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    losses, differences = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+    steps = range(1, len(runs[0]) + 1)
+    for index, (layout, run) in enumerate(zip(LAYOUTS, runs, strict=True)):
+        # Lines that cover each other stay visible: each is thinner than the one below.
+        losses.plot(
+            steps, [step.loss for step in run], color=f"C{index}", linewidth=9 - 1.8 * index, label=name_of(layout)
+        )
+        if index:
+            parts = [abs(a.loss - b.loss) / abs(a.loss) for a, b in zip(runs[0], run, strict=True)]
+            differences.plot(steps, parts, ".-", color=f"C{index}", linewidth=0.8)
+    losses.set(ylabel="loss (nats per token)", title="One YAML file, two frameworks, one loss curve")
+    losses.legend()
+    differences.set(xlabel="step", ylabel=f"difference from\n{name_of(LAYOUTS[0])}", yscale="log", ylim=(1e-9, 1e-3))
+    for axes in (losses, differences):
+        axes.grid(alpha=0.3)
+    with rc_context({"svg.hashsalt": "hp"}):
+        figure.savefig(picture, metadata={"Date": None})
 
 
 def name_of(layout: Layout) -> str:

@@ -17,6 +17,38 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPONENTS = ("hp_dtensor", "hp_fsdp", "hp_moe", "hp_trainer")
+# Headings of the reference, in the order of the page: what a user meets first comes first. Folders and modules that are
+# not listed follow under their own names.
+CHAPTERS = {
+    "hp_dtensor.comm": "Device meshes and groups",
+    "hp_dtensor.spec": "Placements",
+    "hp_dtensor.tensor": "Distributed tensors",
+    "hp_dtensor.redistribute": "Redistribution",
+    "hp_dtensor.parallel": "Parallel layers and attention",
+    "hp_dtensor.dispatch": "Operations and sharding rules",
+    "hp_dtensor.optim": "Optimizers",
+    "hp_fsdp._fully_shard": "fully_shard",
+    "hp_fsdp.policies": "Policies",
+    "hp_fsdp._fsdp_module": "Methods of a sharded module",
+    "hp_fsdp._hsdp": "hsdp",
+    "hp_moe.moe": "The layer",
+    "hp_moe.router": "Router",
+    "hp_moe.experts": "Experts",
+    "hp_moe.expert_parallel": "Expert parallelism",
+    "hp_moe.dispatch": "Token dispatchers",
+    "hp_trainer.parallel": "Parallel degrees",
+    "hp_trainer.run": "Run folders",
+    "hp_trainer.training": "Training",
+    "hp_trainer.config": "Configuration",
+    "hp_trainer.models": "Models",
+    "hp_trainer.data": "Data",
+    "hp_trainer.optimizers": "Optimizers",
+    "hp_trainer.checkpoint": "Checkpoints",
+    "hp_trainer.pipeline": "Pipelines",
+    "hp_trainer.planning": "Plans",
+    "hp_trainer.metrics": "Metrics",
+    "hp_trainer.launch": "Launching",
+}
 LINK = re.compile(r"(\]\()([^)\s#]+)")
 
 
@@ -35,6 +67,7 @@ def stage(folder: Path) -> None:
             beside = folder / linked.relative_to(ROOT)
             beside.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(linked, beside)
+    shutil.copy(ROOT / "tools" / "site.css", folder)
     reference = folder / "reference"
     reference.mkdir(parents=True)
     for package in COMPONENTS:
@@ -64,13 +97,31 @@ def linked_files(page: Path) -> Iterator[Path]:
 
 
 def reference_page(package: str) -> str:
-    """Return a page with the docstring of each public name of a package."""
+    """Return a page with the docstring of each public name of a package, grouped by the chapter that defines it."""
     source = ROOT / "packages" / package.replace("_", "-") / "src" / package
-    tree = ast.parse((source / "__init__.py").read_text(encoding="utf-8"))
-    lines = [f"# {package}", "", ast.get_docstring(tree) or ""]
-    for name, module_name in sorted(public_names(source), key=lambda each: each[0].lower()):
-        lines += ["", f"::: {module_name}.{name}"]
+    chapters: dict[str, list[str]] = {chapter: [] for chapter in CHAPTERS}
+    for name, module_name in public_names(source):
+        chapter = ".".join(module_name.split(".")[:2])
+        chapters.setdefault(chapter, []).append(f"{module_name}.{name}")
+    lines = [f"# {package}", "", docstring(source / "__init__.py")]
+    for chapter, names in chapters.items():
+        if names:
+            heading = CHAPTERS.get(chapter) or chapter.partition(".")[2].strip("_").replace("_", " ").capitalize()
+            lines += ["", f"## {heading}", "", docstring(module_file(source, chapter)).split("\n\n")[0]]
+        for name in names:
+            lines += ["", f"::: {name}", "    options:", "      heading_level: 3"]
     return "\n".join(lines) + "\n"
+
+
+def docstring(file: Path) -> str:
+    """Return the docstring of a module, or an empty string."""
+    return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+
+
+def module_file(source: Path, module: str) -> Path:
+    """Return the file of a module of the package in folder `source`."""
+    base = source.parent / Path(*module.split("."))
+    return base.with_suffix(".py") if base.with_suffix(".py").is_file() else base / "__init__.py"
 
 
 def public_names(source: Path) -> Iterator[tuple[str, str]]:
@@ -94,8 +145,7 @@ def imported_names(file: Path, package: str) -> Iterator[tuple[str, str]]:
 
 def defining_module(source: Path, module: str, name: str) -> str | None:
     """Return the module that defines a name exported by `module`. None for modules, which have their own pages."""
-    base = source.parent / Path(*module.split("."))
-    file = base.with_suffix(".py") if base.with_suffix(".py").is_file() else base / "__init__.py"
+    file = module_file(source, module)
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if name in [getattr(node, "name", None), *(getattr(target, "id", None) for target in targets)]:

@@ -69,12 +69,26 @@ class Links(HTMLParser):
 def test_report_shows_what_the_run_logged(make_run) -> None:
     text = report_run(make_run("first")).read_text()
     for content in (
-        "3.10 million", "4 on torch", "4 of 4", "4,000", "2.5000 at step 4", "step-00000004", "load variation",
-        "tokens per second", "dp_shard=2", "lr: 0.5",
+        "3.10 million", "4 on torch", "4 of 4", "4,000", "2.5000 at step 4", "step-00000004", "<td>load_variation</td><td>0.25</td>",
+        "<td>tokens_per_second</td><td>2000</td>", "dp_shard=2", "lr: 0.5",
     ):  # fmt: skip
         assert content in text, content
     # A norm that was infinite in every step has no curve.
     assert "gradient norm" not in text
+
+
+def test_loads_of_experts_are_one_picture(make_run) -> None:
+    run = make_run("first")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    for event in events:
+        if event["event"] == "step":
+            event["metrics"] |= {f"expert_load/{layer}/{expert}": expert / 2 for layer in (0, 1) for expert in range(4)}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    text = report_run(run).read_text()
+    assert text.count("load of each expert over the mean of its layer") == 1
+    assert "expert load/" not in text
+    assert text.count("<svg") == 2, "the loss and the experts; the other metrics of this run are constant"
 
 
 def test_report_loads_nothing_and_escapes_what_a_run_says(make_run) -> None:

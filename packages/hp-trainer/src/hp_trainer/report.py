@@ -1,7 +1,7 @@
 """Reports of runs as self-contained HTML files: one run, or several compared.
 
-`hp-train report` and `hp-train compare` read run folders, also while a run trains, without loading a framework. Every
-number in the metrics is drawn without a change here. Text from a run is escaped.
+`hp-train report` and `hp-train compare` read run folders, also while a run trains, without loading a framework. A new
+number in the metrics is shown without a change here. Text from a run is escaped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from hp_trainer._files import read_plain_text, write_atomically
 from hp_trainer.config import settings_by_path
 from hp_trainer.exceptions import ParallelDimsError, RunFolderError
 from hp_trainer.metrics import read_metrics
-from hp_trainer.metrics.pictures import new_figure
+from hp_trainer.metrics.pictures import draw_loads, draw_losses, loads_of, new_figure
+from hp_trainer.metrics.tracker import EXPERT_LOAD
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.run import RunFolder
 
@@ -150,12 +151,18 @@ _UNITS = {
 
 
 def draw_curves(runs: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
-    """Return the HTML of every metric of some runs, in display order."""
-    names = {name for curves in runs.values() for name in curves}
+    """Return the HTML of every metric of some runs, in display order.
+
+    A metric that has one value in all steps is listed in a table. The loads of experts have a picture of their own.
+    """
+    names = {name for curves in runs.values() for name in curves if not name.startswith(EXPERT_LOAD)}
+    values = {name: {value for curves in runs.values() for _, value in curves.get(name, ())} for name in names}
     # The evaluation loss is drawn with the loss.
     rest = sorted(names - {*_FIRST, "evaluation_loss"})
-    drawn = (draw_curve(name, runs) for name in [*(name for name in _FIRST if name in names), *rest])
-    return f'<div class="curves">{"".join(drawn)}</div>'
+    ordered = [*(name for name in _FIRST if name in names), *rest]
+    drawn = "".join(draw_curve(name, runs) for name in ordered if name == "loss" or len(values[name]) > 1)
+    constant = [[name, f"{values[name].pop():g}"] for name in ordered if name != "loss" and len(values[name]) == 1]
+    return f'<div class="curves">{drawn}</div>' + (table(constant, ["constant", "value"]) if constant else "")
 
 
 def draw_curve(name: str, runs: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
@@ -164,23 +171,39 @@ def draw_curve(name: str, runs: Mapping[str, Mapping[str, Sequence[Point]]]) -> 
     Args:
         runs: the curves of each run by name; the evaluation loss is drawn together with the training loss.
     """
-    import matplotlib
-
     figure = new_figure(6.4, 3.4)
     axes = figure.add_subplot()
     for index, (run, curves) in enumerate(runs.items()):
         label, color = run if len(runs) > 1 else "", f"C{index}"
-        if points := thin(curves.get(name, ())):
-            axes.plot(*zip(*points, strict=True), color=color, linewidth=1.2, label=label or "training")
-        if name == "loss" and (points := thin(curves.get("evaluation_loss", ()))):
-            color = color if len(runs) > 1 else "C1"
-            label = f"{label} evaluation".strip()
-            axes.plot(*zip(*points, strict=True), "o--", color=color, linewidth=1, markersize=3, label=label)
+        points, evaluation = thin(curves.get(name, ())), thin(curves.get("evaluation_loss", ()))
+        if name == "loss" and len(runs) == 1 and points:
+            draw_losses(axes, points, evaluation)
+            continue
+        if points:
+            axes.plot(*zip(*points, strict=True), color=color, linewidth=1.2, label=label)
+        if name == "loss" and evaluation:
+            axes.plot(*zip(*evaluation, strict=True), "o--", color=color, markersize=3, label=f"{label} evaluation")
     axes.set(xlabel="step", ylabel=_UNITS.get(name, ""), title=name.replace("_", " "))
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
-    if len(runs) > 1 or name == "loss":
+    if len(runs) > 1:
         axes.legend(fontsize="small")
+    return _as_svg(figure)
+
+
+def draw_experts(events: Sequence[dict[str, Any]]) -> str:
+    """Return the SVG of the experts' loads over the steps, a row per expert; empty for a model without experts."""
+    steps, loads = loads_of(list(events))
+    if not loads:
+        return ""
+    figure = new_figure(12.8, min(2 + 0.12 * sum(len(layer) for layer in loads.values()), 30))
+    draw_loads(figure, steps, loads)
+    return f'<div class="wide">{_as_svg(figure)}</div>'
+
+
+def _as_svg(figure: Any) -> str:
+    import matplotlib
+
     text = io.StringIO()
     # Without a date and without random ids, the same run gives the same file.
     with matplotlib.rc_context({"svg.hashsalt": "hp-train", "svg.fonttype": "none"}):
@@ -202,7 +225,8 @@ table { border-collapse: collapse; } td, th { padding: .15rem .6rem; text-align:
 th { background: #f5f5f5; font-weight: 600; } td { font-variant-numeric: tabular-nums; }
 table.layout td { text-align: center; padding: .15rem .35rem; } table.layout { display: block; overflow-x: auto; }
 pre { background: #f7f7f7; padding: 1rem; overflow-x: auto; font-size: .85rem; }
-.curves { display: flex; flex-wrap: wrap; gap: 1rem; } .curves svg { max-width: 100%; height: auto; width: 26rem; }
+.curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)); gap: 1rem; }
+.curves svg, .wide svg { width: 100%; height: auto; } .curves + table { margin-top: 1rem; }
 """
 
 
@@ -289,6 +313,8 @@ def _sections(history: RunHistory) -> list[tuple[str, str]]:
     sections = [("Summary", table(list(history.summary().items())))]
     if history.curves:
         sections.append(("Curves", draw_curves(curves)))
+    if experts := draw_experts(history.of("step")):
+        sections.append(("Experts", experts))
     if starts:
         sections.append(("Layout", draw_layout(history.config, starts[-1]["world_size"])))
         rows = [[each["first_step"], each["platform"], each["world_size"]] for each in starts]

@@ -155,7 +155,7 @@ def draw_loads(figure: Any, steps: list[int], loads: dict[str, numpy.ndarray]) -
     for end in ends[:-1]:
         axes.axhline(end - 0.5, color="black", linewidth=0.6)
     axes.set_yticks([end - len(layer) / 2 - 0.5 for end, layer in zip(ends, loads.values(), strict=True)], [*loads])
-    axes.set(xlabel="step", title="load of each expert over the mean of its layer")
+    axes.set(xlabel="step", ylabel="layer", title="load of each expert over the mean of its layer")
     axes.xaxis.get_major_locator().set_params(integer=True)
     figure.colorbar(image, ax=axes, extend="max")
 

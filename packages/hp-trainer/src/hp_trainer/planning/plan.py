@@ -232,17 +232,26 @@ def format_seconds(seconds: float) -> str:
 
 
 def draw_memory(plan: StepPlan, device_memory: float, picture: str | Path) -> None:
-    """Write the memory of each rank of the pipeline as stacked bars into a PNG, with the device's memory as a line."""
+    """Write the memory of each rank of the pipeline as stacked bars into a PNG, with the device's memory as a line.
+
+    Numbers are GiB: of each part in its bar and in the legend, and of all parts above the bar.
+    """
     figure = new_figure(max(5.0, 2.5 + 0.5 * len(plan.memory)), 5.0)
     axes = figure.subplots()
-    below = [0.0] * len(plan.memory)
+    below, limit = [0.0] * len(plan.memory), device_memory / 2**30
+    tallest = max(limit, *(sum(each.parts().values()) / 2**30 for each in plan.memory))
     ranks = range(len(plan.memory))
     for name in plan.memory[0].parts():
         sizes = [each.parts()[name] / 2**30 for each in plan.memory]
         if any(sizes):
-            axes.bar(ranks, sizes, bottom=below, label=name, width=0.6)
+            bars = axes.bar(ranks, sizes, bottom=below, label=f"{name}, at most {max(sizes):.3g}", width=0.6)
+            # A part below a thirtieth of the picture's height is lower than its number.
+            shown = [f"{size:.3g}" if size > tallest / 30 else "" for size in sizes]
+            axes.bar_label(bars, shown, label_type="center", fontsize="small")
             below = [a + b for a, b in zip(below, sizes, strict=True)]
-    axes.axhline(device_memory / 2**30, color="black", linestyle="--", label="device memory")
+    for rank, total in zip(ranks, below, strict=True):
+        axes.annotate(f"{total:.2f}", (rank, total), (0, 3), textcoords="offset points", ha="center", weight="bold")
+    axes.axhline(limit, color="black", linestyle="--", label=f"device memory, {limit:g} GiB")
     axes.set_xticks(list(ranks), [str(rank) if len(plan.memory) > 1 else "every rank" for rank in ranks])
     axes.set_xlabel("pipeline rank" if len(plan.memory) > 1 else "")
     axes.set_ylabel("GiB at the peak")
