@@ -69,8 +69,8 @@ class Links(HTMLParser):
 def test_report_shows_what_the_run_logged(make_run) -> None:
     text = report_run(make_run("first")).read_text()
     for content in (
-        "3.10 million", "4 on torch", "4 of 4", "4,000", "2.5000 at step 4", "step-00000004", "<td>load_variation</td><td>0.25</td>",
-        "<td>tokens_per_second</td><td>2000</td>", "dp_shard=2", "lr: 0.5",
+        "3.10 million", "4 on torch", "4 of 4", "4,000", "2.5000 at step 4", "step-00000004",
+        "<td>load_variation</td><td>0.25</td>", "<td>tokens_per_second</td><td>2000</td>", "dp_shard=2", "lr: 0.5",
     ):  # fmt: skip
         assert content in text, content
     # A norm that was infinite in every step has no curve.
