@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -26,13 +27,19 @@ def platform(hp_platform):
 
 @pytest.fixture
 def torch_or(hp_platform):
-    """`torch_or(chosen)`: skip a case on other platforms than torch unless it is chosen.
+    """`torch_or(chosen)`: skip a case on other platforms than torch unless it is chosen; `nox -s proof` skips none.
 
-    For cases of code that calls a platform in the same way in all of them: they take ten times as long on MindSpore.
+    For cases of code that calls a platform in the same way in all of them: they take long on MindSpore.
     """
 
     def skip_unless_chosen(chosen):
-        if hp_platform.name != "torch" and not chosen:
+        if hp_platform.name != "torch" and not chosen and "HP_ALL_CASES" not in os.environ:
             pytest.skip("all cases on torch, a few elsewhere, the others in the session `proof`")
 
     return skip_unless_chosen
+
+
+@pytest.fixture
+def torch_suffices(torch_or):
+    """Skip a test of component code on other platforms than torch, where other tests run the same code."""
+    torch_or(False)

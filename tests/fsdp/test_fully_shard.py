@@ -103,6 +103,23 @@ CASES = {
     "root freed too": Case((2,), reshard_after_forward=True, tied=True),
 }
 
+# Of each feature a case.
+ON_SLOW_PLATFORMS = (
+    "replicas of uneven shards",
+    "tied",
+    "block called twice",
+    "blocks frozen, what is below them not",
+    "some ranks bypass parameters",
+    "accumulation on replicas, all-reduced at last",
+    "uneven shards of uneven tensor parallel",
+    "optimizer state sharded",
+    "gradients sharded",
+    "last dimension, tensor parallel",
+    "a branch is used in some steps, of replicas",
+    "a branch is used in one micro-batch, unreduced",
+    "a branch is used by no rank",
+)
+
 
 def check_equal(result, reference):
     assert result.weights.keys() == reference.weights.keys()
@@ -116,7 +133,8 @@ def check_equal(result, reference):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training_equals_the_single_process(hp_platform, name):
+def test_training_equals_the_single_process(torch_or, hp_platform, name):
+    torch_or(name in ON_SLOW_PLATFORMS)
     case = CASES[name]
     reference = train_reference(case)
     results = run_ranks(train_sharded, case.size, hp_platform, case)

@@ -72,7 +72,8 @@ def retained_by_hand(experts, scores, capacity, bound):
 @pytest.mark.parametrize("drop", ["probability", "position"])
 @pytest.mark.parametrize("factor", [0.3, 1.0, 100.0])
 @pytest.mark.parametrize("tokens", [0, 1, 30])
-def test_choices_beyond_the_capacity_are_dropped(platform, drop, factor, tokens):
+def test_choices_beyond_the_capacity_are_dropped(torch_or, platform, drop, factor, tokens):
+    torch_or(tokens == 30 or factor == 1.0)
     capacity = Capacity(factor, drop)
     layer = built(platform, capacity=capacity, route_norm=True)
     x = batch(platform, tokens=tokens)

@@ -83,6 +83,7 @@ def built(platform):
     return experts
 
 
+@pytest.mark.usefixtures("torch_suffices")
 @pytest.mark.parametrize(("change", "message"), [*FAULTS.values(), *SHAPES.values()], ids=[*FAULTS, *SHAPES])
 @pytest.mark.parametrize("parallel", [False, True], ids=["one rank", "ep"])
 def test_a_routing_that_does_not_fit_is_refused_before_any_row_is_sent(platform, change, message, parallel):
@@ -100,6 +101,7 @@ def test_a_routing_that_does_not_fit_is_refused_before_any_row_is_sent(platform,
 
 
 # Which expert was counted wrongly shows on the host alone.
+@pytest.mark.usefixtures("torch_suffices")
 @pytest.mark.parametrize("name", [name for name in FAULTS if name != "counts of others"])
 def test_where_looking_would_wait_all_ranks_raise_together(platform, name, monkeypatch):
     """As on an accelerator: nothing is looked at before the sizes are exchanged."""
@@ -134,8 +136,9 @@ def with_copies(group, num_experts):
     "dispatcher", ["all_to_all", "copy_per_expert", "all_gather", "auto", NODES, CHUNKS, with_copies]
 )
 @pytest.mark.parametrize("seen_at", ["once", "the exchange"])
-def test_ranks_raise_together_for_the_scores_of_one(platform, dispatcher, seen_at, monkeypatch):
+def test_ranks_raise_together_for_the_scores_of_one(torch_or, platform, dispatcher, seen_at, monkeypatch):
     """By layer and rank, at the first call and later; where scores are not looked at, as on an accelerator, too."""
+    torch_or(dispatcher == "all_to_all")
     if seen_at == "the exchange":
         monkeypatch.setattr(hp_moe.routing, "check_values", lambda *args: None)
 
@@ -161,6 +164,7 @@ def test_ranks_raise_together_for_the_scores_of_one(platform, dispatcher, seen_a
     assert run_ranks(rank, 4, platform) == [True] * 4
 
 
+@pytest.mark.usefixtures("torch_suffices")
 @pytest.mark.parametrize(("fault", "num_chunks"), [("counts", None), ("scores", None), ("scores", 2)])
 def test_experts_of_others_are_refused_as_ours(platform, fault, num_chunks):
     class Doubled(nn.Module):
@@ -287,7 +291,8 @@ def poisoned(platform, monkeypatch):
         ("copies, in chunks", {"jitter": 0.1}),
     ],
 )
-def test_no_memory_is_used_as_it_comes(platform, monkeypatch, layout, options):
+def test_no_memory_is_used_as_it_comes(torch_or, platform, monkeypatch, layout, options):
+    torch_or(layout == "ep and hidden")
     program = functools.partial(train, layout, NUM_SAMPLES, steps=2, num_experts=9, one_expert=True, options=options)
     clean = run_ranks(program, LAYOUTS[layout].size)
     with poisoned(platform, monkeypatch):

@@ -66,6 +66,7 @@ def test_a_signal_to_a_rank_in_its_first_moment_stops_the_run(folder, hp_train):
     assert "Traceback" not in err
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_a_run_goes_on_when_nobody_reads_what_it_says(folder, hp_platform):
     progress = "--metrics.trackers='[jsonl, {name: progress, interval_seconds: 0}]'"
     script = f"$HP run.yaml --run.folder=out --generate.prompts='[ab]' {progress} | head -1; exit ${{PIPESTATUS[0]}}"
@@ -77,6 +78,7 @@ def test_a_run_goes_on_when_nobody_reads_what_it_says(folder, hp_platform):
     assert newest_step(folder / "out") == 6
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_a_terminal_that_is_closed_stops_the_run_in_order(folder, hp_train):
     command = hp_train("run.yaml", "--run.folder=out", "--training.steps=100000", "--checkpoint.interval=5")
     wait_for_step(folder / "out", 3, command)
@@ -91,6 +93,7 @@ def test_a_terminal_that_is_closed_stops_the_run_in_order(folder, hp_train):
     assert newest_step(folder / "out") == steps_of(folder / "out")[-1]
 
 
+@pytest.mark.usefixtures("torch_suffices")
 @pytest.mark.parametrize(("script", "code", "message"), [
     # The reader has ended before anything is written.
     ("mkfifo p; : < p & exec > p; wait; $HP --help; exit $?", 128 + signal.SIGPIPE, ""),

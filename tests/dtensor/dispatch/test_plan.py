@@ -10,6 +10,7 @@ import tracemalloc
 from typing import Any
 
 import numpy as np
+import pytest
 
 from hp_dtensor import DeviceMesh, Partial, Replicate, Shard, distribute_tensor
 from hp_dtensor.dispatch import operation
@@ -59,6 +60,7 @@ def _grown(platform: Platform) -> list[dict[str, int]]:
     return sizes
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_caches_of_changing_shapes_are_bounded(hp_platform: Platform, monkeypatch) -> None:
     """With small limits, so that some hundred shapes pass them many times."""
     monkeypatch.setattr(operation, "CACHE_SIZE", LIMIT)
@@ -122,6 +124,7 @@ def _memory_of_changing_shapes(platform: Platform) -> list[int]:
     return traced
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_memory_does_not_grow_with_the_number_of_shapes(hp_platform: Platform) -> None:
     """benchmarks/steady_state.py shows the same over ten thousand steps, the caches as they are."""
     tracemalloc.start()

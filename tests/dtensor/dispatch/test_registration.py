@@ -90,7 +90,8 @@ SAMPLES = (
 
 
 @pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)])
-def test_values_and_gradients_are_those_of_one_device(hp_platform: Platform, mesh: tuple[int, ...]) -> None:
+def test_values_and_gradients_are_those_of_one_device(torch_or, hp_platform: Platform, mesh: tuple[int, ...]) -> None:
+    torch_or(mesh == (2, 2))
     for report in run_ranks(prove, int(np.prod(mesh)), hp_platform, hp_platform, mesh, SAMPLES, 24):
         assert report.wrong == report.refused == []
         assert report.right >= 4 * len(SAMPLES)

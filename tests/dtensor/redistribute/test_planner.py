@@ -64,6 +64,7 @@ def test_values_shapes_and_gradients(hp_platform, shape, mesh_shape):
 BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks" / "redistribute_bytes.py"
 
 
+@pytest.mark.real_ranks
 @pytest.mark.skipif(os.environ.get("HP_PLATFORM") == "mindspore", reason="compares with torch")
 def test_bytes_are_never_more_than_those_of_torch_and_of_a_search() -> None:
     pytest.importorskip("torch")

@@ -66,7 +66,8 @@ def test_a_step_of_the_guide_runs_alone(environment, tmp_path, step):
     assert re.search(r"\d+ passed", done.stdout)
 
 
-@pytest.mark.skipif(os.environ.get("HP_PLATFORM") == "mindspore", reason="the same beside torch, once is enough")
+@pytest.mark.real_ranks
+@pytest.mark.usefixtures("torch_suffices")
 def test_the_conformance_suite(environment, tmp_path):
     command = [sys.executable, *SUITE, "--hp-platform=numpy", "--hp-ranks=simulated"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)

@@ -86,6 +86,7 @@ class Trap:
         raise ArithmeticError("on purpose")
 
 
+@pytest.mark.usefixtures("torch_suffices")
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_step_after_an_exception_works(hp_platform, where, stage):

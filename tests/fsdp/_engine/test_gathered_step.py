@@ -52,7 +52,8 @@ def interleaved(platform, case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.mesh}{case.options or ''}{case.frozen or ''}")
-def test_the_gradients_are_those_of_accumulation(hp_platform, case):
+def test_the_gradients_are_those_of_accumulation(torch_or, hp_platform, case):
+    torch_or(case.frozen)
     expected = run_ranks(accumulated, case.size, hp_platform, hp_platform, case)
     found = run_ranks(interleaved, case.size, hp_platform, hp_platform, case)
     for (grads, (gathers, reductions), held), reference in zip(found, expected, strict=True):
@@ -78,6 +79,7 @@ def test_gradients_accumulate_in_the_dtype_of_the_reduction(hp_platform):
                 numpy.testing.assert_array_equal(grads[name], grad, err_msg=name)
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_steps_do_not_nest_and_end_once(hp_platform):
     def rank():
         case = Case(mesh=(2,))

@@ -88,6 +88,7 @@ def test_gathers_when_the_order_of_calls_changes(hp_platform):
     run_ranks(rank, 2, hp_platform)
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_forwards_that_take_turns_gather_ahead_each_in_its_own_order(hp_platform):
     """Orders have names: without them each forward would follow the order of the previous one."""
 
@@ -110,6 +111,7 @@ def test_forwards_that_take_turns_gather_ahead_each_in_its_own_order(hp_platform
     assert all((0, 2) not in gathers for gathers in run_ranks(rank, 2, hp_platform, False))
 
 
+@pytest.mark.usefixtures("torch_suffices")
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_as_many_groups_are_gathered_ahead_as_asked_for(hp_platform, depth):
     def rank():
@@ -131,6 +133,7 @@ def test_as_many_groups_are_gathered_ahead_as_asked_for(hp_platform, depth):
     run_ranks(rank, 2, hp_platform)
 
 
+@pytest.mark.usefixtures("torch_suffices")
 @pytest.mark.parametrize("limit", [1, 2])
 def test_full_gradient_buffers_are_as_many_as_allowed(hp_platform, limit):
     case = Case((2,), num_blocks=4)
@@ -202,8 +205,9 @@ def test_peak_memory_is_the_shards_two_groups_and_one_gradient_buffer(hp_platfor
 
 
 @pytest.mark.parametrize("low", [False, True])
-def test_a_few_neighbours_keep_the_parameters_for_backward(hp_platform, low):
+def test_a_few_neighbours_keep_the_parameters_for_backward(torch_or, hp_platform, low):
     """Each rank retains half of the bytes of a group, and backward gathers from the neighbour only."""
+    torch_or(low)
     policy = {"param_dtype": "float16", "output_dtype": "float32"} if low else {}
     case = Case((4,), num_blocks=2, reshard_after_forward=2, policy=policy)
 

@@ -71,6 +71,7 @@ class Broken(Communication):
         return self if self._kind == "reduce" else super().reduce_scatter(output, gradients, group)
 
 
+@pytest.mark.usefixtures("torch_suffices")
 @pytest.mark.parametrize(
     ("kind", "action"),
     [
@@ -178,6 +179,7 @@ def write_uncounted(platform, module, ranks):
             memory += 1
 
 
+@pytest.mark.usefixtures("torch_suffices")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_every_rank_notices_that_one_has_taken_a_step_without_the_gradients_that_wait(hp_platform, stage):
     """The write itself is not counted, and is on one rank only."""
@@ -200,6 +202,7 @@ def test_every_rank_notices_that_one_has_taken_a_step_without_the_gradients_that
     run_ranks(rank, 4, hp_platform)
 
 
+@pytest.mark.usefixtures("torch_suffices")
 @pytest.mark.parametrize("options", [{"zero_stage": 0}, {"zero_stage": 1}, {}], ids=str)
 def test_in_check_mode_replicas_that_have_parted_are_named(hp_platform, options):
     case = Case((2, 2), options=options)
@@ -221,6 +224,7 @@ def test_in_check_mode_replicas_that_have_parted_are_named(hp_platform, options)
         assert all("up.weight on rank 0 than on rank 2" in message for message in messages)
 
 
+@pytest.mark.usefixtures("torch_suffices")
 @pytest.mark.parametrize(
     ("different", "reported"),
     [

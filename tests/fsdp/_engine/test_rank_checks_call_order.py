@@ -120,16 +120,19 @@ def swap_forward(sizes, odd_ranks, options):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_another_order_in_one_step_reaches_no_gradient(hp_platform, stage):
+def test_another_order_in_one_step_reaches_no_gradient(torch_or, hp_platform, stage):
+    torch_or(stage == 3)
     run_ranks(swap_forward, 3, hp_platform, (3,), (1,), {"zero_stage": stage})
 
 
+@pytest.mark.usefixtures("torch_suffices")
 @pytest.mark.parametrize("options", [{"threshold": 1}, {"bucket_size": 0}, {"reshard_after_forward": 2}])
 def test_another_order_is_found_whatever_is_gathered(hp_platform, options):
     """Replicated parameters, a collective for each parameter, gathers of parts retained by a few ranks."""
     run_ranks(swap_forward, 4, hp_platform, (4,), (3,), options)
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_replicas_with_another_order_than_their_shards_are_found(hp_platform):
     run_ranks(swap_forward, 4, hp_platform, (2, 2), (2, 3), {})
 
@@ -137,7 +140,8 @@ def test_replicas_with_another_order_than_their_shards_are_found(hp_platform):
 @pytest.mark.real_ranks
 @pytest.mark.parametrize(("sizes", "odd"), [((2,), (1,)), ((4,), (2,)), ((2, 2), (2, 3))])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_another_order_is_found_on_real_ranks(rank_pool, sizes, odd, stage):
+def test_another_order_is_found_on_real_ranks(torch_or, rank_pool, sizes, odd, stage):
+    torch_or(stage == 3 and len(sizes) == 2)
     rank_pool(int(numpy.prod(sizes))).run("test_rank_checks_call_order:swap_forward", sizes, odd, {"zero_stage": stage})
 
 
@@ -166,11 +170,13 @@ def test_another_order_of_backwards_is_found(hp_platform):
     run_ranks(swap_backward, 2, hp_platform)
 
 
+@pytest.mark.usefixtures("torch_suffices")
 @pytest.mark.real_ranks
 def test_another_order_of_backwards_is_found_on_real_ranks(rank_pool):
     rank_pool(2).run("test_rank_checks_call_order:swap_backward")
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_a_module_called_twice_instead_of_another_is_found(hp_platform):
     def rank():
         model = sharded(hp_platform, (2,))
@@ -201,6 +207,7 @@ def skip():
     step(platform, model, (0, 2) if rank else SAME)
 
 
+@pytest.mark.usefixtures("torch_suffices")
 @pytest.mark.parametrize(
     ("function", "parts"),
     [
@@ -226,6 +233,7 @@ def test_more_calls_on_one_real_rank_than_on_another_are_found(hp_platform):
         pool.close()
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_without_a_backward_the_forward_itself_or_the_next_one_says_so(hp_platform):
     def rank():
         model = sharded(hp_platform, (2,))
@@ -259,6 +267,7 @@ def test_accumulated_gradients_of_a_wrong_step_are_dropped(hp_platform):
     run_ranks(rank, 2, hp_platform)
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_reductions_that_nobody_has_waited_for_yet_are_found(hp_platform):
     def rank():
         model = build(hp_platform)
@@ -277,6 +286,7 @@ def test_reductions_that_nobody_has_waited_for_yet_are_found(hp_platform):
     run_ranks(rank, 2, hp_platform)
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_a_difference_after_many_actions_alike_is_found_without_its_names(hp_platform):
     def rank():
         model = sharded(hp_platform, (2,))
@@ -326,6 +336,7 @@ def test_an_error_that_was_caught_keeps_nothing_alive(hp_platform):
     assert run_ranks(rank, 2, hp_platform) == [[False, False]] * 2
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_models_made_and_freed_one_after_another_leave_no_descriptions(hp_platform):
     """Ranks that free models at different moments still have the same number for the same buffer."""
 

@@ -169,8 +169,9 @@ def test_freezing_and_thawing_between_steps(hp_platform):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("frozen", [("blocks.0.up", "head"), ("blocks.0",), ("embed", "blocks")])
-def test_what_is_frozen_between_micro_batches_keeps_its_gradient(hp_platform, stage, frozen):
+def test_what_is_frozen_between_micro_batches_keeps_its_gradient(torch_or, hp_platform, stage, frozen):
     """Also if a complete group is frozen in the micro-batch that reduces, or all but one parameter is."""
+    torch_or(stage == 3 or (stage == 1 and frozen == ("blocks.0",)))
     case = Case((2,), num_blocks=2, options={"zero_stage": stage})
 
     def freeze(model):

@@ -51,7 +51,8 @@ def slow(monkeypatch):
 
 
 @pytest.mark.parametrize(("degrees", "size"), [({}, 1), (FOUR_RANKS["folded"], 4)], ids=["1 rank", "4 ranks"])
-def test_every_checkpoint_is_that_of_its_step(lab, slow, degrees, size):
+def test_every_checkpoint_is_that_of_its_step(torch_or, lab, slow, degrees, size):
+    torch_or(size == 4)
     plain = lab.run("plain", degrees, size, **SETTINGS)
     slow.seconds = 0.3
     run = lab.run("background", degrees, size, **SETTINGS, checkpoint__background=True)
@@ -64,6 +65,7 @@ def test_every_checkpoint_is_that_of_its_step(lab, slow, degrees, size):
     assert [event["step"] for event in events(run, "checkpoint")] == [1, 2, 3, 4]
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_training_waits_for_the_copy_alone(lab, slow, plugged):
     slow.until = threading.Event()
 
@@ -133,7 +135,8 @@ def test_the_best_checkpoints_stay_beside_the_newest(lab):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_run_with_its_checkpoints_in_an_object_store_goes_on(lab, background):
+def test_a_run_with_its_checkpoints_in_an_object_store_goes_on(torch_or, lab, background):
+    torch_or(background)
     where = f"{{name: object_store, url: 'memory://{lab.folder}'}}"
     settings = {"checkpoint__storage": where, "checkpoint__background": background}
     plain = lab.run("plain", {"dp_shard": 2}, 2, training__steps=4)
@@ -145,6 +148,7 @@ def test_a_run_with_its_checkpoints_in_an_object_store_goes_on(lab, background):
     assert newest(run).step == 6
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_a_run_holds_no_more_after_many_checkpoints(lab, plugged):
     # The full length, not in the background too, is in proof_long_runs.py.
     assert_constant(train(lab, plugged, checkpoints=12, steps_each=1, background=True), memory=64 << 20)

@@ -92,6 +92,7 @@ def test_a_stopped_run_ends_in_order_and_goes_on(folder, hp_train, hp_platform, 
         assert_resumes(hp_train, run, *TWO_RANKS)
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_a_run_in_one_process_stops_the_same_way(folder, hp_train):
     command = hp_train("run.yaml", "--run.folder=out", *ENDLESS)
     wait_for_step(folder / "out", 3, command)
@@ -107,6 +108,7 @@ def test_a_run_in_one_process_stops_the_same_way(folder, hp_train):
     assert not list((folder / "out").glob("lock.json*"))
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_a_signal_before_training_ends_at_once(folder, hp_train):
     command = hp_train("run.yaml", "--run.folder=out", *TWO_RANKS)
     deadline = time.monotonic() + START_SECONDS

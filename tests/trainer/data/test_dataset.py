@@ -96,6 +96,7 @@ def test_any_ranks_train_alike_and_go_on_where_others_stopped(data_lab):
     np.testing.assert_allclose(losses(other), losses(full), **CLOSE)
 
 
+@pytest.mark.usefixtures("torch_suffices")
 @pytest.mark.parametrize("text", [TEXT, CHAT], ids=["text", "chat"])
 def test_documents_in_a_row_are_as_if_each_stood_alone(tmp_path, hp_platform, text):
     write_data(tmp_path)

@@ -40,7 +40,8 @@ def ranks_seen(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("local_ranks", [1, 2])
-def test_local_ranks_are_started_after_the_run_is_prepared(tmp_path: Path, local_ranks: int) -> None:
+def test_local_ranks_are_started_after_the_run_is_prepared(torch_or, tmp_path: Path, local_ranks: int) -> None:
+    torch_or(local_ranks == 2)
     process = start(str(PROGRAM), str(tmp_path / "run"), str(local_ranks))
     output = finish(process)
     assert process.returncode == 0, output
@@ -48,6 +49,7 @@ def test_local_ranks_are_started_after_the_run_is_prepared(tmp_path: Path, local
     assert ranks_seen(tmp_path / "run") == expected
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_the_error_of_a_local_rank_reaches_the_user(tmp_path: Path) -> None:
     process = start(str(PROGRAM), str(tmp_path / "run"), "2", "fail")
     output = finish(process)

@@ -69,6 +69,7 @@ def test_ranks_that_are_killed_start_again_and_train_the_same_curve(folder, hp_t
     assert out.endswith("run folder: out\n")
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_a_rank_that_cannot_go_on_is_not_started_again_and_again(folder, hp_train):
     settings = ("--optimizer.lr=1e12", "--training.clip_norm=null", "--training.steps=40", "--checkpoint.interval=1")
     command = hp_train("run", "run.yaml", "--run.folder=out", *settings, "--launch.max_restarts=5")
