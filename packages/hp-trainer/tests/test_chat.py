@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from test_data import opened
 from test_tokenizers import write_tokenizer
 
-from hp_trainer.data import IGNORED, ChatDataConfig, ChatSource
+from hp_trainer.data import IGNORED, ChatDataConfig, ChatSource, chat
 from hp_trainer.data.chat import TEMPLATES, JinjaTemplate
 from hp_trainer.exceptions import DataError
 
@@ -84,6 +85,15 @@ def test_a_template_that_hides_its_answers_is_refused() -> None:
 def test_a_template_runs_in_a_sandbox(source: str) -> None:
     with pytest.raises(DataError, match="the chat template failed on the conversation"):
         JinjaTemplate(source, {}).mark(TURNS[:3])
+
+
+def test_a_template_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "_RENDER_SECONDS", 0.05)
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(DataError, match=r"failed on the conversation: it has not ended after 0\.05 s of computing"):
+        JinjaTemplate(endless, {}).mark(TURNS[:3])
+    assert signal.getsignal(signal.SIGVTALRM) is signal.SIG_DFL
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
 
 
 def test_a_template_that_is_no_jinja_is_told() -> None:
@@ -180,6 +190,8 @@ def test_conversations_share_rows_and_are_truncated(tmp_path: Path) -> None:
         ({"messages": []}, "chat.jsonl:1: expected a list of messages, each an object with role and content, got []"),
         ({"messages": [{"role": "user"}]}, "chat.jsonl:1: expected a message with role and content, got {'role'"),
         ({"text": "a"}, "chat.jsonl:1 has neither messages ('messages') nor a prompt with its completion"),
+        ({"conversations": TURNS}, "its fields: conversations. Set data.name=chat and data.messages_field=conversati"),
+        ({"question": "a", "answer": "b"}, "data.prompt_field=question and data.completion_field=answer"),
         ({"prompt": "a", "completion": 3}, "chat.jsonl:1: expected text in field 'completion', got 3"),
         ({"messages": TURNS}, "chat.jsonl:1: the tokenizer has no chat template; set data.template (chatml, "),
     ],

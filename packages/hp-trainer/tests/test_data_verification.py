@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_data import opened
 
-from hp_trainer.data import corpus
+from hp_trainer.data import BatchReader, TextDataConfig, TextSource, corpus
 from hp_trainer.data.corpus import (
     Block,
     BlockDigests,
@@ -85,9 +86,25 @@ def test_a_description_without_a_digest_for_every_block_is_damaged(tmp_path: Pat
 
 
 def test_progress_is_told_of_what_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    from hp_trainer.data import corpus
-
     monkeypatch.setattr(corpus, "_SECONDS", 0.0)
     build_corpus(tmp_path, [Document(np.arange(20))], origin="here")
     verify_corpus(tmp_path)
     assert f"verifying {tmp_path}: 100%" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "whole"])
+def test_data_that_are_truncated_during_a_run_are_named(tmp_path: Path, packing: str) -> None:
+    (tmp_path / "a.txt").write_text("some text\n" * 2000)
+    source = TextSource(TextDataConfig(path=str(tmp_path / "a.txt"), packing=packing))
+    batches = BatchReader(opened(source, tmp_path, 16).train, global_batch_size=4, seed=0)
+    before = batches.read(0)
+    assert type(before.ids) is np.ndarray
+    (file,) = tmp_path.glob(".data/*/tokens*")
+    sound = file.read_bytes()
+    # Every page but the first is gone: an access would end this process by SIGBUS.
+    with file.open("r+b") as cut:
+        cut.truncate(100)
+    with pytest.raises(DataError, match=r"tokens-.*\.bin had 20001 bytes and has 100 now: it was truncated during"):
+        batches.read(0)
+    file.write_bytes(sound)
+    np.testing.assert_array_equal(batches.read(0).ids, before.ids)

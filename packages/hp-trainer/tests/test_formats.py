@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from hp_trainer.data import open_reader
+from hp_trainer.data import formats, open_reader
 from hp_trainer.exceptions import DataError
 
 ROWS = [{"text": f"text {n} é", "other": n} for n in range(5)]
@@ -160,6 +160,14 @@ def test_a_pattern_names_files(tmp_path: Path) -> None:
         (b'"text"', r"a\.jsonl:2: expected an object with fields, got 'text'"),
         (b'{"content": "a", "id": 1}', r"a\.jsonl:2 has no field 'text'; its fields: content, id"),
         (b'{"text": 3}', r"a\.jsonl:2: expected text in field 'text', got 3"),
+        (b'{"text": "a \\ud83d b"}', r"a\.jsonl:2 has half of a surrogate pair, \\ud83d, which is no character"),
+        (b'{"text": "a", "tags": ["\\uDC80"]}', r"a\.jsonl:2 has half of a surrogate pair, \\udc80"),
+        (b'{"conversations": []}', r"Set data\.name=chat and data\.messages_field=conversations$"),
+        (b'{"body": "a"}', r"its fields: body\. Set data\.field=body$"),
+        (
+            b'{"instruction": "a", "input": "b", "output": "c"}',
+            r"Set data\.name=chat, data\.prompt_field=instruction and data\.completion_field=output; it leaves out",
+        ),
     ],
 )
 def test_a_broken_line_is_reported_with_its_number(tmp_path: Path, line: bytes, expected_message: str) -> None:
@@ -167,6 +175,37 @@ def test_a_broken_line_is_reported_with_its_number(tmp_path: Path, line: bytes, 
     file.write_bytes(b'{"text": "good"}\n' + line + b"\n")
     with pytest.raises(DataError, match=expected_message):
         [record.text("text") for record in open_reader(file).records()]
+
+
+def test_a_pair_of_surrogates_is_a_character(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "\N{GRINNING FACE}"}) + "\n")
+    assert [record.text("text") for record in open_reader(tmp_path / "a.jsonl").records()] == ["\N{GRINNING FACE}"]
+    (tmp_path / "list.json").write_text('[{"text": "a"}, {"text": "\\ud83d"}]')
+    with pytest.raises(DataError, match=r"list\.json\[1\] has half of a surrogate pair"):
+        list(open_reader(tmp_path / "list.json").records())
+
+
+def test_a_column_of_bytes_that_are_no_text_names_its_file(tmp_path: Path) -> None:
+    array = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff")])
+    parquet.write_table(pa.table({"text": array}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet is damaged or of another format: .*can't decode byte 0xff"):
+        list(open_reader(tmp_path / "a.parquet").records(("text",)))
+
+
+def test_long_rows_that_were_compressed_are_read_a_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"text": [f"{n}" * 100_000 for n in range(10)], "other": ["b"] * 10}), file)
+    assert file.stat().st_size < 100_000
+    monkeypatch.setattr(formats, "_BATCH_BYTES", 350_000)
+    reader = open_reader(file)
+    assert [batch.num_rows for batch in reader._batches(file, ["text"])] == [3, 3, 3, 1]
+    assert [batch.num_rows for batch in reader._batches(file, ["other"])] == [10]
+    assert [record.text("text")[0] for record in reader.records(("text",))] == list("0123456789")
+    monkeypatch.setattr(formats, "_LONGEST_LINE", 50_000)
+    with pytest.raises(DataError, match=r"a\.parquet unpacks to 100,\d+ bytes a row; expected at most 50,000"):
+        reader.check(("text",))
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,21 @@ def test_a_missing_or_damaged_file_is_reported(tmp_path: Path, content: str | No
         load_tokenizer(str(tmp_path))
 
 
+def test_a_pattern_of_exponential_time_is_told_with_its_file_and_the_row(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, eos_token="</s>")
+    made = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    made.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+    made.save(str(tmp_path / "tokenizer.json"))
+    texts = ["hello", "a" * 40 + "!", "hello"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    source = TextSource(TextDataConfig(path=str(tmp_path / "a.jsonl"), tokenizer=str(tmp_path)))
+    told = r"a\.jsonl:2: .*tokenizer\.json cannot encode a text: a pattern in it takes exponential time \(.*retry-limit"
+    with pytest.raises(DataError, match=told):
+        source.prepare(tmp_path)
+    with pytest.raises(DataError, match="takes exponential time"):
+        source.tokenizer().encode(texts[1])
+
+
 def test_damaged_settings_of_a_directory_are_told(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, eos_token="</s>")
     (tmp_path / "tokenizer_config.json").write_text("{")

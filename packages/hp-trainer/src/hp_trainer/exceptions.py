@@ -69,6 +69,8 @@ class PlanError(HPError, ValueError):
 class DataError(HPError, ValueError):
     """Data is missing, has no text, or differs from what the run has been trained on."""
 
+    needs_traceback = False
+
 
 class EvaluationError(HPError, ValueError):
     """An evaluation cannot run: a library is not installed, or there is no model."""

@@ -7,8 +7,11 @@ Python objects nor change their inputs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
+import signal
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ from hp_trainer._files import read_plain_text
 from hp_trainer.config import FilePath, Sections, section
 from hp_trainer.data.corpus import Document
 from hp_trainer.data.documents import DocumentsConfig, DocumentsSource, FilesConfig, Packing, Source
-from hp_trainer.data.formats import Record
+from hp_trainer.data.formats import Record, advise_fields
 from hp_trainer.exceptions import DataError, Problem
 
 Message = Mapping[str, Any]
@@ -156,17 +159,42 @@ class JinjaTemplate(ChatTemplate):
 
     def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool = False) -> str:
         try:
-            text: str = self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
+            with _time_limit(_RENDER_SECONDS):
+                text: str = self._template.render(
+                    messages=[dict(message) for message in messages],
+                    tools=tools,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    **self._special_tokens,
+                )
             return text
         # The template is a program of unknown origin, which may raise anything.
         except Exception as error:
             raise DataError(f"the chat template failed on the conversation: {error}") from error
+
+
+# Real templates need milliseconds for a conversation.
+_RENDER_SECONDS = 10.0
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` in the block after `seconds` of processor time. Only the main thread has a limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"it has not ended after {seconds:g} s of computing")
+
+    # Not the time of day: this process may be stopped, or the machine be busy.
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, signal.SIG_DFL if before is None else before)
 
 
 def load_template(name: str | None, file: str | None, tokenizer: Any) -> ChatTemplate | None:
@@ -365,6 +393,7 @@ class ChatSource(DocumentsSource):
             raise DataError(
                 f"{record.where} has neither messages ({files.messages_field!r}) nor a prompt with its completion "
                 f"({files.prompt_field!r}, {files.completion_field!r}); its fields: {', '.join(map(str, fields))}"
+                f"{advise_fields([*fields], 'data.messages_field, or data.prompt_field and data.completion_field')}"
             )
         # Prompt and completion are text already and need no template.
         asked, answer = record.text(files.prompt_field), record.text(files.completion_field)

@@ -452,6 +452,22 @@ def _parse_info(text: str) -> CorpusInfo | None:
     return info if sound else None
 
 
+class _MappedFile(np.memmap):
+    """A file mapped into memory. Indexing raises `DataError` once the file is shorter than its mapping.
+
+    Access to the missing pages would end the process by SIGBUS.
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        mapping: Any = self._mmap  # type: ignore[attr-defined]  # None: a copy of values
+        if mapping is not None and mapping.size() < len(mapping):
+            raise DataError(
+                f"{self.filename} had {len(mapping)} bytes and has {mapping.size()} now: it was truncated during the "
+                f"run; delete {Path(str(self.filename)).parent} to build it again, and resume"
+            )
+        return super().__getitem__(index)
+
+
 class Corpus:
     """A prepared corpus, mapped into memory.
 
@@ -472,7 +488,7 @@ class Corpus:
         self.info = info
         mapped = {
             # Processes on one machine share the pages, and only those that are read use memory.
-            name: np.memmap(folder / file.name, dtype=_DTYPES[name] or info.dtype, mode="r")
+            name: _MappedFile(folder / file.name, dtype=_DTYPES[name] or info.dtype, mode="r")
             for name, file in info.files.items()
         }
         self.tokens: np.ndarray = mapped["tokens"]

@@ -10,10 +10,11 @@ import glob
 import gzip
 import json
 import os
+import re
 import sysconfig
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,13 +51,37 @@ class Record:
             return self.value.decode("utf-8")
         if field not in self.value:
             found = ", ".join(map(str, self.value)) or "none"
-            raise DataError(
-                f"{self.where} has no field {field!r}; its fields: {found}. Set data.field to the one with the text"
-            )
+            advice = advise_fields([*self.value], "data.field to the one with the text")
+            raise DataError(f"{self.where} has no field {field!r}; its fields: {found}{advice}")
         value = self.value[field]
         if not isinstance(value, str):
             raise DataError(f"{self.where}: expected text in field {field!r}, got {value!r:.60}")
         return value
+
+
+# Usual names of fields, those of ShareGPT and Alpaca among them.
+_CONVERSATIONS = ("messages", "conversations", "conversation")
+_PROMPTS = ("prompt", "instruction", "question", "query")
+_COMPLETIONS = ("completion", "output", "response", "answer")
+_TEXTS = ("text", "content", "body", "document")
+
+
+def advise_fields(names: Sequence[str], otherwise: str) -> str:
+    """Return a sentence with the settings for records that have fields of the given names.
+
+    Args:
+        otherwise: what to set where no name is known.
+    """
+    conversation, prompt, completion, text = (
+        next((name for name in known if name in names), None)
+        for known in (_CONVERSATIONS, _PROMPTS, _COMPLETIONS, _TEXTS)
+    )
+    if conversation is not None:
+        return f". Set data.name=chat and data.messages_field={conversation}"
+    if prompt is not None and completion is not None:
+        rest = "; it leaves out 'input', which Alpaca appends to the instruction" if "input" in names else ""
+        return f". Set data.name=chat, data.prompt_field={prompt} and data.completion_field={completion}{rest}"
+    return f". Set data.field={text}" if text is not None else f". Set {otherwise}"
 
 
 class Reader(ABC):
@@ -257,10 +282,14 @@ def _list(file: Path, opened: IO[bytes]) -> Iterator[Record]:
         yield Record(_object(item, where), where, len(text) // len(items))
 
 
+# Escapes of surrogates. Valid pairs of them are frequent: `json.dumps` writes every emoji so.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
 def _parse(text: bytes, where: str) -> Any:
     try:
         # Files from Windows may start with a byte order mark.
-        return json.loads(text.decode("utf-8-sig"))
+        value = json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError(f"{where} is not UTF-8: {error.reason} at byte {error.start}") from error
     except (ValueError, RecursionError) as error:
@@ -270,6 +299,22 @@ def _parse(text: bytes, where: str) -> Any:
             else str(error)
         )
         raise DataError(f"{where} is not valid JSON: {reason}; it starts with {text[:60]!r}") from error
+    if _SURROGATE.search(text):
+        _refuse_lone_surrogates(value, where)
+    return value
+
+
+def _refuse_lone_surrogates(value: Any, where: str) -> None:
+    # In a list, each object has its own location.
+    parts = [(f"{where}[{n}]", one) for n, one in enumerate(value)] if isinstance(value, list) else [(where, value)]
+    for place, part in parts:
+        try:
+            json.dumps(part, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{place} has half of a surrogate pair, \\u{ord(error.object[error.start]):x}, which is no character; "
+                "remove it, or write \\ufffd"
+            ) from error
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
@@ -279,6 +324,7 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 
 
 _ROWS = 1024
+_BATCH_BYTES = 64 << 20
 
 
 class _Columns(Reader):
@@ -317,7 +363,8 @@ class _Columns(Reader):
         selected = [name for name in available if fields is None or name in fields]
         if not selected:
             needed = " or ".join(map(repr, fields or ()))
-            raise DataError(f"{file} has no column {needed}; its columns: {', '.join(available) or 'none'}")
+            advice = advise_fields(available, "data.field, or with data.name=chat data.messages_field")
+            raise DataError(f"{file} has no column {needed}; its columns: {', '.join(available) or 'none'}{advice}")
         return selected
 
 
@@ -333,7 +380,24 @@ class Parquet(_Columns):
         from pyarrow import parquet
 
         with parquet.ParquetFile(file) as opened:
-            yield from opened.iter_batches(batch_size=_ROWS, columns=columns)
+            for group in range(opened.num_row_groups):
+                rows = _rows_at_once(file, opened.metadata.row_group(group), columns)
+                yield from opened.iter_batches(batch_size=rows, columns=columns, row_groups=[group])
+
+
+def _rows_at_once(file: Path, group: Any, columns: list[str]) -> int:
+    """Return the number of rows of a row group to decompress at once.
+
+    Raises:
+        DataError: rows are longer than any document should be; a small file can unpack to any size.
+    """
+    chunks = [group.column(number) for number in range(group.num_columns)]
+    # A nested column has a chunk for each of its leaves.
+    size: int = sum(one.total_uncompressed_size for one in chunks if one.path_in_schema.partition(".")[0] in columns)
+    row = size // max(1, int(group.num_rows))
+    if row > _LONGEST_LINE:
+        raise DataError(f"{file} unpacks to {row:,} bytes a row; expected at most {_LONGEST_LINE:,}")
+    return max(1, min(_ROWS, _BATCH_BYTES // max(1, row)))
 
 
 class Csv(_Columns):
@@ -444,7 +508,8 @@ def _naming(file: Path) -> Iterator[None]:
         ) from error
     try:
         yield
-    except (pyarrow.ArrowException, OSError) as error:
+    # Arrow does not verify that the bytes of a text are UTF-8.
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} is damaged or of another format: {error}") from error
 
 

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from hp_trainer.config import FilePath, Sections, section
 from hp_trainer.data.corpus import Document
+from hp_trainer.data.dataset import Tokenizer
 from hp_trainer.data.documents import DocumentsConfig, DocumentsSource, FilesConfig, Packing, Source
 from hp_trainer.data.formats import Record, standard_library
 from hp_trainer.exceptions import DataError
@@ -82,6 +83,24 @@ class TextSource(DocumentsSource):
                 segments.append(record)
         before, after = (len(tokens) for tokens in tokenizer.around)
         # Only the first and the last segment of a long text have the tokens around a document.
-        for tokens, segment in zip(tokenizer.encode_documents(texts), segments, strict=True):
+        for tokens, segment in zip(_encoded(tokenizer, texts, segments), segments, strict=True):
             begin, end = 0 if segment.begins else before, len(tokens) - (0 if segment.ends else after)
             yield Document(np.asarray(tokens[begin:end]), ends=segment.ends)
+
+
+def _encoded(tokenizer: Tokenizer, texts: list[str], records: Sequence[Record]) -> list[np.ndarray]:
+    """Return the tokens of each text.
+
+    Raises:
+        DataError: the tokenizer fails on a text; the message has its location.
+    """
+    try:
+        return tokenizer.encode_documents(texts)
+    except DataError:
+        # One by one, to find the text.
+        for text, record in zip(texts, records, strict=True):
+            try:
+                tokenizer.encode_documents([text])
+            except DataError as error:
+                raise DataError(f"{record.where}: {error}") from error
+        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -68,7 +69,7 @@ class FileTokenizer:
     """
 
     def __init__(self, path: Path, end: str | None = None) -> None:
-        file = path / "tokenizer.json" if path.is_dir() else path
+        self._file = file = path / "tokenizer.json" if path.is_dir() else path
         self._tokenizer = _load(file)
         settings = _settings(file.parent) if path.is_dir() else {}
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -81,7 +82,8 @@ class FileTokenizer:
         self.separator = _find_end(file, vocabulary, end or self.special_tokens.get("eos_token"))
         # The tokens that the tokenizer's post-processor adds before a text, such as `<s>`. Post-processors are opaque,
         # so a text is compared with and without added tokens.
-        full, bare = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (True, False))
+        with self._panics_named():
+            full, bare = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (True, False))
         at = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
         before = list(full[:at])
         self.around = np.array(before, np.int64), np.array([self.separator], np.int64)
@@ -102,7 +104,8 @@ class FileTokenizer:
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the tokens of each document, with the tokens `around` it."""
         # The fast variant computes no offsets, which documents do not need.
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with self._panics_named():
+            encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.concatenate([self.around[0], np.array(one.ids, np.int64), self.around[1]]) for one in encoded]
 
     def encode_with_spans(self, text: str) -> tuple[np.ndarray, Spans]:
@@ -113,7 +116,20 @@ class FileTokenizer:
     def _encode(self, text: str) -> Any:
         # Undecodable bytes of a command line arrive as surrogates, which the library rejects.
         sound = text.encode("utf-8", errors="replace").decode("utf-8")
-        return self._tokenizer.encode(sound, add_special_tokens=False)
+        with self._panics_named():
+            return self._tokenizer.encode(sound, add_special_tokens=False)
+
+    @contextlib.contextmanager
+    def _panics_named(self) -> Iterator[None]:
+        """Convert a panic of the library to a `DataError` that names the file."""
+        try:
+            yield
+        except BaseException as error:
+            # A panic derives from BaseException, and its class cannot be imported.
+            if type(error).__name__ != "PanicException":
+                raise
+            reason = "a pattern in it takes exponential time" if "retry-limit" in str(error) else "the library failed"
+            raise DataError(f"{self._file} cannot encode a text: {reason} ({error})") from error
 
 
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
