@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from hp_dtensor.comm.world import current_world
+from hp_dtensor.exceptions import PluginError
 from hp_dtensor.platform.selection import get_platform
 
 
@@ -53,6 +54,10 @@ def fail(rank, how="raise"):
             os._exit(0)
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "plugin":
+            raise PluginError("plugin 'odd' failed")
+        if how == "bus":
+            os.kill(os.getpid(), signal.SIGBUS)
         if how == "unpicklable":
             return lambda: None
     time.sleep(600)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -139,6 +142,7 @@ def test_a_missing_function_is_named():
         ("exit", r"rank 1 of 3 failed: SystemExit: 7"),
         ("quit", r"rank 1 of 3 ended without a result, exit code 0\nits last output:\nquitting"),
         ("kill", r"rank 1 of 3 was killed by SIGKILL; the machine may have run out of memory"),
+        ("bus", r"rank 1 of 3 was killed by SIGBUS; a file that it had mapped into memory was truncated or its disk"),
         ("unpicklable", r"rank 1 of 3 failed: .*pickle"),
     ],
 )
@@ -148,6 +152,23 @@ def test_a_failing_rank_is_reported_within_seconds(how, message):
         launch(targets.fail, (1, how), 3, "array")
     assert caught.value.rank == 1
     assert time.monotonic() - start < SECONDS
+
+
+def test_an_error_whose_message_is_enough_has_its_traceback_as_cause():
+    with pytest.raises(LaunchError) as caught:
+        launch(targets.fail, (1, "plugin"), 2, "array")
+    assert str(caught.value) == "rank 1 of 2 failed: PluginError: plugin 'odd' failed"
+    assert re.match(r"rank 1:\nTraceback[^$]*launch_targets.py", str(caught.value.__cause__))
+
+
+def test_a_machine_without_loopback_is_named_before_any_rank_starts(monkeypatch):
+    def unreachable(address, timeout):
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    monkeypatch.setattr(local_ranks.LocalRanks, "_start", None)
+    with pytest.raises(LaunchError, match=r"127\.0\.0\.1 does not answer .*Network is unreachable.*ip link set lo up"):
+        launch(targets.fail, (1, "exit"), 2, "array")
 
 
 @pytest.fixture

@@ -89,6 +89,14 @@ def test_all_problems_come_at_once():
     )
 
 
+@pytest.mark.parametrize("port", ["0", "99999"])
+def test_a_port_that_does_not_exist_is_refused(port):
+    with pytest.raises(LaunchError, match=f"MASTER_PORT={port} is not a port from 1 to 65535"):
+        rank_environment({**TORCHRUN, "MASTER_PORT": port})
+    with pytest.raises(LaunchError, match=f"MS_SCHED_PORT={port} is not a port from 1 to 65535"):
+        rank_environment({**MSRUN, "MS_SCHED_PORT": port})
+
+
 def test_a_rank_outside_the_world_is_refused():
     with pytest.raises(LaunchError, match="rank 8 is outside a world of 8"):
         rank_environment({**TORCHRUN, "RANK": "8"})

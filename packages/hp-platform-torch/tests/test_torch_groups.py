@@ -188,3 +188,21 @@ def test_torchs_own_debug_mode_sees_our_collectives(two_ranks):
 def test_nobody_at_the_meeting_point():
     with pytest.raises(PlatformError, match=r"rank 1 of 2 could not reach the meeting point 127\.0\.0\.1:9"):
         TorchPlatform().connect(1, 2, "127.0.0.1:9", timeout_seconds=1)
+
+
+def test_a_network_interface_that_does_not_exist_is_named(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope7")
+    with pytest.raises(PlatformError, match=r"GLOO_SOCKET_IFNAME=nope7: .* no network interface nope7; it has .*lo"):
+        TorchPlatform().connect(1, 2, "127.0.0.1:9", timeout_seconds=1)
+
+
+@pytest.mark.parametrize("port", ["0", "99999"])
+def test_a_port_that_does_not_exist_is_refused(port):
+    with pytest.raises(PlatformError, match=f"must be host:port, .* got '127.0.0.1:{port}'"):
+        TorchPlatform().connect(1, 2, f"127.0.0.1:{port}", timeout_seconds=1)
+
+
+def test_a_message_of_torch_has_no_frames_of_cpp():
+    with pytest.raises(PlatformError) as caught:
+        TorchPlatform().connect(1, 2, "127.0.0.1:9", timeout_seconds=1)
+    assert "frame #" not in str(caught.value)

@@ -12,11 +12,18 @@ class HPError(Exception):
 
 
 class PlatformError(HPError, RuntimeError):
-    """No platform is installed, several are and none is selected, or a framework is missing or too old."""
+    """No platform is installed, several are and none is selected, or a framework is missing or too old.
+
+    Also: a rank cannot join its job.
+    """
+
+    needs_traceback = False
 
 
 class PluginError(HPError, RuntimeError):
     """A plugin cannot be imported, implements a hook that does not exist, or failed in a hook. Names the plugin."""
+
+    needs_traceback = False
 
 
 class RegistryError(HPError, ValueError):
@@ -83,7 +90,9 @@ class CollectiveError(HPError, ValueError):
 
 
 class LaunchError(HPError, RuntimeError):
-    """A rank failed or could not be started. The message names the rank and contains its traceback.
+    """A rank failed or could not be started. The message names the rank, and contains its traceback if that helps.
+
+    A traceback that the message leaves out is that of `__cause__`.
 
     Attributes:
         rank: the first rank that failed; None if no single rank is the cause.

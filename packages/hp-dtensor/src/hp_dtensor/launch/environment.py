@@ -115,6 +115,12 @@ class _Variables:
             self.problems.append(f"{name}={value!r} is not a number >= 0")
         return int(value) if value.isdecimal() else 0
 
+    def port(self, name: str, default: int | None = None) -> int:
+        value = self.number(name, default)
+        if self.environ.get(name, "").isdecimal() and not 0 < value < 65_536:
+            self.problems.append(f"{name}={value} is not a port from 1 to 65535")
+        return value
+
     def check(self, environment: RankEnvironment) -> RankEnvironment:
         if not self.problems and environment.rank >= environment.size:
             self.problems.append(f"rank {environment.rank} is outside a world of {environment.size}")
@@ -127,7 +133,7 @@ class _Variables:
 
 
 def _torchrun(variables: _Variables) -> RankEnvironment:
-    host, port = variables.text("MASTER_ADDR"), variables.number("MASTER_PORT")
+    host, port = variables.text("MASTER_ADDR"), variables.port("MASTER_PORT")
     return variables.check(
         RankEnvironment(
             "torchrun",
@@ -142,7 +148,7 @@ def _torchrun(variables: _Variables) -> RankEnvironment:
 
 def _msrun(variables: _Variables) -> RankEnvironment:
     is_scheduler = variables.environ["MS_ROLE"] == "MS_SCHED"
-    host, port = variables.text("MS_SCHED_HOST"), variables.number("MS_SCHED_PORT")
+    host, port = variables.text("MS_SCHED_HOST"), variables.port("MS_SCHED_PORT")
     advice = "; with several machines msrun needs --node_rank"
     return variables.check(
         RankEnvironment(
@@ -162,7 +168,7 @@ def _slurm(variables: _Variables) -> RankEnvironment:
     host = variables.environ.get("MASTER_ADDR") or first_host(variables.text("SLURM_STEP_NODELIST"))
     job = variables.number("SLURM_JOB_ID")
     # All ranks must derive the same port without communicating. It is below the range of outgoing connections.
-    port = variables.number("MASTER_PORT", 12_000 + job % 20_000)
+    port = variables.port("MASTER_PORT", 12_000 + job % 20_000)
     tasks = re.match(r"\d+", variables.environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     return variables.check(
         RankEnvironment(

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hp_dtensor.exceptions import LaunchError
-from hp_dtensor.launch.rank_process import Failed, Returned, Run, Setup
+from hp_dtensor.launch.rank_process import HOST, Failed, Returned, Run, Setup
 from hp_dtensor.platform.interface import Platform
 
 _START = (
@@ -38,6 +39,7 @@ _TAIL_BYTES = 20_000
 # faulthandler writes the main thread last, and this is its outermost frame: the dump is complete after it.
 _LAST_FRAME = b'File "<string>", line 1 in <module>'
 _START_ATTEMPTS = 3
+_LOOPBACK_SECONDS = 30.0
 
 
 @dataclass(slots=True)
@@ -117,8 +119,10 @@ class LocalRanks:
             check: called after each started process. If it raises, all ranks are ended.
 
         Raises:
-            LaunchError: a rank failed. All ranks have been ended.
+            LaunchError: a rank failed. All ranks have been ended. Or the loopback interface does not work.
         """
+        if self.size > 1:
+            _check_loopback()
         for attempt in range(_START_ATTEMPTS):
             try:
                 return self._start(check)
@@ -272,7 +276,10 @@ class LocalRanks:
         stopped = [process for process in silent if _state(process) in _STOPPED_STATES]
         lines += [f"rank {process.rank} is stopped, as by SIGSTOP" for process in stopped]
         message = "\n".join(line.rstrip() for line in lines if line)
-        return (_AddressTaken if first.address_in_use else LaunchError)(message, rank, first.kind, first.signal)
+        error = (_AddressTaken if first.address_in_use else LaunchError)(message, rank, first.kind, first.signal)
+        if first.traceback:
+            error.__cause__ = _RankError(f"rank {rank}:\n{first.traceback}")
+        return error
 
     def _late(self, missing: Sequence[_Process], seconds: float) -> LaunchError:
         """Return the error of ranks that did not answer in time, with their Python stacks."""
@@ -312,6 +319,22 @@ class LocalRanks:
             if process.output is not None:
                 process.output.close()
         self._processes = []
+
+
+def _check_loopback() -> None:
+    """Raise if processes of this machine cannot connect to each other, as in a container without networks."""
+    try:
+        with socket.create_server((HOST, 0)) as server:
+            socket.create_connection(server.getsockname(), _LOOPBACK_SECONDS).close()
+    except OSError as error:
+        raise LaunchError(
+            f"the ranks cannot connect to each other: {HOST} does not answer ({error}). Bring this machine's loopback "
+            "interface up: ip link set lo up"
+        ) from error
+
+
+class _RankError(Exception):
+    """The traceback of an exception in a rank, as the cause of the error raised here."""
 
 
 class _AddressTaken(LaunchError):
@@ -382,6 +405,7 @@ class Failure:
         when: time of detection.
         died: whether the process ended without reporting an exception.
         kind: class name of the exception.
+        traceback: its traceback, where `details` leaves it out.
     """
 
     headline: str
@@ -391,18 +415,28 @@ class Failure:
     address_in_use: bool = False
     kind: str = ""
     signal: int | None = None
+    traceback: str = ""
+
+
+# What usually ends a process by a signal.
+_HINTS = {
+    signal.SIGKILL: "; the machine may have run out of memory",
+    signal.SIGBUS: "; a file that it had mapped into memory was truncated or its disk failed, or /dev/shm is full",
+}
 
 
 def failure_of_exception(message: Failed) -> Failure:
     verb = "could not start" if message.phase == "start" else "failed"
     in_use = message.phase == "start" and bool(_ADDRESS_IN_USE.search(message.what))
-    return Failure(f"{verb}: {message.what}", message.traceback, message.when, address_in_use=in_use, kind=message.kind)
+    details, rest = (message.traceback, "") if message.needs_traceback else ("", message.traceback)
+    what = f"{verb}: {message.what}"
+    return Failure(what, details, message.when, address_in_use=in_use, kind=message.kind, traceback=rest)
 
 
 def failure_of_end(code: int | None, tail: str) -> Failure:
     details, now = f"its last output:\n{tail}" if tail else "", time.monotonic()
     if code is not None and code < 0:
-        hint = "; the machine may have run out of memory" if -code == signal.SIGKILL else ""
+        hint = _HINTS.get(-code, "")
         # SIGABRT is a consequence: frameworks abort a process whose peer has ended.
         died = -code != signal.SIGABRT
         return Failure(f"was killed by {signal.Signals(-code).name}{hint}", details, now, died, signal=-code)

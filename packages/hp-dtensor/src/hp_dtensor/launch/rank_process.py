@@ -49,7 +49,8 @@ class Failed:
     Attributes:
         phase: `start` or `run`.
         what: class and message of the exception.
-        traceback: empty for user errors that need none.
+        traceback: traceback of the exception.
+        needs_traceback: whether it helps a user; False for errors whose message is enough.
         when: `time.monotonic()` of the failure. The earliest failure is reported as the cause.
         kind: name of the exception's class.
     """
@@ -57,6 +58,7 @@ class Failed:
     phase: str
     what: str
     traceback: str
+    needs_traceback: bool
     when: float
     kind: str
 
@@ -253,9 +255,9 @@ def _report(link: Link, phase: str, error: BaseException) -> None:
     """Send an exception to the parent, as text: the exception itself may not be picklable."""
     # Clocks of one machine's processes agree, so the parent can tell which rank failed first.
     when = time.monotonic()
-    is_user_error = isinstance(error, HPError) and not error.needs_traceback
-    text = "" if is_user_error else "".join(traceback.format_exception(error))
-    link.send(Failed(phase, f"{type(error).__name__}: {error}", text, when, type(error).__name__))
+    needs_traceback = not isinstance(error, HPError) or error.needs_traceback
+    text = "".join(traceback.format_exception(error))
+    link.send(Failed(phase, f"{type(error).__name__}: {error}", text, needs_traceback, when, type(error).__name__))
     sys.stdout.flush()
     sys.stderr.flush()
 

@@ -12,6 +12,7 @@ import inspect
 import itertools
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -89,7 +90,10 @@ def _guarded(function: Callable[..., Any], origin: str, hook: str) -> Callable[.
             error.add_note(f"raised by hook {hook}() of {origin}")
             raise
         except Exception as error:
-            raise PluginError(f"{origin}: hook {hook}() raised {type(error).__name__}: {error}") from error
+            # The first frame is this one.
+            frames = traceback.extract_tb(error.__traceback__)[1:]
+            where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+            raise PluginError(f"{origin}: hook {hook}() raised {type(error).__name__}: {error}{where}") from error
 
     return call
 

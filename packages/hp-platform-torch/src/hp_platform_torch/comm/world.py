@@ -126,7 +126,8 @@ def join(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store:
         dist.init_process_group(_backend_names(), store=store, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:
         raise PlatformError(
-            f"rank {rank} of {size} could not join the job at {address} within {timeout.total_seconds():g} s: {error}"
+            f"rank {rank} of {size} could not join the job at {address} within {timeout.total_seconds():g} s: "
+            f"{_message_of(error)}"
         ) from error
     return dist.PrefixStore("groups", store)
 
@@ -149,6 +150,7 @@ def leave() -> None:
 
 def _store(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store:
     host, port = _host_and_port(address)
+    _check_interfaces()
     by_agent = _served_by_agent(rank, size, port)
     if _is_loopback(host):
         # Without this, gloo connects members through the network interface of the host name.
@@ -160,7 +162,7 @@ def _store(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store
     except (RuntimeError, ValueError) as error:
         role = "serve" if rank == 0 and not by_agent else "reach"
         raise PlatformError(
-            f"rank {rank} of {size} could not {role} the meeting point {address}: {error}. "
+            f"rank {rank} of {size} could not {role} the meeting point {address}: {_message_of(error)}. "
             "Check that the address is right, the port free on rank 0, and every rank started."
         ) from error
     # The agent's store outlives the ranks: after a restart, keys of the failed attempt must not be found.
@@ -188,6 +190,27 @@ def _serve_locally(host: str, port: int, size: int, timeout: timedelta) -> dist.
     return dist.TCPStore(host, port, size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
 
 
+def _check_interfaces() -> None:
+    """Check the network interfaces that gloo is to use.
+
+    Raises:
+        PlatformError: one does not exist.
+    """
+    existing = [name for _, name in socket.if_nameindex()]
+    wanted = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    unknown = [name for name in wanted.split(",") if name and name not in existing]
+    if unknown:
+        raise PlatformError(
+            f"GLOO_SOCKET_IFNAME={wanted}: this machine has no network interface {', '.join(unknown)}; it has "
+            f"{', '.join(existing) or 'none'}. Unset the variable, or name one of these"
+        )
+
+
+def _message_of(error: Exception) -> str:
+    """Return the message of torch's error, without the C++ frames below it."""
+    return str(error).partition("\nException raised from")[0].strip()
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -208,7 +231,7 @@ def _served_by_agent(rank: int, size: int, port: int) -> bool:
 
 def _host_and_port(address: str) -> tuple[str, int]:
     host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdigit():
+    if not separator or not host or not port.isdigit() or not 0 < int(port) < 65_536:
         raise PlatformError(f"the address of the job must be host:port, such as 127.0.0.1:29500; got {address!r}")
     return host.strip("[]"), int(port)
 
