@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hp_trainer.planning.pipeline import InFlight, PipelineFacts, pipeline_facts
+from hp_trainer.pipeline import ActionSeconds
+from hp_trainer.planning.pipeline import InFlight, PipelineFacts, bubble, pipeline_facts
 
 
 def facts(name: str, ranks: int, micro_batches: int, stages: int | None = None, **options: bool) -> PipelineFacts:
@@ -40,12 +41,26 @@ def test_a_place_that_computes_again_has_nothing_pending() -> None:
     assert all(not each.pending for each in (*found.before_gradients, *found.with_gradients))
 
 
+@pytest.mark.parametrize("micro_batches", [48, 49, 50, 53])
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble_h1", "zero_bubble_v", "interleaved_1f1b", "dualpipe_v"])
-def test_long_steps_are_told_from_short_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_steps_are_extrapolated_from_short_ones(
+    name: str, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stages = None if name in ("1f1b", "zero_bubble_h1") else 2
-    full = facts(name, 2, 48, stages)
+    seconds = ActionSeconds(input_grad=1.4, weight_grad=0.6)
+    full = facts(name, 4, micro_batches, stages), bubble(name, 4, micro_batches, stages, seconds)
+    for cached in (pipeline_facts, bubble):
+        cached.cache_clear()
     monkeypatch.setattr("hp_trainer.planning.pipeline.MAX_ACTIONS", 10)
-    shorter = facts(name, 2, 48, stages)
-    assert shorter.before_gradients == full.before_gradients
-    assert shorter.with_gradients == full.with_gradients
-    assert shorter.bubble == pytest.approx(full.bubble, rel=0.05)
+    shorter = facts(name, 4, micro_batches, stages), bubble(name, 4, micro_batches, stages, seconds)
+    assert shorter[0].before_gradients == full[0].before_gradients
+    assert shorter[0].with_gradients == full[0].with_gradients
+    for name in ("backwards_after_no_forward", "backwards_after_other_stage"):
+        assert getattr(shorter[0], name) == pytest.approx(getattr(full[0], name), rel=0.15)
+    assert shorter[1] == pytest.approx(full[1], rel=0.05)
+
+
+@pytest.mark.parametrize(("weight_grad", "idle"), [(1.0, 7), (0.2, 18.2)])
+def test_the_idle_time_of_a_plan_follows_from_the_times_of_its_stages(weight_grad: float, idle: float) -> None:
+    seconds = ActionSeconds(input_grad=2 - weight_grad, weight_grad=weight_grad)
+    assert bubble("interleaved_zero_bubble", 8, 32, 2, seconds) == pytest.approx(idle / 192)

@@ -189,15 +189,14 @@ def v_placement(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     return tuple(rank for turn in range(stages_per_rank) for rank in (ranks if turn % 2 == 0 else ranks[::-1]))
 
 
-def interleave_rounds(
-    stages: Sequence[int], kind: Kind, num_microbatches: int, round_size: int
-) -> list[tuple[int, Kind, int]]:
-    """Return (stage, kind, micro-batch) in rounds: `round_size` micro-batches pass all stages before the next ones."""
+def interleave_rounds(stages: Sequence[int], kind: Kind, sizes: Sequence[int]) -> list[Action]:
+    """Return the actions of one kind in rounds of these sizes, whose micro-batches pass all stages before the next."""
+    ends = [0, *itertools.accumulate(sizes)]
     return [
-        (stage, kind, microbatch)
-        for first in range(0, num_microbatches, round_size)
+        Action(stage, kind, microbatch)
+        for first, end in itertools.pairwise(ends)
         for stage in stages
-        for microbatch in range(first, min(first + round_size, num_microbatches))
+        for microbatch in range(first, end)
     ]
 
 

@@ -1,18 +1,19 @@
 """Schedules by name, each a pure function of ranks, stages per rank and micro-batches.
 
-Schedules that work in rounds of micro-batches are built for complete rounds, and the actions of surplus micro-batches
-are removed afterwards. This cannot cause a deadlock, since an action depends only on others of its own micro-batch.
+The built-in ones are published patterns, not found by a search with assumed times: an order that is searched for one
+ratio of times is slow for others. So all ranks build the same order without measuring.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 
 from hp_dtensor.platform.registry import Registry, fill_registry
 from hp_trainer.exceptions import ScheduleError
 from hp_trainer.pipeline.actions import Action, Kind, Schedule, interleave_rounds, loop_placement, v_placement
-from hp_trainer.pipeline.list_scheduling import list_schedule, merge_backwards
+from hp_trainer.pipeline.backward_merging import merge_backwards
 from hp_trainer.plugins import plugin_manager
 
 BuildSchedule = Callable[[int, int, int], Schedule]
@@ -148,11 +149,6 @@ def _require_stages(name: str, stages_per_rank: int, expected: int) -> None:
         raise ScheduleError(f"pipeline schedule {name!r} has {expected} stages per rank, got {stages_per_rank}")
 
 
-def _only(actions: Sequence[Action], num_microbatches: int) -> tuple[Action, ...]:
-    """Return the actions of the first micro-batches; the others are the surplus of complete rounds."""
-    return tuple(action for action in actions if action.microbatch < num_microbatches)
-
-
 def gpipe(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
     """All forwards, then all backwards (GPipe, arXiv 1811.06965). Idle time: (ranks - 1)(F + B) of one stage."""
     placement = loop_placement(num_ranks, stages_per_rank)
@@ -168,7 +164,7 @@ def gpipe(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedu
 def one_forward_one_backward(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
     """Alternating forward and backward after a warm-up (PipeDream-Flush). Rank r holds ranks - r activations."""
     _require_stages("1f1b", stages_per_rank, 1)
-    return interleaved_1f1b(num_ranks, 1, num_microbatches)
+    return _in_rounds(num_ranks, 1, num_microbatches, splits_backward=False)
 
 
 def interleaved_1f1b(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
@@ -177,22 +173,7 @@ def interleaved_1f1b(num_ranks: int, stages_per_rank: int, num_microbatches: int
     Idle time: (ranks - 1)(F + B) of one stage. It is `stages_per_rank` times less than that of 1F1B, for as many times
     more messages.
     """
-    placement = loop_placement(num_ranks, stages_per_rank)
-    rounded_up = -(-num_microbatches // num_ranks) * num_ranks
-    actions = []
-    for rank in range(num_ranks):
-        stages = [stage for stage, owner in enumerate(placement) if owner == rank]
-        forwards = [Action(*each) for each in interleave_rounds(stages, Kind.FORWARD, rounded_up, num_ranks)]
-        backwards = [Action(*each) for each in interleave_rounds(stages[::-1], Kind.BACKWARD, rounded_up, num_ranks)]
-        # The first backward arrives after a micro-batch has passed all later ranks and its gradient has come back: one
-        # more forward for each of these ranks, or two with several stages per rank, where both directions take time.
-        hops = num_ranks - 1 - rank
-        warm_up = hops if stages_per_rank == 1 else (stages_per_rank - 1) * num_ranks + 2 * hops
-        taken = forwards[:warm_up]
-        for index, backward in enumerate(backwards):
-            taken += [*forwards[warm_up + index : warm_up + index + 1], backward]
-        actions.append(_only(taken, num_microbatches))
-    return Schedule(placement, num_microbatches, tuple(actions))
+    return _in_rounds(num_ranks, stages_per_rank, num_microbatches, splits_backward=False)
 
 
 def zero_bubble_h1(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
@@ -201,44 +182,54 @@ def zero_bubble_h1(num_ranks: int, stages_per_rank: int, num_microbatches: int) 
     Idle time: (ranks - 1)(F + I - W). Every rank holds as many activations as the first rank of 1F1B.
     """
     _require_stages("zero_bubble_h1", stages_per_rank, 1)
+    return merge_backwards(_in_rounds(num_ranks, 1, num_microbatches, splits_backward=True))
+
+
+def interleaved_zero_bubble(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
+    """`zero_bubble_h1` with several stages per rank, in rounds of micro-batches, as torch's InterleavedZeroBubble."""
+    return merge_backwards(_in_rounds(num_ranks, stages_per_rank, num_microbatches, splits_backward=True))
+
+
+def _in_rounds(num_ranks: int, stages_per_rank: int, num_microbatches: int, *, splits_backward: bool) -> Schedule:
+    """Return a schedule in which rounds of micro-batches pass all stages of a rank: 1F1B after a warm-up.
+
+    Rounds have at least as many micro-batches as there are ranks, so that the first micro-batch of a round arrives at
+    a rank's next stage when the rank is free. The first rounds have one more micro-batch where they cannot be equal.
+    """
+    placement = loop_placement(num_ranks, stages_per_rank)
+    num_rounds = max(1, num_microbatches // num_ranks)
+    sizes = [(num_microbatches + index) // num_rounds for index in reversed(range(num_rounds))]
     actions = []
     for rank in range(num_ranks):
-        forwards = [Action(rank, Kind.FORWARD, each) for each in range(num_microbatches)]
-        input_grads = [Action(rank, Kind.INPUT_GRAD, each) for each in range(num_microbatches)]
-        weight_grads = [Action(rank, Kind.WEIGHT_GRAD, each) for each in range(num_microbatches)]
-        warm_up = num_ranks - rank
+        stages = [stage for stage, owner in enumerate(placement) if owner == rank]
+        forwards = interleave_rounds(stages, Kind.FORWARD, sizes)
+        kind = Kind.INPUT_GRAD if splits_backward else Kind.BACKWARD
+        backwards = interleave_rounds(stages[::-1], kind, sizes)
+        # The first backward arrives after a micro-batch has passed all later ranks and its gradient has come back: one
+        # more forward for each of these ranks. Two with several stages per rank, where both directions take time; but a
+        # zero-bubble schedule fills that time with weight gradients, and holds fewer activations instead.
+        hops = num_ranks - 1 - rank
+        warm_up = (stages_per_rank - 1) * sizes[0] + hops * (1 if splits_backward or stages_per_rank == 1 else 2)
+        # Rank r runs W r backwards after I: the later ranks finish earlier and fill their idle end with it.
+        deferred = [replace(each, kind=Kind.WEIGHT_GRAD) for each in backwards] if splits_backward else []
         taken = forwards[:warm_up]
-        for index, input_grad in enumerate(input_grads):
-            # Rank r runs W r micro-batches after I: the later ranks finish earlier and fill their idle end with it.
-            deferred = weight_grads[index - rank : index - rank + 1] if index >= rank else []
-            taken += [input_grad, *deferred, *forwards[warm_up + index : warm_up + index + 1]]
-        # Those that are still deferred at the end.
-        taken += weight_grads[max(0, num_microbatches - rank) :]
+        for index, backward in enumerate(backwards):
+            taken += [*forwards[warm_up + index : warm_up + index + 1], backward]
+            if index >= rank:
+                taken += deferred[index - rank : index - rank + 1]
+        taken += deferred[max(0, len(backwards) - rank) :]
         actions.append(tuple(taken))
-    return merge_backwards(Schedule(tuple(range(num_ranks)), num_microbatches, tuple(actions)))
+    return Schedule(placement, num_microbatches, tuple(actions))
 
 
 def zero_bubble_v(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
-    """Two stages per rank in a V, with split backwards (arXiv 2401.10241, section 6); built by list scheduling.
+    """Two stages per rank in a V, with split backwards (arXiv 2401.10241, section 6).
 
     If F = I = W, a rank does not idle between its first and last action. It holds as many activations as the first rank
     of 1F1B.
     """
     _require_stages("zero_bubble_v", stages_per_rank, 2)
-    # Each activation is that of half a rank's layers: 2 * ranks of them are as many as the first rank of 1F1B holds.
-    placement, limit = v_placement(num_ranks, 2), 2 * num_ranks
-    return merge_backwards(
-        list_schedule(placement, num_ranks, num_microbatches, max_activations=limit, deepest_first=True)
-    )
-
-
-def interleaved_zero_bubble(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
-    """Several stages per rank in rounds, with split backwards; built by list scheduling."""
-    placement = loop_placement(num_ranks, stages_per_rank)
-    limit = num_ranks * stages_per_rank
-    return merge_backwards(
-        list_schedule(placement, num_ranks, num_microbatches, max_activations=limit, deepest_first=False)
-    )
+    return _in_a_v(num_ranks, num_microbatches, 2 * num_ranks - 1, _RankOfV.zero_bubble)
 
 
 def dualpipe_v(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
@@ -247,29 +238,67 @@ def dualpipe_v(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> S
     These are the eight phases of the published DualPipeV, in which a forward and a backward may overlap.
     """
     _require_stages("dualpipe_v", stages_per_rank, 2)
-    # The phases assume at least two micro-batches per rank; surplus ones are removed.
-    at_least = max(num_microbatches, 2 * num_ranks)
-    ranks = [_DualPipeRank(rank, num_ranks, at_least).actions() for rank in range(num_ranks)]
-    actions = tuple(_only(each, num_microbatches) for each in ranks)
+    return _in_a_v(num_ranks, num_microbatches, 2 * num_ranks, _RankOfV.dualpipe)
+
+
+def _in_a_v(
+    num_ranks: int, num_microbatches: int, at_least: int, actions_of: Callable[[_RankOfV], list[Action]]
+) -> Schedule:
+    """Return a schedule of two stages per rank whose phases need at least so many micro-batches.
+
+    The actions of surplus micro-batches are removed. This cannot cause a deadlock, since an action depends only on
+    others of its own micro-batch.
+    """
+    ranks = [actions_of(_RankOfV(rank, num_ranks, max(num_microbatches, at_least))) for rank in range(num_ranks)]
+    actions = tuple(tuple(action for action in each if action.microbatch < num_microbatches) for each in ranks)
     return merge_backwards(Schedule(v_placement(num_ranks, 2), num_microbatches, actions))
 
 
-class _DualPipeRank:
-    """The actions of one rank; direction 0 goes down the V, direction 1 goes up."""
+class _RankOfV:
+    """The actions of one rank with a stage on the way down a V (direction 0) and one on the way up (direction 1).
+
+    Backwards are always split here; `merge_backwards` merges those that need not be.
+    """
 
     def __init__(self, rank: int, num_ranks: int, num_microbatches: int) -> None:
-        self._rank, self._num_ranks, self._num_microbatches = rank, num_ranks, num_microbatches
-        # The V: a rank has one stage on the way down and one on the way up.
+        self._num_microbatches = num_microbatches
         self._stages = (rank, 2 * num_ranks - 1 - rank)
+        # The counts of the phases depend on the rank's place: `after` ranks come between it and the turn of the V.
+        self._before, self._after = rank + 1, num_ranks - 1 - rank
         self._forwards, self._backwards = [0, 0], [0, 0]
         self._deferred: list[Action] = []
         self._taken: list[Action] = []
 
-    def actions(self) -> list[Action]:
-        """Return the rank's actions."""
-        # The counts of the eight phases depend on the rank's place: `after` ranks come between it and the turn of the
-        # V.
-        before, after = self._rank + 1, self._num_ranks - 1 - self._rank
+    def zero_bubble(self) -> list[Action]:
+        """Return the rank's actions in `zero_bubble_v`."""
+        before, after, total = self._before, self._after, self._num_microbatches
+        # Warm-up: until the first micro-batch is back from the turn, then until its backward has arrived.
+        for _ in range(2 * after + 1):
+            self._forward(0)
+        for _ in range(before - 1):
+            self._forward(1)
+            self._forward(0)
+        for _ in range(after + 1):
+            self._forward(1)
+            self._backward(1)
+        # Both directions in turn, until no forward is left.
+        while self._forwards[1] < total:
+            if self._forwards[0] < total:
+                self._forward(0)
+            self._backward(0)
+            self._forward(1)
+            self._backward(1)
+        # Only input gradients while other ranks wait for them; weight gradients fill the end.
+        for direction in [0, 1] * (before - 1):
+            self._backward(direction, defers=True)
+        for _ in range(after + 1):
+            self._backward(0, defers=True)
+            self._weight_grad()
+        return self._finished()
+
+    def dualpipe(self) -> list[Action]:
+        """Return the rank's actions in `dualpipe_v`."""
+        before, after = self._before, self._after
         for _ in range(2 * after):
             self._forward(0)
         for _ in range(before):
@@ -279,7 +308,7 @@ class _DualPipeRank:
             self._backward(1, defers=True)
             self._weight_grad()
             self._forward(1)
-        for _ in range(self._num_microbatches - 2 * self._num_ranks + before):
+        for _ in range(self._num_microbatches - 2 * (before + after) + before):
             for direction in (0, 1):
                 self._forward(direction)
                 self._backward(1 - direction)
@@ -293,9 +322,7 @@ class _DualPipeRank:
         for _ in range(after):
             self._weight_grad()
             self._backward(0, defers=True)
-        while self._deferred:
-            self._weight_grad()
-        return self._taken
+        return self._finished()
 
     def _forward(self, direction: int) -> None:
         self._taken.append(Action(self._stages[direction], Kind.FORWARD, self._forwards[direction]))
@@ -304,13 +331,15 @@ class _DualPipeRank:
     def _backward(self, direction: int, defers: bool = False) -> None:
         stage, microbatch = self._stages[direction], self._backwards[direction]
         self._backwards[direction] += 1
-        # Always split here; `merge_backwards` merges those that need not be.
         self._taken.append(Action(stage, Kind.INPUT_GRAD, microbatch))
         weight_grad = Action(stage, Kind.WEIGHT_GRAD, microbatch)
         (self._deferred if defers else self._taken).append(weight_grad)
 
     def _weight_grad(self) -> None:
         self._taken.append(self._deferred.pop(0))
+
+    def _finished(self) -> list[Action]:
+        return [*self._taken, *self._deferred]
 
 
 _SEVERAL_STAGES = {"interleaved_1f1b", "interleaved_zero_bubble", "zero_bubble_v", "dualpipe_v"}

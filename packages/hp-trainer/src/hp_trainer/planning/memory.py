@@ -431,6 +431,7 @@ class LayerCost:
         saved_by_autograd: bytes that would be saved if nothing were recomputed.
         input: bytes of the block's input.
         for_weights: bytes of output gradients saved between `I` and `W`, where a schedule splits backward.
+        attention_flops: operations of attention in forward, which has no weights.
     """
 
     saved: float
@@ -440,6 +441,7 @@ class LayerCost:
     saved_by_autograd: float
     input: float
     for_weights: float
+    attention_flops: float
     recomputed_flops: float
     recomputed_bytes: float
 
@@ -454,6 +456,7 @@ class LayerCost:
             saved_by_autograd=block.saved(),
             input=block.tensors[0].saved,
             for_weights=2 * block.tensors[0].saved + sum(x.result for x in block.tensors if x.kind == "products"),
+            attention_flops=sum(x.flops for x in block.tensors if x.kind == "attention"),
             recomputed_flops=block.recomputed_flops(recompute),
             recomputed_bytes=block.recomputed_bytes(recompute),
         )

@@ -31,13 +31,12 @@ class InFlight:
 
 @dataclass(frozen=True)
 class PipelineFacts:
-    """Properties of one schedule.
+    """Properties of the order of actions in one schedule.
 
     Attributes:
         rank_of_stage: the rank of each stage.
         before_gradients: for each rank, what is in flight at most before it has its first gradients of weights.
         with_gradients: for each rank, what is in flight at most afterwards; empty if its only backward computes them.
-        bubble: largest idle time of a rank, over the time that it computes.
         splits_backward: gradients of weights are computed apart from those of inputs.
         backwards_after_no_forward: number of each rank's backwards whose preceding action is not a forward. Weights
             gathered in forward are freed by then.
@@ -48,16 +47,16 @@ class PipelineFacts:
     rank_of_stage: tuple[int, ...]
     before_gradients: tuple[InFlight, ...]
     with_gradients: tuple[InFlight, ...]
-    bubble: float
     splits_backward: bool
     backwards_after_no_forward: tuple[float, ...]
     backwards_after_other_stage: tuple[float, ...]
 
 
+@functools.lru_cache(maxsize=512)
 def pipeline_facts(
     name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None, *, recomputes: bool = False
 ) -> PipelineFacts:
-    """Return the properties of a schedule whose stages take equally long.
+    """Return the properties of a schedule.
 
     Args:
         recomputes: backward repeats the forward, and computes gradients of inputs and weights together.
@@ -65,36 +64,59 @@ def pipeline_facts(
     Raises:
         ScheduleError: it does not exist for these numbers, or would hang.
     """
-    arguments = name, num_ranks, stages_per_rank, recomputes
-    # A period of the steady state: every stage does as many actions in each. The peak and the idle time grow linearly
-    # from one period to the next, so two schedules of different length give all longer ones.
-    shortest = 2 * num_ranks
-    is_long = num_microbatches > 2 * shortest and 3 * num_microbatches * num_ranks > MAX_ACTIONS
-    rest = num_microbatches % num_ranks
-    last = _simulated(*arguments, 2 * shortest + rest if is_long else num_microbatches)
-    owners, idle, busy = last.rank_of_stage, last.idle, last.busy
-    counts = [*last.held, last.backwards_after_no_forward, last.backwards_after_other_stage]
-    if is_long:
-        first = _simulated(*arguments, shortest + rest)
-        # Linear extrapolation by the number of periods that were not simulated.
-        beyond = (num_microbatches - 2 * shortest - rest) / shortest
-        before = [*first.held, first.backwards_after_no_forward, first.backwards_after_other_stage]
-        counts = [
-            tuple(b + (b - a) * beyond for a, b in zip(*each, strict=True)) for each in zip(before, counts, strict=True)
-        ]
-        idle += (idle - first.idle) * beyond
-        busy += (busy - first.busy) * beyond
-    # `held` has one entry per rank; the two counts are the last entries of the list.
-    *held, backwards_after_no_forward, backwards_after_other_stage = counts
+
+    def counts(number: int) -> list[tuple[float, ...]]:
+        schedule = build_schedule(name, num_ranks=num_ranks, num_microbatches=number, stages_per_rank=stages_per_rank)
+        last = schedule.num_stages - 1
+        return [(*_peaks(each, last, recomputes), *_backwards_without_forward(each)) for each in schedule.actions]
+
+    lengths, beyond = _simulated_lengths(num_ranks, num_microbatches)
+    of_each = [counts(number) for number in lengths]
+    schedule = build_schedule(name, num_ranks=num_ranks, num_microbatches=lengths[-1], stages_per_rank=stages_per_rank)
+    found = [
+        [b + (b - a) * beyond for a, b in zip(*rank, strict=True)] for rank in zip(of_each[0], of_each[-1], strict=True)
+    ]
+    owners = schedule.rank_of_stage
     return PipelineFacts(
         rank_of_stage=owners,
-        before_gradients=tuple(_in_flight(each[:4], owners.count(rank)) for rank, each in enumerate(held)),
-        with_gradients=tuple(_in_flight(each[4:], owners.count(rank)) for rank, each in enumerate(held)),
-        bubble=max(0.0, idle) / busy if busy else 0.0,
-        splits_backward=last.splits_backward,
-        backwards_after_no_forward=backwards_after_no_forward,
-        backwards_after_other_stage=backwards_after_other_stage,
+        before_gradients=tuple(_in_flight(each[:4], owners.count(rank)) for rank, each in enumerate(found)),
+        with_gradients=tuple(_in_flight(each[4:8], owners.count(rank)) for rank, each in enumerate(found)),
+        splits_backward=any(action.kind is Kind.INPUT_GRAD for each in schedule.actions for action in each),
+        backwards_after_no_forward=tuple(each[8] for each in found),
+        backwards_after_other_stage=tuple(each[9] for each in found),
     )
+
+
+@functools.lru_cache(maxsize=512)
+def bubble(
+    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None, seconds: ActionSeconds
+) -> float:
+    """Return the largest idle time of a rank over the time that it computes, for stages that take equally long."""
+
+    def times(number: int) -> tuple[float, float]:
+        schedule = build_schedule(name, num_ranks=num_ranks, num_microbatches=number, stages_per_rank=stages_per_rank)
+        timeline = simulate(schedule, seconds)
+        return max(timeline.idle), max(timeline.busy)
+
+    lengths, beyond = _simulated_lengths(num_ranks, num_microbatches)
+    of_each = [times(number) for number in lengths]
+    idle, busy = (b + (b - a) * beyond for a, b in zip(of_each[0], of_each[-1], strict=True))
+    return max(0.0, idle) / busy if busy else 0.0
+
+
+def _simulated_lengths(num_ranks: int, num_microbatches: int) -> tuple[tuple[int, ...], float]:
+    """Return the micro-batches of the schedules to simulate, and how often the step from the first to the last repeats.
+
+    After some rounds of micro-batches a schedule repeats itself: peaks and times grow linearly from one round to the
+    next. So two short schedules give all longer ones.
+    """
+    rounds, rest = divmod(num_microbatches, num_ranks)
+    if rounds <= 4 or 3 * num_microbatches * num_ranks <= MAX_ACTIONS:
+        return (num_microbatches,), 0.0
+    # The first round, which is the largest, has as many micro-batches as in the long schedule.
+    more = -(-rest // rounds)
+    lengths = tuple(each * num_ranks + max(0, (more - 1) * each + min(more, 1)) for each in (2, 4))
+    return lengths, (num_microbatches - lengths[1]) / (lengths[1] - lengths[0])
 
 
 def _in_flight(counts: Sequence[float], stages: int) -> InFlight:
@@ -102,47 +124,11 @@ def _in_flight(counts: Sequence[float], stages: int) -> InFlight:
     return InFlight(live / stages, pending / stages, last_live, last_pending)
 
 
-@dataclass(frozen=True)
-class _Simulated:
-    """Results of one simulation.
-
-    Attributes:
-        held: result of `_peaks` for each rank.
-        idle, busy: largest idle and busy time of a rank, in units of a forward's time.
-    """
-
-    rank_of_stage: tuple[int, ...]
-    held: tuple[tuple[float, ...], ...]
-    idle: float
-    busy: float
-    splits_backward: bool
-    backwards_after_no_forward: tuple[float, ...]
-    backwards_after_other_stage: tuple[float, ...]
-
-
-@functools.lru_cache(maxsize=256)
-def _simulated(
-    name: str, num_ranks: int, stages_per_rank: int | None, recomputes: bool, num_microbatches: int
-) -> _Simulated:
-    schedule = build_schedule(
-        name, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=stages_per_rank
-    )
-    pairs = [list(zip((None, *actions), actions, strict=False)) for actions in schedule.actions]
-    before = [[(a, b) for a, b in each if b.kind is Kind.BACKWARD] for each in pairs]
-    # With recomputation backward takes three times a forward, else twice; half for inputs and half for weights.
-    half = 1.5 if recomputes else 1.0
-    timeline = simulate(schedule, ActionSeconds(input_grad=half, weight_grad=half))
-    return _Simulated(
-        rank_of_stage=schedule.rank_of_stage,
-        held=tuple(_peaks(actions, schedule.num_stages - 1, recomputes) for actions in schedule.actions),
-        idle=max(timeline.idle),
-        busy=max(timeline.busy),
-        splits_backward=any(action.kind is Kind.INPUT_GRAD for each in schedule.actions for action in each),
-        backwards_after_no_forward=tuple(float(sum(not _is_forward(a) for a, _ in each)) for each in before),
-        backwards_after_other_stage=tuple(
-            float(sum(not _is_forward(a) or a.stage != b.stage for a, b in each)) for each in before
-        ),
-    )
+def _backwards_without_forward(actions: Sequence[Action]) -> tuple[float, float]:
+    """Return the numbers of a rank's backwards that follow no forward, and no forward of the same stage."""
+    pairs = [(a, b) for a, b in zip((None, *actions), actions, strict=False) if b.kind is Kind.BACKWARD]
+    no_forward = sum(not _is_forward(a) for a, _ in pairs)
+    return no_forward, no_forward + sum(_is_forward(a) and a.stage != b.stage for a, b in pairs)
 
 
 def _is_forward(action: Action | None) -> TypeGuard[Action]:

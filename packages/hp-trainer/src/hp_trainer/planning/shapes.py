@@ -40,8 +40,6 @@ Memo = dict[Hashable, Any]
 # Estimates a model that cannot estimate itself, for micro-batches of so many samples.
 EstimateModel = Callable[[int], ModelEstimates]
 
-_pipeline_facts = functools.lru_cache(maxsize=512)(pipeline_facts)
-
 
 @dataclass(frozen=True)
 class StepShape:
@@ -156,10 +154,10 @@ class StepShape:
 
     @functools.cached_property
     def pipeline(self) -> PipelineFacts:
-        """Properties of the schedule: micro-batches in flight, and idle time."""
+        """Properties of the schedule."""
         settings = self.config.pipeline
         number, stages = self.num_microbatches, settings.stages_per_rank
-        return _pipeline_facts(settings.schedule, self.dims.pp, number, stages, recomputes=self.recomputes)
+        return pipeline_facts(settings.schedule, self.dims.pp, number, stages, recomputes=self.recomputes)
 
     def part_of(self, rank: int) -> ModelPart:
         """Return the part of the model on one rank of the pipeline; without a pipeline, rank 0 has everything."""

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from hp_dtensor.comm.links import Links
 from hp_trainer.models.estimates import Traffic
 from hp_trainer.parallel.axes import DENSE_AXES
+from hp_trainer.pipeline import ActionSeconds
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.memory import layer_costs
+from hp_trainer.planning.pipeline import bubble
 from hp_trainer.planning.shapes import StageBuffers, StepShape
 from hp_trainer.planning.traffic import message_bytes, stage_traffic
 
@@ -73,11 +75,17 @@ def step_time(shape: StepShape, stage: StageBuffers, device: Device, state_bytes
     recomputation = count * sum(cost.recomputed_flops for cost in costs) / rate
     exchanges, overlapping, waited = _exchanges(shape, stage, device)
     busy = products + recomputation + memory
+    # Forward has a third of the products, and half of the accesses to saved bytes.
+    forward = products / 3 + count * 2 * saved / device.memory_bandwidth
     idle = 0.0
     if stage.is_pipelined:
         # Messages are sent while the ranks compute, except the first and the last ones, which count as idle time.
         exchanges.pop("pp", None)
-        idle = _idle(shape, device, busy + sum(exchanges.values()))
+        waits = sum(exchanges.values())
+        # Attention has no weights. Where blocks are recomputed, all gradients are computed together.
+        attention = count * sum(cost.attention_flops for cost in costs) / rate
+        weight_grad = 0.0 if shape.recomputes else max(0.0, products / 3 - attention)
+        idle = _idle(shape, device, busy + waits, forward + waits / 2, weight_grad)
     # Each byte of weights, gradients and state counts twice: it is read and written.
     shards = stage.total("shard") + stage.total("gradient")
     update = (2 * shards + 2 * state_bytes) / device.memory_bandwidth
@@ -87,8 +95,6 @@ def step_time(shape: StepShape, stage: StageBuffers, device: Device, state_bytes
     last = shape.last_layers(stage.rank)
     offloaded = (c.saved - c.on_device for layer, c in zip(stage.layers, costs, strict=True) if layer not in last)
     copied = count * sum(offloaded) / device.host_bandwidth
-    # Forward has a third of the products, and half of the accesses to saved bytes.
-    forward = products / 3 + count * 2 * saved / device.memory_bandwidth
     return StepTime(
         products=products,
         recomputation=recomputation,
@@ -120,15 +126,24 @@ def _exchanges(shape: StepShape, stage: StageBuffers, device: Device) -> tuple[d
     return exchanges, overlapping, waited
 
 
-def _idle(shape: StepShape, device: Device, busy: float) -> float:
-    """Return the idle seconds of a rank of a pipeline that computes and exchanges for `busy` seconds."""
+def _idle(shape: StepShape, device: Device, busy: float, forward: float, weight_grad: float) -> float:
+    """Return the idle seconds of a rank of a pipeline that computes and exchanges for `busy` seconds.
+
+    Args:
+        forward, weight_grad: the part of `busy` for forwards, and for gradients of weights apart from other gradients.
+    """
     stride, size = _one_axis("pp", shape)
     # The slowest hop counts: if the pipeline spans nodes, some neighbours are in different ones.
     is_inside = stride * size <= device.ranks_per_node
     links = Links(device.outer_latency, device.inner_bandwidth if is_inside else device.outer_bandwidth)
     hop = links.seconds("send", ["pp"], message_bytes(shape))
-    # `bubble` is idle over busy time of the schedule; the second term is a message through all ranks and back.
-    return shape.pipeline.bubble * busy + 2 * (shape.dims.pp - 1) * hop
+    # Rounded, so that layouts with nearly the same times share a simulation.
+    input_grad = round((busy - weight_grad) / forward - 1, 1) if forward else 1.0
+    seconds = ActionSeconds(input_grad=input_grad, weight_grad=round(weight_grad / forward, 1) if forward else 1.0)
+    settings = shape.config.pipeline
+    share = bubble(settings.schedule, shape.dims.pp, shape.num_microbatches, settings.stages_per_rank, seconds)
+    # The second term is a message through all ranks and back.
+    return share * busy + 2 * (shape.dims.pp - 1) * hop
 
 
 # Links ---------------------------------------------------------------------------------------------------
