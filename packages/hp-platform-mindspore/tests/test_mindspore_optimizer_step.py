@@ -82,9 +82,11 @@ def test_state_is_placed_as_its_parameter(platform):
 
 
 REFUSED = {
-    "nn.LazyAdam": lambda parameters: nn.LazyAdam(parameters, 0.1),
-    "nn.AdamOffload, groups": lambda parameters: nn.AdamOffload([{"params": parameters}]),
     "nn.Lamb": lambda parameters: nn.Lamb(parameters, 0.1),
+    "nn.Lamb, groups": lambda parameters: nn.Lamb([{"params": parameters}], 0.1),
+    "nn.LARS": lambda parameters: nn.LARS(nn.Momentum(parameters, 0.1, 0.9))(
+        tuple(ms.ops.zeros_like(x) for x in parameters)
+    ),
     "mint.optim.SGD": lambda parameters: mint.optim.SGD(parameters, lr=0.1),
     "mint.optim.AdamW": lambda parameters: mint.optim.AdamW(parameters),
     "a subclass": lambda parameters: type("Mine", (optim.SGD,), {})(parameters, lr=0.1),

@@ -41,6 +41,10 @@ def call_primitive(platform: MindSporeBase, func: Any, args: tuple[Any, ...], kw
     if func.name == "typeof":  # called by some of MindSpore's own functions
         with LocalOperations():
             return func(*args, **kwargs)
+    if func.name in ASSIGNING and platform.is_grad_enabled():
+        # MindSpore does not record them, so that parameters may be written in a forward, or to accumulate gradients.
+        with platform.no_grad():
+            return call_primitive(platform, func, args, kwargs)
     # These decompose into other primitives, which are intercepted in turn.
     older = older_method(func.name)
     if older is not None:
@@ -74,6 +78,9 @@ def call_primitive(platform: MindSporeBase, func: Any, args: tuple[Any, ...], kw
     if name in POINTWISE:
         kernel = unless_empty(kernel, name)
     return dispatched(platform, name, unwrapping(kernel), given, named)
+
+
+ASSIGNING = frozenset({"Assign", "AssignAdd", "AssignSub"})
 
 
 Function = Callable[[Any, tuple[Any, ...], Any], Any]

@@ -17,6 +17,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn
 
 from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.optim import total_norm
 from hp_dtensor.tensor.conversions import replicate_like
 from hp_platform_mindspore.process_groups import MCCL_WORLD
 from hp_platform_mindspore.tensor import autograd
@@ -196,7 +197,47 @@ def _diff(run: Any, x: Any, n: int = 1, axis: int = -1, prepend: Any = None, app
     return ms.mint.diff(run.cat(joined, axis) if len(joined) > 1 else x, dim=axis)
 
 
+# Norms and scales of gradients -------------------------------------------------------------------------------
+
+
+def _clip_by_global_norm(run: Any, x: Sequence[Tensor], clip_norm: float = 1.0, use_norm: None = None) -> Any:
+    if use_norm is not None:
+        raise ValueError(f"clip_by_global_norm: expected use_norm=None, got {use_norm!r}")
+    if not clip_norm > 0:
+        raise ValueError(f"clip_by_global_norm: expected a clip_norm above 0, got {clip_norm!r}")
+    platform = _first_dtensor(x)._spec.mesh.platform
+    norm = total_norm(x, 2.0, platform)
+    factor = platform.ops.div(float(clip_norm), platform.ops.clamp(norm, min=float(clip_norm)))
+    return tuple(run.mul(each, run.cast(factor, each.dtype)) for each in x)
+
+
+def _scaled(run: Any, scale: Tensor, inputs: Any) -> Any:
+    if isinstance(inputs, Tensor):
+        # The scale of a loss scaler is a parameter, which gets no gradient.
+        return run.mul(inputs, run.cast(ms.ops.stop_gradient(scale), inputs.dtype))
+    return tuple(_scaled(run, scale, each) for each in inputs)
+
+
+def _unscaled(run: Any, scale: Tensor, inputs: Any) -> Any:
+    return _scaled(run, run.reciprocal(ms.ops.stop_gradient(scale)), inputs)
+
+
+def _all_finite(run: Any, inputs: Sequence[Tensor], *settings: Any) -> Tensor:
+    """Return whether all elements on all ranks are finite, with one reduction for all tensors that are placed alike."""
+    counts: dict[Any, Tensor] = {}
+    for x in inputs:
+        count = run.sum(run.cast(run.logical_not(run.isfinite(x)), ms.float32))
+        placed = count._spec if isinstance(count, MindSporeDTensor) else None
+        counts[placed] = run.add(counts[placed], count) if placed in counts else count
+    return ms.ops.less(sum(_full(count) for count in counts.values()), 1)
+
+
+AMP: dict[str, Function] = {"_grad_scale_map": _scaled, "_grad_unscale_map": _unscaled, "_all_finite": _all_finite}
+"""By name in `mindspore.amp`: what its loss scalers and `all_finite` compile."""
+
+
 FUNCTIONS: dict[str, Function] = {
+    "clip_by_global_norm": _clip_by_global_norm,
     "diff": _diff,
     "bucketize": _bucketize,
     "nanmean": _nanmean,

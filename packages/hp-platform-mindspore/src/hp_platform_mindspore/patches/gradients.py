@@ -1,10 +1,11 @@
 """Replacements of MindSpore's own differentiation and graph compilation.
 
-`value_and_grad`, `grad` and `GradOperation` of functions of DTensors run the platform's backward. `vjp`, cells with a
-`bprop`, `mindspore.jit` and GRAPH_MODE refuse DTensors: they work in C++ on this rank's shards and would miss
-collectives. `mindspore.jit` has three ways to a graph, and GRAPH_MODE compiles every Cell; each is checked where it
-starts, its arguments and what the compiled function or Cell holds. In the forward of a sharded Cell that may be plain
-tensors that stand for parameters, which would be constants of the graph: they are refused too.
+`value_and_grad`, `grad` and `GradOperation` of functions of DTensors run the platform's backward. So do sharded Cells
+with a `bprop` or after `recompute()`. `vjp`, a `bprop` of DTensors, `mindspore.jit` and GRAPH_MODE are refused: they
+work in C++ on this rank's shards and would miss collectives. `mindspore.jit` has three ways to a graph, and GRAPH_MODE
+compiles every Cell; each is checked where it starts, its arguments and what the compiled function or Cell holds. In the
+forward of a sharded Cell that may be plain tensors that stand for parameters, which would be constants of the graph:
+they are refused too.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from collections.abc import Callable, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
-from mindspore import Tensor
+from mindspore import Tensor, nn, ops
 from mindspore.common.recompute import _RecomputeCell
 from mindspore.graph.api import _pynative_executor as executor
 
 from hp_dtensor.exceptions import CapabilityError, GradientPathError
+from hp_dtensor.parallel.recompute import checkpoint
+from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.tensor.conversions import zeros_placed_like
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.gradients import check_autograd_reaches
 from hp_dtensor.trees import tensors_in
 from hp_platform_mindspore.patches.functions import first_dtensor, held_tensors
+from hp_platform_mindspore.tensor import autograd
 from hp_platform_mindspore.tensor.dtensor import MindSporeDTensor, is_local
 from hp_platform_mindspore.tensor.modules import is_substitute
 
@@ -186,29 +190,86 @@ def refusing_dtensors(own: Callable[..., Any]) -> Callable[..., Any]:
     return grad
 
 
-def explaining_custom_bprop(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a Cell with its own `bprop` refuse DTensors, and explain where else it cannot be used."""
+def recording_custom_bprop(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a Cell with its own `bprop` a node of the platform's autograd where MindSpore's own is not recording.
+
+    The gradient of the Cell is what its `bprop` returns for its inputs; as in MindSpore's own, parameters inside get
+    none. A `bprop` of DTensors is refused.
+    """
 
     @functools.wraps(plain)
-    def call_custom_bprop(self: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(obj, _RecomputeCell) and any(isinstance(x, DTensor) for x in (*args, *kwargs.values())):
+    def call_custom_bprop(self: Any, obj: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        if any(isinstance(x, DTensor) for x in given):
             raise CapabilityError(
                 f"{type(obj).__name__} has a bprop of its own, which would see this rank's shards of DTensors, without "
                 "their placements. Run it on local tensors (local_map), or write it without a bprop"
             )
         try:
-            return plain(self, obj, *args, **kwargs)
+            return plain(self, obj, output, *args, **kwargs)
         except RuntimeError as error:
             if "top_cell" not in str(error):
                 raise
-            raise CapabilityError(
-                f"{type(obj).__name__} has a bprop of its own, as every Cell after recompute() has: MindSpore runs it "
-                "in mindspore.value_and_grad of plain tensors only. Else recompute by hp_dtensor.parallel.recompute"
-                ".checkpoint(block, x, platform=platform), and give gradients of your own by "
-                "platform.custom_function"
-            ) from error
+            if isinstance(obj, _RecomputeCell):
+                raise CapabilityError(
+                    "recompute() of Cells without sharded parameters works in mindspore.value_and_grad only. Else "
+                    "recompute by hp_dtensor.parallel.recompute.checkpoint(block, x, platform=platform)"
+                ) from error
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
+
+        def backward(*grads: Tensor | None) -> Any:
+            # A bprop expects a gradient of every output, and returns one of every input.
+            full = [ops.zeros_like(y) if g is None else g for y, g in zip(outputs, grads, strict=True)]
+            return obj.bprop(*given, output, full[0] if outputs[0] is output else type(output)(full))
+
+        # Views: the node would otherwise return a tensor that it was given.
+        views = [y.view(y.shape) for y in outputs]
+        result = autograd.custom_function(lambda *_: views[0] if outputs[0] is output else views, backward, *given)
+        return result if outputs[0] is output else type(output)(result)
 
     return call_custom_bprop
+
+
+def recomputing_sharded(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `Cell.recompute()` and `mindspore.recompute` of sharded Cells recompute by `checkpoint`, hooks included.
+
+    MindSpore's own works inside its `value_and_grad`, on plain tensors. There and elsewhere without sharded parameters
+    nothing changes.
+    """
+
+    @functools.wraps(own)
+    def call(self: nn.Cell, *args: Any, **kwargs: Any) -> Any:
+        if self._recompute_cell is None and not isinstance(self, _RecomputeCell):
+            return own(self, *args, **kwargs)
+        block = self.net if isinstance(self, _RecomputeCell) else self
+        found = next((x for x in held_tensors(block, args, kwargs) if isinstance(x, DTensor) or is_substitute(x)), None)
+        if found is None or is_local():
+            return own(self, *args, **kwargs)
+        platform = get_platform("mindspore")
+        tensors = [i for i, x in enumerate(args) if isinstance(x, Tensor) and platform.requires_grad(x)]
+        first = tensors[0] if tensors else None
+
+        def run(x: Tensor) -> Any:
+            given = args if first is None else (*args[:first], x, *args[first + 1 :])
+            if block is not self:
+                return block(*given, **kwargs)
+            recompute_cell, self._recompute_cell = self._recompute_cell, None
+            try:
+                return own(self, *given, **kwargs)
+            finally:
+                self._recompute_cell = recompute_cell
+
+        if len(tensors) > 1 and not platform.recomputes_on_unpack:
+            raise CapabilityError(
+                f"recompute() of {type(block).__name__}, of which several inputs need gradients: MindSpore 2.9 finds "
+                "that of the first one only; use MindSpore 2.10, or leave recompute() out"
+            )
+        if first is None:
+            # As `checkpoint`: no gradient reaches the inputs, so the block is not recomputed.
+            return run(None)
+        return checkpoint(run, args[first], platform=platform)
+
+    return call
 
 
 Function = Callable[..., Any]

@@ -60,9 +60,18 @@ class _AliasedPatch(Patch):
 def _of_shape(name: str) -> Patch:
     return _AliasedPatch(
         f"mindspore.ops.{name}",
-        "makes its result from the shape alone, as a plain tensor of the global shape",
+        "makes its result from the shape alone, as a plain tensor of the global shape, or mixes in plain tensors",
         "the result is a DTensor, or the function is refused",
         functools.partial(functions.for_dtensors, functions.FUNCTIONS[name]),
+    )
+
+
+def _of_amp(name: str) -> Patch:
+    return Patch(
+        f"mindspore.amp.{name}",
+        "compiles a graph, which would scale or look at this rank's shard",
+        "the operations of the platform",
+        functools.partial(functions.for_dtensors, functions.AMP[name]),
     )
 
 
@@ -100,9 +109,15 @@ PATCHES = (
     ),
     Patch(
         "mindspore.graph.api._PyNativeExecutor.call_custom_bprop",
-        "a `bprop` would get shards without placements",
-        "refused, except `recompute()` inside `value_and_grad`",
-        gradients.explaining_custom_bprop,
+        "works in its own `value_and_grad` only; a `bprop` would get shards of DTensors without placements",
+        "a node of the platform's autograd; DTensors are refused",
+        gradients.recording_custom_bprop,
+    ),
+    Patch(
+        "mindspore.nn.Cell.__call__",
+        "`recompute()` works in its own `value_and_grad` only, inside of the hooks that gather parameters",
+        "sharded Cells are recomputed by `checkpoint`, hooks included",
+        gradients.recomputing_sharded,
     ),
     _of_graph("mindspore.graph.api._JitExecutor.compile", gradients.refusing_source),
     _of_graph("mindspore.graph.api._CellGraphExecutor.compile", gradients.refusing_cell),
@@ -160,6 +175,7 @@ PATCHES = (
     _of_list("AddN", "addn"),
     _of_list("Einsum", "einsum"),
     *(_of_shape(name) for name in functions.FUNCTIONS),
+    *(_of_amp(name) for name in functions.AMP),
     *((_of_cat("cat"), _of_cat("concat")) if ms.__version__.startswith("2.9") else ()),
 )
 
