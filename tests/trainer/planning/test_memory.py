@@ -79,6 +79,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "ring, recomputed": (2, {"parallel__cp": 2, "parallel__cp_method": "ring", "training__recompute": "full"}),
     "experts spread": (2, {**EXPERTS, "parallel__ep": 2}),
     "experts spread, recomputed": (2, {**EXPERTS, "parallel__ep": 2, "training__recompute": "full"}),
+    "experts spread, all tokens gathered": (2, {**EXPERTS, "parallel__ep": 2, "parallel__ep_dispatcher": "all_gather"}),
+    "experts spread, copies sent": (2, {**EXPERTS, "parallel__ep": 2, "parallel__ep_dispatcher": "copy_per_expert"}),
     "experts of peers": (2, {**PEER, "parallel__dp_shard": 1}),
     "experts of peers and shards": (4, {**PEER, "parallel__dp_shard": 2}),
     "experts in a pipeline": (2, {**EXPERTS, "parallel__pp": 2}),

@@ -119,6 +119,20 @@ RANKS = {
             "model__router_bias": True,
         },
     ),
+    **{
+        f"experts, {name}{', recomputed' * (recompute == 'full')}": (
+            4,
+            {**EXPERTS, "parallel__ep": 4, "parallel__ep_dispatcher": name, "training__recompute": recompute, **more},
+        )
+        for recompute in ("none", "full")
+        for name, more in (
+            ("all_to_all_int8", {}),
+            ("copy_per_expert", {}),
+            ("all_gather", {}),
+            ("two_level", {"parallel__ep_node_size": 2}),
+            ("all_to_all", {"parallel__ep_chunks": 2}),
+        )
+    },
     "experts over tensor ranks": (4, {**EXPERTS, "parallel__ep": 4, "parallel__tp": 2, "parallel__etp": 1}),
     "peer experts": (4, {**EXPERTS, "parallel__ep": 2, "parallel__expert_mesh": "peer"}),
     "peer experts, tensor": (4, {**EXPERTS, "parallel__ep": 2, "parallel__tp": 2, "parallel__expert_mesh": "peer"}),
@@ -201,6 +215,12 @@ def _groups(setup: Any, axes: list[str]) -> dict[str, tuple[int, ...]]:
     """Return the ranks of this rank's groups, by the names of axes."""
     groups = {}
     for name in axes:
+        if name in ("ep_inner", "ep_outer"):
+            ranks, node = setup.mesh["ep"].group_along().ranks, setup.config.parallel.ep_node_size
+            place = ranks.index(setup.mesh.world.rank)
+            first = place // node * node
+            groups[name] = tuple(ranks[first : first + node] if name == "ep_inner" else ranks[place % node :: node])
+            continue
         parts = name.split("+")
         mesh = setup.mesh[parts[0]] if len(parts) == 1 else setup.mesh.flatten("planned_" + "_".join(parts), parts)
         groups[name] = tuple(sorted(mesh.group_along().ranks))

@@ -70,6 +70,36 @@ def test_offloaded_activations_are_not_counted_on_the_device(run: Run) -> None:
     assert in_stages > offloaded
 
 
+EXPERTS = ("--world-size=16", "--parallel.ep=16", "--model.num_experts=32", "--training.dtype=bfloat16")
+
+
+def test_what_is_sent_to_experts_follows_from_the_dispatcher(run: Run) -> None:
+    def sent(*words: str) -> dict[str, float]:
+        code, out, error = run("plan", "run.yaml", "--json", *EXPERTS, *words)
+        assert code == 0, error
+        plan = json.loads(out)
+        assert plan["not_planned"] == []
+        return {each["axis"]: each["bytes"] for each in plan["traffic"] if each["axis"].startswith("ep")}
+
+    full, rounded = sent(), sent("--parallel.ep_dispatcher=all_to_all_fp8")
+    # One of four ways is that of rows in 8 bits; experts and scores are not rounded.
+    assert 0.8 * full["ep"] < rounded["ep"] < 0.9 * full["ep"]
+    levels = sent("--parallel.ep_dispatcher=two_level", "--parallel.ep_node_size=8")
+    assert set(levels) == {"ep_inner", "ep_outer"}
+    assert levels["ep_outer"] < full["ep"] / 2
+    assert sent("--parallel.ep_dispatcher=all_gather")["ep"] > full["ep"]
+
+
+@pytest.mark.parametrize("setting", ["ep_copies=1", "ep_move_interval=1", "ep_chunks=2"])
+def test_settings_of_experts_that_a_plan_does_not_know_are_named(run: Run, setting: str) -> None:
+    # Of two ranks, all layouts are listed, those with experts on several ranks too.
+    for command, more in (("plan", ()), ("layouts", ("--world-size=2", "--parallel.ep=1"))):
+        code, out, error = run(command, "run.yaml", *EXPERTS, *more, f"--parallel.{setting}")
+        assert code == 0, error
+        assert "not planned:" in out
+        assert f"parallel.{setting.partition('=')[0]}: " in out
+
+
 def test_json_has_the_same_numbers(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("plan", "run.yaml", "--world-size", "8", "--parallel.pp=2", "--json", "--to=memory.png")
     plan = json.loads(out)

@@ -228,6 +228,52 @@ def _reached(num_experts: int, top_k: int, owners: int, chunk: int) -> float:
     return sum(1 - math.comb(num_experts - own, top_k) / math.comb(num_experts, top_k) for own in owned)
 
 
+@dataclass(frozen=True)
+class SentRows:
+    """How a dispatcher sends a token in one direction, on average over ranks.
+
+    Example:
+        >>> sent_rows(num_experts=8, top_k=2, num_ranks=8)["copy_per_expert"].outer
+        1.75
+
+    Attributes:
+        outer: rows sent to ranks of other nodes; to all others if nodes are unknown.
+        inner: rows sent within the node.
+        copied: rows copied in local memory.
+        exchanges: number of collectives in dispatch and combine.
+        choices: bytes of experts and scores that go with a row to the experts.
+    """
+
+    outer: float
+    inner: float
+    copied: float
+    exchanges: int
+    choices: int
+
+
+def sent_rows(num_experts: int, top_k: int, num_ranks: int, inner_size: int | None = None) -> dict[str, SentRows]:
+    """Return what each dispatcher sends of a token, by its name; see `dispatch_costs`.
+
+    Args:
+        inner_size: number of ranks of a node; None: unknown, and there is no `two_level`.
+    """
+    node = inner_size or 1
+    outside, inside = (num_ranks - node) / num_ranks, (node - 1) / num_ranks
+    reached = ranks_per_token(num_experts, top_k, num_ranks)
+    found = {
+        # Rows per direction as in the equations at the top of this module.
+        "all_to_all": SentRows(reached * outside, reached * inside, reached, 4, 8 * top_k),
+        "copy_per_expert": SentRows(top_k * outside, top_k * inside, 2 * top_k, 4, 8),
+        "all_gather": SentRows(num_ranks - node, node - 1, 0, 5, 12 * top_k),
+    }
+    # Two levels need nodes of equal size.
+    if node > 1 and num_ranks % node == 0:
+        nodes = num_ranks // node
+        to_nodes = _reached(num_experts, top_k, nodes, -(-num_experts // num_ranks) * node) * (nodes - 1) / nodes
+        found["two_level"] = SentRows(to_nodes, reached * (node - 1) / node, 2 * reached, 8, 8 * top_k)
+    return found
+
+
 def dispatch_costs(
     num_tokens: int, row_bytes: int, num_experts: int, top_k: int, num_ranks: int, rates: DispatchRates | None = None
 ) -> list[DispatchCost]:
@@ -245,30 +291,15 @@ def dispatch_costs(
     """
     rates = rates or DispatchRates()
     between, within_node = (rates.links.bandwidth_along(axis) for axis in (EP, EP_INNER))
-    # For each dispatcher: rows of a token sent to other nodes, sent within the node, and copied; number of collectives;
-    # bytes of experts and scores in a row.
-    node = 1 if rates.inner_size is None else rates.inner_size
-    outside, inside = (num_ranks - node) / num_ranks, (node - 1) / num_ranks
-    reached = ranks_per_token(num_experts, top_k, num_ranks)
-    plans = {
-        # Rows per direction as in the equations at the top of this module.
-        "all_to_all": (reached * outside, reached * inside, reached, 4, 8 * top_k),
-        "copy_per_expert": (top_k * outside, top_k * inside, 2 * top_k, 4, 8),
-        "all_gather": (num_ranks - node, node - 1, 0, 5, 12 * top_k),
-    }
-    # Two levels need nodes of equal size.
-    if node > 1 and num_ranks % node == 0:
-        nodes = num_ranks // node
-        to_nodes = _reached(num_experts, top_k, nodes, -(-num_experts // num_ranks) * node) * (nodes - 1) / nodes
-        plans["two_level"] = (to_nodes, reached * (node - 1) / node, 2 * reached, 8, 8 * top_k)
     costs = []
-    for name, (to_others, within, copied, exchanges, choices) in plans.items():
+    for name, rows in sent_rows(num_experts, top_k, num_ranks, rates.inner_size).items():
         # There and back; experts and scores go there only.
-        row = 2 * row_bytes + choices
+        row = 2 * row_bytes + rows.choices
         outer = (rates.gather_bandwidth if name == "all_gather" else None) or between
-        seconds = to_others * row / outer + within * row / within_node + 2 * copied * row_bytes / rates.copy_bandwidth
-        sent_bytes = num_tokens * (to_others + within) * row
-        costs.append(DispatchCost(name, sent_bytes, num_tokens * seconds + exchanges * rates.latency))
+        sending = rows.outer * row / outer + rows.inner * row / within_node
+        seconds = num_tokens * (sending + 2 * rows.copied * row_bytes / rates.copy_bandwidth)
+        sent_bytes = num_tokens * (rows.outer + rows.inner) * row
+        costs.append(DispatchCost(name, sent_bytes, seconds + rows.exchanges * rates.latency))
     return sorted(costs, key=lambda cost: cost.seconds)
 
 

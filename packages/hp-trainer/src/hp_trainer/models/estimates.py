@@ -37,6 +37,7 @@ class MicroBatchShape:
             float32.
         ep_dispatcher: how tokens are sent to experts; None: `all_to_all`.
         ep_chunks: chunks in which they are sent.
+        ep_node_size: ranks of a node, for the dispatchers `two_level` and `auto`.
 
     Example:
         >>> MicroBatchShape(batch=2, length=8, cp=2).tokens
@@ -55,6 +56,7 @@ class MicroBatchShape:
     fused_experts: bool = True
     ep_dispatcher: str | None = None
     ep_chunks: int = 1
+    ep_node_size: int | None = None
 
     @property
     def tokens(self) -> float:
@@ -219,7 +221,8 @@ class Traffic:
     """Collectives of one kind over one mesh axis.
 
     Attributes:
-        axis: an axis of the mesh that `ParallelDims.build_mesh` knows, or several joined by `+`.
+        axis: an axis of the mesh that `ParallelDims.build_mesh` knows, or several joined by `+`; `ep_inner` and
+            `ep_outer`: ranks of `ep` in one node, and ranks with the same place in different nodes.
         collective: the collective's name in `record_collectives`.
         bytes: bytes that one rank sends to others in all of them together, the mean over ranks.
         count: number of collectives.

@@ -25,6 +25,7 @@ from hp_trainer.planning.shapes import (
     fits_budget,
     num_parameters,
     stage_buffers,
+    unplanned_settings,
 )
 from hp_trainer.planning.step_time import StepTime, seconds_of, step_time
 from hp_trainer.planning.traffic import stage_traffic
@@ -152,6 +153,8 @@ def describe_plan(plan: StepPlan, device_memory: float) -> str:
     tables = [_head(plan), memory, _traffic_table(plan), _time_table(plan)]
     if (error := budget_error(plan.shape)) is not None:
         tables.append(f"training.activation_budget: {error}; a run would be refused, the memory above is the least")
+    if unplanned := unplanned_settings(plan.shape):
+        tables.append("not planned:\n" + "\n".join(f"  {each}" for each in unplanned))
     return "\n\n".join(tables)
 
 
@@ -166,6 +169,7 @@ def plan_as_json(plan: StepPlan, device_memory: float) -> dict[str, Any]:
         "fits": plan.fits(device_memory),
         "peak_rank": plan.peak_rank,
         "memory": [{**each.parts(), "total": each.total, "moment": each.moment} for each in plan.memory],
+        "not_planned": unplanned_settings(plan.shape),
         "traffic": [dataclasses.asdict(each) for each in plan.traffic],
         "seconds": {**plan.time.parts(), "total": plan.time.total},
         "tokens_per_second": plan.tokens_per_second,

@@ -18,7 +18,7 @@ from hp_trainer.parallel.axes import LAYOUT_COLUMNS
 from hp_trainer.parallel.layouts import list_degrees
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.plan import StepPlan, plan_step
-from hp_trainer.planning.shapes import Memo, fits_budget
+from hp_trainer.planning.shapes import Memo, fits_budget, unplanned_settings
 from hp_trainer.sizes import format_size
 from hp_trainer.training.pipelined import num_microbatches
 
@@ -240,6 +240,8 @@ def describe_ranking(ranking: Ranking) -> str:
         f"{format_size(ranking.memory)}; the fastest by estimated time:"
     ]
     lines += _table(ranking.fitting[:SHOWN])
+    shapes = [plan.shape for plan in (*ranking.fitting[:SHOWN], *([ranking.smallest] if ranking.smallest else []))]
+    lines += dict.fromkeys(f"not planned: {each}" for shape in shapes for each in unplanned_settings(shape))
     if ranking.smallest is not None:
         lines.append(
             f"{ranking.num_too_large} legal layouts do not fit, even if blocks are recomputed and gradients reduced "

@@ -36,6 +36,15 @@ from hp_trainer.training.pipelined import num_microbatches, split_layers
 from hp_trainer.training.recompute_search import BudgetError
 
 T = TypeVar("T")
+PLANNED_DISPATCHERS = (
+    "all_to_all",
+    "all_to_all_int8",
+    "all_to_all_fp8",
+    "copy_per_expert",
+    "all_gather",
+    "two_level",
+    "auto",
+)
 Memo = dict[Hashable, Any]
 # Estimates a model that cannot estimate itself, for micro-batches of so many samples.
 EstimateModel = Callable[[int], ModelEstimates]
@@ -191,6 +200,24 @@ def _num_microbatches(config: TrainerConfig, dims: ParallelDims) -> int:
         return num_microbatches(config, dims)
     samples = config.training.global_batch_size // dims.dp_size
     return samples // (config.training.micro_batch_size or samples)
+
+
+def unplanned_settings(shape: StepShape) -> list[str]:
+    """Return a line for each setting that a plan does not know."""
+    parallel = shape.config.parallel
+    if not shape.dims.ep_enabled:
+        return []
+    found = []
+    if parallel.ep_dispatcher not in PLANNED_DISPATCHERS:
+        what = "plans do not know what it sends; it counts as all_to_all"
+        found.append(f"parallel.ep_dispatcher: {parallel.ep_dispatcher}: {what}")
+    if parallel.ep_copies:
+        found.append("parallel.ep_copies: the weights of copies, and sending them, are not counted")
+    if parallel.ep_move_interval is not None:
+        found.append("parallel.ep_move_interval: moving experts to other ranks is not counted")
+    if (parallel.ep_chunks or 1) > 1:
+        found.append("parallel.ep_chunks: sending chunks is counted as waited for, though experts overlap with it")
+    return found
 
 
 # Activations and their recomputation ---------------------------------------------------------------------

@@ -160,6 +160,10 @@ def _one_axis(name: str, shape: StepShape) -> tuple[int, int]:
     """Return the (stride, size) of an axis in the numbering of the job's ranks."""
     dims = shape.dims
     folded = dims.expert_mesh == "folded"
+    if name in ("ep_inner", "ep_outer"):
+        stride, size = _one_axis("ep", shape)
+        node = shape.config.parallel.ep_node_size or 1
+        return (stride, node) if name == "ep_inner" else (stride * node, size // node)
     if name == "efsdp" and folded:
         return dims.ep * dims.etp, dims.efsdp_size
     if name == "ep" and folded:

@@ -136,6 +136,7 @@ def micro_batch_shape(config: TrainerConfig, dims: ParallelDims, *, fused_expert
         fused_experts=fused_experts,
         ep_dispatcher=config.parallel.ep_dispatcher,
         ep_chunks=config.parallel.ep_chunks or 1,
+        ep_node_size=config.parallel.ep_node_size,
     )
 
 

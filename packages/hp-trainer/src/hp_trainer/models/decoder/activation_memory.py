@@ -8,13 +8,16 @@ does not report when a tensor is freed, so they have not been compared there.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
+from hp_moe import DispatchRates, dispatch_costs, ranks_per_token
+from hp_moe.dispatch.auto import SentRows, sent_rows
+from hp_moe.dispatch.row_exchange import block_width
 from hp_trainer.models.decoder.options import DecoderOptions
 from hp_trainer.models.estimates import BlockActivations, MicroBatchShape, ModelActivations, SavedActivation
 
 GATE, EXPERTS = "gate", "experts"
+EIGHT_BIT_DISPATCHERS = ("all_to_all_int8", "all_to_all_fp8")
 
 # Blocks --------------------------------------------------------------------------------------------------
 
@@ -197,14 +200,16 @@ def _experts(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedAc
     decided = rows * 16
     yield SavedActivation(name="routing", kind="routing", saved=decided, result=decided)
     if shape.ep > 1:
-        # A row is sent once to a rank, however many of its chosen experts are there.
-        received = tokens * shape.ep * _expert_probability(config, shape.ep)
+        received = tokens * _received_rows(config, shape)
+        scores = 4 if dispatcher_of(config, shape) == "copy_per_expert" else 4 * top_k
+        rows_sent = sent_of_token(config, shape)
         yield SavedActivation(
             name="rows of other ranks",
             kind="collectives",
-            saved=received * (hidden * e + 4 * top_k),
-            result=received * (hidden * e + 4 * top_k),
-            sent=received * (shape.ep - 1) / shape.ep * 2 * hidden * e,
+            saved=received * (hidden * e + scores),
+            result=received * (hidden * e + scores),
+            # There, perhaps in 8 bits, and back.
+            sent=tokens * (rows_sent.outer + rows_sent.inner) * (sent_row_bytes(config, shape) + hidden * e),
         )
     width = config.moe_intermediate_size / etp
     gates = 2 * rows * width * e
@@ -231,14 +236,44 @@ def _routed_tokens(shape: MicroBatchShape) -> float:
     return tokens / shape.ep if shape.splits_tokens else tokens
 
 
-def _expert_probability(config: DecoderOptions, ep: int) -> float:
-    """Return the probability that a token chooses at least one of the experts of a rank, if all are equally likely."""
+def dispatcher_of(config: DecoderOptions, shape: MicroBatchShape) -> str:
+    """Return the dispatcher whose rows are sent: what `auto` chooses, or the one that a variant or a plugin counts as.
+
+    `auto` is taken to choose by the default rates of accelerators.
+    """
     assert config.num_experts is not None
-    # Hypergeometric: all `k` choices are among the experts of other ranks with C(elsewhere, k) / C(all, k).
-    elsewhere = config.num_experts - config.num_experts // ep
-    return 1 - math.comb(elsewhere, config.num_experts_per_tok) / math.comb(
-        config.num_experts, config.num_experts_per_tok
-    )
+    name, rates = shape.ep_dispatcher, DispatchRates(inner_size=shape.ep_node_size)
+    top_k = min(config.num_experts_per_tok, config.num_experts)
+    if name == "auto":
+        tokens, row_bytes = max(1, int(_routed_tokens(shape))), config.hidden_size * shape.itemsize
+        return dispatch_costs(tokens, row_bytes, config.num_experts, top_k, shape.ep, rates)[0].name
+    known = sent_rows(config.num_experts, top_k, shape.ep, shape.ep_node_size)
+    return name if name is not None and name in known else "all_to_all"
+
+
+def sent_of_token(config: DecoderOptions, shape: MicroBatchShape) -> SentRows:
+    """Return how a token is sent to the experts of other ranks."""
+    assert config.num_experts is not None
+    # Only two levels and `auto` distinguish nodes.
+    rows = sent_rows(config.num_experts, config.num_experts_per_tok, shape.ep, shape.ep_node_size)
+    return rows[dispatcher_of(config, shape)]
+
+
+def sent_row_bytes(config: DecoderOptions, shape: MicroBatchShape) -> float:
+    """Return the bytes of a row on its way to the experts: a code for each element and a scale per block in 8 bits."""
+    if shape.ep_dispatcher in EIGHT_BIT_DISPATCHERS:
+        return config.hidden_size + 4 * (config.hidden_size // block_width(config.hidden_size))
+    return config.hidden_size * shape.itemsize
+
+
+def _received_rows(config: DecoderOptions, shape: MicroBatchShape) -> float:
+    """Return how many rows a rank receives for each of its own tokens, its own rows included."""
+    assert config.num_experts is not None
+    top_k, name = config.num_experts_per_tok, dispatcher_of(config, shape)
+    if name == "copy_per_expert":
+        return top_k
+    # A row is sent once to a rank, however many of its chosen experts are there.
+    return shape.ep if name == "all_gather" else ranks_per_token(config.num_experts, top_k, shape.ep)
 
 
 # Operations that blocks share ----------------------------------------------------------------------------
@@ -340,7 +375,7 @@ def _working_of_experts(config: DecoderOptions, shape: MicroBatchShape) -> float
     elements = tokens * config.num_experts_per_tok * width
     if shape.ep == 1:
         return elements
-    return elements + tokens * shape.ep * _expert_probability(config, shape.ep) * config.hidden_size
+    return elements + tokens * _received_rows(config, shape) * config.hidden_size
 
 
 def _copies_heads(config: DecoderOptions, layer: int, shape: MicroBatchShape) -> bool:

@@ -10,8 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from hp_moe.dispatch.auto import dispatch_costs
 from hp_trainer.models.base import ModelPart
+from hp_trainer.models.decoder.activation_memory import (
+    EIGHT_BIT_DISPATCHERS,
+    dispatcher_of,
+    sent_of_token,
+    sent_row_bytes,
+)
 from hp_trainer.models.decoder.options import DecoderOptions
 from hp_trainer.models.estimates import MicroBatchShape, Traffic
 from hp_trainer.models.recomputation import BlockRecompute
@@ -194,26 +199,53 @@ def _dispatched(config: DecoderOptions, shape: MicroBatchShape, tokens: float, r
     """Yield the rows that are sent to the experts of other ranks and back."""
     assert config.num_experts is not None
     routed = tokens / (shape.ep if shape.splits_tokens else 1)
-    top_k, row_bytes = config.num_experts_per_tok, config.hidden_size * shape.itemsize
-    costs, choices = (
-        {cost.name: cost.sent_bytes for cost in dispatch_costs(1, size, config.num_experts, top_k, shape.ep)}
-        # Once with the rows and once without, so that the difference is the rows alone.
-        for size in (row_bytes, 0)
-    )
-    # A dispatcher without a cost model counts as the all-to-all that it is built from.
-    name = shape.ep_dispatcher
-    name = next(iter(costs)) if name == "auto" else name if name in costs else "all_to_all"
-    there_and_back, results = costs[name] * routed, (costs[name] - choices[name]) / 2 * routed
-    # int64 counts sent to each other rank: of its rows, and of the rows of each of its experts.
-    sizes = (shape.ep - 1) * (1 + -(-config.num_experts // shape.ep)) * 8
     # Recomputation stops before results are sent back, if that is the end of the block.
     skipped = int(repeats and _ends_with_routed(config, shape))
-    sent = (2 + repeats) * there_and_back - skipped * results
-    yield Traffic("ep", "all_to_all", sent + sizes, 7 + 3 * repeats - skipped)
+    name = dispatcher_of(config, shape)
+    if name == "all_gather":
+        yield from _gathered_tokens(config, shape, routed, repeats, skipped)
+    else:
+        rows, experts = sent_of_token(config, shape), -(-config.num_experts // shape.ep)
+        levels = [("ep", rows.outer + rows.inner, shape.ep, experts)]
+        if name == "two_level":
+            node = shape.ep_node_size or 1
+            levels = [
+                ("ep_outer", rows.outer, shape.ep // node, experts * node),
+                ("ep_inner", rows.inner, node, experts),
+            ]
+        row, rounded = config.hidden_size * shape.itemsize, sent_row_bytes(config, shape)
+        # Of chunks, only the last one's results come after the last tensor that recomputation needs.
+        # There in forward and its repetition, perhaps in 8 bits; the other three ways are those of full rows.
+        per_row = (
+            (1 + repeats) * (rounded + rows.choices)
+            + (2 + repeats - skipped / shape.ep_chunks) * row
+            + row
+            + rows.choices
+        )
+        # In 8 bits, codes and scales are two messages.
+        messages = 6 + 3 * repeats + (1 + repeats) * (shape.ep_dispatcher in EIGHT_BIT_DISPATCHERS)
+        for axis, sent, ranks, num_experts in levels:
+            # int64 counts sent to each other rank: of its rows, and of the rows of each of its experts.
+            sizes = shape.ep_chunks * (ranks - 1) * (1 + num_experts) * 8
+            yield Traffic(axis, "all_to_all", routed * sent * per_row + sizes, 1 + shape.ep_chunks * messages - skipped)
     if shape.splits_tokens:
         # The ranks of `ep` split the same tokens, so they gather the results again.
-        gathered = _share(shape.ep) * tokens * row_bytes
+        gathered = _share(shape.ep) * tokens * config.hidden_size * shape.itemsize
         yield Traffic("ep", "all_gather", (2 + repeats - skipped) * gathered, 2 + repeats - skipped)
+
+
+def _gathered_tokens(
+    config: DecoderOptions, shape: MicroBatchShape, routed: float, repeats: int, skipped: int
+) -> Iterator[Traffic]:
+    """Yield the collectives of experts that get all tokens of all ranks."""
+    assert config.num_experts is not None
+    others, top_k, row = shape.ep - 1, config.num_experts_per_tok, config.hidden_size * shape.itemsize
+    # Rows with float32 scores, whose backward is a reduce-scatter; int64 experts and counts are never repeated.
+    there, choices = row + 4 * top_k, 8 * top_k
+    gathered = routed * ((1 + repeats) * there + choices + row) + 8 * (1 + config.num_experts)
+    yield Traffic("ep", "all_gather", others * gathered, 5 + 2 * repeats)
+    scattered = routed * ((1 + repeats - skipped) * row + there)
+    yield Traffic("ep", "reduce_scatter", others * scattered, 3 + repeats - skipped)
 
 
 def _router_gradients(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[Traffic]:
