@@ -163,15 +163,20 @@ def flip(platform, model, name_part: str, factor: float) -> None:
 
 
 def train_with_a_fault(run, platform, rank: int, where: str) -> None:
-    """Train; on one rank a bit flips in the weights after the second step, or within the fourth."""
+    """Train; at the fourth or sixth forward of one rank a bit flips in its weights or its optimizer state."""
     trainer = Trainer(run, run.load_config().config, platform)
     is_faulty = current_world(platform).rank == rank
     accumulate, calls = trainer._step.accumulate_gradients, []
 
     def faulty(batch):
         calls.append(None)
-        # Calls of steps 1, 2, 2 again, 3, 4, 4 again.
-        if is_faulty and len(calls) == (4 if where == "weights" else 6):
+        # With a replay at every second step: calls of steps 1, 2, 2 again, 3, 4, 4 again.
+        if is_faulty and len(calls) == 4 and where == "optimizer":
+            exp_avg = next(iter(trainer.setup.optimizer.state().values()))["exp_avg"]
+            with platform.no_grad():
+                local = platform.unwrap(exp_avg)
+                platform.copy_(local, platform.ops.mul(local, 1.5))
+        elif is_faulty and len(calls) == (4 if where == "weights" else 6):
             flip(platform, trainer.setup.model, "norm", 1 + 2.0**-20 if where == "weights" else 1.5)
         return accumulate(batch)
 
@@ -190,6 +195,20 @@ def test_the_rank_is_named(lab, where, message):
     run = lab.start("run", {"dp_replicate": 4}, **CHECKS, training__steps=6)
     with pytest.raises((LaunchError, SilentCorruptionError), match=message):
         run_ranks(train_with_a_fault, 4, lab.platform, run, lab.platform, 2, where)
+
+
+@pytest.mark.parametrize("where", ["weights", "optimizer"])
+def test_no_checkpoint_is_written_of_replicas_that_differ(lab, where):
+    """A run that continues from the newest checkpoint is the one without the fault, although no comparison was due."""
+    settings = {"training__replica_check_interval": 6, "checkpoint__interval": 1, "checkpoint__keep": 1}
+    plain = lab.run("plain", {"dp_replicate": 2}, 2, **settings, training__steps=4)
+    run = lab.start("run", {"dp_replicate": 2}, **settings, training__steps=4)
+    with pytest.raises(LaunchError, match=r"after step 4 the weights or optimizer states of rank 0, 1 differ"):
+        run_ranks(train_with_a_fault, 2, lab.platform, run, lab.platform, 0, where)
+    assert newest(run).step == 3
+    lab.train(run, 2, newest(run).folder)
+    expected, found = tensors(plain), tensors(run)
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
 
 
 def test_of_replicas_the_minority_is_odd():

@@ -142,7 +142,9 @@ class TrainingConfig:
         description="every n-th step is computed twice and compared bit by bit (silent corruption); null: never",
     )
     replica_check_interval: int | None = Field(
-        None, ge=1, description="every n-th step the weights of replicas are compared; null: never"
+        None,
+        ge=1,
+        description="the weights of replicas are compared at every n-th step and before each checkpoint; null: never",
     )
     label_smoothing: float = Field(
         0.0, ge=0, le=0.99, description="probability mass of each target spread evenly over the vocabulary"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from hp_trainer.config import GuardConfig
 from hp_trainer.data import Batch
 from hp_trainer.exceptions import CheckpointError, SilentCorruptionError, TrainingError
 from hp_trainer.training.setup import RankSetup
+from hp_trainer.training.state import named_state
 from hp_trainer.training.step import OptimizerStep
 
 Action = Literal["go on", "stop", "skip", "rollback"]
@@ -187,23 +188,39 @@ class CorruptionChecks:
         Raises:
             SilentCorruptionError: on every rank if replicas differ; names the ranks that differ from the majority.
         """
+        weights = self._platform.named_parameters(self._setup.model)
+        self._compare(step, "weights", (parameter for _, parameter in weights))
+
+    def compare_saved(self, step: int) -> None:
+        """Compare weights, averages and optimizer states of replicas before they are saved; see `compare_replicas`.
+
+        One replica writes a tensor and all replicas load it, after which a difference could no longer be found.
+        """
+        setup = self._setup
+        # Buffers are left out: those of normalizations may differ between replicas.
+        buffers = {f"model.{name}" for name, _ in self._platform.named_buffers(setup.model)}
+        state = named_state(self._platform, setup.model, setup.optimizer, setup.average)
+        self._compare(step, "weights or optimizer states", (each for name, each in state if name not in buffers))
+
+    def _compare(self, step: int, what: str, tensors: Iterable[Tensor]) -> None:
         world = self._setup.mesh.world.all
-        found = all_ranks(world, "comparing replicas", self._weights, TrainingError)
+        found = all_ranks(world, "comparing replicas", lambda: self._replica_digests(tensors), TrainingError)
         odd = odd_ranks(found)
         if odd:
             who = ", ".join(str(rank) for rank in odd)
             raise SilentCorruptionError(
-                f"after step {step} the weights of rank {who} differ from its replicas. Its device or memory may be "
-                "faulty: exclude the machine, and continue from a checkpoint before the last comparison"
+                f"after step {step} the {what} of rank {who} differ from its replicas. Its device or memory may be "
+                "faulty: exclude the machine. Checkpoints are compared before they are written: continue from the "
+                "newest one"
             )
 
-    def _weights(self) -> dict[str, int]:
-        """Return a digest of this rank's weights for each group of replicas that it belongs to."""
+    def _replica_digests(self, tensors: Iterable[Tensor]) -> dict[str, int]:
+        """Return a digest of tensors of this rank for each group of replicas that it belongs to."""
         digests: dict[str, int] = {}
-        for _, parameter in self._platform.named_parameters(self._setup.model):
-            group = _replica_group(parameter)
-            # Chained over parameters: a rank sends one digest per group, not one per parameter.
-            digests[group] = zlib.crc32(self._bytes(parameter), digests.get(group, 0))
+        for tensor in tensors:
+            group = _replica_group(tensor)
+            # Chained over tensors: a rank sends one digest per group, not one per tensor.
+            digests[group] = zlib.crc32(self._bytes(tensor), digests.get(group, 0))
         return digests
 
     def _digests(self, loss: Tensor) -> dict[str, int]:
@@ -235,11 +252,11 @@ def _describe(differing: list[list[str]]) -> str:
     return f"{where}. {why}; this step changed nothing"
 
 
-def _replica_group(parameter: Tensor) -> str:
-    """Return a name that is the same on exactly those ranks that have the same shard of a parameter."""
-    if not isinstance(parameter, DTensor):
+def _replica_group(tensor: Tensor) -> str:
+    """Return a name that is the same on exactly those ranks that have the same shard of a tensor."""
+    if not isinstance(tensor, DTensor):
         return "replicated"
-    spec, coordinate = parameter.spec, parameter.spec.mesh.get_coordinate()
+    spec, coordinate = tensor.spec, tensor.spec.mesh.get_coordinate()
     assert coordinate is not None
     shard = [at for at, placement in zip(coordinate, spec.placements, strict=True) if not placement.is_replicate()]
     # A mesh with other ranks, such as that of another pipeline stage, has other parameters.

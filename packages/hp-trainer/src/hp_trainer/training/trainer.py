@@ -271,6 +271,7 @@ class Trainer:
         Raises:
             CheckpointError: on every rank if it failed on any, or if a weight is not finite; earlier checkpoints are
                 unchanged.
+            SilentCorruptionError: `training.replica_check_interval` is set, and replicas differ; nothing is written.
         """
         self.finish_save()
         started, step = time.perf_counter(), self.progress.step
@@ -279,6 +280,9 @@ class Trainer:
         losses = {"loss": self._last.loss, "evaluation_loss": self._evaluation_losses.get(step)}
         # Experts have their original placement until their state is copied or written.
         with self._expert_moves.original_placement():
+            # Otherwise a run that fails at the next comparison would continue from a checkpoint of a wrong replica.
+            if self.config.training.replica_check_interval is not None:
+                self._corruption.compare_saved(step)
             pending = self._checkpoints.start(self.progress, losses, background=background)
             self._pending = _Pending(pending, step, started, time.perf_counter() - started)
             if not background:
