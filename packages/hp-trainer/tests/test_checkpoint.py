@@ -22,6 +22,7 @@ from hp_trainer.checkpoint import (
     PendingSave,
     TensorPart,
     find_latest,
+    index,
     list_checkpoints,
     open_latest,
     prune,
@@ -478,6 +479,16 @@ def test_a_file_that_is_no_index_is_named_and_the_step_before_is_taken(two_steps
     with pytest.raises(CheckpointError, match="is damaged: it is not a valid index"):
         Checkpoint(two_steps, "step-00000002")
     assert open_latest(two_steps).step == 1
+
+
+def test_a_newer_format_asks_for_an_upgrade(two_steps: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = open_latest(two_steps)
+    monkeypatch.setattr(index, "FORMAT", 2)
+    text = newest.index.dump()
+    monkeypatch.undo()
+    (two_steps.root / newest.folder / "index.json").write_text(text)
+    (told,) = find_latest(two_steps).skipped
+    assert told.endswith("has format 2; this version of hp-trainer reads format 1: upgrade hp-trainer")
 
 
 def test_a_folder_named_after_another_step_is_passed_over(two_steps: LocalStorage) -> None:

@@ -16,7 +16,7 @@ from hp_trainer.checkpoint import (
     list_set_aside,
     open_latest,
     save_checkpoint,
-    set_aside_later,
+    set_aside_newer,
 )
 from hp_trainer.checkpoint.storage import ObjectStorage, ObjectStorageConfig
 from hp_trainer.config import parse_config
@@ -134,7 +134,7 @@ def test_later_checkpoints_are_set_aside_by_their_marks(storage: ObjectStorage, 
     for step in (1, 2):
         save(storage, step)
     objects = len(store.find("/bucket/run"))
-    (renamed,) = set_aside_later(storage, 1)
+    (renamed,) = set_aside_newer(storage, "step-00000001")
     assert list_checkpoints(storage) == ["step-00000001"]
     assert list_set_aside(storage) == [renamed]
     assert len(store.find("/bucket/run")) == objects

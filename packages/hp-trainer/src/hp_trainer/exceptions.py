@@ -145,6 +145,10 @@ class CheckpointError(HPError, ValueError):
     needs_traceback = False
 
 
+class UnfitCheckpointError(CheckpointError):
+    """A sound checkpoint does not fit the run: it has another model, other tensors, or was trained on other data."""
+
+
 def raise_if_any(problems: Iterable[Problem], error: type[ProblemsError], title: str) -> None:
     """Raise `error` if there are problems.
 

@@ -10,7 +10,7 @@ import pytest
 from cli_runs import make_run, save
 
 from hp_trainer import cli
-from hp_trainer.checkpoint import LocalStorage, list_checkpoints
+from hp_trainer.checkpoint import LocalStorage, list_checkpoints, list_set_aside, prune
 from hp_trainer.config import load_config
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder, create_run
@@ -44,6 +44,23 @@ def test_a_run_of_a_platform_that_is_not_here_goes_on_with_the_one_that_is(
     assert "platform: is not installed" in error("resume", "out", "--platform=elsewhere")
 
 
+def test_checkpoints_that_are_skipped_do_not_count_when_old_ones_are_deleted(work: Path, prepared: list) -> None:
+    """Damage of the contents alone is found when a run continues, not when it deletes its old checkpoints."""
+    run = make_run(work)
+    save(run, 4)
+    storage = LocalStorage(run.checkpoints)
+    save(run, 4)
+    for name in ("step-00000004", "step-00000004-2"):
+        shard = run.checkpoints / name / "shard-00000.safetensors"
+        shard.write_bytes(shard.read_bytes()[:-1] + b"\7")
+    assert cli.main(["resume", "out"]) == 0
+    assert prepared[-1][2] == "step-00000002"
+    save(run, 3)
+    assert prune(storage, keep=1) == ["step-00000002"]
+    assert list_checkpoints(storage) == ["step-00000003"]
+    assert len(list_set_aside(storage)) == 2
+
+
 def make_checkpoint_copy(folder: Path, name: str, to: str) -> Path:
     (folder / to).mkdir()
     for file in (folder / name).iterdir():
@@ -70,8 +87,10 @@ def test_a_checkpoint_of_another_model_is_refused(work: Path, error, prepared: l
     config = load_config(work / "run.yaml", registered=registries()).config
     create_run(work / "second", config)
     assert error("resume", "second", "--checkpoint.folder=out/checkpoints") == (
-        f"hp-train: {work}/out/checkpoints/step-00000002 is a checkpoint of another model: "
+        f"hp-train: skipped a checkpoint: {work}/out/checkpoints/step-00000002 is a checkpoint of another model: "
         "hidden_size is 64 there and 32 here\n"
+        f"hp-train: {work}/out/checkpoints has no valid checkpoint; restore one of them or its settings, or start a new "
+        "run in another folder\n"
     )
 
 
@@ -86,8 +105,12 @@ def test_a_resumed_run_compares_its_data_with_their_digest(work: Path, error, pr
     make_run(work)
     (tokens,) = Path(".data").glob("*/tokens-*.bin")
     tokens.write_bytes(bytes(tokens.stat().st_size))
-    message = error("resume", "out")
-    assert f"{tokens} is damaged between bytes 0 and {tokens.stat().st_size}: its tokens are not those that" in message
+    told = error("resume", "out")
+    assert f"{tokens} is damaged between bytes 0 and {tokens.stat().st_size}: its tokens are not those that" in told
+    # The advice works.
+    assert f"; delete {tokens.parent}, and the next start prepares the same data again" in told
+    shutil.rmtree(tokens.parent)
+    assert cli.main(["resume", "out"]) == 0
 
 
 def test_a_resumed_run_needs_its_prepared_data_only(work: Path, prepared: list) -> None:

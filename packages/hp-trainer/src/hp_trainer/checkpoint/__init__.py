@@ -28,7 +28,7 @@ from hp_trainer.checkpoint.catalog import (
     open_latest,
     open_step,
     prune,
-    set_aside_later,
+    set_aside_newer,
 )
 from hp_trainer.checkpoint.index import Chunk, Index, SavedTensor, model_fingerprint
 from hp_trainer.checkpoint.load import Checkpoint, CheckpointFormat, ForeignCheckpoint, refuse_other_model
@@ -59,5 +59,5 @@ __all__ = [
     "prune",
     "refuse_other_model",
     "save_checkpoint",
-    "set_aside_later",
+    "set_aside_newer",
 ]

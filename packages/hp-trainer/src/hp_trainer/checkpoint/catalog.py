@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hp_trainer.checkpoint.index import COMPLETE, step_of
@@ -40,13 +40,22 @@ def list_checkpoints(storage: Storage) -> list[str]:
     return [name for _, name in found]
 
 
-def find_latest(storage: Storage, *, content: bool = True) -> Latest:
+def find_latest(
+    storage: Storage,
+    *,
+    content: bool = True,
+    check: Callable[[Checkpoint], None] | None = None,
+    before: str | None = None,
+) -> Latest:
     """Find the newest sound checkpoint.
 
     Args:
         content: True to compare all checksums, False to check only file sizes and headers.
+        check: raises `CheckpointError` for a checkpoint to skip; called before its files are read.
+        before: consider only checkpoints older than this one.
     """
-    return _first_sound(storage, list_checkpoints(storage), content=content)
+    names = list_checkpoints(storage)
+    return _first_sound(storage, names[names.index(before) + 1 :] if before else names, content=content, check=check)
 
 
 def open_latest(storage: Storage, *, content: bool = True) -> Checkpoint:
@@ -79,22 +88,23 @@ def open_step(storage: Storage, step: int) -> Checkpoint:
     return found.checkpoint
 
 
-def set_aside_later(storage: Storage, step: int) -> list[str]:
-    """Rename the checkpoints of later steps so that searches skip them, and return the new names.
+def set_aside_newer(storage: Storage, folder: str) -> list[str]:
+    """Rename the checkpoints that are newer than `folder` so that searches skip them, and return the new names.
 
+    Done where a run continues from `folder`: `prune` would take them for the newest ones, and delete those of the run.
     They are never deleted. Renaming a folder back restores the checkpoint.
     """
     renamed = []
-    for name in list_checkpoints(storage):
-        if step_of(name) > step:
-            # A random suffix, because the same step may be set aside more than once.
-            renamed.append(f"{name}{SET_ASIDE}{secrets.token_hex(4)}")
-            storage.rename_folder(name, renamed[-1])
+    names = list_checkpoints(storage)
+    for name in names[: names.index(folder)]:
+        # A random suffix, because the same step may be set aside more than once.
+        renamed.append(f"{name}{SET_ASIDE}{secrets.token_hex(4)}")
+        storage.rename_folder(name, renamed[-1])
     return renamed
 
 
 def list_set_aside(storage: Storage) -> list[str]:
-    """Return the names of the checkpoints that `set_aside_later` renamed."""
+    """Return the names of the checkpoints that `set_aside_newer` renamed."""
     return sorted(name for name in storage.list_folders() if SET_ASIDE in name)
 
 
@@ -155,12 +165,20 @@ def free_name(storage: Storage, stem: str) -> str:
     return name
 
 
-def _first_sound(storage: Storage, names: Sequence[str], *, content: bool) -> Latest:
+def _first_sound(
+    storage: Storage,
+    names: Sequence[str],
+    *,
+    content: bool,
+    check: Callable[[Checkpoint], None] | None = None,
+) -> Latest:
     """Return the first sound checkpoint of `names`, and the problems of those before it."""
     skipped = []
     for name in names:
         try:
             checkpoint = Checkpoint(storage, name)
+            if check is not None:
+                check(checkpoint)
             checkpoint.verify(content=content)
         except (CheckpointError, OSError) as error:
             skipped.append(str(error))

@@ -93,7 +93,9 @@ class Index:
         if digest != _digest(body):
             raise CheckpointError(f"{where} is damaged: its digest differs")
         if version != FORMAT:
-            raise CheckpointError(f"{where} has format {version}; this version of hp-trainer reads format {FORMAT}")
+            raise CheckpointError(
+                f"{where} has format {version}; this version of hp-trainer reads format {FORMAT}: upgrade hp-trainer"
+            )
         try:
             return parse_body(body)
         except SchemaError as error:

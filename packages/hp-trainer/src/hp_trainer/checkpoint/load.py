@@ -16,7 +16,7 @@ from hp_trainer.checkpoint.index import INDEX_FILE, Index, SavedTensor, model_fi
 from hp_trainer.checkpoint.shard_file import Box, storage_dtype
 from hp_trainer.checkpoint.storage import Storage
 from hp_trainer.checkpoint.verify import VerifiedShards
-from hp_trainer.exceptions import CheckpointError
+from hp_trainer.exceptions import CheckpointError, UnfitCheckpointError
 
 # Enough for millions of boxes. A larger file is not an index, and parsing it would exhaust the memory first.
 _LARGEST_INDEX = 2**30
@@ -122,7 +122,7 @@ class Checkpoint:
             if name in saved and saved[name].shape != tuple(shape)
         ]
         if problems:
-            raise CheckpointError(f"{self._describe()} does not fit: {'; '.join(problems)}")
+            raise UnfitCheckpointError(f"{self._describe()} does not fit: {'; '.join(problems)}")
 
     def problems(self, *, content: bool = True) -> Iterator[str]:
         """Yield a message for each damage, naming the file and the affected tensors; see `VerifiedShards.problems`."""
@@ -153,7 +153,7 @@ def refuse_other_model(
     names = sorted({*saved, *model})
     differ = [name for name in names if saved.get(name) != model.get(name)]
     options = ", ".join(f"{name} is {saved.get(name)!r} there and {model.get(name)!r} here" for name in differ)
-    raise CheckpointError(f"{where} is a checkpoint of another model: {options}")
+    raise UnfitCheckpointError(f"{where} is a checkpoint of another model: {options}")
 
 
 def _with_defaults(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

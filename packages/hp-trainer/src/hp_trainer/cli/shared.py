@@ -98,20 +98,19 @@ def resolved(config: TrainerConfig, folder: Path) -> TrainerConfig:
 
 
 def newest(run: RunFolder, config: TrainerConfig) -> Checkpoint:
-    """Return the newest valid checkpoint, and report those that were skipped.
+    """Return the newest valid checkpoint of the run's model, and report those that were skipped.
 
     Raises:
-        CheckpointError: there is none, or it is of another model.
+        CheckpointError: there is none.
     """
     storage = checkpoint_storage(run, config)
-    found = find_latest(storage)
+    found = find_latest(storage, check=lambda checkpoint: check_model(checkpoint, config))
     for reason in found.skipped:
         print_message(f"skipped a checkpoint: {reason}")
     if found.checkpoint is None:
         if found.skipped:
-            advice = "restore one of them, or start a new run in another folder"
+            advice = "restore one of them or its settings, or start a new run in another folder"
         else:
             advice = f"start again with `hp-train run {run.config_file} --run.folder={run.path}`"
         raise CheckpointError(f"{storage.describe('')} has no valid checkpoint; {advice}")
-    check_model(found.checkpoint, config)
     return found.checkpoint

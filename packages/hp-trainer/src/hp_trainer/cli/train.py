@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from hp_dtensor.launch import is_launched
-from hp_trainer.checkpoint import delete_leftovers, list_checkpoints, open_step, set_aside_later
+from hp_trainer.checkpoint import delete_leftovers, list_checkpoints, open_step, set_aside_newer
 from hp_trainer.cli.commands import Overrides, SettingsCommand, config_argument, run_argument
 from hp_trainer.cli.main import print_if_read
 from hp_trainer.cli.shared import (
@@ -46,6 +46,7 @@ from hp_trainer.run import (
     default_run_folder,
 )
 from hp_trainer.stop_signals import Interrupted
+from hp_trainer.training.checkpoints import Choice
 
 
 @click.command("train", cls=SettingsCommand)
@@ -77,17 +78,22 @@ def run_command(config: str, overrides: Overrides) -> int:
 @click.command("resume", cls=SettingsCommand)
 @run_argument
 @click.option("--from-step", type=int, metavar="N", help="Continue from this checkpoint; later ones are moved aside.")
-def resume_command(run: str, from_step: int | None, overrides: Overrides) -> int:
+@click.option("--reset-optimizer", is_flag=True, help="Load only the weights: optimizer and averages start again.")
+def resume_command(run: str, from_step: int | None, reset_optimizer: bool, overrides: Overrides) -> int:
     """Continue RUN from its newest valid checkpoint.
 
-    Layout, number of ranks, platform and most settings may change; model and data may not.
+    Layout, number of ranks, platform and most settings may change; model and data may not. Another optimizer or
+    training.freeze needs --reset-optimizer.
     """
     folder = RunFolder.open(Path(run))
     require_platform(str(folder.config_file))
     loaded, before = on_installed_platform(folder.load_config(overrides), overrides), folder.load_config().config
     refuse(check_resumed_run(loaded, before, world_size_of(loaded.config), registries()), str(folder.config_file))
     config = resolved(loaded.config, folder.path)
-    return _report(launch_training(config, folder.path, lambda: _take_up(folder, config, from_step)), config)
+    choice: Choice = "newest that fits"
+    if reset_optimizer or from_step is not None:
+        choice = "without optimizer" if reset_optimizer else "exactly"
+    return _report(launch_training(config, folder.path, lambda: _take_up(folder, config, from_step), choice), config)
 
 
 def _start(title: str, loaded: LoadedConfig, *, may_continue: bool) -> int:
@@ -130,7 +136,7 @@ def _start(title: str, loaded: LoadedConfig, *, may_continue: bool) -> int:
 def _take_up(run: RunFolder, config: TrainerConfig, from_step: int | None = None) -> str:
     """Verify the checkpoint and data that a run continues with, and return the name of the checkpoint.
 
-    With `from_step`, later checkpoints are moved aside.
+    Newer checkpoints, which are damaged or after `from_step`, are moved aside.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or of another model.
@@ -142,10 +148,9 @@ def _take_up(run: RunFolder, config: TrainerConfig, from_step: int | None = None
     source = registries().datasets.get(config.data.name).build(config.data.options)
     # Before anything is moved or deleted, so that a run that cannot continue is left unchanged.
     source.verify(run.data, config.launch.verify_data)
-    # Moved aside before training starts: if the job is killed from here on, the requested step is already the newest.
-    if from_step is not None:
-        for name in set_aside_later(storage, from_step):
-            print_message(f"moved {storage.describe(name)} aside; delete it when it is no longer needed")
+    # Moved aside before training starts: if the job is killed from here on, this checkpoint is already the newest.
+    for name in set_aside_newer(storage, checkpoint.folder):
+        print_message(f"moved {storage.describe(name)} aside; delete it when it is no longer needed")
     # Under the lock: no other job writes these files.
     run.sweep()
     delete_leftovers(storage)

@@ -60,7 +60,9 @@ class LoadedConfig:
         return self.sources.get(path, "")
 
 
-def load_config(path: str | Path, overrides: Sequence[Override] = (), *, registered: Registries) -> LoadedConfig:
+def load_config(
+    path: str | Path, overrides: Sequence[Override] = (), *, registered: Registries, resolved: bool = False
+) -> LoadedConfig:
     """Load a YAML file.
 
     Args:
@@ -68,12 +70,14 @@ def load_config(path: str | Path, overrides: Sequence[Override] = (), *, registe
         overrides: `(dotted path, text)` pairs that override the file. The text is parsed as YAML unless the setting
             is a string.
         registered: the components that the file may name; `hp_trainer.plugins.registries()` has the installed ones.
+        resolved: the file has every setting, written by `dump_config`. Where an override names another component, the
+            settings that only the former one has are left out.
 
     Raises:
         ConfigError: listing every problem.
     """
-    text = read_text(Path(path))
-    return parse_config(text, overrides, source=str(path), registered=registered, folder=Path(path).parent)
+    text, folder = read_text(Path(path)), Path(path).parent
+    return parse_config(text, overrides, source=str(path), registered=registered, folder=folder, resolved=resolved)
 
 
 def parse_config(
@@ -83,8 +87,9 @@ def parse_config(
     registered: Registries,
     source: str = "configuration",
     folder: Path = Path(),
+    resolved: bool = False,
 ) -> LoadedConfig:
-    """Load YAML text. `source` names it in problems, and its relative paths are relative to `folder`.
+    """Load YAML text. `source` names it in problems, its relative paths are relative to `folder`; see `load_config`.
 
     Raises:
         ConfigError: listing every problem.
@@ -92,6 +97,8 @@ def parse_config(
     tree, problems = parse_file(text, source, folder, ((folder / Path(source).name).resolve(),))
     if tree is None:
         raise ConfigError(problems, source)
+    if resolved:
+        _leave_out_replaced(tree, overrides, registered)
     problems += apply_overrides(tree, overrides)
     config, errors = _validate(tree, registered)
     misread = [error["loc"] for error in errors if _is_misread(error, tree)]
@@ -104,6 +111,13 @@ def parse_config(
     raise_if_any(problems, ConfigError, source)
     assert config is not None, "an invalid configuration without a problem"
     return LoadedConfig(config, dict(_sources(tree)))
+
+
+def _leave_out_replaced(tree: Section, overrides: Sequence[Override], registered: Registries) -> None:
+    section, name = tree.items.get("optimizer"), dict(overrides).get("optimizer.name")
+    if isinstance(section, Section) and name in registered.optimizers.names():
+        known = {"name", *(field.name for field in dataclasses.fields(registered.optimizers.options(name)))}
+        section.items = {key: value for key, value in section.items.items() if key in known}
 
 
 def _validate(tree: Section, registered: Registries) -> tuple[TrainerConfig | None, list[ErrorDetails]]:

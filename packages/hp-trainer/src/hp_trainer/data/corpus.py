@@ -177,7 +177,8 @@ def verify_blocks(title: str, blocks: Sequence[Block], part: float = 1.0) -> Non
                 pool.shutdown(cancel_futures=True)
                 raise DataError(
                     f"{block.path} is damaged between bytes {block.start} and {block.start + block.bytes}: its tokens "
-                    "are not those that the run was trained on; restore the file, or start a new run"
+                    f"are not those that the run was trained on; delete {block.path.parent}, and the next start "
+                    "prepares the same data again from their source"
                 )
             progress.advance(block.bytes)
 

@@ -28,6 +28,7 @@ from hp_trainer.exceptions import (
     RunLockedError,
     StoppedError,
     TrainingError,
+    UnfitCheckpointError,
 )
 from hp_trainer.failures import describe_exit, describe_machine_error
 from hp_trainer.generation import write_samples
@@ -35,6 +36,7 @@ from hp_trainer.launch.platforms import world_size_of
 from hp_trainer.run import RunFolder, RunLock, checkpoint_storage
 from hp_trainer.stop_signals import Interrupted
 from hp_trainer.training import Trainer
+from hp_trainer.training.checkpoints import Choice
 from hp_trainer.training.stalls import watched_set_up
 
 
@@ -44,7 +46,12 @@ def is_first_process() -> bool:
     return found is None or (found.rank == 0 and not found.is_scheduler)
 
 
-def launch_training(config: TrainerConfig, folder: Path, prepare: Callable[[], str | None]) -> Path:
+def launch_training(
+    config: TrainerConfig,
+    folder: Path,
+    prepare: Callable[[], str | None],
+    choice: Choice = "newest that fits",
+) -> Path:
     """Train on all ranks of a job, and return the run folder when every rank has finished.
 
     Args:
@@ -52,6 +59,7 @@ def launch_training(config: TrainerConfig, folder: Path, prepare: Callable[[], s
         folder: the run folder, which is locked for this job until it ends.
         prepare: called once per job, under the lock, before any rank uses the folder. It fills or opens the run folder
             and returns the name of the checkpoint to continue from, or None to start from the beginning.
+        choice: how the ranks load this checkpoint.
 
     Raises:
         RunLockedError: another job trains this run.
@@ -71,23 +79,25 @@ def launch_training(config: TrainerConfig, folder: Path, prepare: Callable[[], s
             # Ranks on other machines may have another working directory.
             return str(folder.absolute() if is_launched() else folder), lock.nonce, prepare()
 
-        return _train(config, platform, start)
+        return _train(config, platform, start, choice)
 
 
-def _train(config: TrainerConfig, platform: Platform, start: Callable[[], tuple[str, str, str | None]]) -> Path:
+def _train(
+    config: TrainerConfig, platform: Platform, start: Callable[[], tuple[str, str, str | None]], choice: Choice
+) -> Path:
     """Train on all ranks; `start` locks and prepares the run, and returns its folder, lock and checkpoint."""
     if is_launched():
         world = from_environment(platform, config.launch.timeout_seconds)
         # Only rank 0 runs `start`; its errors are raised on all ranks, which then end together.
         path, owner, checkpoint = coordinator(world.all, "preparing the run", start, RunFolderError)
-        ended_by = _train_here(config, path, owner, checkpoint, platform.name, False)
+        ended_by = _train_here(config, path, owner, checkpoint, platform.name, False, choice)
         # Disconnected first, so that other ranks do not wait while rank 0 writes the samples.
         platform.disconnect()
         if ended_by is None and is_first_process():
             write_samples(RunFolder(Path(path)), config)
     else:
         path, owner, checkpoint = start()
-        arguments = (path, owner, checkpoint, platform.name, True)
+        arguments = (path, owner, checkpoint, platform.name, True, choice)
         # In this process: a start of a second one would load the framework again. Restarts need a process that
         # survives.
         if world_size_of(config) == 1 and not config.launch.max_restarts:
@@ -108,11 +118,18 @@ def _train_on_local_ranks(config: TrainerConfig, platform: Platform, arguments: 
         ended_by = stopped_by(error)
         if ended_by is not None:
             return ended_by
-        advice = _how_to_continue(RunFolder(Path(arguments[0])), config)
+        advice = _how_to_continue(RunFolder(Path(arguments[0])), config, error.kind)
         raise LaunchError(f"{error}\n{advice}", error.rank, error.kind, error.signal) from error
 
 
-def run_rank(folder: str, owner: str, checkpoint: str | None, platform: str, samples: bool) -> int | None:
+def run_rank(
+    folder: str,
+    owner: str,
+    checkpoint: str | None,
+    platform: str,
+    samples: bool,
+    choice: Choice = "newest that fits",
+) -> int | None:
     """Run one rank of a job, whose world is connected.
 
     Args:
@@ -122,6 +139,7 @@ def run_rank(folder: str, owner: str, checkpoint: str | None, platform: str, sam
         platform: name of the platform.
         samples: let rank 0 write the samples of a finished run. Local ranks do so because they have the right number
             of threads for it.
+        choice: how to load the checkpoint.
 
     Returns:
         The signal that ended the run before its last step, the same on every rank; None: it is done.
@@ -131,17 +149,17 @@ def run_rank(folder: str, owner: str, checkpoint: str | None, platform: str, sam
         TrainingError: code of a plugin or of a user called `sys.exit`.
     """
     with _errors_in_one_line():
-        return _run_rank(RunFolder.open(Path(folder), owner), checkpoint, get_platform(platform), samples)
+        return _run_rank(RunFolder.open(Path(folder), owner), checkpoint, get_platform(platform), samples, choice)
 
 
-def _run_rank(run: RunFolder, checkpoint: str | None, platform: Platform, samples: bool) -> int | None:
+def _run_rank(run: RunFolder, checkpoint: str | None, platform: Platform, samples: bool, choice: Choice) -> int | None:
     config = run.load_config().config
     # The configuration is read from the run folder, not passed: a resumed run on another machine reads the same.
     with watched_set_up(run.stalls, current_world(platform), config.launch.timeout_seconds):
         # Without initial weights, since a checkpoint fills all of them.
         trainer = Trainer(run, config, platform, initial_weights=checkpoint is None)
         if checkpoint is not None:
-            trainer.resume(checkpoint)
+            trainer.resume(checkpoint, choice)
     ended_by = trainer.run()
     if samples and ended_by is None and current_world(platform).rank == 0:
         write_samples(run, config)
@@ -176,7 +194,8 @@ def _train_here(config: TrainerConfig, path: str, *arguments: Any) -> int | None
         # A bug: the advice would hide the traceback that is needed to find it.
         if error.needs_traceback:
             raise
-        raise TrainingError(f"{error}\n{_how_to_continue(RunFolder(Path(path)), config)}") from error
+        advice = _how_to_continue(RunFolder(Path(path)), config, type(error).__name__)
+        raise TrainingError(f"{error}\n{advice}") from error
 
 
 def _remove_empty(folder: Path) -> None:
@@ -185,8 +204,19 @@ def _remove_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _how_to_continue(run: RunFolder, config: TrainerConfig) -> str:
-    """Return the newest checkpoint of a run that ended early, and the command that continues it."""
+def _how_to_continue(run: RunFolder, config: TrainerConfig, kind: str | None = None) -> str:
+    """Return the newest checkpoint of a run that ended early, and the command that continues it.
+
+    Args:
+        kind: name of the error that ended it.
+    """
+    # The command that continues from the newest checkpoint has just failed.
+    if kind == UnfitCheckpointError.__name__:
+        return (
+            "No checkpoint was changed. Take back the settings that changed, continue from another checkpoint "
+            f"(`hp-train checkpoints {run.path}` lists them, `hp-train resume {run.path} --from-step=N` uses one), or "
+            "start a new run"
+        )
     try:
         # Without reading contents: this is only advice, and checkpoints may be large.
         newest = find_latest(checkpoint_storage(run, config), content=False).checkpoint
@@ -200,10 +230,13 @@ def _how_to_continue(run: RunFolder, config: TrainerConfig) -> str:
     )
 
 
-RankArguments = tuple[str, str, str | None, str, bool]
+RankArguments = tuple[str, str, str | None, str, bool, Choice]
 
 # Errors that a restart would repeat: losses that are not finite, invalid input, a run taken over by another job.
-_FINAL = {error.__name__ for error in (ConfigError, DataError, RunFolderError, RunLockedError, TrainingError)}
+_FINAL = {
+    error.__name__
+    for error in (ConfigError, DataError, RunFolderError, RunLockedError, TrainingError, UnfitCheckpointError)
+}
 _PAUSE_SECONDS = 1.0
 
 
@@ -238,6 +271,8 @@ def run_with_restarts(
             # A newer checkpoint means progress, and resets the count.
             if newest is not None and newest.folder != checkpoint:
                 restarts_left, checkpoint = config.launch.max_restarts, newest.folder
+                # The choice was made for the first checkpoint.
+                rest[-1] = "newest that fits"
             if not restarts_left:
                 raise
             restarts_left, failures = restarts_left - 1, failures + 1

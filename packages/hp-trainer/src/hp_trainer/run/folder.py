@@ -166,7 +166,7 @@ class RunFolder:
         Raises:
             ConfigError: listing every problem.
         """
-        return load_config(self.config_file, overrides, registered=registered or registries())
+        return load_config(self.config_file, overrides, registered=registered or registries(), resolved=True)
 
     def write_config(self, config: TrainerConfig) -> None:
         """Replace the configuration of the run atomically."""

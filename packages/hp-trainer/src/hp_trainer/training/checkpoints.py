@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from hp_trainer.checkpoint import Checkpoint, PendingSave, Storage, find_latest
+from hp_trainer._coordination import coordinator
+from hp_trainer.checkpoint import Checkpoint, PendingSave, Storage, find_latest, set_aside_newer
 from hp_trainer.config import to_plain
-from hp_trainer.exceptions import CheckpointError
+from hp_trainer.exceptions import CheckpointError, UnfitCheckpointError
 from hp_trainer.run import check_model
 from hp_trainer.training.health import LossGuard
 from hp_trainer.training.setup import RankSetup
-from hp_trainer.training.state import load_state, state_parts
+from hp_trainer.training.state import check_fit, load_state, state_parts
+
+# How a checkpoint is loaded: it or the newest earlier one that fits, it alone, or it without its optimizer states.
+Choice = Literal["newest that fits", "exactly", "without optimizer"]
 
 
 @dataclass(frozen=True)
@@ -37,9 +43,9 @@ class TrainingCheckpoints:
         self._setup, self._storage, self._may_write = setup, storage, may_write
         self.guard = LossGuard(setup.config.training.guard)
 
-    def newest(self) -> str | None:
-        """Return the folder name of the newest valid checkpoint; None: there is none."""
-        found = find_latest(self._storage).checkpoint
+    def newest(self, before: str | None = None, *, content: bool = True) -> str | None:
+        """Return the folder name of the newest valid checkpoint (before another one); None: there is none."""
+        found = find_latest(self._storage, content=content, before=before).checkpoint
         return None if found is None else found.folder
 
     def start(self, progress: Progress, extra_state: Mapping[str, Any], *, background: bool) -> PendingSave:
@@ -70,33 +76,82 @@ class TrainingCheckpoints:
             background=background,
         )
 
-    def load(self, folder: str) -> Progress:
+    def load(self, folder: str, choice: Choice = "newest that fits") -> Progress:
         """Load model, optimizer and loss scaling from a checkpoint, and return its position.
 
+        Newer checkpoints are set aside: the run continues from this one.
+
         Raises:
-            CheckpointError: it is of another model or of other data, or damaged.
+            UnfitCheckpointError: it is of another model or of other data, or has other tensors.
+            CheckpointError: it is damaged.
         """
-        setup = self._setup
-        checkpoint = Checkpoint(self._storage, folder)
-        # Cheap comparisons of the index come first: they read no tensor.
+        setup, read = self._setup, Checkpoint(self._storage, folder)
+        reset = choice == "without optimizer"
+        try:
+            self._check(read, reset)
+        except UnfitCheckpointError as unfit:
+            # Only the index was read, so all ranks are here.
+            earlier = self._earlier(folder) if choice == "newest that fits" else None
+            if earlier is None:
+                raise
+            self._report(f"skipped a checkpoint: {unfit}")
+            read = earlier
+        all_gather_object = None if setup.pipeline is None else setup.pipeline.all_gather_object
+        optimizer, average = (None, None) if reset else (setup.optimizer, setup.average)
+        load_state(setup.platform, setup.model, optimizer, read, all_gather_object, average)
+        if not reset:
+            # May be smaller than the run's step: discarded and overflowed steps do not count for bias correction.
+            setup.optimizer.num_steps = _counter(read, "optimizer_steps")
+        elif setup.average is not None:
+            setup.average.restart()
+        # Empty without loss scaling; then the scale starts from its configured value.
+        if read.state.get("loss_scaling"):
+            setup.scaler.load_state_dict(read.state["loss_scaling"])
+        if read.state.get("guard"):
+            self.guard.load_state(read.state["guard"])
+        if setup.mesh.world.rank == 0:
+            self._may_write()
+            for name in set_aside_newer(self._storage, read.folder):
+                self._report(f"moved {self._storage.describe(name)} aside; delete it when it is no longer needed")
+        return Progress(read.step, _counter(read, "samples"))
+
+    def _check(self, checkpoint: Checkpoint, reset: bool) -> None:
+        """Raise if a checkpoint cannot be loaded, from its index alone and before anything is changed."""
+        setup, state = self._setup, checkpoint.state
         check_model(checkpoint, setup.config)
-        saved, found = checkpoint.state.get("dataset", {}), self._setup.dataset.fingerprint
+        saved, found = state.get("dataset", {}), setup.dataset.fingerprint
         differ = [name for name in {**saved, **found} if saved.get(name) != found.get(name)]
         if differ:
             what = ", ".join(f"{name} is {saved.get(name)!r} there and {found.get(name)!r} here" for name in differ)
-            raise CheckpointError(f"{checkpoint.folder} was trained on other data than this run's: {what}")
-        # Read before anything is changed, so that a damaged checkpoint leaves the run unchanged.
-        optimizer_steps, samples = _counter(checkpoint, "optimizer_steps"), _counter(checkpoint, "samples")
+            raise UnfitCheckpointError(f"{checkpoint.folder} was trained on other data than this run's: {what}")
+        for name in ("samples", "optimizer_steps"):
+            _counter(checkpoint, name)
+        if state.get("guard"):
+            LossGuard(setup.config.training.guard).load_state(state["guard"])
         all_gather_object = None if setup.pipeline is None else setup.pipeline.all_gather_object
-        load_state(setup.platform, setup.model, setup.optimizer, checkpoint, all_gather_object, setup.average)
-        # May be smaller than the run's step: discarded and overflowed steps do not count for bias correction.
-        setup.optimizer.num_steps = optimizer_steps
-        # Empty without loss scaling; then the scale starts from its configured value.
-        if checkpoint.state.get("loss_scaling"):
-            setup.scaler.load_state_dict(checkpoint.state["loss_scaling"])
-        if checkpoint.state.get("guard"):
-            self.guard.load_state(checkpoint.state["guard"])
-        return Progress(checkpoint.step, samples)
+        optimizer, average = (None, None) if reset else (setup.optimizer, setup.average)
+        check_fit(setup.platform, setup.model, optimizer, checkpoint, all_gather_object, average)
+
+    def _earlier(self, folder: str) -> Checkpoint | None:
+        """Return the newest sound checkpoint before `folder` that fits, the same on all ranks."""
+        group, name = self._setup.mesh.world.all, folder
+        while True:
+            older = functools.partial(self.newest, name, content=False)
+            name = coordinator(group, "looking for a checkpoint", older, CheckpointError)
+            if name is None:
+                return None
+            checkpoint = Checkpoint(self._storage, name)
+            try:
+                self._check(checkpoint, reset=False)
+                # Contents are read only once the index fits, by rank 0.
+                coordinator(group, "verifying a checkpoint", checkpoint.verify, CheckpointError)
+            except CheckpointError:
+                continue
+            return checkpoint
+
+    def _report(self, line: str) -> None:
+        if self._setup.mesh.world.rank == 0:
+            print(f"hp-train: {line}", file=sys.stderr, flush=True)
 
     def _state(self, progress: Progress) -> dict[str, Any]:
         setup = self._setup
@@ -115,11 +170,11 @@ def _counter(checkpoint: Checkpoint, name: str) -> int:
     """Return a non-negative integer of the trainer's state.
 
     Raises:
-        CheckpointError: it is missing or invalid.
+        UnfitCheckpointError: it is missing or invalid.
     """
     value = checkpoint.state.get(name)
     # In Python, bool is a subclass of int.
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         where = checkpoint.storage.describe(checkpoint.folder, "index.json")
-        raise CheckpointError(f"{where} is damaged: state.{name}: expected an integer >= 0, got {value!r}")
+        raise UnfitCheckpointError(f"{where} is damaged: state.{name}: expected an integer >= 0, got {value!r}")
     return value

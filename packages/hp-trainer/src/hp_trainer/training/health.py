@@ -23,7 +23,7 @@ from hp_moe import ExpertParallelError
 from hp_trainer._coordination import all_ranks
 from hp_trainer.config import GuardConfig
 from hp_trainer.data import Batch
-from hp_trainer.exceptions import CheckpointError, SilentCorruptionError, TrainingError
+from hp_trainer.exceptions import SilentCorruptionError, TrainingError, UnfitCheckpointError
 from hp_trainer.training.setup import RankSetup
 from hp_trainer.training.state import named_state
 from hp_trainer.training.step import OptimizerStep
@@ -119,13 +119,13 @@ class LossGuard:
         """Load the state that `state` returned.
 
         Raises:
-            CheckpointError: the state is damaged.
+            UnfitCheckpointError: the state is damaged.
         """
         try:
             # Converted completely before `_losses` is cleared, so that a damaged state changes nothing there.
             losses, self.interventions = [float(loss) for loss in state["losses"]], int(state["interventions"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"a checkpoint is damaged: state.guard: {error!r}") from error
+            raise UnfitCheckpointError(f"a checkpoint is damaged: state.guard: {error!r}") from error
         self._losses.clear()
         self._losses.extend(losses)
 

@@ -14,7 +14,7 @@ from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_trainer.checkpoint import Box, Checkpoint, TensorPart
 from hp_trainer.checkpoint.shard_file import is_finite
-from hp_trainer.exceptions import CheckpointError
+from hp_trainer.exceptions import CheckpointError, UnfitCheckpointError
 from hp_trainer.optimizers import set_state
 from hp_trainer.training.optimizer import Optimizer, WeightAverage
 
@@ -93,42 +93,62 @@ def load_state(
             None: this rank has shards of all tensors.
 
     Raises:
-        CheckpointError: tensors are missing, unexpected, of other shapes or dtypes, or damaged. Nothing is changed,
-            unless damage is found while reading.
+        UnfitCheckpointError: see `check_fit`.
+        CheckpointError: a file is damaged. Nothing is changed, unless damage is found while reading.
         ExpertParallelError: experts are not at their original placement; see `hp_moe.move_experts`.
     """
     check_state(platform, model)
-    saved = checkpoint.index.tensors
-    is_averaged = any(name.startswith("ema.") for name in saved)
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        return named_state(platform, model, optimizer, average if is_averaged else None)
-
-    # A generator function, because states of 8-bit optimizers are converted on each pass: one at a time is in memory.
-    expected = {name: tuple(tensor.shape) for name, tensor in tensors()}
-    unread = [kind for kind, reads in (("optimizer.", optimizer), ("ema.", average)) if reads is None]
-    # What is not read counts as expected, so that the check finds only real surplus.
-    expected |= {name: saved[name].shape for name in saved if name.startswith(tuple(unread))}
-    if all_gather_object is not None:
-        gathered = all_gather_object({name: list(shape) for name, shape in expected.items()})
-        expected = {name: tuple(shape) for of_rank in gathered for name, shape in of_rank.items()}
-    # Names and shapes, then dtypes, are checked before the first tensor is changed.
-    checkpoint.check_tensors(expected)
-    for name, tensor in tensors():
-        there, here = saved[name].dtype, platform.dtype_name(tensor.dtype)
-        if there != here and (there, here) not in _EXACT:
-            raise CheckpointError(
-                f"{name}: expected {here}, or a dtype that converts to it exactly, got {there}; use a model with the "
-                "saved dtype"
-            )
+    check_fit(platform, model, optimizer, checkpoint, all_gather_object, average)
+    is_averaged = _is_averaged(checkpoint)
     with platform.no_grad():
-        for name, tensor in tensors():
+        for name, tensor in named_state(platform, model, optimizer, average if is_averaged else None):
             _fill(platform, tensor, checkpoint, name)
             if name.startswith("optimizer."):
                 # Optimizers with another representation convert the tensor that was written.
                 set_state(optimizer, _parameter_of(name), name.rpartition(".")[2], tensor)
     if average is not None and not is_averaged:
         average.restart()
+
+
+def check_fit(
+    platform: Platform,
+    model: Module,
+    optimizer: Optimizer | None,
+    checkpoint: Checkpoint,
+    all_gather_object: Callable[[Any], list[Any]] | None = None,
+    average: WeightAverage | None = None,
+) -> None:
+    """Check that `load_state` can load a checkpoint, by its index. All ranks of a pipeline come to the same result.
+
+    Raises:
+        UnfitCheckpointError: tensors are missing, unexpected, or of other shapes or dtypes.
+    """
+    saved = checkpoint.index.tensors
+    state = named_state(platform, model, optimizer, average if _is_averaged(checkpoint) else None)
+    expected = {name: [platform.dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in state}
+    unread = [kind for kind, reads in (("optimizer.", optimizer), ("ema.", average)) if reads is None]
+    # What is not read counts as expected, so that the check finds only real surplus.
+    expected |= {name: [kind.dtype, kind.shape] for name, kind in saved.items() if name.startswith(tuple(unread))}
+    if all_gather_object is not None:
+        expected = {name: kind for of_rank in all_gather_object(expected) for name, kind in of_rank.items()}
+    try:
+        checkpoint.check_tensors({name: shape for name, (_, shape) in expected.items()})
+    except UnfitCheckpointError as error:
+        weights = [(name, shape) for name, (_, shape) in expected.items() if name.startswith("model.")]
+        if all(name in saved and saved[name].shape == tuple(shape) for name, shape in weights):
+            advice = "the weights fit: `hp-train resume RUN --reset-optimizer` starts with new optimizer states"
+            raise UnfitCheckpointError(f"{error}; {advice}") from error
+        raise
+    for name, (here, _) in expected.items():
+        if (there := saved[name].dtype) != here and (there, here) not in _EXACT:
+            raise UnfitCheckpointError(
+                f"{name}: expected {here}, or a dtype that converts to it exactly, got {there}; use a model with the "
+                "saved dtype"
+            )
+
+
+def _is_averaged(checkpoint: Checkpoint) -> bool:
+    return any(name.startswith("ema.") for name in checkpoint.index.tensors)
 
 
 def load_weights(

@@ -18,7 +18,7 @@ from hp_trainer.plugins import LifeCycle, life_cycle, registries
 from hp_trainer.records import CheckpointRecord, ErrorRecord, EvaluationRecord, RunRecord, StepRecord
 from hp_trainer.run import RunFolder, checkpoint_storage
 from hp_trainer.stop_signals import StopRequest, stop_requests
-from hp_trainer.training.checkpoints import Progress, TrainingCheckpoints
+from hp_trainer.training.checkpoints import Choice, Progress, TrainingCheckpoints
 from hp_trainer.training.expert_moves import ExpertMoves
 from hp_trainer.training.health import GO_ON, CorruptionChecks, Verdict, nonfinite_scores
 from hp_trainer.training.lr_schedule import learning_rate_factor
@@ -90,15 +90,15 @@ class Trainer:
             run.stalls, self.setup.mesh.world, config.launch.timeout_seconds, self.setup.module_names
         )
 
-    def resume(self, checkpoint: str) -> None:
+    def resume(self, checkpoint: str, choice: Choice = "newest that fits") -> None:
         """Load a checkpoint by its folder name, from any layout, number of ranks and platform.
 
         Raises:
-            CheckpointError: it is of another model or of other data, or damaged.
+            CheckpointError: it is damaged, or neither it nor (by `choice`) an earlier one fits the run.
         """
         # Checkpoints have the experts in their original order, so this model must have it before it is filled.
         self._expert_moves.reset()
-        self.progress = self._checkpoints.load(checkpoint)
+        self.progress = self._checkpoints.load(checkpoint, choice)
 
     def run(self) -> int | None:
         """Train until the last step, or until a rank is asked to stop, and write a checkpoint at the end.
