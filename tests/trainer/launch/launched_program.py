@@ -31,7 +31,7 @@ class NoOptions:
     pass
 
 
-def note_rank(folder: str, owner: str, checkpoint: str | None, platform: str, samples: bool) -> None:
+def note_rank(folder: str, owner: str, checkpoint: str | None, platform: str, samples: bool, choice: str) -> None:
     """Stands in for training."""
     world = get_platform(platform).world
     rank, size = (0, 1) if world is None else (world.rank, world.size)

@@ -97,7 +97,9 @@ def _load(file: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     if not file.is_file():
-        raise RegistryError(f"there is no file {file}")
+        raise RegistryError(
+            f"there is no file {file}; if it has moved, give its new path, such as --model.name=FILE.py:NAME"
+        )
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

@@ -36,4 +36,5 @@ def save(run: RunFolder, step: int) -> None:
     """A further checkpoint of a run."""
     part = TensorPart("w", "float32", (2,), [(Box.full((2,)), np.ones(2, np.float32))])
     model = to_plain(run.load_config().config.model)
-    save_checkpoint(LocalStorage(run.checkpoints), [part], step=step, model=model, state={"loss": 0.5})
+    state = {"loss": 0.5, "run_files": run.copies()}
+    save_checkpoint(LocalStorage(run.checkpoints), [part], step=step, model=model, state=state)

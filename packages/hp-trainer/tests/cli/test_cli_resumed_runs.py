@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cli_runs import make_run, save
 
-from hp_trainer import cli
-from hp_trainer.checkpoint import LocalStorage, list_checkpoints, list_set_aside, prune
+from hp_trainer import cli, plugins
+from hp_trainer.checkpoint import LocalStorage, list_checkpoints, list_set_aside, open_latest, prune
 from hp_trainer.config import load_config
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder, create_run
@@ -89,8 +91,8 @@ def test_a_checkpoint_of_another_model_is_refused(work: Path, error, prepared: l
     assert error("resume", "second", "--checkpoint.folder=out/checkpoints") == (
         f"hp-train: skipped a checkpoint: {work}/out/checkpoints/step-00000002 is a checkpoint of another model: "
         "hidden_size is 64 there and 32 here\n"
-        f"hp-train: {work}/out/checkpoints has no valid checkpoint; restore one of them or its settings, or start a new "
-        "run in another folder\n"
+        f"hp-train: {work}/out/checkpoints has no valid checkpoint; restore one of them or its settings, or start "
+        "a new run in another folder\n"
     )
 
 
@@ -167,6 +169,89 @@ def test_a_run_that_was_killed_while_it_was_created_is_completed(
     assert prepared[-1][2] is None
     assert (run.data / "data.json").is_file()
     assert run.load_config().config.training.steps == 4
+
+
+@pytest.mark.parametrize("command", [("resume", "out"), ("run", "run.yaml"), ("checkpoints", "out")], ids=" ".join)
+@pytest.mark.parametrize("lost", ["run.json", "config.yaml", "data", "data/data.json", "logs", "all"])
+def test_small_files_that_are_lost_are_rebuilt_from_a_checkpoint(
+    work: Path, prepared: list, capsys, lost: str, command: tuple[str, ...]
+) -> None:
+    run = make_run(work)
+    identity, settings, notes = run.run_id, run.config_file.read_bytes(), (run.data / "data.json").read_bytes()
+    # They are not needed: nothing is read or compared with them.
+    (work / "corpus.txt").write_text("another text " * 100)
+    for file in [run.path / lost] if lost != "all" else run.path.iterdir():
+        if file != run.checkpoints:
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+    assert cli.main(command) == 0
+    assert (run.run_id, (run.data / "data.json").read_bytes()) == (identity, notes)
+    if command[0] == "checkpoints":
+        assert run.config_file.read_bytes() == settings
+    else:
+        assert [checkpoint for *_, checkpoint in prepared] == ["step-00000002"]
+    rebuilt = {"data": "data/data.json", "all": "run.json, config.yaml, data/data.json", "logs": None}.get(lost, lost)
+    told = "" if rebuilt is None else f"hp-train: rebuilt what out had lost: {rebuilt}\n"
+    assert capsys.readouterr().err == told
+
+
+def test_checkpoints_without_copies_go_on_with_the_configuration(work: Path, prepared: list, error, capsys) -> None:
+    """Earlier versions wrote none."""
+    run = make_run(work)
+    newest = open_latest(LocalStorage(run.checkpoints))
+    (run.checkpoints / newest.folder / "index.json").write_text(replace(newest.index, state={}).dump())
+    for file in run.path.iterdir():
+        if file != run.checkpoints:
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+    assert "run.folder: has checkpoints of a run" in error("run.yaml")
+    told = error("resume", "out")
+    assert (
+        "no checkpoint has a copy; continue with the configuration that started the run: `hp-train run CONFIG" in told
+    )
+    assert cli.main(["run", "run.yaml"]) == 0
+    assert prepared[-1][2] == "step-00000002"
+    assert capsys.readouterr().err == "hp-train: rebuilt what out had lost: data\n"
+
+
+BUILDER = """\
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Options:
+    width: int = 8
+
+def {name}(options: Options):
+    raise AssertionError("no rank is started")
+"""
+
+
+def test_a_model_file_may_move_and_its_function_be_renamed(
+    work: Path, prepared: list, error, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (work / "own.py").write_text(BUILDER.format(name="build"))
+    (work / "run.yaml").write_text((work / "run.yaml").read_text().replace("name: tiny", "name: own.py:build"))
+    run = make_run(work)
+    (work / "own.py").unlink()
+    (work / "src").mkdir()
+    (work / "src" / "model.py").write_text(BUILDER.format(name="make"))
+    # As in a process of its own.
+    plugins.registries.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("hp_user_own_")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert "if it has moved, give its new path, such as --model.name=FILE.py:NAME" in error("resume", "out")
+    old, new = f"{work}/own.py:build", f"{work}/src/model.py:make"
+    note = f"hp-train: the checkpoint is of {old}, continued by {new}; its tensors are compared\n"
+    assert cli.main(["checkpoints", "out", "--model.name=src/model.py:make"]) == 0
+    assert cli.main(["resume", "out", "--model.name=src/model.py:make"]) == 0
+    assert capsys.readouterr().err == note
+    assert run.load_config().config.model.name == new
+    # Again elsewhere, and by the command for restart loops. Options are compared as before.
+    (work / "src" / "model.py").rename(work / "third.py")
+    settings = (work / "run.yaml").read_text().replace("own.py:build", "third.py:make")
+    (work / "run.yaml").write_text(settings)
+    assert cli.main(["run", "run.yaml"]) == 0
+    assert [checkpoint for *_, checkpoint in prepared] == ["step-00000002"] * 2
+    capsys.readouterr()
+    assert "model.width: cannot change after the start of a run" in error("run", "run.yaml", "--model.width=16")
 
 
 def test_run_refuses_what_it_cannot_go_on_with(work: Path, error, prepared: list) -> None:

@@ -17,6 +17,7 @@ from hp_trainer.checkpoint.shard_file import Box, storage_dtype
 from hp_trainer.checkpoint.storage import Storage
 from hp_trainer.checkpoint.verify import VerifiedShards
 from hp_trainer.exceptions import CheckpointError, UnfitCheckpointError
+from hp_trainer.registries import is_python_name
 
 # Enough for millions of boxes. A larger file is not an index, and parsing it would exhaust the memory first.
 _LARGEST_INDEX = 2**30
@@ -147,6 +148,9 @@ def refuse_other_model(
 ) -> None:
     """Raise `CheckpointError` where two models differ, see `Checkpoint.check_model`. `where` names the checkpoint."""
     saved = _with_defaults(saved, defaults)
+    if is_python_name(str(saved.get("name"))):
+        # The file may have moved, and its function may have been renamed. Loading compares the tensors.
+        saved["name"] = model.get("name")
     # Compared as JSON: the saved options have lists where the given ones may have tuples.
     if model_fingerprint(model) == model_fingerprint(saved):
         return

@@ -10,7 +10,7 @@ from hp_dtensor.launch import from_environment, is_launched
 from hp_dtensor.platform.selection import get_platform
 from hp_trainer._coordination import Alone
 from hp_trainer.checkpoint import find_latest
-from hp_trainer.cli.commands import Command, Overrides, SettingsCommand, run_argument
+from hp_trainer.cli.commands import Overrides, SettingsCommand, run_argument
 from hp_trainer.cli.completion import run_folders
 from hp_trainer.cli.shared import newest, open_run, weights_option
 from hp_trainer.launch import is_first_process
@@ -91,13 +91,13 @@ def export_command(
     return 0
 
 
-@click.command("import", cls=Command)
+@click.command("import", cls=SettingsCommand)
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--run", metavar="RUN", shell_complete=run_folders, help="Run that gets the checkpoint, to resume from.")
 @click.option("--to", metavar="DIR", type=click.Path(path_type=Path), help="Folder for the weights alone.")
 @click.option("--prefix", default="", metavar="TEXT", help="With --to: prefix to remove from the names of tensors.")
 @click.option("--format", "form", default="dcp", metavar="FORMAT", shell_complete=_formats, help="Format of DIR.")
-def import_command(folder: Path, run: str | None, to: Path | None, prefix: str, form: str) -> int:
+def import_command(folder: Path, run: str | None, to: Path | None, prefix: str, form: str, overrides: Overrides) -> int:
     """Convert DIR, a folder of torch.distributed.checkpoint, to a checkpoint of --run if it comes from export.
 
     Or convert only its weights to safetensors in --to, for model.from with a config.json.
@@ -109,7 +109,7 @@ def import_command(folder: Path, run: str | None, to: Path | None, prefix: str, 
         count = convert_weights(found, folder, to, prefix)
         print(f"{to}: {count} tensors; add the model's config.json to the folder")
         return 0
-    target, config = open_run(str(run), [])
+    target, config = open_run(str(run), overrides)
     storage = checkpoint_storage(target, config)
     with RunLock(target.path) as lock:
         # Opened with the nonce, so that a job that takes the run over meanwhile stops this one before it publishes.

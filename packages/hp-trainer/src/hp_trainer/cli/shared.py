@@ -11,7 +11,7 @@ import click
 from hp_trainer.checkpoint import Checkpoint, find_latest
 from hp_trainer.cli.commands import Overrides
 from hp_trainer.config import LoadedConfig, TrainerConfig, load_config
-from hp_trainer.exceptions import CheckpointError, ConfigError, Problem, raise_if_any
+from hp_trainer.exceptions import CheckpointError, ConfigError, Problem, RunFolderError, raise_if_any
 from hp_trainer.launch import chosen_platform, no_platform
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder, check_model, checkpoint_storage
@@ -46,9 +46,31 @@ def open_run(path: str, overrides: Overrides) -> tuple[RunFolder, TrainerConfig]
         ConfigError: listing every problem.
     """
     # Before the platform is required, so that a wrong folder is the first problem named.
-    run = RunFolder.open(Path(path))
+    run = open_folder(Path(path))
     require_platform(str(run.config_file))
     return run, resolved(on_installed_platform(run.load_config(overrides), overrides).config, run.path)
+
+
+def open_folder(path: Path) -> RunFolder:
+    """Return the run in a folder, and rebuild small files that it has lost; see `RunFolder.restore`.
+
+    Raises:
+        RunFolderError: there is no run in it, or its configuration is lost.
+    """
+    report_rebuilt(path, RunFolder.restore(path))
+    run = RunFolder.open(path)
+    if not run.config_file.exists():
+        raise RunFolderError(
+            f"{run.config_file} is missing, and no checkpoint has a copy; continue with the configuration that started "
+            f"the run: `hp-train run CONFIG --run.folder={path}`"
+        )
+    return run
+
+
+def report_rebuilt(path: Path, names: list[str]) -> None:
+    """Report the files of the run in `path` that were lost and rebuilt."""
+    if names:
+        print_message(f"rebuilt what {path} had lost: {', '.join(names)}")
 
 
 def on_installed_platform(loaded: LoadedConfig, overrides: Overrides) -> LoadedConfig:
@@ -113,4 +135,12 @@ def newest(run: RunFolder, config: TrainerConfig) -> Checkpoint:
         else:
             advice = f"start again with `hp-train run {run.config_file} --run.folder={run.path}`"
         raise CheckpointError(f"{storage.describe('')} has no valid checkpoint; {advice}")
+    note_moved_file(found.checkpoint, config)
     return found.checkpoint
+
+
+def note_moved_file(checkpoint: Checkpoint, config: TrainerConfig) -> None:
+    """Report that the file of the model is another one than that of the checkpoint."""
+    saved = checkpoint.index.model.get("name")
+    if saved != config.model.name:
+        print_message(f"the checkpoint is of {saved}, continued by {config.model.name}; its tensors are compared")

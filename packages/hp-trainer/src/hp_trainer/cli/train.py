@@ -18,9 +18,12 @@ from hp_trainer.cli.main import print_if_read
 from hp_trainer.cli.shared import (
     load,
     newest,
+    note_moved_file,
     on_installed_platform,
+    open_folder,
     print_message,
     refuse,
+    report_rebuilt,
     require_platform,
     resolved,
 )
@@ -35,6 +38,7 @@ from hp_trainer.launch import (
     world_size_of,
 )
 from hp_trainer.plugins import registries
+from hp_trainer.registries import is_python_name
 from hp_trainer.report import compare_runs
 from hp_trainer.run import (
     RunFolder,
@@ -44,6 +48,7 @@ from hp_trainer.run import (
     complete_run,
     create_run,
     default_run_folder,
+    prepare_again,
 )
 from hp_trainer.stop_signals import Interrupted
 from hp_trainer.training.checkpoints import Choice
@@ -85,10 +90,13 @@ def resume_command(run: str, from_step: int | None, reset_optimizer: bool, overr
     Layout, number of ranks, platform and most settings may change; model and data may not. Another optimizer or
     training.freeze needs --reset-optimizer.
     """
-    folder = RunFolder.open(Path(run))
+    folder = open_folder(Path(run))
     require_platform(str(folder.config_file))
-    loaded, before = on_installed_platform(folder.load_config(overrides), overrides), folder.load_config().config
-    refuse(check_resumed_run(loaded, before, world_size_of(loaded.config), registries()), str(folder.config_file))
+    loaded = on_installed_platform(folder.load_config(overrides), overrides)
+    refuse(
+        check_resumed_run(loaded, _before(folder, loaded.config), world_size_of(loaded.config), registries()),
+        str(folder.config_file),
+    )
     config = resolved(loaded.config, folder.path)
     choice: Choice = "newest that fits"
     if reset_optimizer or from_step is not None:
@@ -96,18 +104,33 @@ def resume_command(run: str, from_step: int | None, reset_optimizer: bool, overr
     return _report(launch_training(config, folder.path, lambda: _take_up(folder, config, from_step), choice), config)
 
 
+def _before(run: RunFolder, config: TrainerConfig) -> TrainerConfig:
+    """Return the configuration that a run had, with the components of `config` that may have changed.
+
+    Python files of models and datasets may have moved: tensors and tokens are compared instead of paths.
+    """
+    names = {"optimizer.name": config.optimizer.name, "checkpoint.storage.name": config.checkpoint.storage.name}
+    for part in ("model", "data"):
+        if is_python_name(name := getattr(config, part).name):
+            names[f"{part}.name"] = name
+    return run.load_config([*names.items(), ("metrics.trackers", "[]")]).config
+
+
 def _start(title: str, loaded: LoadedConfig, *, may_continue: bool) -> int:
     """Train a new run, or with `may_continue` the one that its folder has."""
     folder = chosen_run_folder(loaded, Path(title))
     config = resolved(loaded.config, folder)
     num_ranks = world_size_of(config)
+    storage = checkpoint_storage(RunFolder(folder), config)
 
     def check() -> None:
+        if may_continue:
+            report_rebuilt(folder, RunFolder.restore(folder, storage))
         if not may_continue or not RunFolder.exists(folder):
             return refuse(check_new_run(loaded, folder, num_ranks, registries()), title)
         run = RunFolder.open(folder)
         # Without the file the run was killed while it was created, and nothing can have changed.
-        before = run.load_config().config if run.config_file.exists() else loaded.config
+        before = _before(run, loaded.config) if run.config_file.exists() else loaded.config
         return refuse(check_resumed_run(loaded, before, num_ranks, registries()), title)
 
     def prepare() -> str | None:
@@ -118,7 +141,7 @@ def _start(title: str, loaded: LoadedConfig, *, may_continue: bool) -> int:
             create_run(folder, config)
             return None
         run = RunFolder.open(folder)
-        if list_checkpoints(checkpoint_storage(run, config)):
+        if list_checkpoints(storage):
             return _take_up(run, config)
         # The run was killed before its first checkpoint, and starts from the beginning.
         complete_run(run, config)
@@ -145,6 +168,9 @@ def _take_up(run: RunFolder, config: TrainerConfig, from_step: int | None = None
     storage = checkpoint_storage(run, config)
     checkpoint = newest(run, config) if from_step is None else open_step(storage, from_step)
     check_model(checkpoint, config)
+    if from_step is not None:
+        note_moved_file(checkpoint, config)
+    report_rebuilt(run.path, prepare_again(run, config))
     source = registries().datasets.get(config.data.name).build(config.data.options)
     # Before anything is moved or deleted, so that a run that cannot continue is left unchanged.
     source.verify(run.data, config.launch.verify_data)

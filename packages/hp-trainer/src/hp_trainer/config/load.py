@@ -114,10 +114,17 @@ def parse_config(
 
 
 def _leave_out_replaced(tree: Section, overrides: Sequence[Override], registered: Registries) -> None:
-    section, name = tree.items.get("optimizer"), dict(overrides).get("optimizer.name")
-    if isinstance(section, Section) and name in registered.optimizers.names():
-        known = {"name", *(field.name for field in dataclasses.fields(registered.optimizers.options(name)))}
-        section.items = {key: value for key, value in section.items.items() if key in known}
+    for path, registry in (
+        ("optimizer", registered.optimizers),
+        ("checkpoint.storage", registered.checkpoint_storages),
+    ):
+        section: Tree | None = tree
+        for key in path.split("."):
+            section = section.items.get(key) if isinstance(section, Section) else None
+        name = dict(overrides).get(f"{path}.name")
+        if isinstance(section, Section) and name in registry.names():
+            known = {"name", *(field.name for field in dataclasses.fields(registry.options(name)))}
+            section.items = {key: value for key, value in section.items.items() if key in known}
 
 
 def _validate(tree: Section, registered: Registries) -> tuple[TrainerConfig | None, list[ErrorDetails]]:

@@ -588,4 +588,4 @@ def read_notes(run_data: Path) -> dict[str, list[CorpusNote]] | None:
         assert values["format"] == 1
         return {use: [CorpusNote(**one) for one in notes] for use, notes in values["corpora"].items()}
     except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError) as error:
-        raise DataError(f"{file} is damaged; start a new run") from error
+        raise DataError(f"{file} is damaged; delete it, and `hp-train resume` rebuilds it from a checkpoint") from error

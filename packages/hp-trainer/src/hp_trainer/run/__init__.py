@@ -12,6 +12,7 @@ from hp_trainer.run.folder import (
     complete_run,
     create_run,
     default_run_folder,
+    prepare_again,
 )
 from hp_trainer.run.lock import RunLock
 
@@ -24,4 +25,5 @@ __all__ = [
     "complete_run",
     "create_run",
     "default_run_folder",
+    "prepare_again",
 ]

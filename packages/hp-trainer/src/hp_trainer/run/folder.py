@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import secrets
@@ -12,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hp_trainer._files import read_plain_text, write_atomically, write_new
-from hp_trainer.checkpoint import Checkpoint, Storage
+from hp_trainer.checkpoint import Checkpoint, LocalStorage, Storage, list_checkpoints
 from hp_trainer.config import LoadedConfig, TrainerConfig, default_values, dump_config, load_config, to_plain
-from hp_trainer.exceptions import DataError, RunFolderError
+from hp_trainer.exceptions import CheckpointError, ConfigError, DataError, RunFolderError
 from hp_trainer.models.hugging_face import COMPANIONS
 from hp_trainer.plugins import registries
 from hp_trainer.registries import Registries
@@ -23,6 +24,9 @@ from hp_trainer.run.lock import LOCK_FILE, check_owner
 _MARK = "run.json"
 # Prefix of the file that tests whether a folder is writable, on file systems without unnamed temporary files.
 PROBE = ".hp-train-"
+# Small files that every checkpoint has a copy of, so that a checkpoint is enough to continue its run.
+_COPIED = (_MARK, "config.yaml", "data/data.json")
+_MOST_BYTES = 4 << 20
 # The only files that a job can leave if it is killed before it has written the mark.
 _BEFORE_THE_MARK = (LOCK_FILE, f"{_MARK}.incomplete-", PROBE)
 
@@ -70,6 +74,8 @@ class RunFolder:
         """Return why a new run cannot use `path`; None: it can."""
         if cls.exists(path):
             return f"has the run {_read_mark(path).get('id', '?')}"
+        if list_checkpoints(LocalStorage(path / "checkpoints")):
+            return "has checkpoints of a run"
         if path.is_dir() and any(not inner.name.startswith(_BEFORE_THE_MARK) for inner in path.iterdir()):
             return "has files that do not belong to a run"
         return "is a file" if path.exists() and not path.is_dir() else None
@@ -92,8 +98,7 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         try:
             # Exclusive creation: of two runs that start at the same time in one folder, one gets it.
-            mark = {"id": secrets.token_hex(6), "created": datetime.now(UTC).isoformat(timespec="seconds")}
-            write_new(path / _MARK, json.dumps(mark))
+            write_new(path / _MARK, _new_mark())
         except FileExistsError:
             raise _taken(path, "has just been taken by another run") from None
         folder = cls(path)
@@ -119,6 +124,41 @@ class RunFolder:
             )
         _read_mark(path)
         return cls(path, owner)
+
+    @classmethod
+    def restore(cls, path: Path, storage: Storage | None = None) -> list[str]:
+        """Write small files that a run has lost from its newest checkpoint with a copy, and return their names.
+
+        Args:
+            storage: the run's checkpoints; None: as its configuration says, or `checkpoints/`.
+        """
+        lost = [name for name in _COPIED if not (path / name).exists()]
+        # A configuration alone is no run: it may have been written by hand.
+        if not lost or not path.is_dir():
+            return []
+        storage = storage or _storage_of(cls(path))
+        names, copies = list_checkpoints(storage), {}
+        for name in names:
+            with contextlib.suppress(CheckpointError, OSError):
+                found = Checkpoint(storage, name).state.get("run_files")
+                copies = {file: text for file, text in dict(found or {}).items() if file in lost}
+                if copies:
+                    break
+        # Checkpoints of earlier versions have no copies.
+        if names and _MARK in lost:
+            copies.setdefault(_MARK, _new_mark())
+        for file, text in copies.items():
+            (path / file).parent.mkdir(exist_ok=True)
+            # Another rank of the job may have just done the same.
+            with contextlib.suppress(FileExistsError):
+                write_new(path / file, str(text))
+        return list(copies)
+
+    def copies(self) -> dict[str, str]:
+        """Return the texts of the small files by name, for a checkpoint."""
+        return {
+            name: read_plain_text(self.path / name, _MOST_BYTES) for name in _COPIED if (self.path / name).is_file()
+        }
 
     def fill(self, config: TrainerConfig) -> None:
         """Create the subfolders and write the configuration, where they do not exist yet."""
@@ -201,10 +241,25 @@ def _read_mark(path: Path) -> dict[str, Any]:
     try:
         mark = json.loads(read_plain_text(path / _MARK))
     except (OSError, ValueError, RecursionError) as error:
-        raise RunFolderError(f"{path / _MARK} is damaged: {error}") from error
+        raise RunFolderError(f"{path / _MARK} is damaged: {error}; {_REBUILT}") from error
     if not isinstance(mark, dict) or not isinstance(mark.get("id"), str) or not mark["id"]:
-        raise RunFolderError(f"{path / _MARK} is damaged: it has no id")
+        raise RunFolderError(f"{path / _MARK} is damaged: it has no id; {_REBUILT}")
     return mark
+
+
+_REBUILT = "delete it, and `hp-train resume` rebuilds it from a checkpoint"
+
+
+def _new_mark() -> str:
+    return json.dumps({"id": secrets.token_hex(6), "created": datetime.now(UTC).isoformat(timespec="seconds")})
+
+
+def _storage_of(run: RunFolder) -> Storage:
+    """Return the storage of the run's checkpoints, as far as its configuration can be read."""
+    with contextlib.suppress(ConfigError):
+        if run.config_file.is_file():
+            return checkpoint_storage(run, run.load_config().config)
+    return LocalStorage(run.checkpoints)
 
 
 def create_run(path: Path, config: TrainerConfig) -> RunFolder:
@@ -233,6 +288,25 @@ def complete_run(run: RunFolder, config: TrainerConfig) -> None:
     run.sweep()
     run.fill(config)
     _prepare(run, config)
+
+
+def prepare_again(run: RunFolder, config: TrainerConfig) -> list[str]:
+    """Prepare data and copies of the model's files that a run has lost, and return the names of their folders.
+
+    Whether the data are those of the run is checked when a checkpoint is loaded.
+
+    Raises:
+        DataError: the data cannot be read.
+    """
+    again = []
+    if not run.data.is_dir() or not any(run.data.iterdir()):
+        run.data.mkdir(exist_ok=True)
+        registries().datasets.get(config.data.name).build(config.data.options).prepare(run.data)
+        again.append(run.data.name)
+    if config.model.source is not None and not run.model_files.is_dir() and Path(config.model.source).is_dir():
+        _copy_model_files(run, config)
+        again.append(run.model_files.name)
+    return again
 
 
 def _prepare(run: RunFolder, config: TrainerConfig) -> None:

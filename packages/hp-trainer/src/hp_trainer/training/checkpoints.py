@@ -34,13 +34,20 @@ class TrainingCheckpoints:
 
     Args:
         may_write: see `PendingSave`.
+        copies: texts of the run's small files by name, of which each checkpoint has a copy; see `RunFolder.restore`.
 
     Attributes:
         guard: the loss guard, whose state is part of a checkpoint.
     """
 
-    def __init__(self, setup: RankSetup, storage: Storage, may_write: Callable[[], None] = lambda: None) -> None:
-        self._setup, self._storage, self._may_write = setup, storage, may_write
+    def __init__(
+        self,
+        setup: RankSetup,
+        storage: Storage,
+        may_write: Callable[[], None] = lambda: None,
+        copies: Mapping[str, str] | None = None,
+    ) -> None:
+        self._setup, self._storage, self._may_write, self._copies = setup, storage, may_write, dict(copies or {})
         self.guard = LossGuard(setup.config.training.guard)
 
     def newest(self, before: str | None = None, *, content: bool = True) -> str | None:
@@ -163,6 +170,7 @@ class TrainingCheckpoints:
             "dataset": dict(setup.dataset.fingerprint),
             "platform": setup.platform.name,
             "parallel": setup.dims.summary(),
+            "run_files": self._copies,
         }
 
 

@@ -68,7 +68,8 @@ class Trainer:
         self._step = OptimizerStep(self.setup)
         self._speed = ModelSpeed(self.setup)
         self._profile = StepProfile(config.profile, run.profile, platform, self.setup.mesh.world.rank)
-        self._checkpoints = TrainingCheckpoints(self.setup, checkpoint_storage(run, config), run.check_owner)
+        storage = checkpoint_storage(run, config)
+        self._checkpoints = TrainingCheckpoints(self.setup, storage, run.check_owner, run.copies())
         self._train_batches = self.setup.batch_reader(self.setup.dataset.train)
         once = config.training.eval_batches is None
         self._evaluation_batches = self.setup.batch_reader(self.setup.dataset.evaluation, once=once)
