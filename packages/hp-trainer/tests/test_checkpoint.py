@@ -487,8 +487,8 @@ def test_a_newer_format_asks_for_an_upgrade(two_steps: LocalStorage, monkeypatch
     text = newest.index.dump()
     monkeypatch.undo()
     (two_steps.root / newest.folder / "index.json").write_text(text)
-    (told,) = find_latest(two_steps).skipped
-    assert told.endswith("has format 2; this version of hp-trainer reads format 1: upgrade hp-trainer")
+    (message,) = find_latest(two_steps).skipped
+    assert message.endswith("has format 2; this version of hp-trainer reads format 1: upgrade hp-trainer")
 
 
 def test_a_folder_named_after_another_step_is_passed_over(two_steps: LocalStorage) -> None:

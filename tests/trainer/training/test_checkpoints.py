@@ -57,9 +57,9 @@ def test_a_newest_checkpoint_that_does_not_fit_is_set_aside_for_the_one_before(l
     storage = checkpoint_storage(run, run.load_config().config)
     (aside,) = list_set_aside(storage)
     assert aside.startswith("step-00000006.set-aside-")
-    told = capsys.readouterr().err
-    assert "hp-train: skipped a checkpoint: " in told
-    assert told.count(f"moved {storage.describe(aside)} aside") == 1
+    message = capsys.readouterr().err
+    assert "hp-train: skipped a checkpoint: " in message
+    assert message.count(f"moved {storage.describe(aside)} aside") == 1
     first, second = tensors(expected), tensors(run)
     assert all(np.array_equal(first[name], second[name]) for name in first)
 

@@ -107,10 +107,10 @@ def test_a_resumed_run_compares_its_data_with_their_digest(work: Path, error, pr
     make_run(work)
     (tokens,) = Path(".data").glob("*/tokens-*.bin")
     tokens.write_bytes(bytes(tokens.stat().st_size))
-    told = error("resume", "out")
-    assert f"{tokens} is damaged between bytes 0 and {tokens.stat().st_size}: its tokens are not those that" in told
+    message = error("resume", "out")
+    assert f"{tokens} is damaged between bytes 0 and {tokens.stat().st_size}: its tokens are not those that" in message
     # The advice works.
-    assert f"; delete {tokens.parent}, and the next start prepares the same data again" in told
+    assert f"; delete {tokens.parent}, and the next start prepares the same data again" in message
     shutil.rmtree(tokens.parent)
     assert cli.main(["resume", "out"]) == 0
 
@@ -190,8 +190,8 @@ def test_small_files_that_are_lost_are_rebuilt_from_a_checkpoint(
     else:
         assert [checkpoint for *_, checkpoint in prepared] == ["step-00000002"]
     rebuilt = {"data": "data/data.json", "all": "run.json, config.yaml, data/data.json", "logs": None}.get(lost, lost)
-    told = "" if rebuilt is None else f"hp-train: rebuilt what out had lost: {rebuilt}\n"
-    assert capsys.readouterr().err == told
+    message = "" if rebuilt is None else f"hp-train: rebuilt what out had lost: {rebuilt}\n"
+    assert capsys.readouterr().err == message
 
 
 def test_checkpoints_without_copies_go_on_with_the_configuration(work: Path, prepared: list, error, capsys) -> None:
@@ -203,9 +203,10 @@ def test_checkpoints_without_copies_go_on_with_the_configuration(work: Path, pre
         if file != run.checkpoints:
             shutil.rmtree(file) if file.is_dir() else file.unlink()
     assert "run.folder: has checkpoints of a run" in error("run.yaml")
-    told = error("resume", "out")
+    message = error("resume", "out")
     assert (
-        "no checkpoint has a copy; continue with the configuration that started the run: `hp-train run CONFIG" in told
+        "no checkpoint has a copy; continue with the configuration that started the run: `hp-train run CONFIG"
+        in message
     )
     assert cli.main(["run", "run.yaml"]) == 0
     assert prepared[-1][2] == "step-00000002"
