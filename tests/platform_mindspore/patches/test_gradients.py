@@ -373,6 +373,27 @@ def test_cells_with_a_backward_of_their_own_have_gradients_of_one_device(platfor
             same(each, expected)
 
 
+class Penalized(Net):
+    """The derivative of a part of the forward is part of the loss."""
+
+    def construct(self, x):
+        slope = ms.grad(lambda y: ops.sum(ops.tanh(self.dense(y))))(x)
+        return ops.sum(ops.square(self.dense(x))) + ops.sum(ops.square(slope))
+
+
+@pytest.mark.parametrize("differentiate", [by_backward, lambda platform, net: gradients(net, Tensor(BATCH))])
+def test_a_derivative_in_the_forward_of_a_sharded_cell_is_refused(platform, differentiate):
+    """The loss missed the gradient of the derivative."""
+
+    def refused():
+        net = Penalized()
+        hp_fsdp.fully_shard(net, mesh_of(platform))
+        with pytest.raises(CapabilityError, match=r"in the forward of a sharded Cell.*as operations"):
+            differentiate(platform, net)
+
+    run_ranks(refused, 2, platform)
+
+
 def test_mindspores_derivatives_of_plain_cells_work_at_once(platform):
     """The platform has the grad flag on: the first `value_and_grad` found nothing to differentiate."""
     platform.enable_grad().__enter__()

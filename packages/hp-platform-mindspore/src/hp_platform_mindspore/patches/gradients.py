@@ -53,6 +53,12 @@ def differentiating_dtensors(own: Callable[..., Any]) -> Callable[..., Any]:
         def after_grad(*args: Any, **kwargs: Any) -> Any:
             # Asked at each call: arguments decide, and modules may be distributed after this was made.
             found = first_dtensor(fn, weights, args, kwargs)
+            if not is_local() and any(is_substitute(x) for x in held_tensors(fn, weights)):
+                raise CapabilityError(
+                    "mindspore.grad or value_and_grad in the forward of a sharded Cell, of what uses its parameters: "
+                    "the result would be a constant, and a loss with it would miss terms. Write the derivative as "
+                    "operations, or train this model without sharding"
+                )
             if found is None or is_local():
                 # MindSpore turns its grad flag on itself. If it is on already, the first call records nothing.
                 executor.set_grad_flag(False)
