@@ -400,3 +400,39 @@ def test_hooks_for_accumulated_gradients_before_sharding_are_refused(hp_platform
         fully_shard(net, mesh)
     handle.remove()
     fully_shard(net, mesh)
+
+
+def test_outputs_are_changed_in_place(hp_platform):
+    """As the Trainer of transformers scales a loss; one output, and several."""
+
+    class Outputs(Net):
+        def __init__(self, several):
+            super().__init__()
+            self.several = several
+
+        def forward(self, x):
+            y = super().forward(x)
+            return (y.square().mean(), y + 0) if self.several else y.square().mean()
+
+    def backward(net, x):
+        found = net(x)
+        loss = found[0] if net.several else found
+        loss *= 3
+        if net.several:
+            found[1].mul_(2)
+            loss = loss + found[1].sum()
+        loss.backward()
+
+    def rank():
+        x = torch.ones(2, 5)
+        for several in (False, True):
+            plain = Outputs(several)
+            net = Outputs(several)
+            net.load_state_dict(plain.state_dict())
+            backward(plain, x)
+            backward(shard_net(hp_platform, net), x)
+            for (name, one), other in zip(plain.named_parameters(), net.parameters(), strict=True):
+                found = None if other.grad is None else other.grad.full_tensor()
+                torch.testing.assert_close(found, one.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+    run_ranks(rank, 2, hp_platform)

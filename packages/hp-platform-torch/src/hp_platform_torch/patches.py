@@ -221,7 +221,9 @@ def _refuse_parameter(name: str, path: str, parameter: Any) -> None:
             f"{name} of a model whose {path} is {parameter.spec!r}: it would treat shards as replicas, or shard them "
             "again. A model of hp_fsdp.fully_shard reduces its gradients itself: use it as it is; one of "
             "parallelize_module is given to hp_fsdp.fully_shard. With accelerate, prepare the optimizer and the data "
-            "loader and not the model: optimizer, loader = accelerator.prepare(optimizer, loader). With Lightning "
+            "loader and not the model: optimizer, loader = accelerator.prepare(optimizer, loader). With a Trainer of "
+            "transformers, set trainer.accelerator.prepare_model = functools.partial("
+            "trainer.accelerator.prepare_model, evaluation_mode=True) before train(). With Lightning "
             "Fabric, use ModelParallelStrategy with a parallelize_fn that calls hp_fsdp.fully_shard, and set up the "
             "plain model."
         )

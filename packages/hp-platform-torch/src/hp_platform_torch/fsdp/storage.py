@@ -374,7 +374,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:

@@ -136,7 +136,7 @@ class _Mark(torch.autograd.Function):
         ctx.event = event
         # Zeros for unused outputs would be counted as memory that a step does not need.
         ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in tensors)
+        return tuple(x.detach() for x in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
