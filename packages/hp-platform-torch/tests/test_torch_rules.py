@@ -146,8 +146,6 @@ SAMPLES: list[Sample] = [
         for dtype in (torch.int32, torch.int16)
     ),
     sample("view as double", lambda x: x.round().view(torch.float64).view(torch.float32), (5, 6), gradients=False),
-    sample("chalf", lambda x: x.round().chalf().cfloat().real),
-    sample("new_empty_strided", lambda x: x.new_empty_strided((3, 4), (1, 3)).zero_(), gradients=False),
     sample("t_", lambda x: x.clone().t_()),
     sample("transpose_", lambda x: x.clone().transpose_(0, -1), (5, 4, 3)),
     sample("unsqueeze_", lambda x: x.clone().unsqueeze_(-2)),

@@ -38,6 +38,25 @@ def _forms_of_torch() -> list[Sample]:
 SAMPLES = [*all_samples.SAMPLES, *_forms_of_torch()]
 
 
+PLACEMENTS_PER_SAMPLE = 200
+
+
+@pytest.mark.timeout(LONG)
+@pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)], ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
+def test_strided_shards_give_the_result_of_one_device(
+    hp_platform: Platform, hp_share: Share, sample: Sample, mesh_shape: tuple[int, ...]
+) -> None:
+    tried = provable(hp_platform, sample)
+    if tried is None:
+        pytest.skip(f"{hp_platform.name} has no such operation here")
+    arguments = (hp_platform, mesh_shape, [tried], PLACEMENTS_PER_SAMPLE, hp_share, True)
+    ranks = math.prod(mesh_shape)
+    reports = run_ranks(prove, ranks, hp_platform, *arguments, timeout_seconds=LONG)
+    assert [problem for report in reports for problem in report.wrong] == []
+    assert reports[0].refused == []
+
+
 @pytest.mark.timeout(LONG)
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=lambda shape: "x".join(map(str, shape)))
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
+import pytest
 
-from hp_dtensor import RaggedShard, Replicate, Shard, distribute_tensor, explicit_redistribution, init_device_mesh
+from hp_dtensor import (
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
+    distribute_tensor,
+    explicit_redistribution,
+    init_device_mesh,
+    record_collectives,
+)
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
+from hp_dtensor.testing.pytest_plugin import ALL
+from hp_dtensor.testing.rule_proof import prove
+from hp_dtensor.testing.rule_samples import Sample
 
 ROWS = np.arange(30.0, dtype=np.float32).reshape(5, 6)
 
@@ -44,3 +58,61 @@ def test_ragged_parts_of_whole_rows_are_split_into_rows(hp_platform: Platform) -
         assert rows == (RaggedShard(0, (2, 3)), Replicate())
         assert doubled == (RaggedShard(0, (3, 2)), Replicate()), "outside of views placements are not renamed"
         np.testing.assert_array_equal(values, ROWS)
+
+
+def _flattened(platform: Platform) -> tuple[Any, ...]:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",), platform=platform)
+    x = distribute_tensor(platform.from_numpy(ROWS), mesh, (Shard(1),))  # 2, 2, 2 and 0 columns
+    with record_collectives() as log:
+        flat = platform.ops.reshape(x, (30,))
+        back = platform.ops.reshape(flat * 2, (5, 6))
+        total = platform.ops.sum(flat)
+    return flat.placements, back.placements, total.placements, len(log.records), platform.to_numpy(flat.full_tensor())
+
+
+def test_an_inner_dimension_is_flattened_to_a_strided_shard(hp_platform: Platform) -> None:
+    """As torch's `_StridedShard`, without communication; here also of uneven and empty shards."""
+    for flat, back, total, num_collectives, values in run_ranks(_flattened, 4, hp_platform, hp_platform):
+        assert (flat, back) == ((StridedShard(0, 5),), (Shard(1),))
+        assert total[0].is_partial()
+        assert num_collectives == 0
+        np.testing.assert_array_equal(values, ROWS.reshape(30))
+
+
+def _reshapes(source: tuple[int, ...], *targets: tuple[int, ...]) -> Sample:
+    def call(ops: Any, x: Any) -> Any:
+        for target in targets:
+            x = ops.reshape(x, target)
+        return x
+
+    return Sample(f"reshape {source} {targets}", (source,), call)
+
+
+STRIDED = (
+    _reshapes((3, 4, 5), (12, 5), (3, 4, 5)),
+    _reshapes((6, 4), (2, 12), (6, 4)),
+    _reshapes((2, 5, 3), (30,), (2, 5, 3)),
+    Sample(
+        "linear of rows",
+        ((2, 4, 3), (5, 3)),
+        lambda ops, x, w: ops.reshape(ops.linear(ops.reshape(x, (8, 3)), w), (2, 4, 5)),
+    ),
+    Sample(
+        "cross_entropy of rows",
+        ((2, 4, 3), (2, 4)),
+        lambda ops, x, t: ops.cross_entropy(ops.reshape(x, (8, 3)), ops.reshape(t, (8,))),
+        integers={1: 3},
+    ),
+    Sample("amax of rows", ((2, 4, 3),), lambda ops, x: ops.amax(ops.reshape(x, (8, 3)), 0)),
+    Sample("mul of broadcast", ((4, 3), (3,)), lambda ops, x, y: ops.mul(x, y)),
+    Sample("mean", ((5, 4),), lambda ops, x: ops.mean(x, 0)),
+)
+
+
+@pytest.mark.parametrize("sample", STRIDED, ids=lambda sample: sample.name)
+def test_strided_shards_give_the_values_and_gradients_of_one_device(hp_platform: Platform, sample: Sample) -> None:
+    for mesh_shape, limit in {(3,): 40, (2, 2): 40}.items():
+        arguments = (hp_platform, mesh_shape, [sample], limit, ALL, True)
+        reports = run_ranks(prove, math.prod(mesh_shape), hp_platform, *arguments)
+        assert [problem for report in reports for problem in report.wrong] == []
+        assert reports[0].refused == []

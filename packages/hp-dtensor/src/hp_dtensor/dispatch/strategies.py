@@ -37,7 +37,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.rules.factors import Factorization, LocalCall, Span, Strategy, spans_of_ranks, strategies
 from hp_dtensor.rules.pointwise import rounds
 from hp_dtensor.rules.registry import NeedsReplicatedError, OpCall, Registration
-from hp_dtensor.spec.placements import Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.spec.placements import Placement, RaggedShard, Shard, StridedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec
 
 
@@ -45,12 +45,6 @@ def choose_strategies(
     platform: Platform, rule: Factorization, call: OpCall, registration: Registration
 ) -> list[Strategy]:
     """Return one strategy per mesh axis, outermost first, which is the order in which axes shard a dimension."""
-    if _is_element_by_element(rule) and _stay_strided(call.tensors, registration.in_place):
-        placements = next(spec.placements for spec in call.tensors if spec.ndim)
-        return [
-            Strategy(tuple(p if spec.ndim else Replicate() for spec in call.tensors), (p,) * len(rule.outputs))
-            for p in placements
-        ]
     chosen: list[Strategy] = []
     num_shards: dict[str, float] = {}
     mesh = call.tensors[0].mesh
@@ -74,40 +68,9 @@ def choose_strategies(
         strategy = _choose(rule, call, registration, current, found, nbytes, ranks)
         chosen.append(strategy)
         if strategy.factor is not None:
-            more = math.inf if isinstance(strategy.kind, RaggedShard) else ranks
+            more = math.inf if isinstance(strategy.kind, (RaggedShard, StridedShard)) else ranks
             num_shards[strategy.factor] = num_shards.get(strategy.factor, 1) * more
     return chosen
-
-
-def _is_element_by_element(rule: Factorization) -> bool:
-    """Return True if each output element depends only on the input elements at the same index, and on scalars."""
-    dims = rule.outputs[0]
-    # Factors cannot express strided shards. For elementwise operations any layout that all operands share is correct,
-    # whatever the order of its elements.
-    known = all(other == dims for other in rule.outputs) and all(other in (dims, ()) for other in rule.inputs)
-    alike = known and all(len(dim) == 1 for dim in dims)
-    limits, work = rule.limits, rule.work
-    special = (limits.fixed, limits.picked, limits.nonempty, limits.known_spans, work.by_factor, work.localize)
-    return alike and not any(special) and not rule.operands.ignored
-
-
-def _stay_strided(specs: Sequence[TensorSpec], in_place: bool) -> bool:
-    """Return True if the first operand has strided shards and the others have the same, with scalars replicated.
-
-    In place, the others are redistributed to the first one's layout. Factors express only chunks and ragged shards.
-    """
-    first = next((spec for spec in specs if spec.ndim), specs[0])
-    strided = any(isinstance(p, StridedShard) for p in first.placements)
-    return (
-        strided
-        and not first.is_partial
-        and all(
-            spec.shape == first.shape and (in_place or spec.placements == first.placements)
-            if spec.ndim
-            else in_place or spec.is_replicated()
-            for spec in specs
-        )
-    )
 
 
 def _untouched(call: OpCall, chosen: list[Strategy]) -> list[bool]:
@@ -160,11 +123,13 @@ def factor_shardings(rule: Factorization, mesh: DeviceMesh, chosen: list[Strateg
 
 
 def _sharding_axes(chosen: list[Strategy]) -> dict[str, tuple[int, ...]]:
+    """Return the mesh axes that shard each factor of which every rank has one span."""
     axes: dict[str, tuple[int, ...]] = {}
     for axis, strategy in enumerate(chosen):
         if strategy.factor is not None:
             axes[strategy.factor] = (*axes.get(strategy.factor, ()), axis)
-    return axes
+    strided = {strategy.factor for strategy in chosen if isinstance(strategy.kind, StridedShard)}
+    return {factor: found for factor, found in axes.items() if factor not in strided}
 
 
 def _span(

@@ -7,6 +7,7 @@ have is parallel. One that outputs lack is reduced, and the outputs are partial.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.comm.process_group import ProcessGroup
-from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard
+from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -42,12 +43,15 @@ class ShardingLimits:
         known_spans: factors of which every rank must know the spans of all ranks. On several mesh axes they may be
             sharded in chunk order only.
         picked: factor -> the positions of it that outputs have, for slices. Each rank keeps those inside its span.
+        strided: whether a factor may be sharded that is not the outermost of a dimension, which gives a strided shard:
+            for reshapes, whose local function is the same reshape of the shard.
     """
 
     fixed: frozenset[str] = frozenset()
     nonempty: frozenset[str] = frozenset()
     known_spans: frozenset[str] = frozenset()
     picked: Mapping[str, range] = field(default_factory=dict)
+    strided: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,15 +145,15 @@ class Factorization:
         return None
 
     def can_shard(self, factor: str) -> bool:
-        """Return whether `factor` may be sharded: not fixed, in all outputs or reduced, outermost in its dimensions."""
+        """Return whether `factor` may be sharded: not fixed, in all outputs or reduced, not inside of others."""
         in_all = all(self.dim_of(dims, factor) is not None for dims in self.outputs)
         # An output without the factor would differ between ranks, and no placement says by what they must be combined.
         is_lost = not in_all and factor not in self.partial.reduced and factor not in self.partial.complete
         if factor in self.limits.fixed or is_lost:
             return False
         # Dimensions are row-major: chunks of a merged dimension are chunks of its outermost factor. Sharding an inner
-        # one would give each rank a strided part, which no placement in chunk order describes.
-        return all(dim[0] == factor for dim in self._merged_dims(factor))
+        # one gives each rank a strided part of the dimension.
+        return self.limits.strided or not self.is_inner(factor)
 
     def can_shard_in_chunks(self, factor: str, num_chunks: float) -> bool:
         """Return whether a factor that can be sharded may be split into `num_chunks` chunks of `Shard`."""
@@ -157,8 +161,22 @@ class Factorization:
         # Chunks have ceil(size / num_chunks) elements, so the last one is empty if the others cover everything.
         if factor in self.limits.nonempty and -(-size // num_chunks) * (num_chunks - 1) >= size:
             return False
-        # In a merged dimension, uneven chunks of the factor would not be the chunks of the dimension.
-        return not self.is_merged(factor) or size % num_chunks == 0
+        # In a dimension with further factors inside, uneven chunks of the factor would not be those of the dimension.
+        return all(dim[-1] == factor for dim in self._merged_dims(factor)) or size % num_chunks == 0
+
+    def is_inner(self, factor: str) -> bool:
+        """Return whether some dimension has another factor outside of this one."""
+        return any(dim[0] != factor for dim in self._merged_dims(factor))
+
+    def can_be_in_any_order(self, factor: str) -> bool:
+        """Return whether a rank may have any of the factor's elements, in any order, if it has them in all tensors."""
+        limits, work = self.limits, self.work
+        special = limits.picked or limits.known_spans or work.by_factor or work.localize
+        return not special and factor not in limits.nonempty and not self.is_merged(factor)
+
+    def neighbors(self, factor: str) -> set[str]:
+        """Return the factors that share a dimension with this one."""
+        return {other for dim in self._merged_dims(factor) for other in dim} - {factor}
 
     def is_merged(self, factor: str) -> bool:
         """Return whether some dimension consists of this factor and others."""
@@ -173,11 +191,17 @@ class Factorization:
 
 
 def linear_rule(
-    source: Dims, outputs: tuple[Dims, ...], sizes: Mapping[str, int], fixed: Iterable[str] = (), **options: Any
+    source: Dims,
+    outputs: tuple[Dims, ...],
+    sizes: Mapping[str, int],
+    fixed: Iterable[str] = (),
+    strided: bool = False,
+    **options: Any,
 ) -> Factorization:
     """Return the rule of an operation that is linear in its only tensor, such as a view. `fixed` is never sharded."""
     # Linear: op(sum_r x_r) = sum_r op(x_r), so a partial input need not be reduced first.
-    return Factorization((source,), outputs, sizes, limits=unsharded(fixed), partial=LINEAR, **options)
+    limits = ShardingLimits(fixed=frozenset(fixed), strided=strided)
+    return Factorization((source,), outputs, sizes, limits=limits, partial=LINEAR, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,14 +249,15 @@ def strategies(
     Args:
         current: placements of the inputs on this axis.
         ranks: size of this axis.
-        sharded_already: factor -> number of chunks that earlier axes split it into, infinite if these are ragged.
+        sharded_already: factor -> number of chunks that earlier axes split it into, infinite if these are ragged or
+            strided.
         untouched: per input, whether earlier axes keep its placement. Only then may it stay ragged on this axis.
         span_of: returns the span of a factor that earlier axes leave to this rank.
     """
     found = [Strategy((REPLICATE,) * len(rule.inputs), (REPLICATE,) * len(rule.outputs))]
     for factor in rule.sizes:
         stays = any(
-            isinstance(placement, (Shard, RaggedShard)) and placement.dim == rule.dim_of(dims, factor)
+            isinstance(placement, (Shard, RaggedShard, StridedShard)) and placement.dim == rule.dim_of(dims, factor)
             for dims, placement in zip(rule.inputs, current, strict=True)
         )
         # Sharding a factor of one element is valid but idles all ranks but one. An input that is sharded so may stay.
@@ -241,13 +266,21 @@ def strategies(
             kinds: list[Placement] = []
             if rule.can_shard_in_chunks(factor, ranks * sharded_already.get(factor, 1)):
                 kinds.append(Shard(0))
-            # An input that an earlier axis redistributes does not have its current ragged units on this axis.
-            usable = [p if same else REPLICATE for p, same in zip(current, untouched, strict=True)]
-            kinds += _ragged_kinds(rule, factor, usable, ranks, nested)
+            beside = [sharded_already[other] for other in rule.neighbors(factor) if other in sharded_already]
+            if rule.is_inner(factor) and math.inf in beside:
+                continue  # how many chunks of a strided shard ragged units leave differs between ranks
+            if not rule.is_inner(factor) and not beside:
+                # An input that an earlier axis redistributes does not have its current ragged units on this axis.
+                usable = [p if same else REPLICATE for p, same in zip(current, untouched, strict=True)]
+                kinds += _ragged_kinds(rule, factor, usable, ranks, nested)
+            kinds += _strided_kinds(rule, factor, current)
             place_picked = _place_picked(rule, factor, ranks, nested, span_of)
+            on_dim = functools.partial(_on_dim, rule, factor, sharded_already)
             for kind in dict.fromkeys(kinds):
-                inputs = _input_placements(rule, factor, kind, current)
-                outputs = tuple(_output_placement(rule, factor, kind, dims, place_picked) for dims in rule.outputs)
+                inputs = _input_placements(rule, factor, kind, current, on_dim)
+                outputs = tuple(
+                    _output_placement(rule, factor, kind, dims, place_picked, on_dim) for dims in rule.outputs
+                )
                 found.append(Strategy(inputs, outputs, factor, kind))
     # Last, because the first of equally cheap strategies is chosen, and a complete result is worth more than a partial
     # one that still has to be reduced.
@@ -297,14 +330,25 @@ def _ragged_kinds(
     return kinds
 
 
+def _strided_kinds(rule: Factorization, factor: str, current: Sequence[Placement]) -> list[Placement]:
+    """Return the strided shardings of a factor that inputs have now, if the order of its elements means nothing."""
+    if not rule.can_be_in_any_order(factor):
+        return []
+    return [
+        StridedShard(0, placement.split_factor)
+        for dims, placement in zip(rule.inputs, current, strict=True)
+        if isinstance(placement, StridedShard) and placement.dim == rule.dim_of(dims, factor)
+    ]
+
+
 def _chunks(size: int, ranks: int) -> tuple[int, ...]:
     return tuple(Shard(0).interval(size, ranks, rank)[1] for rank in range(ranks))
 
 
 def _input_placements(
-    rule: Factorization, factor: str, kind: Placement, current: Sequence[Placement]
+    rule: Factorization, factor: str, kind: Placement, current: Sequence[Placement], on_dim: Callable[..., Placement]
 ) -> tuple[Placement, ...]:
-    placements = [_on_dim(rule, kind, factor, dims, now) for dims, now in zip(rule.inputs, current, strict=True)]
+    placements = [on_dim(kind, dims, now) for dims, now in zip(rule.inputs, current, strict=True)]
     if factor not in rule.partial.reduced or rule.partial.reduced[factor] != "sum" or factor in rule.partial.complete:
         return tuple(placements)
     # Sharding a summed factor gives partial sums of a product. An addend must enter the sum over ranks once, so it
@@ -316,12 +360,17 @@ def _input_placements(
 
 
 def _output_placement(
-    rule: Factorization, factor: str, kind: Placement, dims: Dims, place_picked: _PlacePicked
+    rule: Factorization,
+    factor: str,
+    kind: Placement,
+    dims: Dims,
+    place_picked: _PlacePicked,
+    on_dim: Callable[..., Placement],
 ) -> Placement:
     dim = rule.dim_of(dims, factor)
     if dim is None:
         return REPLICATE if factor in rule.partial.complete else Partial(rule.partial.reduced[factor])
-    return place_picked(kind, dim) if factor in rule.limits.picked else _on_dim(rule, kind, factor, dims)
+    return place_picked(kind, dim) if factor in rule.limits.picked else on_dim(kind, dims)
 
 
 def spans_of_ranks(kind: Shard | RaggedShard, span: Span, ranks: int) -> list[Span]:
@@ -344,13 +393,25 @@ def positions_in_span(positions: range, span: Span) -> Span:
     return low, high - low
 
 
-def _on_dim(rule: Factorization, kind: Placement, factor: str, dims: Dims, now: Placement | None = None) -> Placement:
+def _on_dim(
+    rule: Factorization,
+    factor: str,
+    sharded_already: Mapping[str, float],
+    kind: Placement,
+    dims: Dims,
+    now: Placement | None = None,
+) -> Placement:
     """Return the placement of one tensor, currently placed as `now`, if `factor` is sharded as `kind`."""
     dim = rule.dim_of(dims, factor)
     if dim is None:
         return REPLICATE
+    if isinstance(kind, StridedShard):
+        return StridedShard(dim, kind.split_factor)
     if not isinstance(kind, RaggedShard):
-        return Shard(dim)
+        # Each element of the factors outside of this one, as far as earlier axes leave it, is a chunk to split.
+        outside = dims[dim][: dims[dim].index(factor)]
+        num_chunks = math.prod(rule.sizes[other] // int(sharded_already.get(other, 1)) for other in outside)
+        return Shard(dim) if num_chunks == 1 else StridedShard(dim, num_chunks)
     inner = rule.inner_size(dims[dim], factor)
     units = tuple(unit * inner for unit in kind.units)
     ragged = RaggedShard(dim, units)

@@ -1,7 +1,7 @@
 """Rules of views and reshapes: a reshape splits and merges dimensions, and its rule finds the common factors.
 
-None of them communicates where the sharded dimension is the outermost of those that are merged: the view of a shard is
-then the shard of the view.
+None of them communicates where shards are even: the view of a shard is a shard of the view. It is a strided one, as
+torch's `_StridedShard`, where the sharded dimension is not the outermost of those that are merged.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _reshape_to(
     call: OpCall, target: tuple[int, ...], localize: Callable[..., Mapping[str, Any]] | None
 ) -> Factorization:
     source, output, sizes, fixed = common_factors(call.tensors[0].shape, target)
-    return linear_rule(source, (output,), sizes, fixed, work=LocalWork(localize=localize))
+    return linear_rule(source, (output,), sizes, fixed, strided=True, work=LocalWork(localize=localize))
 
 
 def _reshape(call: OpCall) -> Factorization:

@@ -340,6 +340,11 @@ _VIEWS = (
     _sample("atleast_2d", lambda ops, x: ops.atleast_2d(x), (5,)),
     _sample("new_zeros", lambda ops, x: ops.new_zeros(x, (2, 3)), gradients=False),
     _sample("new_ones", lambda ops, x: ops.new_ones(x, (2, 3)), gradients=False),
+    _sample(
+        "new_empty_strided",
+        lambda ops, x: ops.zeros_like(ops.new_empty_strided(x, (2, 3), (1, 2))),
+        gradients=False,
+    ),
     _sample("new_empty", lambda ops, x: ops.zeros_like(ops.new_empty(x, (2, 3))), gradients=False),
     _sample("new_full", lambda ops, x: ops.new_full(x, (2, 3), 1.5), gradients=False),
     _sample("new_tensor", lambda ops, x: ops.new_tensor(x, 1.5), gradients=False),
@@ -545,6 +550,8 @@ COMPLEX: tuple[Sample, ...] = (
     _of_complex("resolve_neg", lambda ops, z: ops.resolve_neg(ops.imag(ops.conj(z))), real=True),
     _of_complex("imag of conjugates", lambda ops, z: ops.exp(ops.imag(ops.conj(z))), real=True),
     _of_complex("cfloat", lambda ops, z: ops.cfloat(ops.cdouble(z))),
+    # Rounded to integers, which half precision holds exactly.
+    Sample("chalf", ((5, 4),), lambda ops, x: ops.real(ops.cfloat(ops.chalf(ops.round(x))))),
     _of_complex("cdouble", lambda ops, z: ops.cfloat(ops.square(ops.cdouble(z)))),
     _of_complex("adjoint of complex", lambda ops, z: ops.adjoint(z)),
     _of_complex("vdot of complex", lambda ops, z, w: ops.vdot(z, w), (5, 2), (5, 2)),

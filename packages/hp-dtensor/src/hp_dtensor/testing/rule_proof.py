@@ -15,7 +15,7 @@ from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import SilentWorld
 from hp_dtensor.exceptions import CapabilityError, ShardingRuleError
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.spec.placements import Partial, Placement, Replicate, Shard
+from hp_dtensor.spec.placements import Partial, Placement, Replicate, Shard, StridedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec, grad_spec
 from hp_dtensor.tensor import conversions
 from hp_dtensor.tensor.dtensor import DTensor
@@ -80,12 +80,14 @@ def prove(
     samples: Sequence[Sample],
     limit: int | None = None,
     share: Share = ALL,
+    strided: bool = False,
 ) -> Report:
     """Compare every sample in all placements with one device. Call it on every rank of a world of the mesh's size.
 
     Args:
         limit: maximum number of placement combinations per sample; None: all.
         share: share of the combinations to run.
+        strided: whether arguments are also placed in strided shards.
     """
     names = tuple(f"a{i}" for i in range(len(mesh_shape)))
     mesh = DeviceMesh("cpu", mesh_shape, mesh_dim_names=names, platform=platform)
@@ -94,7 +96,7 @@ def prove(
         case = _Case(platform, mesh, sample)
         # Every rank must draw the same combinations in the same order, because each case runs collectives. `chosen`
         # depends on the number of cases only.
-        for placements in chosen(list(case.all_placements()), limit, share):
+        for placements in chosen(list(case.all_placements(strided)), limit, share):
             case.check(placements, report)
     return report
 
@@ -151,11 +153,12 @@ class _Case:
             loss = term if loss is None else ops.add(loss, term)
         return [None if g is None else self.platform.to_numpy(g).copy() for g in self.platform.grad([loss], wanted)]
 
-    def all_placements(self) -> Iterator[tuple[Placements, ...]]:
+    def all_placements(self, strided: bool = False) -> Iterator[tuple[Placements, ...]]:
         # (dimensions + 2) ** mesh axes combinations for each argument, multiplied over the arguments.
         per_tensor = []
         for index, shape in enumerate(self.sample.shapes):
             options: list[Placement] = [Replicate(), *(Shard(d) for d in range(len(shape)))]
+            options += [StridedShard(d, 2) for d in range(len(shape))] if strided else []
             # Contributions to an index would be no valid positions.
             if (self.sample.integers or {}).get(index) is None:
                 options.append(Partial())
