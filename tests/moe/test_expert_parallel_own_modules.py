@@ -19,6 +19,7 @@ from hp_dtensor.testing import run_ranks
 from hp_moe import (
     Activation,
     AuxLosses,
+    BaseExpertParallel,
     Capacity,
     ExpertParallel,
     ExpertParallelError,
@@ -338,6 +339,36 @@ def test_a_style_may_override_its_dispatch_and_combine(platform, before):
     (_, first), (_, second) = ([*seen] for _, _, seen in results)
     assert first[0] + second[0] == 2 * 6 * 2, "each token has two experts"
     assert (first[1], second[1]) == (3, 2), "experts in chunk order"
+
+
+class ThreeMethods(BaseExpertParallel):
+    """A style of the three methods alone, as HyperParallel's subclasses: all experts on every rank, results doubled."""
+
+    def _partition_fn(self, name, module, device_mesh):
+        pass
+
+    def _token_dispatch(self, module, inputs, device_mesh):
+        return inputs
+
+    def _token_combine(self, module, output, device_mesh):
+        return output * 2
+
+
+def test_a_style_may_define_the_three_methods_alone(platform):
+    def rank():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",), platform=platform)
+        with nn.building(platform):
+            experts, others = GroupedExperts(DIM, HIDDEN, EXPERTS), GroupedExperts(DIM, HIDDEN, EXPERTS)
+        init_parameters(experts, lambda name, shape: Normal(0.5), seed=1)
+        x = numpy.random.default_rng(5).normal(size=(EXPERTS, DIM)).astype(numpy.float32)
+        given = platform.from_numpy(x), platform.from_numpy(numpy.ones(EXPERTS, numpy.int64))
+        expected = platform.to_numpy(platform.detach(experts(*given)))
+        ThreeMethods().apply(experts, mesh)
+        numpy.testing.assert_allclose(platform.to_numpy(platform.detach(experts(*given))), 2 * expected, **CLOSE)
+        with pytest.raises(ExpertParallelError, match="BaseExpertParallel must define _placements or _partition_fn"):
+            BaseExpertParallel().apply(others, mesh)
+
+    run_ranks(rank, 2, platform)
 
 
 class OwnWay(TensorParallel):

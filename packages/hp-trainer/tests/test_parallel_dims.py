@@ -305,3 +305,8 @@ def test_costs_of_a_long_sequence_are_those_counted_on_all_of_it(method) -> None
     found = context._compare(shape, 2, method, 1).best
     assert found.forward_bytes == full.forward_bytes
     assert found.seconds == pytest.approx(full.seconds, rel=0.01)
+
+
+def test_degrees_may_be_given_by_position() -> None:
+    by_name = ParallelDims(dp_replicate=1, dp_shard=2, cp=2, tp=2, ulysses_degree=2, world_size=8)
+    assert ParallelDims(1, 2, 2, 2, 1, 1, 1, 2, 8) == by_name

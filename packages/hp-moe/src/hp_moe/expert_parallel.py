@@ -7,7 +7,6 @@ need: the same tokens on every rank that shares an expert, and the reduction of 
 from __future__ import annotations
 
 import functools
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -123,9 +122,13 @@ class BaseExpertParallel(ParallelStyle):
             wanted = " or ".join(map(str, self.mesh_ndims))
             raise ExpertParallelError(f"{name} needs a mesh of {wanted} axes, got {mesh.describe()}")
 
-    @abstractmethod
     def _placements(self, mesh: DeviceMesh) -> Mapping[str, tuple[Placement, ...]]:
-        """Return the placements of all weights and biases by name, including optional ones."""
+        """Return the placements of all weights and biases by name, including optional ones.
+
+        Raises:
+            ExpertParallelError: the style defines neither this nor `_partition_fn`, which calls it.
+        """
+        raise ExpertParallelError(f"{type(self).__name__} must define _placements or _partition_fn")
 
     def _partition_fn(self, name: str, module: Any, device_mesh: DeviceMesh) -> None:
         """Shard the weights of experts. `name` is the name of `module` in its parent."""

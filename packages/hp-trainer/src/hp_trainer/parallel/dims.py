@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ParallelDims:
     """The degrees of every kind of parallelism, checked against each other on creation.
 
@@ -78,8 +78,9 @@ class ParallelDims:
     ep: int = 1
     etp: int = 1
     ulysses_degree: int | None = None
-    cp_method: CpMethod | None = None
     world_size: int = 1
+    _: KW_ONLY  # the fields before this one are in HyperParallel's order
+    cp_method: CpMethod | None = None
     expert_mesh: ExpertMesh | None = None
     ep_dispatcher: str | None = None
     ep_chunks: int | None = None
