@@ -231,7 +231,7 @@ def draw(runs: Sequence[Sequence[Step]], picture: Path) -> None:
         )
         if index:
             parts = [abs(a.loss - b.loss) / abs(a.loss) for a, b in zip(runs[0], run, strict=True)]
-            differences.plot(steps, parts, ".-", color=f"C{index}", linewidth=0.8)
+            differences.plot(steps, parts, ".", color=f"C{index}")  # a difference of 0 is not drawn
     losses.set(ylabel="loss (nats per token)", title="One YAML file, two frameworks, one loss curve")
     losses.legend()
     differences.set(xlabel="step", ylabel=f"difference from\n{name_of(LAYOUTS[0])}", yscale="log", ylim=(1e-9, 1e-3))
