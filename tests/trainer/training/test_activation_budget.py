@@ -209,7 +209,9 @@ def test_measured_costs_are_the_same_on_all_ranks(lab, capfd):
 def test_kept_collectives_are_not_made_again(lab):
     def collectives(**settings):
         settings = {f"training__{name}": value for name, value in settings.items()}
-        run = lab.start(str(settings), {"dp_shard": 1, "tp": 2}, model__num_experts=None, **SETTINGS, **settings)
+        # Otherwise backward gathers again what is not recomputed.
+        degrees = {"dp_shard": 1, "tp": 2, "tp_reshard_after_forward": False}
+        run = lab.start(str(settings), degrees, model__num_experts=None, **SETTINGS, **settings)
 
         def rank():
             with record_collectives() as log:

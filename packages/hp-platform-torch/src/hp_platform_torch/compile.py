@@ -21,6 +21,7 @@ _LOOKED_INTO = (
     "hp_dtensor.parallel.nn",
     "hp_moe.feed_forward",
     "hp_platform_torch.ops.namespace",
+    "hp_platform_torch.ops.norms",
     "hp_platform_torch.platform",
 )
 

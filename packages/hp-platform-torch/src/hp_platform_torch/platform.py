@@ -30,6 +30,7 @@ from hp_platform_torch.tensor.autograd import (
     custom_function,
     is_for_parameters,
     linear_map,
+    needs_first_operand,
     split_backward,
 )
 from hp_platform_torch.tensor.dtensor import TorchDTensor
@@ -266,6 +267,9 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         self, outputs: Sequence[Tensor], output_grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
     ) -> tuple[list[Tensor | None], Callable[[], None]]:
         return split_backward(outputs, output_grads, inputs)
+
+    def needs_first_operand(self) -> bool:
+        return needs_first_operand()
 
     def no_grad(self) -> AbstractContextManager[None]:
         return torch.no_grad()

@@ -62,10 +62,11 @@ def test_offloaded_activations_are_not_counted_on_the_device(run: Run) -> None:
 
     here, nothing = planned()
     offloaded, waited = planned("--training.offload_activations=true")
-    # Of 80 blocks two are on the device: that of the backward, and the one in front of it.
-    assert 2 / 80 * here <= offloaded <= 4 / 80 * here
+    # Of 80 blocks two are on the device: that of the backward, and the one in front of it. Gradients within a block
+    # take about as much as these two.
+    assert 2 / 80 * here <= offloaded <= 5 / 80 * here
     assert (nothing, waited > 0) == (0.0, True)
-    in_stages, _ = planned("--training.offload_activations=true", "--parallel.pp=4")
+    in_stages, _ = planned("--training.offload_activations=true", "--parallel.pp=8")
     # The last block of each micro-batch under way stays.
     assert in_stages > offloaded
 
@@ -130,7 +131,7 @@ def test_what_does_not_fit_is_answered_with_what_would(run: Run) -> None:
     code, out, _ = run("plan", "run.yaml", *words, "--device-memory=4MiB")
     assert code == 1
     assert "each of these settings makes this layout fit" in out
-    assert "--training.offload_optimizer=true     3.98 MiB" in out
+    assert "--training.offload_optimizer=true       3.70 MiB" in out
     code, out, _ = run("plan", "run.yaml", *words, "--device-memory=2MiB")
     assert code == 1
     assert "does NOT fit" in out

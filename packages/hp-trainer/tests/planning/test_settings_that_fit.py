@@ -58,9 +58,9 @@ CASES = {
         3.3 * 2**20,
         ["--world-size=4", "--parallel.pp=2", "--training.micro_batch_size=4", "--pipeline.microbatches=2"],
     ),
-    "gradients": (2.8 * 2**20, ["--world-size=4", "--training.micro_batch_size=1", "--training.dtype=bfloat16"]),
+    "gradients": (2.5 * 2**20, ["--world-size=4", "--training.micro_batch_size=1", "--training.dtype=bfloat16"]),
     "averaged": (6.3 * 2**20, ["--world-size=4", "--training.ema.decay=0.9", "--training.offload_optimizer=true"]),
-    "in two": (5 * 2**20, ["--world-size=1"]),
+    "in two": (4.7 * 2**20, ["--world-size=1"]),
     "every second block": (12 * 2**20, ["--world-size=1", "--training.recompute=full", "--training.recompute_every=2"]),
     "too large a budget": (13 * 2**20, ["--world-size=1", "--training.activation_budget=20MiB"]),
 }
@@ -86,13 +86,13 @@ def test_what_is_told_to_fit_is_planned_so(plan: Plan, name: str) -> None:
 
 
 def test_two_settings_are_named_where_none_is_enough(plan: Plan) -> None:
-    _, result = plan(5 * 2**20, "--world-size=1")
+    _, result = plan(4.7 * 2**20, "--world-size=1")
     assert len(result["would_fit"]) > 2
     for change in result["would_fit"]:
         options = options_of(change)
         assert len(options) == 2
         for option in options:
-            assert plan(5 * 2**20, "--world-size=1", option)[0] == 1
+            assert plan(4.7 * 2**20, "--world-size=1", option)[0] == 1
 
 
 def test_pairs_are_named_beside_single_settings_that_change_results(plan: Plan) -> None:

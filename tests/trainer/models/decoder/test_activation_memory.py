@@ -27,6 +27,12 @@ CASES = {
     "tp": (DENSE, {"tp": 2}, {"tp": 2}),
     "tp, norms, 16 bits": ({**DENSE, "qk_norm": "head"}, {"tp": 2}, {"tp": 2, "dtype": "bfloat16"}),
     "tp, norms of results": ({**DENSE, "post_norms": True}, {"tp": 2}, {"tp": 2}),
+    "tp, gathered inputs": (
+        DENSE,
+        {"tp": 2, "tp_reshard_after_forward": False},
+        {"tp": 2, "tp_reshards": False, "dtype": "bfloat16"},
+    ),
+    "tp, latent": ({**DENSE, "attention": "latent"}, {"tp": 2}, {"tp": 2, "length": 640, "batch": 1}),
     "tp, experts": (EXPERTS, {"tp": 2}, {"tp": 2, "etp": 1}),
     "tp, sharded experts": (EXPERTS, {"tp": 2, "etp": 2}, {"tp": 2, "etp": 2}),
     "ulysses": (DENSE, {"cp": 2, "ulysses_degree": 2}, {"cp": 2}),

@@ -39,6 +39,7 @@ from hp_dtensor.rules.indexing import INDEXING, with_positions
 from hp_dtensor.rules.registry import Registration
 from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.saved_shards import RESHARDING, saving_shard
 
 Tensor = Any
 Key = tuple[Any, ...]
@@ -288,6 +289,8 @@ def dispatch(
         ShardingRuleError: the operation has no rule, or its rule refuses these specs.
         MixedOperandsError: plain tensors or other meshes among the arguments.
     """
+    if name in RESHARDING:
+        func = saving_shard(func)
     return run(operation_of(platform, name), platform, func, args, kwargs)
 
 

@@ -26,22 +26,27 @@ from hp_dtensor.spec.placements import Placement, Replicate, Shard
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor import conversions
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.saved_shards import reshard_after_forward
 from hp_dtensor.trees import like_sequence
 
 Tensor = Any
 Module = Any
 
 
-def to_placement(x: Any, mesh: DeviceMesh, given: Placement, desired: Placement) -> Any:
+def to_placement(x: Any, mesh: DeviceMesh, given: Placement, desired: Placement, reshards: bool = False) -> Any:
     """Return `x` as a DTensor redistributed to placement `desired` on a 1-D mesh.
 
     Args:
+        reshards: let products save the shard of a gathered result; see `reshard_after_forward`.
         x: a DTensor, or a plain tensor that is this rank's shard of one placed as `given`. The global length of the
             dimension that `given` shards is the sum of the ranks' lengths, which may differ; they are exchanged.
     """
     if not isinstance(x, DTensor):
         x = conversions.from_local(x, mesh, (given,), shape=_global_shape(x, mesh, given))
-    return x.redistribute(placements=(desired,))
+    result = x.redistribute(placements=(desired,))
+    if reshards and result is not x:
+        reshard_after_forward(x, result)
+    return result
 
 
 def _global_shape(x: Tensor, mesh: DeviceMesh, given: Placement) -> tuple[int, ...]:
@@ -99,6 +104,8 @@ _STYLE_ATTRIBUTE = "_hp_dtensor_style"
 class _ShardedLayer(ParallelStyle):
     """Base of column-wise and row-wise styles: a linear layer or embedding with a sharded weight."""
 
+    reshard_after_forward = False
+
     def __init__(
         self,
         *,
@@ -145,9 +152,10 @@ class _ShardedLayer(ParallelStyle):
         _, wanted, result = self._layout(_table_of(module))
         # A plain input is expected in the placement that the layer computes with, unless stated otherwise.
         given, result = self.input_layouts or wanted, self.output_layouts or result
+        reshards = self.reshard_after_forward
 
         def before(m: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            return (to_placement(first_input(m, args), device_mesh, given, wanted), *args[1:]), kwargs
+            return (to_placement(first_input(m, args), device_mesh, given, wanted, reshards), *args[1:]), kwargs
 
         # A replicated input of a column-wise layer gets a different gradient from each rank's columns. The varying view
         # that `linear` takes of it sums them, so no hook of the backward is needed here.
@@ -169,6 +177,8 @@ class ColwiseParallel(_ShardedLayer):
         input_layouts: placement of a plain input (default: replicated). The layer computes with the input replicated.
         output_layouts: placement to which the output is redistributed (default: sharded over its last dimension).
         use_local_output: return the plain local shard (default), as plain modules expect; False: the DTensor.
+        reshard_after_forward: save the shard of an input that is gathered here, and gather it again in backward, as
+            Megatron-LM does (arXiv 2205.05198, section 4.2.2). Default: save the gathered input, as torch does.
 
     Example:
         >>> def program():
@@ -180,6 +190,17 @@ class ColwiseParallel(_ShardedLayer):
         >>> run_ranks(program, 2)[0]
         ((Shard(0),), (3, 3))
     """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        reshard_after_forward: bool = False,
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.reshard_after_forward = reshard_after_forward
 
     def _layout(self, table: str | None) -> tuple[Mapping[str, Placement], Placement, Placement]:
         sharded = {"weight": Shard(0), "bias": Shard(0)} if table is None else {table: Shard(1)}
@@ -272,6 +293,9 @@ class PrepareModuleInput(ParallelStyle):
         desired_input_layouts: per positional argument, the placement to redistribute it to.
         input_kwarg_layouts, desired_input_kwarg_layouts: the same by keyword.
         use_local_output: pass plain local tensors to the module; default: DTensors.
+        reshard_after_forward: linear layers save the shards of DTensors that are gathered here, and backward gathers
+            each once again, as Megatron-LM does (arXiv 2205.05198, section 4.2.2). Default: they save the gathered
+            inputs, as in torch.
 
     Raises:
         PlanError: given and desired layouts differ in number or names.
@@ -297,12 +321,14 @@ class PrepareModuleInput(ParallelStyle):
         input_kwarg_layouts: Mapping[str, Placement] | None = None,
         desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
         use_local_output: bool = False,
+        reshard_after_forward: bool = False,
     ) -> None:
         self.input_layouts = _as_tuple(input_layouts)
         self.desired_input_layouts = _as_tuple(desired_input_layouts)
         self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
         self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
         self.use_local_output = use_local_output
+        self.reshard_after_forward = reshard_after_forward
         given, desired = len(self.input_layouts), len(self.desired_input_layouts)
         by_name, desired_by_name = sorted(self.input_kwarg_layouts), sorted(self.desired_input_kwarg_layouts)
         problems = []
@@ -317,7 +343,7 @@ class PrepareModuleInput(ParallelStyle):
         by_position = list(zip(self.input_layouts, self.desired_input_layouts, strict=True))
 
         def place(x: Any, given: Placement | None, desired: Placement | None) -> Any:
-            return _placed(x, device_mesh, (given, desired), self.use_local_output)
+            return _placed(x, device_mesh, (given, desired), self.use_local_output, self.reshard_after_forward)
 
         def prepare(m: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             if by_position and len(args) != len(by_position):
@@ -437,12 +463,14 @@ class PrepareModuleInputOutput(ParallelStyle):
         return self.prepare_module_output.apply(module, device_mesh)
 
 
-def _placed(x: Any, mesh: DeviceMesh, ways: tuple[Placement | None, Placement | None], local: bool) -> Any:
+def _placed(
+    x: Any, mesh: DeviceMesh, ways: tuple[Placement | None, Placement | None], local: bool, reshards: bool = False
+) -> Any:
     """Redistribute an input or output from the given to the desired placement; return the plain shard if `local`."""
     given, desired = ways
     if given is None or desired is None:
         return x
-    x = to_placement(x, mesh, given, desired)
+    x = to_placement(x, mesh, given, desired, reshards)
     return x.to_local() if local else x
 
 

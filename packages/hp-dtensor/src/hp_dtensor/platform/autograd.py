@@ -126,6 +126,14 @@ class AutogradInterface(ABC):
     def is_in_backward(self) -> bool:
         """Return whether this thread is running inside a backward of the framework."""
 
+    def needs_first_operand(self) -> bool:
+        """Return whether the product whose backward reads a saved tensor needs the values of its first operand.
+
+        It does not in the first part of `split_backward`, which computes no gradient of the second operand. Called only
+        while a saved tensor is read; by default True.
+        """
+        return True
+
     @abstractmethod
     def is_for_parameters(self) -> bool:
         """Return whether the running backward accumulates into leaves, rather than being a call of `grad`.

@@ -23,6 +23,7 @@ from hp_dtensor.spec.aliases import is_aliases, placements_for
 from hp_dtensor.spec.placements import Placement, Replicate
 from hp_dtensor.spec.tensor_spec import TensorSpec, require_placements
 from hp_dtensor.tensor.base import DTensorBase
+from hp_dtensor.tensor.saved_shards import pass_on
 
 Tensor = Any
 
@@ -85,6 +86,7 @@ def forget_source(x: Any) -> None:
     """
     x.__dict__.pop("_redistributed_from", None)
     x.__dict__.pop("_varying_views", None)
+    x.__dict__.pop("_saved_shard", None)
 
 
 def observe_gradient(x: Any) -> None:
@@ -140,7 +142,7 @@ def _varying_view(x: Any, local: Tensor, axes: tuple[int, ...]) -> Tensor:
     if source is not None and _has_shortcut(x, source, axes):
         # The dual of S -> V is one reduce-scatter. Through the gathered tensor it would be an all-reduce (dual of R ->
         # V) and a slice (dual of S -> R), with twice the bytes.
-        return source.plan.run_varying(source.local, local, axes)
+        return pass_on(x, source.plan.run_varying(source.local, local, axes))
     return collectives.vary(local, [mesh.group_over(axes)])
 
 

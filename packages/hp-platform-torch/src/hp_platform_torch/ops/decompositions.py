@@ -1,8 +1,8 @@
 """Torch's functions in other forms: compositions of functions with sharding rules, and forms for local shards.
 
 `DECOMPOSED` functions run on DTensors as other functions, by the rules of these. `LOCAL_FORMS` run on local data
-instead of functions that fail on some shards, such as empty ones. `CHECKS` test global arguments where torch's function
-would test those of the shard.
+instead of functions that fail on some shards, such as empty ones, or that save more for backward. `CHECKS` test global
+arguments where torch's function would test those of the shard.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.nn.functional import batch_norm, group_norm, scaled_dot_product_atten
 from hp_dtensor.exceptions import IndexOutOfRangeError, ShardingRuleError
 from hp_platform_torch.ops.attention import multi_head_attention
 from hp_platform_torch.ops.losses import LOSSES
+from hp_platform_torch.ops.norms import rms_norm
 
 Tensor = torch.Tensor
 
@@ -418,6 +419,7 @@ LOCAL_FORMS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.view_as_complex: _as_complex,
     group_norm: _group_norm,
     torch.nn.functional.pad: _pad,
+    torch.nn.functional.rms_norm: rms_norm,
     torch.Tensor.contiguous: _contiguous,
 }
 # Checks that torch makes of the global tensor; they run before the rule, on all ranks alike.

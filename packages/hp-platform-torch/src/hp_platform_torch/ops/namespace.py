@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hp_platform_torch.ops.norms import rms_norm
+
 Tensor = torch.Tensor
 Number = int | float | bool
 
@@ -86,7 +88,7 @@ _ADAPTED: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": scaled_dot_product_attention,
     "softmax": lambda x, dim: torch.softmax(x, dim),
     "log_softmax": lambda x, dim: torch.log_softmax(x, dim),
-    "rms_norm": lambda x, weight, eps: F.rms_norm(x, (x.shape[-1],), weight, eps),
+    "rms_norm": lambda x, weight, eps: rms_norm(x, (x.shape[-1],), weight, eps),
     "cross_entropy": cross_entropy,
     "embedding": F.embedding,
     "linear": F.linear,

@@ -46,6 +46,18 @@ def is_for_parameters() -> bool:
     return bool(following)
 
 
+def needs_first_operand() -> bool:
+    """Return False if the running node is a product that does not compute the gradient of its last operand."""
+    node = torch._C._current_autograd_node()
+    if node is None or node.name() not in ("MmBackward0", "AddmmBackward0"):
+        return True
+    last, _ = node.next_functions[-1]
+    try:
+        return last is not None and torch._C._will_engine_execute_node(last)
+    except RuntimeError:  # see `_will_run`
+        return True
+
+
 def _will_run(node: Any) -> bool:
     """Return True if the running backward runs a node, which is in its graph."""
     try:

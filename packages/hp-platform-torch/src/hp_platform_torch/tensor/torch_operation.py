@@ -20,6 +20,7 @@ from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.conversions import replicate_like
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.redistribution import recorded_view
+from hp_dtensor.tensor.saved_shards import RESHARDING, saving_shard
 from hp_dtensor.trees import map_tensors
 from hp_platform_torch.ops.decompositions import CHECKS, LOCAL_FORMS
 from hp_platform_torch.ops.names import canonical_name
@@ -146,6 +147,8 @@ class TorchOperation(Operation):
         super().__init__(name, registration, _KINDS)
         self.is_special = self.handler is not None or self.reflected
         self.call = (lambda x, y: func(y, x)) if self.reflected else LOCAL_FORMS.get(func, func)
+        if name in RESHARDING:
+            self.call = saving_shard(self.call)
         self.check = CHECKS.get(func)
         if self.check is not None:
             self.plans = plans_of(f"{name} checked")  # functions of this name without a check have other plans

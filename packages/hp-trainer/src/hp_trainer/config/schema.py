@@ -298,6 +298,11 @@ class ParallelConfig:
         None, ge=1, description="steps between moves of busy experts to other ranks, by the measured loads; null: never"
     )
     ep_node_size: int | None = Field(None, ge=1, description="ranks per node, for ep_dispatcher two_level and auto")
+    tp_reshard_after_forward: bool = Field(
+        True,
+        description="save the shards of sequences that tensor parallel ranks gather, and gather them again for "
+        "backward; false: save the gathered ones, which sends less",
+    )
     tp_plan: dict[str, TensorParallelStyle] | None = Field(
         None,
         description="tensor parallel style of each layer of a plain module, by name (* matches one name component)",

@@ -38,6 +38,7 @@ class MicroBatchShape:
         ep_dispatcher: how tokens are sent to experts; None: `all_to_all`.
         ep_chunks: chunks in which they are sent.
         ep_node_size: ranks of a node, for the dispatchers `two_level` and `auto`.
+        tp_reshards: shards of sequences that `tp` ranks gather are saved instead of the gathered ones.
 
     Example:
         >>> MicroBatchShape(batch=2, length=8, cp=2).tokens
@@ -57,6 +58,7 @@ class MicroBatchShape:
     ep_dispatcher: str | None = None
     ep_chunks: int = 1
     ep_node_size: int | None = None
+    tp_reshards: bool = True
 
     @property
     def tokens(self) -> float:
@@ -92,6 +94,8 @@ class SavedActivation:
             recomputed; a kind of operation whose results selective recomputation may save (`KINDS`); `rest` for cheap
             operations.
         saved: bytes that autograd saves for backward if nothing is recomputed.
+        held: bytes saved in addition from recomputation to backward, where `saved` is less because backward gathers
+            again what a recomputation has gathered.
         result: bytes that recomputation saves instead: of the input, of decisions, or of results of saved kinds.
         flops: operations in forward, which is also the cost of recomputing them.
         sent: bytes that this rank sends for them in forward. Recomputation sends them again.
@@ -100,6 +104,7 @@ class SavedActivation:
     name: str
     kind: str
     saved: float = 0.0
+    held: float = 0.0
     result: float = 0.0
     flops: float = 0.0
     sent: float = 0.0
@@ -155,7 +160,7 @@ class BlockActivations:
             return self.working
         # A saved result has its memory already; only what autograd saves beyond it is new.
         recomputed = sum(
-            max(0.0, each.saved - each.result) if recompute.saves(each.kind) else each.saved
+            max(0.0, each.saved - each.result) if recompute.saves(each.kind) else each.saved + each.held
             for each in self.tensors
             if each.kind not in ("input", "routing")
         )

@@ -60,6 +60,8 @@ class ParallelDims:
         ep_copies: most copies of busy experts on a rank.
         ep_move_interval: steps between moves of busy experts to other ranks; None: they are not moved.
         ep_node_size: ranks of a node, for `two_level` and `auto`.
+        tp_reshard_after_forward: save the shards of sequences that `tp` ranks gather, and gather them again in
+            backward.
 
     Raises:
         ParallelDimsError: listing every problem with the nearest legal values.
@@ -87,6 +89,7 @@ class ParallelDims:
     ep_copies: int = 0
     ep_move_interval: int | None = None
     ep_node_size: int | None = None
+    tp_reshard_after_forward: bool = True
 
     def __post_init__(self) -> None:
         raise_if_any(find_problems(self), ParallelDimsError, "parallel degrees")
@@ -276,7 +279,7 @@ _DISPATCH = ("ep_dispatcher", "ep_chunks", "ep_copies", "ep_move_interval", "ep_
 
 def degrees_from_config(config: Any, world_size: int, num_experts: int | None = None) -> dict[str, Any]:
     """Return the fields of `ParallelDims` that `config` sets, with `from_config`'s defaults, without `world_size`."""
-    names = (*DEGREES, "expert_mesh", "cp_method", *_DISPATCH)
+    names = (*DEGREES, "expert_mesh", "cp_method", *_DISPATCH, "tp_reshard_after_forward")
     found = {name: getattr(config, name, None) for name in names}
     # `dp` is the older name of the setting.
     if found["dp_shard"] is None:

@@ -137,6 +137,7 @@ def micro_batch_shape(config: TrainerConfig, dims: ParallelDims, *, fused_expert
         ep_dispatcher=config.parallel.ep_dispatcher,
         ep_chunks=config.parallel.ep_chunks or 1,
         ep_node_size=config.parallel.ep_node_size,
+        tp_reshards=config.parallel.tp_reshard_after_forward,
     )
 
 

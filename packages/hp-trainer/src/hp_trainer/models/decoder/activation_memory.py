@@ -41,9 +41,9 @@ def decoder_activations(config: DecoderOptions, shape: MicroBatchShape) -> Model
 
 def _block(config: DecoderOptions, layer: int, shape: MicroBatchShape) -> BlockActivations:
     rows, e = shape.tokens / shape.tp, shape.itemsize
-    # The first norm saves its input in float32. In 16 bits that is a copy, counted with the norm.
+    # The first norm saves its input.
     input_bytes = rows * config.hidden_size * e
-    stream = SavedActivation(name="input", kind="input", saved=input_bytes if e == 4 else 0.0, result=input_bytes)
+    stream = SavedActivation(name="input", kind="input", saved=input_bytes, result=input_bytes)
     tensors = [stream, *_attention(config, layer, shape), *_feed_forward(config, layer, shape)]
     return BlockActivations(tensors=tuple(tensors), working=_working(config, layer, shape))
 
@@ -51,8 +51,8 @@ def _block(config: DecoderOptions, layer: int, shape: MicroBatchShape) -> BlockA
 def _attention(config: DecoderOptions, layer: int, shape: MicroBatchShape) -> Iterator[SavedActivation]:
     hidden, tokens, e = config.hidden_size, shape.tokens, shape.itemsize
     # The sequence is sharded between modules: a rank normalizes its own rows, then gathers all rows for the products.
-    follows, trains = _saves_input(config, "q_proj", "k_proj", "v_proj"), _trains(config)
-    yield _norm("attention_norm", hidden, tokens / shape.tp, shape, of_input=True, own_result=follows, trained=trains)
+    follows = _saves_input(config, "q_proj", "k_proj", "v_proj")
+    yield _norm("attention_norm", hidden, tokens / shape.tp, shape, of_input=True, own_result=follows)
     yield _gathered("attention input", tokens * hidden * e, shape)
     yield from (_latent if config.attention == "latent" else _grouped)(config, shape)
     heads, score, value = config.num_attention_heads / shape.tp, _score_width(config), _value_width(config)
@@ -118,8 +118,8 @@ def _latent(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedAct
     )
     if q_rank is not None:
         yield _norm("q_a_norm", q_rank, tokens, shape, own_input=True)
-    # In float32 the norm saves a view of the narrow product, which keeps the shared keys beside it alive.
-    beside = tokens * config.qk_rope_head_dim * 4 if e == 4 else 0
+    # The norm saves a view of the narrow product, which keeps the shared keys beside it alive.
+    beside = tokens * config.qk_rope_head_dim * e
     yield SavedActivation(name="shared keys beside kv_a_norm", kind="rest", saved=beside)
     yield _norm("kv_a_norm", rank, tokens, shape, own_input=True)
     yield SavedActivation(name="rotated queries and keys", kind="rest", saved=2 * tokens * heads * score * e)
@@ -156,7 +156,9 @@ def _exchanged(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[Saved
 def _feed_forward(config: DecoderOptions, layer: int, shape: MicroBatchShape) -> Iterator[SavedActivation]:
     hidden, tokens = config.hidden_size, shape.tokens
     follows = _saves_input(config, "gate_proj", "up_proj") or not config.is_dense(layer)
-    yield _norm("ffn_norm", hidden, tokens / shape.tp, shape, own_result=follows, trained=_trains(config))
+    if not config.is_dense(layer) and not config.num_shared_experts and shape.tp > 1 and shape.expert_tp > 1:
+        follows = False  # the experts save the gathered rows
+    yield _norm("ffn_norm", hidden, tokens / shape.tp, shape, own_result=follows)
     if config.is_dense(layer):
         yield from _dense("feed_forward", config, config.intermediate_size, shape)
     else:
@@ -186,10 +188,12 @@ def _experts(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedAc
     assert config.num_experts is not None
     hidden, e, top_k = config.hidden_size, shape.itemsize, config.num_experts_per_tok
     etp = shape.expert_tp
-    if shape.tp > 1:
-        # Experts that are not tensor parallel take this rank's own rows.
-        own = SavedActivation(name="experts' input", kind="rest", saved=shape.tokens / shape.tp * hidden * e)
-        yield own if etp == 1 else _gathered("experts' input", shape.tokens * hidden * e, shape)
+    if shape.tp > 1 and etp == 1:
+        # They take this rank's own rows: the result of the norm, which is counted with it if its shard is saved.
+        own = 0.0 if shape.tp_reshards else shape.tokens / shape.tp * hidden * e
+        yield SavedActivation(name="experts' input", kind="rest", saved=own)
+    elif shape.tp > 1:
+        yield _gathered("experts' input", shape.tokens * hidden * e, shape, reshards=False)
     tokens = _routed_tokens(shape)
     rows = tokens * top_k
     # The gate computes in float32: it saves its scores, and in 16 bits a copy of its input.
@@ -288,27 +292,20 @@ def _norm(
     own_input: bool = False,
     own_result: bool = True,
     of_input: bool = False,
-    trained: bool = True,
     roots: float = 1,
 ) -> SavedActivation:
-    """Return what a norm saves: its input and normalized input in float32, root mean squares, and its result.
+    """Return what a norm saves: its input, root mean squares in float32, and its result.
 
     Args:
         own_input: the norm's input is no residual stream, so its result is not gathered over `tp`.
-        own_result: the following product saves the norm's result. Where `tp` ranks gather the result first, the
-            product saves the gathered rows, which `_gathered` counts.
-        of_input: the norm's input is the block's, which `_block` counts in float32.
-        trained: its weight is trained, whose gradient needs the normalized input.
+        own_result: the following product saves the norm's result. Where `tp` ranks gather the result first and do
+            not reshard it, the product saves the gathered rows, which `_gathered` counts.
+        of_input: the norm's input is the block's, which `_block` counts.
         roots: root mean squares per row.
     """
-    # Norms compute in float32 (4 bytes) in any dtype of computation.
-    elements = rows * width
-    saved = (2 if trained else 1) * 4 * elements + 4 * rows * roots
-    if of_input and shape.itemsize == 4:
-        saved -= 4 * elements
-    if own_result and (shape.tp == 1 or own_input):
-        saved += shape.itemsize * elements
-    return SavedActivation(name=name, kind="rest", saved=saved)
+    saves_result = own_result and (shape.tp == 1 or own_input or shape.tp_reshards)
+    tensors = (not of_input) + saves_result
+    return SavedActivation(name=name, kind="rest", saved=rows * (tensors * width * shape.itemsize + 4 * roots))
 
 
 def _trains(config: DecoderOptions) -> bool:
@@ -321,12 +318,16 @@ def _saves_input(config: DecoderOptions, *projections: str) -> bool:
     return _trains(config) or any(each in config.lora.targets for each in projections)
 
 
-def _gathered(name: str, num_bytes: float, shape: MicroBatchShape) -> SavedActivation:
-    """Return an all-gather of the rows of all `tp` ranks, which the following products save."""
+def _gathered(name: str, num_bytes: float, shape: MicroBatchShape, *, reshards: bool = True) -> SavedActivation:
+    """Return an all-gather of the rows of all `tp` ranks, which the following products save, or else their shard.
+
+    A recomputed block saves the gathered rows: its backward does not gather them a third time.
+    """
     if shape.tp == 1:
         return SavedActivation(name=name, kind="rest")
     sent = num_bytes * (shape.tp - 1) / shape.tp
-    return SavedActivation(name=name, kind="collectives", saved=num_bytes, result=num_bytes, sent=sent)
+    saved, held = (0.0, num_bytes) if shape.tp_reshards and reshards else (num_bytes, 0.0)
+    return SavedActivation(name=name, kind="collectives", saved=saved, held=held, result=num_bytes, sent=sent)
 
 
 def _scattered(name: str, num_bytes: float, shape: MicroBatchShape) -> SavedActivation:
@@ -339,13 +340,16 @@ def _scattered(name: str, num_bytes: float, shape: MicroBatchShape) -> SavedActi
 
 def _head(config: DecoderOptions, shape: MicroBatchShape) -> BlockActivations:
     tokens, e, vocab = shape.tokens, shape.itemsize, config.vocab_size / shape.tp
-    trains = _trains(config)
+    # A tied head saves the gathered rows.
+    follows = _trains(config) and not (shape.tp > 1 and config.tie_word_embeddings)
     tensors = (
-        _norm("norm", config.hidden_size, tokens / shape.tp, shape, own_result=trains, trained=trains),
-        _gathered("head input", tokens * config.hidden_size * e, shape),
+        _norm("norm", config.hidden_size, tokens / shape.tp, shape, own_result=follows),
+        _gathered("head input", tokens * config.hidden_size * e, shape, reshards=not config.tie_word_embeddings),
         # Over a sharded vocabulary the loss saves the logits less their maximum, and their exponentials.
         SavedActivation(name="log-softmax", kind="rest", saved=(4 if shape.tp == 1 else 8) * tokens * vocab),
         SavedActivation(name="loss and its count", kind="rest", saved=8),
+        # Ranks of `cp` look up cosines and sines of their own positions, which all blocks share.
+        SavedActivation(name="rotary tables", kind="rest", saved=4 * tokens * config.rotary_dim * (shape.cp > 1)),
     )
     # Two more float32 tensors of the logits' size, such as their gradient.
     return BlockActivations(tensors=tensors, working=8 * tokens * vocab)

@@ -72,7 +72,7 @@ def parallelize(
     # Order matters: each style wraps what the earlier ones sharded, and FSDP shards the local shards of all of them.
     dims.validate_against_model(model)
     if dims.tp_enabled:
-        _tensor_parallel(model, mesh["tp"])
+        _tensor_parallel(model, mesh["tp"], dims.tp_reshard_after_forward)
     if dims.cp_enabled:
         # Only attention communicates, all else is per token. Positions are those in the full sequence, so tables must
         # be longer than this rank's shard.
@@ -96,10 +96,13 @@ def parallelize(
 # Tensor parallel -----------------------------------------------------------------------------------------
 
 
-def _tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
+def _tensor_parallel(model: Decoder, mesh: DeviceMesh, reshards: bool) -> None:
     """Shard activations along the sequence between modules, and along heads or hidden width within them.
 
     Embedding and head are sharded along the vocabulary, so that the loss is computed on sharded logits.
+
+    Args:
+        reshards: save the shards of gathered sequences, and gather them again in backward.
     """
     sequence = Shard(1)
     plan: dict[str, ParallelStyle] = {}
@@ -108,11 +111,11 @@ def _tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     if model.norm is not None:
         plan["norm"] = SequenceParallel()
     if model.head is not None:
-        plan["head"] = ColwiseParallel(input_layouts=sequence, use_local_output=False)
+        plan["head"] = ColwiseParallel(input_layouts=sequence, use_local_output=False, reshard_after_forward=reshards)
     # No rank broadcasts its values: parameters have none yet, or the same on all ranks.
     parallelize_module(model, mesh, plan, src_data_rank=None)
     for block in model.layers:
-        parallelize_module(block, mesh, _block_plan(block), src_data_rank=None)
+        parallelize_module(block, mesh, _block_plan(block, reshards), src_data_rank=None)
         place_adapters(block, mesh)
         if getattr(block.attention, "sinks", None) is not None:
             place_parameter(block.attention, "sinks", mesh, (Shard(0),), src_data_rank=None)
@@ -120,13 +123,15 @@ def _tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
         distribute_module(block.attention, mesh)
 
 
-def _block_plan(block: DecoderBlock) -> dict[str, ParallelStyle]:
+def _block_plan(block: DecoderBlock, reshards: bool) -> dict[str, ParallelStyle]:
     sequence = Shard(1)
     plan: dict[str, ParallelStyle] = {
         "attention_norm": SequenceParallel(),
         # Rotation, mask and dropout are those of the full sequence already.
         "attention": PrepareModuleInput(
-            input_layouts=(sequence, None, None, None), desired_input_layouts=(Replicate(), None, None, None)
+            input_layouts=(sequence, None, None, None),
+            desired_input_layouts=(Replicate(), None, None, None),
+            reshard_after_forward=reshards,
         ),
         **_attention_plan(block.attention),
         "attention.o_proj": RowwiseParallel(output_layouts=sequence, use_local_output=False),
@@ -136,9 +141,9 @@ def _block_plan(block: DecoderBlock) -> dict[str, ParallelStyle]:
         if getattr(block, name) is not None:
             plan[name] = SequenceParallel()
     if block.feed_forward is not None:
-        plan |= _feed_forward_plan("feed_forward")
+        plan |= _feed_forward_plan("feed_forward", reshards)
     if block.moe is not None and block.moe.shared_experts is not None:
-        plan |= _feed_forward_plan("moe.shared_experts")
+        plan |= _feed_forward_plan("moe.shared_experts", reshards)
     return plan
 
 
@@ -159,9 +164,11 @@ def _attention_plan(attention: Any) -> dict[str, ParallelStyle]:
     return plan
 
 
-def _feed_forward_plan(name: str) -> dict[str, ParallelStyle]:
+def _feed_forward_plan(name: str, reshards: bool) -> dict[str, ParallelStyle]:
     return {
-        name: PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        name: PrepareModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate(), reshard_after_forward=reshards
+        ),
         f"{name}.w1": ColwiseParallel(use_local_output=False),
         f"{name}.w3": ColwiseParallel(use_local_output=False),
         f"{name}.w2": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),

@@ -100,7 +100,10 @@ def _tensor_parallel(
     ends = part.embed + has_sharded_head
     # Forward and backward each run every module's collective, and recomputation runs it once more.
     inside = sum(_num_sharded_modules(config, shape, layer) * (2 + repeats[layer]) for layer in layers)
-    yield Traffic("tp", "all_gather", rows * (inside + ends), inside + ends)
+    again = _gathers_of_shards(config, shape, layers, recompute) + (
+        shape.tp_reshards and part.head and not config.tie_word_embeddings
+    )
+    yield Traffic("tp", "all_gather", rows * (inside + ends + again), inside + ends + again)
     # Recomputation stops before a reduce-scatter at the end of a block. The narrow vectors of latent attention are
     # computed alike on all ranks, so that the dual of their gather is a local slice.
     skipped = sum(repeats[layer] * _ends_with_reduce_scatter(config, shape, layer) for layer in layers)
@@ -127,6 +130,20 @@ def _num_sharded_modules(config: DecoderOptions, shape: MicroBatchShape, layer: 
     if config.is_dense(layer):
         return 2
     return 1 + (_expert_tp(shape) > 1) + (config.num_shared_experts > 0)
+
+
+def _gathers_of_shards(
+    config: DecoderOptions, shape: MicroBatchShape, layers: Sequence[int], recompute: Sequence[BlockRecompute]
+) -> int:
+    """Return how many modules save the shard of their input, which backward gathers again."""
+    if not shape.tp_reshards:
+        return 0
+    saving = [layer for layer in layers if recompute[layer].mode == "none"]
+    sharded_experts = _expert_tp(shape) > 1
+    return sum(
+        _num_sharded_modules(config, shape, layer) - (sharded_experts and not config.is_dense(layer))
+        for layer in saving
+    )
 
 
 def _ends_with_reduce_scatter(config: DecoderOptions, shape: MicroBatchShape, layer: int) -> bool:
