@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -61,6 +62,13 @@ def test_checkpoints_that_are_skipped_do_not_count_when_old_ones_are_deleted(wor
     assert prune(storage, keep=1) == ["step-00000002"]
     assert list_checkpoints(storage) == ["step-00000003"]
     assert len(list_set_aside(storage)) == 2
+
+
+def test_metrics_that_are_a_named_pipe_are_refused(work: Path, prepared: list, error) -> None:
+    """Opening it would wait for a reader."""
+    run = make_run(work)
+    os.mkfifo(run.metrics_file)
+    assert "out/metrics.jsonl is a named pipe; expected a regular file: move it away" in error("resume", "out")
 
 
 def make_checkpoint_copy(folder: Path, name: str, to: str) -> Path:

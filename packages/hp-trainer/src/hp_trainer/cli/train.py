@@ -177,6 +177,7 @@ def _take_up(run: RunFolder, config: TrainerConfig, from_step: int | None = None
     # Moved aside before training starts: if the job is killed from here on, this checkpoint is already the newest.
     for name in set_aside_newer(storage, checkpoint.folder):
         print_message(f"moved {storage.describe(name)} aside; delete it when it is no longer needed")
+    run.refuse_other_kinds()
     # Under the lock: no other job writes these files.
     run.sweep()
     delete_leftovers(storage)

@@ -28,6 +28,7 @@ from hp_trainer.checkpoint import (
 from hp_trainer.checkpoint.shard_file import bytes_of, header_parts, storage_dtype
 from hp_trainer.config import TrainerConfig, to_plain
 from hp_trainer.exceptions import CheckpointError, ExportError
+from hp_trainer.failures import with_path
 from hp_trainer.models.hugging_face import COMPANIONS
 from hp_trainer.models.hugging_face.architectures import read_architecture
 from hp_trainer.models.hugging_face.export import (
@@ -284,12 +285,18 @@ def convert_weights(found: ForeignCheckpoint, where: Path, folder: Path, prefix:
     unfinished = folder / "model.safetensors.incomplete"
     # Wide dtypes first keeps every tensor aligned to its item size, as safetensors writes them.
     names = sorted(tensors, key=lambda name: (-storage_dtype(tensors[name][0]).itemsize, name))
-    with unfinished.open("wb") as out:
-        kinds = [(name.removeprefix(prefix), *tensors[name]) for name in names]
-        out.writelines(header_parts(kinds, {"format": "pt"}))
-        for name in names:
-            out.write(bytes_of(np.ascontiguousarray(found.read(name))))
-    unfinished.rename(folder / "model.safetensors")
+    try:
+        with unfinished.open("wb") as out:
+            kinds = [(name.removeprefix(prefix), *tensors[name]) for name in names]
+            out.writelines(header_parts(kinds, {"format": "pt"}))
+            for name in names:
+                out.write(bytes_of(np.ascontiguousarray(found.read(name))))
+        unfinished.rename(folder / "model.safetensors")
+    except OSError as error:
+        # Errors of a write to an open file name no path.
+        raise with_path(error, unfinished) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
     return len(tensors)
 
 

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hp_trainer._files import read_plain_text, write_atomically, write_new
+from hp_trainer._files import other_kind, read_plain_text, write_atomically, write_new
 from hp_trainer.checkpoint import Checkpoint, LocalStorage, Storage, list_checkpoints
 from hp_trainer.config import LoadedConfig, TrainerConfig, default_values, dump_config, load_config, to_plain
 from hp_trainer.exceptions import CheckpointError, ConfigError, DataError, RunFolderError
@@ -166,6 +166,16 @@ class RunFolder:
         for inner in (self.data, self.checkpoints, self.logs):
             inner.mkdir(exist_ok=True)
         self.write_config(config)
+
+    def refuse_other_kinds(self) -> None:
+        """Raise if a file that training writes is a named pipe or a socket, for whose reader it would wait forever.
+
+        Raises:
+            RunFolderError: naming the file.
+        """
+        for file in (self.metrics_file, self.loss_picture, self.loads_picture, self.samples_file):
+            if (kind := other_kind(file)) in ("a named pipe", "a socket"):
+                raise RunFolderError(f"{file} is {kind}; expected a regular file: move it away")
 
     def sweep(self) -> None:
         """Delete incomplete files of a job that was killed. Only the job with the lock may call this."""
