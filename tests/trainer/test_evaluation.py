@@ -64,6 +64,7 @@ def test_ranks_that_share_an_evaluation_find_what_one_finds(lab, layout):
             assert loss == pytest.approx(alone[1], rel=1e-6)
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_several_ranks_of_this_machine_evaluate(lab, capsys):
     run = lab.run("run", training__steps=1, data__eval_fraction=0.1)
     alone = evaluate(capsys, str(run.path))

@@ -53,6 +53,7 @@ def test_what_was_learnt_is_written(lab, trained):
     assert written(lab, trained, ["345"], **greedy) == written(lab, trained, ["345"], **greedy, generate__seed=5)
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_draws_depend_on_the_seed_alone(lab, trained):
     hot = {"generate__temperature": 2.0, "generate__top_k": None, "generate__max_new_tokens": 30}
     first = written(lab, trained, ["01", "01"], **hot)

@@ -40,7 +40,8 @@ def _place(platform, mesh, value, placements):
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 2)], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 3)], ids=str)
-def test_values_shapes_and_gradients(hp_platform, shape, mesh_shape):
+def test_values_shapes_and_gradients(torch_or, hp_platform, shape, mesh_shape):
+    torch_or(shape == (2, 1) and mesh_shape == (3, 2))
     value = numpy.arange(1, 1 + numpy.prod(shape), dtype=numpy.float32).reshape(shape)
 
     cases = list(itertools.product(_sources(shape, mesh_shape), itertools.product(PLAIN, PLAIN)))

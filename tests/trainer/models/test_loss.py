@@ -28,6 +28,7 @@ def test_the_terms_are_those_of_their_papers(hp_platform):
     assert plain == pytest.approx(-likelihood[np.arange(5)[taken], targets[taken]].sum())
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_every_layout_has_the_same_losses(lab):
     full_value = lab.run("full", **SETTINGS)
     parts = lab.run("parts", FOUR_RANKS["folded"], 4, **SETTINGS)

@@ -206,6 +206,7 @@ def test_measured_costs_are_the_same_on_all_ranks(lab, capfd):
     assert ESTIMATED not in found
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_kept_collectives_are_not_made_again(lab):
     def collectives(**settings):
         settings = {f"training__{name}": value for name, value in settings.items()}

@@ -46,7 +46,8 @@ def spoilt(monkeypatch):
 
 
 @pytest.mark.parametrize(("degrees", "world_size"), [({}, 1), (FOUR_RANKS["folded"], 4)], ids=["1", "4"])
-def test_a_skipped_step_changes_nothing_but_the_position(lab, spoilt, degrees, world_size):
+def test_a_skipped_step_changes_nothing_but_the_position(torch_or, lab, spoilt, degrees, world_size):
+    torch_or(world_size == 1)
     spoilt[2] = math.nan
     run = lab.run("run", degrees, world_size, training__guard__on_nonfinite="skip", model__load_balance_coeff=None)
     steps = events(run, "step")
@@ -94,7 +95,8 @@ def test_a_skipped_step_moves_no_expert_bias(lab, spoilt):
     [({}, 1), (FOUR_RANKS["folded"], 4), ({**FOUR_RANKS["hybrid"], "ep_move_interval": 1}, 4)],
     ids=["1", "4", "4, experts move"],
 )
-def test_a_run_goes_back_to_its_checkpoint_and_leaves_the_data_out(lab, spoilt, degrees, world_size):
+def test_a_run_goes_back_to_its_checkpoint_and_leaves_the_data_out(torch_or, lab, spoilt, degrees, world_size):
+    torch_or(world_size == 1)
     spoilt[4] = math.nan
     run = lab.run("run", degrees, world_size, training__guard__on_nonfinite="rollback")
     steps = events(run, "step")
@@ -110,6 +112,7 @@ def test_a_run_goes_back_to_its_checkpoint_and_leaves_the_data_out(lab, spoilt, 
     assert np.isfinite(losses(run)).all()
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_a_spike_is_skipped_and_an_interrupted_run_decides_alike(lab, spoilt):
     rules = {
         "training__guard__on_spike": "skip",
@@ -139,7 +142,8 @@ CHECKS = {"training__replay_interval": 2, "training__replica_check_interval": 1,
 
 
 @pytest.mark.parametrize(("degrees", "size"), [({}, 1), (FOUR_RANKS["folded"], 4)], ids=["1 rank", "4 ranks"])
-def test_the_checks_change_nothing(lab, degrees, size):
+def test_the_checks_change_nothing(torch_or, lab, degrees, size):
+    torch_or(size == 1)
     plain = lab.run("plain", degrees, size, checkpoint__interval=None, training__steps=4)
     checked = lab.run("checked", degrees, size, **CHECKS, training__steps=4)
     assert losses(checked) == losses(plain)

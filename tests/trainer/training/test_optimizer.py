@@ -186,6 +186,7 @@ def test_averages_of_half_precision_weights_are_float32(hp_platform):
     np.testing.assert_allclose(hp_platform.to_numpy(average.state()["x"]), np.full(3, expected), rtol=1e-6)
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_every_layout_has_the_same_average_and_goes_on_exactly(lab: Lab):
     full_value = lab.run("full", **SETTINGS)
     found, weights = averages(full_value), tensors(full_value, ("model.",))

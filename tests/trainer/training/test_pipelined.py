@@ -35,6 +35,7 @@ def test_experts_in_half_precision_have_the_same_gradients_in_a_split_backward(l
     np.testing.assert_allclose(split, full, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_checkpoints_of_stages_and_of_one_rank_continue_each_other(lab):
     plain, staged = settings_of(tied=True, steps=6, schedule="interleaved_1f1b")
     plain["checkpoint__interval"] = staged["checkpoint__interval"] = 3

@@ -148,7 +148,8 @@ def test_evaluation_leaves_training_as_it_is(lab):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_mixed_precision(lab, dtype):
+def test_mixed_precision(torch_or, lab, dtype):
+    torch_or(dtype == "float16")
     if lab.platform.name == "mindspore" and dtype == "bfloat16":
         pytest.skip("MindSpore has no bfloat16 products on CPU")
     expected = lab.run("float32")
@@ -245,6 +246,7 @@ def test_all_that_training_changes_moves_to_another_layout_unchanged(lab, before
     assert_equal_tensors(tensors(run), saved)
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_each_sample_is_read_once_whatever_the_world_size(lab, monkeypatch):
     seen, read = [], TokenSamples.read
 
@@ -284,6 +286,7 @@ class StopAtStep:
             self.requests[self.rank].make(signal.SIGTERM)
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_a_stop_asked_of_one_rank_stops_all_after_the_step_under_way(lab, plugged, monkeypatch):
     expected = lab.run("expected")
     stop = StopAtStep(lab.platform, rank=2, step=4)

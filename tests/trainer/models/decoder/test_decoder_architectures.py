@@ -83,6 +83,7 @@ def test_an_exported_example_has_the_logits_and_loss_of_the_run(lab: Lab, name, 
     assert measure_perplexity(run, config, lab.platform, newest(run)).loss == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.usefixtures("torch_suffices")
 @pytest.mark.parametrize(
     ("settings", "lost"),
     [
