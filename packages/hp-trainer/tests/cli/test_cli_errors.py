@@ -185,9 +185,10 @@ def test_a_traceback_is_shown_on_request(work: Path, error) -> None:
     assert shown.splitlines()[-1] == error("resume", "out").removesuffix("\n")
 
 
-def test_problems_that_a_rank_finds_come_without_its_traceback():
+def test_problems_that_a_rank_finds_are_reported_apart_from_its_traceback():
     sent = []
     problem = Problem(path="parallel.dp_replicate", what="leaves weights out")
     rank_process._report(SimpleNamespace(send=sent.append), "run", ParallelDimsError([problem], "parallel"))
-    assert (sent[0].kind, sent[0].traceback) == ("ParallelDimsError", "")
+    assert sent[0].kind == "ParallelDimsError"
     assert "parallel.dp_replicate: leaves weights out" in sent[0].what
+    assert not sent[0].needs_traceback  # only `--traceback` shows it
