@@ -419,7 +419,7 @@ class Failure:
 
 
 # What usually ends a process by a signal.
-_HINTS = {
+_HINTS: dict[int, str] = {
     signal.SIGKILL: "; the machine may have run out of memory",
     signal.SIGBUS: "; a file that it had mapped into memory was truncated or its disk failed, or /dev/shm is full",
 }
