@@ -21,9 +21,10 @@ from hp_trainer.config import (
     load_config,
     parse_config,
 )
-from hp_trainer.config.sections import adapter
+from hp_trainer.config.sections import Text, adapter
 from hp_trainer.data import TextDataConfig
 from hp_trainer.exceptions import ConfigError
+from hp_trainer.plugins import registries
 from hp_trainer.registries import Registries
 
 MINIMAL = """\
@@ -423,3 +424,25 @@ def test_plain_dataclasses_and_lists_of_plugins_are_validated_strictly() -> None
 def test_an_empty_entry_in_a_list_of_sections_is_refused(refusal) -> None:
     expected_message = refusal(MINIMAL + "optimizer: {parameter_groups: [null, {lr_factor: 0.0}]}\n")
     assert "optimizer.parameter_groups" in expected_message
+
+
+def test_characters_that_no_file_name_may_have_are_refused(refusal) -> None:
+    for escape in ("\\0", "\\ud800"):
+        assert "zero character or half of a surrogate pair" in refusal(MINIMAL + f'include: "a{escape}b"\n')
+
+
+def test_more_layers_than_any_model_has_are_refused() -> None:
+    options = registries().models.options("decoder")
+    with pytest.raises(ValidationError, match="less than or equal to 10000"):
+        options(num_hidden_layers=10**9)
+
+
+def test_every_number_below_the_smallest_is_reported(refusal) -> None:
+    message = refusal(MINIMAL + "optimizer: {lr: 1e-40, eps: 1e-40}\n")
+    assert "optimizer.lr" in message
+    assert "optimizer.eps" in message
+
+
+def test_a_text_of_a_file_can_be_pickled() -> None:
+    again = pickle.loads(pickle.dumps(Text("a", Path("b"))))
+    assert (again, again.folder) == ("a", Path("b"))

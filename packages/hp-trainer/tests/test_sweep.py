@@ -74,7 +74,7 @@ def test_each_run_gets_its_settings_and_folder(config, monkeypatch, capsys) -> N
 
     class Process:
         def __init__(self, command: list[str], **options: object) -> None:
-            started.append(command[4:])
+            started.append(command[5:])
 
         def wait(self) -> int:
             return int(len(started) == 2)  # the second one fails

@@ -165,7 +165,7 @@ class ObjectStorageConfig:
         try:
             _filesystem(self.url)
         except (ImportError, ValueError, OSError) as error:
-            hint = "pip install 'hp-trainer[object-store]' and the library of the store, such as s3fs or gcsfs"
+            hint = "pip install fsspec and the library of the store, such as s3fs or gcsfs"
             yield Problem(path="url", what=f"cannot be used: {error}", got=self.url, hint=hint)
 
 

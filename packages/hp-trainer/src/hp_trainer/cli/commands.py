@@ -174,6 +174,9 @@ class CommandGroup(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args and not ctx.resilient_parsing:
             raise click.UsageError("give a CONFIG or a command", ctx)
+        near = difflib.get_close_matches(args[0], ("--help", "--version"), n=1, cutoff=0.8) if args else []
+        if near and args[0] not in near and not ctx.resilient_parsing:
+            raise click.NoSuchOption(args[0], possibilities=near, ctx=ctx)
         if args and args[0] not in {*COMMANDS, "-h", "--help", "--version"}:
             if not ctx.resilient_parsing:
                 _refuse_unknown_command(args[0], ctx)

@@ -96,7 +96,15 @@ def export_command(
 @click.option("--run", metavar="RUN", shell_complete=run_folders, help="Run that gets the checkpoint, to resume from.")
 @click.option("--to", metavar="DIR", type=click.Path(path_type=Path), help="Folder for the weights alone.")
 @click.option("--prefix", default="", metavar="TEXT", help="With --to: prefix to remove from the names of tensors.")
-@click.option("--format", "form", default="dcp", metavar="FORMAT", shell_complete=_formats, help="Format of DIR.")
+@click.option(
+    "--format",
+    "form",
+    default="dcp",
+    show_default=True,
+    metavar="FORMAT",
+    shell_complete=_formats,
+    help="Format of DIR.",
+)
 def import_command(folder: Path, run: str | None, to: Path | None, prefix: str, form: str, overrides: Overrides) -> int:
     """Convert DIR, a folder of torch.distributed.checkpoint, to a checkpoint of --run if it comes from export.
 

@@ -289,7 +289,7 @@ def _train(config: str, overrides: Overrides, folder: Path, count: int) -> bool:
     settings = [f"--{path}={value}" for path, value in (*overrides, ("run.folder", str(folder)))]
     # -P keeps the working directory off the import path. In a session of its own the run does not get the terminal's
     # signals directly, only once, from here.
-    command: Sequence[str] = [sys.executable, "-P", "-m", "hp_trainer", config, *settings]
+    command: Sequence[str] = [sys.executable, "-P", "-m", "hp_trainer", "train", config, *settings]
     process = subprocess.Popen(command, start_new_session=True)
     stopped: Interrupted | None = None
     while True:

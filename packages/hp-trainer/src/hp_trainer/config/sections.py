@@ -44,6 +44,9 @@ class Text(str):
 
     folder: Path
 
+    def __getnewargs__(self) -> tuple[str, Path]:  # type: ignore[override]
+        return str(self), self.folder
+
 
 def _absolute(value: Any) -> Any:
     # An empty path stays empty, and the section's `check` reports it.
@@ -149,10 +152,18 @@ def _as_mapping(cls: Any, value: Any) -> Any:
 def _checked(made: Any, info: core_schema.ValidationInfo) -> Any:
     if info.context is None:
         return made
-    for name, value in vars(made).items():
-        for i, number in enumerate(value if isinstance(value, tuple) else (value,)):
-            if isinstance(number, float) and 0 < abs(number) < SMALLEST_FLOAT:
-                fail("too_small", (name, i) if isinstance(value, tuple) else (name,), value=number)
+    tiny = [
+        InitErrorDetails(
+            type=PydanticCustomError("too_small", "too_small"),
+            loc=(name, i) if isinstance(value, tuple) else (name,),
+            input=number,
+        )
+        for name, value in vars(made).items()
+        for i, number in enumerate(value if isinstance(value, tuple) else (value,))
+        if isinstance(number, float) and 0 < abs(number) < SMALLEST_FLOAT
+    ]
+    if tiny:
+        raise ValidationError.from_exception_data("", tiny)
     report(made.check() if hasattr(made, "check") else ())
     return made
 

@@ -61,6 +61,7 @@ _TEXT = ("str", "timestamp", "binary", "value", "merge")
 # Far above any real configuration. Without limits, nested YAML aliases ("billion laughs") would expand a short text
 # into millions of values.
 _LONGEST_TEXT, _DEEPEST, _MOST_VALUES = 2**20, 50, 20_000
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _resolver: Any = yaml.resolver.Resolver()
 _SAFE = yaml.SafeLoader("")
 _CONSTRUCT: dict[str, Callable[[yaml.ScalarNode], bool | int | float]] = {
@@ -229,6 +230,11 @@ class _Builder:
         except UnsetVariableError as error:
             self.problems.append(Problem(path=path, what=str(error), hint=error.hint, source=where))
             value = node.value
+        if "\0" in value or _SURROGATE.search(value):
+            # Only escapes in quotes ("\0", "\ud800") can write these. No file name may have them.
+            what = "contains a zero character or half of a surrogate pair"
+            self.problems.append(Problem(path=path, what=what, got=ascii(value)[:60], source=where))
+            return Scalar("", "str", where, self.folder)
         if value != node.value:
             # The value of a variable is typed as if it were written in the file, unless quotes make it text.
             tag = _resolve(value) if node.style is None else f"{_TAG}str"

@@ -28,7 +28,7 @@ def chosen_platform(name: str | None) -> str | Problem:
         what, hint = "several platforms are installed and none is chosen", f"--platform={found[0]}"
         return Problem(path="platform", what=what, expected=join_choices(found), hint=hint)
     near = next(iter(difflib.get_close_matches(wanted, found, n=1)), "")
-    hint = near or f"pip install hp-platform-{wanted}"
+    hint = near or f"install its package; from a clone: pip install ./packages/hp-platform-{wanted}"
     return Problem(path="platform", what="is not installed", expected=join_choices(found), got=wanted, hint=hint)
 
 
@@ -62,7 +62,7 @@ def compile_backends(name: str) -> tuple[str, ...] | None:
 
 def no_platform() -> Problem | None:
     """Return the problem that no platform is installed; None: there is at least one."""
-    hint = "pip install hp-platform-torch or hp-platform-mindspore (from a clone: ./packages/hp-platform-torch)"
+    hint = "from a clone: pip install ./packages/hp-platform-torch (or -mindspore)"
     return None if installed_platforms() else Problem(path="platform", what="no platform is installed", hint=hint)
 
 

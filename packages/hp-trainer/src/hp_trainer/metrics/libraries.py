@@ -21,7 +21,9 @@ def missing_library(module: str, *, extra: str) -> Iterator[Problem]:
     """Yield a problem if the library of a tracker is not installed."""
     if importlib.util.find_spec(module) is None:
         what = f"needs the library {module}, which is not installed"
-        yield Problem(path="name", what=what, hint=f"pip install 'hp-trainer[{extra}]'")
+        yield Problem(
+            path="name", what=what, hint=f"pip install {module}, or in a clone './packages/hp-trainer[{extra}]'"
+        )
 
 
 @section

@@ -14,6 +14,10 @@ from hp_trainer.models.decoder.lora import LoraConfig
 LayerKind = Literal["full", "sliding"]
 
 
+# Far above any real model. Each layer has objects of its own, which would fill the memory.
+MOST_LAYERS = 10_000
+
+
 @section
 class RopeScalingConfig:
     """Scaling of rotary angles for longer texts; the defaults change nothing."""
@@ -61,7 +65,7 @@ class DecoderOptions:
 
     vocab_size: int = Field(256, ge=2, description="number of tokens of the vocabulary")
     hidden_size: int = Field(192, ge=1, description="width of a token")
-    num_hidden_layers: int = Field(4, ge=1, description="decoder blocks")
+    num_hidden_layers: int = Field(4, ge=1, le=MOST_LAYERS, description="decoder blocks")
     tie_word_embeddings: bool = Field(False, description="use the embedding as the head")
     scale_embeddings: bool = Field(False, description="multiply embeddings by the root of hidden_size (Gemma)")
     logit_soft_cap: float | None = Field(None, gt=0, description="cap logits smoothly: cap * tanh(logits / cap)")

@@ -17,6 +17,7 @@ from typing import Any
 
 from hp_trainer._files import read_plain_text
 from hp_trainer.exceptions import Problem
+from hp_trainer.models.decoder.options import MOST_LAYERS
 
 Options = dict[str, Any]
 # Options that affect how a model is trained, not what it computes.
@@ -454,9 +455,15 @@ def read_architecture(folder: Path) -> tuple[Architecture | None, Options, Confi
         # transformers' AutoConfig does the same: only ministral has a window per layer.
         name = "ministral"
     if name is None or name not in ARCHITECTURES:
-        near = next(iter(difflib.get_close_matches(str(name), ARCHITECTURES, n=1)), "")
+        # A typing error is meant, not another architecture with a similar name (gpt_neox, gpt_oss).
+        near = next(iter(difflib.get_close_matches(str(name), ARCHITECTURES, n=1, cutoff=0.85)), "")
         if name is not None:
             reader.add("model_type", "unknown architecture", ", ".join(ARCHITECTURES), repr(name), near)
+        return None, {}, reader
+    layers = reader.take(int, "num_hidden_layers", default=None)
+    # Before the layers are listed.
+    if layers is not None and layers > MOST_LAYERS:
+        reader.add("num_hidden_layers", "out of range", f"an integer <= {MOST_LAYERS}", str(layers))
         return None, {}, reader
     architecture = ARCHITECTURES[name]
     return architecture, architecture.read(reader), reader
