@@ -90,7 +90,7 @@ class CommDebugMode:
     Raises:
         PlatformError: several platforms are installed and none is selected.
 
-    Example:
+    Examples:
         >>> def program():
         ...     x = ones(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
         ...     with CommDebugMode(platform=platform) as comms:

@@ -64,7 +64,7 @@ def clip_grad_norm_(
         RankMismatchError: without `copies_over`, ranks have gradients of different shapes, which would be counted
             wrongly. On an asynchronous device the norm is NaN instead, because reading the result would synchronize.
 
-    Example:
+    Examples:
         >>> def program():
         ...     weight = platform.Parameter(ones(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)]))
         ...     platform.backward(platform.ops.sum(weight))
@@ -363,7 +363,7 @@ class MuonOptions:
         match_rms: scale updates to the RMS of AdamW's (arXiv 2502.16982); otherwise by sqrt(rows / columns).
         compute_dtype: dtype of the iteration and of the communication.
 
-    Example:
+    Examples:
         >>> MuonOptions(momentum=0.9).steps
         5
     """
@@ -399,7 +399,7 @@ class Muon:
     Raises:
         PlacementError: parameters that are not matrices, or partial. Lists all of them.
 
-    Example:
+    Examples:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2,))
         ...     weight = platform.Parameter(randn(6, 4, device_mesh=mesh, placements=[Shard(0)]))

@@ -76,7 +76,7 @@ def visualize_sharding(x: TensorSpec | Any, dims: Sequence[int] = (0, 1), *, col
         dims: the one or two tensor dimensions to show.
         color: color cells by their ranks (needs `rich`); default: plain text.
 
-    Example:
+    Examples:
         >>> with fake_world(2):
         ...     table = visualize_sharding(TensorSpec(DeviceMesh("cpu", (2,)), [Shard(0)], (4, 4), None), color=False)
         >>> "rank 1" in table.lower() or "1" in table
@@ -96,7 +96,7 @@ def visualize_sharding(x: TensorSpec | Any, dims: Sequence[int] = (0, 1), *, col
 def print_sharding(x: TensorSpec | Any, dims: Sequence[int] = (0, 1)) -> None:
     """Print `visualize_sharding`, in color if `rich` is installed and the output is a terminal.
 
-    Example:
+    Examples:
         >>> with fake_world(2):
         ...     print_sharding(TensorSpec(DeviceMesh("cpu", (2,)), [Shard(0)], (4, 4), None))
     """
@@ -113,7 +113,7 @@ def draw_sharding(x: TensorSpec | Any, path: str, dims: Sequence[int] = (0, 1)) 
 
     Needs matplotlib: `pip install 'hp-dtensor[image]'`.
 
-    Example:
+    Examples:
         >>> with fake_world(4):
         ...     spec = TensorSpec(DeviceMesh("cpu", (2, 2)), [Shard(0), Shard(1)], (8, 8), None)
         ...     draw_sharding(spec, "sharding.png")

@@ -41,7 +41,7 @@ _ONE_GROUP = (
 class FSDPModule:
     """Mixin of the class of every sharded module. It has the methods of torch's `FSDPModule`.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)
@@ -359,7 +359,7 @@ HSDPModule = FSDPModule
 class UnshardHandle:
     """Handle of a running gather, returned by `unshard(async_op=True)`.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)
@@ -388,7 +388,7 @@ def share_comm_ctx(modules: Sequence[Module]) -> None:
     Raises:
         FullyShardError: a module has not been through `fully_shard`.
 
-    Example:
+    Examples:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2,))
         ...     with nn.building(platform):
@@ -407,7 +407,7 @@ def register_fsdp_forward_method(module: Module, method_name: str) -> None:
         FullyShardError: `module` has not been through `fully_shard` or has no such method, or the method is a generator
             or coroutine, whose body runs after the call has returned.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)

@@ -102,7 +102,7 @@ def fully_shard(
             It names the ranks and what each has. Nothing has been changed.
         CapabilityError: the platform cannot compute in the policy's dtypes.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)

@@ -72,7 +72,7 @@ def hsdp(
         HSDPError: a `ValueError` that lists every invalid argument. Nothing has been changed.
         FullyShardError: the same, for the parameters of `cell`.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)
@@ -119,7 +119,7 @@ def hsdp(
 def hsdp_sync_stream() -> None:
     """Wait for the running reductions of this rank's cells with `comm_async=True`, after which their gradients are set.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)
@@ -138,7 +138,7 @@ def hsdp_sync_stream() -> None:
 class HSDPCell(FSDPModule):
     """Mixin of the class of every cell that has been through `hsdp`. It has the methods of `FSDPModule` too.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)

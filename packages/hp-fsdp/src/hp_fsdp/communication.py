@@ -18,7 +18,7 @@ class Communication:
     collective has ended: until `wait` of the returned work, the caller does not change the inputs, and the work
     holds the method's temporaries. Every rank of a group calls the same methods in the same order.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)

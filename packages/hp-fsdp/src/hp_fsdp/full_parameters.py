@@ -39,7 +39,7 @@ def summon_full_params(module: Module, *, recurse: bool = True, writeback: bool 
     Raises:
         FSDPStateError: on every rank: a group is used by a forward or backward, or ranks pass different arguments.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)
@@ -78,7 +78,7 @@ def full_parameters(module: Module) -> Iterator[tuple[str, Tensor]]:
     At most one full parameter exists at a time: the memory of a yielded tensor is freed when the iterator advances.
     Copy values that you need longer, and NumPy arrays over them too. A tied parameter is yielded once.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)

@@ -56,7 +56,7 @@ class GradScaler:
     Raises:
         LossScalingError: invalid factors or interval.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)

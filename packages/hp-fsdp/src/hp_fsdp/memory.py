@@ -27,7 +27,7 @@ class MemoryUse:
         full_gradients: gradients that have not been reduced, and running reductions with their results.
         sharded_gradients: reduced gradients, those pending for a further reduction included.
 
-    Example:
+    Examples:
         >>> from hp_fsdp import MemoryUse
         >>> MemoryUse(shards=48, full=96, full_gradients=0, sharded_gradients=48).total
         192
@@ -50,7 +50,7 @@ def memory_use(module: Module) -> MemoryUse:
     Raises:
         FullyShardError: none of them has been through `fully_shard`.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)
@@ -71,7 +71,7 @@ class MemoryMeter:
         peak: the largest total so far, in bytes.
         at_peak: the memory use at that moment.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)
@@ -143,7 +143,7 @@ class PlannedParameter:
         itemsize: bytes of an element of the sharded parameter.
         trainable: it gets a gradient.
 
-    Example:
+    Examples:
         >>> from hp_fsdp import PlannedParameter
         >>> PlannedParameter("head.weight", (6, 4)).itemsize
         4
@@ -169,7 +169,7 @@ class PlannedBuffer:
         trainable: its parameters get gradients.
         is_offloaded: shards are stored in host memory, so that even a single rank needs a full buffer.
 
-    Example:
+    Examples:
         >>> from hp_fsdp import PlannedParameter, plan_group
         >>> (buffer,) = plan_group([PlannedParameter("weight", (6, 4))], num_shards=2)
         >>> buffer.shard, buffer.full, buffer.gather_wire, buffer.reduce_wire
@@ -287,7 +287,7 @@ def plan_group(
         num_replicas: size of the replicate axis.
         is_offloaded: the shards are stored in host memory.
 
-    Example:
+    Examples:
         >>> from hp_fsdp import PlannedParameter, plan_group
         >>> buffers = plan_group([PlannedParameter("weight", (8, 4))], num_shards=4, param_itemsize=2)
         >>> sum(each.shard for each in buffers), sum(each.full for each in buffers)

@@ -33,7 +33,7 @@ def get_storage(platform: Platform) -> ParameterStorage:
     Raises:
         PlatformError: no plugin of the entry-point group `hp_fsdp` has one.
 
-    Example:
+    Examples:
         >>> isinstance(get_storage(platform), ParameterStorage)
         True
     """

@@ -22,7 +22,7 @@ class ShardPlacementResult:
         placement: `Shard(dim)`: the dimension to shard. None: the first one longer than 1.
         mesh: 1-D (shard) or 2-D (replicate, shard), instead of the group's. None: the group's.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)
@@ -41,7 +41,7 @@ class ShardPlacementResult:
 class OffloadPolicy:
     """A policy that offloads nothing, the same as None. It is torch's base class and default.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)
@@ -64,7 +64,7 @@ class DataParallelMeshDims:
         ValueError: neither is given.
         FullyShardError: from `of`: several names (which torch flattens into one axis) or no name for one of them.
 
-    Example:
+    Examples:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         ...     return DataParallelMeshDims(shard="dp").of(mesh).shape
@@ -132,7 +132,7 @@ class CPUOffloadPolicy(OffloadPolicy):
             by group, when `parameter.grad` of one is read (by an optimizer, by clipping). Until then they accumulate
             where they are.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)
@@ -164,7 +164,7 @@ class MixedPrecisionPolicy:
             and in `reduce_dtype` the sum of bfloat16 parameters' gradients is not rounded. The optimizer must support
             it.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)

@@ -45,7 +45,7 @@ class StateDictOptions:
     Raises:
         ValueError: `keep_submodule_prefixes=False`.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)
@@ -97,7 +97,7 @@ def get_model_state_dict(model: Module, *, options: StateDictOptions | None = No
 
     With `full_state_dict` it communicates, and every rank of the model must call it.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)
@@ -137,7 +137,7 @@ def set_model_state_dict(
             `_load_from_state_dict`. Nothing has been changed.
         FSDPStateError: inside `summon_full_params`.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)
@@ -197,7 +197,7 @@ def get_optimizer_state_dict(model: Module, optimizers: Any, *, options: StateDi
         optimizers: an optimizer, or a list with one. It is one of torch.optim, any other with `param_groups` and
             `state`, or one of hp-trainer, whose state dict has `"num_steps"` instead of `"param_groups"`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> def program():
         ...     model = fully_shard(torch.nn.Linear(4, 6, bias=False), init_device_mesh("cpu", (2,)))
@@ -229,7 +229,7 @@ def init_optimizer_state(model: Module, optimizer: Any) -> None:
     `ASGD`, `NAdam`, `Rprop` and dampened momentum, whose state such a step changes. Every rank of the model must call
     it. An optimizer that has state is not changed, nor is one whose step needs a closure.
 
-    Example:
+    Examples:
         >>> import torch
         >>> def program():
         ...     model = fully_shard(torch.nn.Linear(4, 6, bias=False), init_device_mesh("cpu", (2,)))
@@ -255,7 +255,7 @@ def set_optimizer_state_dict(
             Unless `strict=False` also missing parameters, missing or unexpected slots of parameters that the optimizer
             has stepped, and a state dict without state for an optimizer that has some. Nothing has been changed.
 
-    Example:
+    Examples:
         >>> import torch
         >>> def program():
         ...     model = fully_shard(torch.nn.Linear(4, 6, bias=False), init_device_mesh("cpu", (2,)))
@@ -292,7 +292,7 @@ def get_state_dict(
 ) -> tuple[StateDict, StateDict]:
     """Return `get_model_state_dict` and `get_optimizer_state_dict`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> def program():
         ...     model = fully_shard(torch.nn.Linear(4, 6, bias=False), init_device_mesh("cpu", (2,)))
@@ -314,7 +314,7 @@ def set_state_dict(
 ) -> IncompatibleKeys:
     """Load a result of `get_state_dict`, see `set_model_state_dict` and `set_optimizer_state_dict`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> def program():
         ...     model = fully_shard(torch.nn.Linear(4, 6, bias=False), init_device_mesh("cpu", (2,)))

@@ -33,7 +33,7 @@ class GatherExtension(ABC):
         values: the plain tensor with the values of the weight, of its shape and dtype. These are sharded.
         kind: the weight's class, for errors.
 
-    Example:
+    Examples:
         >>> get_storage(platform).gather_extension(platform.zeros((2, 3), platform.dtype("float32"))) is None
         True
     """
@@ -79,7 +79,7 @@ class ParameterStorage(ABC):
         counts_filling: `num_writes` also counts the fill of a buffer.
         refuses_released: the framework refuses to compute with released memory.
 
-    Example:
+    Examples:
         >>> isinstance(get_storage(platform), ParameterStorage)
         True
     """

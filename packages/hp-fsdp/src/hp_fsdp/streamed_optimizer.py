@@ -59,7 +59,7 @@ def stream_optimizer(
             or its `step` has been replaced, as learning-rate schedulers do. Create those after this call.
         CapabilityError: the platform cannot store tensors of the model's device on the host.
 
-    Example:
+    Examples:
         >>> import torch
         >>> def program():
         ...     model = fully_shard(torch.nn.Linear(4, 6, bias=False), init_device_mesh("cpu", (2,)))

@@ -34,7 +34,7 @@ class Capacity:
     Raises:
         MoEConfigError: the factor is not positive and finite, or `drop` is neither policy.
 
-    Example:
+    Examples:
         >>> with nn.building(platform):
         ...     layer = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2, capacity=Capacity(1.25))
         >>> layer.capacity.bound(num_tokens=16, top_k=2, num_experts=4)

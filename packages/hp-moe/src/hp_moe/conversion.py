@@ -148,7 +148,7 @@ def moe_options(config: Config) -> dict[str, Any]:
     Raises:
         MoEConfigError: the model type or activation is not supported, or an entry is missing.
 
-    Example:
+    Examples:
         >>> config = {"model_type": "mixtral", "hidden_size": 4, "intermediate_size": 8}
         >>> options = moe_options({**config, "num_local_experts": 4, "num_experts_per_tok": 2})
         >>> options["hidden_dim"], options["route_norm"]
@@ -168,7 +168,7 @@ def from_huggingface(tensors: Mapping[str, Array], config: Config) -> dict[str, 
     Raises:
         MoEConfigError: tensors are missing or unexpected, or their shapes do not match the configuration.
 
-    Example:
+    Examples:
         >>> config = {"model_type": "mixtral", "hidden_size": 4, "intermediate_size": 8}
         >>> config |= {"num_local_experts": 2, "num_experts_per_tok": 2}
         >>> gate_up, down = np.ones((2, 16, 4)), np.ones((2, 4, 8))  # of both experts
@@ -200,7 +200,7 @@ def to_huggingface(weights: Mapping[str, Array], config: Config, *, joint: bool 
     Raises:
         MoEConfigError: weights are missing or unexpected; the message lists them.
 
-    Example:
+    Examples:
         >>> config = {"model_type": "mixtral", "hidden_size": 4, "intermediate_size": 8}
         >>> config |= {"num_local_experts": 2, "num_experts_per_tok": 2}
         >>> with nn.building(platform):
@@ -348,7 +348,7 @@ def upcycle(
     Raises:
         MoEConfigError: weights are missing or unexpected, sizes are not divisible, or the gate has another shape.
 
-    Example:
+    Examples:
         >>> dense = {"w1.weight": np.ones((8, 4)), "w2.weight": np.ones((4, 8)), "w3.weight": np.ones((8, 4))}
         >>> weights = upcycle(dense, num_experts=4, gate=np.ones((2, 4)), granularity=2)
         >>> weights["experts.w1"].shape, weights["router.gate.weight"].shape

@@ -57,7 +57,7 @@ class BaseExpertParallel(ParallelStyle):
     `[num_experts, dim]` are optional. During its forward the weights are plain local tensors. If the hidden dimension
     is sharded, each rank returns a partial sum, and all ranks but one get zeros for `b2`.
 
-    Example:
+    Examples:
         >>> [style.mesh_ndims for style in (ExpertParallel, ExpertTensorParallel)]
         [(1, 2), (2,)]
     """
@@ -192,7 +192,7 @@ class ExpertParallel(BaseExpertParallel):
         split_tokens: set it if ranks of the experts' axis are given the same tokens, as for an axis of its own in
             addition to data parallelism. Each rank then routes a share of the tokens and gets all results.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         layer = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
@@ -246,7 +246,7 @@ class ExpertParallel(BaseExpertParallel):
 class TensorParallel(BaseExpertParallel):
     """Tensor parallelism within experts: hidden dimensions are sharded over a 1-D mesh, and no tokens are sent.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         layer = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
@@ -270,7 +270,7 @@ class ExpertTensorParallel(ExpertParallel):
     The experts' axis is the one named `ep`, whatever the order of the axes, or the first one if none has that name.
     Tokens are sent along it only; ranks along the other axis take the same tokens.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         layer = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
@@ -310,7 +310,7 @@ class ReplicatedExperts(BaseExpertParallel):
 
     The experts' gradients are summed over the mesh.
 
-    Example:
+    Examples:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2,))
         ...     with nn.building(platform):
@@ -337,7 +337,7 @@ def expert_shard_dim(num_experts: int, expert_ranks: int, shard_ranks: int) -> i
         expert_ranks: number of ranks over which expert parallelism spreads the experts.
         shard_ranks: number of ranks that hold the same experts and shard them.
 
-    Example:
+    Examples:
         >>> expert_shard_dim(num_experts=64, expert_ranks=4, shard_ranks=8), expert_shard_dim(8, 4, 8)
         (0, 1)
     """

@@ -36,7 +36,7 @@ ScorePosition = Literal["before", "inside", "after"]
 class ExpertWeights(NamedTuple):
     """The plain local weights of this rank's experts; None for weights that the experts do not have.
 
-    Example:
+    Examples:
         >>> up = platform.zeros((2, 6, 4), platform.dtype("float32"))  # two experts, hidden 6, dim 4
         >>> down = platform.zeros((2, 4, 6), platform.dtype("float32"))
         >>> ExpertWeights(up, down).w3 is None  # no gate
@@ -77,7 +77,7 @@ class GroupedExperts(nn.Module):
     Raises:
         MoEConfigError: `activation` or `score_position` is unknown.
 
-    Example:
+    Examples:
         >>> with nn.building(platform):
         ...     experts = GroupedExperts(dim=4, hidden_dim=8, num_experts=2)
         >>> rows = platform.ops.ones((3, 4), platform.dtype("float32"))
@@ -298,7 +298,7 @@ def fused_experts(sent: Dispatched, weights: tuple[Tensor, ...], score_before_ex
 def has_fused_experts(platform: Platform) -> bool:
     """Return whether an installed plugin computes SwiGLU experts of this platform in its own kernels.
 
-    Example:
+    Examples:
         >>> isinstance(has_fused_experts(platform), bool)
         True
     """

@@ -29,7 +29,7 @@ class Activation:
             `[..., hidden_dim]`; `up` is None without a gate. `ops` are the platform's operations.
         is_gated: whether `up` is used, so that the network has a weight `w3`.
 
-    Example:
+    Examples:
         >>> cubed = Activation("cubed", lambda ops, gate, up: ops.pow(gate, 3.0), is_gated=False)
         >>> with nn.building(platform):
         ...     layer = FeedForward(dim=4, hidden_dim=8, activation=cubed)
@@ -51,7 +51,7 @@ def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702, up_offset: float = 
     Raises:
         MoEConfigError: `limit` is not above 0.
 
-    Example:
+    Examples:
         >>> gate = platform.from_numpy(np.array([100.0], np.float32))
         >>> hidden = clamped_swiglu().apply(platform.ops, gate, gate)  # 7 * sigmoid(1.702 * 7) * (7 + 1)
         >>> round(float(platform.to_numpy(hidden)[0]), 2)
@@ -123,7 +123,7 @@ class FeedForward(nn.Module):
     Raises:
         MoEConfigError: no activation has this name.
 
-    Example:
+    Examples:
         >>> with nn.building(platform):
         ...     layer = FeedForward(dim=4, hidden_dim=8)
         >>> tuple(layer(platform.ops.ones((2, 3, 4), platform.dtype("float32"))).shape)

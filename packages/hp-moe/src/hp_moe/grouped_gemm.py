@@ -21,7 +21,7 @@ class GroupSizes:
         tensor: int64 `[groups]`, on the device.
         host: the same numbers on the host; None to read them from the device on first use, which waits for it.
 
-    Example:
+    Examples:
         >>> sizes = GroupSizes(platform, platform.from_numpy(np.array([2, 0, 1])))
         >>> sizes.host, platform.to_numpy(sizes.offsets).tolist()
         ((2, 0, 1), [2, 2, 3])
@@ -66,7 +66,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
     Returns:
         `[rows, out]`. A group without rows gets a weight gradient of exactly zero.
 
-    Example:
+    Examples:
         >>> sizes = GroupSizes(platform, platform.from_numpy(np.array([2, 1])))
         >>> x = platform.ops.ones((3, 4), platform.dtype("float32"))
         >>> weight = platform.ops.ones((2, 5, 4), platform.dtype("float32"))
@@ -90,7 +90,7 @@ def grouped_bias(bias: Tensor, sizes: GroupSizes, num_rows: int, scores: Tensor 
     Returns:
         `[rows, out]`, in the dtype of `bias`.
 
-    Example:
+    Examples:
         >>> sizes = GroupSizes(platform, platform.from_numpy(np.array([2, 1])))
         >>> bias = platform.from_numpy(np.array([[1.0], [5.0]], np.float32))
         >>> platform.to_numpy(grouped_bias(bias, sizes, 3)).tolist()
@@ -115,7 +115,7 @@ def loop_grouped_matmul(x: Tensor, weight: Tensor, sizes: GroupSizes) -> Tensor:
 
     It works on every platform and dtype, and is the reference for faster implementations.
 
-    Example:
+    Examples:
         >>> sizes = GroupSizes(platform, platform.from_numpy(np.array([2, 1])))
         >>> x = platform.ops.ones((3, 4), platform.dtype("float32"))
         >>> weight = platform.ops.ones((2, 5, 4), platform.dtype("float32"))

@@ -37,7 +37,7 @@ class LoadMetrics:
         loads: number of choices of each expert.
         aux_losses: auxiliary losses of the layer by name, without coefficients; balance losses are 1 for even loads.
 
-    Example:
+    Examples:
         >>> metrics = LoadMetrics.of([3, 1, 0, 0])
         >>> metrics.tokens, metrics.max_violation, metrics.idle_experts
         (4, 2.0, 2)
@@ -78,7 +78,7 @@ def moe_layers(model: Any) -> dict[str, MoE]:
 
     This also sets `MoE.name`, used in error messages, of layers that have none.
 
-    Example:
+    Examples:
         >>> with nn.building(platform):
         ...     model = nn.ModuleList([FeedForward(4, 8), MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)])
         >>> [*moe_layers(model)]
@@ -108,7 +108,7 @@ def update_expert_bias(model: Any) -> dict[str, LoadMetrics]:
     Raises:
         ExpertParallelError: layers have different `token_mesh`es.
 
-    Example:
+    Examples:
         >>> with nn.building(platform):
         ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2, load_balance_coeff=1e-3)
         >>> y = model(platform.ops.ones((3, 4), platform.dtype("float32")))
@@ -143,7 +143,7 @@ def place_copies_of_experts(model: Any, loads: Mapping[str, LoadMetrics]) -> dic
         By the layer's name, the experts that each rank holds a copy of. Layers without tokens are unchanged and left
         out.
 
-    Example:
+    Examples:
         >>> with nn.building(platform):
         ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
         >>> y = model(platform.ops.ones((3, 4), platform.dtype("float32")))

@@ -91,7 +91,7 @@ class AuxLosses:
     Raises:
         MoEConfigError: a coefficient is negative or NaN.
 
-    Example:
+    Examples:
         >>> with nn.building(platform):
         ...     layer = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2, aux_losses=AuxLosses(sequence=1e-4, z=1e-3))
         >>> layer.aux_losses.z

@@ -219,7 +219,7 @@ class MoE(nn.Module):
     Raises:
         MoEConfigError: sizes or options do not fit together. Problems of the router are reported all at once.
 
-    Example:
+    Examples:
         >>> with nn.building(platform):
         ...     layer = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2, num_shared_experts=1)
         >>> tuple(layer(platform.ops.ones((2, 3, 4), platform.dtype("float32"))).shape)

@@ -42,7 +42,7 @@ def place_experts(
         max_swaps: maximum number of swaps; each moves the weights and optimizer states of two experts.
         min_gain: minimum reduction of the peak load by a swap, as a fraction of the mean load of a rank.
 
-    Example:
+    Examples:
         >>> place_experts([50, 40, 1, 2], placement=range(4), num_ranks=2)  # separates experts 0 and 1
         (3, 1, 2, 0)
     """
@@ -74,7 +74,7 @@ def check_placement(placement: Sequence[int], num_experts: int) -> ExpertPlaceme
 def inverse_permutation(placement: Sequence[int]) -> list[int]:
     """Return the expert at each position.
 
-    Example:
+    Examples:
         >>> inverse_permutation((2, 0, 1))
         [1, 2, 0]
     """
@@ -109,7 +109,7 @@ def place_copies(loads: Sequence[int], num_ranks: int, slots: int) -> CopyPlacem
         num_ranks: ranks that share the experts.
         slots: maximum number of copies on a rank.
 
-    Example:
+    Examples:
         >>> place_copies([90, 10, 0, 0], num_ranks=2, slots=1)  # rank 1 helps with expert 0
         ((), (0,))
         >>> place_copies([10, 10, 10, 10], num_ranks=2, slots=1)
@@ -133,7 +133,7 @@ def place_copies(loads: Sequence[int], num_ranks: int, slots: int) -> CopyPlacem
 def busiest_load(loads: Sequence[int], copies: CopyPlacement) -> float:
     """Return the peak load of a rank if each expert's load is shared evenly by the ranks that hold it.
 
-    Example:
+    Examples:
         >>> busiest_load([90, 10, 10, 10], ((), (0,)))  # half of expert 0, and two experts
         65.0
     """
@@ -144,7 +144,7 @@ def busiest_load(loads: Sequence[int], copies: CopyPlacement) -> float:
 def ranks_of_experts(num_experts: int, copies: CopyPlacement) -> list[list[int]]:
     """Return for each expert the ranks that own it or hold a copy, ascending.
 
-    Example:
+    Examples:
         >>> ranks_of_experts(4, ((), (0,)))
         [[0, 1], [0], [1], [1]]
     """

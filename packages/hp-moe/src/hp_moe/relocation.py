@@ -64,7 +64,7 @@ def move_experts(
             moved. If weights or states are not sharded by experts over the dispatcher's ranks alone, or are not on the
             weights' device, the layers before the one named are moved; see `expert_placement`.
 
-    Example:
+    Examples:
         >>> with nn.building(platform):
         ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
         >>> y = model(platform.ops.ones((3, 4), platform.dtype("float32")))
@@ -97,7 +97,7 @@ def return_experts(model: Any, states: States, *, after_layer: AfterLayer | None
     Raises:
         ExpertParallelError: as `move_experts`.
 
-    Example:
+    Examples:
         >>> with nn.building(platform):
         ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
         >>> return_experts(model, lambda parameter: [])  # nothing is moved
@@ -116,7 +116,7 @@ def return_experts(model: Any, states: States, *, after_layer: AfterLayer | None
 def expert_placement(model: Any) -> dict[str, ExpertPlacement]:
     """Return the position of each expert, by the layer's name, of the layers whose experts are moved.
 
-    Example:
+    Examples:
         >>> with nn.building(platform):
         ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
         >>> expert_placement(model)
@@ -143,7 +143,7 @@ def set_expert_placement(
         ExpertParallelError: as `move_experts`, or a rank was given an unknown layer or positions that are not a
             permutation; every rank raises, and nothing is moved.
 
-    Example:
+    Examples:
         >>> with nn.building(platform):
         ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
         >>> set_expert_placement(model, {}, lambda parameter: [])

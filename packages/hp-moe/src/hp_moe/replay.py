@@ -24,7 +24,7 @@ class RoutingRecord:
     Attributes:
         calls: layer name -> selected experts of each call, int64 `[tokens, top_k]`.
 
-    Example:
+    Examples:
         >>> with nn.building(platform):
         ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
         >>> with record_routing(model) as record:
@@ -62,7 +62,7 @@ def record_routing(model: Any) -> Iterator[RoutingRecord]:
     Recomputation in backward is not recorded as a call. Each call copies its selection to the host, which waits for the
     device.
 
-    Example:
+    Examples:
         >>> with nn.building(platform):
         ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
         >>> with record_routing(model) as record:
@@ -83,7 +83,7 @@ def replay_routing(model: Any, record: RoutingRecord) -> Iterator[None]:
         ExpertParallelError: the model has other layers than the record, a call has another shape, or the number of
             calls differs.
 
-    Example:
+    Examples:
         >>> with nn.building(platform):
         ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
         >>> record = RoutingRecord({"": [np.array([[3, 1]])]})

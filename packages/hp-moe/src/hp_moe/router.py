@@ -35,7 +35,7 @@ class Scoring:
         probabilities: maps (ops, logits, scores) to a distribution over all experts.
         sums_to_one: whether the weights of a token always sum to one.
 
-    Example:
+    Examples:
         >>> def share(ops, logits, scores):
         ...     return ops.softmax(logits, 1)
         >>> with nn.building(platform):
@@ -103,7 +103,7 @@ def uniform_noise(numbers: numpy.ndarray, width: int, seed: int, call: int) -> n
     Args:
         numbers: global token numbers, int64 `[tokens]`, at least 0.
 
-    Example:
+    Examples:
         >>> both, second = (uniform_noise(np.array(numbers), 3, seed=0, call=5) for numbers in ([7, 8], [8]))
         >>> (both[1] == second[0]).all()
         np.True_
@@ -195,7 +195,7 @@ class TokenChoiceTopKRouter(nn.Module):
     Raises:
         MoEConfigError: options do not fit together; the message lists all problems.
 
-    Example:
+    Examples:
         >>> with nn.building(platform):
         ...     router = TokenChoiceTopKRouter(dim=4, num_experts=8, top_k=2)
         >>> scores, experts, counts = router(platform.ops.ones((3, 4), platform.dtype("float32")))

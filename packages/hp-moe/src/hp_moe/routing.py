@@ -34,7 +34,7 @@ class Routing:
         has_dropped: whether `experts` may contain `num_experts`, which marks a dropped choice.
         allow_nonfinite: let infinite and NaN scores through.
 
-    Example:
+    Examples:
         >>> experts = platform.from_numpy(np.array([[0, 1], [1, 2]]))  # of two tokens, two each
         >>> routing = Routing(experts, counts=platform.from_numpy(np.array([1, 2, 1])))
         >>> tuple(routing.experts.shape)

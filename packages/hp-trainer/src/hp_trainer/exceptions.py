@@ -117,7 +117,7 @@ class ScheduleError(HPError, ValueError):
 class PipelineError(HPError, RuntimeError):
     """Stages, inputs or messages of a pipeline do not match, or one of its ranks has ended; names rank and stage.
 
-    Example:
+    Examples:
         >>> issubclass(PipelineError, RuntimeError)
         True
     """

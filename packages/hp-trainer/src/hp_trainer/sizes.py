@@ -19,7 +19,7 @@ def parse_size(text: str) -> int:
     Raises:
         ValueError: it is no size.
 
-    Example:
+    Examples:
         >>> parse_size("1.5GiB") == 3 * 2**29
         True
     """
@@ -35,7 +35,7 @@ def parse_size(text: str) -> int:
 def format_size(num_bytes: float) -> str:
     """Return bytes in the largest unit in which they are at least 1: `1.50 GiB`.
 
-    Example:
+    Examples:
         >>> format_size(3 * 2**29), format_size(512)
         ('1.50 GiB', '512 B')
     """

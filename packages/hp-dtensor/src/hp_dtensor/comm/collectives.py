@@ -133,7 +133,7 @@ def move_rows(x: Tensor, group: ProcessGroup, dim: int, moves: Sequence[RowMove]
 def saving_result(collective: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return a collective that recomputation does not repeat if it saves the results of collectives.
 
-    Example:
+    Examples:
         >>> saving_result(lambda x: x)(3)
         3
     """

@@ -33,7 +33,7 @@ class Links:
     Raises:
         ValueError: a negative latency, or a bandwidth that is not positive.
 
-    Example:
+    Examples:
         >>> links = Links(bandwidth={"node": 25e9, "gpu": 400e9})
         >>> links.seconds("all_gather", ["node", "gpu"], 25e6)
         0.00101
@@ -96,7 +96,7 @@ def measure_links(mesh: DeviceMesh, num_bytes: int = 2**24, repeats: int = 5) ->
     Raises:
         MeshError: this rank is outside the mesh.
 
-    Example:
+    Examples:
         >>> def program():
         ...     links = measure_links(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), num_bytes=1024)
         ...     return dict(links.bandwidth)["dp"] > 0

@@ -147,7 +147,7 @@ class DeviceMesh(MeshCoordinates):
         MeshError: names that repeat or do not fit, sizes below 1, ranks that repeat, or a mesh larger
             than the world.
 
-    Example:
+    Examples:
         >>> with fake_world(8):
         ...     mesh = DeviceMesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
         ...     mesh["tp"].shape, mesh.get_coordinate()
@@ -439,7 +439,7 @@ def init_device_mesh(
     Raises:
         MeshError: as `DeviceMesh`, and if the mesh and the world differ in their numbers of ranks.
 
-    Example:
+    Examples:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         ...     return mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
@@ -534,7 +534,7 @@ def get_current_mesh() -> DeviceMesh:
     Raises:
         MeshError: there is none.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with init_device_mesh("cpu", (2,)) as mesh:
         ...         return get_current_mesh() is mesh

@@ -66,7 +66,7 @@ def record_collectives() -> contextlib.AbstractContextManager[CollectiveLog]:
     This includes the collectives of a backward that runs in the block for a forward in the block, whichever thread the
     framework runs it in.
 
-    Example:
+    Examples:
         >>> def program():
         ...     x = ones(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
         ...     with record_collectives() as log:
@@ -95,7 +95,7 @@ class ProcessGroup(ABC):
         last_call: name of the last collective; empty before the first.
         platform: the platform of the tensors (None in a fake world).
 
-    Example:
+    Examples:
         >>> def program():
         ...     group = init_device_mesh("cpu", (2,)).get_group()
         ...     return [each[0] for each in group.all_gather_bytes(bytes([group.rank]))]

@@ -118,7 +118,7 @@ def saved_value(compute: Callable[[], T]) -> T:
 
     For decisions from data (which experts a token goes to), for counters, and for expensive values without gradient.
 
-    Example:
+    Examples:
         >>> saved_value(lambda: 3)
         3
     """
@@ -135,7 +135,7 @@ def saved_result(kind: str, compute: Callable[[], T]) -> T:
         kind: one of `KINDS`.
         compute: returns plain tensors, or a tree of them, outside the graph.
 
-    Example:
+    Examples:
         >>> saved_result("products", lambda: 3)
         3
     """
@@ -180,7 +180,7 @@ class RecomputeRecord:
     Attributes:
         is_computing: a value is being computed. Values inside of it are not recorded separately.
 
-    Example:
+    Examples:
         >>> record = RecomputeRecord(platform)
         >>> with record.first():
         ...     saved_value(lambda: "once")

@@ -31,7 +31,7 @@ _local = _Local()
 class World(ABC):
     """All ranks of a job, seen from one of them. Creates each process group once, on first use.
 
-    Example:
+    Examples:
         >>> run_ranks(lambda: (current_world(platform).rank, current_world(platform).size), 2)
         [(0, 2), (1, 2)]
     """
@@ -118,7 +118,7 @@ def current_world(platform: Platform | None = None) -> World:
         platform: default: the selected one. A process that was started by a launcher (torchrun, msrun, srun) and has
             not joined its job then joins it here, so that it is not taken for a single rank.
 
-    Example:
+    Examples:
         >>> run_ranks(lambda: current_world(platform).rank, 3)
         [0, 1, 2]
     """
@@ -177,7 +177,7 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[World]:
     Raises:
         CollectiveError: `rank` is outside the world.
 
-    Example:
+    Examples:
         >>> with fake_world(1_000_000, rank=7) as world:
         ...     DeviceMesh("cuda", (1000, 1000)).get_coordinate()
         (0, 7)

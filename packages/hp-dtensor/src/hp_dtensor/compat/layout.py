@@ -34,7 +34,7 @@ class Layout:
     Raises:
         TypeError, ValueError: names, sizes or ranks of the wrong type or number. The message lists all problems.
 
-    Example:
+    Examples:
         >>> layout = Layout((2, 2), ("dp", "tp"))
         >>> layout("dp", "None").placements
         (Shard(0), Replicate())

@@ -35,7 +35,7 @@ def init_process_group(
         LaunchError: no launcher has started this process, or arguments are missing.
         CapabilityError: the platform does not communicate by `backend`.
 
-    Example:
+    Examples:
         >>> import socket
         >>> with socket.create_server(("127.0.0.1", 0)) as server:
         ...     port = server.getsockname()[1]
@@ -79,7 +79,7 @@ def _join(platform: Platform, init_method: str | None, rank: int | None, size: i
 def destroy_process_group(group: ProcessGroup | None = None, *, platform: Platform | str | None = None) -> None:
     """Leave the job, or release one group. A released group is created again when it is next requested.
 
-    Example:
+    Examples:
         >>> import socket
         >>> with socket.create_server(("127.0.0.1", 0)) as server:
         ...     port = server.getsockname()[1]
@@ -99,7 +99,7 @@ def destroy_process_group(group: ProcessGroup | None = None, *, platform: Platfo
 def get_process_group_ranks(group: ProcessGroup | None = None) -> list[int]:
     """Return the global ranks of a group (default: all), in group order.
 
-    Example:
+    Examples:
         >>> run_ranks(lambda: get_process_group_ranks(), 2)
         [[0, 1], [0, 1]]
     """
@@ -109,7 +109,7 @@ def get_process_group_ranks(group: ProcessGroup | None = None) -> list[int]:
 def get_backend(group: ProcessGroup | None = None) -> str:
     """Return the backend of a group (default: that of all ranks): `gloo`, `nccl`, `hccl`, `simulated`, `none`, ...
 
-    Example:
+    Examples:
         >>> run_ranks(lambda: isinstance(get_backend(), str), 2)
         [True, True]
     """
@@ -119,7 +119,7 @@ def get_backend(group: ProcessGroup | None = None) -> str:
 def get_group_local_rank(group: ProcessGroup | None = None) -> int:
     """Return this rank's index in a group (default: that of all ranks).
 
-    Example:
+    Examples:
         >>> run_ranks(lambda: get_group_local_rank(), 2)
         [0, 1]
     """
@@ -137,7 +137,7 @@ def split_group(
     Raises:
         CollectiveError: subgroups are empty, overlap or are outside the parent. All problems are listed.
 
-    Example:
+    Examples:
         >>> def program():
         ...     group = split_group(split_ranks=[[0, 2], [1]])
         ...     return get_process_group_ranks(group)

@@ -48,7 +48,7 @@ def shard_module(model: ModuleOrFunction, device_mesh: DeviceMesh, sharding_plan
         MeshError: `device_mesh` is not a mesh.
         PlanError: the plan has problems. The message lists all of them, and nothing has been changed.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)
@@ -213,7 +213,7 @@ class ShardingPlan:
     Raises:
         TypeError: a plan is not a dict with string keys, or `return_local_tensor` is not a list of strings.
 
-    Example:
+    Examples:
         >>> plan = ShardingPlan(plan={"weight": (Shard(0),)}, output_plan={"": (Replicate(),)})
         >>> plan.plan["weight"]
         (Shard(0),)

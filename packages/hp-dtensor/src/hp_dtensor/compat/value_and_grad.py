@@ -34,7 +34,7 @@ def parallelize_value_and_grad(
         GradientPathError: a weight requires no gradient or is managed by `fully_shard`; on MindSpore, `fn` uses
             `hp_dtensor.parallel.recompute.checkpoint`.
 
-    Example:
+    Examples:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2,))
         ...     weight = platform.Parameter(ones(4, device_mesh=mesh, placements=[Shard(0)]))

@@ -30,7 +30,7 @@ def implicit_replication() -> AbstractContextManager[None]:
     Raises:
         RankMismatchError: in `check_mode`, from the operation whose plain operand is not the same on all ranks.
 
-    Example:
+    Examples:
         >>> def program():
         ...     x = ones(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
         ...     with implicit_replication():
@@ -55,7 +55,7 @@ class SkipDTensorDispatch:
     Args:
         platform: default: the selected one.
 
-    Example:
+    Examples:
         >>> def program():
         ...     x = ones(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
         ...     with SkipDTensorDispatch(platform):

@@ -49,7 +49,7 @@ def sharding_rule(
             whose function writes to an argument that was redistributed (where the framework counts versions), or does
             not return the outputs' tensors.
 
-    Example:
+    Examples:
         >>> @sharding_rule("m k, k n -> m n", reduced={"k": "sum"}, linear=True)
         ... def product(x, y):
         ...     return platform.ops.matmul(x, y)
@@ -200,7 +200,7 @@ def register_sharding(op: Any) -> Callable[[Found], Found]:
         ShardingRuleError: for an overload of torch's own operators (`torch.ops.aten`), which DTensors do not see; and
             in calls that no listed sharding fits.
 
-    Example:
+    Examples:
         >>> @register_sharding("mylib.scale.default")
         ... def shardings_of_scale(x, factor):
         ...     return [([Shard(dim)], [Shard(dim), None]) for dim in range(x.ndim)]

@@ -267,7 +267,7 @@ def distribute_module(
         PlanError: `partition_fn` placed a tied parameter in several ways; a parameter has gradient hooks; `input_fn` or
             `output_fn` takes neither three nor two arguments.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 6)

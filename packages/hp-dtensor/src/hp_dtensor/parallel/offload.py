@@ -41,7 +41,7 @@ class ActivationOffload:
     Raises:
         CapabilityError: the platform has no hooks on what autograd saves.
 
-    Example:
+    Examples:
         >>> x = platform.zeros((4, 3), platform.dtype("float32"))
         >>> offload = ActivationOffload(platform)
         >>> offload(platform.ops.silu, offload(platform.ops.silu, x)).shape
@@ -82,7 +82,7 @@ class ActivationOffload:
         Raises:
             RuntimeError: as for an offloaded block.
 
-        Example:
+        Examples:
             >>> x = platform.zeros((4, 3), platform.dtype("float32"))
             >>> offload = ActivationOffload(platform)
             >>> offload.staying(platform.ops.silu, offload(platform.ops.silu, x)).shape

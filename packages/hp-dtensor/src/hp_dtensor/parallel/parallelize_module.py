@@ -39,7 +39,7 @@ class ParallelStyle(ABC):
         src_data_rank: the mesh coordinate whose parameters are used; None: all ranks have the same. Set by
             `parallelize_module`.
 
-    Example:
+    Examples:
         >>> class Replicated(ParallelStyle):
         ...     def _apply(self, module, device_mesh):
         ...         return distribute_module(module, device_mesh)
@@ -104,7 +104,7 @@ def parallelize_module(
             fit their modules; parameters that two styles place, that have other placements already or that lack the
             dimension; styles that place a tied parameter differently.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.ModuleList([nn.Linear(4, 6), nn.Linear(6, 4)])

@@ -443,7 +443,7 @@ def is_checkpointed() -> bool:
 def detect_checkpoint() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether `checkpoint` was used in the block with recording.
 
-    Example:
+    Examples:
         >>> x = platform.from_numpy(np.zeros(2, np.float32))
         >>> platform.set_requires_grad(x, True)
         >>> with detect_checkpoint() as is_recomputed:

@@ -180,7 +180,7 @@ class ColwiseParallel(_ShardedLayer):
         reshard_after_forward: save the shard of an input that is gathered here, and gather it again in backward, as
             Megatron-LM does (arXiv 2205.05198, section 4.2.2). Default: save the gathered input, as torch does.
 
-    Example:
+    Examples:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2,))
         ...     with nn.building(platform):
@@ -216,7 +216,7 @@ class RowwiseParallel(_ShardedLayer):
         output_layouts: placement to which the output, which is partial, is redistributed (default: replicated).
         use_local_output: return the plain local shard (default), as plain modules expect; False: the DTensor.
 
-    Example:
+    Examples:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2,))
         ...     with nn.building(platform):
@@ -243,7 +243,7 @@ class SequenceParallel(ParallelStyle):
         sequence_dim: the sharded dimension (default 1). A plain input is this rank's shard.
         use_local_output: return the plain local shard instead of a DTensor.
 
-    Example:
+    Examples:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2,))
         ...     with nn.building(platform):
@@ -300,7 +300,7 @@ class PrepareModuleInput(ParallelStyle):
     Raises:
         PlanError: given and desired layouts differ in number or names.
 
-    Example:
+    Examples:
         >>> style = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
         >>> def program():
         ...     with nn.building(platform):
@@ -375,7 +375,7 @@ class PrepareModuleOutput(ParallelStyle):
     Raises:
         PlanError: given and desired layouts differ in number.
 
-    Example:
+    Examples:
         >>> style = PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Replicate())
         >>> def program():
         ...     with nn.building(platform):
@@ -417,7 +417,7 @@ class PrepareModuleInputOutput(ParallelStyle):
 
     Takes the arguments of both; `use_local_input` is the input's `use_local_output`.
 
-    Example:
+    Examples:
         >>> style = PrepareModuleInputOutput(
         ...     input_layouts=Shard(0), desired_input_layouts=Replicate(),
         ...     output_layouts=Replicate(), desired_output_layouts=Shard(0),
@@ -492,7 +492,7 @@ def loss_parallel() -> Iterator[None]:
         ImplicitRedistributionError: from a `cross_entropy` that would communicate its logits.
         RankMismatchError: in `check_mode`, from one whose plain targets differ between ranks.
 
-    Example:
+    Examples:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2,))
         ...     logits = zeros(3, 4, device_mesh=mesh, placements=[Shard(1)])  # classes are sharded

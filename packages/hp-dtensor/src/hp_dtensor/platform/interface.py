@@ -541,7 +541,7 @@ class Platform(TensorInterface, AutogradInterface, AttentionInterface, ModuleInt
     It combines the five interfaces. Abstract methods are required, the others have defaults. The conformance suite in
     `hp_dtensor.testing` checks an implementation.
 
-    Example:
+    Examples:
         >>> platform.to_numpy(platform.zeros((2,), platform.dtype("float32"))).tolist()
         [0.0, 0.0]
     """

@@ -26,7 +26,7 @@ def get_platform(name: str | Platform | None = None) -> Platform:
         PlatformError: no platform is installed, several are and none was chosen, the name is unknown (the message
             suggests the nearest one), or the framework is missing or too old.
 
-    Example:
+    Examples:
         >>> get_platform().name in ("torch", "mindspore")
         True
     """

@@ -30,7 +30,7 @@ def explicit_redistribution() -> AbstractContextManager[None]:
     Raises:
         ImplicitRedistributionError: names the operation, module and line, input and placements, and the fix.
 
-    Example:
+    Examples:
         >>> def program():
         ...     x = ones(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
         ...     with explicit_redistribution():

@@ -56,7 +56,7 @@ def plan_redistribute(
         PlacementError: placements that do not fit mesh or shape, or a redistribution that does not exist.
         ValueError: another `minimize`.
 
-    Example:
+    Examples:
         >>> with fake_world(8):
         ...     mesh = DeviceMesh("cuda", (8,))
         ...     plan = plan_redistribute(mesh, [Shard(0)], [Shard(1)], (1024, 1024), itemsize=2)

@@ -12,7 +12,7 @@ from hp_dtensor.exceptions import PlacementError
 class Placement:
     """Base of all placements. They are immutable, hashable and compared by value.
 
-    Example:
+    Examples:
         >>> [placement.is_shard() for placement in (Shard(0), Replicate(), Partial())]
         [True, False, False]
     """
@@ -42,7 +42,7 @@ class Placement:
 class Replicate(Placement):
     """Every rank of the axis holds the same data.
 
-    Example:
+    Examples:
         >>> Replicate() == Replicate(), Replicate().is_replicate()
         (True, True)
     """
@@ -60,7 +60,7 @@ class Shard(Placement):
 
     The last ranks may hold fewer rows or none.
 
-    Example:
+    Examples:
         >>> def program():
         ...     x = ones(5, device_mesh=init_device_mesh("cpu", (3,)), placements=[Shard(0)])
         ...     return tuple(x.to_local().shape)
@@ -99,7 +99,7 @@ class StridedShard(Placement):
     piece of every chunk. Together with `Shard(dim)` on a later axis of `split_factor` ranks, that axis is the outer
     sharding. Same as torch's `_StridedShard`.
 
-    Example:
+    Examples:
         >>> StridedShard(0, split_factor=2).is_shard(0)
         True
     """
@@ -134,7 +134,7 @@ class RaggedShard(Placement):
     `units` sum to the rows that placements on earlier mesh axes left to this rank, so they may differ between the ranks
     of other axes. (Idea: veScale-FSDP, arXiv 2602.22437.)
 
-    Example:
+    Examples:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2,))
         ...     x = ones(4, 2, device_mesh=mesh, placements=[RaggedShard(0, (1, 3))])
@@ -179,7 +179,7 @@ class RaggedShard(Placement):
 class Partial(Placement):
     """Every rank holds a contribution. The value is their reduction by `reduce_op`.
 
-    Example:
+    Examples:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2,))
         ...     x = ones(4, device_mesh=mesh, placements=[Shard(0)])

@@ -48,7 +48,7 @@ def check_mode() -> Iterator[None]:
     Raises:
         RankMismatchError: from the operation in which ranks differ. Names the ranks.
 
-    Example:
+    Examples:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2,))
         ...     rows = 3 + current_world(platform).rank  # a mistake: the global shape differs between ranks

@@ -31,7 +31,7 @@ class TensorSpec:
         local_shape: the shape of this rank's shard.
         is_partial: whether it is partial on some mesh axis.
 
-    Example:
+    Examples:
         >>> with fake_world(4):
         ...     spec = TensorSpec(DeviceMesh("cpu", (4,)), [Shard(0)], (10, 3), None)
         ...     spec.local_shape

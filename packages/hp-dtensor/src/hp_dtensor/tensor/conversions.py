@@ -51,7 +51,7 @@ def distribute_tensor(
         RankMismatchError: ranks pass different shapes, dtypes or placements, or require different gradients, or one of
             them has raised. Checked unless `src_data_rank` is None; then in `check_mode` only, and without gradients.
 
-    Example:
+    Examples:
         >>> def program():
         ...     full = platform.ops.arange(5, platform.dtype("int64"))
         ...     x = distribute_tensor(full, init_device_mesh("cpu", (2,)), [Shard(0)])
@@ -159,7 +159,7 @@ def from_local(
             rank, naming those whose shards do not fit. Also `stride` without `shape`, or of another memory order.
         RankMismatchError: with `run_check`, if replicas or dtypes differ. Names the ranks.
 
-    Example:
+    Examples:
         >>> def program():
         ...     mine = platform.from_numpy(np.full((2, 3), current_world(platform).rank, "float32"))
         ...     return tuple(from_local(mine, init_device_mesh("cpu", (2,)), [Shard(0)]).shape)
@@ -247,7 +247,7 @@ def full_tensor(x: Any, grad_placements: Placements | None = None) -> Tensor:
     Raises:
         MeshError: this rank is outside the mesh.
 
-    Example:
+    Examples:
         >>> def program():
         ...     x = ones(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
         ...     return tuple(full_tensor(x).shape)
@@ -268,7 +268,7 @@ def replicate_like(x: Tensor, reference: Any) -> Any:
 
     For constants in model code (masks, rotary tables, targets), which must be equal on all ranks.
 
-    Example:
+    Examples:
         >>> def program():
         ...     x = ones(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
         ...     scale = replicate_like(platform.from_numpy(np.arange(4, dtype="float32")), x)

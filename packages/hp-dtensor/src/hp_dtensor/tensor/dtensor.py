@@ -24,7 +24,7 @@ class DTensor(DTensorBase):
     object is the local shard: autograd, hooks and memory are those of the framework. `shape` is the global shape and
     `spec.local_shape` that of the shard.
 
-    Example:
+    Examples:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2,))
         ...     x = ones(5, 4, device_mesh=mesh, placements=[Shard(0)])

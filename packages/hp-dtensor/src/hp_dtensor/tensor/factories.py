@@ -41,7 +41,7 @@ def zeros(
         PlacementError: placements that do not fit, or partial ones.
         ValueError: another layout.
 
-    Example:
+    Examples:
         >>> def program():
         ...     x = zeros(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
         ...     return float(platform.to_numpy(platform.ops.sum(x).full_tensor()))
@@ -63,7 +63,7 @@ def empty(
 ) -> Any:
     """Return an uninitialised DTensor. Arguments and errors are those of `zeros`.
 
-    Example:
+    Examples:
         >>> def program():
         ...     x = empty(4, 2, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
         ...     return tuple(x.shape), tuple(x.to_local().shape)
@@ -89,7 +89,7 @@ def full(
 
     The default dtype follows from the value: bool, int64, or the platform's default for real or complex numbers.
 
-    Example:
+    Examples:
         >>> def program():
         ...     x = full((4,), 0.5, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
         ...     return platform.to_numpy(x.to_local()).tolist()
@@ -120,7 +120,7 @@ def ones(
 ) -> Any:
     """Return a DTensor of ones. Arguments and errors are those of `zeros`.
 
-    Example:
+    Examples:
         >>> def program():
         ...     x = ones(4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
         ...     return float(platform.to_numpy(platform.ops.sum(x).full_tensor()))
@@ -145,7 +145,7 @@ def rand(
     Every rank draws the full tensor and takes its shard, so the generators of all ranks must be in the same state
     (`manual_seed`). Afterwards they still are. Arguments and errors are those of `zeros`.
 
-    Example:
+    Examples:
         >>> def program(placement):
         ...     mesh = init_device_mesh("cpu", (2,))
         ...     manual_seed(0, mesh)
@@ -166,7 +166,7 @@ def randn(
 ) -> Any:
     """Return a DTensor of standard normal numbers; see `rand`.
 
-    Example:
+    Examples:
         >>> def program(placement):
         ...     mesh = init_device_mesh("cpu", (2,))
         ...     manual_seed(0, mesh)
@@ -180,7 +180,7 @@ def randn(
 def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
     """Set the generators of all ranks of the mesh to the same state. All ranks make the call.
 
-    Example:
+    Examples:
         >>> def program(placement):
         ...     mesh = init_device_mesh("cpu", (2,))
         ...     manual_seed(0, mesh)

@@ -42,7 +42,7 @@ def init_on_device(device: Any, platform: Platform | str | None = None) -> Itera
         CapabilityError: the platform has no such device. MindSpore has `"meta"` from 2.10 on, for the parameters of
             modules only.
 
-    Example:
+    Examples:
         >>> with init_on_device("meta", platform), nn.building(platform):
         ...     model = nn.Linear(1000, 1000)
         >>> platform.is_meta(model.weight)
@@ -55,7 +55,7 @@ def init_on_device(device: Any, platform: Platform | str | None = None) -> Itera
 def init_empty_weights(platform: Platform | str | None = None) -> contextlib.AbstractContextManager[None]:
     """Create tensors and modules inside the block without data, for a model that is too large for one rank.
 
-    Example:
+    Examples:
         >>> with init_empty_weights(platform), nn.building(platform):
         ...     model = nn.Linear(1000, 1000)
         >>> platform.is_meta(model.weight)
@@ -79,7 +79,7 @@ def materialize(
     Raises:
         MetaTensorError: there are buffers without data and no `buffers`. The module is unchanged then.
 
-    Example:
+    Examples:
         >>> with init_empty_weights(platform), nn.building(platform):
         ...     model = nn.Linear(4, 4)
         >>> platform.is_meta(materialize(model, platform=platform).weight)
@@ -211,7 +211,7 @@ def init_parameters(
     Raises:
         MetaTensorError: parameters without data, listed by name.
 
-    Example:
+    Examples:
         >>> from hp_dtensor.tensor.init import Constant, Normal
         >>> with nn.building(platform):
         ...     model = nn.Linear(4, 4)

@@ -69,7 +69,7 @@ def local_map(
             some outputs are replicated, because replicated outputs are computed from arguments that are not, or because
             the outputs' mesh lacks the axis.
 
-    Example:
+    Examples:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2,))
         ...     double = local_map(lambda x: platform.ops.mul(x, 2.0), [Shard(0)])
@@ -146,7 +146,7 @@ def custom_shard(
 
     Inputs are redistributed by default, and the `in_placements` of anything but a DTensor must be None.
 
-    Example:
+    Examples:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2,))
         ...     rows = [[Shard(0)]]

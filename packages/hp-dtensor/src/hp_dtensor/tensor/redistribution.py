@@ -342,7 +342,7 @@ def batch_redistribute(
         MixedOperandsError: some are not DTensors. Lists their positions.
         PlacementError: placements that do not fit, by position. Nothing was communicated then.
 
-    Example:
+    Examples:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2,))
         ...     tensors = [ones(4, device_mesh=mesh, placements=[Shard(0)]) for _ in range(10)]

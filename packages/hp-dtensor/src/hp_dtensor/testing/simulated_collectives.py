@@ -186,7 +186,7 @@ class Transfer:
         arrived: end of the transfer on the link, which carries one transfer at a time.
         waited: start of the caller's wait; 0.0: not yet.
 
-    Example:
+    Examples:
         >>> Transfer(num_bytes=100, started=1.0, arrived=2.0).waited
         0.0
     """
@@ -219,7 +219,7 @@ def slow_link(group: ProcessGroup, bytes_per_second: float) -> Iterator[list[Tra
     Yields:
         The list of transfers so far, in the order of their calls.
 
-    Example:
+    Examples:
         >>> def program():
         ...     group = init_device_mesh("cpu", (2,)).get_group()
         ...     x = platform.ops.ones((2, 250), platform.dtype("float32"))

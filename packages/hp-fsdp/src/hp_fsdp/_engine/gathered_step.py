@@ -13,7 +13,7 @@ class GatheredStep:
     forwards and backwards of any number of micro-batches may be interleaved, and a backward may run in several parts.
     Pipelines use it. The cost is the memory of all unsharded parameters and gradients.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         model = nn.Linear(4, 2)

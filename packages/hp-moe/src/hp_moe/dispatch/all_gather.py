@@ -29,7 +29,7 @@ class AllGatherDispatcher(TokenDispatcher):
         group: the ranks that share the experts; rank i owns the i-th chunk, and the last ones may own none.
         num_experts: number of experts of all ranks.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         layer = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)

@@ -46,7 +46,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
             and the results of earlier ones are sent, in forward and backward. Sizes are exchanged once. Gradients of
             weights are summed over chunks, so they differ by rounding.
 
-    Example:
+    Examples:
         >>> def program():
         ...     dispatcher = AllToAllDispatcher(init_device_mesh("cpu", (2,)).get_group(), num_experts=2)
         ...     experts = platform.from_numpy(np.array([[0], [1], [1]]))
@@ -306,7 +306,7 @@ class CopyPerExpertDispatcher(AllToAllDispatcher):
 
     It is the usual method, and the reference for `AllToAllDispatcher`.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         layer = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)

@@ -48,7 +48,7 @@ class AutoDispatcher(TokenDispatcher):
             that overlaps with communication is estimated.
         reason: the selected dispatcher and the bytes that each one sends per token; empty before the first call.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         layer = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=4)
@@ -167,7 +167,7 @@ class DispatchRates:
             needs none.
         flops: floating-point operations per second of the experts.
 
-    Example:
+    Examples:
         >>> nodes = DispatchRates(Links(bandwidth={"ep": 25e9, "ep_inner": 300e9}), inner_size=8)
         >>> dispatch_costs(4096, 14336, num_experts=256, top_k=8, num_ranks=64, rates=nodes)[0].name  # DeepSeek-V3
         'two_level'
@@ -196,7 +196,7 @@ class DispatchRates:
 class DispatchCost:
     """Estimated cost of one layer's forward with one dispatcher.
 
-    Example:
+    Examples:
         >>> DispatchCost("all_to_all", sent_bytes=1e6, seconds=1e-4).name
         'all_to_all'
 
@@ -214,7 +214,7 @@ class DispatchCost:
 def ranks_per_token(num_experts: int, top_k: int, num_ranks: int) -> float:
     """Return the mean number of ranks with experts for a token, for uniformly chosen distinct experts.
 
-    Example:
+    Examples:
         >>> round(ranks_per_token(num_experts=256, top_k=8, num_ranks=8), 2)  # DeepSeek-V3
         5.29
     """
@@ -232,7 +232,7 @@ def _reached(num_experts: int, top_k: int, owners: int, chunk: int) -> float:
 class SentRows:
     """How a dispatcher sends a token in one direction, on average over ranks.
 
-    Example:
+    Examples:
         >>> sent_rows(num_experts=8, top_k=2, num_ranks=8)["copy_per_expert"].outer
         1.75
 
@@ -284,7 +284,7 @@ def dispatch_costs(
         row_bytes: bytes of one row.
         rates: None for the defaults, 10 GB/s between any two ranks.
 
-    Example:
+    Examples:
         >>> costs = dispatch_costs(num_tokens=4096, row_bytes=4096, num_experts=128, top_k=8, num_ranks=8)
         >>> costs[0].name
         'all_to_all'
@@ -315,7 +315,7 @@ def best_num_chunks(
         sent_seconds: time of sending the rows of all chunks, in one direction.
         expert_seconds: time of the overlapping computation, including shared experts.
 
-    Example:
+    Examples:
         >>> best_num_chunks(sent_seconds=2e-3, expert_seconds=4e-3, rates=DispatchRates())[0]
         8
         >>> best_num_chunks(sent_seconds=2e-6, expert_seconds=4e-3, rates=DispatchRates())[0]

@@ -49,7 +49,7 @@ class Dispatched:
         copies: from this rank's tokens to the rows that were dispatched, if there are several per token; else None.
         outer: record of the exchange between nodes, if there are two levels.
 
-    Example:
+    Examples:
         >>> x = platform.ops.ones((3, 4), platform.dtype("float32"))
         >>> experts = platform.from_numpy(np.array([[0, 1], [1, 2], [0, 2]]))
         >>> routing = Routing(experts, platform.from_numpy(np.array([2, 2, 2])))
@@ -104,7 +104,7 @@ class TokenDispatcher(ABC):
     Both methods are differentiable. Every rank of a group calls them in the same order, including ranks without tokens
     and ranks whose experts get none.
 
-    Example:
+    Examples:
         >>> issubclass(AllToAllDispatcher, TokenDispatcher)
         True
     """
@@ -159,7 +159,7 @@ class ChunkedDispatcher(TokenDispatcher):
     Attributes:
         num_chunks: number of chunks; with 1, only `dispatch` and `combine` are called.
 
-    Example:
+    Examples:
         >>> issubclass(AllToAllDispatcher, ChunkedDispatcher)
         True
     """
@@ -186,7 +186,7 @@ class ChunkedDispatcher(TokenDispatcher):
 class LocalDispatcher(TokenDispatcher):
     """Dispatcher of a rank with all experts: sorts rows by expert, without communication.
 
-    Example:
+    Examples:
         >>> with nn.building(platform):
         ...     type(GroupedExperts(dim=4, hidden_dim=8, num_experts=2).dispatcher).__name__
         'LocalDispatcher'

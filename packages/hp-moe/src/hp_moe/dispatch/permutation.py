@@ -28,7 +28,7 @@ class TokenPermutation:
     Attributes:
         keys: the argument.
 
-    Example:
+    Examples:
         >>> keys = platform.from_numpy(np.array([[2, 0], [1, 2]]))  # two rows, a copy for each of two keys
         >>> permutation = TokenPermutation(platform, keys, num_copies=4)
         >>> platform.to_numpy(permutation.rows).tolist()  # in key order

@@ -42,7 +42,7 @@ class ReplicatingDispatcher(ChunkedDispatcher):
     Raises:
         ExpertParallelError: `slots` is negative.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         layer = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)

@@ -30,7 +30,7 @@ class TwoLevelDispatcher(TokenDispatcher):
     Raises:
         ExpertParallelError: `inner_size` does not divide the ranks.
 
-    Example:
+    Examples:
         >>> def program():
         ...     with nn.building(platform):
         ...         layer = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)

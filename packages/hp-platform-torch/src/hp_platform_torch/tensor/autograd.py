@@ -375,7 +375,7 @@ def _add(sums: Sums, edge: GradientEdge, grad: Tensor) -> None:
 def automatic_precision_of(kinds: Collection[str]) -> Callable[[], AbstractContextManager[Any]]:
     """Return a function whose context manager restores the current autocast state, on these device types.
 
-    Example:
+    Examples:
         >>> import torch
         >>> with torch.autocast("cpu", torch.bfloat16):
         ...     again = automatic_precision_of(["cpu"])

@@ -48,7 +48,7 @@ def parse_metadata(data: bytes) -> Metadata:
         ValueError: the bytes are damaged or no metadata, name a file outside of the folder, or have a tensor whose
             chunks do not cover it exactly (torch would leave memory uninitialized).
 
-    Example:
+    Examples:
         >>> parse_metadata(b"damaged")
         Traceback (most recent call last):
         ...

@@ -44,7 +44,7 @@ def read_pickle_tree(data: bytes) -> Any:
     Raises:
         ValueError: it is damaged, or has contents of other kinds.
 
-    Example:
+    Examples:
         >>> import pickle
         >>> read_pickle_tree(pickle.dumps({"a": (1, True)}))
         [('a', (1, True))]

@@ -75,7 +75,7 @@ def section(cls: type[T]) -> type[T]:
     Raises:
         pydantic.ValidationError: on creation, with every invalid setting.
 
-    Example:
+    Examples:
         >>> @section
         ... class WindowConfig:
         ...     size: int = Field(128, ge=2, description="number of previous losses")

@@ -40,7 +40,7 @@ class MicroBatchShape:
         ep_node_size: ranks of a node, for the dispatchers `two_level` and `auto`.
         tp_reshards: shards of sequences that `tp` ranks gather are saved instead of the gathered ones.
 
-    Example:
+    Examples:
         >>> MicroBatchShape(batch=2, length=8, cp=2).tokens
         8.0
     """
@@ -118,7 +118,7 @@ class BlockActivations:
         tensors: the saved tensors, in the order of forward.
         working: most bytes that the block's backward holds beyond them, such as gradients between its operations.
 
-    Example:
+    Examples:
         >>> x = SavedActivation(name="x", kind="input", saved=8, result=8)
         >>> tensors = (x, SavedActivation(name="gate", kind="products", saved=32))
         >>> block = BlockActivations(tensors=tensors)

@@ -29,7 +29,7 @@ class BlockRecompute:
         keep: kinds of operations whose results `selective` saves; the cheap rest is recomputed.
         offloads: saved tensors are in host memory until backward, except results in `keep` and a router's decisions.
 
-    Example:
+    Examples:
         >>> str(BlockRecompute(mode="selective", keep=("attention",)))
         'selective (attention)'
         >>> str(BlockRecompute(mode="full", offloads=True))
@@ -72,7 +72,7 @@ def recompute_by_pattern(
     Raises:
         ValueError: `every` is below 1, or a pattern matches no block.
 
-    Example:
+    Examples:
         >>> [each.mode for each in recompute_by_pattern(["layers.0", "layers.1"], BlockRecompute(mode="full"), every=2)]
         ['full', 'none']
     """

@@ -58,7 +58,7 @@ class CodeSearch:
         bounds: float32, increasing, fewer than 256.
         addends: int32 `[65536]`, the addend for each upper half; sums wrap around.
 
-    Example:
+    Examples:
         >>> search = CodeSearch(np.array([-0.5, 0.0, 0.25], np.float32))
         >>> search.find(np.array([-1.0, -0.5, 0.1, 0.25, 9.0], np.float32)).tolist()
         [0, 0, 2, 2, 3]

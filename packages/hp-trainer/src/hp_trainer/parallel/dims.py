@@ -66,7 +66,7 @@ class ParallelDims:
     Raises:
         ParallelDimsError: listing every problem with the nearest legal values.
 
-    Example:
+    Examples:
         >>> dims = ParallelDims(dp_shard=-1, tp=2, world_size=8)
         >>> dims.dp_shard
         4

@@ -19,7 +19,7 @@ Check = Callable[[ParallelDims], Iterable[Problem]]
 class Layout:
     """Degrees that fit the number of ranks, and their other problems (none: legal).
 
-    Example:
+    Examples:
         >>> from hp_trainer import list_layouts
         >>> layout = next(iter(list_layouts(2)))
         >>> layout.dims.world_size
@@ -55,7 +55,7 @@ def list_layouts(
         expert_meshes: ways to place experts to list; with `ep` 1 they are the same layout, which is listed once.
         checks: functions that return further problems of a layout.
 
-    Example:
+    Examples:
         >>> usable = [layout for layout in list_layouts(4, has_experts=False) if not layout.problems]
         >>> len(usable) > 1
         True

@@ -62,7 +62,7 @@ class Kind(enum.Enum):
 class Action:
     """One step of a rank's program, such as `2F0`: stage 2, forward, micro-batch 0.
 
-    Example:
+    Examples:
         >>> from hp_trainer.pipeline import Action
         >>> Action.parse("2F0").stage
         2
@@ -97,7 +97,7 @@ class Schedule:
         num_microbatches: number of micro-batches in a step.
         actions: the actions of each rank.
 
-    Example:
+    Examples:
         >>> from hp_trainer.pipeline import build_schedule
         >>> print(build_schedule("1f1b", num_ranks=2, num_microbatches=2))
         rank 0: 0F0 0F1 0B0 0B1
@@ -226,7 +226,7 @@ def rank_actions(
         gathers_for_step: False if each forward and backward gathers by itself and the last backward reduces. That
             backward must know that it is the last, so the reduction is then announced before it.
 
-    Example:
+    Examples:
         >>> from hp_trainer.pipeline import build_schedule, rank_actions
         >>> schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=1)
         >>> [str(action) for action in rank_actions(schedule, 0)]

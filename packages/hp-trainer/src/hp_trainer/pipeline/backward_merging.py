@@ -26,7 +26,7 @@ def merge_backwards(schedule: Schedule) -> Schedule:
 
     No rank holds more activations than before. The backwards to merge are chosen greedily in the order of their starts.
 
-    Example:
+    Examples:
         >>> from hp_trainer.pipeline import Schedule
         >>> from hp_trainer.pipeline.backward_merging import merge_backwards
         >>> print(merge_backwards(Schedule.parse("rank 0: 0F0 0I0 0W0")))

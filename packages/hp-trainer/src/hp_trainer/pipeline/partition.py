@@ -37,7 +37,7 @@ def balanced_stages(
     Raises:
         PipelineError: there are more stages than layers, or a cost is negative or not finite.
 
-    Example:
+    Examples:
         >>> from hp_trainer.pipeline import balanced_stages
         >>> balanced_stages([1.0] * 8, 4, last_cost=2.0)
         [range(0, 2), range(2, 4), range(4, 7), range(7, 8)]
@@ -95,7 +95,7 @@ def listed_stages(layers_per_stage: Sequence[int], num_layers: int, num_stages: 
     Raises:
         PipelineError: there is not one integer of at least 0 for each stage, or they do not add up to `num_layers`.
 
-    Example:
+    Examples:
         >>> from hp_trainer.pipeline import listed_stages
         >>> listed_stages([1, 3], num_layers=4, num_stages=2)
         [range(0, 1), range(1, 4)]
@@ -140,7 +140,7 @@ def measured_costs(
         PipelineError: there are no layers or rounds, or an output cannot be sent between stages. On every rank of the
             group, if any rank failed.
 
-    Example:
+    Examples:
         >>> with nn.building(platform):
         ...     layers = [nn.Linear(4, 4) for _ in range(3)]
         >>> costs = measured_costs(layers, platform.ops.ones((2, 4), platform.dtype("float32")))

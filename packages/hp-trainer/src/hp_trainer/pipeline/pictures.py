@@ -25,7 +25,7 @@ def describe_timeline(timeline: Timeline) -> str:
     An action is written at its start, as stage, kind and micro-batch; `=` marks that it continues and `.` that the rank
     idles. The rows are left out if times are not integers or rows would be too long.
 
-    Example:
+    Examples:
         >>> from hp_trainer.pipeline import build_schedule, describe_timeline, simulate
         >>> print(describe_timeline(simulate(build_schedule("1f1b", num_ranks=2, num_microbatches=2))))
         rank 0: 0F0 0F1  .   .  0B0  =   .  0B1  =
@@ -67,7 +67,7 @@ def draw_timeline(timeline: Timeline, picture: Path | str) -> None:
     Raises:
         ScheduleError: matplotlib does not support the format.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from pathlib import Path
         >>> from hp_trainer.pipeline import build_schedule, draw_timeline, simulate

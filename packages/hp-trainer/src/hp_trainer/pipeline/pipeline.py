@@ -26,7 +26,7 @@ Tensor = Any
 class TensorChunkSpec:
     """The dimension along which a tensor is split into micro-batches. Name and attribute follow torch.
 
-    Example:
+    Examples:
         >>> from hp_trainer.pipeline import TensorChunkSpec
         >>> TensorChunkSpec(0).split_dim
         0
@@ -147,7 +147,7 @@ class Pipeline:
             although weights are not gathered for the step.
         ScheduleError: the schedule is incomplete or deadlocks.
 
-    Example:
+    Examples:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2,), ("pp",))
         ...     with nn.building(platform):

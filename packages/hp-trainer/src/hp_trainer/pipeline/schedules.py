@@ -35,7 +35,7 @@ def _registry() -> Registry:
 def schedule_names() -> list[str]:
     """Return the names of all schedules, sorted.
 
-    Example:
+    Examples:
         >>> from hp_trainer.pipeline import schedule_names
         >>> "zero_bubble_v" in schedule_names()
         True
@@ -53,7 +53,7 @@ def register_schedule(name: str, build: BuildSchedule) -> None:
     Raises:
         ScheduleError: the name is taken.
 
-    Example:
+    Examples:
         >>> from hp_trainer.pipeline import Schedule, build_schedule, register_schedule
         >>> register_schedule("my_own", lambda ranks, stages_per_rank, microbatches: Schedule.parse("rank 0: 0F0 0B0"))
         >>> print(build_schedule("my_own", num_ranks=1, num_microbatches=1))
@@ -75,7 +75,7 @@ def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, stages_p
             `num_ranks` squared times `stages_per_rank` is more than 2^22, the schedule does not support this number of
             stages per rank, or a registered function returned something else than a schedule for these numbers.
 
-    Example:
+    Examples:
         >>> from hp_trainer.pipeline import build_schedule
         >>> build_schedule("zero_bubble_v", num_ranks=2, num_microbatches=4).rank_of_stage
         (0, 1, 1, 0)
@@ -113,7 +113,7 @@ def microbatch_limit(name: str, num_ranks: int, stages_per_rank: int | None = No
     Args:
         stages_per_rank: None for the default of `build_schedule`.
 
-    Example:
+    Examples:
         >>> microbatch_limit("1f1b", num_ranks=2)
         524288
     """

@@ -25,7 +25,7 @@ class ActionSeconds:
     Raises:
         ScheduleError: a duration is negative or not finite, or all actions take no time.
 
-    Example:
+    Examples:
         >>> from hp_trainer.pipeline import Kind
         >>> ActionSeconds(input_grad=2.0).of(Kind.BACKWARD)
         3.0
@@ -61,7 +61,7 @@ class Timeline:
     Attributes:
         spans: start and end of each action.
 
-    Example:
+    Examples:
         >>> timeline = simulate(build_schedule("gpipe", num_ranks=2, num_microbatches=4))
         >>> timeline.end, timeline.idle, timeline.peak_activations
         (15.0, (3.0, 3.0), (4, 4))
@@ -121,7 +121,7 @@ def simulate(schedule: Schedule, seconds: ActionSeconds | None = None) -> Timeli
         ScheduleError: the schedule deadlocks; the message names the next action of each blocked rank. Or the durations
             overflow.
 
-    Example:
+    Examples:
         >>> from hp_trainer.pipeline import build_schedule, simulate
         >>> timeline = simulate(build_schedule("1f1b", num_ranks=4, num_microbatches=8))
         >>> timeline.bubble  # (ranks - 1) / microbatches
@@ -186,7 +186,7 @@ def validate(schedule: Schedule) -> None:
     Raises:
         ScheduleError: the schedule is invalid; the message lists all problems with stage, micro-batch and rank.
 
-    Example:
+    Examples:
         >>> from hp_trainer.pipeline import Schedule, validate
         >>> validate(Schedule.parse("rank 0: 0F0 0B0"))
     """

@@ -43,7 +43,7 @@ class PipelineStage:
     Raises:
         PipelineError: `stage_index` is out of range.
 
-    Example:
+    Examples:
         >>> with nn.building(platform):
         ...     stage = PipelineStage(nn.Linear(4, 4), 0, 2)
         >>> stage.is_first, stage.is_last
@@ -368,7 +368,7 @@ class TiedWeights:
     Raises:
         PipelineError: copies have different shapes, dtypes or placements.
 
-    Example:
+    Examples:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2,), ("pp",))
         ...     weight = platform.Parameter(platform.ops.ones((2,), platform.dtype("float32")))

@@ -86,7 +86,7 @@ class PipelineSchedule:
 class ScheduleGPipe(PipelineSchedule):
     """All forwards, then all backwards (arXiv 1811.06965).
 
-    Example:
+    Examples:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2,), ("pp",))
         ...     with nn.building(platform):
@@ -105,7 +105,7 @@ class ScheduleGPipe(PipelineSchedule):
 class Schedule1F1B(PipelineSchedule):
     """Alternating forward and backward after a warm-up.
 
-    Example:
+    Examples:
         >>> get_schedule_class("1F1B") is Schedule1F1B
         True
     """
@@ -116,7 +116,7 @@ class Schedule1F1B(PipelineSchedule):
 class ScheduleInterleaved1F1B(PipelineSchedule):
     """1F1B with several stages per rank (arXiv 2104.04473).
 
-    Example:
+    Examples:
         >>> get_schedule_class("interleaved1f1b") is ScheduleInterleaved1F1B
         True
     """
@@ -127,7 +127,7 @@ class ScheduleInterleaved1F1B(PipelineSchedule):
 class ScheduleLoopedBFS(PipelineSchedule):
     """GPipe with several stages per rank (arXiv 2211.05953).
 
-    Example:
+    Examples:
         >>> get_schedule_class("LoopedBFS") is ScheduleLoopedBFS
         True
     """
@@ -138,7 +138,7 @@ class ScheduleLoopedBFS(PipelineSchedule):
 class ScheduleInterleavedZeroBubble(PipelineSchedule):
     """Several stages per rank, with split backwards (arXiv 2401.10241).
 
-    Example:
+    Examples:
         >>> get_schedule_class("InterleavedZeroBubble") is ScheduleInterleavedZeroBubble
         True
     """
@@ -149,7 +149,7 @@ class ScheduleInterleavedZeroBubble(PipelineSchedule):
 class ScheduleZBVZeroBubble(PipelineSchedule):
     """Two stages per rank in a V, with split backwards (arXiv 2401.10241, section 6).
 
-    Example:
+    Examples:
         >>> get_schedule_class("ZBVZeroBubble") is ScheduleZBVZeroBubble
         True
     """
@@ -160,7 +160,7 @@ class ScheduleZBVZeroBubble(PipelineSchedule):
 class ScheduleDualPipeV(PipelineSchedule):
     """Two stages per rank in a V, alternating forwards and backwards (arXiv 2412.19437).
 
-    Example:
+    Examples:
         >>> get_schedule_class("DualPipeV") is ScheduleDualPipeV
         True
     """
@@ -178,7 +178,7 @@ def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
     Raises:
         ScheduleError: there is no such class; the message lists the names.
 
-    Example:
+    Examples:
         >>> get_schedule_class("gpipe").__name__
         'ScheduleGPipe'
     """

@@ -50,7 +50,7 @@ class Change:
     def options(self) -> str:
         """Return the change as options of the command line.
 
-        Example:
+        Examples:
             >>> Change((("training.recompute", "full"),)).options()
             '--training.recompute=full'
         """

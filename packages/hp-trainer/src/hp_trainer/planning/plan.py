@@ -228,7 +228,7 @@ def _rows(parts: dict[str, float], form: Any) -> list[str]:
 def format_seconds(seconds: float) -> str:
     """Format a time in seconds or milliseconds.
 
-    Example:
+    Examples:
         >>> format_seconds(90.0), format_seconds(0.0125)
         ('90.00 s', '12.50 ms')
     """

@@ -239,7 +239,7 @@ def agreed_rates(found: dict[str, float], all_gather_object: Callable[[Any], lis
     Args:
         all_gather_object: returns the values of all ranks in one order.
 
-    Example:
+    Examples:
         >>> agreed_rates({"moved": 3.0}, lambda mine: [mine, {"moved": 5.0}, {"moved": 4.0}]).moved
         4.0
     """

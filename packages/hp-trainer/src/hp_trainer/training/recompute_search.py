@@ -34,7 +34,7 @@ class CostRates:
     def describe(self) -> str:
         """Return the rates in one line.
 
-        Example:
+        Examples:
             >>> CostRates(moved=100, sent=5000, host=20_000).describe()
             'time of a byte in operations of products: 100 if written, 5,000 if sent, 20,000 if copied to the host'
         """
@@ -93,7 +93,7 @@ class Demand:
         When backward is in a block, the tensors of later blocks are freed. Offloaded tensors of the preceding block
         come back from the host and reuse memory that this block frees; those of earlier blocks are still on the host.
 
-        Example:
+        Examples:
             >>> x = SavedActivation(name="x", kind="input", saved=1, result=1)
             >>> block = BlockActivations(tensors=(x, SavedActivation(name="rest", kind="rest", saved=9)))
             >>> demand = Demand(blocks=(block,) * 3)
@@ -224,7 +224,7 @@ def plan_recompute(
     Raises:
         BudgetError: no choice stays within the budget.
 
-    Example:
+    Examples:
         >>> x = SavedActivation(name="x", kind="input", saved=1, result=1)
         >>> block = BlockActivations(tensors=(x, SavedActivation(name="rest", kind="rest", saved=9)))
         >>> plan = plan_recompute(Demand(blocks=(block,) * 3), budget=25, kinds=())
@@ -410,7 +410,7 @@ def _table(blocks: Sequence[Any], options: Sequence[BlockRecompute], value: Any)
 def describe_blocks(names: Sequence[str], chosen: Sequence[BlockRecompute]) -> str:
     """Return the recomputation of blocks in one line: `layers.0 to layers.3 full; layers.4 none`.
 
-    Example:
+    Examples:
         >>> describe_blocks(["layers.0", "layers.1"], [NOTHING_RECOMPUTED] * 2)
         'layers.0 to layers.1 none'
     """

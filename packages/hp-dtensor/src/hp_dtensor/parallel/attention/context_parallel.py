@@ -83,7 +83,7 @@ def context_parallel_attention(
     Raises:
         AttentionError: arguments that do not fit, an unknown method, or positions that do not fit the sharding.
 
-    Example:
+    Examples:
         >>> def program():
         ...     mesh = init_device_mesh("cpu", (2,))
         ...     q = k = v = platform.from_numpy(np.ones((1, 4, 6, 8), "float32"))
@@ -256,7 +256,7 @@ def use_sequence_sharding(sharding: SequenceSharding | None) -> Iterator[None]:
     Args:
         sharding: None: the style's own for the length, for rows that are not packed.
 
-    Example:
+    Examples:
         >>> sharding = ContextParallel().sharding(10, 2, positions=np.array([[*range(8), *range(2)]]))
         >>> with use_sequence_sharding(sharding):  # model(sharding.shard(ids, rank), sharding.shard(positions, rank))
         ...     sharding.documents
@@ -289,7 +289,7 @@ class ContextParallel(ParallelStyle):
     Raises:
         AttentionError: unknown method.
 
-    Example:
+    Examples:
         >>> class SelfAttention(nn.Module):
         ...     def forward(self, x):
         ...         return attention(x, x, x, mask=AttentionMask())

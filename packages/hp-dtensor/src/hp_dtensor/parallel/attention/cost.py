@@ -33,7 +33,7 @@ class AttentionShape:
         itemsize: bytes per element of queries, keys and values; gradients of keys and values are sent in float32.
         documents: lengths of the documents packed into each sequence, within which it is sharded; None: one document.
 
-    Example:
+    Examples:
         >>> AttentionShape(batch=1, length=8192, heads=32, kv_heads=8, head_dim=128).window is None
         True
     """
@@ -69,7 +69,7 @@ class ContextCost:
         seconds: computation of the busiest rank plus the communication that computation does not hide.
         extra_bytes: peak memory of a rank for other ranks' keys and values, and their gradients.
 
-    Example:
+    Examples:
         >>> shape = AttentionShape(batch=1, length=64, heads=8, kv_heads=2, head_dim=16, itemsize=4)
         >>> cost: ContextCost = choose_context_parallel(shape, 2, method="ring", ulysses_degree=1).best
         >>> cost.forward_bytes, cost.backward_bytes  # half of 2 * 64 * 2 * 16 * 4 bytes; and with their gradients
@@ -97,7 +97,7 @@ class ContextChoice:
         best: the chosen one: least time, then fewest bytes.
         costs: all that were considered, best first.
 
-    Example:
+    Examples:
         >>> shape = AttentionShape(batch=1, length=8192, heads=32, kv_heads=8, head_dim=128)
         >>> choose_context_parallel(shape, 4).best.method in ("ring", "all_gather")
         True
@@ -144,7 +144,7 @@ def choose_context_parallel(
         AttentionError: unknown method, no ranks, or a `ulysses_degree` that does not divide `ranks` or exceeds the
             number of heads.
 
-    Example:
+    Examples:
         >>> print(choose_context_parallel(AttentionShape(batch=1, length=64, heads=8, kv_heads=8, head_dim=16), 1))
           method       ulysses    sent MiB   extra MiB        ms
         * ulysses            1       0.000       0.000     0.000

@@ -241,7 +241,7 @@ def attention(
     Raises:
         AttentionError: shapes, mask or options that do not fit together.
 
-    Example:
+    Examples:
         >>> q = platform.from_numpy(np.ones((1, 4, 3, 8), "float32"))
         >>> k = v = platform.from_numpy(np.ones((1, 2, 3, 8), "float32"))
         >>> tuple(attention(q, k, v, mask=AttentionMask()).shape)

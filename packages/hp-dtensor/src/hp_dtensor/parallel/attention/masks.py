@@ -49,7 +49,7 @@ class AttentionMask:
     Raises:
         AttentionError: a window below 1.
 
-    Example:
+    Examples:
         >>> mask = AttentionMask(window=2, positions=np.array([[0, 1, 2, 0, 1]]))
         >>> mask.documents(platform).tolist()
         [[0, 0, 0, 1, 1]]
@@ -171,7 +171,7 @@ class AttentionDropout:
     Raises:
         AttentionError: `p` is not a probability.
 
-    Example:
+    Examples:
         >>> q = k = v = platform.from_numpy(np.ones((1, 2, 3, 4), "float32"))
         >>> halves = AttentionDropout(0.5, seed=1)
         >>> one, again = (attention(q, k, v, mask=AttentionMask(), dropout=halves) for _ in range(2))
@@ -195,7 +195,7 @@ class AttentionDropout:
             rows: int64 `[batch]`, the number of each row within the training run, independent of its rank.
             keys: further integers to derive the seed from, such as the run's seed and the layer index.
 
-        Example:
+        Examples:
             >>> one, other = (AttentionDropout.of_rows(0.1, np.array([7, 8]), layer) for layer in (0, 1))
             >>> len({*one.seed.tolist(), *other.seed.tolist()})
             4

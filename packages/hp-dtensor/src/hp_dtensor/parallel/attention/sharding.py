@@ -273,7 +273,7 @@ class SequenceSharding:
         AttentionError: `ulysses_degree` does not divide `ranks`; a number is below 1 (a length: below 0); documents do
             not add up to the row, or are given with `balanced=False`.
 
-    Example:
+    Examples:
         >>> sharding = SequenceSharding(length=10, ranks=2)
         >>> [sharding.indices(rank).tolist() for rank in range(2)]
         [[0, 1, 7, 8, 9], [2, 3, 4, 5, 6]]

@@ -27,7 +27,7 @@ def decoder_activations(config: DecoderOptions, shape: MicroBatchShape) -> Model
 
     Experts are assumed to receive equally many rows.
 
-    Example:
+    Examples:
         >>> config = DecoderOptions(num_hidden_layers=1, hidden_size=192)
         >>> activations = decoder_activations(config, MicroBatchShape(batch=1, length=10))
         >>> activations.blocks[0].saved(BlockRecompute(mode="full"))  # only the input: 10 x 192 float32
