@@ -239,8 +239,13 @@ def test_a_parameter_of_another_layout_is_refused_as_ever(mesh):
             optimizer.step()
 
 
-def test_partial_parameters_are_refused_as_ever(mesh):
+def test_partial_parameters_are_updated_by_sums_and_refused_by_moments(mesh):
     for kind in (optim.SGD, intercepted(optim.SGD)):
+        parameter = torch.nn.Parameter(_on(mesh, Partial()))
+        parameter.grad = _on(mesh, Replicate())
+        kind([parameter], lr=0.5, foreach=True).step()
+        assert torch.equal(parameter.detach().full_tensor(), torch.full((4,), 0.5))
+    for kind in (optim.AdamW, intercepted(optim.AdamW)):
         parameter = torch.nn.Parameter(_on(mesh, Partial()))
         parameter.grad = _on(mesh, Replicate())
         with pytest.raises((MixedOperandsError, ShardingRuleError)):

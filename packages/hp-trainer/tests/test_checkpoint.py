@@ -30,6 +30,7 @@ from hp_trainer.checkpoint import (
 )
 from hp_trainer.checkpoint.shard_file import CHECKSUM_BLOCK, cover_exactly, read_header
 from hp_trainer.exceptions import CheckpointError
+from hp_trainer.failures import describe_exit
 
 MODEL = {"name": "tiny", "hidden_size": 8}
 
@@ -560,6 +561,19 @@ class LeavingStorage(LocalStorage):
         if file == "shard-00001.safetensors":
             sys.exit(0)
         return super().write_file(folder, file, parts)
+
+
+def test_the_line_of_an_exit_is_found_where_sys_exit_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """wandb replaces it."""
+
+    def replaced(code: int = 0) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(sys, "exit", replaced)
+    with pytest.raises(SystemExit) as caught:
+        sys.exit(0)
+    line = caught.tb.tb_lineno
+    assert describe_exit(caught.value, "here").startswith(f"left with SystemExit(0) here, called at {__file__}:{line};")
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -567,5 +567,5 @@ def test_damaged_notes_of_prepared_data_are_refused_by_name(tmp_path: Path, dama
     assert read_notes(tmp_path) == {}
     (file,) = tmp_path.iterdir()
     file.write_text(damage)
-    with pytest.raises(DataError, match=rf"{file.name} is damaged; start a new run"):
+    with pytest.raises(DataError, match=rf"{file.name} is damaged; delete it, and `hp-train resume` rebuilds it"):
         read_notes(tmp_path)

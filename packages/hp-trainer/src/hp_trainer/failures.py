@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import sys
 import traceback
 
 from hp_dtensor.exceptions import HPError
@@ -66,7 +67,12 @@ def describe_exit(leaving: SystemExit, when: str) -> str:
     Args:
         when: a clause, such as "in step 3".
     """
-    # The builtin `exit()` has a frame of its own, which does not help the user.
-    frames = [frame for frame in traceback.extract_tb(leaving.__traceback__) if "_sitebuiltins" not in frame.filename]
-    where = f", called at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    # The builtin `exit()` and a replaced `sys.exit` (wandb's) have frames of their own, which do not help the user.
+    replaced = getattr(sys.exit, "__code__", None)
+    frames = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(leaving.__traceback__)
+        if frame.f_code is not replaced and "_sitebuiltins" not in frame.f_code.co_filename
+    ]
+    where = f", called at {frames[-1][0]}:{frames[-1][1]}" if frames else ""
     return f"left with SystemExit({leaving.code!r}) {when}{where}; raise an error instead of calling sys.exit()"

@@ -177,7 +177,7 @@ def from_local(
         shape = rank_checks.global_shape(local, device_mesh, placements, shape)
     global_shape = tuple(shape) if shape is not None else even_global_shape(local.shape, device_mesh, placements)
     spec = TensorSpec(device_mesh, placements, global_shape, local.dtype)
-    if device_mesh.get_coordinate() is None:
+    if device_mesh.get_coordinate() is None and tuple(local.shape) != spec.local_shape:
         return platform.wrap(_nothing_like(platform, local), spec)
     if tuple(local.shape) != spec.local_shape:
         raise ShardShapeError(

@@ -8,6 +8,8 @@ The same message carries one bit per parameter and reduction: whether the parame
 single device a parameter that the loss does not use keeps `grad` None, and optimizers leave it alone; with a gradient
 of zeros AdamW would decay it. Ranks may use different parameters, so that this depends on all of them. A few elements
 at the end of the reduction could carry the bits too, but the host would have to read them from the device.
+
+The arguments of `fully_shard` are compared between ranks in `_fully_shard.py`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 `TorchDTensor.__torch_function__` (in `dtensor.py`) looks a function up in `operations`. A `TorchOperation` adds to
 `hp_dtensor.dispatch.operation.Operation` how torch runs it: its local form, and what the first call of a plan does.
+A call whose plan is cached is run in `dtensor.py` alone.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 The file is JSON and contains its own SHA-256 digest. Reading it also validates every value against the format, because
 a digest only proves that the file is as it was written. Folder names of checkpoints are defined here too.
+`save.py` builds and writes the index; the checksums of boxes are computed in `shard_file.py`.
 """
 
 from __future__ import annotations

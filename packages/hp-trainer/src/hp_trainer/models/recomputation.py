@@ -1,4 +1,7 @@
-"""Recomputation of a model's blocks: which blocks recompute which operations in backward instead of saving results."""
+"""Recomputation of a model's blocks: which blocks recompute which operations in backward instead of saving results.
+
+Here are the settings; `training/activation_budget.py` selects operations for a memory budget.
+"""
 
 from __future__ import annotations
 
