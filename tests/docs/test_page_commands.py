@@ -1,4 +1,7 @@
-"""Every `hp-train` command of README, the tour and the how-to pages is accepted, and prints what the page shows."""
+"""`hp-train` commands of README, the tour and the how-to pages are accepted, and print what the pages show.
+
+Commands that need a run or an exported model only have to be known; the proof runs those of the tour.
+"""
 
 from __future__ import annotations
 

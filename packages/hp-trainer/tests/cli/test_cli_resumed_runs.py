@@ -202,6 +202,32 @@ def test_small_files_that_are_lost_are_rebuilt_from_a_checkpoint(
     assert capsys.readouterr().err == message
 
 
+def test_a_new_folder_does_not_become_the_run_whose_checkpoints_it_shares(work: Path, prepared: list, capsys) -> None:
+    run = make_run(work)
+    new = work / "new"
+    new.mkdir()  # as the lock does
+    assert RunFolder.restore(new, LocalStorage(run.checkpoints)) == []
+    assert list(new.iterdir()) == []
+    # Nor does a run that lost a file take that of the other run.
+    other = create_run(work / "other", run.load_config().config)
+    other.config_file.unlink()
+    assert RunFolder.restore(other.path, LocalStorage(run.checkpoints)) == []
+
+
+@pytest.mark.parametrize("change", ["--training.freeze=[w]", "--optimizer.name=sgd"])
+def test_a_change_that_no_checkpoint_fits_leaves_the_configuration(work: Path, prepared: list, error, change) -> None:
+    run = make_run(work)
+    before = run.config_file.read_bytes()
+    if "optimizer" in change:
+        run.config_file.write_text(run.config_file.read_text().replace("name: adamw", "name: other"))
+        before, change = run.config_file.read_bytes(), "--optimizer.name=adamw"
+    message = error("resume", "out", change)
+    assert "whose checkpoints have other optimizer states" in message
+    assert "hp-train resume out --reset-optimizer" in message
+    assert run.config_file.read_bytes() == before
+    assert prepared == []
+
+
 def test_checkpoints_without_copies_go_on_with_the_configuration(work: Path, prepared: list, error, capsys) -> None:
     """Earlier versions wrote none."""
     run = make_run(work)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
+import yaml
 
 from hp_dtensor.launch import is_launched
+from hp_trainer._files import read_plain_text
 from hp_trainer.checkpoint import delete_leftovers, list_checkpoints, open_step, set_aside_newer
 from hp_trainer.cli.commands import Overrides, SettingsCommand, config_argument, run_argument
 from hp_trainer.cli.main import print_if_read
@@ -93,11 +96,13 @@ def resume_command(run: str, from_step: int | None, reset_optimizer: bool, overr
     folder = open_folder(Path(run))
     require_platform(str(folder.config_file))
     loaded = on_installed_platform(folder.load_config(overrides), overrides)
-    refuse(
-        check_resumed_run(loaded, _before(folder, loaded.config), world_size_of(loaded.config), registries()),
-        str(folder.config_file),
-    )
+    before = _before(folder, loaded.config)
+    problems = [*check_resumed_run(loaded, before, world_size_of(loaded.config), registries())]
+    problems += [] if reset_optimizer else _new_optimizer(folder, before, loaded.config)
+    refuse(problems, str(folder.config_file))
     config = resolved(loaded.config, folder.path)
+    # An agent of torchrun repeats the command when it restarts the ranks, and the run has a new optimizer by then.
+    reset_optimizer = reset_optimizer and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     choice: Choice = "newest that fits"
     if reset_optimizer or from_step is not None:
         choice = "without optimizer" if reset_optimizer else "exactly"
@@ -116,6 +121,26 @@ def _before(run: RunFolder, config: TrainerConfig) -> TrainerConfig:
     return run.load_config([*names.items(), ("metrics.trackers", "[]")]).config
 
 
+def _new_optimizer(run: RunFolder, before: TrainerConfig, config: TrainerConfig) -> list[Problem]:
+    """Return the settings that no checkpoint of a run fits any more. Its configuration must not be changed by them."""
+    written = yaml.safe_load(read_plain_text(run.config_file)).get("optimizer", {}).get("name")
+    changed = {
+        "optimizer.name": (written, config.optimizer.name),
+        "training.freeze": (list(before.training.freeze), list(config.training.freeze)),
+    }
+    return [
+        Problem(
+            path=path,
+            what="differs from the run's, whose checkpoints have other optimizer states",
+            expected=str(old),
+            got=str(new),
+            hint=f"hp-train resume {run.path} --reset-optimizer, which starts with new optimizer states",
+        )
+        for path, (old, new) in changed.items()
+        if old != new
+    ]
+
+
 def _start(title: str, loaded: LoadedConfig, *, may_continue: bool) -> int:
     """Train a new run, or with `may_continue` the one that its folder has."""
     folder = chosen_run_folder(loaded, Path(title))
@@ -131,7 +156,10 @@ def _start(title: str, loaded: LoadedConfig, *, may_continue: bool) -> int:
         run = RunFolder.open(folder)
         # Without the file the run was killed while it was created, and nothing can have changed.
         before = _before(run, loaded.config) if run.config_file.exists() else loaded.config
-        return refuse(check_resumed_run(loaded, before, num_ranks, registries()), title)
+        problems = list(check_resumed_run(loaded, before, num_ranks, registries()))
+        if run.config_file.exists() and list_checkpoints(storage):
+            problems += _new_optimizer(run, before, loaded.config)
+        return refuse(problems, title)
 
     def prepare() -> str | None:
         # Again for `run`: another job may have created the run since.
@@ -173,11 +201,11 @@ def _take_up(run: RunFolder, config: TrainerConfig, from_step: int | None = None
     report_rebuilt(run.path, prepare_again(run, config))
     source = registries().datasets.get(config.data.name).build(config.data.options)
     # Before anything is moved or deleted, so that a run that cannot continue is left unchanged.
+    run.refuse_other_kinds()
     source.verify(run.data, config.launch.verify_data)
     # Moved aside before training starts: if the job is killed from here on, this checkpoint is already the newest.
     for name in set_aside_newer(storage, checkpoint.folder):
         print_message(f"moved {storage.describe(name)} aside; delete it when it is no longer needed")
-    run.refuse_other_kinds()
     # Under the lock: no other job writes these files.
     run.sweep()
     delete_leftovers(storage)

@@ -259,7 +259,8 @@ def import_checkpoint(
         parts,
         step=values["step"],
         model=values["model"],
-        state=values["state"],
+        # Copies of another run's files must not be restored in this one.
+        state={name: value for name, value in values["state"].items() if name != "run_files"},
         may_write=may_write,
     )
 

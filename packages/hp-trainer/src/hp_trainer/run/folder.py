@@ -133,17 +133,18 @@ class RunFolder:
             storage: the run's checkpoints; None: as its configuration says, or `checkpoints/`.
         """
         lost = [name for name in _COPIED if not (path / name).exists()]
-        # A configuration alone is no run: it may have been written by hand.
-        if not lost or not path.is_dir():
+        # Several runs may share a folder of checkpoints, so that files which only training writes must show a run here.
+        if not lost or not any((path / name).exists() for name in (_MARK, "checkpoints", "metrics.jsonl")):
             return []
         storage = storage or _storage_of(cls(path))
         names, copies = list_checkpoints(storage), {}
         for name in names:
             with contextlib.suppress(CheckpointError, OSError):
                 found = Checkpoint(storage, name).state.get("run_files")
-                copies = {file: text for file, text in dict(found or {}).items() if file in lost}
-                if copies:
-                    break
+                if not found or (_MARK not in lost and found.get(_MARK) != read_plain_text(path / _MARK, _MOST_BYTES)):
+                    continue
+                copies = {file: text for file, text in found.items() if file in lost}
+                break
         # Checkpoints of earlier versions have no copies.
         if names and _MARK in lost:
             copies.setdefault(_MARK, _new_mark())
@@ -309,8 +310,8 @@ def prepare_again(run: RunFolder, config: TrainerConfig) -> list[str]:
         DataError: the data cannot be read.
     """
     again = []
-    if not run.data.is_dir() or not any(run.data.iterdir()):
-        run.data.mkdir(exist_ok=True)
+    if not run.data.is_dir():
+        run.data.mkdir()
         registries().datasets.get(config.data.name).build(config.data.options).prepare(run.data)
         again.append(run.data.name)
     if config.model.source is not None and not run.model_files.is_dir() and Path(config.model.source).is_dir():

@@ -93,6 +93,11 @@ class TrainingCheckpoints:
             CheckpointError: it is damaged.
         """
         setup, read = self._setup, Checkpoint(self._storage, folder)
+
+        def aside() -> list[str]:
+            self._may_write()
+            return set_aside_newer(self._storage, read.folder)
+
         reset = choice == "without optimizer"
         try:
             self._check(read, reset)
@@ -116,10 +121,9 @@ class TrainingCheckpoints:
             setup.scaler.load_state_dict(read.state["loss_scaling"])
         if read.state.get("guard"):
             self.guard.load_state(read.state["guard"])
-        if setup.mesh.world.rank == 0:
-            self._may_write()
-            for name in set_aside_newer(self._storage, read.folder):
-                self._report(f"moved {self._storage.describe(name)} aside; delete it when it is no longer needed")
+        # An error of rank 0 is raised on all ranks, which would otherwise wait for it in the first step.
+        for name in coordinator(setup.mesh.world.all, "setting checkpoints aside", aside, CheckpointError):
+            self._report(f"moved {self._storage.describe(name)} aside; delete it when it is no longer needed")
         return Progress(read.step, _counter(read, "samples"))
 
     def _check(self, checkpoint: Checkpoint, reset: bool) -> None:

@@ -460,9 +460,9 @@ def read_architecture(folder: Path) -> tuple[Architecture | None, Options, Confi
         if name is not None:
             reader.add("model_type", "unknown architecture", ", ".join(ARCHITECTURES), repr(name), near)
         return None, {}, reader
-    layers = reader.take(int, "num_hidden_layers", default=None)
+    layers = reader.values.get("num_hidden_layers")
     # Before the layers are listed.
-    if layers is not None and layers > MOST_LAYERS:
+    if isinstance(layers, int) and layers > MOST_LAYERS:
         reader.add("num_hidden_layers", "out of range", f"an integer <= {MOST_LAYERS}", str(layers))
         return None, {}, reader
     architecture = ARCHITECTURES[name]
