@@ -134,9 +134,9 @@ def check_fit(
     try:
         checkpoint.check_tensors({name: shape for name, (_, shape) in expected.items()})
     except UnfitCheckpointError as error:
-        here = {name: tuple(shape) for name, (_, shape) in expected.items() if name.startswith("model.")}
-        there = {name: tuple(kind.shape) for name, kind in saved.items() if name.startswith("model.")}
-        if optimizer is not None and here == there:
+        wanted = {name: tuple(shape) for name, (_, shape) in expected.items() if name.startswith("model.")}
+        stored = {name: tuple(kind.shape) for name, kind in saved.items() if name.startswith("model.")}
+        if optimizer is not None and wanted == stored:
             advice = "the weights fit: `hp-train resume RUN --reset-optimizer` starts with new optimizer states"
             raise UnfitCheckpointError(f"{error}; {advice}") from error
         raise
