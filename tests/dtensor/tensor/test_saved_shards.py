@@ -173,6 +173,24 @@ def test_a_write_to_the_gathered_tensor_is_seen_and_one_to_the_shard_is_refused(
             np.testing.assert_array_equal(found[key], value, err_msg=key)
 
 
+@pytest.mark.parametrize("reshards", [False, True])
+def test_a_write_to_a_weight_before_backward_is_refused(hp_platform, reshards):
+    """torch does not check the versions of tensors that hooks have packed."""
+    skip_without_hooks(hp_platform)
+    if hp_platform.name != "torch":
+        pytest.skip("counts of writes are torch's")
+
+    def program():
+        model, x = parallel_model(hp_platform, reshards)
+        y = model(x).sum().full_tensor()
+        with hp_platform.no_grad():
+            model.first.weight.mul_(2.0)
+        with pytest.raises(RuntimeError, match=r"in ?place"):
+            hp_platform.backward(y)
+
+    run_ranks(program, 2, hp_platform)
+
+
 def test_second_derivatives(hp_platform):
     if hp_platform.name != "torch":
         pytest.skip("MindSpore's backward is not recorded")

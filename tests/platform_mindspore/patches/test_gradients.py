@@ -394,6 +394,26 @@ def test_a_derivative_in_the_forward_of_a_sharded_cell_is_refused(platform, diff
     run_ranks(refused, 2, platform)
 
 
+def test_a_derivative_outside_of_a_forward_may_follow_an_early_gather(platform):
+    """Gathered parameters are in their Cells then, as in a forward."""
+
+    def program(gathers):
+        ms.set_seed(1)
+        net = Net()
+        hp_fsdp.fully_shard(net, mesh_of(platform))
+        weights = net.trainable_params()
+        if gathers:
+            net.unshard()
+        loss, grads = ms.value_and_grad(net, None, weights)(Tensor(BATCH))
+        return float(loss.asnumpy()), [x.full_tensor().asnumpy() for x in grads]
+
+    for (loss, grads), (other, others) in zip(
+        run_ranks(program, 2, platform, False), run_ranks(program, 2, platform, True), strict=True
+    ):
+        assert loss == other
+        assert all(np.array_equal(a, b) for a, b in zip(grads, others, strict=True))
+
+
 def test_mindspores_derivatives_of_plain_cells_work_at_once(platform):
     """The platform has the grad flag on: the first `value_and_grad` found nothing to differentiate."""
     platform.enable_grad().__enter__()

@@ -9,6 +9,7 @@ import collections
 import copy
 import inspect
 import json
+import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -18,6 +19,11 @@ from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp import _model_state as _state
 from hp_fsdp._model_state import copy_of
 from hp_fsdp.exceptions import StateDictError
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+_TRIED: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Optimizers that `create_state` has stepped: one without state, such as SGD, is not stepped again."""
 
 Tensor = Any
 Named = dict[str, Any]
@@ -199,7 +205,7 @@ class GroupedOptimizerView:
         """Return True if the optimizer has state after a step, tried on a copy with a parameter of zeros per group."""
         trial = copy.copy(self._optimizer)
         # The copy is shallow: the trial must neither call the user's hooks nor write the real state.
-        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        for hooks in _HOOKS:
             setattr(trial, hooks, {})
         trial.state = collections.defaultdict(dict)
         trial.param_groups = [
@@ -220,30 +226,41 @@ class GroupedOptimizerView:
 
     def create_state(self) -> None:
         """Create the state of a new optimizer by a step that does not change the parameters."""
-        if self.slots() or _needs_closure(self._optimizer):
+        optimizer = self._optimizer
+        if self.slots() or _needs_closure(optimizer) or optimizer in _TRIED:
             return
+        _TRIED.add(optimizer)
         ops = self._platform.ops
         parameters = [x for x in self._parameters().values() if self._platform.requires_grad(x)]
         # Restored below, like the options.
         grads = [self._platform.get_grad(x) for x in parameters]
         groups = self._optimizer.param_groups
         # With weight decay, momentum would be that of the parameters.
-        changed = [{key: group[key] for key in ("lr", "weight_decay") if key in group} for group in groups]
+        saved = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        hooks = {name: getattr(optimizer, name) for name in _HOOKS if hasattr(optimizer, name)}
         try:
+            for name in hooks:
+                setattr(optimizer, name, {})
             for x in parameters:
                 self._platform.set_grad(x, ops.zeros_like(self._platform.detach(x)))
-            for group, options in zip(groups, changed, strict=True):
-                group.update((key, self._zero(value)) for key, value in options.items())
-            self._optimizer.step()
+            for group in groups:
+                group.update({key: self._zero(group[key]) for key in ("lr", "weight_decay") if key in group})
+            optimizer.step()
+        except Exception:  # for example an optimizer of sparse gradients. Its first step creates the state.
+            optimizer.state.clear()
         finally:
-            for group, options in zip(groups, changed, strict=True):
+            for name, registered in hooks.items():
+                setattr(optimizer, name, registered)
+            for group, options in zip(groups, saved, strict=True):
                 group.update(options)
             for x, grad in zip(parameters, grads, strict=True):
                 self._platform.set_grad(x, grad)
         # The first real step is number 1, as without this one: a checkpoint from before it continues like its run.
-        for slots in self._optimizer.state.values():
-            if "step" in slots:
-                slots["step"] = self._zero(slots["step"])
+        for group in groups:
+            # ASGD, Rprop and NAdam start from the learning rate, or from one.
+            start = {"step": 0, "eta": group.get("lr"), "step_size": group.get("lr"), "mu_product": 1.0}
+            for slots in (optimizer.state[x] for x in group["params"] if x in optimizer.state):
+                slots.update((key, self._zero(slots[key]) + value) for key, value in start.items() if key in slots)
 
     def _zero(self, value: Any) -> Any:
         return self._platform.ops.zeros_like(value) if isinstance(value, self._platform.Tensor) else 0

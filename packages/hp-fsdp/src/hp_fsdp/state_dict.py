@@ -225,9 +225,9 @@ def init_optimizer_state(model: Module, optimizer: Any) -> None:
     """Create the state of an optimizer that has not stepped yet, so that a checkpoint can be read into it.
 
     It takes one step with gradients, learning rate and weight decay of zero, and sets the counters `step` to zero. It
-    changes neither parameters nor gradients nor options, and the first real step is that of a new optimizer, except for
-    `ASGD`, `NAdam`, `Rprop` and dampened momentum, whose state such a step changes. Every rank of the model must call
-    it. An optimizer that has state is not changed, nor is one whose step needs a closure.
+    changes neither parameters nor gradients nor options, calls no hooks, and the first real step is that of a new
+    optimizer, except for dampened momentum. Every rank of the model must call it. An optimizer that has state is not
+    changed, nor is one whose step needs a closure or fails.
 
     Examples:
         >>> import torch

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from hp_dtensor.comm.saved_tensors import SavedTensors, current_record
+from hp_dtensor.comm.saved_tensors import SavedReference, SavedTensors, current_record
 from hp_dtensor.platform.recording import located
 from hp_dtensor.redistribute import RedistributePlan, plan_between
 
@@ -96,12 +96,13 @@ class SavedShard:
             # `linear` has more than two dimensions.
             is_view = saved.data_ptr() == address and math.prod(shape) == size and platform.strides(saved) == contiguous
             if not (is_view or (shape == whole and len(shape) > 2)):
-                return saved
+                # The framework does not check the versions of tensors that hooks have packed.
+                return SavedReference(platform, saved)
             self._uses += 1
             self._pending += 1
             return _Use(self, shape)
 
-        with platform.saving(pack, lambda packed: packed.get() if isinstance(packed, _Use) else packed):
+        with platform.saving(pack, lambda packed: packed.get()):
             return function(x, *args, **kwargs)
 
     def get(self, shape: tuple[int, ...]) -> Tensor:

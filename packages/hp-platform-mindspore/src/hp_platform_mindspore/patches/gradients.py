@@ -53,7 +53,9 @@ def differentiating_dtensors(own: Callable[..., Any]) -> Callable[..., Any]:
         def after_grad(*args: Any, **kwargs: Any) -> Any:
             # Asked at each call: arguments decide, and modules may be distributed after this was made.
             found = first_dtensor(fn, weights, args, kwargs)
-            if not is_local() and any(is_substitute(x) for x in held_tensors(fn, weights)):
+            # Weights that are DTensors are those of a call outside of forward, whose backward gathers and reduces.
+            in_forward = not is_local() and first_dtensor(weights) is None
+            if in_forward and any(is_substitute(x) for x in held_tensors(fn, weights)):
                 raise CapabilityError(
                     "mindspore.grad or value_and_grad in the forward of a sharded Cell, of what uses its parameters: "
                     "the result would be a constant, and a loss with it would miss terms. Write the derivative as "

@@ -194,6 +194,8 @@ def _one_by_one(name: str, count: int, args: tuple[Any, ...], kwargs: Mapping[st
     not.
     """
     operation = name.removeprefix("_foreach_")
+    if operation.startswith(("addcmul", "addcdiv")) and len(args) > 3:
+        args, kwargs = args[:3], {"value": args[3], **kwargs}  # of single tensors it is a keyword
     function = getattr(torch, operation, None) or getattr(torch.Tensor, operation)
 
     def of(value: Any, position: int) -> Any:
