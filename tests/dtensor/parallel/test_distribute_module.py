@@ -227,6 +227,21 @@ def test_two_calls_that_place_a_tied_parameter_differently_are_refused(hp_platfo
         assert "placed (axis0:S(0))" in message
 
 
+def test_values_written_between_two_calls_are_not_lost(hp_platform: Platform) -> None:
+    if hp_platform.name != "torch":
+        pytest.skip("counts of writes are torch's")
+
+    def rank() -> None:
+        mesh, model = DeviceMesh("cpu", (2,), platform=hp_platform), make(hp_platform)
+        parallelize_module(model.table, mesh, RowwiseParallel())
+        with hp_platform.no_grad():
+            model.head.weight.mul_(2.0)
+        with pytest.raises(PlanError, match="was written after another module"):
+            parallelize_module(model.head, mesh, ColwiseParallel())
+
+    run_ranks(rank, 2, hp_platform)
+
+
 def _wrong_plans(platform: Platform) -> list[str]:
     mesh = DeviceMesh("cpu", (2,), platform=platform)
     plans: list[Any] = [

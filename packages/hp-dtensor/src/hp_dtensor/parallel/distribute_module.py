@@ -128,7 +128,7 @@ def place_parameter(
     new = placed_as(old, device_mesh)
     if new is None:
         new = _placed(module, name, old, device_mesh, placements, src_data_rank)
-        setattr(old, _PLACED_ATTRIBUTE, new)
+        setattr(old, _PLACED_ATTRIBUTE, (new, platform.version(old)))
     elif not has_placements(new, device_mesh, placements):
         raise PlanError(f"{type(module).__name__}: {_placed_elsewhere(name, new, placements)}")
     for each, parameter in own.items():
@@ -137,10 +137,23 @@ def place_parameter(
 
 
 def placed_as(parameter: Tensor, device_mesh: DeviceMesh) -> DTensor | None:
-    """Return the DTensor that the parameter is or, held by another module, has become on the ranks of this mesh."""
-    placed = parameter if isinstance(parameter, DTensor) else getattr(parameter, _PLACED_ATTRIBUTE, None)
+    """Return the DTensor that the parameter is or, held by another module, has become on the ranks of this mesh.
+
+    Raises:
+        PlanError: the plain parameter was written since another module placed it.
+    """
+    if isinstance(parameter, DTensor):
+        return parameter if parameter.device_mesh.world is device_mesh.world else None
+    placed, version = getattr(parameter, _PLACED_ATTRIBUTE, (None, 0))
     # Simulated ranks are threads, which may share a plain parameter: each has a DTensor of its own.
-    return placed if placed is not None and placed.device_mesh.world is device_mesh.world else None
+    if placed is None or placed.device_mesh.world is not device_mesh.world:
+        return None
+    if device_mesh.platform.version(parameter) != version:
+        raise PlanError(
+            f"a parameter of shape {list(placed.spec.shape)} was written after another module that shares it placed "
+            "it, so the written values would be lost; place it in all modules before values are loaded"
+        )
+    return placed  # type: ignore[no-any-return]
 
 
 def has_placements(placed: DTensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
