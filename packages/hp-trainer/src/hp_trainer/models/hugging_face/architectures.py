@@ -456,7 +456,7 @@ def read_architecture(folder: Path) -> tuple[Architecture | None, Options, Confi
         name = "ministral"
     if name is None or name not in ARCHITECTURES:
         # A typing error is meant, not another architecture with a similar name (gpt_neox, gpt_oss).
-        near = next(iter(difflib.get_close_matches(str(name), ARCHITECTURES, n=1, cutoff=0.85)), "")
+        near = next(iter(difflib.get_close_matches(str(name), ARCHITECTURES, n=1, cutoff=0.75)), "")
         if name is not None:
             reader.add("model_type", "unknown architecture", ", ".join(ARCHITECTURES), repr(name), near)
         return None, {}, reader
