@@ -55,10 +55,9 @@ def test_the_pages_have_commands() -> None:
 
 
 @pytest.mark.parametrize("words", RUNNABLE.values(), ids=RUNNABLE)
-def test_a_command_is_accepted(words: list[str], workshop: Path, hp_platform: object, capsys) -> None:
+@pytest.mark.usefixtures("torch_suffices")
+def test_a_command_is_accepted(words: list[str], workshop: Path, capsys) -> None:
     """Commands that train are only checked, with the same configuration and options."""
-    if getattr(hp_platform, "name", "") != "torch":
-        pytest.skip("commands are parsed and planned alike on every platform")
     words = [word.replace("=N", "=4").replace("=RUN", "=out") for word in words]
     if words[0] == "run":
         words = ["check", *words[1:]]

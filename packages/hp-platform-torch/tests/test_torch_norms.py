@@ -53,6 +53,13 @@ def test_derivatives_of_the_first_and_second_order():
     assert torch.autograd.gradgradcheck(function, (x, weight))
 
 
+def test_a_number_has_no_dimension_to_normalize() -> None:
+    x = torch.tensor(2.0, requires_grad=True)
+    for norm in (F.rms_norm, rms_norm):
+        with pytest.raises(RuntimeError, match="at least"):
+            norm(x, (), None, 1e-5)
+
+
 def test_the_gradient_of_torch_func():
     x, weight = torch.randn(4, 5), torch.randn(5)
     ours, composed = (torch.func.grad(lambda x, f=f: f(x, (5,), weight, 1e-3).sum())(x) for f in (rms_norm, F.rms_norm))

@@ -228,6 +228,13 @@ def test_a_change_that_no_checkpoint_fits_leaves_the_configuration(work: Path, p
     assert prepared == []
 
 
+def test_an_earlier_checkpoint_may_have_another_optimizer_than_the_configuration(work: Path, prepared: list) -> None:
+    run = make_run(work)
+    run.config_file.write_text(run.config_file.read_text().replace("name: adamw", "name: other"))
+    assert cli.main(["resume", "out", "--from-step=2", "--optimizer.name=adamw"]) == 0
+    assert len(prepared) == 1
+
+
 def test_checkpoints_without_copies_go_on_with_the_configuration(work: Path, prepared: list, error, capsys) -> None:
     """Earlier versions wrote none."""
     run = make_run(work)

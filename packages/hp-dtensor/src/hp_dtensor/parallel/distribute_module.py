@@ -144,7 +144,8 @@ def placed_as(parameter: Tensor, device_mesh: DeviceMesh) -> DTensor | None:
     """
     if isinstance(parameter, DTensor):
         return parameter if parameter.device_mesh.world is device_mesh.world else None
-    placed, version = getattr(parameter, _PLACED_ATTRIBUTE, (None, 0))
+    found: tuple[DTensor | None, int] = getattr(parameter, _PLACED_ATTRIBUTE, (None, 0))
+    placed, version = found
     # Simulated ranks are threads, which may share a plain parameter: each has a DTensor of its own.
     if placed is None or placed.device_mesh.world is not device_mesh.world:
         return None
@@ -153,7 +154,7 @@ def placed_as(parameter: Tensor, device_mesh: DeviceMesh) -> DTensor | None:
             f"a parameter of shape {list(placed.spec.shape)} was written after another module that shares it placed "
             "it, so the written values would be lost; place it in all modules before values are loaded"
         )
-    return placed  # type: ignore[no-any-return]
+    return placed
 
 
 def has_placements(placed: DTensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:

@@ -123,7 +123,7 @@ class SavedShard:
 
 
 class _Use:
-    """What autograd saves in place of the gathered tensor."""
+    """One saved use of the gathered tensor, held by autograd in its place."""
 
     __slots__ = ("_shape", "_shard")
 

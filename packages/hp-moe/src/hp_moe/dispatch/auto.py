@@ -230,7 +230,7 @@ def _reached(num_experts: int, top_k: int, owners: int, chunk: int) -> float:
 
 @dataclass(frozen=True)
 class SentRows:
-    """How a dispatcher sends a token in one direction, on average over ranks.
+    """The rows that a dispatcher sends of a token in one direction, on average over ranks.
 
     Examples:
         >>> sent_rows(num_experts=8, top_k=2, num_ranks=8)["copy_per_expert"].outer

@@ -37,6 +37,7 @@ def _is_ours(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, 
         return False
     return (
         x.device.type == "cpu"
+        and x.dim() > 0
         and x.dtype in _DTYPES
         and tuple(normalized_shape) == tuple(x.shape[-1:])
         and (weight is None or (weight.dtype is x.dtype and weight.shape == x.shape[-1:]))

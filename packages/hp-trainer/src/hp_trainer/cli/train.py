@@ -98,7 +98,9 @@ def resume_command(run: str, from_step: int | None, reset_optimizer: bool, overr
     loaded = on_installed_platform(folder.load_config(overrides), overrides)
     before = _before(folder, loaded.config)
     problems = [*check_resumed_run(loaded, before, world_size_of(loaded.config), registries())]
-    problems += [] if reset_optimizer else _new_optimizer(folder, before, loaded.config)
+    # An earlier checkpoint may be from before the optimizer was changed: the ranks compare it with the settings.
+    if not reset_optimizer and from_step is None:
+        problems += _new_optimizer(folder, before, loaded.config)
     refuse(problems, str(folder.config_file))
     config = resolved(loaded.config, folder.path)
     # An agent of torchrun repeats the command when it restarts the ranks, and the run has a new optimizer by then.
@@ -123,7 +125,8 @@ def _before(run: RunFolder, config: TrainerConfig) -> TrainerConfig:
 
 def _new_optimizer(run: RunFolder, before: TrainerConfig, config: TrainerConfig) -> list[Problem]:
     """Return the settings that no checkpoint of a run fits any more. Its configuration must not be changed by them."""
-    written = yaml.safe_load(read_plain_text(run.config_file)).get("optimizer", {}).get("name")
+    # `before` has the new name, with which the old options could be read.
+    written = yaml.safe_load(read_plain_text(run.config_file)).get("optimizer", {}).get("name", config.optimizer.name)
     changed = {
         "optimizer.name": (written, config.optimizer.name),
         "training.freeze": (list(before.training.freeze), list(config.training.freeze)),
