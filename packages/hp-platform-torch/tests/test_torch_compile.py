@@ -101,6 +101,50 @@ def test_a_module_in_training() -> None:
         torch.testing.assert_close(found, [parameter.detach() for parameter in model.parameters()])
 
 
+_OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Adam, foreach": lambda parameters: torch.optim.Adam(parameters, lr=0.1, foreach=True),
+    "AdamW, tensor lr": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.1)),
+    "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+}
+
+
+def _stepped(kind: str, how: str, distributed: bool) -> tuple[int, list[Tensor]]:
+    """Return the number of graphs made of an optimizer's steps, and the full weights after them."""
+    graphs, mesh = [], _mesh()
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def placed(x: Tensor) -> Tensor:
+        return distribute_tensor(x, mesh, [Shard(0)]) if distributed else x.clone()
+
+    parameters = [torch.nn.Parameter(placed(ROWS * scale)) for scale in (1, 2)]
+    optimizer = _OPTIMIZERS[kind](parameters)
+    step = optimizer.step if how != "a function that calls it" else lambda: optimizer.step()
+    optimizer_step = step if how == "eager" else torch.compile(step, backend=backend)
+    for number in range(4):
+        sum((x * placed(ROWS + number)).sum() for x in parameters).backward()
+        optimizer_step()
+        optimizer.zero_grad()
+    return len(graphs), [x.detach().full_tensor() if distributed else x.detach() for x in parameters]
+
+
+@pytest.mark.parametrize("kind", _OPTIMIZERS)
+def test_steps_of_an_optimizer(kind: str) -> None:
+    """Those of plain parameters are compiled, before and after those of DTensors."""
+    torch.compiler.reset()
+    ((_, expected),) = run_ranks(_stepped, 2, "torch", kind, "eager", False)[:1]
+    for how in ("the method", "a function that calls it"):
+        for _, found in run_ranks(_stepped, 2, "torch", kind, how, True):
+            torch.testing.assert_close(found, expected)
+    torch.compiler.reset()
+    plain = run_ranks(_stepped, 2, "torch", kind, "the method", False)
+    assert plain[0][0] or plain[1][0] or "fused" in kind  # dynamo never compiles fused steps
+    torch.testing.assert_close([found for _, found in plain], [expected, expected])
+
+
 def _plain_and_distributed() -> int:
     """Graphs made of a function that gets plain tensors, then DTensors, then plain ones."""
     graphs = []

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
+from hp_platform_torch import optimizer_step
 from hp_platform_torch.tensor.dtensor import TorchDTensor
 
 _LEFT_ALONE = ("hp_dtensor", "hp_platform_torch", "hp_fsdp", "hp_moe")
@@ -63,8 +64,9 @@ def _leave_them_out_in_every_thread() -> None:
     trace_rules.get_mod_inlinelist().update(str(file) for file in files)
     skipped = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)  # with all that they call
     # Dynamo would trace the methods of the class when a compiled function calls them on a DTensor.
-    # Only its own members; those of `torch.Tensor` stay traceable for plain tensors.
-    for member in vars(TorchDTensor).values():
+    # Only its own members; those of `torch.Tensor` stay traceable for plain tensors. A compiled optimizer step takes
+    # the step of DTensors on local data, whose frames would be compiled again whenever the classes of tensors change.
+    for member in (*vars(TorchDTensor).values(), optimizer_step.take_step):
         code = _code_of(member)
         if code is not None:
             set_code_exec_strategy(code, skipped)

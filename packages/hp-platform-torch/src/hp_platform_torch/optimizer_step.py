@@ -69,10 +69,9 @@ def _before_step(
 class _StandIn:
     """Object that torch's `step` gets instead of the optimizer; it takes the step when asked for the parameter groups.
 
-    Torch asks for them after the other hooks and the closure, which get DTensors and may change gradients.
+    Torch asks for them after the other hooks and the closure, which get DTensors and may change gradients. It has no
+    `__slots__`, since dynamo's guards of a compiled `step` read its `__dict__`.
     """
-
-    __slots__ = ("_optimizer", "defaults")
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -85,11 +84,11 @@ class _StandIn:
         # `step` loops over the groups: it gets none, because the real step has been taken by then.
         if name != "param_groups":
             return getattr(self._optimizer, name)
-        _take_step(self._optimizer)
+        take_step(self._optimizer)
         return ()
 
 
-def _take_step(optimizer: optim.Optimizer) -> None:
+def take_step(optimizer: optim.Optimizer) -> None:
     step = _without_hooks(type(optimizer))
     plan, tensors = _all_local(optimizer)
     if plan is None:
