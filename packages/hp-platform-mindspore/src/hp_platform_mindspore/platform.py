@@ -74,6 +74,8 @@ class MindSporePlatform(MindSporeBase):
     Parameter = Parameter
     Module = modules.Module
     DTensor = dtensor.MindSporeDTensor
+    function_modules = ("mindspore.ops", "mindspore.mint", "mindspore.mint.nn.functional")
+    shard_names = frozenset({"data_ptr"})
     recomputes_on_unpack = hasattr(ms, "saved_tensors_hooks")
 
     def __init__(self) -> None:

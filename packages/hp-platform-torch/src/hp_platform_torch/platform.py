@@ -125,6 +125,8 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
     host_device = "cpu"
     picks_integers_first = True
     masks_of_bytes = True
+    function_modules = ("torch", "torch.nn.functional", "torch.linalg", "torch.special", "torch.fft")
+    shard_names = frozenset({"data_ptr", "storage"})
     splits_backward = True
     recomputes_on_unpack = True
 

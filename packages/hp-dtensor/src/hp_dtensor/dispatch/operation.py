@@ -264,11 +264,6 @@ def count_plans() -> int:
     return sum(map(len, _plans.values()))
 
 
-def planned_operations() -> set[str]:
-    """Return the names of operations that have cached plans."""
-    return {name for name, plans in _plans.items() if plans}
-
-
 def forget_plans() -> None:
     """Drop all cached plans, and with them their references to meshes and worlds; for platforms that leave a job."""
     for plans in _plans.values():

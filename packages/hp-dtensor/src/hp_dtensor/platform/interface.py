@@ -116,6 +116,9 @@ class TensorInterface(ABC):
             `x[0][:, positions]`. In NumPy the dimension of positions would come first.
         host_device: the `device=` argument for a tensor on the host. None: the framework's default.
         masks_of_bytes: whether a uint8 index is a mask. Otherwise such an index is refused.
+        function_modules: modules of the framework with functions of tensors, such as `torch.nn.functional`. Empty: the
+            top-level package of `Tensor`. The conformance suite calls them, and the methods of `Tensor`, with DTensors.
+        shard_names: functions and methods that describe this rank's shard on purpose, such as `data_ptr`.
     """
 
     name: str
@@ -129,6 +132,8 @@ class TensorInterface(ABC):
     host_device: Any = None
     picks_integers_first: bool = False
     masks_of_bytes: bool = False
+    function_modules: tuple[str, ...] = ()
+    shard_names: frozenset[str] = frozenset()
 
     @abstractmethod
     def dtype(self, name: str) -> DType:

@@ -1,4 +1,4 @@
-"""Fixtures: simulated and real ranks, and the dtypes of the platform's collectives."""
+"""Fixtures: simulated and real ranks, the dtypes of the platform's collectives, and its framework's own functions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.testing.conformance.ranks import Ranks
+from hp_dtensor.testing.conformance.test_own_functions import own_calls
 
 # With 3 and 5 ranks, most lengths leave uneven or empty shards. Real ranks cost a process each, so two sizes must do.
 SIMULATED_SIZES = (2, 3, 5)
@@ -25,6 +26,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     # Parametrized here and not in the fixture, because the values depend on command-line options and on the platform.
     if "ranks" in metafunc.fixturenames:
         metafunc.parametrize("ranks", _rank_parameters(metafunc.config), indirect=True)
+    if "own_call" in metafunc.fixturenames:
+        calls = own_calls(get_platform(metafunc.config.getoption("--hp-platform")))
+        metafunc.parametrize("own_call", calls, ids=[call.name for call in calls])
     for reducing, name in ((False, "moved_dtype"), (True, "reduced_dtype")):
         if name in metafunc.fixturenames:
             platform = get_platform(metafunc.config.getoption("--hp-platform"))
