@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +78,45 @@ def test_a_tensor_parallel_model_is_saved_from_its_whole_state_dict(tmp_path):
     read = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
     for name, parameter in reference.named_parameters():
         assert torch.equal(read.get_parameter(name), parameter), name
+
+
+# Both ranks are forks of one process, since loading transformers takes far longer than the training.
+TWO_RANKS = """
+import os, runpy, sys, transformers
+sys.argv = sys.argv[1:]
+transformers.Trainer, transformers.LlamaForCausalLM
+ranks = []
+for rank in range(2):
+    ranks.append(os.fork())
+    if not ranks[-1]:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        os._exit(0)
+sys.exit(any([os.waitpid(rank, 0)[1] for rank in ranks]))
+"""
+
+
+def test_a_trainer_of_transformers_trains_and_saves_a_sharded_model(tmp_path, free_port):
+    """The example trains on two ranks what one device trains in a plain loop."""
+    example = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-c", TWO_RANKS, str(example), str(tmp_path)]
+    ran = subprocess.run(command, env=os.environ | address, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+
+    definitions = runpy.run_path(str(example))
+    reference, samples = definitions["build"](), definitions["samples"]()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    ids = torch.stack([sample["input_ids"] for sample in samples])
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        reference(input_ids=ids, labels=ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)  # the Trainer's default
+        optimizer.step()
+        for folder in (f"checkpoint-{step}", "model")[: 1 + (step == 3)]:
+            read = transformers.LlamaForCausalLM.from_pretrained(tmp_path / folder)
+            for name, parameter in reference.named_parameters():
+                torch.testing.assert_close(read.get_parameter(name), parameter, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_an_error_of_the_rank_that_saves_is_told_by_all(tmp_path):

@@ -223,9 +223,9 @@ def _refuse_parameter(name: str, path: str, parameter: Any) -> None:
             "parallelize_module is given to hp_fsdp.fully_shard. With accelerate, prepare the optimizer and the data "
             "loader and not the model: optimizer, loader = accelerator.prepare(optimizer, loader). With a Trainer of "
             "transformers, set trainer.accelerator.prepare_model = functools.partial("
-            "trainer.accelerator.prepare_model, evaluation_mode=True) before train(). With Lightning "
-            "Fabric, use ModelParallelStrategy with a parallelize_fn that calls hp_fsdp.fully_shard, and set up the "
-            "plain model."
+            "trainer.accelerator.prepare_model, evaluation_mode=True) before train(), and save by "
+            "model.save_pretrained(folder) on every rank (examples/transformers_trainer.py). With Lightning Fabric, "
+            "use ModelParallelStrategy with a parallelize_fn that calls hp_fsdp.fully_shard, and set up the plain model."
         )
 
 
