@@ -225,7 +225,7 @@ def _refuse_parameter(name: str, path: str, parameter: Any) -> None:
             "transformers, set trainer.accelerator.prepare_model = functools.partial("
             "trainer.accelerator.prepare_model, evaluation_mode=True) before train(), and save by "
             "model.save_pretrained(folder) on every rank (examples/transformers_trainer.py). With Lightning Fabric, "
-            "use ModelParallelStrategy with a parallelize_fn that calls hp_fsdp.fully_shard, and set up the plain model."
+            "use ModelParallelStrategy with a parallelize_fn that calls hp_fsdp.fully_shard: set up the plain model."
         )
 
 
