@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_dtensor.parallel import nn
 from hp_moe import Dispatched, ExpertWeights, GroupedExperts, GroupSizes, TokenPermutation
-from hp_platform_torch.moe import plugin
+from hp_platform_torch.moe.operations import experts_of_host
 
 EXPERTS, DIM, HIDDEN = 5, 12, 8
 
@@ -34,7 +34,7 @@ def run(layer, rows, keys, scores, fused):
     sent = Dispatched(rows, GroupSizes(layer.platform, counts), scores, permutation)
     weights = (layer.w1, layer.w2, layer.w3)
     if fused:
-        y = plugin.experts_of_host(rows, permutation, sent.sizes, scores, weights, layer.score_before_experts)
+        y = experts_of_host(rows, permutation, sent.sizes, scores, weights, layer.score_before_experts)
     else:
         y = layer._one_step_at_a_time(sent, ExpertWeights(*weights))
     leaves = [rows, *weights, *([] if scores is None else [scores])]
@@ -67,7 +67,7 @@ def test_what_needs_no_gradient_gets_none(platform):
     counts = torch.bincount(keys.reshape(-1), minlength=EXPERTS)
     permutation, sizes = TokenPermutation(platform, keys, 12), GroupSizes(platform, counts)
     weights, scores = (layer.w1, layer.w2, layer.w3), torch.rand(6, 2)
-    plugin.experts_of_host(rows, permutation, sizes, scores, weights, False).sum().backward()
+    experts_of_host(rows, permutation, sizes, scores, weights, False).sum().backward()
     assert layer.w1.grad is None
     assert scores.grad is None
     assert all(grad is not None for grad in (rows.grad, layer.w2.grad, layer.w3.grad))
@@ -78,7 +78,7 @@ def test_half_precision_is_left_to_the_grouped_products(platform):
     keys = choices(4, 2, False)
     permutation, sizes = TokenPermutation(platform, keys, 8), GroupSizes(platform, torch.bincount(keys.reshape(-1)))
     rows = torch.randn(4, DIM, dtype=torch.bfloat16)
-    assert plugin.experts_of_host(rows, permutation, sizes, None, (layer.w1, layer.w2, layer.w3), False) is None
+    assert experts_of_host(rows, permutation, sizes, None, (layer.w1, layer.w2, layer.w3), False) is None
 
 
 class CopiesOf(TorchDispatchMode):

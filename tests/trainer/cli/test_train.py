@@ -7,6 +7,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -41,7 +43,45 @@ def assert_resumes(hp_train, run: Path, *overrides: str) -> None:
     assert newest_step(run) == first + 4
 
 
-def test_a_run_from_the_command_to_the_samples(folder, hp_train):
+# Prints the imports of a framework, which it refuses, and at the end which of these modules were imported.
+WATCHED = """\
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "mindspore"):
+            print("import of", name, file=sys.stderr, flush=True)
+            raise ImportError("refused")
+sys.meta_path.insert(0, Refuse())
+from hp_trainer.cli import main
+code = main(sys.argv[1:])
+late = ("pydantic", "yaml", "matplotlib", "rich", "tokenizers", "mlflow", "wandb", "hp_trainer.parallel")
+print([name for name in late if name in sys.modules], code)
+"""
+
+
+def watched(folder, platform, *arguments: str) -> tuple[str, str]:
+    """Output and errors of a command that cannot import a framework."""
+    environment = {**os.environ, "HP_PLATFORM": platform.name, "HP_DEVICE": "cpu"}
+    command = [sys.executable, "-P", "-c", WATCHED, *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=START_SECONDS)
+    return done.stdout, done.stderr
+
+
+def test_commands_import_only_what_they_need(folder, hp_platform):
+    assert watched(folder, hp_platform, "--help")[0].endswith("\n[] 0\n")
+    out, err = watched(folder, hp_platform, "check", "run.yaml", *TWO_RANKS)
+    assert out.endswith("['pydantic', 'yaml', 'hp_trainer.parallel'] 0\n")
+    # Neither to count accelerators where no driver is, nor for the names of dispatchers.
+    assert err == ""
+
+
+def test_a_run_says_what_it_does_before_it_imports_a_framework(folder, hp_platform):
+    _, err = watched(folder, hp_platform, "run.yaml", *TWO_RANKS)
+    name = hp_platform.name
+    assert err.splitlines()[:3] == ["hp-train: reading run.yaml", f"hp-train: importing {name}", f"import of {name}"]
+
+
+def test_a_run_from_the_command_to_the_samples(folder, hp_train, hp_platform):
     arguments = ("--generate.prompts=['ab', 'ü']", "--generate.max_new_tokens=5", "--training.eval_interval=3")
     trackers = "--metrics.trackers=[jsonl, progress, loss_curve]"
     code, out, err = hp_train("run.yaml", "--run.folder=out", *TWO_RANKS, *arguments, trackers).finish()
@@ -52,6 +92,9 @@ def test_a_run_from_the_command_to_the_samples(folder, hp_train):
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-00000003", "step-00000006"]
     assert (run.logs / "rank1.log").is_file()
     assert "parameters, 2 ranks on" in out
+    said = ["reading run.yaml", f"importing {hp_platform.name}", "preparing the data"]
+    said += [f"starting 2 ranks on {hp_platform.name}", "building the model"]
+    assert err.splitlines()[:5] == [f"hp-train: {line}" for line in said]
     assert re.search(r"step 6/6  loss \d\.\d{4}  [\d,]+ tokens/s  lr \S+  [\d.]+ GiB  \S+ GFLOP/s  left 0:00", out)
     assert "step 3: evaluation loss" in out
     samples = run.samples_file.read_text()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hp_dtensor.exceptions import PlatformError
@@ -31,6 +32,12 @@ def hp_platform() -> Platform:
     check_version("mindspore", MINIMUM_MINDSPORE, "'numpy<2'")
     _check_numpy()
     return _platform()
+
+
+@hookimpl
+def hp_may_have_accelerators() -> bool:
+    """Return False if `HP_DEVICE` is cpu, or if no driver of Ascend devices is loaded."""
+    return os.environ.get("HP_DEVICE") != "cpu" and any(Path("/dev").glob("davinci*"))
 
 
 @functools.cache

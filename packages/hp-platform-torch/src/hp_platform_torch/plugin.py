@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hp_dtensor.exceptions import PlatformError
@@ -27,6 +29,16 @@ def hp_platform() -> Platform:
     """
     _check_torch()
     return _platform()
+
+
+# Device files of the drivers: CUDA (also of Jetson and of WSL), ROCm, Ascend.
+_DEVICE_FILES = ("nvidia*", "nvhost*", "nvgpu", "nvmap", "dxg", "kfd", "davinci*")
+
+
+@hookimpl
+def hp_may_have_accelerators() -> bool:
+    """Return False if `HP_DEVICE` is cpu, or if no driver of a device type that torch can use is loaded."""
+    return os.environ.get("HP_DEVICE") != "cpu" and any(any(Path("/dev").glob(name)) for name in _DEVICE_FILES)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import pytest
 from cli_runs import GOOD
 
 from hp_trainer import cli
-from hp_trainer.cli import train
+from hp_trainer.cli import commands, train
 from hp_trainer.registries import Registries
 
 
@@ -17,6 +17,8 @@ from hp_trainer.registries import Registries
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: Registries) -> Path:
     """A working directory with a configuration and a corpus; training itself is not reached."""
     monkeypatch.chdir(tmp_path)
+    # The line `reading run.yaml` before every message; tests of real runs read it.
+    monkeypatch.setattr(commands, "_report_reading", lambda words: None)
     for name in ("RANK", "WORLD_SIZE", "MS_ROLE"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "run.yaml").write_text(GOOD)

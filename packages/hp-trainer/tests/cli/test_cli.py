@@ -25,7 +25,7 @@ def test_generate_continues_the_prompts_given_or_configured(
 ) -> None:
     make_run(work)
     asked = []
-    monkeypatch.setattr(evaluate, "get_platform", lambda name: name)
+    monkeypatch.setattr(evaluate, "import_platform", lambda name: name)
     monkeypatch.setattr(
         evaluate, "generate", lambda config, platform, prompts, checkpoint: asked.append(prompts) or prompts
     )

@@ -52,6 +52,6 @@ def test_the_command_ends_by_the_signal_without_a_traceback(tmp_path: Path, envi
 
 
 def test_a_program_that_imports_the_package_keeps_its_own_way(tmp_path: Path, environment: dict[str, str]) -> None:
-    code, errors = interrupted([sys.executable, "-c", "import hp_trainer"], tmp_path, environment)
+    code, errors = interrupted([sys.executable, "-c", "import hp_trainer.parallel"], tmp_path, environment)
     assert "KeyboardInterrupt" in errors
     assert code == -signal.SIGINT

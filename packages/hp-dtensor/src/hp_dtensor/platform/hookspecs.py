@@ -22,5 +22,13 @@ def hp_platform() -> Platform:  # type: ignore[empty-body]
 
 
 @hookspec
+def hp_may_have_accelerators() -> bool:  # type: ignore[empty-body]
+    """Return False if this machine has no accelerator that the platform can use, without importing the framework.
+
+    Optional: without it, or if it returns True, accelerators are counted by the framework. Since 0.1.
+    """
+
+
+@hookspec
 def hp_sharding_rules(registry: Any) -> None:
     """Register rules in the `RuleRegistry`. Called once, before the first operation on a DTensor. Since 0.1."""

@@ -6,9 +6,11 @@ only when one of their commands is named, so that `hp-train --help` and shell co
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import itertools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -183,11 +185,33 @@ class CommandGroup(click.Group):
             args = ["train", *args]
         return super().parse_args(ctx, args)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if COMMANDS.get(args[0], "")[0] == "train" and not ctx.resilient_parsing and not {"-h", "--help"} & set(args):
+            _report_reading(args[1:])
+        return super().resolve_command(ctx, args)
+
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
         named = [CompletionItem(name, help=text) for name, (_, text) in COMMANDS.items() if name.startswith(incomplete)]
         named += click.Command.shell_complete(self, ctx, incomplete)
         # The shell itself completes files only if nothing else fits.
         return named + [each for each in yaml_files(ctx, None, incomplete) if each.type == "plain" or not named]
+
+
+def _report_reading(words: list[str]) -> None:
+    """Report that a command which trains has started, before its modules are imported."""
+    # Imported late, since shell completion needs none of it.
+    from hp_dtensor.launch import is_launched, rank_environment
+
+    # The word after an option may be its value, so the first one that exists is taken.
+    given = [word for word in words if not word.startswith("-")]
+    path = next((word for word in given if Path(word).exists()), None)
+    found = rank_environment() if is_launched() else None
+    if path is not None and (found is None or (found.rank == 0 and not found.is_scheduler)):
+        # The terminal may be closed.
+        with contextlib.suppress(OSError):
+            print(f"hp-train: reading {path}", file=sys.stderr, flush=True)
 
 
 def _refuse_unknown_command(word: str, ctx: click.Context) -> None:

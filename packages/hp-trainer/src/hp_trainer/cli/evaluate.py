@@ -18,7 +18,7 @@ from hp_trainer.config import ParallelConfig, TrainerConfig
 from hp_trainer.evaluation import Perplexity, measure_perplexity, measure_perplexity_on, run_harness
 from hp_trainer.exceptions import CheckpointError, Problem
 from hp_trainer.generation import generate
-from hp_trainer.launch import check_evaluation, is_first_process, world_size_of
+from hp_trainer.launch import check_evaluation, import_platform, is_first_process, world_size_of
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder, checkpoint_storage
 
@@ -47,7 +47,7 @@ def evaluate_command(run: str, weights: str | None, tasks: str | None, overrides
     if num_ranks > 1:
         problems += check_evaluation(config, num_ranks, registries())
     refuse(problems, "evaluate")
-    platform = get_platform(config.platform)
+    platform = import_platform(config.platform)
     arguments = (run, overrides, weights, platform.name, num_ranks > 1)
     if is_launched():
         from_environment(platform, config.launch.timeout_seconds)
@@ -119,6 +119,6 @@ def generate_command(run: str, prompts: tuple[str, ...], overrides: Overrides) -
     """Continue prompts with the model of RUN."""
     folder, config = open_run(run, overrides)
     asked = list(prompts or config.generate.prompts)
-    for text in generate(config, get_platform(config.platform), asked, newest(folder, config)):
+    for text in generate(config, import_platform(str(config.platform)), asked, newest(folder, config)):
         print(text)
     return 0

@@ -7,13 +7,12 @@ from pathlib import Path
 import click
 
 from hp_dtensor.launch import from_environment, is_launched
-from hp_dtensor.platform.selection import get_platform
 from hp_trainer._coordination import Alone
 from hp_trainer.checkpoint import find_latest
 from hp_trainer.cli.commands import Overrides, SettingsCommand, run_argument
 from hp_trainer.cli.completion import run_folders
 from hp_trainer.cli.shared import newest, open_run, weights_option
-from hp_trainer.launch import is_first_process
+from hp_trainer.launch import import_platform, is_first_process
 from hp_trainer.models.hugging_face.export import LARGEST_FILE
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder, RunLock, checkpoint_storage
@@ -69,7 +68,7 @@ def export_command(
         return 0
     source, config = open_run(run, overrides)
     checkpoint = newest(source, config)
-    platform = get_platform(config.platform)
+    platform = import_platform(config.platform)
     # Only host data is communicated: the ranks agree on files, and each reads its shards from the checkpoint.
     group = from_environment(platform, config.launch.timeout_seconds).all if is_launched() else Alone()
     names = export_run(

@@ -169,6 +169,7 @@ def _start(title: str, loaded: LoadedConfig, *, may_continue: bool) -> int:
         if is_launched() or may_continue:
             check()
         if not may_continue or not RunFolder.exists(folder):
+            print_message("preparing the data")
             create_run(folder, config)
             return None
         run = RunFolder.open(folder)

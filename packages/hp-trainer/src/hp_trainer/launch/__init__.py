@@ -4,8 +4,14 @@ A check of a single setting belongs to its dataclass (`check`). A check that nee
 two sections belongs here.
 """
 
-from hp_trainer.launch.job import is_first_process, launch_training
-from hp_trainer.launch.platforms import chosen_platform, no_platform, world_size_of
+from hp_trainer.launch.job import launch_training
+from hp_trainer.launch.platforms import (
+    chosen_platform,
+    import_platform,
+    is_first_process,
+    no_platform,
+    world_size_of,
+)
 from hp_trainer.launch.preflight import (
     batch_problems,
     check_evaluation,
@@ -25,6 +31,7 @@ __all__ = [
     "check_settings",
     "chosen_activations",
     "chosen_platform",
+    "import_platform",
     "is_first_process",
     "launch_training",
     "layout_problems",

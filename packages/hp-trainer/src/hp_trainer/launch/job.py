@@ -13,7 +13,7 @@ from typing import Any
 
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import HPError, LaunchError
-from hp_dtensor.launch import from_environment, is_launched, launch, rank_environment
+from hp_dtensor.launch import from_environment, is_launched, launch
 from hp_dtensor.launch.local_launch import STOP_SIGNALS
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
@@ -32,18 +32,12 @@ from hp_trainer.exceptions import (
 )
 from hp_trainer.failures import describe_exit, describe_machine_error
 from hp_trainer.generation import write_samples
-from hp_trainer.launch.platforms import world_size_of
+from hp_trainer.launch.platforms import import_platform, is_first_process, report, world_size_of
 from hp_trainer.run import RunFolder, RunLock, checkpoint_storage
 from hp_trainer.stop_signals import Interrupted
 from hp_trainer.training import Trainer
 from hp_trainer.training.checkpoints import Choice
 from hp_trainer.training.stalls import watched_set_up
-
-
-def is_first_process() -> bool:
-    """Return whether this process prints for the job: it was not started by a launcher, or it is rank 0."""
-    found = rank_environment() if is_launched() else None
-    return found is None or (found.rank == 0 and not found.is_scheduler)
 
 
 def launch_training(
@@ -67,7 +61,7 @@ def launch_training(
         StoppedError: a signal ended the run before its last step.
         HPError: whatever `prepare` raises, or the training if this process is a rank.
     """
-    platform = get_platform(config.platform)
+    platform = import_platform(config.platform)
     with ExitStack() as stack:
 
         def start() -> tuple[str, str, str | None]:
@@ -112,6 +106,7 @@ def _train(
 
 
 def _train_on_local_ranks(config: TrainerConfig, platform: Platform, arguments: RankArguments) -> int | None:
+    report(f"starting {world_size_of(config)} ranks on {platform.name}")
     try:
         return run_with_restarts(run_rank, arguments, config, platform)
     except LaunchError as error:
@@ -157,11 +152,16 @@ def _run_rank(run: RunFolder, checkpoint: str | None, platform: Platform, sample
     # The configuration is read from the run folder, not passed: a resumed run on another machine reads the same.
     with watched_set_up(run.stalls, current_world(platform), config.launch.timeout_seconds):
         # Without initial weights, since a checkpoint fills all of them.
+        is_first = current_world(platform).rank == 0
+        if is_first:
+            report("building the model")
         trainer = Trainer(run, config, platform, initial_weights=checkpoint is None)
         if checkpoint is not None:
+            if is_first:
+                report(f"loading {checkpoint}")
             trainer.resume(checkpoint, choice)
     ended_by = trainer.run()
-    if samples and ended_by is None and current_world(platform).rank == 0:
+    if samples and ended_by is None and is_first:
         write_samples(run, config)
     return ended_by
 

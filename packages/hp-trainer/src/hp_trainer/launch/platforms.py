@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import functools
 import os
+import sys
 
 from hp_dtensor.exceptions import PlatformError
 from hp_dtensor.launch import is_launched, rank_environment
-from hp_dtensor.platform.plugins import plugin_manager
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.plugins import call_each, plugin_manager
 from hp_dtensor.platform.selection import get_platform
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import Problem, join_choices
@@ -32,30 +36,71 @@ def chosen_platform(name: str | None) -> str | Problem:
     return Problem(path="platform", what="is not installed", expected=join_choices(found), got=wanted, hint=hint)
 
 
+def import_platform(name: str | None) -> Platform:
+    """Return a platform as `get_platform`, reporting first that its framework is imported, which takes seconds.
+
+    Raises:
+        PlatformError: as `get_platform`.
+    """
+    chosen = chosen_platform(name)
+    if isinstance(chosen, str):
+        _report_import(chosen)
+    return get_platform(name)
+
+
+@functools.cache
+def _report_import(name: str) -> None:
+    report(f"importing {name}")
+
+
+def report(line: str) -> None:
+    """Print a message of the job to standard error: under a launcher only on rank 0."""
+    if is_first_process():
+        # The terminal may be closed.
+        with contextlib.suppress(OSError):
+            print(f"hp-train: {line}", file=sys.stderr, flush=True)
+
+
+def is_first_process() -> bool:
+    """Return whether this process prints for the job: it was not started by a launcher, or it is rank 0."""
+    found = rank_environment() if is_launched() else None
+    return found is None or (found.rank == 0 and not found.is_scheduler)
+
+
 def num_accelerators(name: str | None) -> int:
-    """Return the number of accelerators of the platform on this machine. This loads its framework.
+    """Return the number of accelerators of the platform on this machine. This loads its framework if there may be any.
 
     A platform that is missing or broken counts as 0; `chosen_platform` and the checks report it.
     """
     platform = chosen_platform(name)
+    if isinstance(platform, Problem) or not _may_have_accelerators(platform):
+        return 0
     try:
-        return 0 if isinstance(platform, Problem) else get_platform(platform).num_accelerators()
+        return import_platform(platform).num_accelerators()
     except PlatformError:
         return 0
 
 
 def max_local_ranks(name: str) -> int | None:
-    """Return the most ranks that a platform can have on this machine; None: any number. This loads its framework."""
+    """Return the most ranks that a platform can have on this machine; None: any number.
+
+    This loads its framework if there may be accelerators.
+    """
     try:
-        return get_platform(name).max_local_ranks()
+        return import_platform(name).max_local_ranks() if _may_have_accelerators(name) else None
     except PlatformError:
         return None
+
+
+def _may_have_accelerators(name: str) -> bool:
+    hooks = [hook for hook in call_each(plugin_manager(), "hp_may_have_accelerators") if hook.name == name]
+    return all(hook.call() != [False] for hook in hooks)
 
 
 def compile_backends(name: str) -> tuple[str, ...] | None:
     """Return the names of a platform's compilers; None: it cannot be loaded. This loads its framework."""
     try:
-        return get_platform(name).compile_backends()
+        return import_platform(name).compile_backends()
     except PlatformError:
         return None
 
