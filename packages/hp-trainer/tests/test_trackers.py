@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import socket
 import struct
+import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from hp_trainer.config import parse_config
-from hp_trainer.exceptions import ConfigError
-from hp_trainer.metrics import Tracker
+from hp_trainer.exceptions import ConfigError, TrainingError
+from hp_trainer.metrics import BackgroundTracker, Tracker
 from hp_trainer.metrics.libraries import (
     MlflowConfig,
     MlflowTracker,
@@ -126,6 +129,103 @@ def test_mlflow_store_that_fails_does_not_end_the_training(tmp_path: Path, start
     tracker.step(step(2, 1.0))
     tracker.finish()
     assert capsys.readouterr().err.count("MLflow does not accept metrics") == 1
+
+
+class Blocking(Tracker):
+    """Notes what it is told; one of its methods waits until the test ends."""
+
+    def __init__(self, where: str, told: list[object]) -> None:
+        self._where, self._told, self.free = where, told, threading.Event()
+
+    def _note(self, where: str, what: object) -> None:
+        if where == self._where:
+            self.free.wait()
+        self._told.append(what)
+
+    def start(self, run: RunRecord) -> None:
+        self._note("start", "start")
+
+    def step(self, record: StepRecord) -> None:
+        self._note("step", record.step)
+
+    def finish(self) -> None:
+        self._note("finish", "finish")
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("nowhere", None),
+        ("start", "does not answer since 0.2 s"),
+        ("step", "is behind by 2 records, and further ones are dropped"),
+        ("finish", "has not taken all metrics within 0.2 s"),
+    ],
+)
+def test_a_tracker_that_blocks_does_not_block_training(
+    started, capsys, monkeypatch: pytest.MonkeyPatch, where: str, message: str | None
+) -> None:
+    told: list[object] = []
+    inner = Blocking(where, told)
+    tracker = BackgroundTracker(inner, "slow")
+    if message is not None:
+        for name, value in (("START_SECONDS", 0.2), ("FINISH_SECONDS", 0.2), ("MOST_PENDING", 2)):
+            monkeypatch.setattr(BackgroundTracker, name, value)
+    tracker.start(started(0))
+    for number in range(1, 6 if where != "finish" else 2):
+        tracker.step(step(number, 1.0))
+    tracker.finish()
+    err = capsys.readouterr().err
+    if message is None:
+        assert (told, err) == (["start", 1, 2, 3, 4, 5, "finish"], "")
+    else:
+        assert err == f"hp-train: tracker slow {message}; training continues, and metrics.jsonl has all metrics\n"
+    inner.free.set()
+
+
+def test_a_tracker_that_fails_is_named(started, capsys) -> None:
+    class Failing(Tracker):
+        def step(self, record: StepRecord) -> None:
+            raise OSError("no route to host\nin two lines")
+
+    tracker = BackgroundTracker(Failing(), "far")
+    for _ in range(2):  # as after a rollback
+        tracker.start(started(0))
+        tracker.step(step(1, 1.0))
+        tracker.step(step(2, 1.0))
+        tracker.finish()
+    assert capsys.readouterr().err == (
+        "hp-train: tracker far has failed: OSError: no route to host; training continues, and metrics.jsonl has all "
+        "metrics\n"
+    )
+
+
+def test_a_tracker_that_cannot_start_ends_the_run_before_its_first_step(started) -> None:
+    class Refused(Tracker):
+        def start(self, run: RunRecord) -> None:
+            raise ConnectionRefusedError("connection refused")
+
+    expected = (
+        r"^tracker far cannot start: ConnectionRefusedError: connection refused; repair it, or leave it out of "
+        r"metrics\.trackers$"
+    )
+    tracker = BackgroundTracker(Refused(), "far")
+    with pytest.raises(TrainingError, match=expected):
+        tracker.start(started(0))
+    tracker.finish()
+
+
+def test_a_silent_mlflow_server_is_named(
+    registered: Registries, started, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BackgroundTracker, "START_SECONDS", 0.5)
+    run = types.SimpleNamespace(run_id=RUN_ID, path=tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        uri = f"http://127.0.0.1:{server.getsockname()[1]}"
+        tracker = registered.trackers.get("mlflow").build(MlflowConfig(tracking_uri=uri), run)
+        tracker.start(started(0))
+        tracker.step(step(1, 1.0))
+        tracker.finish()
+    assert "hp-train: tracker mlflow does not answer since 0.5 s; training continues" in capsys.readouterr().err
 
 
 def test_wandb_writes_its_files_offline(tmp_path: Path, started, monkeypatch) -> None:

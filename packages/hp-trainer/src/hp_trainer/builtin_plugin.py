@@ -55,6 +55,7 @@ def hp_optimizers(registry: Registry) -> None:
 def hp_trackers(registry: Registry) -> None:
     """Register the trackers that write to the run folder and the terminal, and those of other libraries."""
     from hp_trainer.metrics import (
+        BackgroundTracker,
         JsonLinesTracker,
         PictureTracker,
         ProgressConfig,
@@ -80,8 +81,16 @@ def hp_trackers(registry: Registry) -> None:
     registry.add(
         "tensorboard", lambda options, run: TensorBoardTracker(run.path / options.folder), options=TensorBoardConfig
     )
-    registry.add("wandb", lambda options, run: WandbTracker(options, run.run_id), options=WandbConfig)
-    registry.add("mlflow", lambda options, run: MlflowTracker(options, run.run_id, run.path), options=MlflowConfig)
+
+    # Both speak to a server, at least where they are configured to.
+    def wandb(options: Any, run: Any) -> BackgroundTracker:
+        return BackgroundTracker(WandbTracker(options, run.run_id), "wandb")
+
+    def mlflow(options: Any, run: Any) -> BackgroundTracker:
+        return BackgroundTracker(MlflowTracker(options, run.run_id, run.path), "mlflow")
+
+    registry.add("wandb", wandb, options=WandbConfig)
+    registry.add("mlflow", mlflow, options=MlflowConfig)
 
 
 @hookimpl

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import queue
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
 from hp_trainer._files import strict_json, write_atomically
+from hp_trainer.exceptions import TrainingError
 from hp_trainer.failures import with_path
 from hp_trainer.records import CheckpointRecord, EvaluationRecord, RunRecord, StepRecord
 
@@ -32,6 +37,112 @@ class Tracker:
 
     def finish(self) -> None:
         """Called once after the last event, also if the run failed."""
+
+
+class BackgroundTracker(Tracker):
+    """Calls another tracker in a thread, so that a server which is slow or silent does not block training.
+
+    `start` and `finish` wait for at most a time. After that, or when a record cannot be delivered, training continues
+    and a message names the tracker; `metrics.jsonl` has all metrics.
+
+    Args:
+        tracker: the tracker, all of whose methods the thread calls.
+        name: its name in messages.
+
+    Raises:
+        TrainingError: by `start`, if the tracker fails while `start` waits.
+    """
+
+    START_SECONDS = 60.0
+    FINISH_SECONDS = 300.0
+    # Records of a tracker that is behind; a record of many experts may have 100 KB.
+    MOST_PENDING = 1000
+
+    def __init__(self, tracker: Tracker, name: str) -> None:
+        self._tracker, self._name = tracker, name
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
+        self._has_warned = False
+
+    def start(self, run: RunRecord) -> None:
+        self._calls, self._failure, self._started = queue.Queue(self.MOST_PENDING), None, threading.Event()
+        arguments = (self._calls, run, self._started)
+        # A daemon: a process must not wait for it at exit.
+        self._thread = threading.Thread(target=self._serve, args=arguments, name=f"tracker {self._name}", daemon=True)
+        self._thread.start()
+        if not self._started.wait(self.START_SECONDS):
+            self._warn(f"does not answer since {self.START_SECONDS:g} s")
+        elif self._failure is not None:
+            failure, self._thread = self._failure, None
+            advice = "repair it, or leave it out of metrics.trackers"
+            raise TrainingError(f"tracker {self._name} cannot start: {_first_line(failure)}; {advice}") from failure
+
+    def step(self, record: StepRecord) -> None:
+        self._put(lambda: self._tracker.step(record))
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._put(lambda: self._tracker.evaluation(record))
+
+    def checkpoint(self, record: CheckpointRecord) -> None:
+        self._put(lambda: self._tracker.checkpoint(record))
+
+    def finish(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None or not thread.is_alive():
+            return
+        # A tracker that has not even started is not waited for again.
+        if not self._started.is_set():
+            return
+        deadline = time.monotonic() + self.FINISH_SECONDS
+        with contextlib.suppress(queue.Full):
+            self._calls.put(None, timeout=self.FINISH_SECONDS)
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            self._warn(f"has not taken all metrics within {self.FINISH_SECONDS:g} s")
+
+    def _serve(self, calls: queue.Queue[Callable[[], None] | None], run: RunRecord, started: threading.Event) -> None:
+        try:
+            self._tracker.start(run)
+            started.set()
+            while (call := calls.get()) is not None:
+                call()
+        # SystemExit too: it would end the thread silently.
+        except BaseException as error:
+            self._failure = error
+            if started.is_set():
+                self._warn(f"has failed: {_first_line(error)}")
+        finally:
+            started.set()
+            try:
+                self._tracker.finish()
+            except BaseException as error:
+                if self._failure is None:
+                    self._warn(f"has failed: {_first_line(error)}")
+
+    def _put(self, call: Callable[[], None]) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            return
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self._warn(f"is behind by {self.MOST_PENDING} records, and further ones are dropped")
+
+    def _warn(self, what: str) -> None:
+        # Once, since every further step would repeat it.
+        if not self._has_warned:
+            self._has_warned = True
+            print(
+                f"hp-train: tracker {self._name} {what}; training continues, and metrics.jsonl has all metrics",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _first_line(error: BaseException) -> str:
+    first, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {first}"
 
 
 # Prefix of the metrics of single experts. A large model has thousands of them, so only the heatmap uses them.
