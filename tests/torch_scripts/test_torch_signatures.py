@@ -9,6 +9,7 @@ import pytest
 
 import hp_dtensor
 import hp_fsdp
+import hp_trainer.pipeline
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("hp_platform_torch")
@@ -21,6 +22,7 @@ HOMES = {
     "torch.distributed.tensor.parallel": hp_dtensor,
     "torch.distributed.fsdp": hp_fsdp,
     "torch.distributed.checkpoint.state_dict": hp_fsdp,
+    "torch.distributed.pipelining": hp_trainer.pipeline,
 }
 OLDER_FSDP = """
     BackwardPrefetch CPUOffload FullOptimStateDictConfig FullStateDictConfig FullyShardedDataParallel
@@ -28,8 +30,15 @@ OLDER_FSDP = """
     ShardedOptimStateDictConfig ShardedStateDictConfig ShardingStrategy StateDictConfig StateDictSettings StateDictType
 """
 TYPES_OF_STATES = "FQNS_T PrimitiveType ValueType DictValueType ListDictValueType OptimizerStateType"
-ABSENT = {*OLDER_FSDP.split(), *TYPES_OF_STATES.split(), "context_parallel"}
+TRACING = "Pipe SplitPoint build_stage pipe_split pipeline"
+ABSENT = {*OLDER_FSDP.split(), *TYPES_OF_STATES.split(), *TRACING.split(), "context_parallel"}
 """Public names of torch that are not ours; `context_parallel` is `context_parallel_attention` here."""
+STEPS_OF_A_STAGE = """
+    backward_maybe_with_nosync backward_one_chunk backward_weight_one_chunk clear_runtime_states
+    forward_maybe_with_nosync forward_one_chunk get_bwd_recv_ops get_bwd_send_ops get_fwd_recv_ops get_fwd_send_ops
+    get_local_bwd_output has_backward perform_reduce_grad scale_grads set_local_bwd_input set_local_fwd_input
+"""
+SEVERAL_STAGES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 FACTORIES = ("empty", "full", "ones", "rand", "randn", "zeros")
 NOT_TAKEN = {
     "DeviceMesh.backend_override": "a mesh has the backend of its platform's kind of device",
@@ -41,6 +50,8 @@ NOT_TAKEN = {
     "Shard.local_shard_size_and_offset": "`Shard.parts` gives the ranges of all ranks",
     "Partial.ALL_REDUCE_OPS": "a table of torch's functions",
     "Partial.LINEAR_REDUCE_OPS": "as above",
+    **{f"PipelineStage.{name}": "called by torch's schedules" for name in STEPS_OF_A_STAGE.split()},
+    **{f"Schedule{name}.register_custom_function": "on the page of pipelines" for name in SEVERAL_STAGES},
     "StateDictOptions.dsd_fqn_modifiers": "for classes that rename parameters by a method of torch's own",
 }
 MORE = {"fully_shard.mp_policy", "fully_shard.offload_policy", *(f"{name}.layout" for name in FACTORIES)}

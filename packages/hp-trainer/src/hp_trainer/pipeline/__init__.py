@@ -1,17 +1,19 @@
 """Pipeline parallelism: schedules as data, built and validated without ranks, and the stages that execute them.
 
 Read `actions` (what a rank executes), `stage` (a module and its micro-batches), `transfers` (messages between stages)
-and `pipeline` (the loop that executes a step), in this order.
+and `execution` (the loop that executes a step), in this order.
 """
 
 from hp_trainer.pipeline.actions import Action, Kind, Schedule, rank_actions
+from hp_trainer.pipeline.execution import Pipeline, TensorChunkSpec
 from hp_trainer.pipeline.partition import balanced_stages, listed_stages, measured_costs
 from hp_trainer.pipeline.pictures import describe_timeline, draw_timeline
-from hp_trainer.pipeline.pipeline import Pipeline, TensorChunkSpec
 from hp_trainer.pipeline.schedules import build_schedule, register_schedule, schedule_names
 from hp_trainer.pipeline.simulation import ActionSeconds, Timeline, simulate, validate
 from hp_trainer.pipeline.stage import PipelineStage, TiedWeights
 from hp_trainer.pipeline.torch_schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleGPipe,
@@ -27,6 +29,8 @@ __all__ = [
     "ActionSeconds",
     "Kind",
     "Pipeline",
+    "PipelineScheduleMulti",
+    "PipelineScheduleSingle",
     "PipelineStage",
     "Schedule",
     "Schedule1F1B",

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from hp_dtensor.comm.mesh import DeviceMesh, as_group
+from hp_dtensor.comm.mesh import DeviceMesh, as_group, require_mesh
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel.recompute import detect_checkpoint
@@ -21,9 +21,10 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import platform_of
 from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.trees import tensors_in
 from hp_fsdp import FSDPModule, GatheredStep
 from hp_trainer.exceptions import PipelineError
-from hp_trainer.pipeline.transfers import MessageLayout, as_distributed, layout_of
+from hp_trainer.pipeline.transfers import MessageLayout, TensorMeta, as_distributed, layout_of
 
 Tensor = Any
 Module = Any
@@ -38,10 +39,19 @@ class PipelineStage:
         stage_index: index of the stage, from 0.
         num_stages: number of stages of the pipeline.
         device: accepted for compatibility with torch; tensors are created on the platform's device.
+        input_args, output_args: example tensors of a micro-batch: one, or a tuple. Shapes and dtypes of inputs and
+            outputs are checked against them; without them the first message has them.
+        output_grads, input_grads: example gradients, or None for an output or input without one; checked likewise. A
+            gradient has the shape and dtype of its tensor.
         group: ranks of the pipeline, as a mesh (`mesh["pp"]`) or a process group; None for all ranks.
+        dw_builder: for a module that defers its weight gradients itself: called after each backward, returns the
+            function that computes them. A split backward calls that function later, an unsplit one at once.
+        get_mesh: called with the names of the mesh axes of a received DTensor, and None; returns its mesh. Without it,
+            it is found from `group`, which then is a mesh.
 
     Raises:
-        PipelineError: `stage_index` is out of range.
+        PipelineError: `stage_index` is out of range, an example is no tensor, or a micro-batch differs from the
+            examples.
 
     Examples:
         >>> with nn.building(platform):
@@ -56,8 +66,14 @@ class PipelineStage:
         stage_index: int,
         num_stages: int,
         device: Any = None,
-        *,
+        input_args: Any = None,
+        output_args: Any = None,
+        output_grads: Any = None,
+        input_grads: Any = None,
         group: Any = None,
+        dw_builder: Callable[[], Callable[[], Any]] | None = None,
+        get_mesh: Callable[[tuple[str, ...], None], Any] | None = None,
+        *,
         platform: Platform | str | None = None,
     ) -> None:
         if not 0 <= stage_index < num_stages:
@@ -67,6 +83,9 @@ class PipelineStage:
         self.num_stages = num_stages
         self.group = group
         self.platform = platform_of(submodule, platform)
+        self._dw_builder, self._get_mesh = dw_builder, get_mesh
+        self._inputs = self._examples(input_args=input_args, input_grads=input_grads)
+        self._outputs = self._examples(output_args=output_args, output_grads=output_grads)
         self._in_flight: dict[int, _MicroBatch] = {}
 
     @property
@@ -105,16 +124,18 @@ class PipelineStage:
             if meta.requires_grad and platform.is_grad_enabled():
                 platform.set_requires_grad(leaf, True)
                 leaves.append(leaf)
-            inputs.append(as_distributed(leaf, meta, mesh, f"stage {self.stage_index}"))
+            inputs.append(as_distributed(leaf, meta, self._mesh_of(meta, mesh), f"stage {self.stage_index}"))
         tree = layout.rebuild(inputs)
         # As torch does: a tuple or list of outputs becomes the positional arguments.
         args = tuple(tree) if isinstance(tree, (tuple, list)) else (tree,)
         return self._run(microbatch, leaves, args, kwargs)
 
     def _run(self, microbatch: int, leaves: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check(self._inputs, args)
         # Whether a part of the module is checkpointed is known only after its forward has run.
         with detect_checkpoint() as is_recomputed:
             output = self.call(args, kwargs)
+        self._check(self._outputs, output)
         # Evaluation runs no backward, so nothing is held.
         if self.platform.is_grad_enabled():
             self._in_flight[microbatch] = _MicroBatch(leaves, is_recomputed())
@@ -144,15 +165,22 @@ class PipelineStage:
         Args:
             gradients: gradients of the outputs that require one; None if the root is a loss.
         """
-        return self._unsplit_backward(self._in_flight.pop(microbatch), gradients)
+        found = self._unsplit_backward(self._in_flight.pop(microbatch), gradients)
+        if self._dw_builder is not None:
+            self._dw_builder()()
+        return found
 
     def input_grad(self, microbatch: int, gradients: Sequence[Tensor] | None) -> list[Tensor]:
         """Return the gradients of the received inputs; `weight_grad` computes those of the parameters later.
 
         If the backward cannot be split, this runs all of it and `weight_grad` does nothing: on platforms without
-        support, and in stages with recomputation.
+        support, and in stages with recomputation. With a `dw_builder` the module itself defers its weight gradients.
         """
         run = self._in_flight[microbatch]
+        if self._dw_builder is not None:
+            found = self._unsplit_backward(run, gradients)
+            run.finish = self._dw_builder()
+            return found
         # No output of this stage requires a gradient.
         if not run.roots:
             return self._unsplit_backward(run, gradients)
@@ -191,6 +219,38 @@ class PipelineStage:
         """Discard the micro-batches in flight after an error."""
         self._in_flight.clear()
 
+    def _mesh_of(self, meta: TensorMeta, mesh: DeviceMesh | None) -> DeviceMesh | None:
+        """Return a mesh with the axes of a received DTensor: that of `get_mesh`, or else that of the pipeline."""
+        if not meta.axes or self._get_mesh is None:
+            return mesh
+        return require_mesh("get_mesh", self._get_mesh(tuple(axis[0] for axis in meta.axes), None))
+
+    def _examples(self, **given: Any) -> dict[str, list[str | None]]:
+        """Return dtype and shape of each example tensor, by the argument that has them."""
+        found = {}
+        for name, examples in given.items():
+            if examples is None:
+                continue
+            listed = examples if isinstance(examples, (tuple, list)) else (examples,)
+            allowed = (self.platform.Tensor, type(None)) if name.endswith("grads") else (self.platform.Tensor,)
+            if wrong := [type(x).__name__ for x in listed if not isinstance(x, allowed)]:
+                raise PipelineError(
+                    f"PipelineStage {self.stage_index}: expected a tensor or a tuple of tensors as {name}, got "
+                    f"{', '.join(wrong)}"
+                )
+            found[name] = [None if x is None else _form(self.platform, x) for x in listed]
+        return found
+
+    def _check(self, examples: dict[str, list[str | None]], tree: Any) -> None:
+        """Compare the tensors of an input or output with the examples."""
+        for name, expected in examples.items():
+            found = [_form(self.platform, x) for x in tensors_in(tree, self.platform.Tensor)]
+            if len(found) != len(expected) or any(a not in (None, b) for a, b in zip(expected, found, strict=True)):
+                raise PipelineError(
+                    f"stage {self.stage_index}: expected {', '.join(map(str, expected))} of each micro-batch, as in "
+                    f"{name}, got {', '.join(found)}; change {name}, or leave it out"
+                )
+
 
 class _MicroBatch:
     """A micro-batch between its forward and its backward.
@@ -208,6 +268,10 @@ class _MicroBatch:
         self.leaves, self.is_recomputed = leaves, is_recomputed
         self.roots: list[Tensor] = []
         self.finish: Callable[[], None] = lambda: None
+
+
+def _form(platform: Platform, x: Tensor) -> str:
+    return f"{platform.dtype_name(x.dtype)}{list(x.shape)}"
 
 
 def run_backward(platform: Platform, roots: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> None:

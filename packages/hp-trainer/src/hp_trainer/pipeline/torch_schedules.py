@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from hp_dtensor.tensor.conversions import local_of
-from hp_trainer.exceptions import ScheduleError
-from hp_trainer.pipeline.pipeline import LossFunction, Pipeline
+from hp_trainer.exceptions import PipelineError, ScheduleError
+from hp_trainer.pipeline.execution import LossFunction, Pipeline
 from hp_trainer.pipeline.stage import PipelineStage
 
 Tensor = Any
 
 
 class PipelineSchedule:
-    """Base of the schedule classes. As with torch's classes, all steps must have equal shapes.
-
-    Args:
-        stages: this rank's stage, or a list of its stages. Their `group` defines the ranks of the pipeline.
-        n_microbatches: number of micro-batches of a step.
-        loss_fn: loss of (output, target) of a micro-batch; None if `step` runs no backward.
-        scale_grads: divide gradients by `n_microbatches` after a step, for a `loss_fn` that computes a mean.
-
-    Raises:
-        PipelineError: the stages are not those that the schedule assigns to this rank.
-        ScheduleError: the schedule does not support this number of stages.
-    """
+    """Base of the schedule classes. As with torch's classes, all steps must have equal shapes."""
 
     schedule_name: ClassVar[str]
 
@@ -33,11 +22,9 @@ class PipelineSchedule:
         self,
         stages: PipelineStage | Sequence[PipelineStage],
         n_microbatches: int,
-        loss_fn: LossFunction | None = None,
-        args_chunk_spec: Any = None,
-        kwargs_chunk_spec: Any = None,
-        output_merge_spec: Any = None,
-        scale_grads: bool = True,
+        loss_fn: LossFunction | None,
+        scale_grads: bool,
+        **options: Any,
     ) -> None:
         self._stages = [stages] if isinstance(stages, PipelineStage) else list(stages)
         self._scale_grads = scale_grads
@@ -48,9 +35,7 @@ class PipelineSchedule:
             loss_fn,
             num_microbatches=n_microbatches,
             fixed_shapes=True,
-            args_chunk_spec=args_chunk_spec,
-            kwargs_chunk_spec=kwargs_chunk_spec,
-            output_merge_spec=output_merge_spec,
+            **options,
         )
 
     def step(
@@ -59,16 +44,18 @@ class PipelineSchedule:
         target: Any = None,
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
+        loss_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run forward and backward of one batch; see `Pipeline.step`."""
-        output = self.pipeline.step(*args, target=target, losses=losses, return_outputs=return_outputs, **kwargs)
+        options: dict[str, Any] = {"losses": losses, "return_outputs": return_outputs, "loss_kwargs": loss_kwargs}
+        output = self.pipeline.step(*args, target=target, **options, **kwargs)
         if self._scale_grads and self.pipeline.loss_fn is not None:
             self._divide_gradients()
         return output
 
     def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
-        """Run the forward of one batch; see `Pipeline.eval`."""
+        """Run the forward of one batch; see `Pipeline.eval`, whose further arguments are taken too."""
         return self.pipeline.eval(*args, target=target, losses=losses, **kwargs)
 
     def _divide_gradients(self) -> None:
@@ -83,7 +70,96 @@ class PipelineSchedule:
                 platform.copy_(grad, platform.ops.div(grad, number))
 
 
-class ScheduleGPipe(PipelineSchedule):
+class PipelineScheduleSingle(PipelineSchedule):
+    """Base of the schedules with one stage per rank.
+
+    Args:
+        stage: this rank's stage. Its `group` defines the ranks of the pipeline.
+        n_microbatches: number of micro-batches of a step.
+        loss_fn: loss of (output, target) of a micro-batch; None if `step` runs no backward.
+        args_chunk_spec, kwargs_chunk_spec, output_merge_spec: as for `Pipeline`.
+        scale_grads: divide gradients by `n_microbatches` after a step, for a `loss_fn` that computes a mean.
+
+    Raises:
+        PipelineError: the stage is not the one that the schedule assigns to this rank.
+        ScheduleError: `n_microbatches` is below one.
+
+    Examples:
+        >>> issubclass(get_schedule_class("1f1b"), PipelineScheduleSingle)
+        True
+    """
+
+    def __init__(
+        self,
+        stage: PipelineStage | Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: LossFunction | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+    ) -> None:
+        super().__init__(
+            stage,
+            n_microbatches,
+            loss_fn,
+            scale_grads,
+            args_chunk_spec=args_chunk_spec,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            output_merge_spec=output_merge_spec,
+        )
+
+
+class PipelineScheduleMulti(PipelineSchedule):
+    """Base of the schedules with several stages per rank.
+
+    Args:
+        stages: this rank's stages.
+        n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads: as for
+            `PipelineScheduleSingle`.
+        backward_requires_autograd: must be True.
+        defer_pp_recv: post the receive of a message when a computation needs it, not before.
+
+    Raises:
+        PipelineError: the stages are not those that the schedule assigns to this rank.
+        ScheduleError: the schedule does not support this number of stages.
+
+    Examples:
+        >>> issubclass(get_schedule_class("DualPipeV"), PipelineScheduleMulti)
+        True
+    """
+
+    def __init__(
+        self,
+        stages: PipelineStage | Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: LossFunction | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+    ) -> None:
+        if not backward_requires_autograd:
+            raise PipelineError(
+                f"{type(self).__name__}: backward_requires_autograd=False is for backwards that are registered "
+                "functions, which are not taken; leave it out, and give PipelineStage a dw_builder, or the module an "
+                "autograd function, for gradients of your own"
+            )
+        super().__init__(
+            stages,
+            n_microbatches,
+            loss_fn,
+            scale_grads,
+            defers_receives=defer_pp_recv,
+            args_chunk_spec=args_chunk_spec,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            output_merge_spec=output_merge_spec,
+        )
+
+
+class ScheduleGPipe(PipelineScheduleSingle):
     """All forwards, then all backwards (arXiv 1811.06965).
 
     Examples:
@@ -102,7 +178,7 @@ class ScheduleGPipe(PipelineSchedule):
     schedule_name = "gpipe"
 
 
-class Schedule1F1B(PipelineSchedule):
+class Schedule1F1B(PipelineScheduleSingle):
     """Alternating forward and backward after a warm-up.
 
     Examples:
@@ -113,7 +189,7 @@ class Schedule1F1B(PipelineSchedule):
     schedule_name = "1f1b"
 
 
-class ScheduleInterleaved1F1B(PipelineSchedule):
+class ScheduleInterleaved1F1B(PipelineScheduleMulti):
     """1F1B with several stages per rank (arXiv 2104.04473).
 
     Examples:
@@ -124,7 +200,7 @@ class ScheduleInterleaved1F1B(PipelineSchedule):
     schedule_name = "interleaved_1f1b"
 
 
-class ScheduleLoopedBFS(PipelineSchedule):
+class ScheduleLoopedBFS(PipelineScheduleMulti):
     """GPipe with several stages per rank (arXiv 2211.05953).
 
     Examples:
@@ -134,8 +210,34 @@ class ScheduleLoopedBFS(PipelineSchedule):
 
     schedule_name = "gpipe"
 
+    # Torch's class alone lacks the two arguments before `output_merge_spec`.
+    def __init__(
+        self,
+        stages: PipelineStage | Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: LossFunction | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        *,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+    ) -> None:
+        super().__init__(
+            stages,
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads,
+            backward_requires_autograd,
+            defer_pp_recv,
+        )
 
-class ScheduleInterleavedZeroBubble(PipelineSchedule):
+
+class ScheduleInterleavedZeroBubble(PipelineScheduleMulti):
     """Several stages per rank, with split backwards (arXiv 2401.10241).
 
     Examples:
@@ -146,7 +248,7 @@ class ScheduleInterleavedZeroBubble(PipelineSchedule):
     schedule_name = "interleaved_zero_bubble"
 
 
-class ScheduleZBVZeroBubble(PipelineSchedule):
+class ScheduleZBVZeroBubble(PipelineScheduleMulti):
     """Two stages per rank in a V, with split backwards (arXiv 2401.10241, section 6).
 
     Examples:
@@ -157,7 +259,7 @@ class ScheduleZBVZeroBubble(PipelineSchedule):
     schedule_name = "zero_bubble_v"
 
 
-class ScheduleDualPipeV(PipelineSchedule):
+class ScheduleDualPipeV(PipelineScheduleMulti):
     """Two stages per rank in a V, alternating forwards and backwards (arXiv 2412.19437).
 
     Examples:
@@ -169,7 +271,8 @@ class ScheduleDualPipeV(PipelineSchedule):
 
 
 # Complete: all subclasses are defined above.
-_BY_NAME = {cls.__name__.removeprefix("Schedule"): cls for cls in PipelineSchedule.__subclasses__()}
+_BASES = (PipelineScheduleSingle, PipelineScheduleMulti)
+_BY_NAME = {cls.__name__.removeprefix("Schedule"): cls for base in _BASES for cls in base.__subclasses__()}
 
 
 def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:

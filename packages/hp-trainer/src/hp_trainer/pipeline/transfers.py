@@ -203,9 +203,6 @@ def receive_header(group: ProcessGroup, platform: Platform) -> MessageLayout:
 
 Buffers = list[tuple[Work, Tensor]]
 
-RECEIVES_AHEAD = 2
-"""Number of receives posted for each peer before they are needed, so that a sender finds a buffer ready."""
-
 
 @dataclass
 class _Sent:
@@ -231,6 +228,8 @@ class Transfers:
         world: creates the process groups.
         mesh: mesh of the pipeline, for received DTensors; None if there are none.
         fixed_shapes: all steps with a backward have the shapes of the first, which are sent only once.
+        receives_ahead: number of receives posted for each peer before they are needed, so that a sender finds a buffer
+            ready; 0: each is posted when it is needed.
     """
 
     def __init__(
@@ -243,8 +242,9 @@ class Transfers:
         mesh: DeviceMesh | None,
         *,
         fixed_shapes: bool = False,
+        receives_ahead: int = 2,
     ) -> None:
-        self.mesh = mesh
+        self.mesh, self._ahead = mesh, receives_ahead
         self._schedule, self._rank, self._ranks = schedule, rank, tuple(ranks)
         self._world, self._platform = world, platform
         self._is_connected = self._keeps_layouts = False
@@ -337,6 +337,8 @@ class Transfers:
 
     def start_receive(self, action: Action) -> None:
         """Post the receive of a message that a computation will need, if its shapes are known by now."""
+        if not self._ahead:
+            return
         if action.kind is Kind.RECEIVE_FORWARD:
             needed_by, source = Action(action.stage, Kind.FORWARD, action.microbatch), action.stage - 1
         else:
@@ -366,9 +368,9 @@ class Transfers:
             arriving[expected.popleft()] = self._receive(peer, metas)
 
     def _receive_ahead(self, peer: int) -> None:
-        """Post up to `RECEIVES_AHEAD` receives from a peer, as far as shapes are known."""
+        """Post up to `receives_ahead` receives from a peer, as far as shapes are known."""
         expected, arriving = self._expected[peer], self._arriving[peer]
-        while expected and len(arriving) < RECEIVES_AHEAD:
+        while expected and len(arriving) < self._ahead:
             metas = self._metas(expected[0], peer, may_wait=False)
             if metas is None:
                 return

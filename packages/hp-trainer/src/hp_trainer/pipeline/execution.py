@@ -28,11 +28,22 @@ class TensorChunkSpec:
 
     Examples:
         >>> from hp_trainer.pipeline import TensorChunkSpec
-        >>> TensorChunkSpec(0).split_dim
-        0
+        >>> TensorChunkSpec.from_dict({"ids": 0, "mask": 1})
+        {'ids': TensorChunkSpec(split_dim=0), 'mask': TensorChunkSpec(split_dim=1)}
     """
 
     split_dim: int
+
+    @staticmethod
+    def from_tuple(chunk_dims: tuple[Any, ...]) -> Any:
+        """Return a tree of `TensorChunkSpec` for a tree of dimensions."""
+        dims, rebuild = flattened(chunk_dims)
+        return rebuild([TensorChunkSpec(dim) for dim in dims])
+
+    @staticmethod
+    def from_dict(chunk_dims: dict[str, Any]) -> Any:
+        """As `from_tuple`, for keyword arguments."""
+        return TensorChunkSpec.from_tuple(chunk_dims)  # type: ignore[arg-type]
 
 
 def split_inputs(
@@ -44,26 +55,35 @@ def split_inputs(
         tree: nested tuples, lists and mappings of tensors and other values.
         specs: a tree of the same structure with a `TensorChunkSpec` for each tensor, or None for a tensor that every
             micro-batch gets unsplit. If `specs` itself is None, every tensor is split along dimension 0.
+        what: name of a value in error messages.
 
     Returns:
         One tree for each micro-batch.
 
     Raises:
-        PipelineError: a dimension is not divisible; the message names the argument, its shape and valid numbers.
+        PipelineError: a dimension is not divisible (the message names the argument, its shape and valid numbers), or
+            `specs` has another structure or other values.
     """
     leaves, rebuild = flattened(tree)
     dims: list[int | None] = [0] * len(leaves)
     if specs is not None:
-        dims = [None if spec is None else spec.split_dim for spec in flattened(specs)[0]]
-        if len(dims) != len(leaves):
-            raise PipelineError(
-                f"{what}s: expected one TensorChunkSpec (or None) for each of {len(leaves)} values, got {len(dims)}"
-            )
+        dims = _split_dims(specs, len(leaves), f"{what}s")
     chunks = [
         _split(platform, leaf, num_microbatches, dim, f"{what} {index}")
         for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True))
     ]
     return [rebuild([each[index] for each in chunks]) for index in range(num_microbatches)]
+
+
+def _split_dims(specs: Any, number: int, what: str) -> list[int | None]:
+    """Return the dimension of each `TensorChunkSpec` in a tree, None for None."""
+    # By attribute, so that those of torch are taken too.
+    listed = flattened(specs)[0]
+    wrong = [repr(spec) for spec in listed if spec is not None and not hasattr(spec, "split_dim")]
+    if wrong or len(listed) != number:
+        got = f"{len(listed)} of them" if not wrong else ", ".join(wrong)
+        raise PipelineError(f"{what}: expected one TensorChunkSpec(dim) or None for each of {number} values, got {got}")
+    return [None if spec is None else spec.split_dim for spec in listed]
 
 
 def _split(platform: Platform, leaf: Any, num_microbatches: int, dim: int | None, what: str) -> Sequence[Any]:
@@ -91,17 +111,17 @@ def merge_outputs(platform: Platform, outputs: Sequence[Any], spec: Any = None) 
     """
     rebuild = flattened(outputs[0])[1]
     columns = list(zip(*(flattened(output)[0] for output in outputs), strict=True))
-    specs = [None] * len(columns) if spec is None else flattened(spec)[0]
-    return rebuild([_merged(platform, column, each) for column, each in zip(columns, specs, strict=True)])
+    dims = [None] * len(columns) if spec is None else _split_dims(spec, len(columns), "output_merge_spec")
+    return rebuild([_merged(platform, column, dim or 0) for column, dim in zip(columns, dims, strict=True)])
 
 
-def _merged(platform: Platform, column: Sequence[Any], spec: TensorChunkSpec | None) -> Any:
+def _merged(platform: Platform, column: Sequence[Any], dim: int) -> Any:
     if not isinstance(column[0], platform.Tensor):
         return column[0]
     # Scalars have no dimension to concatenate along.
     if not column[0].shape:
         return platform.ops.stack(list(column), 0)
-    return platform.ops.cat(list(column), 0 if spec is None else spec.split_dim)
+    return platform.ops.cat(list(column), dim)
 
 
 def split_all(
@@ -115,12 +135,14 @@ def split_all(
     """Return the positional and the keyword arguments of each micro-batch; see `split_inputs`."""
     positional = split_inputs(platform, tuple(args), num_microbatches, args_spec, "argument")
     if kwargs_spec is not None:
+        if not isinstance(kwargs_spec, Mapping):
+            raise PipelineError(f"kwargs_chunk_spec: expected a dict of argument names, got {kwargs_spec!r}")
         # Keyword arguments that the specs do not mention are split along dimension 0.
         kwargs_spec = {name: kwargs_spec.get(name, TensorChunkSpec(0)) for name in kwargs}
     return positional, split_inputs(platform, dict(kwargs), num_microbatches, kwargs_spec, "keyword argument")
 
 
-LossFunction = Callable[[Any, Any], Tensor]
+LossFunction = Callable[..., Tensor]
 
 
 class Pipeline:
@@ -130,7 +152,7 @@ class Pipeline:
         stages: this rank's stages, in any order.
         schedule: a `Schedule`, or the name of one for `num_microbatches`.
         mesh: ranks of the pipeline: `mesh["pp"]`, a process group, or None for all ranks.
-        loss_fn: scalar loss `loss_fn(output, target)` of the last stage; None for no backward.
+        loss_fn: scalar loss `loss_fn(output, target, **loss_kwargs)` of the last stage; None for no backward.
         num_microbatches: number of micro-batches; required if `schedule` is a name.
         tied: weights with copies on several stages, whose gradients are summed at the end of a step.
         fixed_shapes: every `step` has the shapes of the first one, so that they are sent only once. `eval` may have
@@ -138,6 +160,8 @@ class Pipeline:
         gathers_for_step: gather weights sharded by `fully_shard` once for all micro-batches, and hold their gradients
             unsharded until the end of the step. False: each forward and backward gathers what it needs, which holds
             the weights of one module at a time and requires a schedule without split backwards.
+        defers_receives: post the receive of a message when a computation needs it, not before. Where a pending receive
+            delays other communication, this is faster.
         reduces_once: with `gathers_for_step=False`, hold gradients unsharded until the last backward. False: each
             backward reduces them, and only shards are held.
         args_chunk_spec, kwargs_chunk_spec, output_merge_spec: trees of `TensorChunkSpec`; default: dimension 0.
@@ -173,6 +197,7 @@ class Pipeline:
         fixed_shapes: bool = False,
         gathers_for_step: bool = True,
         reduces_once: bool = True,
+        defers_receives: bool = False,
         args_chunk_spec: Any = None,
         kwargs_chunk_spec: Any = None,
         output_merge_spec: Any = None,
@@ -186,8 +211,9 @@ class Pipeline:
         self.rank = ranks.index(world.rank)
         self.schedule = self._schedule_of(schedule, len(ranks), stages, num_microbatches)
         self.stages = _checked_stages(stages, self.schedule, self.rank)
+        ahead = {"receives_ahead": 0} if defers_receives else {}
         self._transfers = Transfers(
-            self.schedule, self.rank, ranks, world, self.platform, device_mesh, fixed_shapes=fixed_shapes
+            self.schedule, self.rank, ranks, world, self.platform, device_mesh, fixed_shapes=fixed_shapes, **ahead
         )
         if not gathers_for_step:
             check_unsplit_backwards(self.schedule)
@@ -223,6 +249,7 @@ class Pipeline:
         self._args: Sequence[tuple[Any, ...]] = ()
         self._kwargs: Sequence[dict[str, Any]] = ()
         self._targets: Sequence[Any] = ()
+        self._loss_kwargs: Mapping[str, Any] = {}
         self._outputs: dict[int, Any] = {}
         self._losses: dict[int, Tensor] = {}
         # Outputs, and gradients of inputs, that the next consumer has not taken yet, by (producing stage, micro-batch).
@@ -250,6 +277,7 @@ class Pipeline:
         target: Any = None,
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
+        loss_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run forward and backward of one batch. Every rank of the pipeline calls this.
@@ -259,8 +287,9 @@ class Pipeline:
         Args:
             args: inputs of the first stage; ignored on ranks without it.
             target: second argument of the loss function, on the rank with the last stage.
-            losses: filled with the detached loss of each micro-batch, on the rank with the last stage.
+            losses: a list, filled with the detached loss of each micro-batch on the rank with the last stage.
             return_outputs: return the outputs of the last stage.
+            loss_kwargs: keyword arguments of the loss function, the same for every micro-batch.
             kwargs: keyword arguments of this rank's stages, split into micro-batches like `args`.
 
         Returns:
@@ -268,20 +297,28 @@ class Pipeline:
 
         Raises:
             PipelineError: the batch cannot be split evenly, a stage's output cannot be sent or has changed its shape,
-                or another rank has failed.
+                there is no loss function for `losses`, or another rank has failed.
         """
+        options: dict[str, Any] = {"losses": losses, "return_outputs": return_outputs, "loss_kwargs": loss_kwargs}
         if self.loss_fn is not None and not self.platform.is_grad_enabled():
             raise PipelineError("step() runs a backward, and nothing is recorded here (no_grad); use eval()")
         if self.loss_fn is None:
-            return self.eval(*args, target=target, losses=losses, **kwargs)
-        microbatches = self._split(args, kwargs, target)
-        return self._run(*microbatches, losses=losses, return_outputs=return_outputs, forward_only=False)
+            return self.eval(*args, target=target, **options, **kwargs)
+        return self._run(*self._split(args, kwargs, target), **options, forward_only=False)
 
-    def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Run the forward of one batch without autograd. Arguments and result are those of `step`."""
+        options: dict[str, Any] = {"losses": losses, "return_outputs": return_outputs, "loss_kwargs": loss_kwargs}
         with self.platform.no_grad():
-            microbatches = self._split(args, kwargs, target)
-            return self._run(*microbatches, losses=losses, return_outputs=True, forward_only=True)
+            return self._run(*self._split(args, kwargs, target), **options, forward_only=True)
 
     def run_microbatches(
         self,
@@ -292,6 +329,7 @@ class Pipeline:
         losses: list[Tensor] | None = None,
         forward_only: bool = False,
         return_outputs: bool = False,
+        loss_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run a step on given micro-batches.
 
@@ -300,6 +338,7 @@ class Pipeline:
             kwargs: keyword arguments of this rank's stages for each micro-batch, or None.
             targets: target of each micro-batch, on the rank with the last stage.
             forward_only: run no backward, without autograd.
+            losses, return_outputs, loss_kwargs: as for `step`.
         """
         number = self.num_microbatches
         named = [{} for _ in range(number)] if kwargs is None else [dict(each) for each in kwargs]
@@ -309,7 +348,7 @@ class Pipeline:
         if wrong:
             raise PipelineError(f"the schedule has {number} micro-batches, got {', '.join(wrong)}")
         with self.platform.no_grad() if forward_only else self.platform.enable_grad():
-            return self._run(args, named, targets, losses, return_outputs=return_outputs, forward_only=forward_only)
+            return self._run(args, named, targets, losses, return_outputs, loss_kwargs, forward_only=forward_only)
 
     def _split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
@@ -327,10 +366,14 @@ class Pipeline:
         kwargs: Sequence[dict[str, Any]],
         targets: Sequence[Any],
         losses: list[Tensor] | None,
-        *,
         return_outputs: bool,
+        loss_kwargs: Mapping[str, Any] | None,
+        *,
         forward_only: bool,
     ) -> Any:
+        if losses is not None and not isinstance(losses, list):
+            raise PipelineError(f"losses: expected a list, which is filled, got {type(losses).__name__}")
+        self._loss_kwargs = loss_kwargs or {}
         self._args = args
         self._kwargs = kwargs
         self._targets = targets
@@ -357,7 +400,9 @@ class Pipeline:
         """Return the merged outputs, if there are any, and fill `losses` in the order of micro-batches."""
         outputs, found = self._outputs, self._losses
         self._reset()
-        if losses is not None:
+        if losses is not None and self.has_last_stage:
+            if self.loss_fn is None:
+                raise PipelineError("losses were asked for, and the pipeline has no loss_fn; give it one")
             losses[:] = [found[index] for index in sorted(found)]
         if not outputs:
             return None
@@ -365,7 +410,7 @@ class Pipeline:
 
     def _reset(self) -> None:
         """Discard the inputs, results and pending messages of the step."""
-        self._args, self._kwargs, self._targets = (), (), ()
+        self._args, self._kwargs, self._targets, self._loss_kwargs = (), (), (), {}
         self._outputs, self._losses, self._pending_outputs, self._pending_gradients = {}, {}, {}, {}
 
     def _program(self, forward_only: bool) -> tuple[Action, ...]:
@@ -406,7 +451,7 @@ class Pipeline:
     def _finish(self, stage: PipelineStage, microbatch: int, output: Any) -> None:
         """Compute the loss of the last stage's output, and store the requested results."""
         if self.loss_fn is not None:
-            loss = self.loss_fn(output, self._targets[microbatch])
+            loss = self.loss_fn(output, self._targets[microbatch], **self._loss_kwargs)
             if self.platform.is_grad_enabled():
                 stage.save_loss(microbatch, loss)
             # Detached: the graph of a micro-batch is freed by its backward, not held until the end of the step.
