@@ -25,7 +25,7 @@ ORDER = (
     ("tensor",),
     ("rules",),
     ("dispatch",),
-    ("comm_debug", "visualize", "optim"),
+    ("comm_debug", "debug", "visualize", "optim"),
     ("parallel",),
     ("compat",),
     ("testing",),

@@ -105,3 +105,9 @@ class LaunchError(HPError, RuntimeError):
         self.rank = rank
         self.kind = kind
         self.signal = signal
+
+
+class RecordingError(HPError, ValueError):
+    """Digests that ranks recorded of different tensors, or a file of digests that cannot be read or compared."""
+
+    needs_traceback = False

@@ -354,6 +354,15 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
             kind = "quantized" if x.is_quantized else x.layout
             raise CapabilityError(f"DTensors are made of dense tensors, got a tensor that is {kind}; convert it first")
 
+    def as_dtensor(self, x: Any) -> Any:
+        # By attributes: importing torch's DTensor takes half a second, which programs without one need not spend.
+        if isinstance(x, TorchDTensor) or not (hasattr(x, "_local_tensor") and hasattr(x, "device_mesh")):
+            return x
+        from hp_platform_torch.tensor.interop import from_torch_dtensor
+
+        with torch.no_grad():
+            return from_torch_dtensor(x.detach(), self)
+
     def wrap(self, local: Tensor, spec: TensorSpec) -> TorchDTensor:
         return dtensor.wrap(local, spec)
 

@@ -210,6 +210,10 @@ class AutogradInterface(ABC):
         """Return whether users have registered hooks on the gradient of `x` or on its accumulation."""
         return False
 
+    def add_gradient_hook(self, x: Tensor, hook: Callable[[Tensor], None]) -> None:
+        """Call `hook(gradient)` when backward has computed the gradient of `x`. For a DTensor it is a DTensor."""
+        x.register_hook(hook)
+
     def saved_operations(self, kinds: Collection[str]) -> SavedOperations:
         """Return an object that saves results of the framework's own operations for recomputation.
 

@@ -263,6 +263,13 @@ class TensorInterface(ABC):
         self.copy_(self.detach(result), finish())
         return self.wrap_fresh(result, spec)
 
+    def as_dtensor(self, x: Any) -> Any:
+        """Return a distributed tensor of the framework itself as a DTensor over the same memory, detached.
+
+        Anything else is returned unchanged, by default everything.
+        """
+        return x
+
     @abstractmethod
     def unwrap(self, x: Tensor) -> Tensor:
         """Return the plain local tensor of a DTensor, sharing storage and autograd history."""

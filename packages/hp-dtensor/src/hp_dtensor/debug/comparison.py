@@ -1,0 +1,274 @@
+"""Comparison of two recordings: equal, within rounding, or the first tensor in which they differ, and how."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from hp_dtensor.debug.digest import SQUARES, Digest
+from hp_dtensor.debug.kinds import Kind, Pair, kind_of
+from hp_dtensor.debug.recording import Event, Recording
+from hp_dtensor.exceptions import RecordingError
+
+# A rounding to nearest changes a number by at most this fraction of it.
+UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-12}
+# Between two recorded tensors each side rounds some ten times, and growth is estimated from a few projections, with an
+# error of up to a factor of three.
+ROUNDINGS = 32
+# Relative differences of float64 sums in another order.
+_EXACT = 1e-12
+
+Verdict = Literal["equal", "within rounding", "different"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a tensor differs between A and B.
+
+    Attributes:
+        step, pass_, name: the tensor; see `Event`. The pass `update` is the change of a weight in the step.
+        relative: norm of the difference, relative to the larger of both norms.
+        tolerance: what rounding explains.
+        pair: the digests of both sides.
+        after: name of the module whose gradient was the last one before this in backward; None elsewhere.
+    """
+
+    step: int
+    pass_: str
+    name: str
+    relative: float
+    tolerance: float
+    pair: Pair
+    after: str | None = None
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.relative <= self.tolerance
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {described(self.pass_, self.name)}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of `compare`.
+
+    Attributes:
+        verdict: "equal", "within rounding" or "different".
+        first: the first difference that rounding does not explain.
+        kind: what kind of difference it is.
+        differences: all compared tensors, in order.
+        notes: what could not be compared, and why.
+        about: facts of A and of B.
+    """
+
+    verdict: Verdict
+    first: Difference | None
+    kind: Kind | None
+    differences: tuple[Difference, ...]
+    notes: tuple[str, ...]
+    about: tuple[Mapping[str, Any], Mapping[str, Any]]
+
+    def __str__(self) -> str:
+        lines = [f"{side}: {_describe(about)}" for side, about in zip("AB", self.about, strict=True)]
+        checked = self.differences if self.first is None else self.differences[: self.differences.index(self.first)]
+        steps = len({each.step for each in checked if each.step})
+        if self.first is None:
+            lines.append(f"{self.verdict}: {len(checked)} tensors of {steps} steps")
+        else:
+            assert self.kind is not None
+            lines += [
+                f"different from {self.first} on",
+                f"  by      {self.first.relative:.2g} of its norm; rounding explains {self.first.tolerance:.1g}",
+                f"  kind    {self.kind.name}",
+                f"  cause   {self.kind.cause}",
+            ]
+            if self.first.after is not None:
+                lines.append(f"  module  computed by the backward of what follows it; last equal: {self.first.after}")
+            lines += [f"  where   {text}" for text in self.kind.where]
+            lines.append(f"  before  {len(checked)} tensors are equal or within rounding")
+        if checked:
+            worst = max(checked, key=lambda each: each.relative / max(each.tolerance, _EXACT))
+            lines.append(f"  nearest to the limit: {worst}: {worst.relative:.1e} of {worst.tolerance:.1e}")
+        if self.verdict != "equal":
+            lines += list(_growth(self.differences))
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def described(pass_: str, name: str) -> str:
+    """Return a tensor in words."""
+    words = {"forward": "forward of", "backward": "gradient of the output of", "gradient": "gradient of"}
+    return f"{words.get(pass_, f'{pass_} of')} {name}"
+
+
+def _describe(about: Mapping[str, Any]) -> str:
+    known = [str(value) for key, value in about.items() if key not in ("world_size", "dtypes", "random") and value]
+    ranks = about.get("world_size", 1)
+    return ", ".join([*known, f"{ranks} rank{'s' if ranks != 1 else ''}", "/".join(about.get("dtypes", ()))])
+
+
+def _growth(differences: Sequence[Difference]) -> Iterator[str]:
+    """Yield a table of the largest difference of each pass and step, and of the largest tolerance there."""
+    passes = list(dict.fromkeys(each.pass_ for each in differences if each.step))
+    steps = sorted({each.step for each in differences if each.step})
+    yield "  largest relative difference (and what rounding explains)"
+    yield "  step  " + "".join(f"{name:<20}" for name in passes)
+    for step in steps if len(steps) <= 8 else [*steps[:4], *steps[-4:]]:
+        cells = []
+        for name in passes:
+            found = [each for each in differences if (each.step, each.pass_) == (step, name)]
+            worst = max(found, key=lambda each: each.relative / max(each.tolerance, _EXACT), default=None)
+            cells.append("" if worst is None else f"{worst.relative:.1e} ({worst.tolerance:.0e})")
+        yield f"  {step:>4}  " + "".join(f"{cell:<20}" for cell in cells)
+
+
+def compare(a: Recording, b: Recording) -> Comparison:
+    """Compare two recordings of the same steps from the same weights.
+
+    A difference is explained by rounding up to `ROUNDINGS` times the larger of the rounding unit of the coarsest dtype
+    of both sides, and the growth that `measure_growth` has found for the tensor.
+
+    Raises:
+        RecordingError: they have no step or no tensor in common, or neither has a measured growth.
+    """
+    growth = _growth_of(a) or _growth_of(b)
+    if not growth:
+        raise RecordingError(
+            "neither recording knows how rounding grows in this model; record A once more with its initial weights "
+            "changed by perturb_weights, and pass both to measure_growth"
+        )
+    unit = max(UNITS.get(name, 0.0) for side in (a, b) for name in side.about.get("dtypes", ("float32",)))
+    notes = list(_missing(a, b))
+    found: list[Difference] = []
+    for step, of_a, of_b in _common(a, b):
+        before: str | None = None
+        previous = {name: (dict(of(step - 1))) for name, of in (("a", _lookup(a)), ("b", _lookup(b)))}
+        for key, event in of_a.items():
+            if key not in of_b:
+                continue
+            pair = Pair(event, of_b[key], previous["a"].get(key), previous["b"].get(key), unit)
+            # Weights before the first step must be equal; their updates are compared later.
+            limit = 4 * unit if step == 0 else ROUNDINGS * max(unit, growth.get((step, *key), 0.0))
+            relative = pair.relative()
+            after = before if key[0] == "backward" else None
+            found.append(Difference(step, key[0], key[1], relative, limit, pair, after))
+            before = key[1] if relative <= limit and key[0] == "backward" else before
+    if not found:
+        raise RecordingError(f"the recordings have no tensor of the same step in common; {'; '.join(notes)}")
+    first = next((each for each in found if not each.is_explained), None)
+    about = (a.about, b.about)
+    if first is not None:
+        return Comparison(
+            "different", first, kind_of(first.pair, *about, first.step), tuple(found), tuple(notes), about
+        )
+    verdict: Verdict = "equal" if all(each.relative <= _EXACT for each in found) else "within rounding"
+    return Comparison(verdict, None, None, tuple(found), tuple(notes), about)
+
+
+def measure_growth(a: Recording, perturbed: Recording) -> Recording:
+    """Return recording A with the measured growth of rounding.
+
+    Args:
+        perturbed: the same steps as `a`, with initial weights changed by one rounding (`perturb_weights`).
+    """
+    lookup, steps = _lookup(perturbed), {}
+    for step, events in a.steps.items():
+        other, mine = lookup(step), _lookup(a)(step)
+        grown = []
+        for event in events:
+            # A weight's growth is that of its update, which is compared in its place.
+            key = ("update", event.name) if event.pass_ == "weights" else event.key
+            known = key in other and key in mine
+            grown.append(replace(event, growth=Pair(mine[key], other[key]).relative() if known else None))
+        steps[step] = grown
+    return Recording(dict(a.about), steps)
+
+
+def _growth_of(recording: Recording) -> dict[tuple[int, str, str], float]:
+    return {
+        (step, "update" if event.pass_ == "weights" else event.pass_, event.name): event.growth
+        for step, events in recording.steps.items()
+        for event in events
+        if event.growth is not None
+    }
+
+
+def _lookup(recording: Recording) -> Any:
+    """Return a function that returns the events of a step by key, with updates in place of weights."""
+
+    def of_step(step: int) -> dict[tuple[str, str], Event]:
+        before = {e.name: e for e in recording.steps.get(step - 1, ()) if e.pass_ == "weights"}
+        found = {}
+        for event in recording.steps.get(step, ()):
+            chosen = event
+            if event.pass_ == "weights" and step and event.name in before:
+                chosen = Event("update", event.name, event.dtype, _minus(event.digest, before[event.name].digest))
+            elif event.pass_ == "weights" and step:
+                continue
+            found[chosen.key] = chosen
+        return found
+
+    return of_step
+
+
+def _minus(after: Digest, before: Digest) -> Digest:
+    values = after.values - before.values
+    values[SQUARES] = math.nan
+    return dataclasses.replace(after, values=values, parts=())
+
+
+def _common(a: Recording, b: Recording) -> Iterator[tuple[int, dict[Any, Event], dict[Any, Event]]]:
+    of_a, of_b = _lookup(a), _lookup(b)
+    for step in sorted(a.steps.keys() & b.steps.keys()):
+        yield step, of_a(step), of_b(step)
+
+
+def _missing(a: Recording, b: Recording) -> Iterator[str]:
+    """Yield what only one side has, in words."""
+    steps = [sorted(side.steps.keys() - other.steps.keys()) for side, other in ((a, b), (b, a))]
+    for side, only in zip("AB", steps, strict=True):
+        if only:
+            yield f"only {side} has steps {only[0]} to {only[-1]}"
+    for side, mine, other in (("A", a, b), ("B", b, a)):
+        keys = dict.fromkeys(e.key for step, events in mine.steps.items() if step in other.steps for e in events)
+        theirs = {e.key for events in other.steps.values() for e in events}
+        only_here = [described(*key) for key in keys if key not in theirs]
+        if only_here:
+            some = ", ".join(only_here[:3]) + (", ..." if len(only_here) > 3 else "")
+            yield f"only {side} has {len(only_here)} of its {len(keys)} tensors: {some}"
+    shapes = [{e.name: e.digest.shape for e in side.steps.get(0, ())} for side in (a, b)]
+    other_shape = [name for name, shape in shapes[0].items() if shapes[1].get(name, shape) != shape]
+    if other_shape:
+        name = other_shape[0]
+        raise RecordingError(
+            f"A and B are different models: {name} is {list(shapes[0][name])} in A and {list(shapes[1][name])} in B"
+        )
+
+
+def draw(comparison: Comparison, path: str | Path) -> None:
+    """Draw the differences by depth, one panel per pass and one line per step, with what rounding explains.
+
+    Needs matplotlib.
+    """
+    from matplotlib.figure import Figure
+
+    passes = list(dict.fromkeys(each.pass_ for each in comparison.differences if each.step))
+    steps = sorted({each.step for each in comparison.differences if each.step})
+    figure = Figure(figsize=(9, 2.2 * max(1, len(passes))), layout="constrained")
+    panels = figure.subplots(max(1, len(passes)), squeeze=False)[:, 0]
+    for panel, name in zip(panels, passes, strict=False):
+        for number, step in enumerate(steps):
+            found = [each for each in comparison.differences if (each.step, each.pass_) == (step, name)]
+            color = f"C{number % 10}"
+            panel.plot([max(each.relative, 1e-17) for each in found], ".-", color=color, label=f"step {step}")
+            panel.plot([each.tolerance for each in found], ":", color=color)
+        panel.set(yscale="log", ylabel=name)
+        panel.grid(alpha=0.3)
+    panels[0].set(title="relative difference of B from A in the order of computation (dotted: explained by rounding)")
+    panels[0].legend(fontsize="small")
+    figure.savefig(path)

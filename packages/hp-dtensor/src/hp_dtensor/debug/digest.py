@@ -1,0 +1,316 @@
+"""Digests: random projections of a tensor that its shards, summands and replicas determine without being gathered.
+
+The projection k of X is the sum over all elements of `X[i0, i1, ...] * a(k, 0, i0) * a(k, 1, i1) * ...`, where `a` is a
+hash of its arguments. It is linear, and a shard needs the factors at its global indices only, so the projections of
+shards, of summands and of micro-batches add up to those of the full tensor, whatever the sharding.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.spec.tensor_spec import TensorSpec
+
+Tensor = Any
+
+PROJECTIONS = 4
+BUCKETS = 8
+# The first, the second and the last dimension have buckets: samples, positions and features of an activation.
+BUCKETED_DIMS = 3
+# Layout of a digest: projections, sum, sum of squares, and the buckets of each bucketed dimension.
+SUM, SQUARES = PROJECTIONS, PROJECTIONS + 1
+LENGTH = PROJECTIONS + 2 + BUCKETED_DIMS * BUCKETS
+# Elements that are converted to the wide dtype at once, which bounds the memory that a digest needs.
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """The elements of a global tensor that a local tensor has: the product of one list of indices per dimension.
+
+    Attributes:
+        shape: the global shape.
+        indices: for each dimension the global indices of the local rows, int64, in local order.
+        key: a number that is equal for equal regions, and differs (up to a collision of 62 bits) otherwise.
+    """
+
+    shape: tuple[int, ...]
+    indices: tuple[np.ndarray, ...]
+    key: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int], indices: Sequence[np.ndarray]) -> Region:
+        """Return the region of these indices in a tensor of this shape.
+
+        Examples:
+            >>> Region.of((4, 2), [np.array([1, 3]), np.arange(2)]).numel
+            4
+        """
+        found = hashlib.blake2b(repr(tuple(shape)).encode(), digest_size=8)
+        for each in indices:
+            found.update(len(each).to_bytes(8, "little") + np.ascontiguousarray(each, np.int64).tobytes())
+        return cls(tuple(shape), tuple(indices), int.from_bytes(found.digest(), "little") >> 2)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the region."""
+        return math.prod(len(each) for each in self.indices)
+
+
+def region_of_spec(spec: TensorSpec, outer: Sequence[tuple[np.ndarray, int]] | None = None) -> Region:
+    """Return the region of this rank's shard of a DTensor.
+
+    Args:
+        outer: for each dimension the indices of the DTensor's rows in a still larger tensor, and that tensor's size,
+            where every group of ranks has a DTensor of its own samples.
+    """
+    held = [np.concatenate([np.arange(*each) for each in ranges] or [np.arange(0)]) for ranges in spec.ranges()]
+    if outer is None:
+        return Region.of(spec.shape, held)
+    return Region.of([size for _, size in outer], [rows[mine] for (rows, _), mine in zip(outer, held, strict=True)])
+
+
+def summand_of_spec(spec: TensorSpec) -> int:
+    """Return which summand of a partial DTensor this rank has; 0 if it is not partial."""
+    coordinate, number = spec.mesh.get_coordinate(), 0
+    for at, size, placement in zip(coordinate or (), spec.mesh.shape, spec.placements, strict=False):
+        if placement.is_partial():
+            number = number * size + at
+    return number
+
+
+class Digester:
+    """Computes digests of local tensors on their device, with vectors that are built once per region."""
+
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
+        # float64 where the device has fast enough units for it; elsewhere errors of float32 sums are part of a digest.
+        wide = "float64" if platform.device_types[0] in ("cpu", "cuda") else "float32"
+        self._dtype = platform.dtype(wide)
+        self._host_dtype = np.dtype(wide)
+        self._vectors: dict[Hashable, tuple[Tensor, ...]] = {}
+
+    def local(self, x: Tensor, region: Region) -> Tensor:
+        """Return the digest of a plain local tensor: `LENGTH` numbers on its device.
+
+        Args:
+            x: floating-point, of any shape with the number of elements of the region.
+        """
+        platform, ops = self._platform, self._platform.ops
+        rows, columns = _rows_and_columns([len(each) for each in region.indices])
+        with platform.no_grad():
+            if not rows * columns:
+                return platform.zeros((LENGTH,), self._dtype, platform.device_of(x))
+            x = ops.reshape(platform.detach(x), (rows, columns))
+            factors, groups, of_columns, group_columns, first = self._of_region(region, platform.device_of(x))
+            step = max(1, _CHUNK // columns)
+            total = None
+            for start in range(0, rows, step):
+                part = slice(start, min(start + step, rows))
+                wide = ops.cast(ops.narrow(x, 0, start, part.stop - start), self._dtype)
+                one = rows <= step
+                chosen = factors if one else ops.narrow(factors, 0, start, part.stop - start)
+                grouped = groups if one else ops.narrow(groups, 1, start, part.stop - start)
+                # [1 + buckets of leading dimensions, projections + 1]
+                sums = ops.matmul(grouped, ops.mul(ops.matmul(wide, of_columns), chosen))
+                lead = first if one else ops.narrow(first, 1, start, part.stop - start)
+                last = ops.matmul(ops.matmul(lead, wide), group_columns)
+                squares = ops.reshape(ops.sum(ops.square(wide)), (1,))
+                found = ops.cat([ops.reshape(sums, (-1,)), ops.reshape(last, (-1,)), squares], 0)
+                total = found if total is None else ops.add(total, found)
+            return self._arranged(total, len(region.shape))
+
+    def _arranged(self, found: Tensor, ndim: int) -> Tensor:
+        """Return the sums of `local` in the layout of a digest."""
+        ops, width = self._platform.ops, PROJECTIONS + 1
+        leading = max(0, min(ndim - 1, BUCKETED_DIMS - 1)) * BUCKETS
+        size = (1 + leading) * width
+        sums = ops.reshape(ops.narrow(found, 0, 0, size), (1 + leading, width))
+        totals = ops.reshape(ops.narrow(sums, 0, 0, 1), (width,))
+        buckets = ops.reshape(ops.narrow(ops.narrow(sums, 0, 1, leading), 1, 0, 1), (leading,))
+        last = ops.narrow(found, 0, size, BUCKETS)
+        squares = ops.narrow(found, 0, size + BUCKETS, 1)
+        length = LENGTH - PROJECTIONS - 2 - leading - BUCKETS
+        unused = self._platform.zeros((length,), self._dtype, self._platform.device_of(found))
+        return ops.cat([totals, squares, buckets, last, unused], 0)
+
+    def _of_region(self, region: Region, device: Any) -> tuple[Tensor, ...]:
+        key = (region.key, str(device))
+        if key not in self._vectors:
+            if len(self._vectors) > 256:
+                # Packed documents have another region in every batch.
+                self._vectors.clear()
+            arrays = _vectors(region)
+            self._vectors[key] = tuple(
+                self._platform.from_numpy(np.ascontiguousarray(each, self._host_dtype), device) for each in arrays
+            )
+        return self._vectors[key]
+
+
+def _rows_and_columns(lengths: Sequence[int]) -> tuple[int, int]:
+    return (math.prod(lengths[:-1]), lengths[-1]) if lengths else (1, 1)
+
+
+def _vectors(region: Region) -> tuple[np.ndarray, ...]:
+    """Return the vectors of a region.
+
+    These are the factors of rows `[rows, projections + 1]`, the bucket indicators of rows `[1 + buckets, rows]`, the
+    factors of columns `[columns, projections + 1]`, and for the buckets of the last dimension its indicators times the
+    factors `[columns, buckets]`, and the factors of rows for the first projection `[1, rows]`.
+    """
+    indices, shape = region.indices or (np.zeros(1, np.int64),), region.shape or (1,)
+    of_dims = [factors(dim, shape[dim])[each] for dim, each in enumerate(indices)]
+    rows = np.ones((1, PROJECTIONS + 1))
+    groups: list[np.ndarray] = []
+    leading = [len(each) for each in indices[:-1]]
+    for of_dim in of_dims[:-1]:
+        rows = (rows[:, None] * of_dim[None]).reshape(-1, PROJECTIONS + 1)
+    for dim in range(min(len(leading), BUCKETED_DIMS - 1)):
+        # The bucket of every row, by its index in this dimension.
+        at = np.arange(math.prod(leading)) // math.prod(leading[dim + 1 :]) % max(1, leading[dim])
+        groups.append(_indicators(indices[dim], shape[dim])[at].T)
+    ones = np.ones((1, math.prod(leading)))
+    columns = of_dims[-1]
+    last = _indicators(indices[-1], shape[-1]) * columns[:, :1]
+    return rows, np.concatenate([ones, *groups]), columns, last, rows[:, :1].T
+
+
+def _indicators(indices: np.ndarray, size: int) -> np.ndarray:
+    of_bucket: np.ndarray = (indices * BUCKETS // max(1, size))[:, None] == np.arange(BUCKETS)
+    return of_bucket.astype(np.float64)
+
+
+@functools.lru_cache(maxsize=128)
+def factors(dim: int, size: int) -> np.ndarray:
+    """Return the factors of a dimension of a global tensor: float64 `[size, projections + 1]`; the last column is 1.
+
+    They have random signs, variance 1 and absolute values between 0.48 and 1.44. So every element is seen, and
+    exchanged rows change the projections.
+    """
+    counter: np.ndarray = np.arange(size, dtype=np.uint64)[:, None] * np.uint64(PROJECTIONS)
+    counter = counter + np.arange(PROJECTIONS, dtype=np.uint64) + np.uint64((dim + 1) << 48)
+    bits = _mixed(counter)
+    magnitude = (bits >> np.uint64(12)).astype(np.float64) / 2.0**52 + 0.5
+    sign = np.where(bits & np.uint64(1), 1.0, -1.0)
+    result: np.ndarray = np.ones((size, PROJECTIONS + 1))
+    result[:, :PROJECTIONS] = sign * magnitude / math.sqrt(13 / 12)
+    return result
+
+
+def _mixed(counter: np.ndarray) -> np.ndarray:
+    """Return 64 random bits for each counter (splitmix64: Steele et al., 2014, doi 10.1145/2714064.2660195)."""
+    with np.errstate(over="ignore"):
+        z = counter * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed: np.ndarray = z ^ (z >> np.uint64(31))
+    return mixed
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has of a tensor in a step.
+
+    Attributes:
+        rank: the rank.
+        region: sum of the keys of its regions, one per micro-batch, modulo 2**62.
+        numel: number of elements of these regions.
+        summand: which summand of a partial tensor it is.
+        values: the digest, float64 `[LENGTH]`.
+    """
+
+    rank: int
+    region: int
+    numel: int
+    summand: int
+    values: np.ndarray
+
+
+@dataclass(frozen=True)
+class Digest:
+    """The digest of a full tensor, combined from its parts.
+
+    Attributes:
+        shape: the global shape.
+        values: projections, sum, sum of squares and buckets, float64 `[LENGTH]`. The sum of squares is NaN for partial
+            tensors, whose summands do not determine it.
+        replicas: ranks whose values differ from other copies of the same elements, with their digests.
+        count: elements that were digested, in multiples of the tensor's; 1 unless it occurs several times in a step.
+        parts: the different parts, replicas left out.
+    """
+
+    shape: tuple[int, ...]
+    values: np.ndarray
+    replicas: tuple[Part, ...] = ()
+    count: float = 1.0
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def projections(self) -> np.ndarray:
+        return self.values[:PROJECTIONS]
+
+    @property
+    def num_bucketed(self) -> int:
+        """Number of dimensions that have buckets."""
+        return min(max(1, len(self.shape)), BUCKETED_DIMS)
+
+    def buckets(self) -> np.ndarray:
+        """Return the first projection of each eighth of the bucketed dimensions: `[dims, BUCKETS]`."""
+        return self.values[SQUARES + 1 :].reshape(BUCKETED_DIMS, BUCKETS)[: self.num_bucketed]
+
+    @property
+    def norm(self) -> float:
+        """The 2-norm, exact where the sum of squares is known, else estimated from the projections."""
+        squares = self.values[SQUARES]
+        return math.sqrt(squares) if squares >= 0 else norm_of(self.values, self.num_bucketed)
+
+
+def norm_of(values: np.ndarray, num_bucketed: int) -> float:
+    """Return an estimate of the 2-norm of a tensor, such as a difference of two, from the values of its digest.
+
+    The square of every projection is an estimate of the squared norm, and so is the sum of the squares of the buckets
+    of one dimension, whose projections are of disjoint elements.
+    """
+    projections = values[:PROJECTIONS]
+    buckets = values[SQUARES + 1 :].reshape(BUCKETED_DIMS, BUCKETS)[:num_bucketed]
+    estimates = [*(projections**2), *(buckets**2).sum(1)]
+    return math.sqrt(float(np.mean(estimates)))
+
+
+def combine(shape: Sequence[int], parts: Iterable[Part]) -> Digest:
+    """Combine the parts of all ranks: sum over shards and summands, and compare replicas.
+
+    Ranks with the same elements and the same summand are replicas. Of differing replicas the most frequent value is
+    used, of equally frequent ones that of the lowest rank.
+
+    Examples:
+        >>> one = np.ones(LENGTH)
+        >>> found = combine((4,), [Part(0, 7, 2, 0, one), Part(1, 7, 2, 0, one), Part(2, 8, 2, 0, one)])
+        >>> found.values[0], found.count, found.replicas
+        (2.0, 1.0, ())
+    """
+    copies: dict[tuple[int, int], list[Part]] = {}
+    for part in sorted(parts, key=lambda part: part.rank):
+        copies.setdefault((part.region, part.summand), []).append(part)
+    total, chosen, differing = np.zeros(LENGTH), [], []
+    for same in copies.values():
+        counts: dict[bytes, int] = {}
+        for part in same:
+            counts[part.values.tobytes()] = counts.get(part.values.tobytes(), 0) + 1
+        common = max(same, key=lambda part: counts[part.values.tobytes()])
+        differing += [part for part in same if part.values.tobytes() != common.values.tobytes()]
+        chosen.append(common)
+        total = total + common.values
+    numel = sum({part.region: part.numel for part in chosen}.values())
+    if any(part.summand for part in chosen):
+        total[SQUARES] = math.nan
+    full = math.prod(shape)
+    return Digest(tuple(shape), total, tuple(differing), numel / full if full else 1.0, tuple(chosen))

@@ -1,0 +1,228 @@
+"""The kind of a difference, by hypotheses that the digests of both sides can test exactly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hp_dtensor.debug.digest import BUCKETS, PROJECTIONS, SQUARES, SUM, norm_of
+from hp_dtensor.debug.recording import Event
+
+# A hypothesis fits if it leaves this share of the difference.
+_FIT = 0.02
+_DIMS = ("first", "second", "last")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The kind of a difference.
+
+    Attributes:
+        name: such as `factor`, `missing reduction`, `stale`, `permutation`, `dtype`.
+        cause: the likely cause in words.
+        where: the elements and ranks in which the sides differ, in words.
+    """
+
+    name: str
+    cause: str
+    where: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A tensor of both sides, the same tensor in the step before, and the unit of rounding."""
+
+    a: Event
+    b: Event
+    before_a: Event | None = None
+    before_b: Event | None = None
+    unit: float = 2.0**-24
+
+    def relative(self) -> float:
+        """Return the norm of B - A relative to the larger norm of both; infinite if only one of them is finite."""
+        a, b = self.a.digest, self.b.digest
+        if a.count != b.count or not np.isfinite(a.values[0] + b.values[0]):
+            return (
+                0.0 if a.count == b.count and not (np.isfinite(a.values[0]) or np.isfinite(b.values[0])) else math.inf
+            )
+        scale = max(a.norm, b.norm)
+        differing = self.differing_replicas()
+        of_replicas = max((norm_of(p.values - b.values, 0) for p in differing), default=0.0) if scale else 0.0
+        return max(norm_of(b.values - a.values, b.num_bucketed), of_replicas) / scale if scale else 0.0
+
+    def differing_replicas(self) -> list[Any]:
+        """Return the copies of B that differ from others by more than rounding. Their parts must be full tensors."""
+        b = self.b.digest
+        limit = 32 * self.unit * b.norm
+        full = len(b.parts) == 1
+        base = b.parts[0].values[:PROJECTIONS] if full else None
+        return [p for p in b.replicas if base is None or np.abs(p.values[:PROJECTIONS] - base).max() > limit]
+
+
+def kind_of(pair: Pair, about_a: Mapping[str, Any], about_b: Mapping[str, Any], step: int) -> Kind:
+    """Return the kind of a difference that rounding does not explain."""
+    name, cause = next(_hypotheses(pair, about_a, about_b, step))
+    return Kind(name, cause, tuple(_where(pair)))
+
+
+def _hypotheses(
+    pair: Pair, about_a: Mapping[str, Any], about_b: Mapping[str, Any], step: int
+) -> Iterator[tuple[str, str]]:
+    a, b = pair.a.digest, pair.b.digest
+    if a.count != b.count:
+        yield "count", f"A computed it {a.count:g} times in the step, B {b.count:g} times"
+    if not (np.isfinite(a.values[0]) and np.isfinite(b.values[0])):
+        side = "A" if not np.isfinite(a.values[0]) else "B"
+        yield "not finite", f"{side} has NaN or infinite values here, and the other side has not"
+    if step == 0:
+        yield "initial weights", "the sides do not start from the same weights: another seed, source or initialization"
+    yield from _of_replicas(pair)
+    yield from _of_factor(pair, about_a, about_b)
+    yield from _of_previous_step(pair)
+    yield from _of_some_elements(pair)
+    change, scale = norm_of(b.values - a.values, b.num_bucketed), max(a.norm, b.norm)
+    if (
+        abs(b.values[SUM] - a.values[SUM]) < _FIT * change
+        and abs(b.values[SQUARES] - a.values[SQUARES]) < _FIT * change * scale
+    ):
+        yield (
+            "permutation",
+            "the same values in other places: exchanged shards, experts or rows, or another order of ranks",
+        )
+    relative = change / scale
+    for dtype, unit in (("bfloat16", 2.0**-9), ("float16", 2.0**-12)):
+        if unit > pair.unit and unit / 8 < relative < unit * 4 and len(_differing(pair)[0]) > BUCKETS // 2:
+            yield "dtype", f"as large as rounding to {dtype} makes it: a product, cast or reduction in {dtype}"
+    if about_a.get("random") or about_b.get("random"):
+        yield "random numbers", "nothing else fits, and the model draws random numbers: another seed or order of draws"
+    weights = _vector(a.values), _vector(b.values)
+    similarity = float(weights[0] @ weights[1]) / (np.linalg.norm(weights[0]) * np.linalg.norm(weights[1]) or 1.0)
+    if pair.a.pass_ == "gradient" and about_b.get("world_size", 1) > 1 and b.norm < 0.98 * a.norm and similarity > 0.15:
+        yield (
+            "missing reduction",
+            "B has a part of the sum: gradients of some ranks, samples or micro-batches are missing",
+        )
+    if relative < 0.02:
+        yield "formula", "small and spread: another constant, such as an epsilon, or another formula"
+    yield "values", "no simple relation: another input, mask, weight or formula at this place"
+
+
+def _of_replicas(pair: Pair) -> Iterator[tuple[str, str]]:
+    a, b = pair.a.digest, pair.b.digest
+    replicas = pair.differing_replicas()
+    if not replicas:
+        return
+    ranks = ", ".join(str(part.rank) for part in replicas)
+    projections = [part.values[:PROJECTIONS] for part in (*b.parts[:1], *replicas)]
+    if len(b.parts) == 1:
+        for what, value in (("sum", np.sum(projections, 0)), ("mean", np.mean(projections, 0))):
+            if np.abs(value - a.projections).max() < _FIT * a.norm:
+                yield (
+                    "missing reduction",
+                    f"each rank has its own summand, and their {what} is A: the all-reduce is missing",
+                )
+        if pair.before_b is not None:
+            old = pair.before_b.digest.projections
+            if all(np.abs(part.values[:PROJECTIONS] - old).max() < _FIT * a.norm for part in replicas):
+                yield "stale", f"rank {ranks} still has the values of the step before"
+    if any(True for _ in b.parts[1:]) or np.abs(b.projections - a.projections).max() < _FIT * a.norm:
+        yield "replicas differ", f"rank {ranks} has other values than the ranks with the same elements"
+    yield "replicas differ", f"ranks that should have the same values have not: {ranks}"
+
+
+def _of_factor(pair: Pair, about_a: Mapping[str, Any], about_b: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    a, b = _vector(pair.a.digest.values), _vector(pair.b.digest.values)
+    if not np.any(b):
+        yield "lost", "it is zero in B"
+    if not np.any(a):
+        yield "lost", "it is zero in A"
+        return
+    factor = float(a @ b) / float(a @ a)
+    left = float(np.linalg.norm(b - factor * a))
+    if left > _FIT * float(np.linalg.norm(b - a)):
+        return
+    worlds = [about.get("world_size", 1) for about in (about_a, about_b)]
+    degrees = [n for about in (about_a, about_b) for n in about.get("degrees", {}).values()]
+    for n in dict.fromkeys([*worlds, *degrees, 2]):
+        if n > 1 and math.isclose(factor, n, rel_tol=1e-3):
+            yield "factor", f"B is {n} times A: summed over {n} ranks once too often, or not divided by them"
+        if n > 1 and math.isclose(factor, 1 / n, rel_tol=1e-3):
+            yield "factor", f"B is 1/{n} of A: divided by {n} ranks once too often, or a reduction over them is missing"
+    if abs(factor) < 1e-6:
+        yield "lost", "it is almost zero in B"
+    if math.isclose(factor, -1, rel_tol=1e-3):
+        yield "factor", "B is -A: the sign is wrong"
+    yield "factor", f"B is {factor:.6g} times A: a wrong divisor or scale, such as the number of tokens"
+
+
+def _of_previous_step(pair: Pair) -> Iterator[tuple[str, str]]:
+    for side, now, before in (("B", pair.b, pair.before_b), ("A", pair.a, pair.before_a)):
+        if before is not None:
+            change = norm_of(now.digest.values - before.digest.values, now.digest.num_bucketed)
+            if change < _FIT * norm_of(pair.b.digest.values - pair.a.digest.values, now.digest.num_bucketed):
+                yield "stale", f"{side} has the values of the step before"
+
+
+def _of_some_elements(pair: Pair) -> Iterator[tuple[str, str]]:
+    """Test hypotheses on the eighths of a dimension that differ, where others do not."""
+    a, b = pair.a.digest.buckets(), pair.b.digest.buckets()
+    for dim, chosen in enumerate(_differing(pair)):
+        if not 0 < len(chosen) < _filled(pair, dim):
+            continue
+        of_a, of_b, where = a[dim][chosen], b[dim][chosen], _elements(pair, dim, chosen)
+        change = float(np.linalg.norm(of_b - of_a))
+        if pair.before_b is not None:
+            old = pair.before_b.digest.buckets()[dim][chosen]
+            if np.linalg.norm(of_b - old) < _FIT * change:
+                yield "stale", f"{where} have the values of the step before in B"
+        if np.linalg.norm(of_b) < _FIT * change:
+            yield "lost", f"{where} are zero in B"
+        factor = float(of_a @ of_b) / (float(of_a @ of_a) or 1.0)
+        if len(chosen) > 1 and np.linalg.norm(of_b - factor * of_a) < _FIT * change:
+            yield "factor", f"{where} are {factor:.6g} times those of A"
+        if dim == 1 and pair.a.pass_ in ("forward", "backward"):
+            yield "border", f"only {where} differ: a mask or an exchange at a border of shards of the sequence"
+
+
+def _vector(values: np.ndarray) -> np.ndarray:
+    return np.concatenate([values[: PROJECTIONS + 1], values[SQUARES + 1 :]])
+
+
+def _differing(pair: Pair) -> list[np.ndarray]:
+    """Return for each bucketed dimension the eighths that differ."""
+    a, b = pair.a.digest.buckets(), pair.b.digest.buckets()
+    # Most of the difference: what is left of rounding elsewhere does not count.
+    return [np.flatnonzero(np.abs(of_b - of_a) > 1e-3 * np.abs(b - a).max()) for of_a, of_b in zip(a, b, strict=True)]
+
+
+def _filled(pair: Pair, dim: int) -> int:
+    return min(BUCKETS, _size(pair, dim))
+
+
+def _size(pair: Pair, dim: int) -> int:
+    shape = pair.a.digest.shape or (1,)
+    return shape[-1] if dim == pair.a.digest.num_bucketed - 1 else shape[dim]
+
+
+def _elements(pair: Pair, dim: int, chosen: np.ndarray) -> str:
+    size, title = _size(pair, dim), "last" if dim == pair.a.digest.num_bucketed - 1 else _DIMS[dim]
+    first = -(-int(chosen[0]) * size // BUCKETS)
+    last = -(-(int(chosen[-1]) + 1) * size // BUCKETS) - 1
+    return f"indices {first} to {last} of {size} of the {title} dimension"
+
+
+def _where(pair: Pair) -> Iterator[str]:
+    shape = list(pair.a.digest.shape)
+    found = [
+        _elements(pair, dim, chosen)
+        for dim, chosen in enumerate(_differing(pair))
+        if 0 < len(chosen) < _filled(pair, dim)
+    ]
+    yield f"{'; '.join(found) or 'all elements'}, of {shape}"
+    replicas = pair.differing_replicas()
+    if replicas:
+        yield f"ranks {', '.join(str(part.rank) for part in replicas)} of B"

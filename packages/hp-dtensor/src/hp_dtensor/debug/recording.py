@@ -1,0 +1,478 @@
+"""Recording: the digests of a model's steps, taken by hooks, gathered once per step, and stored in one small file."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import gzip
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hp_dtensor.comm.world import existing_world
+from hp_dtensor.debug.digest import (
+    BUCKETS,
+    LENGTH,
+    PROJECTIONS,
+    SQUARES,
+    Digest,
+    Digester,
+    Part,
+    Region,
+    combine,
+    region_of_spec,
+    summand_of_spec,
+)
+from hp_dtensor.exceptions import RecordingError
+from hp_dtensor.platform.interface import Platform, Removable
+from hp_dtensor.platform.selection import platform_of
+from hp_dtensor.tensor.conversions import local_of
+from hp_dtensor.tensor.dtensor import DTensor
+
+Tensor = Any
+Module = Any
+
+FORMAT = 1
+# In the order in which a step computes them.
+PASSES = ("forward", "backward", "gradient", "state", "weights")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The samples and positions of this rank's activations, whose dimensions are samples, then positions.
+
+    Attributes:
+        samples: index of each local sample in the global batch, int64.
+        num_samples: size of the global batch.
+        positions: index of each local position in the full sequence; None: sequences are unsharded.
+        length: length of the full sequence; read only with `positions`.
+
+    Examples:
+        >>> rows = Rows(np.array([2, 3]), 4)
+        >>> [(each.tolist(), size) for each, size in rows.dims((2, 3))]
+        [([2, 3], 4), ([0, 1, 2], 3)]
+    """
+
+    samples: np.ndarray
+    num_samples: int
+    positions: np.ndarray | None = None
+    length: int = 0
+
+    def dims(self, shape: Sequence[int]) -> list[tuple[np.ndarray, int]] | None:
+        """Return for each dimension its global indices and global size; None if these are not rows of the batch.
+
+        Args:
+            shape: of an activation `[samples, ...]`, `[samples, positions, ...]`, or `[samples * positions, ...]`.
+        """
+        others = [(np.arange(size), size) for size in shape]
+        if not shape:
+            return None
+        leading = [(self.samples, self.num_samples)]
+        if self.positions is None:
+            return [*leading, *others[1:]] if shape[0] == len(self.samples) else None
+        if len(shape) > 1 and shape[:2] == (len(self.samples), len(self.positions)):
+            return [*leading, (self.positions, self.length), *others[2:]]
+        if shape[0] == len(self.samples) * len(self.positions):
+            tokens = (self.samples[:, None] * self.length + self.positions).ravel()
+            return [(tokens, self.num_samples * self.length), *others[1:]]
+        return None
+
+
+@dataclass(frozen=True)
+class Event:
+    """A recorded tensor of a step.
+
+    Attributes:
+        pass_: one of `PASSES`; `forward` and `backward` are the output of a module and its gradient, the others belong
+            to a parameter.
+        name: the module or parameter, in the unsharded model; `name[i]` is one of several outputs, and a state of an
+            optimizer is `parameter.slot`.
+        dtype: name of its dtype.
+        digest: its digest.
+        growth: change relative to its norm when the initial weights change by one rounding; None: not measured.
+    """
+
+    pass_: str
+    name: str
+    dtype: str
+    digest: Digest
+    growth: float | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.pass_, self.name
+
+
+@dataclass
+class Recording:
+    """The digests of some steps. Step 0 has the initial weights.
+
+    Attributes:
+        about: facts of the run as JSON values, such as `platform`, `dtype` and `layout`.
+        steps: the events of each step, in the order of their computation.
+    """
+
+    about: dict[str, Any] = field(default_factory=dict)
+    steps: dict[int, list[Event]] = field(default_factory=dict)
+
+    def save(self, path: str | Path) -> None:
+        """Write the recording to a file, which is replaced."""
+        Path(path).unlink(missing_ok=True)
+        append(path, self.about, None)
+        for step in self.steps:
+            append(path, self.steps[step], step)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Recording:
+        """Read a file of `save`.
+
+        Raises:
+            RecordingError: it is missing, damaged or of another version.
+        """
+        found, known = cls(), None
+        try:
+            with gzip.open(path, "rt", encoding="utf-8") as file:
+                header = json.loads(file.readline())
+                if header["format"] != FORMAT:
+                    raise RecordingError(f"{path} has format {header['format']}, expected {FORMAT}; record it again")
+                found.about = header["about"]
+                for line in file:
+                    entry = json.loads(line)
+                    known = entry.get("events") or known
+                    assert known is not None
+                    found.steps[entry["step"]] = _events(known, entry)
+        except RecordingError:
+            raise
+        except (OSError, EOFError, ValueError, KeyError, TypeError, AssertionError) as error:
+            raise RecordingError(f"{path} is not a complete recording of digests: {error!r}") from error
+        return found
+
+
+def append(path: str | Path, content: Any, step: int | None) -> None:
+    """Append the header (`step` None) or the events of a step to a file, as one line in a gzip member of its own."""
+    entry = {"format": FORMAT, "about": content} if step is None else {"step": step, **_entry(content)}
+    with gzip.open(path, "at", encoding="utf-8") as file:
+        file.write(json.dumps(entry, separators=(",", ":")) + "\n")
+
+
+def _entry(events: Sequence[Event]) -> dict[str, Any]:
+    """Return events as JSON values, their numbers as base64 of little-endian arrays."""
+    parts = [[_part(each) for each in (*e.digest.parts, *e.digest.replicas)] for e in events]
+    exact = [e.digest.values[: SQUARES + 1] for e in events]
+    # Buckets locate differences and estimate their norm, for which float32 is enough.
+    buckets = [e.digest.buckets() for e in events]
+    growth = [-1.0 if e.growth is None else e.growth for e in events]
+    return {
+        "events": [[e.pass_, e.name, e.dtype, e.digest.shape, e.digest.count, len(e.digest.parts)] for e in events],
+        "parts": [each if len(each) > 1 else [] for each in parts],
+        "values": _packed(np.concatenate(exact) if exact else np.zeros(0), "<f8"),
+        "buckets": _packed(np.concatenate([b.ravel() for b in buckets]) if buckets else np.zeros(0), "<f4"),
+        "growth": _packed(np.array(growth), "<f4"),
+    }
+
+
+def _part(part: Part) -> list[Any]:
+    return [part.rank, part.region, part.numel, part.summand, _packed(part.values[: PROJECTIONS + 1], "<f8")]
+
+
+def _packed(array: np.ndarray, dtype: str) -> str:
+    return base64.b64encode(array.astype(dtype).tobytes()).decode()
+
+
+def _unpacked(text: str, dtype: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), dtype).astype(np.float64)
+
+
+def _events(facts: Sequence[Any], entry: Mapping[str, Any]) -> list[Event]:
+    values, buckets = _unpacked(entry["values"], "<f8"), _unpacked(entry["buckets"], "<f4")
+    growth, found, at = _unpacked(entry["growth"], "<f4"), [], 0
+    for number, (pass_, name, dtype, shape, count, num_parts) in enumerate(facts):
+        full = np.zeros(LENGTH)
+        full[: SQUARES + 1] = values[number * (SQUARES + 1) : (number + 1) * (SQUARES + 1)]
+        digest = Digest(tuple(shape), full)
+        size = digest.num_bucketed * BUCKETS
+        full[SQUARES + 1 : SQUARES + 1 + size] = buckets[at : at + size]
+        at += size
+        parts = [
+            Part(rank, region, numel, summand, _padded(_unpacked(text, "<f8")))
+            for rank, region, numel, summand, text in entry["parts"][number]
+        ]
+        digest = Digest(tuple(shape), full, tuple(parts[num_parts:]), count, tuple(parts[:num_parts]))
+        found.append(Event(pass_, name, dtype, digest, growth[number] if growth[number] >= 0 else None))
+    return found
+
+
+def _padded(values: np.ndarray) -> np.ndarray:
+    return np.concatenate([values, np.full(LENGTH - len(values), np.nan)])
+
+
+@dataclass
+class _Local:
+    """What this rank has recorded of a tensor in a step: `Part` before it is gathered, with `values` on the device."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    summand: int
+    at: float
+    values: Tensor
+    region: int = 0
+    numel: int = 0
+
+
+class Recorder:
+    """Records the steps of a model on this rank, from its hooks. Every rank has one.
+
+    Recording reads tensors only: what the model computes stays the same bit by bit.
+
+    Args:
+        module: the model, plain or parallelized; with the parameters of `hp_fsdp`, of torch's own `fully_shard` and
+            `DTensor`, or with replicated ones.
+        platform: default: that of the module.
+        select: whether to record the outputs of a module, by its name; None: of all modules.
+        rename: the name in the unsharded model of a module or parameter, where a wrapper has changed it.
+        buffers: record floating-point buffers as weights; they must be equal on all ranks that have them.
+        about: facts for `Recording.about`.
+
+    Attributes:
+        recording: the steps so far, the same on all ranks.
+        rows: where the rows of this rank's activations are in the global batch. None: DTensors are global, and plain
+            activations have the batches of all ranks one after the other, equally many samples each.
+        gradient_factor: factor on gradients of outputs, such as 1 / ranks where each rank's loss is the mean over its
+            own samples.
+        unplaced: names of modules whose outputs have other rows than those of the batch, and are not recorded.
+
+    Examples:
+        >>> with nn.building(platform):
+        ...     layer = nn.Linear(4, 2)
+        >>> recorder = Recorder(nn.ModuleList([layer]), platform)
+        >>> with recorder.step(1):
+        ...     platform.backward(platform.ops.sum(layer(platform.ops.ones((3, 4), platform.dtype("float32")))))
+        >>> [event.key for event in recorder.recording.steps[1]]
+        [('forward', '0'), ('backward', '0'), ('gradient', '0.weight'), ('weights', '0.weight')]
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        platform: Platform | str | None = None,
+        *,
+        select: Callable[[str], bool] | None = None,
+        rename: Callable[[str], str] = str,
+        buffers: bool = False,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.platform = platform_of(module, platform)
+        self.rows: Rows | None = None
+        self.gradient_factor = 1.0
+        self.unplaced: set[str] = set()
+        self._module, self._select, self._rename, self._buffers = module, select, rename, buffers
+        self._digester = Digester(self.platform)
+        self._found: dict[tuple[str, str], _Local] = {}
+        self._hooked: set[tuple[str, int]] = set()
+        self._has_gradients = False
+        # First, since it joins the job of a program that has initialized torch.distributed itself.
+        self.weights()
+        self.recording = Recording({"world_size": existing_world(self.platform).size, **(about or {})})
+        self._finish(0)
+
+    @contextlib.contextmanager
+    def step(self, number: int, rows: Rows | None = None) -> Iterator[Recorder]:
+        """Record an optimizer step: forwards and backwards in the block, and gradients and weights at its end.
+
+        Gradients must still exist at the end of the block unless `gradients` was called.
+
+        Args:
+            rows: see the attribute.
+
+        Raises:
+            RecordingError: ranks recorded other shapes, or not all elements of a tensor; on every rank.
+        """
+        self.rows = rows if rows is not None else self.rows
+        self._found.clear()
+        self._hooked.clear()
+        self._has_gradients = False
+        with contextlib.ExitStack() as stack:
+            for handle in self._add_hooks():
+                stack.callback(handle.remove)
+            yield self
+        if not self._has_gradients:
+            self.gradients()
+        self.weights()
+        self._finish(number)
+
+    def gradients(self) -> None:
+        """Record the gradients of the parameters as they are now."""
+        self._has_gradients = True
+        for name, parameter in self.platform.named_parameters(self._module):
+            gradient = self.platform.get_grad(parameter)
+            if gradient is not None:
+                self._record("gradient", self._rename(name), gradient, of_parameter=True)
+
+    def states(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Record optimizer states, given by parameter and slot. They are placed as the parameters."""
+        for name, slots in states.items():
+            for slot, tensor in slots.items():
+                self._record("state", f"{self._rename(name)}.{slot}", tensor, of_parameter=True)
+
+    def weights(self) -> None:
+        """Record the parameters as they are now."""
+        named = [*self.platform.named_parameters(self._module)]
+        for name, tensor in [*named, *(self.platform.named_buffers(self._module) if self._buffers else ())]:
+            self._record("weights", self._rename(name), tensor, of_parameter=True)
+
+    def _add_hooks(self) -> Iterator[Removable]:
+        for name, module in self.platform.named_modules(self._module):
+            if name and not self.platform.is_container(module) and (self._select is None or self._select(name)):
+                yield self.platform.add_forward_hook(module, self._after_forward(self._rename(name)))
+
+    def _after_forward(self, name: str) -> Callable[..., None]:
+        def after(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            several = isinstance(output, (tuple, list))
+            for index, x in enumerate(output if several else [output]):
+                self._output(f"{name}[{index}]" if several else name, x)
+
+        return after
+
+    def _output(self, name: str, x: Tensor) -> None:
+        platform = self.platform
+        # A recomputation in backward repeats a forward that has been recorded.
+        is_first = not platform.is_in_backward()
+        placed = self._placed(x)
+        if is_first:
+            self._record("forward", name, x)
+        if placed is None or not platform.requires_grad(x):
+            return
+        key = (name, placed[1].key)
+        # A checkpointed forward that was not recorded by autograd gets its hooks when it is repeated.
+        if is_first or key not in self._hooked:
+            self._hooked.add(key)
+            rows = self.rows
+            platform.add_gradient_hook(x, lambda grad: self._backward(name, grad, rows))
+
+    def _backward(self, name: str, gradient: Tensor, rows: Rows | None) -> None:
+        current, self.rows = self.rows, rows
+        try:
+            self._record("backward", name, gradient, self.gradient_factor)
+        finally:
+            self.rows = current
+
+    def _record(self, pass_: str, name: str, x: Any, factor: float = 1.0, *, of_parameter: bool = False) -> None:
+        """Add the digest of a tensor to the step."""
+        platform = self.platform
+        placed = self._placed(x, of_parameter)
+        if placed is None:
+            if isinstance(x, platform.Tensor):
+                self.unplaced.add(name)
+            return
+        local, region, summand = placed
+        with platform.no_grad():
+            values = self._digester.local(local, region)
+            if factor != 1:
+                scale = [factor] * LENGTH
+                scale[SQUARES] = factor * factor
+                weights = platform.from_numpy(np.array(scale), platform.device_of(values))
+                values = platform.ops.mul(values, platform.ops.cast(weights, values.dtype))
+            known = self._found.get((pass_, name))
+            if known is None:
+                dtype = platform.dtype_name(local.dtype)
+                known = _Local(region.shape, dtype, summand, time.time(), values)
+                self._found[pass_, name] = known
+            else:
+                known.values = platform.ops.add(known.values, values)
+        known.region = (known.region + region.key) % 2**62
+        known.numel += region.numel
+
+    def _placed(self, x: Any, of_parameter: bool = False) -> tuple[Tensor, Region, int] | None:
+        """Return the local tensor, its region in the global tensor, and its summand; None: it is not recorded."""
+        platform = self.platform
+        x = platform.as_dtensor(x)
+        if not isinstance(x, platform.Tensor) or not platform.is_floating(x.dtype):
+            return None
+        if isinstance(x, DTensor):
+            rows = None if of_parameter or self.rows is None else self.rows.dims(x.spec.shape)
+            if rows is None and not (of_parameter or self.rows is None):
+                return None
+            return local_of(platform, x), region_of_spec(x.spec, rows), summand_of_spec(x.spec)
+        shape = tuple(x.shape)
+        dims: Sequence[tuple[np.ndarray, int]] | None = [(np.arange(size), size) for size in shape]
+        if not of_parameter and self.rows is not None:
+            dims = self.rows.dims(shape)
+        elif not of_parameter and shape:
+            world = existing_world(platform)
+            first, size = world.rank * shape[0], world.size * shape[0]
+            dims = [(np.arange(first, first + shape[0]), size), *list(dims or [])[1:]]
+        if dims is None:
+            return None
+        return x, Region.of([size for _, size in dims], [each for each, _ in dims]), 0
+
+    def _finish(self, number: int) -> None:
+        """Gather the digests of all ranks and combine them."""
+        found, platform = self._found, self.platform
+        facts = [[*key, e.shape, e.dtype, e.summand, e.at, e.region, e.numel] for key, e in found.items()]
+        with platform.no_grad():
+            # One copy to the host, which waits for the device once.
+            values = [platform.to_numpy(platform.ops.cat([e.values for e in found.values()], 0))] if found else []
+        payload = json.dumps(facts).encode() + b"\n" + b"".join(v.astype("<f8").tobytes() for v in values)
+        gathered = existing_world(platform).all.all_gather_bytes(payload)
+        self.recording.steps[number] = _combined(gathered)
+        self._found = {}
+
+
+def perturb_weights(module: Module, unit: float, platform: Platform | str | None = None, seed: int = 0) -> None:
+    """Change every weight by the factor 1 + unit or 1 - unit, at random, as a rounding of that size would.
+
+    A recording with perturbed weights shows how rounding grows (`measure_growth`).
+
+    Args:
+        unit: such as 2**-24 for float32, of the coarsest dtype of both sides. A smaller change than a weight's dtype
+            can represent is rounded up to it.
+    """
+    platform = platform_of(module, platform)
+    with platform.no_grad():
+        for name, parameter in platform.named_parameters(module):
+            x = platform.as_dtensor(parameter)
+            local, region = local_of(platform, x), region_of_spec(x.spec) if isinstance(x, DTensor) else None
+            key = [seed, 0 if region is None else region.key, *name.encode()]
+            dtype = platform.dtype("float64")
+            values = platform.to_numpy(platform.ops.cast(platform.detach(local), dtype))
+            signs = np.random.default_rng(key).choice([-1.0, 1.0], values.shape)
+            least = 2.0 * np.finfo(np.float32).eps if platform.itemsize(local.dtype) >= 4 else 2.0**-7
+            factor = 1 + max(unit, least / 2) * signs
+            platform.copy_(local, platform.ops.cast(platform.from_numpy(values * factor), local.dtype))
+
+
+def _combined(gathered: Sequence[bytes]) -> list[Event]:
+    """Return the events of a step from the payload of every rank, in the order of their first occurrence."""
+    parts: dict[tuple[str, str], list[Part]] = {}
+    forms: dict[tuple[str, str], dict[tuple[Any, str], int]] = {}
+    times: dict[tuple[str, str], float] = {}
+    for rank, payload in enumerate(gathered):
+        text, _, numbers = payload.partition(b"\n")
+        values = np.frombuffer(numbers, "<f8").reshape(-1, LENGTH)
+        for index, (pass_, name, shape, dtype, summand, at, region, numel) in enumerate(json.loads(text)):
+            key = (pass_, name)
+            parts.setdefault(key, []).append(Part(rank, region, numel, summand, values[index]))
+            forms.setdefault(key, {}).setdefault((tuple(shape), dtype), rank)
+            times[key] = min(at, times.get(key, at))
+    problems, events = [], []
+    for key in sorted(parts, key=lambda key: (PASSES.index(key[0]), times[key])):
+        if len(forms[key]) > 1:
+            different = " and ".join(f"{dtype}{list(shape)} on rank {r}" for (shape, dtype), r in forms[key].items())
+            problems.append(f"{key[0]} of {key[1]} is {different}")
+            continue
+        [(shape, dtype)] = forms[key]
+        digest = combine(shape, parts[key])
+        if digest.count != round(digest.count):
+            problems.append(f"{key[0]} of {key[1]} has {digest.count:.3g} times the elements of {list(shape)}")
+        events.append(Event(*key, dtype, digest))
+    if problems:
+        raise RecordingError(
+            f"ranks have not recorded the same tensors: {'; '.join(problems[:4])}. Expected every element once: pass "
+            "the rows of each rank's activations, Recorder.step(rows=...)"
+        )
+    return events

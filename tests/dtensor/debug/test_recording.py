@@ -1,0 +1,204 @@
+"""Recordings of a model on simulated ranks, and of torch's own FSDP2 on real ones, against one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small_model import ROWS, make_data, make_model
+
+from hp_dtensor import ColwiseParallel, DeviceMesh, RowwiseParallel, parallelize_module
+from hp_dtensor.comm.world import current_world
+from hp_dtensor.debug import Recorder, Recording, Rows, compare, draw, measure_growth, perturb_weights
+from hp_dtensor.debug.comparison import UNITS
+from hp_dtensor.exceptions import RecordingError
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.conversions import to_full
+from hp_dtensor.testing import run_ranks
+
+Change = Callable[[Any, int], None]
+
+
+def train(
+    platform: Platform, model: Any, x: Any, recorder: Recorder | None, steps: int = 2, change: Any = None
+) -> None:
+    """Plain gradient descent on the mean of the squares of all outputs, in two micro-batches."""
+    ops = platform.ops
+    for step in range(1, steps + 1):
+        block = recorder.step(step) if recorder else None
+        if block is not None:
+            block.__enter__()
+        loss = ops.mean(ops.square(to_full(model(x))))
+        platform.backward(loss)
+        if change is not None:
+            change(model, step)
+        if recorder is not None:
+            recorder.gradients()
+        with platform.no_grad():
+            for _, parameter in platform.named_parameters(model):
+                gradient = platform.get_grad(parameter)
+                platform.copy_(
+                    platform.unwrap(parameter) if hasattr(parameter, "_spec") else parameter,
+                    ops.sub(*(platform.unwrap(t) if hasattr(t, "_spec") else t for t in (parameter, gradient))),
+                )
+                platform.set_grad(parameter, None)
+        if block is not None:
+            block.__exit__(None, None, None)
+
+
+def alone(platform: Platform, *, unit: float | None = None, change: Any = None, seed: int = 0) -> Recording:
+    model, (x, _) = make_model(platform, seed), make_data(platform)
+    if unit is not None:
+        perturb_weights(model, unit, platform)
+    recorder = Recorder(model, platform, about={"dtypes": ["float32"]})
+    train(platform, model, x, recorder, change=change)
+    return recorder.recording
+
+
+def tensor_parallel(platform: Platform, change: Any = None) -> Recording:
+    mesh = DeviceMesh("cpu", (2,), platform=platform)
+    model, (x, _) = make_model(platform), make_data(platform)
+    plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel(use_local_output=False)}
+    parallelize_module(model, mesh, plan, src_data_rank=None)
+    recorder = Recorder(model, platform, about={"dtypes": ["float32"]})
+    recorder.rows = Rows(np.arange(ROWS), ROWS)
+    train(platform, model, x, recorder, change=change)
+    return recorder.recording
+
+
+@pytest.fixture(scope="module")
+def reference(platform: Platform) -> Recording:
+    return measure_growth(alone(platform), alone(platform, unit=UNITS["float32"]))
+
+
+def test_a_run_equals_itself_and_is_within_rounding_of_tensor_parallel_ranks(
+    platform: Platform, reference: Recording
+) -> None:
+    assert compare(reference, alone(platform)).verdict == "equal"
+    other = run_ranks(tensor_parallel, 2, platform, platform)[0]
+    found = compare(reference, other)
+    assert found.verdict == "within rounding", str(found)
+    assert max(each.relative / each.tolerance for each in found.differences) < 0.3
+    assert [event.key for event in other.steps[1]] == [event.key for event in reference.steps[1]]
+
+
+def test_recording_changes_no_bit(platform: Platform) -> None:
+    def weights(recorded: bool) -> list[np.ndarray]:
+        model, (x, _) = make_model(platform), make_data(platform)
+        train(platform, model, x, Recorder(model, platform) if recorded else None)
+        return [platform.to_numpy(p) for _, p in platform.named_parameters(model)]
+
+    for a, b in zip(weights(True), weights(False), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_file_is_small_and_loads_back(reference: Recording, tmp_path: Path) -> None:
+    path = tmp_path / "digests.gz"
+    reference.save(path)
+    loaded = Recording.load(path)
+    assert loaded.about == reference.about
+    assert path.stat().st_size < 400 * sum(map(len, reference.steps.values()))
+    for step, events in reference.steps.items():
+        for before, after in zip(events, loaded.steps[step], strict=True):
+            assert (before.key, before.dtype, before.digest.shape) == (after.key, after.dtype, after.digest.shape)
+            np.testing.assert_allclose(after.digest.values, before.digest.values, rtol=1e-6)
+            assert after.growth == (before.growth if before.growth is None else pytest.approx(before.growth, rel=1e-6))
+    assert compare(loaded, reference).verdict != "different"
+
+
+@pytest.mark.parametrize("damage", [b"", b"no gzip", None])
+def test_a_damaged_file_is_refused(reference: Recording, tmp_path: Path, damage: bytes | None) -> None:
+    path = tmp_path / "digests.gz"
+    reference.save(path)
+    path.write_bytes(path.read_bytes()[:-20] if damage is None else damage)
+    with pytest.raises(RecordingError, match="is not a complete recording"):
+        Recording.load(path)
+
+
+def scaled(name: str, factor: float, step: int, platform: Platform) -> Change:
+    def change(model: Any, now: int) -> None:
+        found = dict(platform.named_parameters(model))[name]
+        if now == step:
+            gradient = platform.get_grad(found)
+            local = platform.unwrap(gradient) if hasattr(gradient, "_spec") else gradient
+            platform.copy_(local, platform.ops.mul(local, factor))
+
+    return change
+
+
+def test_the_first_difference_is_named_with_its_factor(platform: Platform, reference: Recording) -> None:
+    found = compare(reference, alone(platform, change=scaled("down.weight", 2.0, 2, platform)))
+    assert found.verdict == "different"
+    assert found.first is not None
+    assert found.kind is not None
+    assert (found.first.step, found.first.pass_, found.first.name) == (2, "gradient", "down.weight")
+    assert found.kind.name == "factor"
+    assert "different from step 2, gradient of down.weight on" in str(found)
+    assert "B is 2 times A" in str(found)
+
+
+def test_a_gradient_that_one_replica_lacks_names_the_rank(platform: Platform, reference: Recording) -> None:
+    def program() -> Recording:
+        rank = current_world(platform).rank
+        return tensor_parallel(platform, scaled("down.bias", 0.5, 1, platform) if rank == 1 else None)
+
+    found = compare(reference, run_ranks(program, 2, platform)[0])
+    assert found.first is not None
+    assert found.kind is not None
+    assert (found.first.step, found.first.pass_, found.first.name) == (1, "gradient", "down.bias")
+    assert found.kind.name == "replicas differ"
+    assert "ranks 1 of B" in str(found)
+
+
+def test_not_a_number_is_named_where_it_begins(platform: Platform, reference: Recording) -> None:
+    found = compare(reference, alone(platform, change=scaled("up.bias", float("nan"), 1, platform)))
+    assert found.first is not None
+    assert found.kind is not None
+    assert (found.first.pass_, found.first.name, found.kind.name) == ("gradient", "up.bias", "not finite")
+
+
+def test_other_initial_weights_and_other_models_are_told(platform: Platform, reference: Recording) -> None:
+    found = compare(reference, alone(platform, seed=5))
+    assert found.kind is not None
+    assert found.kind.name == "initial weights"
+    other = alone(platform)
+    for step, events in other.steps.items():
+        other.steps[step] = [event for event in events if event.name != "up.bias"]
+    assert any("only A has 2 of its" in note for note in compare(reference, other).notes)
+    del other.steps[2]
+    assert any("only A has steps 2 to 2" in note for note in compare(reference, other).notes)
+    with pytest.raises(RecordingError, match="neither recording knows how rounding grows"):
+        compare(other, other)
+
+
+def test_rows_that_are_missing_are_an_error_on_every_rank(platform: Platform) -> None:
+    def program() -> str:
+        rank, (x, _) = current_world(platform).rank, make_data(platform)
+        model = make_model(platform)
+        recorder = Recorder(model, platform)
+        with pytest.raises(RecordingError) as error, recorder.step(1, Rows(np.array([rank]), 5)):
+            platform.backward(platform.ops.sum(model(platform.ops.narrow(x, 0, rank, 1))))
+        return str(error.value)
+
+    for message in run_ranks(program, 2, platform):
+        assert "forward of up has 0.4 times the elements of [5, 7]" in message
+
+
+def test_the_picture_has_a_panel_for_each_pass(platform: Platform, reference: Recording, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw(compare(reference, alone(platform)), tmp_path / "difference.svg")
+    assert "<svg" in (tmp_path / "difference.svg").read_text()
+
+
+def test_fsdp2_of_torch_is_within_rounding_of_one_rank(
+    platform: Platform, rank_pool: Any, reference: Recording
+) -> None:
+    if platform.name != "torch":
+        pytest.skip("FSDP2 is torch's")
+    data = platform.to_numpy(make_data(platform)[0])
+    found = compare(reference, rank_pool(2).run("recorded_programs:torch_fsdp2", data)[0])
+    assert found.verdict == "within rounding", str(found)
+    assert not found.notes
