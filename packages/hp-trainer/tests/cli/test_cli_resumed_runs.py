@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -349,3 +350,33 @@ def test_checkpoints_are_listed_with_their_damage(work: Path, capsys) -> None:
     assert "damaged: " in first
     assert f"{shard.name}: tensor 'w' (key 'w') is damaged" in first
     assert second.split()[0] == "2"
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 260, "hidden_size": 8,
+    "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def test_a_run_goes_on_when_the_directory_of_its_model_is_gone(work: Path, prepared: list, error, capsys) -> None:
+    """As `resume` does; without a checkpoint the weights of the directory are needed."""
+    (work / "hf").mkdir()
+    (work / "hf" / "config.json").write_text(json.dumps(LLAMA))
+    text = (work / "run.yaml").read_text()
+    (work / "run.yaml").write_text(text.replace("name: tiny", "name: decoder\n  from: hf"))
+    create_run(work / "out", load_config(work / "run.yaml", registered=registries()).config)
+    shutil.move(work / "hf", work / "elsewhere")
+    assert "run.yaml:3: model.from: " in error("run", "run.yaml")
+    save(RunFolder.open(work / "out"), 2)
+    assert cli.main(["run", "run.yaml"]) == 0
+    ((config, _, checkpoint),) = prepared
+    assert (config.model.source, checkpoint) == (str(work / "hf"), "step-00000002")
+    message = f"{work / 'hf'} is missing; the run continues with its own copy, out/model\n"
+    assert capsys.readouterr().err.startswith(f"hp-train: {message}")
+    assert cli.main(["resume", "out"]) == 0
+    capsys.readouterr()
+    assert "model.rms_norm_eps: cannot change" in error("run", "run.yaml", "--model.rms_norm_eps=1e-5")
+    # It is there again, under another name.
+    assert cli.main(["run", "run.yaml", "--model.from=elsewhere"]) == 2
+    assert "model.from: cannot change after the start of a run" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import re
@@ -31,7 +32,7 @@ from hp_trainer.cli.shared import (
     resolved,
 )
 from hp_trainer.config import LoadedConfig, TrainerConfig
-from hp_trainer.exceptions import Problem
+from hp_trainer.exceptions import ConfigError, Problem
 from hp_trainer.launch import (
     check_new_run,
     check_resumed_run,
@@ -77,10 +78,35 @@ def run_command(config: str, overrides: Overrides) -> int:
 
     The same command serves for the first start and for every restart of a job.
     """
-    loaded = load(config, overrides)
+    try:
+        loaded = load(config, overrides)
+    except ConfigError as error:
+        loaded = _load_with_copy(config, overrides, error)
     if loaded.config.run.folder is None:
         raise click.UsageError("run needs the folder of the run to start or continue: --run.folder=RUN")
     return _start(config, loaded, may_continue=True)
+
+
+def _load_with_copy(config: str, overrides: Overrides, error: ConfigError) -> LoadedConfig:
+    """Return the configuration of a run to continue whose `model.from` was deleted, read from the run's copy.
+
+    Raises:
+        ConfigError: `error`, unless it is about that directory alone and a checkpoint has all weights.
+    """
+    if [problem.path for problem in error.problems] != ["model.from"]:
+        raise error
+    run = RunFolder(chosen_run_folder(load(config, [*overrides, ("model.from", "null")]), Path(config)))
+    if not (run.config_file.is_file() and (run.model_files / "config.json").is_file()):
+        raise error
+    before = run.load_config().config
+    if before.model.source is None or Path(before.model.source).exists():
+        raise error
+    if not list_checkpoints(checkpoint_storage(run, before)):
+        raise error
+    print_message(f"{before.model.source} is missing; the run continues with its own copy, {run.model_files}")
+    loaded = load(config, [*overrides, ("model.from", str(run.model_files.absolute()))])
+    model = dataclasses.replace(loaded.config.model, source=before.model.source)
+    return dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, model=model))
 
 
 @click.command("resume", cls=SettingsCommand)
