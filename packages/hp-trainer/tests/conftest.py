@@ -13,7 +13,7 @@ from pydantic import Field
 
 from hp_dtensor.platform.plugins import PROJECT_NAME
 from hp_trainer import builtin_plugin, hookspecs, plugins
-from hp_trainer.config import AdamWConfig, section
+from hp_trainer.config import section
 from hp_trainer.launch import platforms
 from hp_trainer.plugins import hookimpl
 from hp_trainer.registries import Registries, fill_registries
@@ -35,11 +35,6 @@ class TinyPlugin:
     @hookimpl
     def hp_models(self, registry: Any) -> None:
         registry.add("tiny", lambda options, platform: None, options=TinyConfig)
-
-    @hookimpl
-    def hp_optimizers(self, registry: Any) -> None:
-        for platform in ("torch", "mindspore"):
-            registry.add("adamw", lambda *arguments: None, options=AdamWConfig, platform=platform)
 
 
 @pytest.fixture(scope="session")

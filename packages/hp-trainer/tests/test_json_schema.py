@@ -11,11 +11,9 @@ import yaml
 
 from hp_dtensor.platform.plugins import PROJECT_NAME
 from hp_trainer import builtin_plugin, hookspecs
-from hp_trainer.config import AdamWConfig, dump_config, json_schema, parse_config
+from hp_trainer.config import dump_config, json_schema, parse_config
 from hp_trainer.config.yaml_tree import parse_yaml, plain
 from hp_trainer.exceptions import ConfigError
-from hp_trainer.optimizers import AdamW8bitConfig
-from hp_trainer.plugins import hookimpl
 from hp_trainer.registries import Registries, fill_registries
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -25,21 +23,11 @@ PUBLISHED = ROOT / "docs" / "config.schema.json"
 EXAMPLES = [path for path in sorted(ROOT.glob("examples/**/*.yaml")) if path.parent.name != "clusters"]
 
 
-class Platforms:
-    """The optimizers that both platforms register."""
-
-    @hookimpl
-    def hp_optimizers(self, registry) -> None:
-        registry.add("adamw", lambda *arguments: None, options=AdamWConfig)
-        registry.add("adamw_8bit", lambda *arguments: None, options=AdamW8bitConfig)
-
-
 @pytest.fixture(scope="module")
 def components() -> Registries:
     manager = pluggy.PluginManager(PROJECT_NAME)
     manager.add_hookspecs(hookspecs)
     manager.register(builtin_plugin, name="hp_trainer")
-    manager.register(Platforms(), name="platforms")
     return fill_registries(manager)
 
 

@@ -29,6 +29,12 @@ from hp_trainer.training.stalls import (
 )
 
 
+@pytest.fixture(autouse=True)
+def a_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames of the frameworks of installed platforms are skipped."""
+    monkeypatch.setattr(stalls, "platform_plugins", lambda: ["torch"])
+
+
 def report(
     rank: int, calls: dict[str, tuple[int, str]], where: str = "loop.py:3 in wait", step: int = 7
 ) -> StallReport:

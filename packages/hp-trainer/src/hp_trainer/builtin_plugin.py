@@ -30,11 +30,15 @@ def hp_datasets(registry: Registry) -> None:
 
 @hookimpl
 def hp_optimizers(registry: Registry) -> None:
-    """Register `sgd`, `lion`, `adafactor` and `muon`, which run on every platform."""
+    """Register the optimizers, which run on every platform. Platforms may add faster ones under the same names."""
+    from hp_trainer.config import AdamWConfig
     from hp_trainer.optimizers import (
         SGD,
         Adafactor,
         AdafactorConfig,
+        AdamW,
+        AdamW8bit,
+        AdamW8bitConfig,
         Lion,
         LionConfig,
         MuonConfig,
@@ -45,6 +49,8 @@ def hp_optimizers(registry: Registry) -> None:
     def muon(parameters: Any, options: Any, platform: Any) -> Any:
         return build_muon(parameters, options, platform, registry.get("adamw", platform.name).build)
 
+    registry.add("adamw", AdamW, options=AdamWConfig)
+    registry.add("adamw_8bit", AdamW8bit, options=AdamW8bitConfig)
     registry.add("sgd", SGD, options=SGDConfig)
     registry.add("lion", Lion, options=LionConfig)
     registry.add("adafactor", Adafactor, options=AdafactorConfig)

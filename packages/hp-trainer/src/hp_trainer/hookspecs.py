@@ -42,11 +42,12 @@ def hp_datasets(registry: Registry) -> None:
 
 @hookspec
 def hp_optimizers(registry: Registry) -> None:
-    """Called once, before the configuration is read. Registers optimizers, one per platform. Since 0.1.
+    """Called once, before the configuration is read. Registers optimizers. Since 0.1.
 
     `build(parameters, options, platform)` gets `(dotted name, parameter)` pairs, either all DTensors or all plain
-    tensors, and returns a `hp_trainer.training.Optimizer`. AdamW is registered as `adamw` with
-    `hp_trainer.config.AdamWConfig` as its options.
+    tensors, and returns a `hp_trainer.training.Optimizer`. All optimizers of hp-trainer run on every
+    platform. A platform with a faster one adds it under the same name and options, with `platform=` its name: `adamw`
+    with `hp_trainer.config.AdamWConfig`, `adamw_8bit` with `hp_trainer.optimizers.AdamW8bitConfig`.
 
     The options may have two methods for `hp-train plan`. `state_bytes(name, shape, elements, itemsize)` returns the
     bytes of a rank's state for one parameter, from its dotted name and full shape, the number of its elements on the

@@ -378,10 +378,13 @@ class LocalPlan(Plan):
     def _check_shape(self, local: Any, spec: TensorSpec) -> None:
         got = self.platform.local_shape(local)
         if got != spec.local_shape:
+            # For authors of platforms, who meet this before anything works.
+            is_global = got == spec.shape
+            hint = " If every call does so, the platform's function ignores `local_op`." if is_global else ""
             raise ShardingRuleError(
                 f"{self.operation}: the sharding rule expects a result {list(spec.local_shape)} on this rank, the "
                 f"operation gave {list(got)}; the rule does not cover this form of the call. Write it in another "
-                "way, or run it on local tensors (to_local, local_map)."
+                f"way, or run it on local tensors (to_local, local_map).{hint}"
             )
 
 

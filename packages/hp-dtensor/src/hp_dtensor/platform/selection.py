@@ -77,13 +77,13 @@ def platform_of_tensor(x: Any) -> Platform:
 @functools.cache
 def _framework_among(roots: tuple[str, ...]) -> str | None:
     """Return the first of these top-level packages that is the name of a platform's plugin."""
-    return next((root for root in roots if root in _plugins()), None)
+    return next((root for root in roots if root in platform_plugins()), None)
 
 
 def _named(wanted: str, source: str) -> Platform:
     """Return the platform called `wanted`. Error messages start with `source`, the origin of the name."""
     # The plugin of that name first: with two frameworks installed, importing the other one as well takes seconds.
-    found = _load(wanted) if wanted in _plugins() else None
+    found = _load(wanted) if wanted in platform_plugins() else None
     if isinstance(found, Platform) and found.name == wanted:
         return found
     available, errors = _platforms()
@@ -126,7 +126,7 @@ def _platforms() -> tuple[dict[str, Platform], dict[str, str]]:
     """Return the usable platforms by name, and the errors of the others by plugin name."""
     available: dict[str, Platform] = {}
     errors: dict[str, str] = {}
-    for plugin in _plugins():
+    for plugin in platform_plugins():
         found = _load(plugin)
         if isinstance(found, Platform):
             available[found.name] = found
@@ -135,7 +135,8 @@ def _platforms() -> tuple[dict[str, Platform], dict[str, str]]:
     return available, errors
 
 
-def _plugins() -> list[str]:
+def platform_plugins() -> list[str]:
+    """Return the names of the plugins with a platform, by convention those of their frameworks' top-level packages."""
     return [found.plugin_name for found in plugin_manager().hook.hp_platform.get_hookimpls()]
 
 

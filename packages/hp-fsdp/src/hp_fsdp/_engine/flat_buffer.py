@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hp_dtensor.comm.process_group import DONE, ProcessGroup, Work
+from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_fsdp._engine.buffer_layout import FlatLayout
 from hp_fsdp._engine.offload import DeferredGradients, ShardOffload
@@ -580,12 +581,20 @@ class BufferGradients:
             # Copy or addition also casts to the dtype of the reduction.
             (self._platform.copy_ if is_new else self._storage.add_)(view, grad)
         except RuntimeError as error:
-            raise self._irreducible(parameter, error) from error
+            raise self._irreducible(parameter, self._sparse(grad) or error) from error
+
+    def _sparse(self, grad: Tensor) -> str:
+        """Return what is wrong with a gradient that is not dense, with the way out; empty for a dense one."""
+        try:
+            self._platform.check_dense(grad)
+        except CapabilityError as error:
+            return f"{error}; create the layer with dense gradients (sparse=False)"
+        return ""
 
     def _irreducible(self, parameter: FSDPParameter, why: object) -> FSDPStateError:
         return FSDPStateError(
-            f"rank {self._buffer.world.rank}: the gradient of {parameter.name} cannot be reduced: {why}. It must be "
-            "dense (Embedding(sparse=False)); or exclude the parameter (ignored_params)"
+            f"rank {self._buffer.world.rank}: the gradient of {parameter.name} cannot be reduced: {why}. Mend that, or "
+            "exclude the parameter (ignored_params)"
         )
 
     def _zero(self, spans: Iterable[tuple[int, int]]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -12,7 +11,7 @@ from hp_trainer._files import strict_json
 from hp_trainer.cli.commands import Overrides, SettingsCommand, config_argument
 from hp_trainer.cli.completion import yaml_files
 from hp_trainer.cli.shared import check_file_to_write, load, refuse, require_platform
-from hp_trainer.config import AdamWConfig, LoadedConfig, TrainerConfig, load_config
+from hp_trainer.config import LoadedConfig, TrainerConfig, load_config
 from hp_trainer.exceptions import Problem
 from hp_trainer.launch import (
     check_new_run,
@@ -23,7 +22,6 @@ from hp_trainer.launch import (
     world_size_of,
 )
 from hp_trainer.models.estimates import estimates_of
-from hp_trainer.optimizers import AdamW8bitConfig
 from hp_trainer.parallel import ParallelDims, context_style, describe_context, describe_layouts, list_layouts
 from hp_trainer.planning import (
     ModuleCounter,
@@ -189,13 +187,7 @@ def load_for_planning(path: str, overrides: Overrides) -> LoadedConfig:
     Raises:
         ConfigError: listing every problem.
     """
-    # Registries of its own: the optimizers below cannot be built and must not be found by a run in this process.
-    known = fill_registries(plugin_manager())
-    # Platforms register these two. Their options are the same on all of them.
-    for name, options in (("adamw", AdamWConfig), ("adamw_8bit", AdamW8bitConfig)):
-        if name not in known.optimizers.names():
-            known.optimizers.add(name, _build_nothing, options=options)
-    return load_config(path, overrides, registered=known)
+    return load_config(path, overrides, registered=fill_registries(plugin_manager()))
 
 
 def _problems(loaded: LoadedConfig, world_size: int) -> list[Problem]:
@@ -203,10 +195,6 @@ def _problems(loaded: LoadedConfig, world_size: int) -> list[Problem]:
     found = layout_problems(loaded.config, world_size)
     named = [replace(each, hint=each.hint.replace("launch.local_ranks=", "--world-size=")) for each in found]
     return loaded.locate(named)
-
-
-def _build_nothing(*arguments: Any) -> Any:
-    raise NotImplementedError("this optimizer exists only for planning")
 
 
 @click.command("layouts", cls=SettingsCommand, params=[*_DEVICE_OPTIONS])

@@ -20,6 +20,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import local_of, zeros_placed_like
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_trainer.config import AdamWConfig, section
+from hp_trainer.optimizers.elementwise import adamw_update
 
 
 @section
@@ -209,7 +210,7 @@ class AdamW8bit:
         parameters: (name, parameter), DTensors or plain.
         options: settings of the optimizer.
         platform: the platform of the tensors.
-        find_codes: the platform's search for the code of a number.
+        find_codes: the platform's search for the code of a number; None: NumPy's, on the host.
         update: the platform's own fused update; None: the update is composed of its operations.
     """
 
@@ -218,9 +219,13 @@ class AdamW8bit:
         parameters: Iterable[tuple[str, Tensor]],
         options: AdamW8bitConfig,
         platform: Platform,
-        find_codes: FindCodes,
+        find_codes: FindCodes | None = None,
         update: Update | None = None,
     ) -> None:
+        def find_on_host(x: Tensor, search: CodeSearch) -> Tensor:
+            return platform.from_numpy(search.find(platform.to_numpy(x)), platform.device_of(x))
+
+        find_codes = find_codes or find_on_host
         self.num_steps = 0
         self._own_update = update
         self._options, self._platform = options, platform
@@ -293,24 +298,12 @@ class AdamW8bit:
             if local.dtype != float32:
                 self._platform.copy_(local, ops.cast(weight, local.dtype))
         else:
-            mean, square = self._updated(local, weight, grad, mean, square, learning_rate)
+            updated, mean, square = adamw_update(
+                self._platform, weight, grad, mean, square, self.num_steps, learning_rate, options
+            )
+            self._platform.copy_(local, ops.cast(updated, local.dtype))
         self._store(name, "exp_avg", mean)
         self._store(name, "exp_avg_sq", square)
-
-    def _updated(
-        self, local: Tensor, weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, learning_rate: float
-    ) -> tuple[Tensor, Tensor]:
-        """Write the updated weight into `local`; return the new moments."""
-        ops, options = self._platform.ops, self._options
-        (beta1, beta2), count = options.betas, self.num_steps
-        mean = ops.add(ops.mul(mean, beta1), ops.mul(grad, 1 - beta1))
-        square = ops.add(ops.mul(square, beta2), ops.mul(ops.square(grad), 1 - beta2))
-        # AdamW (arXiv 1711.05101), with the bias corrections folded into the denominator and the step size.
-        size = ops.add(ops.mul(ops.sqrt(square), 1 / math.sqrt(1 - beta2**count)), options.eps)
-        step = ops.mul(ops.div(mean, size), learning_rate / (1 - beta1**count))
-        decayed = ops.mul(weight, 1 - learning_rate * options.weight_decay)
-        self._platform.copy_(local, ops.cast(ops.sub(decayed, step), local.dtype))
-        return mean, square
 
     def _local_moment(self, name: str, slot: str) -> Tensor:
         stored = self._state[name][slot]

@@ -1,7 +1,8 @@
-"""SGD and Lion, which update each element from its own gradient and state, so that shards need no communication."""
+"""AdamW, SGD and Lion: each element is updated from its own gradient and state, so shards need no communication."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar
@@ -10,7 +11,7 @@ from pydantic import Field
 
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import local_of, zeros_placed_like
-from hp_trainer.config import section
+from hp_trainer.config import AdamWConfig, section
 from hp_trainer.exceptions import Problem
 
 Tensor = Any
@@ -71,6 +72,45 @@ class ElementwiseOptimizer(ABC):
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the state of each parameter by name and slot."""
         return self._state
+
+
+class AdamW(ElementwiseOptimizer):
+    """AdamW (arXiv 1711.05101) with the arithmetic of `torch.optim.AdamW`; half precision is computed in float32."""
+
+    slots = ("exp_avg", "exp_avg_sq")
+    options: AdamWConfig
+
+    def update(self, parameter: Tensor, grad: Tensor, state: Mapping[str, Tensor], learning_rate: float) -> None:
+        """See `ElementwiseOptimizer.update`."""
+        platform = self.platform
+        is_wide = platform.dtype_name(parameter.dtype) in ("float32", "float64")
+        dtype = parameter.dtype if is_wide else platform.dtype("float32")
+        tensors = (parameter, grad, *(state[slot] for slot in self.slots))
+        given = (platform.ops.cast(x, dtype) for x in tensors)
+        # Bias correction counts updates from 1.
+        found = adamw_update(platform, *given, self.num_steps + 1, learning_rate, self.options)
+        for into, values in zip((parameter, *(state[slot] for slot in self.slots)), found, strict=True):
+            platform.copy_(into, values)
+
+
+def adamw_update(
+    platform: Platform,
+    weight: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    count: int,
+    learning_rate: float,
+    options: AdamWConfig,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weight and both moments after update number `count` (from 1); all are local tensors of one dtype."""
+    ops, (beta1, beta2) = platform.ops, options.betas
+    mean = ops.add(ops.mul(mean, beta1), ops.mul(grad, 1 - beta1))
+    square = ops.add(ops.mul(square, beta2), ops.mul(ops.square(grad), 1 - beta2))
+    # The bias corrections are folded into the denominator and the step size.
+    size = ops.add(ops.mul(ops.sqrt(square), 1 / math.sqrt(1 - beta2**count)), options.eps)
+    step = ops.mul(ops.div(mean, size), learning_rate / (1 - beta1**count))
+    return ops.sub(ops.mul(weight, 1 - learning_rate * options.weight_decay), step), mean, square
 
 
 @section

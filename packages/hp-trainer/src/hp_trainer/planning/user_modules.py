@@ -86,8 +86,8 @@ def _count(config: TrainerConfig, platform_name: str, micro_batch: int) -> Count
     if count_step is None:
         raise PlanError(
             f"model {name!r} is a module of your own, which plans count by running it on tensors without memory: "
-            f"{platform_name}: this platform does not compute on tensors without memory. Plan it on torch, or "
-            "model.name=decoder on any platform"
+            f"no plugin does so for platform {platform_name!r} (hook hp_step_counter). Plan it on a platform that "
+            "computes on tensors without memory, or plan model.name=decoder"
         )
     if is_python_name(name):
         # Plans read configurations with registries of their own, because no platform need be installed for them.

@@ -24,6 +24,7 @@ from typing import Any, Self
 
 from hp_dtensor.comm.world import World
 from hp_dtensor.exceptions import HPError
+from hp_dtensor.platform.selection import platform_plugins
 from hp_trainer._files import read_plain_text
 from hp_trainer.exceptions import CheckpointError, HangError, MachineError, ProblemsError, TrainingError
 from hp_trainer.failures import describe_exit, describe_machine_error
@@ -205,8 +206,6 @@ def _to_stderr(line: str) -> None:
         print(f"hp-train: {line}", file=sys.stderr, flush=True)
 
 
-# Frames of these packages are skipped: the line of the model or the user that led there says more.
-_MACHINERY = re.compile(r"/(hp_dtensor|hp_fsdp|hp_platform_\w+|torch|mindspore|threading)[/.]")
 _SHOWN_RANKS = 8
 # Name of the phase before the first step.
 SET_UP = "set-up"
@@ -234,7 +233,9 @@ class StallReport:
     @property
     def place(self) -> str:
         """Return the module, and the innermost line of the stack outside of frameworks and communication."""
-        outside = [line for line in self.stack if not _MACHINERY.search(line)]
+        # The line of the model or the user that led into these packages says more.
+        machinery = "|".join(["hp_dtensor", "hp_fsdp", r"hp_platform_\w+", "threading", *platform_plugins()])
+        outside = [line for line in self.stack if not re.search(f"/({machinery})[/.]", line)]
         line = (outside or list(self.stack) or ["an unknown place"])[-1]
         return f"in {self.module}, at {line}" if self.module else f"at {line}"
 
