@@ -41,10 +41,10 @@ CASES = [
     ("all_gather", 4, 1, "window", 4, 2, {"balanced": False}),
     ("all_gather", 4, 1, "packed", 4, 1, {"soft_cap": 0.7}),
     ("all_gather", 8, 1, "packed window", 4, 2, {}),
-    ("ring", 2, 2, "causal", 4, 2, {}),
+    ("ulysses", 2, 2, "causal", 4, 2, {}),
     ("ring", 2, 2, "packed", 5, 1, {"sinks": True}),
     ("ring", 4, 4, "causal", 8, 2, {"sinks": True}),
-    ("ring", 4, 4, "full", 6, 3, {}),
+    ("ulysses", 4, 4, "full", 6, 3, {}),
     ("ring", 3, 3, "packed window", 4, 2, {"sinks": True, "soft_cap": 0.7}),
     ("ring", 8, 8, "causal", 4, 2, {}),
     ("ring", 4, 2, "causal", 4, 2, {"sinks": True}),
@@ -83,6 +83,21 @@ def test_rows_whose_documents_differ_on_one_rank_alone(hp_platform, method, degr
     sharding = SequenceSharding(length=12, ranks=4, ulysses_degree=degree, balanced=False)
     results = run_ranks(attend_on_ranks, 4, hp_platform, hp_platform, arrays, packed, {}, degree, method, False)
     reference.compare(put_together(results, sharding), reference.expected(arrays, packed, {}))
+
+
+def test_all_ranks_exchange_heads_by_the_method_alone(hp_platform):
+    """Without a sharding, as with one in which all of them do."""
+    arrays = reference.inputs(heads=4, kv_heads=2, keys=8)[:3]
+
+    def program(method):
+        mesh = init_device_mesh("cpu", (2,), platform=hp_platform)
+        sharding = SequenceSharding(length=8, ranks=2, ulysses_degree=2)
+        q, k, v = (hp_platform.from_numpy(sharding.shard(x, mesh.get_local_rank(), 2)) for x in arrays)
+        given = {"method": "ulysses"} if method else {"sharding": sharding}
+        return hp_platform.to_numpy(context_parallel_attention(q, k, v, mesh, mask=AttentionMask(), **given))
+
+    for one, other in zip(*(run_ranks(program, 2, hp_platform, method) for method in (True, False)), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_repeats_itself_to_the_bit(hp_platform):

@@ -83,6 +83,7 @@ def on_ranks(platform, style, positions, window=None, recomputed=False, packed=F
     [
         (2, {}, None, None),
         (3, {"ulysses_degree": 3}, PACKED, 3),
+        (3, {"method": "ulysses"}, PACKED, None),
         (4, {"ulysses_degree": 2, "length": LENGTH}, PACKED, None),
         (4, {"method": "all_gather", "balanced": False}, None, 4),
     ],
@@ -222,8 +223,9 @@ def test_refuses_a_mask_of_another_sharding(hp_platform):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "rings"}, "method must be one of ('ring', 'all_gather'), got 'rings'"),
-        ({"method": "ulysses"}, "heads are exchanged among the sharding's ulysses_degree ranks"),
+        ({"method": "rings"}, "method must be one of ('ring', 'all_gather', 'ulysses'), got 'rings'"),
+        ({"method": "auto"}, "choose_context_parallel(...).best has the cheapest one"),
+        ({"method": "ulysses", "ulysses_degree": 1}, "exchanges heads among all 2 ranks, got ulysses_degree=1"),
         ({"ulysses_degree": 3}, "a ulysses_degree that divides the ranks"),
     ],
 )

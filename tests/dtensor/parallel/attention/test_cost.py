@@ -98,7 +98,7 @@ def test_all_gather_under_a_window_sends_borders_alone(hp_platform):
 CASES = [
     (2, 1, "ring", {}),
     (3, 1, "ring", {"window": 5}),
-    (4, 4, "ring", {}),
+    (4, 4, "ulysses", {}),
     (4, 2, "all_gather", {"window": 9}),
     (4, 1, "all_gather", {}),
     (6, 3, "ring", {"causal": False}),
@@ -189,9 +189,13 @@ def test_refuses_a_degree_that_heads_or_ranks_do_not_have():
         choose_context_parallel(shape, 8, ulysses_degree=8)
     with pytest.raises(AttentionError, match="expected a ulysses_degree that divides the ranks"):
         SequenceSharding(length=8, ranks=4, ulysses_degree=3)
-    for ranks, method in ((2, "ulysses"), (2, "rings"), (0, "ring"), (-2, None)):
-        with pytest.raises(AttentionError, match=f"method {method!r} for {ranks} ranks; expected 'ring', 'all_gather'"):
-            choose_context_parallel(shape, ranks, method=method)
+    with pytest.raises(AttentionError, match=r"method must be one of \('ring', 'all_gather', 'ulysses'\), got 'rings'"):
+        choose_context_parallel(shape, 2, method="rings")
+    with pytest.raises(AttentionError, match="exchanges heads among all 2 ranks, got ulysses_degree=1"):
+        choose_context_parallel(shape, 2, method="ulysses", ulysses_degree=1)
+    for ranks in (0, -2):
+        with pytest.raises(AttentionError, match=f"expected at least one rank, got {ranks}"):
+            choose_context_parallel(shape, ranks)
     for rank in (-1, 4):
         with pytest.raises(AttentionError, match=f"rank {rank} of 4; expected one from 0 to 3"):
             SequenceSharding(length=8, ranks=4, balanced=False).indices(rank)

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -39,14 +39,18 @@ from hp_dtensor.parallel.attention.functional import (
 )
 from hp_dtensor.parallel.attention.masks import AttentionDropout, AttentionMask, Tokens, local_dropout
 from hp_dtensor.parallel.attention.ring import plan_ring, ring_attention
-from hp_dtensor.parallel.attention.sharding import SequenceSharding, positions_of_all
+from hp_dtensor.parallel.attention.sharding import (
+    Method,
+    SequenceSharding,
+    check_method,
+    exchanging_ranks,
+    positions_of_all,
+)
 from hp_dtensor.parallel.attention.ulysses import HeadShares, heads_for_sequence, sequence_for_heads
 from hp_dtensor.parallel.parallelize_module import ParallelStyle
 from hp_dtensor.platform.interface import Platform
 
 Tensor = Any
-Method = Literal["ring", "all_gather"]
-METHODS = ("ring", "all_gather")
 
 
 def context_parallel_attention(
@@ -76,12 +80,13 @@ def context_parallel_attention(
         mask: with this rank's positions, if any.
         sharding: the tokens of each rank; None: equally many, in head and tail chunks if the mask is causal.
         method: `"ring"`: keys and values are passed around while ranks compute; `"all_gather"`: those that are seen are
-            gathered first. Without effect if all ranks exchange heads.
+            gathered first; without effect if all ranks exchange heads. `"ulysses"`: all ranks exchange heads.
         scale, soft_cap, sinks, dropout: as for `attention`; sinks are those of all heads, and `dropout` must be the
             same on all ranks.
 
     Raises:
-        AttentionError: arguments that do not fit, an unknown method, or positions that do not fit the sharding.
+        AttentionError: arguments that do not fit, an unknown method or one that does not fit the sharding, or positions
+            that do not.
 
     Examples:
         >>> def program():
@@ -95,15 +100,6 @@ def context_parallel_attention(
     mesh = require_mesh("context_parallel_attention", device_mesh)
     job = _Job.of(query, key, mesh, mask, sharding, method)
     return dispatch_attention(job.attention, query, key, value, settings)
-
-
-def check_method(what: str, method: str) -> None:
-    """Raise AttentionError for an unknown method."""
-    if method not in METHODS:
-        hint = ": heads are exchanged among the sharding's ulysses_degree ranks, which may be all"
-        raise AttentionError(
-            f"{what}: method must be one of {METHODS}, got {method!r}{hint if method == 'ulysses' else ''}"
-        )
 
 
 @dataclass(frozen=True)
@@ -130,9 +126,11 @@ class _Job:
             raise AttentionError(f"context_parallel_attention takes a mesh of one dimension, got {mesh!r}")
         check_method("context_parallel_attention", method)
         size, own = mesh.size(), query.shape[2]
+        given = None if sharding is None or sharding.ranks != size else sharding.ulysses_degree
+        degree = exchanging_ranks("context_parallel_attention", method, given, size)
         # Assumes equally many tokens per rank; the check below raises if that is not so.
         if sharding is None:
-            sharding = SequenceSharding(length=own * size, ranks=size, balanced=mask.causal)
+            sharding = SequenceSharding(length=own * size, ranks=size, ulysses_degree=degree, balanced=mask.causal)
         group = mesh.group_along()
         expected = sharding.indices(group.rank).size if sharding.ranks == size else None
         if sharding.ranks != size or expected != own or key.shape[2] != own:
@@ -279,15 +277,15 @@ class ContextParallel(ParallelStyle):
     over it does.
 
     Args:
-        method: `"ring"` or `"all_gather"`; see `context_parallel_attention`.
-        ulysses_degree: number of ranks that exchange heads.
+        method: `"ring"`, `"all_gather"` or `"ulysses"`; see `context_parallel_attention`.
+        ulysses_degree: number of ranks that exchange heads; None: all of them for `"ulysses"`, else 1.
         balanced: head and tail chunks, see `SequenceSharding`; None: if the mask is causal.
         length: tokens of the full sequence; None: ranks exchange their numbers of tokens, once per mask.
         replicated_without_positions: if a mask has no positions, every rank was given the full sequence and attends
             locally, as in text generation; False: such a sequence is sharded too.
 
     Raises:
-        AttentionError: unknown method.
+        AttentionError: unknown method, or a `ulysses_degree` that contradicts it or does not divide the ranks.
 
     Examples:
         >>> class SelfAttention(nn.Module):
@@ -306,7 +304,7 @@ class ContextParallel(ParallelStyle):
         self,
         *,
         method: Method = "ring",
-        ulysses_degree: int = 1,
+        ulysses_degree: int | None = None,
         balanced: bool | None = None,
         length: int | None = None,
         replicated_without_positions: bool = False,
@@ -331,12 +329,13 @@ class ContextParallel(ParallelStyle):
                 f"ContextParallel.sharding: expected positions [batch, {length}] of the full rows, got shape "
                 f"{list(np.shape(positions))}"
             )
+        degree = exchanging_ranks("ContextParallel", self.method, self.ulysses_degree, ranks)
         if positions is not None and self.balanced is not False:
             return SequenceSharding.of_positions(
-                positions, ranks=ranks, ulysses_degree=self.ulysses_degree, even_hops=self.method == "ring"
+                positions, ranks=ranks, ulysses_degree=degree, even_hops=self.method == "ring"
             )
         balanced = causal if self.balanced is None else self.balanced
-        return SequenceSharding(length=length, ranks=ranks, ulysses_degree=self.ulysses_degree, balanced=balanced)
+        return SequenceSharding(length=length, ranks=ranks, ulysses_degree=degree, balanced=balanced)
 
     def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
         platform, routes = device_mesh.platform, _Routes()

@@ -17,7 +17,7 @@ from hp_dtensor.exceptions import AttentionError
 from hp_dtensor.parallel.attention.all_gather import plan_gather
 from hp_dtensor.parallel.attention.masks import Plan, Tokens, count_scores
 from hp_dtensor.parallel.attention.ring import needed_hops, plan_member
-from hp_dtensor.parallel.attention.sharding import SequenceSharding
+from hp_dtensor.parallel.attention.sharding import SequenceSharding, check_method, exchanging_ranks
 from hp_dtensor.parallel.attention.ulysses import HeadShares
 
 
@@ -113,10 +113,9 @@ class ContextChoice:
     def __str__(self) -> str:
         lines = [f"{'':2}{'method':<12}{'ulysses':>8}{'sent MiB':>12}{'extra MiB':>12}{'ms':>10}"]
         for index, cost in enumerate(self.costs):
-            name = "ulysses" if cost.ulysses_degree == self.ranks else cost.method
             lines.append(
-                f"{'* ' if index == 0 else '  '}{name:<12}{cost.ulysses_degree:>8}{cost.wire_bytes / 2**20:>12.3f}"
-                f"{cost.extra_bytes / 2**20:>12.3f}{cost.seconds * 1e3:>10.3f}"
+                f"{'* ' if index == 0 else '  '}{cost.method:<12}{cost.ulysses_degree:>8}"
+                f"{cost.wire_bytes / 2**20:>12.3f}{cost.extra_bytes / 2**20:>12.3f}{cost.seconds * 1e3:>10.3f}"
             )
         return "\n".join(lines)
 
@@ -134,26 +133,28 @@ def choose_context_parallel(
     """Return the costs of the methods by which `ranks` can share a sequence, cheapest first.
 
     Args:
-        method: `"ring"` or `"all_gather"` among the ranks that do not exchange heads; None: either.
+        method: `"ring"` or `"all_gather"` among the ranks that do not exchange heads; `"ulysses"`: all ranks do; None:
+            any.
         ulysses_degree: number of ranks that exchange heads; None: any divisor of `ranks` up to the number of heads.
         links: latency and bandwidth of mesh axes.
         axis: name of the axis in `links`.
         flops: operations per second of a rank's attention kernels.
 
     Raises:
-        AttentionError: unknown method, no ranks, or a `ulysses_degree` that does not divide `ranks` or exceeds the
-            number of heads.
+        AttentionError: unknown method, no ranks, or a `ulysses_degree` that contradicts the method, does not divide
+            `ranks` or exceeds the number of heads.
 
     Examples:
         >>> print(choose_context_parallel(AttentionShape(batch=1, length=64, heads=8, kv_heads=8, head_dim=16), 1))
           method       ulysses    sent MiB   extra MiB        ms
         * ulysses            1       0.000       0.000     0.000
     """
-    if method not in (None, "ring", "all_gather") or ranks < 1:
-        raise AttentionError(
-            f"choose_context_parallel: method {method!r} for {ranks} ranks; expected 'ring', 'all_gather' or None "
-            "(heads are exchanged by ulysses_degree), for at least one rank"
-        )
+    if method is not None:
+        check_method("choose_context_parallel", method)
+    if ranks < 1:
+        raise AttentionError(f"choose_context_parallel: expected at least one rank, got {ranks}")
+    if method == "ulysses":
+        ulysses_degree = exchanging_ranks("choose_context_parallel", method, ulysses_degree, ranks)
     # More ranks than heads would leave ranks without work.
     degrees = [degree for degree in range(1, ranks + 1) if ranks % degree == 0 and degree <= max(shape.heads, 1)]
     if ulysses_degree is not None and ulysses_degree not in degrees:
@@ -174,12 +175,12 @@ def _costs_of(
     # Without a causal mask all tokens cost the same, and contiguous spans need fewer kernel calls.
     is_balanced = shape.causal or shape.documents is not None
     sharding = SequenceSharding(length=shape.length, ranks=ranks, ulysses_degree=degree, balanced=is_balanced)
-    methods = ("ring",) if degree == ranks else ("ring", "all_gather") if method is None else (method,)
+    methods = ("ulysses",) if degree == ranks else ("ring", "all_gather") if method is None else (method,)
     heads = _HeadsExchanged(shape, sharding)
     for each in methods:
         if shape.documents is not None:
             sharding = dataclasses.replace(sharding, documents=(shape.documents,), even_hops=each == "ring")
-        inner = (_Ring if each == "ring" else _Gather)(shape, sharding, heads)
+        inner = (_Gather if each == "all_gather" else _Ring)(shape, sharding, heads)
         forward, backward = heads.wire_bytes + inner.forward_bytes, heads.wire_bytes + inner.backward_bytes
         # Four exchanges per layer: heads and result, in forward and in backward; none overlaps with computation.
         alone = links.seconds("exchange", (axis,), heads.wire_bytes) * 4 if degree > 1 else 0.0

@@ -24,7 +24,7 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -245,6 +245,28 @@ def _parts(light: _Source, heavy: _Source, share: _Share) -> tuple[int, int]:
     of_light = min(round(count) - of_heavy, light.left, room - of_heavy)
     # Rounding may give nothing; at least one token guarantees progress.
     return (of_light, of_heavy) if of_light + of_heavy else (1, 0)
+
+
+Method = Literal["ring", "all_gather", "ulysses"]
+
+
+def check_method(what: str, method: str) -> None:
+    """Raise AttentionError for an unknown method."""
+    if method not in get_args(Method):
+        hint = "; choose_context_parallel(...).best has the cheapest one" if method == "auto" else ""
+        raise AttentionError(f"{what}: method must be one of {get_args(Method)}, got {method!r}{hint}")
+
+
+def exchanging_ranks(what: str, method: str, ulysses_degree: int | None, ranks: int) -> int:
+    """Return the number of ranks that exchange heads; raise AttentionError if `method` contradicts a given number."""
+    if method != "ulysses":
+        return 1 if ulysses_degree is None else ulysses_degree
+    if ulysses_degree not in (None, ranks):
+        raise AttentionError(
+            f"{what}: method='ulysses' exchanges heads among all {ranks} ranks, got ulysses_degree={ulysses_degree}; "
+            "expected method='ring' or 'all_gather' for the others, or no ulysses_degree"
+        )
+    return ranks
 
 
 @dataclass(frozen=True, kw_only=True)
