@@ -28,6 +28,7 @@ nox.options.sessions = [
     "lint",
     "import_rules",
     "house",
+    "public_api",
     "types",
     "tests",
     "cross_torch",
@@ -38,8 +39,8 @@ nox.options.sessions = [
     "site",
 ]
 # Not run by default: `main` is the other command of the README, `loss_parity` trains five times, `bench` measures,
-# `proof` takes hours, `chaos` takes the minutes it is given, `accelerator` needs one, `release` prepares releases,
-# `lock` creates every environment again from the newest releases.
+# `proof` and `compatibility` take hours, `chaos` takes the minutes it is given, `accelerator` needs one, `release`
+# prepares releases, `lock` creates every environment again from the newest releases.
 
 CORES = len(os.sched_getaffinity(0))
 # One more than cores, as some tests only wait for processes. Each worker imports a framework.
@@ -161,7 +162,7 @@ def ruff() -> Path:
 
 def house_tools() -> Path:
     """Return the interpreter of the environment for the checks of the repository itself."""
-    requirements = (*TEST_TOOLS, "nox==2026.10.20", "pip>=23")
+    requirements = (*TEST_TOOLS, "nox==2026.10.20", "pip>=23", "griffe>=2,<3", "towncrier>=25.8")
     return Environment("house", requirements=requirements, locked_as="house").prepare(workspace.NOX_FOLDER / "house")
 
 
@@ -357,8 +358,20 @@ def bench(session: nox.Session) -> None:
 
 
 @session
+def public_api(session: nox.Session) -> None:
+    """Public names: listed in `api.toml`, and their changes since the last release announced in the changelog."""
+    run(session, house_tools(), "tools/public_api.py", *session.posargs)
+
+
+@session
+def compatibility(session: nox.Session) -> None:
+    """Run the tests across packages with each released version of each sibling; `-- --write` writes the page."""
+    run(session, house_tools(), "tools/compatibility.py", *session.posargs)
+
+
+@session
 def release(session: nox.Session) -> None:
-    """Prepare a release: `nox -s release -- PACKAGE [major|minor|patch|X.Y.Z] [--write]`; a dry run by default."""
+    """Prepare releases: without arguments the plan; `nox -s release -- PACKAGE [STEP] [--write]`, or `--all`."""
     run(session, house_tools(), "tools/release.py", *session.posargs)
 
 

@@ -1,8 +1,11 @@
-"""Prepare the release of a package: version, changelog, ranges of siblings, wheel and sdist, tag.
+"""Prepare releases: versions, changelogs, ranges of siblings, public names, wheels and sdists, commits and tags.
 
-python tools/release.py PACKAGE [major|minor|patch|X.Y.Z] [--write]
+python tools/release.py                                                   the plan: what has changed, in what order
+python tools/release.py PACKAGE [major|minor|patch|X.Y.Z] [--write]       one package
+python tools/release.py --all [--write]                                   all packages that have changed
 
-Without `--write` the release is built and checked in a copy, and the working tree does not change.
+Without `--write` the release is built and checked in a copy, and the working tree does not change. With it, each
+release becomes a commit and a tag. A pushed tag starts the workflow that publishes (docs/releases.md).
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ import workspace
 from environments import Environment, SetupError
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
+from public_api import NEXT, changes_since, listed_names, public_names, source_folder
 
-UNRELEASED = "## Unreleased"
+FRAGMENT = re.compile(r"\+[\w-]+\.(breaking|deprecated|added|fixed|misc)\.md")
 _CHECKERS = ("twine>=6", "hatchling>=1.26")
 _VERSION_IN_PROJECT = re.compile(r'^version = "(.+)"$', re.MULTILINE)
 _VERSION_IN_MODULE = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
@@ -47,16 +51,35 @@ class Release:
         return f"{self.package.name}-v{self.version}"
 
 
-def next_version(current: Version, step: str, is_released: bool) -> Version:
+def fragments(package: workspace.Package) -> dict[str, str]:
+    """Return the kind of each changelog fragment of a package, by file name.
+
+    Raises:
+        SetupError: a file in the folder is not a fragment.
+    """
+    names = sorted(path.name for path in (package.folder / "changes").glob("*") if not path.name.startswith("."))
+    kinds = {name: FRAGMENT.fullmatch(name) for name in names}
+    wrong = [name for name, match in kinds.items() if match is None]
+    if wrong:
+        raise SetupError(
+            f"packages/{package.name}/changes: {', '.join(wrong)}: expected names such as +torch-mesh.added.md, whose "
+            "kind is breaking, deprecated, added, fixed or misc (not shown to users)"
+        )
+    return {name: match[1] for name, match in kinds.items() if match}
+
+
+def next_version(current: Version, step: str, is_released: bool, is_breaking: bool = False) -> Version:
     """Return the next version.
 
     Args:
-        step: "major", "minor", "patch", or a version. "" is the current version if it is not released, else the next
-            patch.
+        step: "major", "minor", "patch", or a version. "" is the current version if it is not released, else the
+            smallest step that the changes allow.
         is_released: True when the current version has a tag.
+        is_breaking: True if a program for the current version may fail with the next one. Such a change takes a new
+            second number while the first one is 0, and a new first number afterwards.
 
     Raises:
-        SetupError: `step` is not valid, or the version would decrease.
+        SetupError: `step` is not valid, the version would decrease, or the step is too small for a breaking change.
     """
     if step == "" and not is_released:
         return current
@@ -66,12 +89,17 @@ def next_version(current: Version, step: str, is_released: bool) -> Version:
         "minor": (numbers[0], numbers[1] + 1, 0),
         "patch": (numbers[0], numbers[1], numbers[2] + 1),
     }
+    least = ("minor" if numbers[0] == 0 else "major") if is_breaking else "patch"
     try:
-        wanted = Version(".".join(map(str, steps[step or "patch"]))) if (step or "patch") in steps else Version(step)
+        wanted = Version(".".join(map(str, steps[step or least]))) if (step or least) in steps else Version(step)
     except InvalidVersion:
         raise SetupError(f"expected major, minor, patch or a version such as 0.2.0, got {step!r}") from None
     if wanted < current or (wanted == current and is_released):
         raise SetupError(f"{wanted} does not come after {current}, the version of today")
+    if is_released and is_breaking and wanted < Version(".".join(map(str, steps[least]))):
+        raise SetupError(
+            f"{wanted} is too small a step from {current} for a breaking change: a {least} version is needed"
+        )
     return wanted
 
 
@@ -86,26 +114,45 @@ def range_problems(package: workspace.Package, version: Version) -> Iterator[str
                 )
 
 
-def with_entries(changelog: str, version: Version, day: datetime.date) -> str:
-    """Return the changelog with its section "Unreleased" renamed to `version`, and a new empty one above.
-
-    Raises:
-        SetupError: the section is missing or empty.
-    """
-    _, heading, rest = changelog.partition(f"{UNRELEASED}\n")
-    if not heading or not rest.split("\n## ")[0].strip():
-        raise SetupError(f"the changelog has nothing under {UNRELEASED!r}: say there what users will notice")
-    return changelog.replace(f"{UNRELEASED}\n", f"{UNRELEASED}\n\n## {version} ({day.isoformat()})\n", 1)
+def name_problems(package: workspace.Package) -> Iterator[str]:
+    """Yield a line for each breaking change of a public name that the changelog does not announce."""
+    names = {name for name, _ in public_names(source_folder(package))}
+    for problem in listed_names(package).problems(names):
+        yield f"packages/{package.name}/api.toml: {problem}"
+    tag = workspace.last_release(package.name)
+    changes = changes_since(package, tag) if tag else []
+    experimental = listed_names(package).experimental
+    serious = [change for change in changes if not any(re.search(rf"\b{name}\b", change) for name in experimental)]
+    if serious and "breaking" not in fragments(package).values():
+        yield from serious
+        yield f"packages/{package.name}/changes has no fragment +WHAT.breaking.md that says what users write instead"
 
 
 def write_version(release: Release, day: datetime.date) -> None:
-    """Write the version to pyproject.toml, `__init__.py` (if it has one) and the changelog in `release.folder`."""
+    """Write the version to pyproject.toml, `__init__.py` (if it has one) and the changelog in `release.folder`.
+
+    The changelog's section is assembled from the fragments, which are removed, unless the section exists.
+
+    Raises:
+        SetupError: there are no fragments, so users would not learn what has changed.
+    """
+    changelog = release.folder / "CHANGELOG.md"
+    text = changelog.read_text()
+    changelog.write_text(text.replace(f"## {release.version} (unreleased)", f"## {release.version} ({day})"))
+    if f"## {release.version} (" not in text:
+        if not set(fragments(release.package).values()) - {"misc"}:
+            folder = f"packages/{release.package.name}/changes"
+            raise SetupError(f"{folder} has no fragment: say there what users will notice")
+        options = ("--yes", "--config", str(Path(__file__).with_name("towncrier.toml")), "--dir", str(release.folder))
+        dated = ("--version", str(release.version), "--date", str(day))
+        _run([sys.executable, "-m", "towncrier", "build", *options, *dated], release.folder)
     project = release.folder / "pyproject.toml"
     project.write_text(_VERSION_IN_PROJECT.sub(f'version = "{release.version}"', project.read_text(), count=1))
     module = release.folder / "src" / release.package.module / "__init__.py"
     module.write_text(_VERSION_IN_MODULE.sub(f'__version__ = "{release.version}"', module.read_text(), count=1))
-    changelog = release.folder / "CHANGELOG.md"
-    changelog.write_text(with_entries(changelog.read_text(), release.version, day))
+    names = release.folder / "api.toml"
+    if names.is_file():
+        names.write_text(names.read_text().replace(f'"{NEXT}" =', f'"{release.version}" ='))
 
 
 def build_and_check(folder: Path, target: Path) -> list[Path]:
@@ -137,44 +184,95 @@ def prepare(name: str, step: str, write: bool, scratch: Path) -> Iterator[str]:
         SetupError: the release is not possible. The working tree is unchanged.
     """
     package = workspace.packages()[name]
-    current = Version(package.version)
-    tags = subprocess.run(["git", "tag", "--list"], cwd=workspace.ROOT, capture_output=True, text=True).stdout.split()
-    version = next_version(current, step, f"{name}-v{current}" in tags)
-    yield f"{name}: {current} -> {version}"
-    problems = list(range_problems(package, version))
+    version = planned_version(package, step)
+    yield f"{name}: {package.version} -> {version}"
+    problems = [*range_problems(package, version), *name_problems(package)]
+    if write and _git("status", "--porcelain", "--", str(package.folder)):
+        problems.append(
+            f"packages/{name} has uncommitted changes: commit them first, as the release is a commit of its own"
+        )
     if problems:
         raise SetupError("\n".join(problems))
-    yield "siblings: every range admits it"
+    yield "siblings: every range admits it; public names: as the changelog says"
     copy = Release(package, version, scratch / name)
     shutil.copytree(package.folder, copy.folder, ignore=shutil.ignore_patterns("__pycache__", "dist"))
     write_version(copy, datetime.date.today())
-    for built in build_and_check(copy.folder, scratch / "dist"):
+    for built in build_and_check(copy.folder, scratch / f"{name}-dist"):
         yield f"built and checked: {built.name} ({built.stat().st_size // 1024} KiB)"
-    if write:
-        write_version(Release(package, version, package.folder), datetime.date.today())
-        yield "written: pyproject.toml, __init__.py, CHANGELOG.md"
-    yield from _what_remains(copy, write)
-
-
-def _what_remains(release: Release, write: bool) -> Iterator[str]:
     if not write:
-        yield "dry run: nothing was written; repeat it with --write, commit, and tag the commit:"
-    else:
-        yield f'commit it ("{release.package.name} {release.version}"), and tag the commit:'
-    yield f"    git tag --annotate {release.tag} --message '{release.package.name} {release.version}'"
+        yield f"dry run: nothing was written; with --write it becomes a commit and the tag {copy.tag}"
+        return
+    write_version(Release(package, version, package.folder), datetime.date.today())
+    _git("add", "--all", str(package.folder))
+    title = f"{name} {version}"
+    # The first release of a package may find everything written already.
+    _git("commit", "--quiet", "--allow-empty", "--message", title)
+    _git("tag", "--annotate", copy.tag, "--message", title)
+    yield f"committed and tagged: push them by `git push origin HEAD {copy.tag}`"
+
+
+def planned_version(package: workspace.Package, step: str = "") -> Version:
+    """Return the version of the next release of a package.
+
+    Raises:
+        SetupError: as `next_version`.
+    """
+    current = Version(package.version)
+    is_released = workspace.release_tag(package.name, current) is not None
+    return next_version(current, step, is_released, "breaking" in fragments(package).values())
+
+
+def changed_packages() -> list[workspace.Package]:
+    """Return the packages with fragments, or without a release, each after those it requires."""
+    return [
+        package
+        for package in workspace.packages().values()
+        if fragments(package) or workspace.last_release(package.name) is None
+    ]
+
+
+def plan() -> Iterator[str]:
+    """Yield a line for each package: what a release of it would be, and what is in its way."""
+    changed = changed_packages()
+    for package in workspace.packages().values():
+        last = workspace.last_release(package.name) or "not released"
+        if package not in changed:
+            edited = last != "not released" and _git("diff", "--name-only", last, "--", f"{package.folder}/src")
+            hint = "sources have changed without a fragment" if edited else "nothing has changed"
+            yield f"{package.name}: {last}; {hint}"
+            continue
+        version = planned_version(package)
+        kinds = ", ".join(sorted(set(fragments(package).values()))) or "first release"
+        yield f"{package.name}: {last} -> {version} ({kinds})"
+        yield from (f"    {problem}" for problem in (*range_problems(package, version), *name_problems(package)))
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=workspace.ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SetupError(f"git {' '.join(arguments[:2])} failed:\n{done.stderr}")
+    return done.stdout.strip()
 
 
 def main(arguments: list[str]) -> int:
     """Run the command, and return its exit status."""
-    parser = argparse.ArgumentParser(prog="nox -s release --", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("package", choices=workspace.PACKAGES)
+    description, _, usage = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="nox -s release --", description=description, epilog=usage, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("package", nargs="?", choices=workspace.PACKAGES, metavar="PACKAGE")
     parser.add_argument("step", nargs="?", default="", metavar="major|minor|patch|X.Y.Z")
-    parser.add_argument("--write", action="store_true", help="change the working tree; without it nothing is changed")
+    parser.add_argument("--all", action="store_true", help="release all packages that have changed")
+    parser.add_argument("--write", action="store_true", help="commit and tag; without it nothing is changed")
     chosen = parser.parse_args(arguments)
+    if chosen.all == bool(chosen.package) and (chosen.all or chosen.write):
+        parser.error("expected a package, or --all without one")
     with tempfile.TemporaryDirectory(prefix="hp-release-") as scratch:
         try:
-            for line in prepare(chosen.package, chosen.step, chosen.write, Path(scratch)):
-                print(line, flush=True)
+            names = [package.name for package in changed_packages()] if chosen.all else [chosen.package]
+            for name in names:
+                for line in plan() if name is None else prepare(name, chosen.step, chosen.write, Path(scratch)):
+                    print(line, flush=True)
         except SetupError as error:
             print(f"release: {error}", file=sys.stderr)
             return 1

@@ -15,6 +15,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import workspace
+from public_api import NEXT, ListedNames, listed_names, module_file, public_names, source_folder
+
 ROOT = Path(__file__).resolve().parent.parent
 COMPONENTS = ("hp_dtensor", "hp_fsdp", "hp_moe", "hp_trainer")
 # Headings of the reference, in the order of the page: what a user meets first comes first. Folders and modules that are
@@ -98,7 +101,8 @@ def linked_files(page: Path) -> Iterator[Path]:
 
 def reference_page(package: str) -> str:
     """Return a page with the docstring of each public name of a package, grouped by the chapter that defines it."""
-    source = ROOT / "packages" / package.replace("_", "-") / "src" / package
+    distribution = workspace.packages()[package.replace("_", "-")]
+    source, listed = source_folder(distribution), listed_names(distribution)
     chapters: dict[str, list[str]] = {chapter: [] for chapter in CHAPTERS}
     for name, module_name in public_names(source):
         chapter = ".".join(module_name.split(".")[:2])
@@ -109,49 +113,27 @@ def reference_page(package: str) -> str:
             heading = CHAPTERS.get(chapter) or chapter.partition(".")[2].strip("_").replace("_", " ").capitalize()
             lines += ["", f"## {heading}", "", docstring(module_file(source, chapter)).split("\n\n")[0]]
         for name in names:
-            lines += ["", f"::: {name}", "    options:", "      heading_level: 3"]
+            lines += [
+                "",
+                f"::: {name}",
+                "    options:",
+                "      heading_level: 3",
+                "",
+                since(listed, name.rpartition(".")[2]),
+            ]
     return "\n".join(lines) + "\n"
+
+
+def since(listed: ListedNames, name: str) -> str:
+    """Return the line below a name in the reference: its first version, and a warning if it is experimental."""
+    warning = ", experimental: it may change in any version" if name in listed.experimental else ""
+    version = listed.since[name]
+    return f"*Since {'the next version' if version == NEXT else version}{warning}.*"
 
 
 def docstring(file: Path) -> str:
     """Return the docstring of a module, or an empty string."""
     return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-
-
-def module_file(source: Path, module: str) -> Path:
-    """Return the file of a module of the package in folder `source`."""
-    base = source.parent / Path(*module.split("."))
-    return base.with_suffix(".py") if base.with_suffix(".py").is_file() else base / "__init__.py"
-
-
-def public_names(source: Path) -> Iterator[tuple[str, str]]:
-    """Yield each public name of a package and its public folders, with the module that defines it."""
-    found: dict[str, str] = {}
-    for file in (source / "__init__.pyi", source / "__init__.py", *sorted(source.glob("[a-z]*/__init__.py"))):
-        if file.is_file():
-            for name, module in imported_names(file, source.name):
-                module_name = defining_module(source, module, name)
-                if module_name is not None:
-                    found.setdefault(name, module_name)
-    yield from found.items()
-
-
-def imported_names(file: Path, package: str) -> Iterator[tuple[str, str]]:
-    """Yield each public name that a module imports from its own package, with the source module."""
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
-            yield from ((alias.name, str(node.module)) for alias in node.names if not alias.name.startswith("_"))
-
-
-def defining_module(source: Path, module: str, name: str) -> str | None:
-    """Return the module that defines a name exported by `module`. None for modules, which have their own pages."""
-    file = module_file(source, module)
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if name in [getattr(node, "name", None), *(getattr(target, "id", None) for target in targets)]:
-            return module
-    inner = dict(imported_names(file, source.name)).get(name)
-    return None if inner is None else defining_module(source, inner, name)
 
 
 if __name__ == "__main__":

@@ -196,33 +196,54 @@ def floor_wheels(name: str) -> dict[str, Path]:
     for requirement in map(Requirement, packages()[name].requirements):
         if requirement.name in PACKAGES:
             (floor,) = (each.version for each in requirement.specifier if each.operator == ">=")
-            floors[requirement.name] = _wheel_at(packages()[requirement.name], Version(floor))
+            floors[requirement.name] = wheel_at(packages()[requirement.name], Version(floor))
     return floors
 
 
-def _wheel_at(package: Package, version: Version) -> Path:
-    if version == Version(package.version):
+def wheel_at(package: Package, version: Version) -> Path:
+    """Return a wheel of a package at a version: built from its tag, or from the sources if it is not released.
+
+    Raises:
+        SetupError: the version is neither released nor that of the sources.
+    """
+    tag = release_tag(package.name, version)
+    if tag is None and version == Version(package.version):
         return wheels("standard")[package.name]
-    tag = _tag(package.name, version)
-    folder = NOX_FOLDER / "wheels" / "floors" / tag
+    if tag is None:
+        raise SetupError(
+            f"{package.name} {version} is the oldest that a sibling allows, but there is no tag "
+            f"{package.name}-v{version}.\n"
+            "  What to do: fetch the tags, or raise the floor to a version that was released."
+        )
+    folder = NOX_FOLDER / "wheels" / "released" / tag
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    command = ["git", "archive", tag, f"packages/{package.name}"]
+    return _build(unpack_release(package.name, tag, folder / "source"), "standard", folder / "wheel")
+
+
+def unpack_release(name: str, tag: str, folder: Path) -> Path:
+    """Write the sources of a released package into `folder`, and return the folder of the package in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["git", "archive", tag, f"packages/{name}"]
     archive = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
-    return _build(folder / "packages" / package.name, "standard", folder)
+    return folder / "packages" / name
 
 
-def _tag(name: str, version: Version) -> str:
-    """Return the tag of a release, such as "hp-dtensor-v0.1.0" for version 0.1 or 0.1.0."""
+def released_versions(name: str) -> dict[Version, str]:
+    """Return the tags of a package's releases, such as `hp-dtensor-v0.1.0`, by version in ascending order."""
     listed = subprocess.run(["git", "tag", "--list", f"{name}-v*"], cwd=ROOT, capture_output=True, text=True)
-    for tag in listed.stdout.split():
-        if Version(tag.removeprefix(f"{name}-v")) == version:
-            return tag
-    raise SetupError(
-        f"{name} {version} is the oldest that a sibling allows, but there is no tag {name}-v{version}.\n"
-        "  What to do: fetch the tags, or raise the floor to a version that was released."
-    )
+    tags = {Version(tag.removeprefix(f"{name}-v")): tag for tag in listed.stdout.split()}
+    return dict(sorted(tags.items()))
+
+
+def release_tag(name: str, version: Version) -> str | None:
+    """Return the tag of a release, or None if the version is not released. Versions 0.1 and 0.1.0 are equal."""
+    return released_versions(name).get(version)
+
+
+def last_release(name: str) -> str | None:
+    """Return the tag of a package's newest release, or None."""
+    return next(reversed(released_versions(name).values()), None)
 
 
 def _build(source: Path, kind: str, folder: Path) -> Path:

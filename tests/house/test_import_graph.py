@@ -17,7 +17,7 @@ PACKAGES = tuple(sorted(folder.name.replace("-", "_") for folder in (ROOT / "pac
 # Folders of hp_dtensor in the order in which they build on each other: each imports itself and earlier ones only.
 # Those of one line are beside each other. Modules on top of the package count as folders of their own.
 ORDER = (
-    ("exceptions", "trees"),
+    ("deprecation", "exceptions", "trees"),
     ("platform",),
     ("comm", "launch"),
     ("spec",),

@@ -1,20 +1,18 @@
 """Preparing a release: versions, ranges and changelogs; with nothing written unless asked."""
 
+import dataclasses
 import datetime
 import shutil
 import subprocess
 import sys
-import zipfile
+from types import SimpleNamespace
 
 import pytest
 import release
 import workspace
 from environments import SetupError
-from release import next_version, range_problems, with_entries
+from release import next_version, range_problems
 from workspace import Version
-
-DAY = datetime.date(2026, 1, 2)
-LOG = "# Changelog\n\n## Unreleased\n\n- A mesh of torch is taken.\n\n## 0.1.0 (2025-01-01)\n\nFirst.\n"
 
 
 @pytest.mark.parametrize(
@@ -45,15 +43,11 @@ def test_versions_that_cannot_be(step, message):
         next_version(Version("0.1.0"), step, True)
 
 
-def test_the_open_section_becomes_the_released_one():
-    text = with_entries(LOG, Version("0.2.0"), DAY)
-    assert text.index("## Unreleased") < text.index("## 0.2.0 (2026-01-02)\n\n- A mesh") < text.index("## 0.1.0")
-
-
-@pytest.mark.parametrize("text", ["# Changelog\n", LOG.replace("- A mesh of torch is taken.", "")])
-def test_a_release_without_a_word_is_refused(text):
-    with pytest.raises(SetupError, match="nothing under '## Unreleased'"):
-        with_entries(text, Version("0.2.0"), DAY)
+@pytest.mark.parametrize(("current", "expected"), [("0.1.3", "0.2.0"), ("1.4.2", "2.0.0")])
+def test_a_breaking_change_takes_a_breaking_version(current, expected):
+    assert next_version(Version(current), "", True, is_breaking=True) == Version(expected)
+    with pytest.raises(SetupError, match=f"too small a step from {current} for a breaking change"):
+        next_version(Version(current), "patch", True, is_breaking=True)
 
 
 def test_ranges_that_exclude_the_version_are_named():
@@ -64,31 +58,128 @@ def test_ranges_that_exclude_the_version_are_named():
     assert all("does not admit 9.0.0" in problem for problem in problems)
 
 
-def test_every_changelog_has_an_open_section():
-    missing = [name for name, package in workspace.packages().items() if release.UNRELEASED not in _changelog(package)]
-    assert missing == []
+def test_fragments_have_a_known_kind(tmp_path):
+    package = dataclasses.replace(workspace.packages()["hp-moe"], folder=tmp_path)
+    (tmp_path / "changes").mkdir()
+    (tmp_path / "changes" / "+torch-mesh.added.md").write_text("A mesh of torch is accepted.\n")
+    assert release.fragments(package) == {"+torch-mesh.added.md": "added"}
+    (tmp_path / "changes" / "+other.feature.md").write_text("")
+    with pytest.raises(SetupError, match=r"\+other\.feature\.md: expected names such as \+torch-mesh\.added\.md"):
+        release.fragments(package)
 
 
-def _changelog(package):
-    return (package.folder / "CHANGELOG.md").read_text()
+@pytest.mark.parametrize("name", workspace.PACKAGES)
+def test_changes_since_the_last_release_have_a_fragment(name):
+    package = workspace.packages()[name]
+    kinds = release.fragments(package)
+    tag = workspace.last_release(name)
+    if tag is None:
+        pytest.skip(f"{name} has no release in this clone (its tags are not fetched, or there is none)")
+    edited = subprocess.run(
+        ["git", "diff", "--name-only", tag, "--", package.folder / "src"],
+        cwd=workspace.ROOT,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert kinds or not edited, f"packages/{name}/changes needs a fragment: docs/releases.md"
 
 
-def test_a_dry_run_builds_the_next_version_and_leaves_the_tree_alone(tmp_path, monkeypatch):
-    package = workspace.packages()["hp-moe"]
-    before = {path: path.read_bytes() for path in package.folder.rglob("*") if path.is_file()}
+BUILD_NOTHING = """
+import sys
+import release
 
-    def build(folder, target):
-        target.mkdir()
-        command = [sys.executable, "-m", "zipfile", "-c", str(target / "x.whl"), str(folder / "pyproject.toml")]
-        subprocess.run(command, check=True)
-        shutil.copy(target / "x.whl", tmp_path / "saved.whl")
-        return [target / "x.whl"]
+def build(folder, target):
+    target.mkdir()
+    (target / "x.whl").write_text((folder / "pyproject.toml").read_text())
+    return [target / "x.whl"]
 
-    monkeypatch.setattr(release, "build_and_check", build)
-    (tmp_path / "scratch").mkdir()
-    lines = list(release.prepare("hp-moe", "0.1.7", False, tmp_path / "scratch"))
-    assert lines[0] == "hp-moe: 0.1.0 -> 0.1.7"
-    assert "git tag --annotate hp-moe-v0.1.7" in lines[-1]
-    with zipfile.ZipFile(tmp_path / "saved.whl") as wheel:
-        assert b'version = "0.1.7"' in wheel.read("pyproject.toml")
-    assert {path: path.read_bytes() for path in package.folder.rglob("*") if path.is_file()} == before
+release.build_and_check = build
+sys.exit(release.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def clone(tmp_path, root):
+    """A clone of the repository with today's files committed, and a function that runs the release command in it."""
+    folder = tmp_path / "clone"
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run([*git, "clone", "--quiet", "--shared", "--no-tags", root, folder], check=True)
+    for name in ("tools", "packages"):
+        shutil.copytree(
+            root / name, folder / name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "dist")
+        )
+    for key, value in (("user.name", "a"), ("user.email", "a@example.org")):
+        subprocess.run(["git", "config", key, value], cwd=folder, check=True)
+
+    def commit():
+        subprocess.run(["git", "add", "--all"], cwd=folder, check=True)
+        subprocess.run(["git", "commit", "--quiet", "--allow-empty", "--message", "a change"], cwd=folder, check=True)
+
+    def run(*arguments):
+        command = [sys.executable, "-c", BUILD_NOTHING, *arguments]
+        return subprocess.run(command, cwd=folder / "tools", capture_output=True, text=True)
+
+    commit()
+    return SimpleNamespace(folder=folder, run=run, commit=commit, moe=folder / "packages" / "hp-moe")
+
+
+def tags(clone):
+    return subprocess.run(["git", "tag"], cwd=clone.folder, capture_output=True, text=True).stdout.split()
+
+
+def test_a_dry_run_builds_and_leaves_the_tree_alone(clone):
+    done = clone.run("hp-moe", "0.1.7")
+    # 0.1.7 has no fragments: the changelog has a section for the first release only.
+    assert done.returncode == 1
+    assert "packages/hp-moe/changes has no fragment" in done.stderr
+    done = clone.run("hp-moe")
+    assert done.returncode == 0, done.stderr
+    assert "hp-moe: 0.1.0 -> 0.1.0" in done.stdout
+    assert "dry run: nothing was written" in done.stdout
+    status = subprocess.run(["git", "status", "--porcelain"], cwd=clone.folder, capture_output=True, text=True).stdout
+    assert (status, tags(clone)) == ("", [])
+
+
+def test_releases_from_the_first_to_a_breaking_one(clone):
+    first = clone.run("--all", "--write")
+    assert first.returncode == 0, first.stderr
+    assert tags(clone) == sorted(f"{name}-v0.1.0" for name in workspace.PACKAGES)
+    assert f"## 0.1.0 ({datetime.date.today()})" in (clone.moe / "CHANGELOG.md").read_text()
+    assert "hp-moe: hp-moe-v0.1.0; nothing has changed" in clone.run().stdout
+
+    router = clone.moe / "src" / "hp_moe" / "router.py"
+    router.write_text(router.read_text().replace("class TokenChoiceTopKRouter", "class TopKRouter"))
+    exports = clone.moe / "src" / "hp_moe" / "__init__.py"
+    exports.write_text(exports.read_text().replace("TokenChoiceTopKRouter", "TopKRouter"))
+    assert "sources have changed without a fragment" in clone.run().stdout
+    (clone.moe / "changes").mkdir(exist_ok=True)
+    (clone.moe / "changes" / "+router.added.md").write_text("`TopKRouter` is added.\n")
+    clone.commit()
+    refused = clone.run("hp-moe", "--write")
+    assert refused.returncode == 1
+    assert "TopKRouter is public and not listed" in refused.stderr
+    assert "TokenChoiceTopKRouter was removed" in refused.stderr
+    assert "no fragment +WHAT.breaking.md" in refused.stderr
+
+    listed = clone.moe / "api.toml"
+    listed.write_text(listed.read_text().replace('"TokenChoiceTopKRouter", ', "") + '"next" = ["TopKRouter"]\n')
+    (clone.moe / "changes" / "+name.breaking.md").write_text("`TokenChoiceTopKRouter` is `TopKRouter`.\n")
+    clone.commit()
+    assert "hp-moe-v0.1.0 -> 0.2.0 (added, breaking)" in clone.run().stdout
+    excluded = clone.run("hp-moe", "--write")
+    assert "hp-trainer requires hp-moe<0.2,>=0.1, which does not admit 0.2.0" in excluded.stderr
+
+    project = clone.folder / "packages" / "hp-trainer" / "pyproject.toml"
+    project.write_text(project.read_text().replace("hp-moe>=0.1,<0.2", "hp-moe>=0.1,<0.3"))
+    (clone.folder / "packages" / "hp-trainer" / "changes").mkdir(exist_ok=True)
+    (clone.folder / "packages" / "hp-trainer" / "changes" / "+moe.added.md").write_text("hp-moe 0.2 is accepted.\n")
+    clone.commit()
+    both = clone.run("--all", "--write")
+    assert both.returncode == 0, both.stderr
+    assert {"hp-moe-v0.2.0", "hp-trainer-v0.1.1"} < set(tags(clone))
+    text = (clone.moe / "CHANGELOG.md").read_text()
+    assert "### Breaking changes\n\n- `TokenChoiceTopKRouter` is `TopKRouter`." in text
+    assert text.index("## 0.2.0") < text.index("## 0.1.0")
+    assert list((clone.moe / "changes").glob("+*")) == []
+    assert '"0.2.0" = ["TopKRouter"]' in listed.read_text()
+    assert 'version = "0.2.0"' in (clone.moe / "pyproject.toml").read_text()

@@ -3,8 +3,19 @@
 import subprocess
 
 ROOT_ENTRIES = {
-    *(".ci", ".gitignore", "CONTRIBUTING.md", "LICENSE", "README.md", "benchmarks", "conftest.py", "docs", "examples"),
-    *("mkdocs.yml", "noxfile.py", "packages", "pyproject.toml", "run.py", "tests", "tools"),
+    *(".ci", ".github", ".gitignore", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md", "benchmarks"),
+    *(
+        "conftest.py",
+        "docs",
+        "examples",
+        "mkdocs.yml",
+        "noxfile.py",
+        "packages",
+        "pyproject.toml",
+        "run.py",
+        "tests",
+        "tools",
+    ),
 }
 
 
