@@ -114,11 +114,12 @@ def _counted_peak(run: Callable[[int], None], index: int) -> int:
     """
     import torch
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    # `torch.profiler.profile` would import torch's compiler, which takes five seconds of each process.
+    with torch.autograd.profiler.profile(use_cpu=True, profile_memory=True) as profile:
         run(index)
     held: dict[int, int] = {}
     live = peak = 0
-    for address, size in _allocations(profile.profiler.kineto_results.experimental_event_tree()):
+    for address, size in _allocations(profile.kineto_results.experimental_event_tree()):
         # An address that is given again has been freed, perhaps by a thread that the profiler does not see.
         live -= held.pop(address, 0)
         if size > 0:
