@@ -31,9 +31,9 @@ class Float8Format:
 
 def torch_fused_experts() -> FusedExperts:
     """Return Triton kernels for CUDA (if Triton is installed) and a loop for the CPU."""
-    if importlib.util.find_spec("triton") is None:
+    # Importing Triton takes a third of a second, for which a process without CUDA has no use.
+    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return experts_of_host
-    # Imported here, because its kernels import Triton.
     from hp_platform_torch.moe.kernel_check import checked_fused_experts
 
     def experts_of_device(x: torch.Tensor, *args: Any) -> torch.Tensor | None:
