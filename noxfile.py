@@ -225,11 +225,10 @@ def tests(session: nox.Session, package: str) -> None:
 
 def cross(session: nox.Session, platform: str, **variables: str) -> None:
     """Run the conformance suite and the tests across packages on a platform, or the tests that the arguments select."""
-    python = full(platform)
-    conformance = ("--pyargs", "hp_dtensor.testing.conformance")
-    tests = ("tests", "--ignore", "tests/house")
-    for selected in [()] if session.posargs else [conformance, tests]:
-        pytest(session, python, *one_core(platform), *selected, HP_PLATFORM=platform, **variables)
+    # In one run of pytest: each would start workers and ranks of its own, which import the framework.
+    every = ("--pyargs", "hp_dtensor.testing.conformance", "tests", "--ignore", "tests/house")
+    selected = () if session.posargs else every
+    pytest(session, full(platform), *one_core(platform), *selected, HP_PLATFORM=platform, **variables)
 
 
 @session
