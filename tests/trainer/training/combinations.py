@@ -1,6 +1,6 @@
 """All combinations of parallel axes on up to eight ranks, a sample of them, and their comparison with one rank.
 
-Compared are the losses and the norms of gradients of all steps, and after five of them the weights and both moments of
+Compared are the losses and the norms of gradients of all steps, and after three of them the weights and both moments of
 AdamW: its updates hardly depend on the scale of a gradient, norms and moments do.
 
 Every sample is of other tokens and of another number of targets. Dense models have tied embeddings, and several
@@ -38,6 +38,7 @@ FAMILIES = {
     "dualpipe_v": "V, split backward",
 }
 EXPERTS = 4
+STEPS = 3  # after which weights and moments are compared
 SAMPLES = 24  # eight ranks that hold data, three micro-batches each
 
 # float32 has 6e-8 of relative precision; sums in other orders are carried through 20 updates by AdamW, which divides by
@@ -198,7 +199,7 @@ class Outcome:
     Attributes:
         losses: of all steps.
         norms: of the gradients of all steps.
-        tensors: weights and the optimizer's state after five steps; of fewer steps, none.
+        tensors: weights and the optimizer's state after `STEPS` steps; of fewer steps, none.
     """
 
     losses: list[float]
@@ -208,7 +209,7 @@ class Outcome:
     @classmethod
     def of(cls, run: RunFolder) -> Outcome:
         norms = [event["gradient_norm"] for event in events(run, "step")]
-        return cls(losses(run), norms, tensors(run, step=5) if len(norms) >= 5 else {})
+        return cls(losses(run), norms, tensors(run, step=STEPS) if len(norms) >= STEPS else {})
 
 
 # One rank's, by platform, experts, layers and steps.
@@ -265,7 +266,7 @@ def options_of(combination: Combination, num_layers: int) -> dict[str, Any]:
         "training__global_batch_size": SAMPLES,
         "training__micro_batch_size": share // combination.parts,
         "lr_schedule__kind": "constant",
-        "checkpoint__interval": 5,
+        "checkpoint__interval": STEPS,
     }
     if not combination.experts:
         options |= {"model__num_experts": None, "model__num_dense_layers": num_layers, "model__num_shared_experts": 0}

@@ -1,6 +1,6 @@
 """The matrix of equality with one rank: layouts x models x options, at the level of `hp-train`.
 
-Losses, norms of gradients, weights and both moments of AdamW after five steps are those of one rank. A second run of
+Losses, norms of gradients, weights and both moments of AdamW after three steps are those of one rank. A second run of
 some cases, which have every choice once, repeats the first steps with the same bits. Samples differ on every rank and
 have different numbers of targets.
 
@@ -32,6 +32,7 @@ import pytest
 from combinations import (
     EXPERTS,
     FAMILIES,
+    STEPS,
     Combination,
     all_combinations,
     assert_close,
@@ -66,7 +67,7 @@ def test_trains_as_one_rank_and_repeats_bit_by_bit(lab, combination):
     skip_unless_torch_or(lab.platform, combination in ON_SLOW_PLATFORMS)
     if lab.platform.name == "torch" and combination not in SAMPLE:
         pytest.skip("chosen for slower platforms")
-    check(lab, combination, steps=5, repeated=2 if combination in REPEATED else 0)
+    check(lab, combination, steps=STEPS, repeated=2 if combination in REPEATED else 0)
 
 
 # On two and four processes: every axis, beside another where there are four.
@@ -86,7 +87,7 @@ REAL = [
 def test_processes_train_as_one_rank_and_repeat_bit_by_bit(lab, rank_pool, combination):
     # MindSpore's exchanges of context parallel ranks are tested on processes in test_context_parallel.py.
     skip_unless_torch_or(lab.platform, combination == REAL[5])
-    check(lab, combination, steps=5, repeated=2, pool=rank_pool)
+    check(lab, combination, steps=STEPS, repeated=2, pool=rank_pool)
 
 
 def test_all_combinations_are_there_and_the_sample_has_every_pair():
@@ -112,12 +113,12 @@ def test_all_combinations_are_there_and_the_sample_has_every_pair():
 @pytest.mark.parametrize(("op", "factor"), [("max", 1.0), ("sum", 2.0)], ids=["not summed", "of another scale"])
 def test_wrong_gradients_are_seen(lab, monkeypatch, op, factor):
     skip_unless_torch_or(lab.platform, False)
-    right = train(lab, "right", Combination(dp_shard=2), steps=5)
+    right = train(lab, "right", Combination(dp_shard=2), steps=STEPS)
 
     def reduce_scatter(self, output, gradients, group):
         return group.reduce_scatter_into(output, self.platform.ops.mul(gradients, factor), op, async_op=True)
 
     monkeypatch.setattr(Communication, "reduce_scatter", reduce_scatter)
-    wrong = train(lab, "wrong", Combination(dp_shard=2), steps=5)
+    wrong = train(lab, "wrong", Combination(dp_shard=2), steps=STEPS)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         assert_close(wrong, right)
