@@ -145,14 +145,30 @@ def test_what_cannot_be_converted_is_told():
     run_ranks(rank, 2, "torch")
 
 
-def test_a_backward_of_other_values_is_refused():
+@pytest.mark.parametrize("frozen", [(), (0,), (0, 2, 3)], ids=["all are trained", "one is frozen", "all are frozen"])
+@pytest.mark.parametrize("runs_again", [True, False])
+def test_a_backward_after_a_conversion_is_refused(frozen, runs_again):
+    """Frozen parameters keep the memory of the forward until the next one."""
+
     def rank():
-        model = fully_shard(build(), init_device_mesh("cpu", (2,)))
-        loss = model(batch(0, 0).float()).sum()
+        mesh, model = init_device_mesh("cpu", (2,)), build()
+        for index in frozen:
+            model[index].requires_grad_(False)
+        fully_shard(model[0], mesh)
+        fully_shard(model, mesh)
+        x = batch(0, mesh.world.rank).float().requires_grad_()
+        loss = model(x).square().sin().sum()
         model.double()
-        with torch.no_grad():
-            model(batch(0, 0))
-        with pytest.raises(FSDPStateError, match="converted to another dtype between a forward and its backward"):
-            loss.backward()
+        if runs_again:
+            with torch.no_grad():
+                model(batch(0, 0))
+        if runs_again or len(frozen) < 3:
+            with pytest.raises(FSDPStateError, match="converted to another dtype between a forward and its backward"):
+                loss.backward()
+            return
+        loss.backward()
+        expected = x.detach().clone().requires_grad_()
+        build()(expected).square().sin().sum().backward()
+        torch.testing.assert_close(x.grad, expected.grad)
 
     run_ranks(rank, 2, "torch")

@@ -178,9 +178,7 @@ class BackwardSchedule:
         if (group, forward_pass) in run.reached:
             return
         if forward_pass is not None:
-            use = forward_pass.events.get(Event(group, is_end=False))
-            # The memory that autograd has saved views of was freed by the conversion.
-            if use is not None and use.is_converted:
+            if forward_pass.is_converted(group):
                 raise FSDPStateError(
                     f"{group.where}: parameters have been converted to another dtype between a forward and its "
                     "backward; convert modules between steps"

@@ -306,6 +306,12 @@ class FlatBuffer:
             found = {parameter.sharded.dtype for parameter in self.parameters}
         return found.pop() if len(found) == 1 and self.dtype not in found else None
 
+    @property
+    def has_other_dtypes(self) -> bool:
+        """True if a parameter has been converted, as by `Module.to`, and the buffer has not."""
+        with self.platform.local_op():
+            return any(parameter.sharded.dtype != self.dtype for parameter in self.parameters)
+
     def convert(self) -> list[str]:
         """Convert the buffer to a new dtype of all its parameters, if there is one; return why that is not possible."""
         dtype = self.new_dtype

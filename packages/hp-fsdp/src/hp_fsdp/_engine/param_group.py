@@ -122,7 +122,6 @@ class ParameterUse:
         self.indices: dict[FlatBuffer, list[int]] = {}
         self.pending: list[FlatBuffer] = []
         self.versions: dict[FlatBuffer, list[int]] = {}
-        self._conversions: dict[FlatBuffer, int] = {}
 
     def add_buffer(self, buffer: FlatBuffer, indices: list[int]) -> None:
         """Add a buffer with trainable parameters, in the state of its last gather."""
@@ -130,12 +129,6 @@ class ParameterUse:
         self.pending.append(buffer)
         # Of the gather, not of now: the forward computes with the gathered values.
         self.versions[buffer] = buffer.full_versions
-        self._conversions[buffer] = buffer.versions.num_conversions
-
-    @property
-    def is_converted(self) -> bool:
-        """True if the parameters have been converted to another dtype since the forward."""
-        return any(buffer.versions.num_conversions != number for buffer, number in self._conversions.items())
 
     def changed_parameters(self, buffer: FlatBuffer, grads: Gradients) -> list[str]:
         """Return the parameters with gradients that have other values in backward than the forward computed with."""
@@ -212,6 +205,11 @@ class ParameterGroup:
     def ranks(self) -> set[int]:
         """Global ranks with which this rank communicates for the group."""
         return {rank for buffer in self.buffers for rank in buffer.ranks}
+
+    @property
+    def num_conversions(self) -> int:
+        """Number of times that parameters have been converted to another dtype, of which the buffers know."""
+        return sum(buffer.versions.num_conversions for buffer in self.buffers)
 
     @property
     def shard_counts(self) -> list[int]:

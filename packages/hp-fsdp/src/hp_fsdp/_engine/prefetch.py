@@ -46,6 +46,7 @@ class ForwardPass:
         self.events: dict[Event, ParameterUse | None] = {}
         self.reachable: set[ParameterGroup] = set()
         self.frozen_calls: dict[ParameterGroup, int] = {}
+        self._num_conversions: dict[ParameterGroup, int] = {}
 
     def end(self) -> None:
         """Drop references to tensors."""
@@ -66,9 +67,19 @@ class ForwardPass:
 
     def end_group(self, group: ParameterGroup, has_outputs: bool) -> None:
         """Record the end of a forward of a group's module. `has_outputs`: it has outputs that require gradients."""
+        if has_outputs or group.use is not None:
+            self._num_conversions.setdefault(group, group.num_conversions)
         if has_outputs or group.use is not None or self.reachable:
             self.reachable.add(group)
         self._move_last(Event(group, is_end=True), None)
+
+    def is_converted(self, group: ParameterGroup) -> bool:
+        """Return True if parameters of the group were converted to another dtype since, so that backward cannot run."""
+        # Buffers are converted by the next forward, which frees the memory of which autograd has saved views. Until
+        # then frozen parameters still have it, but the gradients of trainable ones no longer fit them.
+        use = self.events.get(Event(group, is_end=False))
+        pending = use is not None and any(buffer.has_other_dtypes for buffer in use.indices)
+        return pending or self._num_conversions.get(group, group.num_conversions) != group.num_conversions
 
     def _move_last(self, event: Event, use: ParameterUse | None) -> None:
         # A dict sets an existing key in its old position, so the event is removed first.
