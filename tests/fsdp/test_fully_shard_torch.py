@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 from torch_blocks import Net, batch, reference_grads, shard_net
 
@@ -345,3 +349,40 @@ def test_a_container_is_refused(hp_platform):
     with pytest.raises(FullyShardError, match="a ModuleList is never called itself"):
         fully_shard(modules, mesh)
     fully_shard(list(modules), mesh)
+
+
+LATER = """
+import sys
+import torch
+from hp_dtensor import ColwiseParallel, init_device_mesh, parallelize_module
+from hp_fsdp import fully_shard
+mesh = init_device_mesh("cpu", (1,), platform="torch")
+models = [torch.nn.Sequential(torch.nn.Linear(3, 4)) for _ in range(2)]
+fully_shard(models[0], mesh)
+parallelize_module(models[1], mesh, {"0": ColwiseParallel()})
+assert "torch.distributed.fsdp" not in sys.modules
+from torch.distributed.fsdp import fully_shard
+for model in models:
+    fully_shard(model)
+    try:
+        model(torch.ones(2, 3))
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+"""
+
+
+def test_the_fully_shard_of_torch_loaded_later_is_refused_by_the_first_forward(free_port):
+    job = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    command = [sys.executable, "-c", LATER]
+    ran = subprocess.run(command, env=os.environ | job, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    ours, parallel = ran.stdout.splitlines()
+    assert "is not the parameter that fully_shard has set there" in ours
+    assert "give a sharded model to no other fully_shard" in ours
+    assert parallel.startswith("MixedOperandsError")

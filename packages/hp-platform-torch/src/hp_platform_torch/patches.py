@@ -358,7 +358,7 @@ REGISTRATIONS = (
     Registration(
         "torch.distributed.fsdp",
         _WRAPS_SHARDS,
-        f"{_REFUSED_PARAMETERS}, where the program has loaded it before",
+        f"{_REFUSED_PARAMETERS}; if the program loads it later, at the latest by the first forward",
         refuse_in_fsdp_if_loaded,
     ),
 )

@@ -373,7 +373,8 @@ class ParameterGroup:
         if replaced:
             raise FSDPStateError(
                 f"{self.where}: {', '.join(replaced)} of the module is not the parameter that fully_shard has set "
-                "there; change modules before fully_shard, and write values into parameters in place"
+                "there; change modules before fully_shard, write values into parameters in place, and give a sharded "
+                "model to no other fully_shard"
             )
 
     def _copy_moved(self) -> None:
