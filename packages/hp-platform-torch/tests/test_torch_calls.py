@@ -75,6 +75,17 @@ CALLS: dict[str, tuple[Call, tuple[Tensor, ...]]] = {
     "std of a sample or not": (lambda x: x.std(False) + x.std(0, False) + x.var(1, True, True), (floats(2, 2),)),
     "var_mean": (lambda x: torch.var_mean(x, 0, False)[0], (floats(4, 2),)),
     "median of everything": (lambda x: x.median(), (floats(5, 3),)),
+    **{
+        f"{name} of torch.masked, which is not masked": (
+            lambda x, name=name: (
+                gradient(lambda x: getattr(torch.masked, name)(x, -1, keepdim=True, dtype=torch.float64) + x, x)
+                + getattr(torch.masked, name)(x, 0)
+                + getattr(torch.masked, name)(x, keepdim=True)
+            ),
+            (floats(5, 4),),
+        )
+        for name in ("mean", "var", "std")
+    },
     "mode": (lambda x: x.mode()[0], (integers(3, 5, 3),)),
     "softmax of a number": (lambda x: x.reshape(()).softmax(0) + x.sum().cumsum(0), (floats(1),)),
     "weighted mean": (

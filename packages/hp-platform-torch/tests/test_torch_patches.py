@@ -82,6 +82,9 @@ PLAIN_CALLS = {
         lambda group: torch.nn.parallel.DistributedDataParallel(_layer(), process_group=group)(_ones()).tolist()
     ),
     "torch.Tensor.new_tensor": lambda: _ones().new_tensor([1, 2]),
+    "torch.masked.mean": lambda: torch.masked.mean(_ones(), 0),
+    "torch.masked._ops.mean": lambda: torch.masked._ops.mean(_ones(), 0, mask=_ones() > 0),
+    "torch.masked._ops._std_var": lambda: torch.masked.var(_ones(), 0) + torch.masked.std(_ones(), 0),
     "torch.compile": lambda: torch.compile(torch.sin, backend="eager")(_ones()),
 }
 

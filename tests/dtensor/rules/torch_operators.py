@@ -54,7 +54,6 @@ _BY_REASON = {
     "it is an overload of torch.ops, below autograd": """
         slice native_dropout_backward max_pool2d_with_indices_backward torch.ops.aten._safe_softmax.default
     """,
-    "torch.masked makes plain tensors inside it": "masked.mean masked.std masked.var",
 }
 UNINITIALISED = frozenset("empty empty_like empty_permuted empty_strided new_empty new_empty_strided".split())
 """Operators whose results are uninitialized memory: that two of them are equal says nothing."""

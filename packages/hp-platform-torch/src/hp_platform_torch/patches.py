@@ -263,6 +263,21 @@ def _copying_dtensors(new_tensor: Callable[..., Tensor]) -> Callable[..., Tensor
     return copied
 
 
+def _with_full_mask(reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a reduction of `torch.masked` that gives a DTensor without a mask one of ones.
+
+    Without a mask, torch counts the elements in a plain tensor, by which a DTensor cannot be divided.
+    """
+
+    @functools.wraps(reduce)
+    def reduced(input: Tensor, *args: Any, mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        if mask is None and isinstance(input, TorchDTensor) and is_intercepting():
+            mask = torch.ones_like(input, dtype=torch.bool)
+        return reduce(input, *args, mask=mask, **kwargs)
+
+    return reduced
+
+
 # The table ------------------------------------------------------------------------------------------------
 
 
@@ -334,6 +349,10 @@ PATCHES = (
         _refusing_sharded("DistributedDataParallel"),
     ),
     Patch("torch.Tensor.new_tensor", _BYPASSED, "returns a DTensor with the same placements", _copying_dtensors),
+    *(
+        Patch(f"torch.masked.{name}", "divides them by a plain count", "get a mask of ones", _with_full_mask)
+        for name in ("mean", "_ops.mean", "_ops._std_var")
+    ),
     Patch(
         "torch.compile",
         "its graphs would mix global and local shapes",
