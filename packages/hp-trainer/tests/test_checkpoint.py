@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from hp_trainer._files import writer_name
 from hp_trainer.checkpoint import (
     Box,
     Checkpoint,
     LocalStorage,
     PendingSave,
     TensorPart,
+    delete_leftovers,
     find_latest,
     index,
     list_checkpoints,
@@ -413,10 +415,49 @@ def test_retention_never_deletes_the_last_sound_checkpoint(storage: LocalStorage
 
 
 def test_leftovers_of_killed_saves_are_swept_by_the_next_one(storage: LocalStorage) -> None:
-    for name in ("step-00000003.incomplete-aa", "step-00000001.deleted-bb", "other"):
+    ended = writer_name().rpartition("-")[0]
+    elsewhere = "step-00000003.incomplete-0a1b2c3d-17-4242-aa"
+    for name in (f"step-00000003.incomplete-{ended}-1-aa", "step-00000001.deleted-bb", "other", elsewhere):
         storage.create_folder(name)
     save_alone(storage, {"w": np.ones(1, np.float32)}, step=4)
+    assert sorted(storage.list_folders()) == ["other", elsewhere, "step-00000004"]
+    # Whether its writer still runs is known to the job with the run's lock alone.
+    delete_leftovers(storage, of_other_machines=True)
     assert sorted(storage.list_folders()) == ["other", "step-00000004"]
+
+
+def test_saves_into_one_folder_at_the_same_time_are_all_published(storage: LocalStorage) -> None:
+    def start(step: int, value: float) -> PendingSave:
+        part = TensorPart("w", "float32", (2,), [(Box.full((2,)), np.full(2, value, np.float32))])
+        return PendingSave(storage, [part], step=step, model={}, state={}, background=False)
+
+    first, second, third = start(1, 1.0), start(1, 2.0), start(2, 3.0)
+    delete_leftovers(storage, of_other_machines=True)
+    assert [save.publish() for save in (third, first, second)] == ["step-00000002", "step-00000001", "step-00000001-2"]
+    assert [Checkpoint(storage, name).read("w")[0] for name in list_checkpoints(storage)] == [3.0, 2.0, 1.0]
+
+
+def test_a_name_and_an_old_checkpoint_may_be_taken_meanwhile(storage: LocalStorage, monkeypatch) -> None:
+    """Between the listing of the folder and the rename, or the deletion, another process does the same."""
+    save_alone(storage, {"w": np.ones(1, np.float32)}, step=1)
+    (storage.root / "step-00000002" / "inner").mkdir(parents=True)
+    listed, looked = storage.list_folders, []
+
+    def outdated() -> list[str]:
+        looked.append(None)
+        return [name for name in listed() if name != "step-00000002" or len(looked) > 2]
+
+    monkeypatch.setattr(storage, "list_folders", outdated)
+    assert save_alone(storage, {"w": np.ones(1, np.float32)}, step=2) == "step-00000002-2"
+    monkeypatch.setattr(storage, "list_folders", lambda: [*listed(), "step-00000000"])
+    assert prune(storage, 1) == ["step-00000002", "step-00000001", "step-00000000"]
+
+
+def test_a_file_in_the_place_of_a_checkpoint_is_named(storage: LocalStorage) -> None:
+    storage.root.mkdir(parents=True)
+    (storage.root / "step-00000001").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"step-00000001 is taken, but not by a folder; move it away"):
+        save_alone(storage, {"w": np.ones(1, np.float32)}, step=1)
 
 
 # Indices that are complete and wrong: someone wrote them so --------------------------------------------------------

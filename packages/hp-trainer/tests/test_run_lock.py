@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from hp_trainer._files import writer_name
 from hp_trainer.exceptions import RunFolderError, RunLockedError
 from hp_trainer.run import RunFolder, RunLock, lock
 from hp_trainer.run.lock import Holder, check_owner, read_holder
@@ -220,8 +221,8 @@ def test_a_damaged_lock_is_told_with_what_to_do(tmp_path: Path, damage: Callable
 
 
 def test_what_a_killed_process_left_beside_the_lock_goes_with_time(tmp_path: Path) -> None:
-    mine, host = Holder.this_process(), Holder.this_process().host
-    alive, ended = f"{host}-{mine.pid}-{mine.started}-ab", f"{host}-{mine.pid}-1-ab"
+    alive = f"{writer_name()}-ab"
+    ended = f"{writer_name().rpartition('-')[0]}-1-ab"
     for name, age in (("gpu7-1-2-ab", 300), ("gpu7-1-3-ab", 0), (alive, 0), (ended, 0)):
         (tmp_path / f"lock.json.{name}").write_text("{}")
         os.utime(tmp_path / f"lock.json.{name}", (time.time() - age,) * 2)

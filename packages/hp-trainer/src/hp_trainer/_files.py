@@ -1,12 +1,15 @@
-"""Atomic file writes, safe reads of small regular files, and JSON that is valid by RFC 8259."""
+"""Atomic file writes, names that show their writer, safe reads of small regular files, and JSON by RFC 8259."""
 
 from __future__ import annotations
 
 import errno
+import functools
+import hashlib
 import json
 import math
 import os
 import secrets
+import socket
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -123,6 +126,51 @@ def _write(path: Path, text: str) -> None:
             os.fsync(out.fileno())
     except OSError as error:
         raise with_path(error, path) from error
+
+
+def writer_name() -> str:
+    """Return a name of this process for a temporary file: machine, process id and process start; see `has_ended`."""
+    return f"{_machine()}-{os.getpid()}-{process_start(os.getpid()) or 0}"
+
+
+def has_ended(writer: str) -> bool | None:
+    """Return whether the process with a `writer_name` has ended; None: it is on another machine, or it is no name."""
+    machine, *numbers = writer.split("-")
+    if machine != _machine() or len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+        return None
+    # The start distinguishes the writer from a later process with the same id; 0: it is unknown.
+    return None if numbers[1] == "0" else process_start(int(numbers[0])) != int(numbers[1])
+
+
+@functools.cache
+def _machine() -> str:
+    """Return a hash of what process ids are unique in: host, boot and PID namespace (each container has its own)."""
+    text = f"{socket.gethostname()} {read_system('/proc/sys/kernel/random/boot_id')} {pid_namespace()}"
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def process_start(pid: int) -> int | None:
+    """Return the start of a process in clock ticks after boot (field 22 of proc(5)'s stat); None: it has ended."""
+    text = read_system(f"/proc/{pid}/stat")
+    # The name is in brackets and may itself have spaces and brackets. A zombie has ended.
+    state, *rest = text.rpartition(")")[2].split() or [""]
+    return int(rest[18]) if len(rest) > 18 and state != "Z" else None
+
+
+def read_system(path: str) -> str:
+    """Return the text of a file of the system; empty if there is none."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def pid_namespace() -> str:
+    """Return the PID namespace of this process; empty if there is none."""
+    try:
+        return str(os.readlink("/proc/self/ns/pid"))
+    except OSError:
+        return ""
 
 
 def strict_value(value: Any) -> Any:

@@ -5,20 +5,22 @@ A checkpoint is sound when it verifies, see `Checkpoint.verify`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hp_trainer.checkpoint.index import COMPLETE, step_of
+from hp_trainer._files import has_ended, writer_name
+from hp_trainer.checkpoint.index import COMPLETE, step_name, step_of
 from hp_trainer.checkpoint.load import Checkpoint
 from hp_trainer.checkpoint.storage import Storage
 from hp_trainer.exceptions import CheckpointError
 
 INCOMPLETE = ".incomplete-"
 SET_ASIDE = ".set-aside-"
-_LEFTOVER = re.compile(r"^step-\d+(-\d+)?\.(incomplete|deleted)-")
+_LEFTOVER = re.compile(r"^step-\d+(-\d+)?\.(incomplete|deleted)-(.*)$")
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def prune(storage: Storage, keep: int, keep_best: int = 0) -> list[str]:
     best = _best(storage, deleted, keep_best)
     deleted = [name for name in deleted if name not in best]
     for name in deleted:
-        storage.delete_folder(name)
+        delete_if_there(storage, name)
     return deleted
 
 
@@ -147,11 +149,32 @@ def _best(storage: Storage, names: Sequence[str], count: int) -> set[str]:
     return {name for _, _, name in sorted(rated)[:count]}
 
 
-def delete_leftovers(storage: Storage) -> None:
-    """Delete the folders of killed saves and deletions. Only the process that owns the run may call this."""
+def incomplete_name(step: int) -> str:
+    """Return a new name for the folder of a save in progress: it has the writer in it, and ends with an id."""
+    return f"{step_name(step)}{INCOMPLETE}{writer_name()}-{secrets.token_hex(4)}"
+
+
+def delete_leftovers(storage: Storage, *, of_other_machines: bool = False) -> None:
+    """Delete the folders of killed saves and deletions. Saves of processes that run here are never touched.
+
+    Args:
+        of_other_machines: delete folders of processes that cannot be checked from here. Only the job with the run's
+            lock may set this.
+    """
     for name in storage.list_folders():
-        if _LEFTOVER.match(name):
-            storage.delete_folder(name)
+        match = _LEFTOVER.match(name)
+        if match is None:
+            continue
+        # Two processes may delete one folder; of a save that still runs no file may be missing.
+        ended = True if match[2] == "deleted" else has_ended(match[3].rpartition("-")[0])
+        if of_other_machines if ended is None else ended:
+            delete_if_there(storage, name)
+
+
+def delete_if_there(storage: Storage, name: str) -> None:
+    """Delete a folder unless another process has just deleted it."""
+    with contextlib.suppress(FileNotFoundError):
+        storage.delete_folder(name)
 
 
 def free_name(storage: Storage, stem: str) -> str:

@@ -7,7 +7,6 @@ communicates, so the order of collectives is that of the main thread alone.
 from __future__ import annotations
 
 import contextlib
-import secrets
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,12 +16,15 @@ from typing import Any
 import numpy as np
 
 from hp_trainer._coordination import Alone, Group, all_ranks, coordinator
-from hp_trainer.checkpoint.catalog import INCOMPLETE, delete_leftovers, free_name, prune
+from hp_trainer.checkpoint.catalog import delete_leftovers, free_name, incomplete_name, prune
 from hp_trainer.checkpoint.index import INDEX_FILE, Chunk, Index, SavedTensor, shard_name, step_name
 from hp_trainer.checkpoint.shard_file import Box, Entry, checksums, cover_exactly, file_parts, storage_dtype
 from hp_trainer.checkpoint.storage import Storage
 from hp_trainer.exceptions import CheckpointError
 from hp_trainer.failures import describe_exit
+
+# Names that other processes may take, one after the other, before a save is published.
+_ATTEMPTS = 100
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,9 @@ class PendingSave:
         self._model, self._state, self._keep, self._keep_best = model, state, keep, keep_best
         self._group: Group = group if group is not None else Alone()
         self._may_write = may_write
-        # One rank creates the folder and the others learn its id, so that all write into the same one.
-        self._save_id: str = coordinator(self._group, "creating a checkpoint", self._create_folder, CheckpointError)
-        self._folder = f"{step_name(step)}{INCOMPLETE}{self._save_id}"
+        # One rank creates the folder and the others learn its name, so that all write into the same one.
+        self._folder: str = coordinator(self._group, "creating a checkpoint", self._create_folder, CheckpointError)
+        self._save_id = self._folder.rpartition("-")[2]
         self._written: dict[str, Any] | None = None
         self._failure: Exception | None = None
         self._thread = self._start_thread() if background else None
@@ -134,9 +136,13 @@ class PendingSave:
                 # The index is written after all shards, and the folder renamed after the index. A save killed at any
                 # moment leaves a complete checkpoint or a folder that no search takes for one.
                 self._storage.write_file(self._folder, INDEX_FILE, [index.dump().encode()])
-                name = free_name(self._storage, step_name(index.step))
-                self._storage.rename_folder(self._folder, name)
-                return name
+                for _ in range(_ATTEMPTS):
+                    name = free_name(self._storage, step_name(index.step))
+                    # Another process may have just published the same step.
+                    with contextlib.suppress(FileExistsError):
+                        self._storage.rename_folder(self._folder, name)
+                        return name
+                raise CheckpointError(f"{self._storage.describe(name)} is taken, but not by a folder; move it away")
 
             name: str = coordinator(group, "publishing a checkpoint", publish, CheckpointError)
         except CheckpointError:
@@ -153,9 +159,9 @@ class PendingSave:
     def _create_folder(self) -> str:
         self._may_write()
         delete_leftovers(self._storage)
-        save_id = secrets.token_hex(4)
-        self._storage.create_folder(f"{step_name(self._step)}{INCOMPLETE}{save_id}")
-        return save_id
+        folder = incomplete_name(self._step)
+        self._storage.create_folder(folder)
+        return folder
 
     def _start_thread(self) -> threading.Thread:
         """Copy the tensors and start the thread that writes them. A failure is raised on all ranks by `publish`."""

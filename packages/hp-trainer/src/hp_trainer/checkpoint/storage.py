@@ -7,6 +7,7 @@ stores have no rename, so there a small object, the commit mark, gives a folder 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -125,7 +126,13 @@ class LocalStorage(Storage):
             raise FileExistsError(f"{self.root / to} exists")
         # First the entries of the folder, then its new name: no power failure may leave the name without the files.
         _sync_folder(self.root / name)
-        os.rename(self.root / name, self.root / to)
+        try:
+            os.rename(self.root / name, self.root / to)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+            # Another process has just taken the name.
+            raise FileExistsError(f"{self.root / to} exists") from error
         _sync_folder(self.root)
 
     def delete_folder(self, name: str) -> None:
@@ -137,10 +144,16 @@ class LocalStorage(Storage):
             # Only the link is ours, not its target.
             renamed.unlink()
         else:
-            shutil.rmtree(renamed)
+            shutil.rmtree(renamed, onerror=_unless_gone)
 
     def describe(self, folder: str, file: str = "") -> str:
         return str(self.root / folder / file) if file else str(self.root / folder)
+
+
+def _unless_gone(function: Any, path: str, error: Any) -> None:
+    # Another process may delete the same folder.
+    if not isinstance(error[1], FileNotFoundError):
+        raise error[1]
 
 
 def _sync_folder(path: Path) -> None:

@@ -238,7 +238,7 @@ def _take_up(run: RunFolder, config: TrainerConfig, from_step: int | None = None
         print_message(f"moved {storage.describe(name)} aside; delete it when it is no longer needed")
     # Under the lock: no other job writes these files.
     run.sweep()
-    delete_leftovers(storage)
+    delete_leftovers(storage, of_other_machines=True)
     # The ranks read their configuration from the folder, also after a restart.
     run.write_config(config)
     return checkpoint.folder

@@ -24,7 +24,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from hp_trainer._files import link_new, read_plain_text
+from hp_trainer._files import (
+    has_ended,
+    link_new,
+    pid_namespace,
+    process_start,
+    read_plain_text,
+    read_system,
+    writer_name,
+)
 from hp_trainer.exceptions import RunFolderError, RunLockedError
 
 LOCK_FILE = "lock.json"
@@ -65,10 +73,10 @@ class Holder:
         return cls(
             nonce=secrets.token_hex(8),
             host=socket.gethostname(),
-            boot=_read_text("/proc/sys/kernel/random/boot_id"),
-            namespace=_link_text("/proc/self/ns/pid"),
+            boot=read_system("/proc/sys/kernel/random/boot_id"),
+            namespace=pid_namespace(),
             pid=os.getpid(),
-            started=_start_of(os.getpid()) or 0,
+            started=process_start(os.getpid()) or 0,
             since=datetime.now(UTC).isoformat(timespec="seconds"),
         )
 
@@ -79,7 +87,7 @@ class Holder:
 
     def is_alive_here(self) -> bool:
         """Return whether a holder for which `is_known_here` is true still runs. O(1)."""
-        return _start_of(self.pid) == self.started
+        return process_start(self.pid) == self.started
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
@@ -228,7 +236,8 @@ class RunLock:
         for path in self._folder.glob(f"{LOCK_FILE}.*"):
             with contextlib.suppress(OSError):
                 is_old = path.stat().st_mtime < self.path.stat().st_mtime - 60
-                if is_old or _is_of_ended_process(path.name):
+                writer, _, _ = path.name.removeprefix(f"{LOCK_FILE}.").rpartition("-")
+                if is_old or has_ended(writer):
                     path.unlink()
 
     def _renew(self) -> None:
@@ -250,8 +259,7 @@ class RunLock:
 
     def _write_temporary(self, holder: Holder) -> Path:
         # The name has the process in it, so that `_delete_leftovers` knows when its writer has ended.
-        writer = f"{holder.host}-{holder.pid}-{holder.started}"
-        path = self.path.with_name(f"{LOCK_FILE}.{writer}-{secrets.token_hex(4)}")
+        path = self.path.with_name(f"{LOCK_FILE}.{writer_name()}-{secrets.token_hex(4)}")
         with path.open("x", encoding="utf-8") as out:
             json.dump(asdict(holder), out)
             out.flush()
@@ -308,38 +316,6 @@ def _parse(path: Path) -> Holder | None:
     if any(type(values[name]) is not kind for name, kind in kinds.items()):
         return None
     return Holder(**values)
-
-
-def _is_of_ended_process(name: str) -> bool:
-    """Return whether a temporary file has the name of a process of this machine that has ended."""
-    place, _, _ = name.removeprefix(f"{LOCK_FILE}.").rpartition("-")
-    host, *numbers = place.rsplit("-", 2)
-    if host != socket.gethostname() or len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
-        return False
-    # The start distinguishes the writer from a later process with the same id; 0: it is unknown.
-    return numbers[1] != "0" and _start_of(int(numbers[0])) != int(numbers[1])
-
-
-def _start_of(pid: int) -> int | None:
-    """Return the start of a process in clock ticks after boot (field 22 of proc(5)'s stat); None: it has ended."""
-    text = _read_text(f"/proc/{pid}/stat")
-    # The name is in brackets and may itself have spaces and brackets. A zombie has ended.
-    state, *rest = text.rpartition(")")[2].split() or [""]
-    return int(rest[18]) if len(rest) > 18 and state != "Z" else None
-
-
-def _read_text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _link_text(path: str) -> str:
-    try:
-        return str(os.readlink(path))
-    except OSError:
-        return ""
 
 
 def _to_stderr(line: str) -> None:
