@@ -15,6 +15,7 @@ HOMES = {
     "torch.distributed.tensor.parallel": "hp_dtensor",
     "torch.distributed.fsdp": "hp_fsdp",
     "torch.distributed.checkpoint.state_dict": "hp_fsdp",
+    "torch.distributed.pipelining": "hp_trainer.pipeline",
 }
 """The modules of torch that have the names a script imports, and ours."""
 

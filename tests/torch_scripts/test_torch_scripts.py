@@ -20,6 +20,7 @@ RANKS = {
     "float8_like": 2,
     "fsdp_transformer": 2,
     "loss_parallel": 2,
+    "pipelining": 2,
     "resume": 2,
     "state_dicts": 2,
     "tensor_parallel": 2,

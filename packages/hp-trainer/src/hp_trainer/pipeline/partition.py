@@ -1,22 +1,36 @@
-"""Partition of a model's layers into stages, balanced by cost or as listed by the user, and measurement of costs."""
+"""Partition of a model into stages: its layers by cost or as listed, or a module by names of submodules.
+
+`pipeline` splits a module without tracing it: it runs once, and every submodule must get what the one before returned,
+as stages do. A stage then calls its submodules one after the other.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
+import functools
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from hp_dtensor.comm.mesh import as_group
 from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.parallel import nn
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import platform_of
+from hp_dtensor.tensor.conversions import local_of
+from hp_dtensor.trees import flattened
 from hp_trainer._coordination import all_ranks
 from hp_trainer.exceptions import PipelineError
 from hp_trainer.pipeline.stage import PipelineStage
 from hp_trainer.pipeline.transfers import MessageLayout
+
+Tensor = Any
+Module = Any
 
 
 def balanced_stages(
@@ -114,10 +128,6 @@ def listed_stages(layers_per_stage: Sequence[int], num_layers: int, num_stages: 
     return [range(end - count, end) for end, count in zip(ends, listed, strict=True)]
 
 
-Tensor = Any
-Module = Any
-
-
 def measured_costs(
     layers: Sequence[Module],
     *args: Any,
@@ -204,3 +214,290 @@ def _restored_gradients(platform: Platform, layers: Sequence[Module]) -> Iterato
     finally:
         for parameter, grad in before:
             platform.set_grad(parameter, grad)
+
+
+class SplitPoint(Enum):
+    """The place of a split: before a submodule, or after it. Names follow torch."""
+
+    BEGINNING = 1
+    END = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PipeInfo:
+    """What `build_stage` needs of a `Pipe`.
+
+    Attributes:
+        num_stages: number of stages.
+
+    Examples:
+        >>> PipeInfo(4).num_stages
+        4
+    """
+
+    num_stages: int
+
+
+class Pipe:
+    """A module split into stages by `pipeline`.
+
+    Attributes:
+        num_stages: number of stages.
+
+    Examples:
+        >>> with nn.building(platform):
+        ...     pipe = Pipe([nn.Linear(4, 4), nn.Linear(4, 4)], platform)
+        >>> pipe.build_stage(1).is_last
+        True
+    """
+
+    def __init__(self, stages: Sequence[Module], platform: Platform) -> None:
+        self._stages, self._platform = list(stages), platform
+        self.num_stages = len(self._stages)
+
+    def get_stage_module(self, stage_idx: int) -> Module:
+        """Return the module of a stage. It has the split module's own submodules, under their full names."""
+        if not 0 <= stage_idx < self.num_stages:
+            raise PipelineError(f"stage {stage_idx}: expected one from 0 to {self.num_stages - 1}")
+        return self._stages[stage_idx]
+
+    def build_stage(self, stage_index: int, device: Any = None, group: Any = None) -> PipelineStage:
+        """Return the `PipelineStage` of a stage; `device` and `group` are those of `PipelineStage`."""
+        return PipelineStage(
+            self.get_stage_module(stage_index),
+            stage_index,
+            self.num_stages,
+            device,
+            group=group,
+            platform=self._platform,
+        )
+
+    def info(self) -> PipeInfo:
+        """Return the number of stages, for `build_stage`."""
+        return PipeInfo(self.num_stages)
+
+
+def build_stage(
+    stage_module: Module, stage_index: int, pipe_info: PipeInfo, device: Any = None, group: Any = None
+) -> PipelineStage:
+    """Return the `PipelineStage` of a module of a `Pipe`, such as one that has been sharded since.
+
+    Examples:
+        >>> with nn.building(platform):
+        ...     pipe = Pipe([nn.Linear(4, 4), nn.Linear(4, 4)], platform)
+        >>> build_stage(pipe.get_stage_module(0), 0, pipe.info()).is_first
+        True
+    """
+    return PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)
+
+
+def pipeline(
+    module: Module,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: Mapping[str, Any] | None = None,
+    split_spec: Mapping[str, SplitPoint] | None = None,
+    split_policy: None = None,
+    *,
+    platform: Platform | str | None = None,
+) -> Pipe:
+    """Split a module into stages at submodules, without tracing it. Names and arguments follow torch.
+
+    The module runs once on the example, without autograd. Its forward must call submodules in a chain: the first gets
+    the arguments, every other one the output of the one before, and the last one's output is the result. They may be
+    nested in lists and other modules. Random numbers are consumed, and buffers that a forward updates are changed.
+
+    Args:
+        module: the full module, equal on all ranks.
+        mb_args: positional arguments of a micro-batch.
+        mb_kwargs: keyword arguments of a micro-batch.
+        split_spec: dotted names of submodules, and the side at which to split.
+        split_policy: must be None; torch's takes a traced graph.
+
+    Raises:
+        PipelineError: the submodules are no chain (the message names the first that is not), a name is unknown, a stage
+            would be empty, or a parameter is in no stage or in several.
+
+    Examples:
+        >>> class Model(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        ...     def forward(self, x):
+        ...         for layer in self.layers:
+        ...             x = layer(x)
+        ...         return x
+        >>> with nn.building(platform):
+        ...     model = Model()
+        >>> x = platform.ops.ones((2, 4), platform.dtype("float32"))
+        >>> pipe = pipeline(model, (x,), split_spec={"layers.1": SplitPoint.END})
+        >>> [name for name, _ in platform.named_parameters(pipe.get_stage_module(1))]
+        ['layers.2.weight', 'layers.3.weight']
+    """
+    if split_policy is not None:
+        raise PipelineError("split_policy takes a traced graph, and nothing is traced here; give split_spec instead")
+    if not split_spec:
+        raise PipelineError(
+            "split_spec: expected names of submodules, such as {'layers.4': SplitPoint.BEGINNING}; calls of pipe_split "
+            "in a forward are not found without tracing"
+        )
+    chosen = platform_of(module, platform)
+    modules = dict(chosen.named_modules(module))
+    _check_split_spec(split_spec, modules)
+    paths = _chain_of(chosen, module, modules, split_spec, tuple(mb_args), dict(mb_kwargs or {}))
+    bounds = [0, *_splits(paths, split_spec), len(paths)]
+    with nn.building(chosen):
+        stages = [
+            _ChainStage({path: modules[path] for path in paths[start:stop]}, takes_kwargs=start == 0)
+            for start, stop in itertools.pairwise(bounds)
+        ]
+    _check_parameters(chosen, module, stages)
+    return Pipe(stages, chosen)
+
+
+def _check_split_spec(split_spec: Mapping[str, Any], modules: Mapping[str, Module]) -> None:
+    for name, point in split_spec.items():
+        if name not in modules or not name:
+            near = difflib.get_close_matches(name, modules, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise PipelineError(f"split_spec: the module has no submodule {name!r}{hint}")
+        # By name, so that torch's own are taken too.
+        if getattr(point, "name", None) not in SplitPoint.__members__:
+            raise PipelineError(f"split_spec[{name!r}]: expected SplitPoint.BEGINNING or SplitPoint.END, got {point!r}")
+
+
+def _chain_of(
+    platform: Platform,
+    module: Module,
+    modules: Mapping[str, Module],
+    split_spec: Mapping[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[str]:
+    """Return the names of the submodules that a forward calls, in order.
+
+    These are the outermost ones that no split divides.
+    """
+    divided = {""} | {name[:end] for name in split_spec for end, letter in enumerate(name) if letter == "."}
+    chain, hooks = _Chain(platform, args, kwargs), []
+    try:
+        for path, each in modules.items():
+            if path not in divided:
+                hooks += chain.hook(path, each)
+        with platform.no_grad():
+            output = module(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    chain.check("the module", "returns", output)
+    return chain.paths
+
+
+class _Chain:
+    """The submodules that a forward has called so far, and the output of the last one."""
+
+    def __init__(self, platform: Platform, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.paths: list[str] = []
+        self._platform = platform
+        self._running: str | None = None
+        self._last = "the arguments"
+        self._hold((args, kwargs))
+
+    def hook(self, path: str, module: Module) -> list[Any]:
+        def before(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # Submodules of a running one are part of it.
+            if self._running is None:
+                if path in self.paths:
+                    raise PipelineError(f"pipeline: {path} is called twice; a stage calls each of its submodules once")
+                self.check(path, "gets", (args, kwargs))
+                self._running = path
+
+        def after(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if self._running == path:
+                self._running, self._last = None, f"the output of {path}"
+                self.paths.append(path)
+                self._hold(output)
+
+        return [
+            self._platform.add_forward_pre_hook(module, before),
+            self._platform.add_forward_hook(module, after),
+        ]
+
+    def check(self, who: str, verb: str, value: Any) -> None:
+        """Raise PipelineError unless a value has the objects that are held, unchanged."""
+        found, tensor = flattened(value)[0], self._platform.Tensor
+        if len(found) != len(self._held) or any(
+            x is not y and (isinstance(x, tensor) or isinstance(y, tensor) or x != y)
+            for x, y in zip(found, self._held, strict=True)
+        ):
+            problem = f"something else than {self._last}"
+        elif self._versions_of(found) != self._versions:
+            problem = f"{self._last} after it was written in place"
+        else:
+            return
+        raise PipelineError(
+            f"pipeline: {who} {verb} {problem}; submodules must be a chain. Move what is computed between them into a "
+            "submodule, or write the stages as modules and give them to PipelineStage"
+        )
+
+    def _hold(self, value: Any) -> None:
+        self._held = flattened(value)[0]
+        self._versions = self._versions_of(self._held)
+
+    def _versions_of(self, values: Sequence[Any]) -> list[int]:
+        tensors = [x for x in values if isinstance(x, self._platform.Tensor)]
+        return [self._platform.version(local_of(self._platform, x)) for x in tensors]
+
+
+def _splits(paths: Sequence[str], split_spec: Mapping[str, Any]) -> list[int]:
+    """Return the positions in the chain at which stages begin, but for the first."""
+    found = set()
+    for name, point in split_spec.items():
+        within = [index for index, path in enumerate(paths) if path == name or path.startswith(f"{name}.")]
+        if not within:
+            raise PipelineError(f"split_spec: forward does not call {name!r}, or only as a part of another submodule")
+        split = within[0] if point.name == "BEGINNING" else within[-1] + 1
+        if split in (0, len(paths)):
+            raise PipelineError(f"split_spec[{name!r}]: there is no submodule {'before' if split == 0 else 'after'} it")
+        found.add(split)
+    return sorted(found)
+
+
+def _check_parameters(platform: Platform, module: Module, stages: Sequence[Module]) -> None:
+    counts = [{id(p) for _, p in platform.named_parameters(stage)} for stage in stages]
+    for name, parameter in platform.named_parameters(module):
+        number = sum(id(parameter) in each for each in counts)
+        if number > 1:
+            raise PipelineError(
+                f"pipeline: {name} is in {number} stages; give each submodule a parameter of its own, and keep their "
+                "values equal with TiedWeights"
+            )
+        if not number:
+            raise PipelineError(f"pipeline: {name} is in no stage; move it into a submodule that forward calls")
+
+
+class _ChainStage(nn.Module):
+    """Submodules under their names in a full module, called one after the other."""
+
+    def __init__(self, modules: Mapping[str, Module], takes_kwargs: bool) -> None:
+        super().__init__()
+        self._paths, self._takes_kwargs = list(modules), takes_kwargs
+        holders: dict[str, Any] = {"": self}
+        for path, module in modules.items():
+            holder = ""
+            *outer, name = path.split(".")
+            for each in outer:
+                inner = f"{holder}.{each}" if holder else each
+                if inner not in holders:
+                    holders[inner] = nn.Module()
+                    setattr(holders[holder], each, holders[inner])
+                holder = inner
+            setattr(holders[holder], name, module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Later stages on the rank of the first one get its keyword arguments too.
+        kwargs = kwargs if self._takes_kwargs else {}
+        output = None
+        for path in self._paths:
+            output = functools.reduce(getattr, path.split("."), self)(*args, **kwargs)
+            args, kwargs = tuple(output) if isinstance(output, (tuple, list)) else (output,), {}
+        return output

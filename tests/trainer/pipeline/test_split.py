@@ -1,0 +1,214 @@
+"""`pipeline` splits a module by names: its stages train as the full module, and what is no chain is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hp_dtensor import init_device_mesh, nn
+from hp_dtensor.tensor.init import Normal, init_parameters
+from hp_dtensor.testing import run_ranks
+from hp_trainer.exceptions import PipelineError
+from hp_trainer.pipeline import (
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    SplitPoint,
+    build_stage,
+    pipeline,
+)
+
+WIDTH, MICROBATCHES, RANKS = 4, 2, 2
+
+
+class Block(nn.Module):
+    """Hands on two tensors, of which the second is an input of all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 6), nn.Linear(6, WIDTH)
+
+    def forward(self, x, shift):
+        return self.ops.add(self.ops.add(x, shift), self.down(self.ops.silu(self.up(x)))), shift
+
+
+class First(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, *, shift):
+        return self.embed(x), shift
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x, shift):
+        return self.head(x)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block() for _ in range(4)])
+
+    def forward(self, x, shift):
+        for layer in self.layers:
+            x, shift = layer(x, shift)
+        return x, shift
+
+
+class Model(nn.Module):
+    """A chain of nested submodules; `between` computes something else."""
+
+    def __init__(self, between=None) -> None:
+        super().__init__()
+        self.first, self.inner, self.last, self.between = First(), Inner(), Last(), between
+
+    def forward(self, x, shift):
+        y = self.first(x, shift=shift)
+        y = self.inner(*y) if self.between is None else self.between(self, *y)
+        return self.last(*y)
+
+
+def built(platform, cls=Model, *args):
+    with nn.building(platform):
+        model = cls(*args)
+    init_parameters(model, lambda name, shape: Normal(0.5), seed=3)
+    return model
+
+
+def batch(platform, step, rows=4):
+    random = np.random.default_rng(step)
+    return [platform.from_numpy(random.standard_normal((rows, n)).astype(np.float32)) for n in (WIDTH, WIDTH, 3)]
+
+
+def loss_of(platform):
+    return lambda output, target: platform.ops.mean(platform.ops.square(platform.ops.sub(output, target)))
+
+
+def trained(platform, module, step):
+    results = []
+    for number in range(3):
+        results.append(step(*batch(platform, number)))
+        with platform.no_grad():
+            for _, p in platform.named_parameters(module):
+                platform.copy_(p, platform.ops.sub(p, platform.ops.mul(platform.get_grad(p), 0.5)))
+                platform.set_grad(p, None)
+    weights = {name: platform.to_numpy(platform.detach(p)).copy() for name, p in platform.named_parameters(module)}
+    return results, weights
+
+
+def one_device(platform):
+    model = built(platform)
+
+    def step(x, shift, target):
+        output = model(x, shift)
+        platform.backward(loss_of(platform)(output, target))
+        return platform.to_numpy(platform.detach(output)).copy()
+
+    with platform.enable_grad():
+        return trained(platform, model, step)
+
+
+def on_ranks(platform, schedule_cls, spec, by_function):
+    mesh = init_device_mesh("cpu", (RANKS,), ("pp",), platform=platform)
+    x, shift, _ = batch(platform, 9, rows=2)
+    pipe = pipeline(built(platform), (x,), {"shift": shift}, split_spec=spec)
+    mine = range(mesh.get_rank(), pipe.num_stages, RANKS)
+    if by_function:
+        stages = [build_stage(pipe.get_stage_module(i), i, pipe.info(), "cpu", mesh["pp"]) for i in mine]
+    else:
+        stages = [pipe.build_stage(i, "cpu", mesh["pp"]) for i in mine]
+    schedule = schedule_cls(stages[0] if len(stages) == 1 else stages, MICROBATCHES, loss_of(platform))
+    with nn.building(platform):
+        own = nn.ModuleList([stage.submod for stage in stages])
+
+    def step(x, shift, target):
+        given = {"args": (x,), "kwargs": {"shift": shift}} if 0 in mine else {"args": (), "kwargs": {}}
+        output = schedule.step(*given["args"], target=target, **given["kwargs"])
+        return None if output is None else platform.to_numpy(output).copy()
+
+    with platform.enable_grad():
+        return trained(platform, own, step)
+
+
+@pytest.mark.parametrize(
+    ("cls", "spec", "by_function"),
+    [
+        (ScheduleGPipe, {"inner.layers.1": SplitPoint.END}, False),
+        (ScheduleGPipe, {"inner": SplitPoint.BEGINNING}, True),
+        (
+            ScheduleInterleaved1F1B,
+            {"inner": SplitPoint.END, "inner.layers.0": SplitPoint.BEGINNING, "inner.layers.3": SplitPoint.BEGINNING},
+            False,
+        ),
+    ],
+)
+def test_stages_train_as_the_full_module(hp_platform, cls, spec, by_function):
+    expected, weights = one_device(hp_platform)
+    found = run_ranks(on_ranks, RANKS, hp_platform, hp_platform, cls, spec, by_function)
+    for output, wanted in zip(found[-1][0], expected, strict=True):
+        np.testing.assert_allclose(output, wanted, rtol=1e-5, atol=1e-6)
+    # Each name is that in the full module, behind the number of the stage.
+    named = {name.partition(".")[2]: weight for _, own in found for name, weight in own.items()}
+    assert named.keys() == weights.keys()
+    for name, weight in weights.items():
+        np.testing.assert_allclose(named[name], weight, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def written(model, x, shift):
+    model.platform.copy_(x, model.ops.add(x, 1.0))
+    return model.inner(x, shift)
+
+
+class WithParameter(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = self.parameter((1,))
+
+
+class Shared(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner.layers[3].up.weight = self.inner.layers[0].up.weight
+
+
+END = {"inner.layers.1": SplitPoint.END}
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (
+            (Model, lambda m, x, s: m.inner(m.ops.mul(x, 2.0), s)),
+            {},
+            r"inner.layers.0 gets something else than the outp",
+        ),
+        (
+            (Model, lambda m, x, s: (m.ops.add(x, m.inner(x, s)[0]), s)),
+            {},
+            "last gets something else than the output of",
+        ),
+        ((Model, written), {}, "inner.layers.0 gets the output of first after it was written in place"),
+        ((Model, lambda m, x, s: m.inner(*m.inner(x, s))), {}, "inner.layers.0 is called twice"),
+        ((Model, lambda m, x, s: (m.last(x, s), s)), {}, "last is called twice|forward does not call"),
+        ((WithParameter,), {}, "scale is in no stage; move it into a submodule"),
+        ((Shared,), {}, "inner.layers.0.up.weight is in 2 stages; .* TiedWeights"),
+        ((Model,), {"split_spec": None}, "expected names of submodules, such as .*; calls of pipe_split"),
+        ((Model,), {"split_policy": print}, "nothing is traced here; give split_spec"),
+        ((Model,), {"split_spec": {"inner.layer.1": SplitPoint.END}}, "no submodule 'inner.layer.1'; did you mean"),
+        ((Model,), {"split_spec": {"inner": 1}}, r"split_spec\['inner'\]: expected SplitPoint.BEGINNING or"),
+        ((Model,), {"split_spec": {"first": SplitPoint.BEGINNING}}, "there is no submodule before it"),
+    ],
+)
+def test_modules_that_are_no_chain_are_refused(hp_platform, make, options, message):
+    model = built(hp_platform, *make)
+    x, shift, _ = batch(hp_platform, 0)
+    with pytest.raises(PipelineError, match=message):
+        pipeline(model, (x, shift), **{"split_spec": END, **options})
+    # The hooks are gone: the module runs as before.
+    if make == (Model,):
+        assert model(x, shift) is not None
