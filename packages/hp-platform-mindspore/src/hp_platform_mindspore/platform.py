@@ -221,11 +221,8 @@ class MindSporePlatform(MindSporeBase):
             for x, g in zip(inputs, found, strict=True)
         ]
 
-    def no_grad(self) -> AbstractContextManager[None]:
-        return autograd.GradMode(False)
-
-    def enable_grad(self) -> AbstractContextManager[None]:
-        return autograd.GradMode(True)
+    def recording(self, flag: bool) -> AbstractContextManager[None]:
+        return autograd.GradMode(flag)
 
     def is_grad_enabled(self) -> bool:
         return executor.enable_grad()

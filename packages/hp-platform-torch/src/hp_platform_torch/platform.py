@@ -273,11 +273,8 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
     def needs_first_operand(self) -> bool:
         return needs_first_operand()
 
-    def no_grad(self) -> AbstractContextManager[None]:
-        return torch.no_grad()
-
-    def enable_grad(self) -> AbstractContextManager[None]:
-        return torch.enable_grad()
+    def recording(self, flag: bool) -> AbstractContextManager[None]:
+        return torch.enable_grad() if flag else torch.no_grad()
 
     def is_grad_enabled(self) -> bool:
         return torch.is_grad_enabled()

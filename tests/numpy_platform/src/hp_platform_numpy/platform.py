@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.comm.world import SilentWorld, World
+from hp_dtensor.dispatch.interception import build_ops
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import DTYPE_NAMES, Platform, Removable
 from hp_dtensor.spec.tensor_spec import TensorSpec, grad_spec
 from hp_dtensor.tensor.gradients import plain_backward_arguments
 from hp_platform_numpy import kernels, module, tape
-from hp_platform_numpy.dispatching import build_ops, local_operations
 from hp_platform_numpy.tensor import FLOATING, Array, NumpyDTensor, Tensor, alias, as_dtype
 
 
@@ -28,9 +28,10 @@ class NumpyPlatform(Platform):
     Module = module.Module
     DTensor = NumpyDTensor
     device_types = ("cpu",)
+    dtypes = {name: name for name in DTYPE_NAMES}  # noqa: RUF012
 
     def __init__(self) -> None:
-        self.ops = build_ops()
+        self.ops = build_ops(self, kernels.KERNELS)
         self._random = np.random.default_rng()
 
     # Processes -------------------------------------------------------------------------------------------
@@ -41,30 +42,7 @@ class NumpyPlatform(Platform):
         self._world = SilentWorld(rank, size, self)
         return self._world
 
-    def disconnect(self) -> None:
-        self._world = None
-
     # Dtypes and plain tensors ----------------------------------------------------------------------------
-
-    def dtype(self, name: str) -> str:
-        if name not in DTYPE_NAMES:
-            raise ValueError(f"dtype {name!r} is unknown; expected one of {', '.join(DTYPE_NAMES)}")
-        return name
-
-    def dtype_name(self, dtype: str) -> str:
-        return dtype
-
-    def itemsize(self, dtype: str) -> int:
-        return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
-
-    def is_floating(self, dtype: str) -> bool:
-        return dtype in FLOATING
-
-    def empty(self, shape: Sequence[int], dtype: str, device: Any = None) -> Tensor:
-        return self.zeros(shape, dtype)
-
-    def zeros(self, shape: Sequence[int], dtype: str, device: Any = None) -> Tensor:
-        return kernels.zeros(shape, dtype)
 
     def from_numpy(self, array: Array, device: Any = None) -> Tensor:
         return Tensor(array if array.flags.writeable else array.copy())
@@ -88,18 +66,7 @@ class NumpyPlatform(Platform):
     def detach(self, x: Tensor) -> Tensor:
         return alias(x)
 
-    def device_of(self, x: Tensor) -> str:
-        return "cpu"
-
-    def is_meta(self, x: Tensor) -> bool:
-        return False
-
     # Autograd --------------------------------------------------------------------------------------------
-
-    def _linear_map(
-        self, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        return self._custom_function(forward, backward, x)
 
     def _custom_function(self, forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Tensor) -> Any:
         with tape.recording(False):
@@ -142,11 +109,8 @@ class NumpyPlatform(Platform):
     def _like(self, gradient: Tensor, x: Tensor) -> Tensor:
         return self.wrap(gradient, grad_spec(x.spec)) if isinstance(x, NumpyDTensor) else gradient
 
-    def no_grad(self) -> AbstractContextManager[None]:
-        return tape.recording(False)
-
-    def enable_grad(self) -> AbstractContextManager[None]:
-        return tape.recording(True)
+    def recording(self, flag: bool) -> AbstractContextManager[None]:
+        return tape.recording(flag)
 
     def is_grad_enabled(self) -> bool:
         return tape.is_recording()
@@ -176,9 +140,6 @@ class NumpyPlatform(Platform):
     def unwrap(self, x: Tensor) -> Tensor:
         return _same_place(x, Tensor) if isinstance(x, NumpyDTensor) else x
 
-    def local_op(self) -> AbstractContextManager[None]:
-        return local_operations()
-
     # Modules ---------------------------------------------------------------------------------------------
 
     def named_modules(self, module_: module.Module) -> Iterator[tuple[str, module.Module]]:
@@ -199,9 +160,6 @@ class NumpyPlatform(Platform):
         if name not in module_.parameters:
             raise KeyError(f"{type(module_).__name__} owns no parameter {name!r}")
         module_.parameters[name] = value
-
-    def named_buffers(self, module_: module.Module) -> Iterator[tuple[str, Tensor]]:
-        return iter(())
 
     def add_forward_pre_hook(self, module_: module.Module, hook: Callable, prepend: bool = False) -> Removable:
         return module.Handle(module_.pre_hooks, hook, prepend)

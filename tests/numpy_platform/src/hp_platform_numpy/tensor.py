@@ -43,9 +43,9 @@ class Tensor:
         return len(self.shape)
 
     def __getitem__(self, index: Any) -> Any:
-        from hp_platform_numpy.dispatching import getitem
+        from hp_platform_numpy.plugin import hp_platform
 
-        return getitem(self, index)
+        return hp_platform().ops.getitem(self, index)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.data!r}, {self.dtype})"

@@ -278,7 +278,10 @@ def dispatch(
     """Run operation `name` on arguments of which at least one is a DTensor.
 
     Args:
-        func: the framework's own function; called with local tensors in the given argument structure.
+        func: the framework's own function. It is called in the given argument structure, within `Platform.local_op`
+            with the DTensors themselves, redistributed where necessary; a rule with a function of its own passes local
+            tensors. A DTensor that is its shard can be passed on. `hp_dtensor.dispatch.interception.intercepting`
+            makes a function that unwraps the others.
 
     Raises:
         ShardingRuleError: the operation has no rule, or its rule refuses these specs.

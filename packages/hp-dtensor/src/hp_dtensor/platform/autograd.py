@@ -114,10 +114,11 @@ class AutogradInterface(ABC):
 
     # Recording is in the methods above, which all platforms share; a platform supplies the autograd node itself.
 
-    @abstractmethod
     def _linear_map(
         self, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
-    ) -> Tensor: ...
+    ) -> Tensor:
+        # Without second derivatives, which need a node whose backward is recorded.
+        return self._custom_function(forward, backward, x)
 
     @abstractmethod
     def _custom_function(self, forward: Callable[..., Any], backward: Callable[..., Any], *inputs: Tensor) -> Any: ...
@@ -175,12 +176,16 @@ class AutogradInterface(ABC):
         raise CapabilityError("this platform cannot split a backward; call backward instead")
 
     @abstractmethod
+    def recording(self, flag: bool) -> AbstractContextManager[None]:
+        """Record the operations of this thread inside the block, or do not."""
+
     def no_grad(self) -> AbstractContextManager[None]:
         """Do not record operations of this thread inside the block."""
+        return self.recording(False)
 
-    @abstractmethod
     def enable_grad(self) -> AbstractContextManager[None]:
         """Record the operations of this thread inside the block."""
+        return self.recording(True)
 
     @abstractmethod
     def is_grad_enabled(self) -> bool:

@@ -12,13 +12,14 @@ it in both platforms; and add a test to `hp_dtensor/testing/conformance`. This f
 
 from __future__ import annotations
 
+import functools
 import math
 import resource
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy
@@ -26,6 +27,7 @@ import numpy
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.attention import AttentionInterface
 from hp_dtensor.platform.autograd import AutogradInterface
+from hp_dtensor.platform.thread_region import ThreadRegion
 
 # The functions that every platform's `ops` namespace provides, with torch's names and argument orders. Model code
 # written against `platform.ops` runs on every platform, on plain tensors and on DTensors. Arguments that are not shown
@@ -114,6 +116,8 @@ class TensorInterface(ABC):
             the required ones.
         picks_integers_first: whether integers in an index apply before its tensors, so that `x[0, :, positions]` is
             `x[0][:, positions]`. In NumPy the dimension of positions would come first.
+        dtypes: the framework's dtypes by name, those of `DTYPE_NAMES` that it has. The default `dtype`, `dtype_name`,
+            `itemsize` and `is_floating` answer from it.
         host_device: the `device=` argument for a tensor on the host. None: the framework's default.
         masks_of_bytes: whether a uint8 index is a mask. Otherwise such an index is refused.
         function_modules: modules of the framework with functions of tensors, such as `torch.nn.functional`. Empty: the
@@ -132,28 +136,33 @@ class TensorInterface(ABC):
     host_device: Any = None
     picks_integers_first: bool = False
     masks_of_bytes: bool = False
+    dtypes: Mapping[str, DType] = MappingProxyType({})
     function_modules: tuple[str, ...] = ()
     shard_names: frozenset[str] = frozenset()
 
-    @abstractmethod
     def dtype(self, name: str) -> DType:
-        """Return the framework's dtype of a name in `DTYPE_NAMES`."""
+        """Return the framework's dtype of a name in `DTYPE_NAMES`, by default from `dtypes`."""
+        if name not in self.dtypes:
+            raise ValueError(f"dtype {name!r} is unknown; expected one of {', '.join(self.dtypes)}")
+        return self.dtypes[name]
 
-    @abstractmethod
     def dtype_name(self, dtype: DType) -> str:
         """Return the name in `DTYPE_NAMES` of a framework dtype."""
+        # By equality, because the dtypes of some frameworks cannot be dictionary keys.
+        return next(name for name, each in self.dtypes.items() if each == dtype)
 
     def dtype_meant(self, value: Any) -> Any:
         """Return the dtype of an argument that denotes one in another form, such as a string, else the argument."""
         return value
 
-    @abstractmethod
     def itemsize(self, dtype: DType) -> int:
         """Return the bytes per element."""
+        name = self.dtype_name(dtype)
+        return 2 if name == "bfloat16" else numpy.dtype(name).itemsize
 
-    @abstractmethod
     def is_floating(self, dtype: DType) -> bool:
         """Return whether `dtype` is real floating-point."""
+        return self.dtype_name(dtype) in ("float64", "float32", "float16", "bfloat16")
 
     def is_complex(self, dtype: DType) -> bool:
         """Return whether `dtype` is complex, and thus not floating. A platform may have no complex dtypes."""
@@ -165,13 +174,18 @@ class TensorInterface(ABC):
         kind = numpy.asarray(value).dtype.kind
         return self.dtype({"b": "bool", "i": "int64", "u": "int64", "c": "complex64"}.get(kind, "float32"))
 
-    @abstractmethod
     def empty(self, shape: Sequence[int], dtype: DType, device: Any = None) -> Tensor:
-        """Return an uninitialised tensor that owns its contiguous storage, by default on this rank's device."""
+        """Return an uninitialised tensor that owns its contiguous storage, by default on this rank's device.
 
-    @abstractmethod
+        By default its elements are zero.
+        """
+        return self.zeros(shape, dtype, device)
+
     def zeros(self, shape: Sequence[int], dtype: DType, device: Any = None) -> Tensor:
         """Return a tensor of zeros that owns its contiguous storage."""
+        name = self.dtype_name(dtype)
+        array = numpy.zeros(tuple(shape), "uint16" if name == "bfloat16" else name)
+        return self.from_bits(array, dtype, device)
 
     @abstractmethod
     def from_numpy(self, array: numpy.ndarray, device: Any = None) -> Tensor:
@@ -181,9 +195,14 @@ class TensorInterface(ABC):
     def to_numpy(self, x: Tensor) -> numpy.ndarray:
         """Return the values on the host, detached. A bfloat16 tensor becomes an array of uint16 bit patterns."""
 
-    @abstractmethod
     def from_bits(self, array: numpy.ndarray, dtype: DType, device: Any = None) -> Tensor:
         """Return a tensor of `dtype` with the array's bits (bfloat16 from uint16): the inverse of `to_numpy`."""
+        name = self.dtype_name(dtype)
+        if name != "bfloat16":
+            return self.from_numpy(array.view(name), device)
+        # The upper half of a float32. The cast is exact, and outside of the graph.
+        wide = (array.astype(numpy.uint32) << numpy.uint32(16)).view(numpy.float32)
+        return self.detach(self.ops.cast(self.from_numpy(wide, device), dtype))
 
     @abstractmethod
     def copy_(self, target: Tensor, source: Tensor) -> None:
@@ -197,13 +216,13 @@ class TensorInterface(ABC):
     def detach(self, x: Tensor) -> Tensor:
         """Return the same data outside the autograd graph, requiring no gradient."""
 
-    @abstractmethod
     def device_of(self, x: Tensor) -> Any:
-        """Return the device of `x`, as the framework's name or object."""
+        """Return the device of `x`, as the framework's name or object. By default all tensors are on one device."""
+        return self.host_device
 
-    @abstractmethod
     def is_meta(self, x: Tensor) -> bool:
-        """Return whether `x` has a shape but no data."""
+        """Return whether `x` has a shape but no data. By default no tensor is without data."""
+        return False
 
     def check_dense(self, x: Tensor) -> None:
         """Check that a plain tensor is dense (neither sparse nor quantized) and has a supported dtype.
@@ -279,9 +298,20 @@ class TensorInterface(ABC):
         # `x.shape` of a DTensor is the global shape.
         return tuple(self.unwrap(x).shape) if hasattr(x, "_spec") else tuple(x.shape)
 
-    @abstractmethod
     def local_op(self) -> AbstractContextManager[None]:
-        """Inside the block, operations on DTensors use their local data and return plain tensors."""
+        """Inside the block, operations on DTensors use their local data and return plain tensors.
+
+        The interception of a platform asks `is_local` by default; see `hp_dtensor.dispatch.interception`.
+        """
+        return self._local_region.of_all()
+
+    def is_local(self) -> bool:
+        """Return whether this thread is inside of a block of the default `local_op`."""
+        return self._local_region.depth > 0
+
+    @functools.cached_property
+    def _local_region(self) -> ThreadRegion:
+        return ThreadRegion()
 
     def operation(self, name: str) -> Callable[..., Any] | None:
         """Return the framework's function for an operation of the sharding rules, with torch's argument order.
@@ -367,9 +397,9 @@ class ModuleInterface(ABC):
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters with dotted names."""
 
-    @abstractmethod
     def named_buffers(self, module: Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers of `module` and its sub-modules with dotted names."""
+        """Yield the buffers of `module` and its sub-modules with dotted names. By default modules have none."""
+        return iter(())
 
     @abstractmethod
     def set_parameter(self, module: Module, name: str, value: Tensor) -> None:
@@ -455,9 +485,11 @@ class ProcessInterface(ABC):
     def join_launched(self) -> None:
         """Join the job of the launcher that started this process, if any. By default nothing happens."""
 
-    @abstractmethod
     def disconnect(self) -> None:
         """Leave the job. It is safe to call this twice, and after an error."""
+        world, self._world = self._world, None
+        if world is not None:
+            world.close()
 
     def environment(self, local_rank: int, local_size: int) -> dict[str, str]:
         """Return extra environment variables for a rank started on this machine (thread counts, log levels)."""

@@ -85,11 +85,12 @@ class AdamW(ElementwiseOptimizer):
         platform = self.platform
         is_wide = platform.dtype_name(parameter.dtype) in ("float32", "float64")
         dtype = parameter.dtype if is_wide else platform.dtype("float32")
-        tensors = (parameter, grad, *(state[slot] for slot in self.slots))
-        given = (platform.ops.cast(x, dtype) for x in tensors)
+        moments = [state[slot] for slot in self.slots]
+        weight, grad, mean, square = (platform.ops.cast(x, dtype) for x in (parameter, grad, *moments))
         # Bias correction counts updates from 1.
-        found = adamw_update(platform, *given, self.num_steps + 1, learning_rate, self.options)
-        for into, values in zip((parameter, *(state[slot] for slot in self.slots)), found, strict=True):
+        count = self.num_steps + 1
+        found = adamw_update(platform, weight, grad, mean, square, count, learning_rate, self.options)
+        for into, values in zip((parameter, *moments), found, strict=True):
             platform.copy_(into, values)
 
 

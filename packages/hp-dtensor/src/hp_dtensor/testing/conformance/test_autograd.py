@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.testing.conformance.ranks import assert_values, tensor
+from hp_dtensor.testing.conformance.ranks import assert_values, read, tensor
+from hp_dtensor.testing.simulated import run_ranks
 
 Tensor = Any
 
@@ -257,3 +259,45 @@ def test_a_backward_is_known_to_run_in_its_thread_alone(hp_platform: Platform, x
     hp_platform.grad([y], [x])
     look()
     assert seen == [False, True, False, False]
+
+
+def check_order_of_nodes(platform: Platform, name: str) -> tuple[list[list[int]], list[float]]:
+    """Run independent nodes that communicate in backward, and return their orders and this rank's gradients."""
+    group = current_world(platform).all
+    orders: list[list[int]] = []
+    found = []
+    for _ in range(4):
+        order: list[int] = []
+
+        def node(x: Tensor, number: int, order: list[int] = order) -> Tensor:
+            def backward(grad: Tensor) -> Tensor:
+                order.append(number)
+                # Other simulated ranks run meanwhile.
+                assert {each[0] for each in group.all_gather_bytes(bytes([number]))} == {number}
+                return platform.ops.mul(grad, 1.0 + group.rank)
+
+            return platform.custom_function(lambda each: platform.ops.mul(each, 1.0), backward, x)
+
+        # Other sizes, and with them other times and addresses, on each rank.
+        leaf = tensor(platform, np.ones(3 + 40 * group.rank), requires_grad=True)
+        total = platform.ops.sum(platform.ops.cat([node(leaf, number) for number in range(6)], 0))
+        if name == "grad":
+            (gradient,) = platform.grad([total], [leaf])
+        else:
+            platform.backward(total)
+            gradient = platform.get_grad(leaf)
+        orders.append(order)
+        found.append(float(read(platform, gradient)[0]))
+    return orders, found
+
+
+@pytest.mark.parametrize("name", ["backward", "grad"])
+def test_independent_nodes_run_in_one_order_on_all_ranks(hp_platform: Platform, name: str) -> None:
+    """Their backwards communicate, so ranks with other orders would read each other's messages.
+
+    An engine that orders by address or time needs a number on each node, by which the platform's `_custom_function`
+    chains them, or a walk of its own. Each thread's backward must be separate from those of other threads.
+    """
+    results = run_ranks(check_order_of_nodes, 3, hp_platform, hp_platform, name)
+    assert [orders for orders, _ in results] == [results[0][0]] * 3
+    assert [found for _, found in results] == [[6.0 * (1 + rank)] * 4 for rank in range(3)]

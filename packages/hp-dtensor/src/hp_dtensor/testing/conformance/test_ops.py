@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hp_dtensor.platform.composition import PRIMITIVES, complete
 from hp_dtensor.platform.interface import OP_NAMES, Platform
 from hp_dtensor.testing.conformance.ranks import read, tensor
 
@@ -366,8 +368,22 @@ def test_every_operation_has_a_case(hp_platform: Platform) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])
 def test_values_and_gradients(hp_platform: Platform, case: Case) -> None:
+    _check(hp_platform, case, hp_platform.ops)
+
+
+COMPOSED = [case for case in CASES if case.name not in PRIMITIVES]
+
+
+@pytest.mark.parametrize("case", COMPOSED, ids=[case.id for case in COMPOSED])
+def test_compositions(hp_platform: Platform, case: Case) -> None:
+    """Operations composed of the platform's primitives, whether or not the platform uses the compositions."""
+    primitives = {name: getattr(hp_platform.ops, name) for name in PRIMITIVES}
+    _check(hp_platform, case, SimpleNamespace(**complete(hp_platform, primitives)))
+
+
+def _check(hp_platform: Platform, case: Case, ops: Any) -> None:
     operands = [_operand(hp_platform, case, array) for array in case.operands]
-    outputs = _listed(case.call(hp_platform.ops, *operands))
+    outputs = _listed(case.call(ops, *operands))
     expected = _listed(case.reference(*case.operands))
     assert len(outputs) == len(expected)
     for output, wanted in zip(outputs, expected, strict=True):
@@ -391,6 +407,14 @@ def test_casts_between_floats_keep_gradients(hp_platform: Platform, low: str) ->
     gradient = hp_platform.get_grad(x)
     assert hp_platform.dtype_name(gradient.dtype) == "float32"
     np.testing.assert_array_equal(read(hp_platform, gradient), [3, 4])
+
+
+def test_plain_tensors_are_indexed(hp_platform: Platform) -> None:
+    """By `x[...]`, as users and the samples of rules do. `getitem` is not one of the names in `ops`."""
+    array = numbers(4, 3, 2)
+    x = tensor(hp_platform, array)
+    for index in (1, slice(1, 3), (slice(None), 2), (..., None, slice(1, None)), (slice(0, 4, 2), None)):
+        np.testing.assert_array_equal(read(hp_platform, x[index]), array.astype(np.float32)[index])
 
 
 def test_operands_stay_as_they_were(hp_platform: Platform) -> None:
