@@ -264,7 +264,7 @@ def _ids(index, num_samples, length):
 def _chosen(platform, layer, batch):
     with platform.no_grad():
         experts = layer.router(platform.from_numpy(batch.reshape(-1, DIM)))[1]
-    return platform.to_numpy(experts).reshape(*batch.shape[:2], layer.router.top_k)
+    return platform.to_numpy(experts).reshape(*batch.shape[:2], layer.router.num_slots)
 
 
 def _cut_sequence(layer, mesh):

@@ -31,6 +31,8 @@ OPTIONS = {
     "geglu": {"activation": "geglu", "gate_bias": True},
     "jittered": {"jitter": 0.2, "num_shared_experts": 1},
     "losses": {"aux_losses": AuxLosses(sequence=0.4, global_batch=0.3, z=0.2)},
+    "balanced": {"selection": "sinkhorn", "num_shared_experts": 1},
+    "experts choose": {"selection": "expert_choice", "aux_losses": AuxLosses(z=0.2)},
 }
 CASES = [(layout, option, index) for layout in EXACT for option in OPTIONS for index in range(2)]
 

@@ -32,7 +32,7 @@ MODEL = {
     "training__global_batch_size": 4,
 }
 # Plans are made for an even choice of experts.
-EXPERTS = {"model__num_experts": 8, "model__moe_intermediate_size": 64, "model__force_uniform_routing": True}
+EXPERTS = {"model__num_experts": 8, "model__moe_intermediate_size": 64, "model__routing": "uniform"}
 PEER = {**EXPERTS, "parallel__ep": 2, "parallel__expert_mesh": "peer"}
 SHORT = {"training__sequence_length": 16}
 # The peak is the loss for long sequences, a block's backward or the reductions for short ones.
@@ -53,6 +53,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "experts": (1, EXPERTS),
     "experts in half precision": (1, {**EXPERTS, "training__dtype": "bfloat16"}),
+    "experts that choose": (
+        1,
+        {**EXPERTS, "model__routing": "expert_choice", "model__norm_topk_prob": False, "training__recompute": "full"},
+    ),
     "matrices on their way": (1, {**SHORT, "optimizer": "muon"}),
     "8 bits": (1, {**SHORT, "optimizer": "adamw_8bit"}),
     "first blocks frozen": (1, {"training__freeze": "[embed.*, layers.0.*, layers.1.*]"}),

@@ -17,6 +17,8 @@ from hp_trainer.training.step import OptimizerStep
 
 # Every rank gets every token: which experts tokens choose does not change the bytes.
 EXPERTS = {"model__num_experts": 4, "model__num_experts_per_tok": 4, "model__num_dense_layers": 1}
+BALANCED = {"model__norm_topk_prob": False}
+PEERS = {"parallel__expert_mesh": "peer", "parallel__cp_method": "ring"}
 LATENT = {"model__attention": "latent", "model__kv_lora_rank": 6, "model__qk_rope_head_dim": 4}
 EVERY_SECOND = {"training__recompute": "full", "training__recompute_every": 2}
 KEEPS_ATTENTION = {"training__recompute": "selective", "training__recompute_keep": "[attention]"}
@@ -131,6 +133,18 @@ RANKS = {
             ("all_gather", {}),
             ("two_level", {"parallel__ep_node_size": 2}),
             ("all_to_all", {"parallel__ep_chunks": 2}),
+        )
+    },
+    # A gather of scores over the ranks that share sequences.
+    **{
+        f"experts by {routing}, {name}": (4, {**EXPERTS, **BALANCED, "model__routing": routing, **settings})
+        for routing, name, settings in (
+            ("sinkhorn", "tensor ranks", {"parallel__ep": 4, "parallel__tp": 2, "parallel__etp": 1}),
+            ("sinkhorn", "sharded", {"parallel__tp": 2, **KEEPS_COLLECTIVES}),
+            ("expert_choice", "peers", {"parallel__ep": 2, "parallel__tp": 2, **PEERS, "parallel__etp": 1}),
+            ("expert_choice", "peers, ring", {"parallel__ep": 2, "parallel__cp": 2, **PEERS}),
+            ("expert_choice", "gathered", {"parallel__ep": 4, "parallel__ep_dispatcher": "all_gather"}),
+            ("expert_choice", "recomputed", {"parallel__ep": 2, "parallel__tp": 2, "training__recompute": "full"}),
         )
     },
     "experts over tensor ranks": (4, {**EXPERTS, "parallel__ep": 4, "parallel__tp": 2, "parallel__etp": 1}),

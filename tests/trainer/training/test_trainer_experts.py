@@ -6,14 +6,18 @@ import math
 
 import numpy as np
 import pytest
-from training_runs import FOUR_RANKS, events, losses, skip_unless_torch_or, tensors
+from training_runs import FOUR_RANKS, events, losses, newest, skip_unless_torch_or, tensors
 
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.testing import run_ranks
 from hp_moe import LoadMetrics, expert_placement, move_experts
 from hp_moe.load_balance import moe_layers
-from hp_trainer.exceptions import ParallelDimsError
+from hp_trainer.config import LoadedConfig
+from hp_trainer.exceptions import EvaluationError, ParallelDimsError
+from hp_trainer.generation import generate
+from hp_trainer.launch.preflight import check_settings
 from hp_trainer.parallel import ParallelDims
+from hp_trainer.plugins import registries
 from hp_trainer.training import Trainer, expert_moves
 
 CLOSE = {"rtol": 2e-5, "atol": 0}
@@ -156,13 +160,49 @@ def test_moves_hold_the_moments_of_one_layer(lab):
 
 
 def test_hash_routing_gives_the_same_losses_in_any_layout(lab):
-    settings = SHORT | {"model__hash_routing": True, "training__recompute": "full"}
+    settings = SHORT | {"model__routing": "hash", "training__recompute": "full"}
     plain = lab.run("plain", **settings)
     run = lab.run("run", FOUR_RANKS["folded"], 4, **settings)
     np.testing.assert_allclose(losses(run), losses(plain), **CLOSE)
     by_score = lab.run("by score", **SHORT)
     assert losses(run) != losses(by_score)
     assert all(step["metrics"]["expert_bytes_sent"] > 0 for step in events(run, "step"))
+
+
+OVER_SEQUENCES = {"model__load_balance_coeff": None, "model__norm_topk_prob": False, "model__router_z_loss": 0.1}
+
+
+@pytest.mark.parametrize("routing", ["sinkhorn", "expert_choice"])
+@pytest.mark.parametrize(
+    ("degrees", "settings"),
+    [
+        (FOUR_RANKS["folded"], {"training__recompute": "full"}),
+        (FOUR_RANKS["experts sharded"], {}),
+        ({"cp": 2, "tp": 2}, {"training__sequence_length": 15}),
+        ({"cp": 2, "ep": 2, "expert_mesh": "peer"}, {}),
+        ({"pp": 2, "dp_shard": 2}, {"training__micro_batch_size": 2}),
+    ],
+    ids=["folded", "etp", "cp, tp, uneven", "cp, peer", "pp, micro-batches"],
+)
+def test_routing_over_sequences_gives_the_same_losses_in_any_layout(torch_or, lab, routing, degrees, settings):
+    torch_or("expert_mesh" in degrees and routing == "expert_choice")
+    settings = SHORT | OVER_SEQUENCES | settings | {"model__routing": routing}
+    one, run = lab.run("one", **settings), lab.run("run", degrees, 4, **settings)
+    np.testing.assert_allclose(losses(run), losses(one), **CLOSE)
+    weights = tensors(run, ["model."])
+    for name, value in tensors(one, ["model."]).items():
+        np.testing.assert_allclose(weights[name], value, rtol=2e-3, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.usefixtures("torch_suffices")
+def test_a_model_that_is_not_causal_generates_nothing(lab):
+    settings = SHORT | OVER_SEQUENCES | {"model__routing": "expert_choice", "training__steps": 1}
+    run = lab.run("run", **settings)
+    with pytest.raises(EvaluationError, match=r"model\.routing = expert_choice: expected a causal model"):
+        generate(run.load_config().config, lab.platform, ["a"], newest(run))
+    loaded = LoadedConfig(lab.config(**settings, generate__prompts="[a]"), {})
+    (problem,) = check_settings(loaded, 1, registries())
+    assert (problem.path, problem.hint) == ("generate.prompts", "generate.prompts=[]")
 
 
 @pytest.mark.parametrize(
@@ -185,8 +225,8 @@ def test_ways_that_cannot_be_are_refused_by_field(fields, message):
 
 def test_a_pipeline_has_no_ids_to_choose_by():
     dims = ParallelDims(pp=2, world_size=2)
-    model = type("Options", (), {"hash_routing": True})()
-    with pytest.raises(ParallelDimsError, match="pp: hash_routing chooses experts by token ids"):
+    model = type("Options", (), {"routing": "hash"})()
+    with pytest.raises(ParallelDimsError, match="pp: routing = hash chooses experts by token ids"):
         dims.validate_against_model(model)
 
 

@@ -181,24 +181,24 @@ def _global_metrics(layers: list[MoE]) -> list[LoadMetrics]:
     metrics = []
     for layer, taken in zip(layers, sums, strict=True):
         *loads, dropped, sent_bytes = (int(each) for each in taken)
-        # Loads count choices, `top_k` for each token, while losses are sums over tokens.
-        tokens = max(sum(loads) / layer.router.top_k, 1.0)
-        named = {name: float(total) / tokens for name, total in losses.get(id(layer), {}).items()}
+        named = losses.get(id(layer), {})
         metrics.append(LoadMetrics.of(loads, dropped=dropped, sent_bytes=sent_bytes, aux_losses=named))
     return metrics
 
 
 def _losses(layers: list[MoE]) -> dict[int, dict[str, float]]:
-    """Return the global sums of each layer's auxiliary losses, by `id` of the layer."""
+    """Return the mean of each layer's auxiliary losses over all tokens, by `id` of the layer."""
     with_losses = [layer for layer in layers if layer.aux_losses]
     if not with_losses:
         return {}
     sums = _sum_over_ranks(with_losses[0], [layer.totals.take_losses() for layer in with_losses])
     return {
         id(layer): {
-            name: float(value) for name, value in zip(LOSSES, taken, strict=True) if getattr(layer.aux_losses, name)
+            name: float(total) / max(float(tokens), 1.0)
+            for name, total in zip(LOSSES, totals, strict=True)
+            if getattr(layer.aux_losses, name)
         }
-        for layer, taken in zip(with_losses, sums, strict=True)
+        for layer, (*totals, tokens) in zip(with_losses, sums, strict=True)
     }
 
 

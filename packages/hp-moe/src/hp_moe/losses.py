@@ -35,7 +35,8 @@ class StepTotals:
     Attributes:
         counts: int64 `[num_experts]`, token count of each expert including dropped choices; None before any call.
         dropped: int64 `[1]`, choices beyond the capacity; None without a capacity.
-        losses: float32 `[4]`, sums over tokens of the losses in `LOSSES`, without coefficients; None without losses.
+        losses: float32 `[5]`, sums over tokens of the losses in `LOSSES`, without coefficients, and the number of
+            tokens; None without losses.
         sent_bytes: bytes that this rank sent for dispatch and combine in forward.
     """
 
@@ -53,10 +54,10 @@ class StepTotals:
         setattr(self, name, value if total is None else self.platform.ops.add(total, value))
 
     def take_losses(self) -> Tensor:
-        """Return and reset the sums of the auxiliary losses, float32 `[4]`."""
+        """Return and reset the sums of the auxiliary losses and the number of tokens, float32 `[5]`."""
         # The number of tensors and their sizes must be the same on all ranks, also on one that has counted nothing.
         losses, self.losses = self.losses, None
-        return self.platform.zeros((len(LOSSES),), self.platform.dtype("float32")) if losses is None else losses
+        return self.platform.zeros((len(LOSSES) + 1,), self.platform.dtype("float32")) if losses is None else losses
 
     def take(self) -> Tensor:
         """Return and reset the counts as one int64 tensor `[num_experts + 2]`: token counts, dropped, bytes sent."""
@@ -144,7 +145,11 @@ class LossTerms:
     def __call__(self, logits: Tensor, probabilities: Tensor, experts: Tensor, counts: Tensor) -> Tensor:
         """Return the weighted sum of all losses over this rank's tokens, divided by the tokens of the step."""
         ops = self.platform.ops
-        global_counts = saved_value(lambda: self._sum_over_ranks(counts) if self._needs_global_counts else counts)
+        own_tokens = self.platform.from_numpy(numpy.array([logits.shape[0]]), self.platform.device_of(counts))
+        # One all-reduce for the counts and the number of tokens.
+        own = ops.cat([counts, own_tokens], 0)
+        every = saved_value(lambda: self._sum_over_ranks(own) if self._needs_global_counts else own)
+        global_counts, tokens = ops.split(every, [int(counts.shape[0]), 1], 0)
         # Zero, but part of the graph: the total has a gradient whichever losses are enabled.
         zero = ops.sum(ops.mul(logits, 0.0))
         sums, total = [], zero
@@ -154,13 +159,13 @@ class LossTerms:
             sums.append(zero if loss is None else loss)
             if loss is not None:
                 total = ops.add(total, ops.mul(loss, coefficient))
-        saved_value(lambda: self.totals.add("losses", self.platform.detach(ops.stack(sums, 0))))
+        totals = ops.cat([ops.stack(sums, 0), ops.cast(own_tokens, logits.dtype)], 0)
+        saved_value(lambda: self.totals.add("losses", self.platform.detach(totals)))
         total = ops.mul(total, self.loss_scale if self.is_counted else 0.0)
         if self.step_tokens is not None:
             return ops.div(total, float(self.step_tokens))
-        # The sum of counts is `top_k` for each token. At least 1, since a micro-batch may be empty.
-        tokens = ops.div(ops.sum(ops.cast(global_counts, logits.dtype)), float(experts.shape[1]))
-        return ops.div(total, ops.clamp(tokens, min=1.0))
+        # At least 1, since a micro-batch may be empty.
+        return ops.div(total, ops.clamp(ops.sum(ops.cast(tokens, logits.dtype)), min=1.0))
 
     @property
     def _needs_global_counts(self) -> bool:

@@ -13,6 +13,7 @@ Gradients follow the rows: those of sharded rows are sharded, those of varying r
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy
 
-from hp_dtensor.comm.collectives import all_reduce_data
+from hp_dtensor.comm.collectives import all_reduce_data, gather_data, slice_data
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel import nn
@@ -33,8 +34,8 @@ from hp_moe.dispatch import LocalDispatcher, ReplicatingDispatcher
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
 from hp_moe.experts import GroupedExperts, ScorePosition, dispatcher_of, partial_mesh_of, run_experts
 from hp_moe.feed_forward import Activation, FeedForward
-from hp_moe.losses import AuxLosses, LossTerms, StepTotals, is_trained
-from hp_moe.router import AuxiliaryLoss, GroupScore, ScoreFunction, TokenChoiceTopKRouter, plain
+from hp_moe.losses import LOSSES, AuxLosses, LossTerms, StepTotals, is_trained
+from hp_moe.router import AuxiliaryLoss, GroupScore, ScoreFunction, Selection, TokenChoiceTopKRouter, plain
 from hp_moe.routing import Routing, check_ids, reported_faults
 
 Tensor = Any
@@ -98,6 +99,23 @@ class LocalRegion:
         is_unsharded = self.mesh is None or any(p.is_partial() for p in self.local_placements)
         mine = 1 if is_unsharded or self.mesh is None else self.mesh.size()
         return mine * (1 if self.outer is None else self.outer.num_token_ranks)
+
+    def over_sequences(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Return a function of full sequences for this rank's rows, without gradients.
+
+        Args:
+            function: maps `[..., length, width]`, with full sequences, to a tensor of the same shape.
+            x: this rank's values, shaped like `rows` except for the last dimension.
+        """
+        outer = function if self.outer is None else functools.partial(self.outer.over_sequences, function)
+        # Where results are partial sums, this rank has the rows of all.
+        if self.mesh is None or any(p.is_partial() for p in self.local_placements):
+            return outer(x)
+        shape, sequence = (*self.shape[:-1], int(x.shape[-1])), max(0, len(self.shape) - 2)
+        full = [Replicate() if p.is_shard(sequence) else p for p in self.local_placements]
+        local = DTensor.from_local(x, self.mesh, self.local_placements, shape=shape)
+        result = DTensor.from_local(outer(local.redistribute(placements=full).to_local()), self.mesh, full, shape=shape)
+        return result.redistribute(placements=self.local_placements).to_local()
 
     def leave(self, y: Tensor) -> Tensor:
         """Convert local results `y`, shaped like `rows`, into a tensor placed like the input."""
@@ -190,7 +208,9 @@ class MoE(nn.Module):
         load_balance_coeff: step size of the expert bias that balances loads without a loss (arXiv 2408.15664); None
             for no bias. `update_expert_bias` makes the steps.
         score_func, num_expert_groups, num_limited_groups, route_norm, route_scale, gate_bias, group_score, jitter,
-            jitter_seed, force_uniform, hash_vocab_size: as in `TokenChoiceTopKRouter`.
+            jitter_seed, force_uniform, hash_vocab_size, selection: as in `TokenChoiceTopKRouter`. `sinkhorn` and
+            `expert_choice` balance loads, and exclude other ways to do so. Sequences are along the last dimension but
+            one of the input. `expert_choice` needs no capacity: each expert has equally many tokens.
         capacity: bound on the tokens of an expert; choices beyond it are dropped. None drops nothing.
         aux_losses: coefficients of auxiliary losses. Their gradients are added automatically; the caller does not add
             the losses to its own.
@@ -259,12 +279,14 @@ class MoE(nn.Module):
         jitter_seed: int = 0,
         force_uniform: bool = False,
         hash_vocab_size: int | None = None,
+        selection: Selection = "top_k",
         capacity: Capacity | None = None,
         aux_losses: AuxLosses | None = None,
     ) -> None:
         super().__init__()
         if load_balance_coeff is not None and not load_balance_coeff > 0:
             raise MoEConfigError(f"load_balance_coeff must be above 0 or None, got {load_balance_coeff}")
+        _check_selection(selection, load_balance_coeff, capacity, aux_losses)
         self.name = ""
         self.dim = dim
         self.num_experts = num_experts
@@ -286,6 +308,7 @@ class MoE(nn.Module):
             jitter_seed=jitter_seed,
             force_uniform=force_uniform,
             hash_vocab_size=hash_vocab_size,
+            selection=selection,
         )
         self.experts = GroupedExperts(
             dim,
@@ -378,6 +401,7 @@ class MoE(nn.Module):
                 ids=valid_ids,
                 auxiliary=self._auxiliary_loss(region, shape),
                 token_numbers=lambda: self._token_numbers(region, shape),
+                over_sequences=functools.partial(self._over_sequences, region),
             )
         routing = self._routing(experts, counts, scores, region, shape)
         # Raised only now: the router and the capacity run collectives, in which this rank had to take part.
@@ -429,7 +453,9 @@ class MoE(nn.Module):
         self, experts: Tensor, counts: Tensor, scores: Tensor, region: LocalRegion, shape: tuple[int, ...]
     ) -> Routing:
         if self.capacity is None:
-            return Routing(experts, counts, scores, allow_nonfinite=self.allow_nonfinite)
+            # Experts that have not selected a token are marked as dropped choices are.
+            has_dropped = self.router.selection == "expert_choice"
+            return Routing(experts, counts, scores, has_dropped=has_dropped, allow_nonfinite=self.allow_nonfinite)
         # Saved: recomputation must neither gather the choices again nor drop other ones.
         experts, counts = saved_value(lambda: self._within_capacity(experts, scores, region, shape))
         return Routing(experts, counts, scores, has_dropped=True, allow_nonfinite=self.allow_nonfinite)
@@ -471,6 +497,24 @@ class MoE(nn.Module):
         # Ranks that share one input are consecutive in the group.
         first_of_input = group.rank - group.rank % region.num_token_ranks
         return positions + sum(lengths[:first_of_input])
+
+    def _over_sequences(self, region: LocalRegion, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Apply a function of full sequences to values of this rank's tokens; see `TokenChoiceTopKRouter.forward`."""
+        shape = (*region.rows.shape[:-1], x.shape[1])
+        result = region.over_sequences(functools.partial(self._over_input, function), self.ops.reshape(x, shape))
+        return self.ops.reshape(result, tuple(x.shape))
+
+    def _over_input(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Apply a function of full sequences to values of the tokens of an input, `[..., length, num_experts]`."""
+        shape = tuple(int(size) for size in x.shape)
+        length = shape[-2] if len(shape) > 1 else 1
+        batched = self.ops.reshape(x, (math.prod(shape[:-2]), length, shape[-1]))
+        if self.sequence_mesh is None:
+            return self.ops.reshape(function(batched), shape)
+        group = self.sequence_mesh.group_along()
+        lengths = [int(each) for each in group.all_gather_bytes(str(length).encode())]
+        result = function(gather_data(batched, group, 1, lengths))
+        return self.ops.reshape(slice_data(result, group, 1, lengths), shape)
 
     def _auxiliary_loss(self, region: LocalRegion, shape: tuple[int, ...]) -> AuxiliaryLoss | None:
         if not (self.aux_losses and is_trained(self)):
@@ -521,6 +565,21 @@ class MoE(nn.Module):
                 f"the input of this MoE is shared by {num_ranks} ranks, but router.gate.weight is on a mesh of "
                 f"{gate_ranks}; distribute the router over the same ranks (Replicate)"
             )
+
+
+def _check_selection(
+    selection: str, load_balance_coeff: float | None, capacity: Capacity | None, aux_losses: AuxLosses | None
+) -> None:
+    """Raise if a layer whose selection balances loads is to balance them in another way too."""
+    losses = [name for name in LOSSES if name != "z" and aux_losses is not None and getattr(aux_losses, name)]
+    given = {
+        "load_balance_coeff": load_balance_coeff is not None,
+        f"aux_losses of {', '.join(losses)}": bool(losses),
+        "capacity": capacity is not None and selection == "expert_choice",
+    }
+    excluded = [name for name, is_given in given.items() if is_given]
+    if selection != "top_k" and excluded:
+        raise MoEConfigError(f"selection {selection!r} balances loads by itself and excludes {', '.join(excluded)}")
 
 
 def _shared_dim(hidden_dim: int, num_shared_experts: int, shared_hidden_dim: int | None, shared_gate: bool) -> int:

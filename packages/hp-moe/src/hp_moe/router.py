@@ -1,14 +1,15 @@
-"""Token-choice routing: score functions, jitter, recorded choices, and the router itself.
+"""Routing: score functions, selection of experts, jitter, recorded choices, and the router itself.
 
 Logits, scores and probabilities are float32 `[tokens, num_experts]` throughout.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy
 
@@ -23,6 +24,8 @@ from hp_moe.routing import check_ids, count_keys
 Tensor = Any
 Ops = Any
 ScoreFunction = Literal["softmax", "sigmoid", "sqrt_softplus", "softmax_of_top_k"]
+Selection = Literal["top_k", "sinkhorn", "expert_choice"]
+OverSequences = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,61 @@ SCORINGS: dict[str, Scoring] = {
     ),
 }
 
+
+# Selection over sequences -----------------------------------------------------------------------------------
+
+# A fixed number, unlike Megatron-LM's loop until convergence: a sequence's result then depends neither on the other
+# sequences of a batch nor on the layout, and the host does not wait. For sequences longer than the number of experts,
+# and logits with a deviation of 3, the sums of experts then differ by less than a hundredth.
+SINKHORN_STEPS = 16
+
+
+def balanced_logits(ops: Ops, logits: Tensor) -> Tensor:
+    """Add one number per expert, and one per token, to the logits of a sequence, such that all experts weigh the same.
+
+    The results are logarithms of the matrix with equal sums of rows and of columns to which Sinkhorn's algorithm scales
+    `exp(logits)` (arXiv 2111.04909), up to a number per token, which does not change the order of its experts.
+
+    Args:
+        logits: `[sequences, length, num_experts]`.
+    """
+    # With logarithms instead of products, large logits do not overflow.
+    by_expert = logits
+    for _ in range(SINKHORN_STEPS):
+        by_token = ops.sub(by_expert, ops.logsumexp(by_expert, 2, keepdim=True))
+        by_expert = ops.sub(by_token, ops.logsumexp(by_token, 1, keepdim=True))
+    return by_expert
+
+
+def experts_of_choosing_experts(ops: Ops, scores: Tensor, top_k: int) -> Tensor:
+    """Let each expert select its best tokens of each sequence (arXiv 2202.09368), the earlier ones of equal scores.
+
+    Args:
+        scores: `[sequences, length, num_experts]`.
+        top_k: mean number of experts per token.
+
+    Returns:
+        int64 `[sequences, length, num_experts]`: the expert's own number where it selects the token, else
+        `num_experts`.
+    """
+    length, num_experts = int(scores.shape[1]), int(scores.shape[2])
+    # The argsort of a permutation is its inverse: the rank of each token among those of its sequence.
+    rank = ops.argsort(ops.argsort(scores, 1, stable=True, descending=True), 1)
+    numbers = ops.add(ops.zeros_like(rank), ops.arange(num_experts, rank.dtype))
+    return ops.masked_fill(numbers, ops.ge(rank, expert_capacity(length, top_k, num_experts)), num_experts)
+
+
+def expert_capacity(length: int, top_k: int, num_experts: int) -> int:
+    """Return how many tokens of a sequence each expert selects in expert choice.
+
+    Examples:
+        >>> expert_capacity(length=10, top_k=2, num_experts=8)  # 2.5, rounded up
+        3
+    """
+    return -(-top_k * length // num_experts)
+
+
+# Jitter ---------------------------------------------------------------------------------------------------
 
 # SplitMix64's increment, 2**64 over the golden ratio, and its two mixing steps (shift, factor).
 _GOLDEN = numpy.uint64(0x9E3779B97F4A7C15)
@@ -165,7 +223,20 @@ AuxiliaryLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class TokenChoiceTopKRouter(nn.Module):
-    """Top-k router: scores every expert for every token and selects the best `top_k`.
+    """Router: scores every expert for every token, and selects the best `top_k` experts of each token by default.
+
+    `selection` is one of:
+
+    - `top_k`: the best experts of each token.
+    - `sinkhorn`: in training the best experts by logits that are balanced within each sequence (Megatron-LM's Sinkhorn
+      routing, after S-BASE, arXiv 2111.04909). Scores weight them, and no gradient flows through the balancing.
+      Evaluation selects as `top_k` does.
+    - `expert_choice`: each expert selects its best `top_k * length / num_experts` tokens of each sequence, rounded up
+      (arXiv 2202.09368). A token has `top_k` experts on average, any number from none to all of them. Whether an
+      expert selects a token depends on later tokens of the sequence: a causal model sees some of its future in
+      training and evaluation, and cannot generate text.
+
+    Both look at full sequences, so results are the same in any layout and for any micro-batches.
 
     Args:
         dim: width of a token.
@@ -187,6 +258,7 @@ class TokenChoiceTopKRouter(nn.Module):
             the layout.
         hash_vocab_size: select experts by token id, below this number, instead of by score (arXiv 2106.04426). Scores
             still weight the outputs.
+        selection: how experts are selected by score, see above.
 
     Attributes:
         expert_of_id: int64 buffer `[hash_vocab_size, top_k]`, the experts of each token id; an expert may occur twice.
@@ -220,10 +292,12 @@ class TokenChoiceTopKRouter(nn.Module):
         jitter_seed: int = 0,
         force_uniform: bool = False,
         hash_vocab_size: int | None = None,
+        selection: Selection = "top_k",
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.top_k = top_k
+        self.selection = selection
         self.score_func = score_func
         self.num_expert_groups = num_expert_groups
         self.num_limited_groups = num_limited_groups
@@ -266,6 +340,7 @@ class TokenChoiceTopKRouter(nn.Module):
         ids: Tensor | None = None,
         auxiliary: AuxiliaryLoss | None = None,
         token_numbers: Callable[[], numpy.ndarray] | None = None,
+        over_sequences: OverSequences | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Route this rank's own tokens.
 
@@ -277,10 +352,14 @@ class TokenChoiceTopKRouter(nn.Module):
                 that of the scores.
             token_numbers: returns the global numbers of the tokens, int64 `[tokens]`, on the host; called only for
                 jitter. None: tokens are numbered from 0.
+            over_sequences: applies a function of full sequences, `[sequences, length, num_experts]`, to a tensor
+                `[tokens, num_experts]` of the tokens, and returns the result for them; called only for `sinkhorn` and
+                `expert_choice`. None: the tokens are one sequence.
 
         Returns:
-            top_scores: float32 `[tokens, top_k]`, best first, differentiable.
-            selected_experts: int64 `[tokens, top_k]`.
+            top_scores: float32 `[tokens, top_k]`, best first, differentiable. For `expert_choice` the scores of all
+                experts in order, `[tokens, num_experts]`.
+            selected_experts: int64 of the same shape; `num_experts` where an expert has not selected the token.
             num_tokens_per_expert: int64 `[num_experts]`.
 
         Raises:
@@ -289,9 +368,15 @@ class TokenChoiceTopKRouter(nn.Module):
         ops, scoring = self.ops, self.scoring
         logits = self._logits(self._jittered(x, token_numbers))
         scores = scoring.scores(ops, logits)
+        # Asked for here: `saved_value` computes without gradients, as evaluation does.
+        over_sequences = over_sequences or _as_one_sequence(ops)
+        if self.selection == "top_k" or (self.selection == "sinkhorn" and not is_trained(self)):
+            over_sequences = None
         # Recomputed scores may round differently and select other experts than forward did: the selection is saved.
-        selected, counts = saved_value(lambda: self._choose(self.platform.detach(scores), expert_bias, ids))
-        top_scores = scoring.weights(ops, ops.gather(scores, 1, selected))
+        selected, counts = saved_value(lambda: self._choose(logits, scores, expert_bias, ids, over_sequences))
+        # Each column of expert choice is an expert, selected or not.
+        top_scores = scores if self.selection == "expert_choice" else ops.gather(scores, 1, selected)
+        top_scores = scoring.weights(ops, top_scores)
         if self.route_norm:
             top_scores = normalized(ops, top_scores)
         if self.route_scale != 1.0:
@@ -307,11 +392,24 @@ class TokenChoiceTopKRouter(nn.Module):
         is_replayed = any(tape.replays for tape in self.tapes)
         return self.hash_vocab_size is not None and not self.force_uniform and not is_replayed
 
-    def _choose(self, scores: Tensor, expert_bias: Tensor | None, ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (experts of each token, token counts per expert) for scores `[tokens, num_experts]`."""
+    @property
+    def num_slots(self) -> int:
+        """The number of selected experts of each token, places of experts that have not selected it included."""
+        return self.num_experts if self.selection == "expert_choice" else self.top_k
+
+    def _choose(
+        self,
+        logits: Tensor,
+        scores: Tensor,
+        expert_bias: Tensor | None,
+        ids: Tensor | None,
+        over_sequences: OverSequences | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (experts of each token, token counts per expert) for logits and scores `[tokens, num_experts]`."""
+        logits, scores = self.platform.detach(logits), self.platform.detach(scores)
         num_tokens, device = int(scores.shape[0]), self.platform.device_of(scores)
         # Every tape advances, and the innermost replay wins.
-        replayed = [tape.next(num_tokens, self.top_k) for tape in self.tapes if tape.replays]
+        replayed = [tape.next(num_tokens, self.num_slots) for tape in self.tapes if tape.replays]
         if replayed:
             selected = self.platform.from_numpy(replayed[-1], device)
         elif self.force_uniform:
@@ -319,13 +417,20 @@ class TokenChoiceTopKRouter(nn.Module):
             selected = self.platform.from_numpy(round_robin, device)
         elif self.expert_of_id is not None:
             selected = self._experts_of_ids(ids, num_tokens)
-        else:
+        elif over_sequences is None:
             selected = self._best(scores, expert_bias)
+        elif self.selection == "sinkhorn":
+            selected = self._best(over_sequences(functools.partial(balanced_logits, self.ops), logits), expert_bias)
+        else:
+            choose = functools.partial(experts_of_choosing_experts, self.ops, top_k=self.top_k)
+            selected = over_sequences(choose, scores)
         # Recorded within `saved_value`: recomputation does not call this again.
         for tape in self.tapes:
             if not tape.replays:
                 tape.calls.append(self.platform.to_numpy(selected).copy())
-        return selected, count_keys(self.platform, selected, self.num_experts)
+        # Places without an expert are counted as one more, which is left out.
+        counts = count_keys(self.platform, selected, self.num_experts + 1)
+        return selected, self.ops.narrow(counts, 0, 0, self.num_experts)
 
     def _best(self, scores: Tensor, expert_bias: Tensor | None) -> Tensor:
         ops = self.ops
@@ -395,6 +500,11 @@ def plain(parameter: Tensor | None) -> Tensor | None:
     return parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
 
 
+def _as_one_sequence(ops: Ops) -> OverSequences:
+    """Return the `over_sequences` of tokens that are one full sequence."""
+    return lambda function, x: ops.squeeze(function(ops.unsqueeze(x, 0)), 0)
+
+
 def _problems(router: TokenChoiceTopKRouter) -> Iterator[str]:
     experts, top_k = router.num_experts, router.top_k
     groups, limited = router.num_expert_groups, router.num_limited_groups or 0
@@ -409,6 +519,10 @@ def _problems(router: TokenChoiceTopKRouter) -> Iterator[str]:
         yield f"hash_vocab_size must be at least 1 or None, got {router.hash_vocab_size}"
     if router.group_score not in ("top2_sum", "max"):
         yield f"group_score must be 'top2_sum' or 'max', got {router.group_score!r}"
+    if router.selection not in get_args(Selection):
+        yield f"selection must be 'top_k', 'sinkhorn' or 'expert_choice', got {router.selection!r}"
+    elif router.selection != "top_k":
+        yield from _selection_problems(router)
     if (groups is None) != (router.num_limited_groups is None):
         yield "num_expert_groups and num_limited_groups must be given together; only one of them is given"
     elif groups is None:
@@ -419,3 +533,21 @@ def _problems(router: TokenChoiceTopKRouter) -> Iterator[str]:
         yield f"num_limited_groups must be between 1 and num_expert_groups = {groups}, got {limited}"
     elif limited * (experts // groups) < top_k:
         yield f"{limited} groups of {experts // groups} experts hold fewer than top_k = {top_k} experts"
+
+
+def _selection_problems(router: TokenChoiceTopKRouter) -> Iterator[str]:
+    """Yield options that `sinkhorn` and `expert_choice` exclude."""
+    given = {
+        "hash_vocab_size": router.hash_vocab_size is not None,
+        "force_uniform": router.force_uniform,
+        "num_expert_groups": router.num_expert_groups is not None,
+    }
+    if router.selection == "expert_choice":
+        # A token with one expert would have a score of one, and the gate no gradient.
+        given |= {
+            "route_norm": router.route_norm,
+            f"score_func {router.score_func!r}": router.score_func == "softmax_of_top_k",
+        }
+    for name, is_given in given.items():
+        if is_given:
+            yield f"selection {router.selection!r} excludes {name}"

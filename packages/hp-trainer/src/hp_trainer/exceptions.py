@@ -73,7 +73,7 @@ class DataError(HPError, ValueError):
 
 
 class EvaluationError(HPError, ValueError):
-    """An evaluation cannot run: a library is not installed, or there is no model."""
+    """An evaluation cannot run: a library is not installed, or there is no model, or none that can generate text."""
 
 
 class RunFolderError(HPError, ValueError):

@@ -13,6 +13,7 @@ from hp_dtensor.platform.selection import get_platform
 from hp_trainer._files import write_atomically
 from hp_trainer.checkpoint import Checkpoint, open_latest
 from hp_trainer.config import GenerateConfig, TrainerConfig
+from hp_trainer.exceptions import EvaluationError
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder, checkpoint_storage
 from hp_trainer.training.setup import full_model
@@ -106,7 +107,13 @@ def generate(config: TrainerConfig, platform: Platform, prompts: Sequence[str], 
 
     Raises:
         CheckpointError: the checkpoint is of another model, or damaged.
+        EvaluationError: the model is not causal.
     """
+    if not getattr(config.model.options, "is_causal", True):
+        raise EvaluationError(
+            f"model.routing = {config.model.options.routing}: expected a causal model to continue text; here the "
+            "experts of a token depend on later tokens, and on the length of the text. Train with another routing"
+        )
     source = registries().datasets.get(config.data.name).build(config.data.options)
     tokenizer = source.tokenizer()
     with full_model(config, platform, checkpoint) as model:

@@ -14,6 +14,7 @@ from hp_trainer.training.recompute_search import Demand
 SMALL = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 DENSE = {**SMALL, "intermediate_size": 96}
 EXPERTS = {**SMALL, "num_experts": 8, "moe_intermediate_size": 40, "num_shared_experts": 1}
+BALANCED = {"norm_topk_prob": False, "load_balance_coeff": None}
 # Options, degrees, what the shape says beside batch and length.
 CASES = {
     "dense": (DENSE, {}, {}),
@@ -23,6 +24,13 @@ CASES = {
     "window": ({**DENSE, "sliding_window": 16}, {}, {"length": 640, "batch": 1}),
     "latent": ({**DENSE, "attention": "latent", "q_lora_rank": 24}, {}, {"length": 640, "batch": 1}),
     "experts": (EXPERTS, {}, {}),
+    "experts by Sinkhorn": ({**EXPERTS, **BALANCED, "routing": "sinkhorn"}, {}, {}),
+    "experts that choose": ({**EXPERTS, **BALANCED, "routing": "expert_choice"}, {}, {}),
+    "experts that choose, 16 bits": (
+        {**EXPERTS, **BALANCED, "routing": "expert_choice"},
+        {},
+        {"dtype": "bfloat16", "fused_experts": False},
+    ),
     "experts, 16 bits": (EXPERTS, {}, {"dtype": "bfloat16", "fused_experts": False}),
     "tp": (DENSE, {"tp": 2}, {"tp": 2}),
     "tp, norms, 16 bits": ({**DENSE, "qk_norm": "head"}, {"tp": 2}, {"tp": 2, "dtype": "bfloat16"}),
@@ -60,7 +68,14 @@ def test_formulas_are_within_a_fiftieth_of_counted_bytes(name, hp_platform):
 
 @pytest.mark.parametrize(
     ("name", "keep"),
-    [("dense", ()), ("dense", ("attention",)), ("dense", ("products",)), ("tp", KINDS), ("experts", KINDS)],
+    [
+        ("dense", ()),
+        ("dense", ("attention",)),
+        ("dense", ("products",)),
+        ("tp", KINDS),
+        ("experts", KINDS),
+        ("experts that choose", ()),
+    ],
 )
 def test_what_recomputation_keeps_is_within_a_fiftieth_of_counted_bytes(name, keep, hp_platform):
     if hp_platform.name != "torch":

@@ -89,7 +89,8 @@ def test_an_exported_example_has_the_logits_and_loss_of_the_run(lab: Lab, name, 
     [
         ({"model.load_balance_coeff": 0.01}, "the expert_bias of 4 layers, which load_balance_coeff = 0.01 changed"),
         ({"model.capacity_factor": 1.5}, "capacity_factor = 1.5"),
-        ({"model.force_uniform_routing": "true"}, "force_uniform_routing"),
+        ({"model.routing": "uniform"}, "routing = uniform"),
+        ({"model.routing": "sinkhorn", "model.global_batch_aux_loss": 0}, "routing = sinkhorn"),
     ],
 )
 def test_what_an_architecture_cannot_express_is_refused_or_lost_on_request(lab: Lab, settings, lost):

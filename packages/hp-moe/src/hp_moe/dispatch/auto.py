@@ -86,9 +86,11 @@ class AutoDispatcher(TokenDispatcher):
     def resolve(self, x: Tensor, routing: Routing) -> TokenDispatcher:
         """Select a dispatcher at the first call, a collective of all ranks; see `TokenDispatcher`."""
         if self._chosen is None:
-            # The mean over all ranks, so that all of them choose the same dispatcher.
-            mean_tokens = max(1, self._mean_tokens(0, int(x.shape[0])))
-            self._chosen = self._choose(x, int(routing.experts.shape[1]), mean_tokens)
+            # The mean over all ranks, so that all of them choose the same dispatcher. Not every slot has an expert.
+            choices = int(self.platform.to_numpy(routing.counts).sum())
+            tokens, choices = self._totals(0, int(x.shape[0]), choices)
+            top_k = max(1, round(choices / max(1, tokens)))
+            self._chosen = self._choose(x, top_k, max(1, tokens // self.group.size))
         return self._chosen
 
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
@@ -101,19 +103,20 @@ class AutoDispatcher(TokenDispatcher):
     def report_fault(self, code: int, device: Any = None) -> None:
         """Report a fault with the selected dispatcher, or in the collective that selects one."""
         if self._chosen is None:
-            self._mean_tokens(code, 0)
+            self._totals(code, 0, 0)
         else:
             self._chosen.report_fault(code, device)
 
-    def _mean_tokens(self, code: int, num_tokens: int) -> int:
-        """Return the mean number of tokens of all ranks; raise if any rank reports a fault (`code`, 0 for none)."""
+    def _totals(self, code: int, num_tokens: int, num_choices: int) -> tuple[int, int]:
+        """Return the tokens and the choices of all ranks; raise if any rank reports a fault (`code`, 0 for none)."""
         # On the host, before any tensor is sent: the codes and numbers of all ranks as text.
-        every = [tuple(map(int, each.split())) for each in self.group.all_gather_bytes(f"{code} {num_tokens}".encode())]
+        mine = f"{code} {num_tokens} {num_choices}".encode()
+        every = [tuple(map(int, each.split())) for each in self.group.all_gather_bytes(mine)]
         codes = {each[0] for each in every} - {0}
         # The rank with the fault raises its own error.
         if codes and code == 0:
             raise RefusedRouting(sorted(codes))
-        return sum(each[1] for each in every) // len(every)
+        return sum(each[1] for each in every), sum(each[2] for each in every)
 
     def _choose(self, x: Tensor, top_k: int, tokens: int) -> TokenDispatcher:
         """Build the dispatcher with the smallest estimated time for `tokens` tokens per rank."""

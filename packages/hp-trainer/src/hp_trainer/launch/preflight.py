@@ -127,6 +127,14 @@ def _run_problems(config: TrainerConfig, world_size: int, registered: Registries
         if config.training.compile:
             yield from _compiler_problems(config.training.compile_backend, platform)
     yield from group_problems(config.parameter_groups, config.optimizer.options)
+    if config.generate.prompts and not getattr(config.model.options, "is_causal", True):
+        yield Problem(
+            path="generate.prompts",
+            what="this model is not causal (model.routing = expert_choice), so it cannot continue text",
+            expected="[]",
+            got=str(list(config.generate.prompts)),
+            hint="generate.prompts=[]",
+        )
     # Memory is estimated only for a layout that exists.
     found = list(layout_problems(config, world_size))
     yield from found

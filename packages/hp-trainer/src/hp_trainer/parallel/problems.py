@@ -78,9 +78,9 @@ def find_model_problems(dims: Any, model: Any, seq_len: int | None = None) -> It
     if layers is not None and dims.pp > layers:
         what = f"num_hidden_layers = {layers} cannot be split into stages for pp = {dims.pp} ranks"
         yield Problem(path="pp", what=what, expected=f"at most {layers}", got=str(dims.pp), hint=f"pp={layers}")
-    if dims.pp > 1 and getattr(config, "hash_routing", False):
-        what = "hash_routing chooses experts by token ids, which only the first stage has"
-        yield Problem(path="pp", what=what, expected="1, or hash_routing false", got=str(dims.pp), hint="pp=1")
+    if dims.pp > 1 and getattr(config, "routing", None) == "hash":
+        what = "routing = hash chooses experts by token ids, which only the first stage has"
+        yield Problem(path="pp", what=what, expected="1, or another routing", got=str(dims.pp), hint="pp=1")
     if seq_len is not None and seq_len % (dims.cp * dims.tp):
         yield _sequence_problem(seq_len, dims.cp, dims.tp)
 

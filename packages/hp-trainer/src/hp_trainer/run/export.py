@@ -176,8 +176,8 @@ def _losses(options: Any, unmapped: list[str], read: ReadBox, shapes: Mapping[st
         )
     if options.num_experts is not None and options.capacity_factor is not None:
         found.append(f"capacity_factor = {options.capacity_factor} (tokens beyond an expert's capacity are dropped)")
-    if options.num_experts is not None and options.force_uniform_routing:
-        found.append("force_uniform_routing (experts are not chosen by the router)")
+    if options.num_experts is not None and options.routing != "top_k":
+        found.append(f"routing = {options.routing} (there each token has its best experts, in training too)")
     return found
 
 

@@ -9,6 +9,7 @@ does not report when a tensor is freed, so they have not been compared there.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hp_moe import DispatchRates, dispatch_costs, ranks_per_token
 from hp_moe.dispatch.auto import SentRows, sent_rows
@@ -186,7 +187,7 @@ def _dense(name: str, config: DecoderOptions, width: float, shape: MicroBatchSha
 
 def _experts(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedActivation]:
     assert config.num_experts is not None
-    hidden, e, top_k = config.hidden_size, shape.itemsize, config.num_experts_per_tok
+    hidden, e, slots = config.hidden_size, shape.itemsize, config.num_routing_slots
     etp = shape.expert_tp
     if shape.tp > 1 and etp == 1:
         # They take this rank's own rows: the result of the norm, which is counted with it if its shard is saved.
@@ -195,17 +196,26 @@ def _experts(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedAc
     elif shape.tp > 1:
         yield _gathered("experts' input", shape.tokens * hidden * e, shape, reshards=False)
     tokens = _routed_tokens(shape)
-    rows = tokens * top_k
-    # The gate computes in float32: it saves its scores, and in 16 bits a copy of its input.
-    gate = tokens * (4 * config.num_experts + (4 * hidden if e == 2 else 0) + 4 * top_k + 4)
+    rows = tokens * config.experts_per_token(shape.length)
+    # The gate computes in float32: it saves its scores, and in 16 bits a copy of its input. Scores of selected experts
+    # are gathered, unless each expert has a slot.
+    is_expert_choice = config.routing == "expert_choice"
+    chosen = 0 if is_expert_choice else 4 * slots + 4
+    gate = tokens * (4 * config.num_experts + (4 * hidden if e == 2 else 0) + chosen)
     yield SavedActivation(name=GATE, kind="rest", saved=gate, flops=2 * tokens * hidden * config.num_experts)
-    # 16 bytes for each choice. Recomputation must route tokens as the forward did, so decisions are saved, never
-    # recomputed.
-    decided = rows * 16
-    yield SavedActivation(name="routing", kind="routing", saved=decided, result=decided)
+    # int64 experts and order of all slots. Recomputation must route tokens as the forward did, so decisions are saved,
+    # never recomputed.
+    decided = 16 * tokens * slots
+    # The fused operation computes plain SwiGLU only, and saves only its input and gates. Every variant is composed of
+    # single operations, which also save each row, its activation and its result.
+    is_plain = config.hidden_act == "silu" and config.swiglu_limit is None and not config.expert_bias
+    is_fused = is_plain and shape.fused_experts
+    # Autograd needs the experts of slots for the gather of scores, and single operations.
+    saved = decided / 2 if is_expert_choice and is_fused else decided
+    yield SavedActivation(name="routing", kind="routing", saved=saved, result=decided)
     if shape.ep > 1:
         received = tokens * _received_rows(config, shape)
-        scores = 4 if dispatcher_of(config, shape) == "copy_per_expert" else 4 * top_k
+        scores = 4 if dispatcher_of(config, shape) == "copy_per_expert" else 4 * slots
         rows_sent = sent_of_token(config, shape)
         yield SavedActivation(
             name="rows of other ranks",
@@ -217,12 +227,10 @@ def _experts(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedAc
         )
     width = config.moe_intermediate_size / etp
     gates = 2 * rows * width * e
-    # int64 tables: the token of each row, and the rows of each token.
-    tables = rows * 16 + tokens * 8
-    # The fused operation computes plain SwiGLU only, and saves only its input and gates. Every variant is composed of
-    # single operations, which also save each row, its activation and its result.
-    is_plain = config.hidden_act == "silu" and config.swiglu_limit is None and not config.expert_bias
-    saved = tables + (gates if is_plain and shape.fused_experts else 2 * gates + rows * hidden * (e + 4))
+    # int64 tables: the token of each row, and the rows of each token or, if some slots are empty, of each slot. The
+    # fused operation leaves those out, and saves the slot of each row.
+    by_token = 2 * rows if is_fused and is_expert_choice else tokens * slots
+    saved = 8 * (rows + by_token + tokens) + (gates if is_fused else 2 * gates + rows * hidden * (e + 4))
     yield SavedActivation(
         name=EXPERTS,
         kind="products",
@@ -259,8 +267,11 @@ def sent_of_token(config: DecoderOptions, shape: MicroBatchShape) -> SentRows:
     """Return how a token is sent to the experts of other ranks."""
     assert config.num_experts is not None
     # Only two levels and `auto` distinguish nodes.
-    rows = sent_rows(config.num_experts, config.num_experts_per_tok, shape.ep, shape.ep_node_size)
-    return rows[dispatcher_of(config, shape)]
+    top_k, name = config.num_experts_per_tok, dispatcher_of(config, shape)
+    rows = sent_rows(config.num_experts, top_k, shape.ep, shape.ep_node_size)[name]
+    # A row is sent with all slots of its token.
+    choices = rows.choices if name == "copy_per_expert" else rows.choices // top_k * config.num_routing_slots
+    return replace(rows, choices=choices)
 
 
 def sent_row_bytes(config: DecoderOptions, shape: MicroBatchShape) -> float:
@@ -376,7 +387,7 @@ def _working_of_experts(config: DecoderOptions, shape: MicroBatchShape) -> float
     """Return the elements of gradients within experts: of rows, results and gates, and of rows of other ranks."""
     tokens = _routed_tokens(shape)
     width = 2 * config.hidden_size + 4 * config.moe_intermediate_size / shape.expert_tp
-    elements = tokens * config.num_experts_per_tok * width
+    elements = tokens * config.experts_per_token(shape.length) * width
     if shape.ep == 1:
         return elements
     return elements + tokens * _received_rows(config, shape) * config.hidden_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.attention import AttentionDropout, AttentionMask
@@ -12,6 +12,9 @@ from hp_trainer.models.decoder.attention import GroupedAttention, LatentAttentio
 from hp_trainer.models.decoder.config import DecoderConfig
 from hp_trainer.models.decoder.lora import add_adapters
 from hp_trainer.models.decoder.rotary import Rotation
+
+if TYPE_CHECKING:
+    from hp_moe.router import Selection
 
 Tensor = Any
 
@@ -118,8 +121,9 @@ def _experts(config: DecoderConfig, layer: int) -> MoE:
         jitter=config.router_jitter,
         # Blocks must not draw the same noise.
         jitter_seed=layer,
-        force_uniform=config.force_uniform_routing,
-        hash_vocab_size=config.vocab_size if config.hash_routing else None,
+        force_uniform=config.routing == "uniform",
+        hash_vocab_size=config.vocab_size if config.routing == "hash" else None,
+        selection=cast("Selection", "top_k" if config.routing in ("hash", "uniform") else config.routing),
         capacity=None if config.capacity_factor is None else Capacity(config.capacity_factor, config.drop_policy),
         aux_losses=AuxLosses(
             config.micro_batch_aux_loss,

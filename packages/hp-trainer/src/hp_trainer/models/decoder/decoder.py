@@ -119,7 +119,7 @@ class Decoder(nn.Module):
         # One mask per window: blocks with the same window share what is derived from it.
         windows = {layer.window for layer in self.layers}
         masks = {window: AttentionMask(causal=True, window=window, positions=positions) for window in windows}
-        hashed_ids = ids if self.config.hash_routing else None
+        hashed_ids = ids if self.config.routing == "hash" else None
         offloads = any(self.recompute[layer].offloads for layer in self.part.layers or ())
         offload = ActivationOffload(self.platform) if offloads else None
         for layer in self.layers.select(part.layers):

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from hp_moe.router import expert_capacity
 from hp_trainer.config import section
 from hp_trainer.exceptions import Problem
 from hp_trainer.models.decoder.lora import LoraConfig
@@ -113,11 +114,17 @@ class DecoderOptions:
     num_experts: int | None = Field(None, ge=1, description="routed experts per block; null: all blocks are dense")
     num_dense_layers: int = Field(0, ge=0, description="first blocks with one dense network instead of experts")
     moe_intermediate_size: int = Field(128, ge=1, description="hidden width of an expert")
-    num_experts_per_tok: int = Field(2, ge=1, description="routed experts of a token")
+    num_experts_per_tok: int = Field(2, ge=1, description="routed experts of a token; expert_choice: on average")
     num_shared_experts: int = Field(0, ge=0, description="experts that see every token; they form one network")
     norm_topk_prob: bool = Field(True, description="divide a token's scores by their sum")
     score_func: Literal["softmax", "sigmoid", "sqrt_softplus", "softmax_of_top_k"] = Field(
         "softmax", description="scores from the gate's logits; softmax_of_top_k: over the chosen experts alone"
+    )
+    routing: Literal["top_k", "sinkhorn", "expert_choice", "hash", "uniform"] = Field(
+        "top_k",
+        description="how experts are chosen: the best ones of a token; in training, those by logits balanced within "
+        "each sequence; the best tokens of a sequence by each expert (not causal: losses use later tokens, and no text "
+        "can be generated); by token id, at random once (arXiv 2106.04426); in turn, for benchmarks",
     )
     routed_scaling_factor: float = Field(1.0, gt=0, description="factor on the scores")
     n_group: int | None = Field(None, ge=1, description="groups of experts for group-limited routing")
@@ -144,10 +151,6 @@ class DecoderOptions:
         ge=0,
         description="noise on the router's input in training, 0 to 1; draws differ with cp, pp and micro-batches",
     )
-    force_uniform_routing: bool = Field(False, description="send tokens to experts in turn, for benchmarks")
-    hash_routing: bool = Field(
-        False, description="choose experts by token id, at random once; scores still weight them (arXiv 2106.04426)"
-    )
     shared_expert_gate: bool = Field(False, description="weight the shared experts by a gate (Qwen2-MoE)")
 
     lora: LoraConfig = Field({}, validate_default=True, description="low-rank adapters; only they are trained")
@@ -167,6 +170,22 @@ class DecoderOptions:
     def window_of(self, layer: int) -> int | None:
         """Return how many tokens a token of this block attends to, itself included; None: all before it."""
         return self.sliding_window if self.layer_pattern[layer % len(self.layer_pattern)] == "sliding" else None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no result depends on a later token, as generation of text requires."""
+        return self.num_experts is None or self.routing != "expert_choice"
+
+    @property
+    def num_routing_slots(self) -> int:
+        """Number of selected experts of a token, places of experts that have not selected it included."""
+        return self.num_experts or 0 if self.routing == "expert_choice" else self.num_experts_per_tok
+
+    def experts_per_token(self, length: int) -> float:
+        """Return the number of experts of a token, on average over a sequence."""
+        if self.num_experts is None or self.routing != "expert_choice":
+            return self.num_experts_per_tok
+        return expert_capacity(length, self.num_experts_per_tok, self.num_experts) * self.num_experts / length
 
     def is_dense(self, layer: int) -> bool:
         """Return whether a block has one dense network instead of experts."""
@@ -260,6 +279,8 @@ def routing_problems(config: DecoderOptions, experts: int) -> Iterator[Problem]:
             expected=f"at most {experts}",
             got=str(config.num_experts_per_tok),
         )
+    if config.routing in ("sinkhorn", "expert_choice"):
+        yield from _selection_problems(config)
     if config.score_func == "softmax_of_top_k" and config.num_experts_per_tok == 1:
         yield Problem(
             path="score_func",
@@ -284,6 +305,28 @@ def routing_problems(config: DecoderOptions, experts: int) -> Iterator[Problem]:
         yield Problem(path="n_group", what="n_group and topk_group come together", hint="n_group=null")
     elif config.n_group is not None and config.topk_group is not None:
         yield from _group_problems(config, experts, config.n_group, config.topk_group)
+
+
+def _selection_problems(config: DecoderOptions) -> Iterator[Problem]:
+    """Yield options that `sinkhorn` and `expert_choice`, which balance loads by themselves, exclude."""
+    names = ["n_group", "load_balance_coeff", "micro_batch_aux_loss", "sequence_aux_loss", "global_batch_aux_loss"]
+    excluded = {name: getattr(config, name) for name in names}
+    if config.routing == "expert_choice":
+        excluded |= {
+            "capacity_factor": config.capacity_factor,
+            # A token with one expert would have a score of one, from which its gate learns nothing.
+            "norm_topk_prob": config.norm_topk_prob,
+            "score_func": config.score_func if config.score_func == "softmax_of_top_k" else None,
+        }
+    expected = {"norm_topk_prob": "false", "score_func": "softmax, sigmoid or sqrt_softplus"}
+    for name, value in excluded.items():
+        if value:
+            yield Problem(
+                path=name,
+                what=f"routing = {config.routing} excludes it",
+                expected=expected.get(name, "0" if name.endswith("_loss") else "null"),
+                got=str(value).lower(),
+            )
 
 
 def _group_problems(config: DecoderOptions, experts: int, groups: int, limit: int) -> Iterator[Problem]:

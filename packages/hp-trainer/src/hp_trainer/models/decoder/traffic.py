@@ -204,6 +204,8 @@ def _experts(config: DecoderOptions, shape: MicroBatchShape, repeats: int) -> It
     is_peer, etp = shape.splits_tokens, _expert_tp(shape)
     # Without tensor parallel experts each `tp` rank routes its own rows.
     tokens = shape.most_tokens / (shape.tp if etp == 1 else 1)
+    if config.routing in ("sinkhorn", "expert_choice"):
+        yield from _gathered_scores(config, shape)
     if shape.ep > 1:
         yield from _dispatched(config, shape, tokens, repeats)
     yield from _router_gradients(config, shape)
@@ -211,6 +213,19 @@ def _experts(config: DecoderOptions, shape: MicroBatchShape, repeats: int) -> It
         # Experts are replicated over `tp` here, and each rank has gradients of its own rows.
         elements = -(-config.num_experts // shape.ep) * 3 * config.hidden_size * config.moe_intermediate_size
         yield _all_reduced("tp", shape.tp, elements * shape.itemsize, 3)
+
+
+def _gathered_scores(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[Traffic]:
+    """Yield the gathers of scores over ranks that route tokens of the same sequences. Recomputation repeats none."""
+    assert config.num_experts is not None
+    tokens = shape.most_tokens
+    # From the full sequence to the shards that a rank routes: each gather is of the tokens of the one before.
+    shards = {"cp": shape.cp, "tp": shape.tp if _expert_tp(shape) == 1 else 1}
+    shards["ep"] = shape.ep if shape.splits_tokens else 1
+    sizes = {"cp": tokens * shape.cp, "tp": tokens, "ep": tokens / shards["tp"]}
+    for axis, ranks in shards.items():
+        if ranks > 1:
+            yield Traffic(axis, "all_gather", _share(ranks) * sizes[axis] * config.num_experts * 4, 1)
 
 
 def _dispatched(config: DecoderOptions, shape: MicroBatchShape, tokens: float, repeats: int) -> Iterator[Traffic]:
@@ -257,9 +272,9 @@ def _gathered_tokens(
 ) -> Iterator[Traffic]:
     """Yield the collectives of experts that get all tokens of all ranks."""
     assert config.num_experts is not None
-    others, top_k, row = shape.ep - 1, config.num_experts_per_tok, config.hidden_size * shape.itemsize
+    others, slots, row = shape.ep - 1, config.num_routing_slots, config.hidden_size * shape.itemsize
     # Rows with float32 scores, whose backward is a reduce-scatter; int64 experts and counts are never repeated.
-    there, choices = row + 4 * top_k, 8 * top_k
+    there, choices = row + 4 * slots, 8 * slots
     gathered = routed * ((1 + repeats) * there + choices + row) + 8 * (1 + config.num_experts)
     yield Traffic("ep", "all_gather", others * gathered, 5 + 2 * repeats)
     scattered = routed * ((1 + repeats - skipped) * row + there)

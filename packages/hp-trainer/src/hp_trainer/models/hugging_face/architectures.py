@@ -31,7 +31,7 @@ TRAINING_ONLY = (
     "capacity_factor",
     "drop_policy",
     "router_jitter",
-    "force_uniform_routing",
+    "routing",
     "lora",
 )
 
