@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import hashlib
@@ -9,11 +10,12 @@ import json
 import math
 import os
 import secrets
+import shutil
 import socket
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hp_trainer.failures import with_path
 
@@ -74,12 +76,10 @@ def write_new(path: Path, text: str) -> None:
     Raises:
         FileExistsError: the file exists, perhaps because another process has just created it.
     """
-    temporary = path.with_name(f"{path.name}.incomplete-{secrets.token_hex(4)}")
-    try:
-        _write(temporary, text)
+    with _new_file(path) as (temporary, out):
+        out.write(text.encode())
+        _close_on_disk(out)
         link_new(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def link_new(source: Path, target: Path) -> None:
@@ -109,23 +109,47 @@ def _is_same_file(first: Path, second: Path) -> bool:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace the text of `path` atomically. After a crash it has either the old text or the new one."""
+    with replacing(path) as out:
+        out.write(text.encode())
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new file that replaces `path` atomically when the block ends. After an error nothing is left of it.
+
+    Raises:
+        OSError: naming `path`: errors of a write to an open file name none by themselves.
+    """
+    with _new_file(path) as (temporary, out):
+        yield out
+        _close_on_disk(out)
+        temporary.replace(path)
+
+
+@contextlib.contextmanager
+def _new_file(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
+    """Yield a new file beside `path` with its temporary name, which is deleted at the end if it still exists."""
     temporary = path.with_name(f"{path.name}.incomplete-{secrets.token_hex(4)}")
     try:
-        _write(temporary, text)
-        temporary.replace(path)
+        with temporary.open("xb") as out:
+            yield temporary, out
+    except OSError as error:
+        raise with_path(error, path) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        with path.open("x", encoding="utf-8") as out:
-            out.write(text)
-            out.flush()
-            # Before the rename or link that publishes the file: its name must not reach the disk first.
-            os.fsync(out.fileno())
-    except OSError as error:
-        raise with_path(error, path) from error
+def _close_on_disk(out: BinaryIO) -> None:
+    out.flush()
+    # Before the rename or link that publishes the file: its name must not reach the disk first.
+    os.fsync(out.fileno())
+    out.close()
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file, replacing `target` atomically."""
+    with source.open("rb") as data, replacing(target) as out:
+        shutil.copyfileobj(data, out)
 
 
 def writer_name() -> str:

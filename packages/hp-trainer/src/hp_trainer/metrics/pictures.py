@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy
 
+from hp_trainer._files import replacing
 from hp_trainer.metrics.tracker import EXPERT_LOAD, Tracker, read_metrics
 
 
@@ -23,13 +24,8 @@ def new_figure(width: float, height: float) -> Any:
 
 def write_picture(figure: Any, picture: Path) -> None:
     """Write a figure as PNG, replacing the file atomically."""
-    # Replaced when complete, so that a viewer never reads half a picture.
-    temporary = picture.with_name(f"{picture.name}.incomplete")
-    try:
-        figure.savefig(temporary, format="png", dpi=120)
-        temporary.replace(picture)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(picture) as out:
+        figure.savefig(out, format="png", dpi=120)
 
 
 Point = tuple[int, float]  # step, loss

@@ -208,14 +208,21 @@ class JsonLinesTracker(Tracker):
         self._write("checkpoint", asdict(record))
 
     def finish(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            # After a failed write, on a full disk, closing fails too.
+            with self._named_errors():
+                file.close()
 
     def _write(self, event: str, values: dict[str, Any]) -> None:
         assert self._file is not None, "start was not called"
-        try:
+        with self._named_errors():
             self._file.write(strict_json({"event": event} | values) + "\n")
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             # Errors of a write to an open file name no path.
             raise with_path(error, self.path) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hp_trainer._files import replacing
 from hp_trainer.exceptions import ScheduleError
 from hp_trainer.pipeline.actions import Action, Kind
 from hp_trainer.pipeline.simulation import Timeline
@@ -98,7 +99,8 @@ def draw_timeline(timeline: Timeline, picture: Path | str) -> None:
         fontsize="medium",
         loc="right",
     )
-    figure.savefig(picture, dpi=120)
+    with replacing(picture) as out:
+        figure.savefig(out, format=picture.suffix.removeprefix(".") or "png", dpi=120)
 
 
 def _draw_action(axes: Any, timeline: Timeline, rank: int, action: Action, *, show_text: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hp_trainer._coordination import Group, coordinator
-from hp_trainer._files import strict_json
+from hp_trainer._files import copy_file, replacing, strict_json
 from hp_trainer.checkpoint import (
     Box,
     Checkpoint,
@@ -28,7 +27,6 @@ from hp_trainer.checkpoint import (
 from hp_trainer.checkpoint.shard_file import bytes_of, header_parts, storage_dtype
 from hp_trainer.config import TrainerConfig, to_plain
 from hp_trainer.exceptions import CheckpointError, ExportError
-from hp_trainer.failures import with_path
 from hp_trainer.models.hugging_face import COMPANIONS
 from hp_trainer.models.hugging_face.architectures import read_architecture
 from hp_trainer.models.hugging_face.export import (
@@ -186,12 +184,12 @@ def _copy_companions(run: RunFolder, config: TrainerConfig, folder: Path) -> Non
     for name in COMPANIONS:
         # `config.json` was written with the weights.
         if name != "config.json" and (run.model_files / name).is_file():
-            shutil.copyfile(run.model_files / name, folder / name)
+            copy_file(run.model_files / name, folder / name)
     tokenizer = getattr(config.data.options, "tokenizer", None)
     if isinstance(tokenizer, str):
         file = Path(tokenizer) / "tokenizer.json" if Path(tokenizer).is_dir() else Path(tokenizer)
         if file.is_file():
-            shutil.copyfile(file, folder / "tokenizer.json")
+            copy_file(file, folder / "tokenizer.json")
 
 
 # The values of a checkpoint that are not tensors (step, model, state of the trainer) are stored as a uint8 tensor of
@@ -282,22 +280,13 @@ def convert_weights(found: ForeignCheckpoint, where: Path, folder: Path, prefix:
         some = ", ".join(list(found.tensors())[:4]) or "none"
         raise CheckpointError(f"{where}: no tensor has a name that starts with {prefix!r}; there are {some}, ...")
     make_directory(folder)
-    # Renamed when complete, so that an interrupted conversion leaves no file that looks valid.
-    unfinished = folder / "model.safetensors.incomplete"
     # Wide dtypes first keeps every tensor aligned to its item size, as safetensors writes them.
     names = sorted(tensors, key=lambda name: (-storage_dtype(tensors[name][0]).itemsize, name))
-    try:
-        with unfinished.open("wb") as out:
-            kinds = [(name.removeprefix(prefix), *tensors[name]) for name in names]
-            out.writelines(header_parts(kinds, {"format": "pt"}))
-            for name in names:
-                out.write(bytes_of(np.ascontiguousarray(found.read(name))))
-        unfinished.rename(folder / "model.safetensors")
-    except OSError as error:
-        # Errors of a write to an open file name no path.
-        raise with_path(error, unfinished) from error
-    finally:
-        unfinished.unlink(missing_ok=True)
+    # Complete or absent: an interrupted conversion leaves no file that looks valid.
+    with replacing(folder / "model.safetensors") as out:
+        out.writelines(header_parts([(name.removeprefix(prefix), *tensors[name]) for name in names], {"format": "pt"}))
+        for name in names:
+            out.write(bytes_of(np.ascontiguousarray(found.read(name))))
     return len(tensors)
 
 

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hp_trainer._files import other_kind, read_plain_text, write_atomically, write_new
+from hp_trainer._files import copy_file, other_kind, read_plain_text, write_atomically, write_new
 from hp_trainer.checkpoint import Checkpoint, LocalStorage, Storage, list_checkpoints
 from hp_trainer.config import LoadedConfig, TrainerConfig, default_values, dump_config, load_config, to_plain
 from hp_trainer.exceptions import CheckpointError, ConfigError, DataError, RunFolderError
@@ -342,7 +342,7 @@ def _copy_model_files(run: RunFolder, config: TrainerConfig) -> None:
     for name in COMPANIONS:
         file = Path(config.model.source) / name
         if file.is_file():
-            shutil.copyfile(file, run.model_files / name)
+            copy_file(file, run.model_files / name)
 
 
 def checkpoint_storage(run: RunFolder, config: TrainerConfig) -> Storage:

@@ -25,7 +25,7 @@ from typing import Any, Self
 from hp_dtensor.comm.world import World
 from hp_dtensor.exceptions import HPError
 from hp_dtensor.platform.selection import platform_plugins
-from hp_trainer._files import read_plain_text
+from hp_trainer._files import read_plain_text, write_atomically
 from hp_trainer.exceptions import CheckpointError, HangError, MachineError, ProblemsError, TrainingError
 from hp_trainer.failures import describe_exit, describe_machine_error
 from hp_trainer.pipeline import Action
@@ -95,7 +95,9 @@ class StallWatch:
         # The thread stops first: it would overwrite the report with the stack of this error handler.
         self._stop.set()
         self._thread.join()
-        self._write_report(waited, frames_of_error(error))
+        # Without a report, as on a full disk, this rank counts as silent; the error of the hang is still the cause.
+        with contextlib.suppress(OSError):
+            self._write_report(waited, frames_of_error(error))
         # The other ranks reach their timeouts at slightly different times.
         time.sleep(_GRACE_SECONDS)
         return f"{self._describe()}; waited {self._timeout:g} s (launch.timeout_seconds)"
@@ -147,11 +149,8 @@ class StallWatch:
             stack=[f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" for frame in frames],
         )
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = report_file(self._folder, self._world.rank)
-        temporary = path.with_suffix(".incomplete")
-        temporary.write_text(json.dumps(asdict(report), indent=1), encoding="utf-8")
-        # Renamed when complete, since other ranks may read reports at any time.
-        temporary.replace(path)
+        # Other ranks may read reports at any time.
+        write_atomically(report_file(self._folder, self._world.rank), json.dumps(asdict(report), indent=1))
 
     def _delete_report(self) -> None:
         with contextlib.suppress(OSError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from hp_trainer._coordination import Group, all_ranks, coordinator
+from hp_trainer._files import replacing, write_atomically
 from hp_trainer.checkpoint import Box
 from hp_trainer.checkpoint.shard_file import Entry, bytes_of, file_parts, header_parts, storage_dtype
 from hp_trainer.config import to_plain
@@ -232,16 +232,11 @@ def make_directory(folder: Path) -> None:
 
 def _write(folder: Path, file: OutputFile, read: ReadBox, dtype: str) -> None:
     """Write one file under a temporary name and rename it, so that a file with the final name is complete."""
-    unfinished = folder / f"{file.name}.incomplete"
-    with unfinished.open("wb") as out:
+    with replacing(folder / file.name) as out:
         # transformers requires the metadata entry "format".
         out.writelines(header_parts([(tensor.name, dtype, tensor.shape) for tensor in file.tensors], {"format": "pt"}))
         for tensor in file.tensors:
             out.write(bytes_of(np.ascontiguousarray(narrow(tensor.read(read), dtype))))
-        out.flush()
-        # Before the rename: after a power failure a file with its final name must be complete.
-        os.fsync(out.fileno())
-    unfinished.rename(folder / file.name)
 
 
 def _finish(folder: Path, files: Sequence[OutputFile], config: dict[str, Any], dtype: str) -> None:
@@ -249,9 +244,9 @@ def _finish(folder: Path, files: Sequence[OutputFile], config: dict[str, Any], d
         total = sum(_num_bytes(tensor, dtype) for file in files for tensor in file.tensors)
         file_of = {tensor.name: file.name for file in files for tensor in file.tensors}
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_atomically(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
     # Last, because a directory with `config.json` counts as complete.
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _num_bytes(tensor: OutputTensor, dtype: str) -> int:
@@ -311,7 +306,7 @@ def export_adapters(
             theirs = tensors[f"{layer}.weight"].pieces[0].source.removesuffix(".weight")
             values = np.ascontiguousarray(read(name, Box.full(shape)))
             entries.append(Entry(f"{_PREFIX}{theirs}.lora_{which}", "float32", values))
-    with (folder / ADAPTER_FILE).open("wb") as out:
+    with replacing(folder / ADAPTER_FILE) as out:
         for part in file_parts(entries, {"format": "pt"}):
             out.write(part)
     config = {
@@ -326,4 +321,4 @@ def export_adapters(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_atomically(folder / "adapter_config.json", json.dumps(config, indent=2) + "\n")
