@@ -22,6 +22,7 @@ from hp_trainer.checkpoint import (
     LocalStorage,
     PendingSave,
     TensorPart,
+    catalog,
     delete_leftovers,
     find_latest,
     index,
@@ -435,6 +436,24 @@ def test_saves_into_one_folder_at_the_same_time_are_all_published(storage: Local
     delete_leftovers(storage, of_other_machines=True)
     assert [save.publish() for save in (third, first, second)] == ["step-00000002", "step-00000001", "step-00000001-2"]
     assert [Checkpoint(storage, name).read("w")[0] for name in list_checkpoints(storage)] == [3.0, 2.0, 1.0]
+
+
+def test_retention_does_not_delete_a_best_checkpoint_that_cannot_be_read(storage: LocalStorage, monkeypatch) -> None:
+    for step, loss in ((1, 0.5), (2, 0.7), (3, 0.9)):
+        part = TensorPart("w", "float32", (2,), [(Box.full((2,)), np.ones(2, np.float32))])
+        save_checkpoint(storage, [part], step=step, model={}, state={"evaluation_loss": loss})
+    size = storage.file_size
+
+    def failing(folder: str, file: str) -> int | None:
+        if folder == "step-00000001":
+            raise PermissionError(13, "Permission denied", folder)
+        return size(folder, file)
+
+    monkeypatch.setattr(storage, "file_size", failing)
+    monkeypatch.setattr(catalog, "_PAUSE_SECONDS", 0.0)
+    assert prune(storage, 1, keep_best=1) == []
+    with pytest.raises(PermissionError):
+        find_latest(storage, before="step-00000002")
 
 
 def test_a_name_and_an_old_checkpoint_may_be_taken_meanwhile(storage: LocalStorage, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -14,10 +15,13 @@ import pytest
 from cli_runs import make_run, save
 
 from hp_trainer import cli, plugins
-from hp_trainer.checkpoint import LocalStorage, list_checkpoints, list_set_aside, open_latest, prune
+from hp_trainer.checkpoint import LocalStorage, catalog, list_checkpoints, list_set_aside, open_latest, prune
+from hp_trainer.cli import evaluate
 from hp_trainer.config import load_config
 from hp_trainer.plugins import registries
-from hp_trainer.run import RunFolder, create_run
+from hp_trainer.run import RunFolder, RunLock, create_run
+from hp_trainer.run import folder as folder_module
+from hp_trainer.run import lock as lock_module
 
 
 def test_resume_goes_on_from_the_newest_sound_checkpoint(work: Path, prepared: list, capsys) -> None:
@@ -350,6 +354,64 @@ def test_checkpoints_are_listed_with_their_damage(work: Path, capsys) -> None:
     assert "damaged: " in first
     assert f"{shard.name}: tensor 'w' (key 'w') is damaged" in first
     assert second.split()[0] == "2"
+
+
+class Failing:
+    """Reads of paths with a text in them fail a number of times, as on a network file system."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, text: str, times: int) -> None:
+        self.times, self._text = times, text
+        self._stat = Path.stat
+        monkeypatch.setattr(Path, "stat", self.of)
+        monkeypatch.setattr(catalog, "_PAUSE_SECONDS", 0.0)
+
+    @property
+    def of(self) -> Callable[..., os.stat_result]:
+        def stat(path: Path, **options: bool) -> os.stat_result:
+            if self._text in str(path) and self.times:
+                self.times -= 1
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+            return self._stat(path, **options)
+
+        return stat
+
+
+@pytest.mark.parametrize("command", [["resume", "out"], ["run", "run.yaml"], ["generate", "out"]])
+def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_damaged(
+    work: Path, prepared: list, capsys, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    save(make_run(work), 4)
+    monkeypatch.setattr(evaluate, "import_platform", lambda name: name)
+    monkeypatch.setattr(evaluate, "generate", lambda config, platform, prompts, checkpoint: [checkpoint.folder])
+    failing = Failing(monkeypatch, "step-00000004/shard", 100)
+    assert cli.main(command) == 1
+    assert "out/checkpoints/step-00000004/shard-00000.safetensors: the network file system has lost the file" in (
+        capsys.readouterr().err
+    )
+    assert list_checkpoints(LocalStorage(work / "out" / "checkpoints")) == ["step-00000004", "step-00000002"]
+    # It may fail for a moment only.
+    failing.times = 2
+    assert cli.main(command) == 0
+    assert "step-00000004" in (capsys.readouterr().out if command[0] == "generate" else prepared[-1][2])
+
+
+def test_small_files_that_cannot_be_read_are_not_called_damaged(
+    work: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The advice for damaged ones is to delete them."""
+
+    def unreadable(path: Path, *limits: int) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    run = make_run(work)
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module, "read_plain_text", unreadable)
+        assert cli.main(["resume", "out"]) == 1
+    assert "out/run.json: permission denied (Permission denied); " in capsys.readouterr().err
+    with RunLock(run.path), monkeypatch.context() as patch:
+        patch.setattr(lock_module, "read_plain_text", unreadable)
+        with pytest.raises(PermissionError, match=r"lock\.json"):
+            RunLock(run.path).acquire()
 
 
 LLAMA = {

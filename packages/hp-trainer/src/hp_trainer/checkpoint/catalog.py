@@ -9,6 +9,7 @@ import contextlib
 import math
 import re
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,11 @@ from hp_trainer.checkpoint.index import COMPLETE, step_name, step_of
 from hp_trainer.checkpoint.load import Checkpoint
 from hp_trainer.checkpoint.storage import Storage
 from hp_trainer.exceptions import CheckpointError
+from hp_trainer.failures import with_path
 
+# A network file system or an object store may fail for a moment.
+_READ_ATTEMPTS = 3
+_PAUSE_SECONDS = 1.0
 INCOMPLETE = ".incomplete-"
 SET_ASIDE = ".set-aside-"
 _LEFTOVER = re.compile(r"^step-\d+(-\d+)?\.(incomplete|deleted)-(.*)$")
@@ -55,6 +60,9 @@ def find_latest(
         content: True to compare all checksums, False to check only file sizes and headers.
         check: raises `CheckpointError` for a checkpoint to skip; called before its files are read.
         before: consider only checkpoints older than this one.
+
+    Raises:
+        OSError: one cannot be read (`EIO`, `ESTALE`, permissions), which is no damage: it may be sound.
     """
     names = list_checkpoints(storage)
     return _first_sound(storage, names[names.index(before) + 1 :] if before else names, content=content, check=check)
@@ -126,7 +134,7 @@ def prune(storage: Storage, keep: int, keep_best: int = 0) -> list[str]:
         # Names come newest first: a step seen before has a newer save.
         if len(retained) >= keep or step in retained:
             deleted.append(name)
-        elif _first_sound(storage, [name], content=False).checkpoint is not None:
+        elif _is_readable(storage, name):
             retained.add(step)
     # Among those that would be deleted only: the newest ones stay anyway.
     best = _best(storage, deleted, keep_best)
@@ -137,16 +145,31 @@ def prune(storage: Storage, keep: int, keep_best: int = 0) -> list[str]:
 
 
 def _best(storage: Storage, names: Sequence[str], count: int) -> set[str]:
-    """Return the `count` sound checkpoints of `names` with the lowest evaluation loss."""
+    """Return the `count` sound checkpoints of `names` with the lowest evaluation loss, and the unreadable ones."""
     rated: list[tuple[float, int, str]] = []
+    unread = set()
     for name in names if count else ():
-        checkpoint = _first_sound(storage, [name], content=False).checkpoint
-        loss = None if checkpoint is None else checkpoint.state.get("evaluation_loss")
+        try:
+            loss = _verified(storage, name, content=False).state.get("evaluation_loss")
+        except CheckpointError:
+            continue
+        except OSError:
+            unread.add(name)
+            continue
         # Losses that are not finite are saved as text; older checkpoints have NaN, which would break the sort.
         if isinstance(loss, float) and math.isfinite(loss):
             # Of equal losses the later step is better.
             rated.append((loss, -step_of(name), name))
-    return {name for _, _, name in sorted(rated)[:count]}
+    return unread | {name for _, _, name in sorted(rated)[:count]}
+
+
+def _is_readable(storage: Storage, name: str) -> bool:
+    """Return whether a checkpoint can be read and has no wrong file sizes or headers."""
+    try:
+        _verified(storage, name, content=False)
+    except (CheckpointError, OSError):
+        return False
+    return True
 
 
 def incomplete_name(step: int) -> str:
@@ -195,16 +218,42 @@ def _first_sound(
     content: bool,
     check: Callable[[Checkpoint], None] | None = None,
 ) -> Latest:
-    """Return the first sound checkpoint of `names`, and the problems of those before it."""
+    """Return the first sound checkpoint of `names`, and the problems of those before it.
+
+    Raises:
+        OSError: one of them cannot be read.
+    """
     skipped = []
     for name in names:
+        try:
+            return Latest(_verified(storage, name, content, check), tuple(skipped))
+        except CheckpointError as error:
+            skipped.append(str(error))
+    return Latest(None, tuple(skipped))
+
+
+def _verified(
+    storage: Storage, name: str, content: bool, check: Callable[[Checkpoint], None] | None = None
+) -> Checkpoint:
+    """Open and verify a checkpoint; see `find_latest`.
+
+    Raises:
+        CheckpointError: it is damaged, or `check` refuses it.
+        OSError: it cannot be read, also not after a pause. It may be sound, so it must not be skipped or deleted.
+    """
+    for attempt in range(1, _READ_ATTEMPTS + 1):
         try:
             checkpoint = Checkpoint(storage, name)
             if check is not None:
                 check(checkpoint)
             checkpoint.verify(content=content)
-        except (CheckpointError, OSError) as error:
-            skipped.append(str(error))
+        except FileNotFoundError as error:
+            # Another process has just deleted it.
+            raise CheckpointError(str(error)) from error
+        except OSError as error:
+            if attempt == _READ_ATTEMPTS:
+                raise with_path(error, storage.describe(name)) from error
+            time.sleep(_PAUSE_SECONDS)
         else:
-            return Latest(checkpoint, tuple(skipped))
-    return Latest(None, tuple(skipped))
+            return checkpoint
+    raise AssertionError("unreachable")

@@ -38,7 +38,8 @@ def describe_checkpoints(storage: Storage) -> tuple[str, bool]:
         try:
             row = _describe(storage, name)
         except (CheckpointError, OSError) as error:
-            row, all_valid = (str(step_in_name(name.partition(".")[0])), "-", "-", f"damaged: {error}", name), False
+            state = "damaged" if isinstance(error, CheckpointError) else "unreadable"
+            row, all_valid = (str(step_in_name(name.partition(".")[0])), "-", "-", f"{state}: {error}", name), False
         rows.append(row)
     if len(rows) == 1:
         return f"{storage.describe('')} has no checkpoint", True

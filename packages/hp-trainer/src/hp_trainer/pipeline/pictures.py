@@ -99,8 +99,8 @@ def draw_timeline(timeline: Timeline, picture: Path | str) -> None:
         fontsize="medium",
         loc="right",
     )
-    with replacing(picture) as out:
-        figure.savefig(out, format=picture.suffix.removeprefix(".") or "png", dpi=120)
+    with replacing(Path(picture)) as out:
+        figure.savefig(out, format=Path(picture).suffix.removeprefix(".") or "png", dpi=120)
 
 
 def _draw_action(axes: Any, timeline: Timeline, rank: int, action: Action, *, show_text: bool) -> None:

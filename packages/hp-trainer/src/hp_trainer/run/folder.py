@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import secrets
@@ -139,7 +140,7 @@ class RunFolder:
         storage = storage or _storage_of(cls(path))
         names, copies = list_checkpoints(storage), {}
         for name in names:
-            with contextlib.suppress(CheckpointError, OSError):
+            with contextlib.suppress(CheckpointError, FileNotFoundError):
                 found = Checkpoint(storage, name).state.get("run_files")
                 if not found or (_MARK not in lost and found.get(_MARK) != read_plain_text(path / _MARK, _MOST_BYTES)):
                     continue
@@ -252,6 +253,9 @@ def _read_mark(path: Path) -> dict[str, Any]:
     try:
         mark = json.loads(read_plain_text(path / _MARK))
     except (OSError, ValueError, RecursionError) as error:
+        # EINVAL: it is no regular file, or too large. With another error it may be sound, and must not be deleted.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
         raise RunFolderError(f"{path / _MARK} is damaged: {error}; {_REBUILT}") from error
     if not isinstance(mark, dict) or not isinstance(mark.get("id"), str) or not mark["id"]:
         raise RunFolderError(f"{path / _MARK} is damaged: it has no id; {_REBUILT}")

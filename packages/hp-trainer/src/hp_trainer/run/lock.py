@@ -9,6 +9,7 @@ publishes or deletes a checkpoint, and stops.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -273,6 +274,7 @@ def read_holder(folder: Path) -> Holder | None:
 
     Raises:
         RunFolderError: the lock file is damaged.
+        OSError: it cannot be read.
     """
     path = folder / LOCK_FILE
     # On file systems without hard links a new lock is empty for a moment.
@@ -307,7 +309,14 @@ def _locked(folder: Path, holder: Holder) -> RunLockedError:
 def _parse(path: Path) -> Holder | None:
     try:
         values = json.loads(read_plain_text(path))
-    except (OSError, ValueError, RecursionError):
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        # EINVAL: it is no regular file, or too large. With another error it may be sound, and must not be deleted.
+        if error.errno != errno.EINVAL:
+            raise
+        return None
+    except (ValueError, RecursionError):
         return None
     kinds: dict[str, Any] = {field.name: int if field.type == "int" else str for field in fields(Holder)}
     if not isinstance(values, dict) or set(values) != set(kinds):

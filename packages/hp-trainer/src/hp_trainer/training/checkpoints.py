@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hp_trainer._coordination import coordinator
+from hp_trainer._coordination import all_ranks, coordinator
 from hp_trainer.checkpoint import Checkpoint, PendingSave, Storage, find_latest, set_aside_newer
 from hp_trainer.config import to_plain
 from hp_trainer.exceptions import CheckpointError, UnfitCheckpointError
@@ -92,7 +92,7 @@ class TrainingCheckpoints:
             UnfitCheckpointError: it is of another model or of other data, or has other tensors.
             CheckpointError: it is damaged.
         """
-        setup, read = self._setup, Checkpoint(self._storage, folder)
+        setup, read = self._setup, self._open(folder)
 
         def aside() -> list[str]:
             self._may_write()
@@ -151,14 +151,30 @@ class TrainingCheckpoints:
             name = coordinator(group, "looking for a checkpoint", older, CheckpointError)
             if name is None:
                 return None
-            checkpoint = Checkpoint(self._storage, name)
+            checkpoint = self._open(name)
             try:
                 self._check(checkpoint, reset=False)
-                # Contents are read only once the index fits, by rank 0.
-                coordinator(group, "verifying a checkpoint", checkpoint.verify, CheckpointError)
             except CheckpointError:
                 continue
+            # Contents are read only once the index fits, by rank 0.
+            verify = functools.partial(_is_sound, checkpoint)
+            if not coordinator(group, "verifying a checkpoint", verify, CheckpointError):
+                continue
             return checkpoint
+
+    def _open(self, folder: str) -> Checkpoint:
+        """Open a checkpoint on every rank.
+
+        Raises:
+            CheckpointError: on every rank, if one could not read it.
+        """
+        opened: list[Checkpoint] = []
+
+        def open_here() -> None:
+            opened.append(Checkpoint(self._storage, folder))
+
+        all_ranks(self._setup.mesh.world.all, "opening a checkpoint", open_here, CheckpointError)
+        return opened[0]
 
     def _report(self, line: str) -> None:
         if self._setup.mesh.world.rank == 0:
@@ -176,6 +192,15 @@ class TrainingCheckpoints:
             "parallel": setup.dims.summary(),
             "run_files": self._copies,
         }
+
+
+def _is_sound(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint has no damage. An error of reading is none, and is raised."""
+    try:
+        checkpoint.verify()
+    except CheckpointError:
+        return False
+    return True
 
 
 def _counter(checkpoint: Checkpoint, name: str) -> int:
