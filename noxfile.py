@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ nox.options.sessions = [
     "tests",
     "cross_torch",
     "cross_mindspore",
+    "engines",
     "subsets",
     "floors",
     "docs",
@@ -55,6 +57,8 @@ KERNEL_TOOLS = {"torch": ("triton>=3.6,<4",), "mindspore": ()}
 OBJECT_STORE = "fsspec>=2024.2"
 # Their models are the reference for conversions from and to Hugging Face.
 ORACLES = {"torch": ("transformers>=5.9,<6", "peft>=0.18"), "mindspore": ()}
+# The tests across packages, without those that have a session and an environment of their own.
+ACROSS = ["tests", "--ignore=tests/house", "--ignore=tests/engines"]
 MAIN_CONFIG = "examples/moe_small.yaml"
 
 # Bytecode is cached under .nox, even where PYTHONDONTWRITEBYTECODE is set: half the time of importing a framework is
@@ -143,6 +147,19 @@ def full(framework: str) -> Path:
     return workspace.development(framework, ("hp-trainer", f"hp-platform-{framework}"), tools)
 
 
+def with_engines() -> Path:
+    """Return the interpreter of the environment with all packages for torch, Ray, and the schemas of other engines."""
+    # kubeflow-trainer-api has the schemas of TrainJob and JobSet, kubernetes-validate those of Kubernetes itself.
+    tools = (*TEST_TOOLS, "ray[train]==2.60.0", "kubeflow-trainer-api>=2.1,<3", "kubernetes-validate>=1.30")
+    return workspace.development("engines", ("hp-trainer", "hp-platform-torch"), tools)
+
+
+def skypilot() -> Path:
+    """Return the interpreter of the environment with SkyPilot: 500 MB, and another click than hp-trainer's."""
+    requirements = ("skypilot>=0.14,<1", "pytest>=8", "pytest-timeout>=2.3")
+    return Environment("skypilot", requirements=requirements).prepare(workspace.NOX_FOLDER / "skypilot")
+
+
 def components() -> Path:
     """Return the interpreter of the environment with all component packages and no framework."""
     # mypy needs jinja2, because a class of the trainer extends one of its classes.
@@ -177,7 +194,7 @@ def environments(session: nox.Session) -> None:
     workspace.wheels("editable")
     frameworks = [(full, each) for each in workspace.FRAMEWORKS]
     packages = [(for_tests, each) for each in workspace.PACKAGES]
-    at_once(made, [*frameworks, (components,), *packages, (ruff,), (house_tools,), (site_tools,)])
+    at_once(made, [*frameworks, (with_engines,), (components,), *packages, (ruff,), (house_tools,), (site_tools,)])
 
 
 @session
@@ -226,7 +243,7 @@ def tests(session: nox.Session, package: str) -> None:
 def cross(session: nox.Session, platform: str, **variables: str) -> None:
     """Run the conformance suite and the tests across packages on a platform, or the tests that the arguments select."""
     # In one run of pytest: each would start workers and ranks of its own, which import the framework.
-    every = ("--pyargs", "hp_dtensor.testing.conformance", "tests", "--ignore", "tests/house")
+    every = ("--pyargs", "hp_dtensor.testing.conformance", *ACROSS)
     selected = () if session.posargs else every
     pytest(session, full(platform), *one_core(platform), *selected, HP_PLATFORM=platform, **variables)
 
@@ -241,6 +258,20 @@ def cross_torch(session: nox.Session) -> None:
 def cross_mindspore(session: nox.Session) -> None:
     """Tests across packages and the conformance suite on MindSpore."""
     cross(session, "mindspore")
+
+
+@session
+def engines(session: nox.Session) -> None:
+    """Real Ray and Slurm on this machine, and the files for Kubernetes; `-- skypilot` checks SkyPilot's file."""
+    options = ("-m", "pytest", "-c", "pyproject.toml", "--rootdir", ".")
+    if session.posargs == ["skypilot"]:
+        run(session, skypilot(), *options, "tests/engines/test_skypilot_file.py")
+        return
+    # Where Debian has the daemons, also if the user's path lacks it.
+    if shutil.which("slurmd", path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])) is None:
+        session.log("slurmd is not installed, so Slurm is not tested; on Debian, as root: apt install slurm-wlm munge")
+    # In one process: each engine starts several ranks.
+    run(session, with_engines(), *options, *(session.posargs or ["tests/engines"]), HP_PLATFORM="torch")
 
 
 @session
@@ -335,9 +366,7 @@ def proof(session: nox.Session, platform: str) -> None:
     found = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/proof_*.py"))
     variables = {"HP_PLATFORM": platform, "HP_ALL_CASES": "1"}
     # The suite contains nearly all cases on torch.
-    found += (
-        ["tests/dtensor/redistribute/test_planner.py"] if platform == "torch" else ["tests", "--ignore=tests/house"]
-    )
+    found += ["tests/dtensor/redistribute/test_planner.py"] if platform == "torch" else ACROSS
     pytest(session, full(platform), *SPREAD, *one_core(platform), "--verbose", *found, **variables)
 
 

@@ -1,4 +1,4 @@
-"""The examples for Slurm, Kubernetes and Ray, as far as a machine without them goes."""
+"""The examples for Slurm and Ray, as far as a machine without them goes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import yaml
 from running_commands import BIN, LAUNCHERS_VARIABLES, START_SECONDS, steps_of
-
-from hp_trainer.cli.train import run_command
 
 CLUSTERS = Path(__file__).parents[3] / "examples" / "clusters"
 
@@ -54,29 +51,6 @@ def test_the_slurm_script_trains(folder, hp_platform) -> None:
 def test_the_slurm_script_gives_ranks_time_to_save() -> None:
     directives = [line.split()[1] for line in (CLUSTERS / "slurm.sbatch").read_text().splitlines() if "#SBATCH" in line]
     assert {"--requeue", "--signal=TERM@120"} <= set(directives)
-
-
-def test_the_kubernetes_job_starts_one_torchrun_on_each_machine(hp_platform) -> None:
-    service, job = yaml.safe_load_all((CLUSTERS / "kubernetes.yaml").read_text())
-    pod = job["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    arguments = [word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in container["args"]]
-    begin = arguments.index("hp_trainer")
-    given = run_command.make_context("run", arguments[begin + 2 :]).params
-    assert given == {"config": "/config/run.yaml", "overrides": [("run.folder", "/runs/first")]}
-    # Pod 0 of the job is found as NAME-0 in the subdomain of the service.
-    name = job["metadata"]["name"]
-    assert f"--master-addr={name}-0.{pod['subdomain']}" in arguments
-    assert (service["metadata"]["name"], service["spec"]["clusterIP"]) == (pod["subdomain"], "None")
-    assert service["spec"]["selector"] == {"job-name": name}
-    assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
-    if hp_platform.name == "torch":
-        from torch.distributed.run import parse_args
-
-        message = parse_args(arguments)
-        assert message.nnodes == str(job["spec"]["completions"]) == str(job["spec"]["parallelism"])
-        assert message.nproc_per_node == str(container["resources"]["limits"]["nvidia.com/gpu"])
-        assert (message.node_rank, message.module, message.training_script) == (1, True, "hp_trainer")
 
 
 def test_the_ray_job_starts_every_rank_with_its_place(monkeypatch, capsys) -> None:
