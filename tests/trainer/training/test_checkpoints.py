@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from training_runs import events, newest, tensors
 
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.testing import run_ranks
 from hp_trainer.checkpoint import Checkpoint, list_set_aside
-from hp_trainer.exceptions import UnfitCheckpointError
+from hp_trainer.exceptions import DataError, UnfitCheckpointError
 from hp_trainer.run import RunFolder, checkpoint_storage
-from hp_trainer.training import Trainer
+from hp_trainer.training import Trainer, setup
 
 
 def resume(run, platform, folder: str, choice: str = "newest that fits") -> None:
@@ -90,3 +91,25 @@ def test_an_optimizer_can_start_again(lab, change):
     assert np.array_equal(found["model.embed.weight"], before["model.embed.weight"]) == frozen
     assert any(name.startswith("optimizer.embed.") for name in found) != frozen
     assert not np.array_equal(found["model.norm.weight"], before["model.norm.weight"])
+
+
+def test_data_that_differ_between_ranks_are_refused_on_all_ranks(lab, monkeypatch, torch_suffices):
+    """A new run would train on both; in a resumed one the ranks would wait for each other."""
+    run = lab.run("run", {}, 2)
+    opened, messages = setup.open_dataset, []
+
+    def of_rank(*arguments):
+        rank = current_world(lab.platform).rank
+        return replace(opened(*arguments), fingerprint={"text": f"read by rank {rank}"})
+
+    def start() -> None:
+        with pytest.raises(DataError) as caught:
+            Trainer(run, run.load_config().config, lab.platform)
+        messages.append(str(caught.value))
+
+    monkeypatch.setattr(setup, "open_dataset", of_rank)
+    run_ranks(start, 2, lab.platform)
+    assert messages == 2 * [
+        "data.name=text: text is 'read by rank 0' on rank 0 and 'read by rank 1' on rank 1; expected the same data on "
+        "every rank: they must not depend on the rank, the process or the time"
+    ]

@@ -223,7 +223,7 @@ def _first_sound(
     Raises:
         OSError: one of them cannot be read.
     """
-    skipped = []
+    skipped: list[str] = []
     for name in names:
         try:
             return Latest(_verified(storage, name, content, check), tuple(skipped))

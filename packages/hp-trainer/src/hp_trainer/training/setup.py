@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,10 +20,20 @@ from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.init import init_empty_weights, init_parameters, materialize
 from hp_fsdp import GradScaler
+from hp_trainer._coordination import Group, all_ranks
+from hp_trainer._files import strict_json
 from hp_trainer.checkpoint import Checkpoint
 from hp_trainer.config import TrainerConfig, matches_any
 from hp_trainer.data import BatchReader, Dataset, Samples
-from hp_trainer.exceptions import CheckpointError, ConfigError, ParallelDimsError, Problem, ProblemsError, raise_if_any
+from hp_trainer.exceptions import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ParallelDimsError,
+    Problem,
+    ProblemsError,
+    raise_if_any,
+)
 from hp_trainer.models.hugging_face import ModelDirectory
 from hp_trainer.models.plain_module import PlainModel
 from hp_trainer.models.recomputation import BlockRecompute, saved_kinds
@@ -85,6 +96,7 @@ class RankSetup:
         dims = ParallelDims.from_config(config.parallel, current_world(platform).size, num_experts)
         mesh = dims.build_mesh(platform.device_types[0], platform=platform)
         dataset = open_dataset(run, config)
+        refuse_other_data(dataset, config, current_world(platform).all)
         # Depends on the configuration only, so that all ranks have the same plan without communication.
         plan = plan_stages(config, dims) if dims.pp_enabled else None
         model = build_model(config, platform, dims, mesh, plan, weights=weights)
@@ -151,6 +163,28 @@ def open_dataset(run: RunFolder, config: TrainerConfig) -> Dataset:
     source = registries().datasets.get(config.data.name).build(config.data.options)
     dataset: Dataset = source.open(run.data, config.training.sequence_length)
     return dataset
+
+
+def refuse_other_data(dataset: Dataset, config: TrainerConfig, group: Group) -> None:
+    """Raise if the ranks have opened different data. A collective call.
+
+    Raises:
+        DataError: on every rank, if fingerprints or numbers of samples differ.
+    """
+
+    def describe() -> Any:
+        sizes = {"len(train)": len(dataset.train), "len(evaluation)": len(dataset.evaluation)}
+        return json.loads(strict_json({**dataset.fingerprint, **sizes}))
+
+    first, *others = all_ranks(group, "comparing the data of the ranks", describe, DataError)
+    for rank, other in enumerate(others, 1):
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
+                raise DataError(
+                    f"data.name={config.data.name}: {name} is {first.get(name)!r} on rank 0 and {other.get(name)!r} on "
+                    f"rank {rank}; expected the same data on every rank: they must not depend on the rank, the process "
+                    "or the time"
+                )
 
 
 def build_model(
