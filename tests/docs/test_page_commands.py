@@ -21,7 +21,7 @@ PAGES = [ROOT / "README.md", ROOT / "docs" / "tour.md", *sorted((ROOT / "docs" /
 COMMAND = re.compile(r"^(?: {4})?(hp-train [^\n`]*?)(?: {2,}#.*| # .*)?$|`(hp-train [^`]+)`", re.MULTILINE)
 READ_ONLY = ("plan", "layouts", "schedule", "settings", "check", "tokenizer")
 # They need a run, or a model on disk. `proof_page_commands.py` runs those of the tour.
-NEED_A_RUN = ("resume", "report", "compare", "checkpoints", "evaluate", "export", "import", "profile")
+NEED_A_RUN = ("resume", "report", "compare", "checkpoints", "diff", "evaluate", "export", "import", "profile")
 
 
 def commands() -> Iterator[tuple[Path, list[str]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -107,7 +107,7 @@ def described(pass_: str, name: str) -> str:
 
 
 def _describe(about: Mapping[str, Any]) -> str:
-    known = [str(value) for key, value in about.items() if key not in ("world_size", "dtypes", "random") and value]
+    known = [str(value) for key, value in about.items() if isinstance(value, str) and value]
     ranks = about.get("world_size", 1)
     return ", ".join([*known, f"{ranks} rank{'s' if ranks != 1 else ''}", "/".join(about.get("dtypes", ()))])
 
@@ -145,13 +145,15 @@ def compare(a: Recording, b: Recording) -> Comparison:
     unit = max(UNITS.get(name, 0.0) for side in (a, b) for name in side.about.get("dtypes", ("float32",)))
     notes = list(_missing(a, b))
     found: list[Difference] = []
+    of_weights = [_weights(a), _weights(b)]
     for step, of_a, of_b in _common(a, b):
         before: str | None = None
         previous = {name: (dict(of(step - 1))) for name, of in (("a", _lookup(a)), ("b", _lookup(b)))}
         for key, event in of_a.items():
             if key not in of_b:
                 continue
-            pair = Pair(event, of_b[key], previous["a"].get(key), previous["b"].get(key), unit)
+            weights = [updated(step).get(key[1]) if key[0] == "update" else None for updated in of_weights]
+            pair = Pair(event, of_b[key], previous["a"].get(key), previous["b"].get(key), unit, *weights)
             # Weights before the first step must be equal; their updates are compared later.
             limit = 4 * unit if step == 0 else ROUNDINGS * max(unit, growth.get((step, *key), 0.0))
             relative = pair.relative()
@@ -202,7 +204,7 @@ def _lookup(recording: Recording) -> Any:
     """Return a function that returns the events of a step by key, with updates in place of weights."""
 
     def of_step(step: int) -> dict[tuple[str, str], Event]:
-        before = {e.name: e for e in recording.steps.get(step - 1, ()) if e.pass_ == "weights"}
+        before = _weights(recording)(step - 1)
         found = {}
         for event in recording.steps.get(step, ()):
             chosen = event
@@ -214,6 +216,10 @@ def _lookup(recording: Recording) -> Any:
         return found
 
     return of_step
+
+
+def _weights(recording: Recording) -> Callable[[int], dict[str, Event]]:
+    return lambda step: {e.name: e for e in recording.steps.get(step, ()) if e.pass_ == "weights"}
 
 
 def _minus(after: Digest, before: Digest) -> Digest:

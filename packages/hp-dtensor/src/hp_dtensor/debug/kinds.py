@@ -14,6 +14,8 @@ from hp_dtensor.debug.recording import Event
 
 # A hypothesis fits if it leaves this share of the difference.
 _FIT = 0.02
+# Other constants change a tensor by less than this share, mostly along itself.
+_SMALL, _ALONG = 0.05, 0.6
 _DIMS = ("first", "second", "last")
 
 
@@ -34,13 +36,15 @@ class Kind:
 
 @dataclass(frozen=True)
 class Pair:
-    """A tensor of both sides, the same tensor in the step before, and the unit of rounding."""
+    """A tensor of both sides and in the step before, the unit of rounding, and for updates the weights."""
 
     a: Event
     b: Event
     before_a: Event | None = None
     before_b: Event | None = None
     unit: float = 2.0**-24
+    weights_a: Event | None = None
+    weights_b: Event | None = None
 
     def relative(self) -> float:
         """Return the norm of B - A relative to the larger norm of both; infinite if only one of them is finite."""
@@ -78,36 +82,40 @@ def _hypotheses(
     if not (np.isfinite(a.values[0]) and np.isfinite(b.values[0])):
         side = "A" if not np.isfinite(a.values[0]) else "B"
         yield "not finite", f"{side} has NaN or infinite values here, and the other side has not"
-    if step == 0:
+    if step == 0 and not _is_permuted(pair):
         yield "initial weights", "the sides do not start from the same weights: another seed, source or initialization"
     yield from _of_replicas(pair)
     yield from _of_factor(pair, about_a, about_b)
     yield from _of_previous_step(pair)
     yield from _of_some_elements(pair)
     change, scale = norm_of(b.values - a.values, b.num_bucketed), max(a.norm, b.norm)
-    if (
-        abs(b.values[SUM] - a.values[SUM]) < _FIT * change
-        and abs(b.values[SQUARES] - a.values[SQUARES]) < _FIT * change * scale
-    ):
+    if _is_permuted(pair):
         yield (
             "permutation",
             "the same values in other places: exchanged shards, experts or rows, or another order of ranks",
         )
     relative = change / scale
+    vectors = _vector(a.values), _vector(b.values)
+    if relative < _SMALL and abs(_cosine(vectors[0], vectors[1] - vectors[0])) > _ALONG:
+        # Rounding has no direction.
+        yield "formula", "small and along the tensor itself: another constant, such as an epsilon, or another formula"
     for dtype, unit in (("bfloat16", 2.0**-9), ("float16", 2.0**-12)):
         if unit > pair.unit and unit / 8 < relative < unit * 4 and len(_differing(pair)[0]) > BUCKETS // 2:
             yield "dtype", f"as large as rounding to {dtype} makes it: a product, cast or reduction in {dtype}"
     if about_a.get("random") or about_b.get("random"):
         yield "random numbers", "nothing else fits, and the model draws random numbers: another seed or order of draws"
-    weights = _vector(a.values), _vector(b.values)
-    similarity = float(weights[0] @ weights[1]) / (np.linalg.norm(weights[0]) * np.linalg.norm(weights[1]) or 1.0)
-    if pair.a.pass_ == "gradient" and about_b.get("world_size", 1) > 1 and b.norm < 0.98 * a.norm and similarity > 0.15:
+    if (
+        pair.a.pass_ == "gradient"
+        and about_b.get("world_size", 1) > 1
+        and b.norm < 0.98 * a.norm
+        and _cosine(*vectors) > 0.15
+    ):
         yield (
             "missing reduction",
             "B has a part of the sum: gradients of some ranks, samples or micro-batches are missing",
         )
-    if relative < 0.02:
-        yield "formula", "small and spread: another constant, such as an epsilon, or another formula"
+    if relative < _SMALL:
+        yield "formula", "small: another constant, such as an epsilon, or another formula"
     yield "values", "no simple relation: another input, mask, weight or formula at this place"
 
 
@@ -156,7 +164,7 @@ def _of_factor(pair: Pair, about_a: Mapping[str, Any], about_b: Mapping[str, Any
         yield "lost", "it is almost zero in B"
     if math.isclose(factor, -1, rel_tol=1e-3):
         yield "factor", "B is -A: the sign is wrong"
-    yield "factor", f"B is {factor:.6g} times A: a wrong divisor or scale, such as the number of tokens"
+    yield "factor", f"B is {factor:.4g} times A: a wrong divisor or scale, such as the number of tokens"
 
 
 def _of_previous_step(pair: Pair) -> Iterator[tuple[str, str]]:
@@ -183,9 +191,22 @@ def _of_some_elements(pair: Pair) -> Iterator[tuple[str, str]]:
             yield "lost", f"{where} are zero in B"
         factor = float(of_a @ of_b) / (float(of_a @ of_a) or 1.0)
         if len(chosen) > 1 and np.linalg.norm(of_b - factor * of_a) < _FIT * change:
-            yield "factor", f"{where} are {factor:.6g} times those of A"
+            yield "factor", f"{where} are {factor:.4g} times those of A"
         if dim == 1 and pair.a.pass_ in ("forward", "backward"):
             yield "border", f"only {where} differ: a mask or an exchange at a border of shards of the sequence"
+
+
+def _is_permuted(pair: Pair) -> bool:
+    """Return whether sum and sum of squares are equal, which exchanged elements do not change."""
+    # An update says nothing of exchanged weights: the weights do.
+    a, b = (pair.weights_a or pair.a).digest, (pair.weights_b or pair.b).digest
+    change, scale = norm_of(b.values - a.values, b.num_bucketed), max(a.norm, b.norm)
+    is_sum = abs(b.values[SUM] - a.values[SUM]) < _FIT * change
+    return is_sum and bool(abs(b.values[SQUARES] - a.values[SQUARES]) < _FIT * change * scale)
+
+
+def _cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return float(a @ b) / (float(np.linalg.norm(a) * np.linalg.norm(b)) or 1.0)
 
 
 def _vector(values: np.ndarray) -> np.ndarray:

@@ -234,9 +234,11 @@ class Recorder:
             `DTensor`, or with replicated ones.
         platform: default: that of the module.
         select: whether to record the outputs of a module, by its name; None: of all modules.
+        select_gradients: whether to record the gradients of these outputs too, which local code may compute in parts.
         rename: the name in the unsharded model of a module or parameter, where a wrapper has changed it.
         buffers: record floating-point buffers as weights; they must be equal on all ranks that have them.
         about: facts for `Recording.about`.
+        first_step: the step after which the weights are those of now.
 
     Attributes:
         recording: the steps so far, the same on all ranks.
@@ -262,14 +264,17 @@ class Recorder:
         platform: Platform | str | None = None,
         *,
         select: Callable[[str], bool] | None = None,
+        select_gradients: Callable[[str], bool] = lambda name: True,
         rename: Callable[[str], str] = str,
         buffers: bool = False,
         about: Mapping[str, Any] | None = None,
+        first_step: int = 0,
     ) -> None:
         self.platform = platform_of(module, platform)
         self.rows: Rows | None = None
         self.gradient_factor = 1.0
         self.unplaced: set[str] = set()
+        self._select_gradients = select_gradients
         self._module, self._select, self._rename, self._buffers = module, select, rename, buffers
         self._digester = Digester(self.platform)
         self._found: dict[tuple[str, str], _Local] = {}
@@ -278,7 +283,7 @@ class Recorder:
         # First, since it joins the job of a program that has initialized torch.distributed itself.
         self.weights()
         self.recording = Recording({"world_size": existing_world(self.platform).size, **(about or {})})
-        self._finish(0)
+        self._finish(first_step)
 
     @contextlib.contextmanager
     def step(self, number: int, rows: Rows | None = None) -> Iterator[Recorder]:
@@ -328,24 +333,25 @@ class Recorder:
     def _add_hooks(self) -> Iterator[Removable]:
         for name, module in self.platform.named_modules(self._module):
             if name and not self.platform.is_container(module) and (self._select is None or self._select(name)):
-                yield self.platform.add_forward_hook(module, self._after_forward(self._rename(name)))
+                hook = self._after_forward(self._rename(name), self._select_gradients(name))
+                yield self.platform.add_forward_hook(module, hook)
 
-    def _after_forward(self, name: str) -> Callable[..., None]:
+    def _after_forward(self, name: str, has_gradients: bool) -> Callable[..., None]:
         def after(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             several = isinstance(output, (tuple, list))
             for index, x in enumerate(output if several else [output]):
-                self._output(f"{name}[{index}]" if several else name, x)
+                self._output(f"{name}[{index}]" if several else name, x, has_gradients)
 
         return after
 
-    def _output(self, name: str, x: Tensor) -> None:
+    def _output(self, name: str, x: Tensor, has_gradients: bool) -> None:
         platform = self.platform
         # A recomputation in backward repeats a forward that has been recorded.
         is_first = not platform.is_in_backward()
         placed = self._placed(x)
         if is_first:
             self._record("forward", name, x)
-        if placed is None or not platform.requires_grad(x):
+        if placed is None or not has_gradients or not platform.requires_grad(x):
             return
         key = (name, placed[1].key)
         # A checkpointed forward that was not recorded by autograd gets its hooks when it is repeated.

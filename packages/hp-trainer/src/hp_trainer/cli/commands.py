@@ -33,6 +33,7 @@ COMMANDS = {
     "checkpoints": ("report", "List the checkpoints of a run, and verify them."),
     "report": ("report", "Write an HTML file about a run: curves, layout, settings."),
     "compare": ("report", "Compare results, settings and curves of several runs."),
+    "diff": ("diff", "Find the first place where two runs or settings part."),
     "evaluate": ("evaluate", "Print loss and perplexity of a run, or run lm-eval's tasks."),
     "generate": ("evaluate", "Continue prompts with the model of a run."),
     "export": ("export", "Write the model of a run for transformers, PEFT or torch."),
@@ -245,4 +246,4 @@ Exit code: 0 done, 1 failed, 2 invalid input, 130 stopped by Ctrl-C,
 )
 @click.version_option(package_name="hp-trainer", message="%(version)s", help="Show the version.")
 def hp_train() -> None:
-    """Train the model that a YAML file describes, on PyTorch or on MindSpore, in any parallel layout."""
+    """Train the model of a YAML file, on PyTorch or on MindSpore, in any layout."""

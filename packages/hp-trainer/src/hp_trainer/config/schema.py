@@ -146,6 +146,19 @@ class TrainingConfig:
         ge=1,
         description="the weights of replicas are compared at every n-th step and before each checkpoint; null: never",
     )
+    record_steps: int | None = Field(
+        None, ge=1, description="record digests of the first n steps in digests.gz, for hp-train diff; null: none"
+    )
+    record_only: bool = Field(False, description="end the run after the recorded steps, without a checkpoint")
+    perturb_weights: float = Field(
+        0.0, ge=0, le=0.01, description="relative change of every initial weight, which shows how rounding grows"
+    )
+    compare_with: str | None = Field(
+        None, description="run or file of digests to compare each step with; both must start from the same weights"
+    )
+    on_difference: Literal["stop", "warn"] = Field(
+        "stop", description="reaction to the first step that differs from compare_with by more than rounding"
+    )
     label_smoothing: float = Field(
         0.0, ge=0, le=0.99, description="probability mass of each target spread evenly over the vocabulary"
     )
@@ -178,6 +191,8 @@ class TrainingConfig:
                     got=str(tokens),
                 )
         yield from self._memory_problems()
+        if self.record_only and self.record_steps is None:
+            yield Problem(path="record_only", what="has no effect without training.record_steps", expected="false")
         micro, batch = self.micro_batch_size, self.global_batch_size
         if micro is not None and batch % micro:
             yield Problem(

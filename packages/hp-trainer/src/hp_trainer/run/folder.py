@@ -47,6 +47,7 @@ class RunFolder:
     model/             config.json and tokenizer of `model.from`
     checkpoints/       step-00000100/ ...
     stalls/            reports of ranks that stalled
+    digests.gz         digests of the first steps (training.record_steps)
     profile/           rank0-trace.json ... of the steps chosen with profile.first and profile.last
     logs/              rank1.log ... (rank 0 writes to the terminal)
     ```
@@ -67,6 +68,7 @@ class RunFolder:
         self.model_files = path / "model"
         self.checkpoints = path / "checkpoints"
         self.stalls = path / "stalls"
+        self.digests_file = path / "digests.gz"
         self.logs = path / "logs"
         self.profile = path / "profile"
 

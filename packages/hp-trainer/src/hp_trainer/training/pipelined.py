@@ -161,11 +161,14 @@ class ModelStage(PipelineStage):
     def __init__(self, model: Any, parts: ModelPart, index: int, num_stages: int) -> None:
         super().__init__(model, index, num_stages)
         self._parts = parts
+        # Called before each forward with its rows and their sharding.
+        self.before_call: Callable[[np.ndarray | None, Any], None] = lambda rows, sharding: None
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the stage; only the last stage gets the targets."""
         # A rank with several stages passes the same kwargs to all of them.
         targets = kwargs["targets"] if self.is_last else None
+        self.before_call(kwargs["rows"], kwargs["sharding"])
         with use_sequence_sharding(kwargs["sharding"]):
             return self.submod(*args, targets, kwargs["positions"], self._parts, kwargs["rows"])
 
@@ -188,6 +191,7 @@ class PipelinedModel:
     Attributes:
         group: the process group of the pipeline.
         tied: weights of which several stages have copies.
+        stages: the stages of this rank.
     """
 
     def __init__(
@@ -207,6 +211,7 @@ class PipelinedModel:
             ModelStage(model, plan.stages[index], index, num_stages) for index in plan.indices_of(self.group.rank)
         ]
         self.tied = TiedWeights(platform.named_parameters(model), pp)
+        self.stages = stages
         self._scale: Callable[[Tensor], Tensor] = lambda loss: loss
         # The loss is scaled by a method that reads `_scale`, because the scale changes between steps.
         self._pipeline = Pipeline(

@@ -13,6 +13,7 @@ from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import SilentWorld, current_world, use_world
+from hp_dtensor.debug import perturb_weights
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.parallel import nn
 from hp_dtensor.platform.interface import Platform
@@ -221,6 +222,8 @@ def build_model(
     materialize(model, buffers=lambda name, shape, dtype: platform.zeros(shape, dtype), platform=platform)
     if weights:
         give_initial_weights(model, config, platform)
+        if config.training.perturb_weights:
+            perturb_weights(model, config.training.perturb_weights, platform)
     return model
 
 

@@ -11,6 +11,7 @@ from hp_dtensor.optim import clip_grad_norm_, total_norm
 from hp_dtensor.parallel.attention import use_sequence_sharding
 from hp_moe import AutoDispatcher, moe_layers
 from hp_trainer.data import Batch
+from hp_trainer.training.recording import StepRecorder
 from hp_trainer.training.setup import RankSetup
 
 Tensor = Any
@@ -25,6 +26,8 @@ class OptimizerStep:
         self.sharder = setup.sequence_sharder()
         self.pipeline, self.stage_mesh = setup.pipeline, setup.stage_mesh
         self.average = setup.average
+        # Set by the trainer while steps are recorded.
+        self.recorder: StepRecorder | None = None
         self._experts = list(moe_layers(self.model).values())
         for layer in self._experts:
             # Routers normally raise for scores that are not finite. With a guard that skips steps, and with float16
@@ -89,6 +92,8 @@ class OptimizerStep:
     def loss_sum(self, batch: Batch) -> Tensor:
         """Return the cross entropy summed over this rank's targets, in nats."""
         batch = batch if self.sharder is None else self.sharder.shard(batch)
+        if self.recorder is not None:
+            self.recorder.place(batch.rows, batch.sharding)
         # Models that draw random numbers per sample need the global row indices.
         rows = {"rows": batch.rows} if getattr(self.model, "takes_rows", False) else {}
         with use_sequence_sharding(batch.sharding):
@@ -113,6 +118,8 @@ class OptimizerStep:
     def clip(self) -> float:
         """Unscale and clip the gradients; return their norm before clipping, infinite where float16 overflowed."""
         self.scaler.unscale_(parameter for _, parameter in self.platform.named_parameters(self.model))
+        if self.recorder is not None:
+            self.recorder.gradients()
         return math.inf if self.scaler.found_inf else self._clip()
 
     @property
@@ -132,6 +139,8 @@ class OptimizerStep:
         if overflowed:
             self.discard()
         else:
+            if self.recorder is not None:
+                self.recorder.states()
             self.optimizer.zero_grad()
             if self.average is not None:
                 # After the optimizer step, so that the average includes the new weights.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from hp_dtensor.platform.interface import Platform
@@ -22,6 +23,7 @@ from hp_trainer.training.checkpoints import Choice, Progress, TrainingCheckpoint
 from hp_trainer.training.expert_moves import ExpertMoves
 from hp_trainer.training.health import GO_ON, CorruptionChecks, Verdict, nonfinite_scores
 from hp_trainer.training.lr_schedule import learning_rate_factor
+from hp_trainer.training.recording import StepRecorder
 from hp_trainer.training.setup import RankSetup
 from hp_trainer.training.speed import ModelSpeed, StepProfile, out_of_memory
 from hp_trainer.training.stalls import StallWatch
@@ -158,20 +160,21 @@ class Trainer:
         samples = self.progress.samples + self.config.training.global_batch_size
         before = StepRecord(step=step, learning_rate=learning_rate, tokens=batch.global_tokens, samples=samples)
         self._hooks.before_step(before)
-        if _is_due(step, self.config.training.replay_interval):
-            local_loss = self._corruption.accumulate_gradients_twice(batch, step)
-        else:
-            self._step.seed_random_numbers(step)
-            local_loss = self._step.accumulate_gradients(batch)
-        # Copies the loss to the host, which waits for the device to finish the backward.
-        loss, stopping = self._step.agree(local_loss, stop.is_made)
-        verdict, norm, updated = self._update(step, loss, learning_rate)
-        if _is_due(step, self.config.training.replica_check_interval):
-            self._corruption.compare_replicas(step)
-        # Expert biases are part of the update: a discarded step must not change them.
-        metrics = dict((self.setup.pipeline or self.setup.model).after_optimizer_step()) if updated else {}
-        if updated:
-            self._expert_moves.after_step(step, getattr(self.setup.model, "expert_loads", {}))
+        with self._recorded(step):
+            if _is_due(step, self.config.training.replay_interval):
+                local_loss = self._corruption.accumulate_gradients_twice(batch, step)
+            else:
+                self._step.seed_random_numbers(step)
+                local_loss = self._step.accumulate_gradients(batch)
+            # Copies the loss to the host, which waits for the device to finish the backward.
+            loss, stopping = self._step.agree(local_loss, stop.is_made)
+            verdict, norm, updated = self._update(step, loss, learning_rate)
+            if _is_due(step, self.config.training.replica_check_interval):
+                self._corruption.compare_replicas(step)
+            # Expert biases are part of the update: a discarded step must not change them.
+            metrics = dict((self.setup.pipeline or self.setup.model).after_optimizer_step()) if updated else {}
+            if updated:
+                self._expert_moves.after_step(step, getattr(self.setup.model, "expert_loads", {}))
         if self.setup.scaler.is_enabled():
             metrics["loss_scale"] = self.setup.scaler.get_scale()
         if verdict is not GO_ON:
@@ -188,6 +191,21 @@ class Trainer:
             )
         )
         return stopping
+
+    @contextmanager
+    def _recorded(self, step: int) -> Iterator[None]:
+        """Record the step in the block, if the settings ask for it."""
+        training = self.config.training
+        if training.compare_with is None and step > (training.record_steps or 0):
+            self._step.recorder = None
+            yield
+            return
+        if self._step.recorder is None:
+            self._step.recorder = StepRecorder(self.setup, self.run_folder, step - 1)
+            for stage in self.setup.pipeline.stages if self.setup.pipeline is not None else ():
+                stage.before_call = self._step.recorder.place
+        with self._step.recorder.step(step, self.progress.samples):
+            yield
 
     def _update(self, step: int, loss: float, learning_rate: float) -> tuple[Verdict, float | None, bool]:
         """Update the weights, unless the guard discards the step or float16 overflowed.
@@ -319,7 +337,10 @@ class Trainer:
         config, stopping = self.config, False
         # A run that continues from a checkpoint has it already; a new run has none for step 0.
         saved_at = self.progress.step if self.progress.step else None
-        while self.progress.step < config.training.steps and not stopping:
+        last = config.training.steps
+        if config.training.record_only:
+            last = min(last, config.training.record_steps or last)
+        while self.progress.step < last and not stopping:
             self._profile.before_step(self.progress.step + 1)
             stopping = self.train_step(stop)
             if self._rolls_back:
@@ -335,10 +356,10 @@ class Trainer:
                 saved_at = step
             else:
                 self.finish_save(wait=False)
-        if saved_at != self.progress.step:
+        if saved_at != self.progress.step and not config.training.record_only:
             self.save()
         self.finish_save()
-        if self.progress.step >= config.training.steps:
+        if self.progress.step >= last:
             return None
         # A signal may have reached only some ranks; the others report 0, and all return that of any rank.
         world = self.setup.mesh.world.all

@@ -1,0 +1,158 @@
+"""Recording of a run's digests, and the comparison of a live run with a recorded one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hp_dtensor.debug import Comparison, Recorder, Recording, Rows, compare
+from hp_dtensor.debug.recording import append
+from hp_dtensor.parallel.attention import SequenceSharding
+from hp_trainer._coordination import coordinator
+from hp_trainer.exceptions import TrainingError
+from hp_trainer.run import RunFolder
+from hp_trainer.training.setup import RankSetup
+
+
+class StepRecorder:
+    """Records the steps of a run on this rank. Rank 0 writes them, and compares them with those of another run.
+
+    Args:
+        step: number of steps done so far.
+    """
+
+    def __init__(self, setup: RankSetup, run: RunFolder, step: int) -> None:
+        self._setup, self._run, training = setup, run, setup.config.training
+        self._world = setup.mesh.world
+        self._cp_rank = setup.mesh["cp"].get_local_rank() if setup.dims.cp_enabled else 0
+        self._first_row = 0
+        self._recorder = Recorder(
+            setup.model,
+            setup.platform,
+            select=_is_in_order,
+            # A router's tokens are local to a rank, and so are the parts of their gradients.
+            select_gradients=lambda name: "router" not in name.split("."),
+            buffers=True,
+            about=_about(setup),
+            first_step=step,
+        )
+        self._has_warned = False
+        self._reference: Recording | None = None
+        if training.compare_with is not None:
+            self._reference = read_recording(training.compare_with) if self._world.rank == 0 else Recording()
+        if training.record_steps is not None and self._world.rank == 0:
+            recording = self._recorder.recording
+            # A resumed run adds to the file.
+            if step == 0 or not run.digests_file.exists():
+                run.digests_file.unlink(missing_ok=True)
+                append(run.digests_file, recording.about, None)
+                append(run.digests_file, recording.steps[step], step)
+
+    @contextmanager
+    def step(self, number: int, first_row: int) -> Iterator[None]:
+        """Record a step.
+
+        Args:
+            first_row: number of samples of the run before this step.
+
+        Raises:
+            TrainingError: on every rank if `training.compare_with` found a difference, unless it is to warn.
+        """
+        self._first_row = first_row
+        self._recorder.gradient_factor = 1 / self._setup.scaler.get_scale()
+        with self._recorder.step(number):
+            yield
+        steps = self._recorder.recording.steps
+        last = self._setup.config.training.record_steps
+        if last is not None and number <= last and self._world.rank == 0:
+            append(self._run.digests_file, steps[number], number)
+        if self._reference is not None:
+            self._compare(number)
+        # The weights before a step are needed for its updates only.
+        for old in [each for each in steps if each < number]:
+            del steps[old]
+
+    def place(self, rows: np.ndarray | None, sharding: SequenceSharding | None) -> None:
+        """Say which samples and positions the next forward has.
+
+        Args:
+            rows: global position of each sample in the run.
+            sharding: of the sequence over context parallel ranks; None: unsharded.
+        """
+        training = self._setup.config.training
+        assert rows is not None
+        length = training.sequence_length
+        positions = np.arange(length) if sharding is None else sharding.indices(self._cp_rank)
+        self._recorder.rows = Rows(rows - self._first_row, training.global_batch_size, positions, length)
+
+    def gradients(self) -> None:
+        """Record the gradients, which are reduced and not clipped yet."""
+        self._recorder.gradients()
+
+    def states(self) -> None:
+        """Record the optimizer's states after an update."""
+        self._recorder.states(self._setup.optimizer.state())
+
+    def _compare(self, number: int) -> None:
+        """Compare a step with the reference, on rank 0.
+
+        Raises:
+            TrainingError: on every rank if they differ, unless `training.on_difference` is to warn.
+        """
+        reference = self._reference
+        assert reference is not None
+
+        def difference() -> str | None:
+            if number not in reference.steps or self._has_warned:
+                return None
+            steps = {each: reference.steps[each] for each in (number - 1, number) if each in reference.steps}
+            found: Comparison = compare(Recording(reference.about, steps), self._recorder.recording)
+            return str(found) if found.verdict == "different" else None
+
+        found = coordinator(self._world.all, "comparing with training.compare_with", difference, TrainingError)
+        if found is None:
+            return
+        message = f"step {number} differs from {self._setup.config.training.compare_with} (A):\n{found}"
+        if self._setup.config.training.on_difference == "stop":
+            raise TrainingError(message)
+        self._has_warned = True
+        if self._world.rank == 0:
+            print(f"hp-train: {message}", file=sys.stderr, flush=True)
+
+
+def read_recording(path: str) -> Recording:
+    """Read the digests of a run folder, or of a file.
+
+    Raises:
+        RecordingError: they are missing or damaged.
+    """
+    found = Path(path).expanduser()
+    return Recording.load(RunFolder(found).digests_file if found.is_dir() else found)
+
+
+def _is_in_order(name: str) -> bool:
+    """Return whether the rows of a module's output are those of the batch: routed experts have rows in their order."""
+    return "experts" not in name.split(".")
+
+
+def _about(setup: RankSetup) -> dict[str, Any]:
+    """Return the facts of a run that a comparison reports."""
+    config, dims = setup.config, setup.dims
+    degrees = {name: size for name, size in dims.dense_sizes().items() if size > 1}
+    if dims.ep_enabled:
+        degrees["ep"] = dims.ep
+    options = config.model.options
+    return {
+        "platform": setup.platform.name,
+        "model": config.model.name,
+        "layout": " ".join(f"{name}={size}" for name, size in degrees.items()),
+        "degrees": degrees,
+        "dtypes": list(dict.fromkeys([config.training.dtype, config.training.reduce_dtype, "float32"])),
+        "random": any(getattr(options, name, 0) for name in ("attention_dropout", "router_jitter"))
+        or config.model.name != "decoder",
+    }
