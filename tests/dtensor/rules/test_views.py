@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,33 @@ def test_an_inner_dimension_is_flattened_to_a_strided_shard(hp_platform: Platfor
         np.testing.assert_array_equal(values, ROWS.reshape(30))
 
 
+def _loss_of_rows(platform: Platform) -> tuple[Any, ...]:
+    mesh, ops = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",), platform=platform), platform.ops
+    logits = platform.from_numpy(np.sin(np.arange(60.0, dtype=np.float32)).reshape(2, 6, 5))
+    targets = platform.from_numpy(np.arange(12).reshape(2, 6) % 5)
+    x = distribute_tensor(logits, mesh, (Shard(1),))  # 2, 2, 2 and 0 positions
+    whole = platform.from_numpy(platform.to_numpy(logits).copy())
+    for leaf in (x, whole):
+        platform.set_requires_grad(leaf, True)
+    rows = distribute_tensor(targets, mesh, (Replicate(),))
+    with record_collectives() as log:
+        loss = ops.cross_entropy(ops.reshape(x, (12, 5)), ops.reshape(rows, (12,)))
+        (grad,) = platform.grad([loss], [x])
+    expected = ops.cross_entropy(ops.reshape(whole, (12, 5)), ops.reshape(targets, (12,)))
+    found, full = loss.full_tensor(), grad.full_tensor()
+    pairs = [(found, expected), (full, platform.grad([expected], [whole])[0])]
+    names = [record.name for record in log.records]
+    return names, [tuple(platform.to_numpy(each) for each in pair) for pair in pairs]
+
+
+def test_the_loss_of_flattened_rows_follows_their_placement(hp_platform: Platform) -> None:
+    """Targets are sliced as the rows of the logits are; only the number of rows that count is communicated."""
+    for names, pairs in run_ranks(_loss_of_rows, 4, hp_platform, hp_platform):
+        assert names == ["all_reduce"]
+        for found, expected in pairs:
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def _reshapes(source: tuple[int, ...], *targets: tuple[int, ...]) -> Sample:
     def call(ops: Any, x: Any) -> Any:
         for target in targets:
@@ -97,11 +125,22 @@ STRIDED = (
         ((2, 4, 3), (5, 3)),
         lambda ops, x, w: ops.reshape(ops.linear(ops.reshape(x, (8, 3)), w), (2, 4, 5)),
     ),
+    *(
+        Sample(
+            f"cross_entropy of rows, {reduction}",
+            ((2, 4, 3), (2, 4)),
+            lambda ops, x, t, reduction=reduction: ops.cross_entropy(
+                ops.reshape(x, (8, 3)), ops.reshape(t, (8,)), reduction=reduction
+            ),
+            integers={1: 3},
+        )
+        for reduction in ("mean", "none")
+    ),
+    Sample("mse_loss", ((5, 4), (5, 4)), lambda ops, x, y: ops.mse_loss(x, y)),
     Sample(
-        "cross_entropy of rows",
-        ((2, 4, 3), (2, 4)),
-        lambda ops, x, t: ops.cross_entropy(ops.reshape(x, (8, 3)), ops.reshape(t, (8,))),
-        integers={1: 3},
+        "batch_norm of rows",
+        ((2, 4, 3), (3,), (3,)),
+        lambda ops, x, w, b: ops.batch_norm(ops.reshape(x, (8, 3)), None, None, w, b, True),
     ),
     Sample("amax of rows", ((2, 4, 3),), lambda ops, x: ops.amax(ops.reshape(x, (8, 3)), 0)),
     Sample("mul of broadcast", ((4, 3), (3,)), lambda ops, x, y: ops.mul(x, y)),
@@ -110,7 +149,10 @@ STRIDED = (
 
 
 @pytest.mark.parametrize("sample", STRIDED, ids=lambda sample: sample.name)
-def test_strided_shards_give_the_values_and_gradients_of_one_device(hp_platform: Platform, sample: Sample) -> None:
+def test_strided_shards_give_the_values_and_gradients_of_one_device(
+    hp_platform: Platform, sample: Sample, torch_or: Callable[[bool], None]
+) -> None:
+    torch_or(sample.name in ("linear of rows", "cross_entropy of rows, mean", STRIDED[0].name))
     for mesh_shape, limit in {(3,): 40, (2, 2): 40}.items():
         arguments = (hp_platform, mesh_shape, [sample], limit, ALL, True)
         reports = run_ranks(prove, math.prod(mesh_shape), hp_platform, *arguments)

@@ -165,8 +165,8 @@ class FactorShardings:
     Attributes:
         sizes: factor -> its global number of elements.
         axes: sharded factor -> the mesh axes that shard it, outermost first.
-        spans: sharded factor -> (start, length) of this rank's shard.
-        lengths: sharded factor -> per axis, the lengths of its ranks' shards; empty on a rank outside the mesh.
+        spans: sharded factor -> (start, length) of this rank's shard; without factors in strided shards.
+        lengths: factor of `spans` -> per axis, the lengths of its ranks' shards; empty on a rank outside the mesh.
         parts: sharded factor of which a rule needs all shards (`Factorization.known`) -> (start, length) per rank.
     """
 

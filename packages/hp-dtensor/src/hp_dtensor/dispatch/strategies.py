@@ -52,7 +52,7 @@ def choose_strategies(
     def span_of(factor: str) -> Span:
         """Return the span of a factor on this rank after the axes so far; outside the mesh, that of the first rank."""
         where = mesh.get_coordinate() or (0,) * mesh.ndim
-        return _span(mesh, rule.sizes[factor], _sharding_axes(chosen).get(factor, ()), chosen, where)
+        return _span(mesh, rule.sizes[factor], _in_spans(_sharding_axes(chosen), chosen).get(factor, ()), chosen, where)
 
     # Bytes of a shard, averaged over ranks: all ranks must make the same choice, whatever the sizes of their shards.
     nbytes = []
@@ -112,22 +112,28 @@ def _choose(
 def factor_shardings(rule: Factorization, mesh: DeviceMesh, chosen: list[Strategy]) -> FactorShardings:
     """Return how the strategies `chosen`, one per mesh axis, divide the factors among the ranks."""
     axes_of, sizes = _sharding_axes(chosen), rule.sizes
+    in_spans = _in_spans(axes_of, chosen)
     where = mesh.get_coordinate()
     return FactorShardings(
         sizes=sizes,
         axes=axes_of,
-        spans={f: _span(mesh, sizes[f], axes, chosen, where) if where else (0, 0) for f, axes in axes_of.items()},
-        lengths={f: _lengths(mesh, sizes[f], axes, chosen) for f, axes in axes_of.items()},
-        parts={f: _all_parts(mesh, sizes[f], axes_of[f], chosen) for f in axes_of if f in rule.limits.known_spans},
+        spans={f: _span(mesh, sizes[f], axes, chosen, where) if where else (0, 0) for f, axes in in_spans.items()},
+        lengths={f: _lengths(mesh, sizes[f], axes, chosen) for f, axes in in_spans.items()},
+        parts={f: _all_parts(mesh, sizes[f], in_spans[f], chosen) for f in in_spans if f in rule.limits.known_spans},
     )
 
 
 def _sharding_axes(chosen: list[Strategy]) -> dict[str, tuple[int, ...]]:
-    """Return the mesh axes that shard each factor of which every rank has one span."""
+    """Return the mesh axes that shard each factor, outermost first."""
     axes: dict[str, tuple[int, ...]] = {}
     for axis, strategy in enumerate(chosen):
         if strategy.factor is not None:
             axes[strategy.factor] = (*axes.get(strategy.factor, ()), axis)
+    return axes
+
+
+def _in_spans(axes: Mapping[str, tuple[int, ...]], chosen: list[Strategy]) -> Mapping[str, tuple[int, ...]]:
+    """Return the factors of which every rank has one span."""
     strided = {strategy.factor for strategy in chosen if isinstance(strategy.kind, StridedShard)}
     return {factor: found for factor, found in axes.items() if factor not in strided}
 

@@ -77,12 +77,14 @@ class LocalWork:
     Attributes:
         by_factor: factor -> `function(call: LocalCall) -> outputs`, called instead of the operation where that factor
             is sharded.
+        any_order: factors of which that function takes any elements, in any order: it reads their groups, not spans.
         on_shards: `function(call: LocalCall) -> outputs`, called instead of the operation where any output is sharded.
         localize: `function(shapes, spans) -> arguments` with the static arguments for this rank. `shapes` are the local
             shapes of the outputs, `spans` the span of this rank in each sharded factor.
     """
 
     by_factor: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    any_order: frozenset[str] = frozenset()
     on_shards: Callable[..., Any] | None = None
     localize: Callable[[Sequence[tuple[int, ...]], Mapping[str, Span]], Mapping[str, Any]] | None = None
 
@@ -171,7 +173,8 @@ class Factorization:
     def can_be_in_any_order(self, factor: str) -> bool:
         """Return whether a rank may have any of the factor's elements, in any order, if it has them in all tensors."""
         limits, work = self.limits, self.work
-        special = limits.picked or limits.known_spans or work.by_factor or work.localize
+        replaced = work.by_factor and factor not in work.any_order
+        special = limits.picked or limits.known_spans or replaced or work.localize
         return not special and factor not in limits.nonempty and not self.is_merged(factor)
 
     def neighbors(self, factor: str) -> set[str]:
@@ -446,8 +449,8 @@ class LocalCall:
     Attributes:
         name: the operation.
         arguments: by parameter name. Tensors are local and plain.
-        spans: sharded factor -> span of this rank.
-        lengths: sharded factor -> per group, the lengths of its ranks' spans.
+        spans: sharded factor -> span of this rank; without factors in strided shards.
+        lengths: sharded factor -> per group, the lengths of its ranks' spans; without factors in strided shards.
         groups: sharded factor -> the groups over which it is sharded, outermost first.
         all_spans: sharded factor of `ShardingLimits.known_spans` -> the group of all ranks over which it is sharded,
             and the span of each of them.

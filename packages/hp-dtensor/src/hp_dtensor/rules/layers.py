@@ -158,7 +158,7 @@ def _batch_norm(call: OpCall) -> Factorization:
         (dims,),
         sizes,
         limits=ShardingLimits(nonempty=frozenset({dims[1][0]})),
-        work=LocalWork(by_factor=dict.fromkeys(summed, _batch_norm_over_ranks)),
+        work=LocalWork(by_factor=dict.fromkeys(summed, _batch_norm_over_ranks), any_order=frozenset(summed)),
         operands=Operands(written=frozenset(range(1, 1 + tracked))),
     )
 

@@ -72,7 +72,7 @@ def _loss(call: OpCall) -> Factorization:
         ((),),
         sizes,
         partial=PartialResults(reduced=dict.fromkeys(sizes, "sum")),
-        work=LocalWork(by_factor=dict.fromkeys(sizes, mean_of_shard)),
+        work=LocalWork(by_factor=dict.fromkeys(sizes, mean_of_shard), any_order=frozenset(sizes)),
     )
 
 
@@ -124,7 +124,7 @@ def _rule(call: OpCall, local: Local, by_class: bool = False) -> Factorization:
         partial=PartialResults(
             reduced={} if unreduced else dict.fromkeys(names, "sum"), complete=frozenset({"classes"})
         ),
-        work=LocalWork(by_factor=dict.fromkeys(sizes, _of_rows(local, names, by_class))),
+        work=LocalWork(by_factor=dict.fromkeys(sizes, _of_rows(local, names, by_class)), any_order=frozenset(names)),
     )
 
 

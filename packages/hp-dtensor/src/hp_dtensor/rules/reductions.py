@@ -210,7 +210,7 @@ def _mean(call: OpCall) -> Factorization:
         base,
         limits=ShardingLimits(),
         partial=PartialResults(reduced=dict.fromkeys(factors, "sum"), terms=LINEAR.terms),
-        work=LocalWork(by_factor=dict.fromkeys(factors, mean_of_shard)),
+        work=LocalWork(by_factor=dict.fromkeys(factors, mean_of_shard), any_order=frozenset(factors)),
     )
 
 

@@ -164,14 +164,12 @@ def _ends_with_routed(config: DecoderOptions, shape: MicroBatchShape) -> bool:
 
 
 def _tied_head(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[Traffic]:
-    """Yield the exchanges of a gathered head: its weight, the logits from rows to classes, the loss over classes."""
+    """Yield the exchanges of a gathered head: its weight, and the number of tokens of the loss over sharded rows."""
     share, vocab = _share(shape.tp), config.vocab_size
     weight = share * vocab * config.hidden_size * shape.itemsize
     yield Traffic("tp", "all_gather", weight, 1)
     yield Traffic("tp", "reduce_scatter", weight, 1)
-    yield Traffic("tp", "exchange", 2 * share * shape.most_tokens * vocab * 4 / shape.tp, 2)
-    # The maximum, the sum of exponentials and the logit of the target of each row.
-    yield Traffic("tp", "all_reduce", 3 * 2 * share * shape.most_tokens * 4, 3)
+    yield Traffic("tp", "all_reduce", 2 * share * 4, 1)
 
 
 def _replicated_gradients(
