@@ -30,8 +30,8 @@ OLDER_FSDP = """
     ShardedOptimStateDictConfig ShardedStateDictConfig ShardingStrategy StateDictConfig StateDictSettings StateDictType
 """
 TYPES_OF_STATES = "FQNS_T PrimitiveType ValueType DictValueType ListDictValueType OptimizerStateType"
-ABSENT = {*OLDER_FSDP.split(), *TYPES_OF_STATES.split(), "pipe_split", "context_parallel"}
-"""Public names of torch that are not ours: `pipe_split` needs tracing, and not yet `context_parallel`."""
+ABSENT = {*OLDER_FSDP.split(), *TYPES_OF_STATES.split(), "pipe_split"}
+"""Public names of torch that are not ours; `pipe_split` needs tracing."""
 STEPS_OF_A_STAGE = """
     backward_maybe_with_nosync backward_one_chunk backward_weight_one_chunk clear_runtime_states
     forward_maybe_with_nosync forward_one_chunk get_bwd_recv_ops get_bwd_send_ops get_fwd_recv_ops get_fwd_send_ops

@@ -38,6 +38,7 @@ from hp_dtensor.parallel.attention import ContextParallel as ContextParallel
 from hp_dtensor.parallel.attention import SequenceSharding as SequenceSharding
 from hp_dtensor.parallel.attention import attention as attention
 from hp_dtensor.parallel.attention import choose_context_parallel as choose_context_parallel
+from hp_dtensor.parallel.attention import context_parallel as context_parallel
 from hp_dtensor.parallel.attention import context_parallel_attention as context_parallel_attention
 from hp_dtensor.parallel.attention import use_sequence_sharding as use_sequence_sharding
 from hp_dtensor.parallel.distribute_module import distribute_module as distribute_module

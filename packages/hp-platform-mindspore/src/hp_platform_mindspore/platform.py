@@ -155,6 +155,10 @@ class MindSporePlatform(MindSporeBase):
         with autograd.GradMode(False), LocalOperations():
             target.copy_(target)
 
+    def set_data(self, x: Tensor, data: Tensor) -> None:
+        x.data = data
+        self.count_write(x)
+
     def contiguous(self, x: Tensor) -> Tensor:
         return x if x.is_contiguous() else x.contiguous()
 

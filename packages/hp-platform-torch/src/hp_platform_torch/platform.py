@@ -212,6 +212,11 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
                 raise ValueError(f"copy_: expected a source of shape {list(target.shape)}, got {list(source.shape)}")
             target.copy_(source if target.shape == source.shape else source.reshape(target.shape))
 
+    def set_data(self, x: Tensor, data: Tensor) -> None:
+        x.data = data
+        # Assigning `data` alone would let backward read the new values where it saved `x`.
+        torch.autograd.graph.increment_version(x)
+
     def contiguous(self, x: Tensor) -> Tensor:
         # Backends send the storage as it is in memory, without pending conjugation or negation. The ZeroTensors that
         # torch returns for gradients known to be zero (of `sgn`) have no storage at all.
@@ -409,6 +414,9 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         return LocalOperations()
 
     # Attention -------------------------------------------------------------------------------------------
+
+    def route_attention(self, function: Callable[..., Any]) -> AbstractContextManager[Any]:
+        return attention.RoutedAttention(function)
 
     def has_fused_attention(self, query: Tensor, value: Tensor) -> bool:
         return query.is_cuda or attention.takes(query, value)

@@ -60,6 +60,9 @@ class NumpyPlatform(Platform):
             raise ValueError(f"copy_: expected shape {list(target.data.shape)}, got {list(source.data.shape)}")
         target.data[...] = as_dtype(source.data, target.dtype).reshape(target.data.shape)
 
+    def set_data(self, x: Tensor, data: Tensor) -> None:
+        x.data = data.data
+
     def contiguous(self, x: Tensor) -> Tensor:
         return x if x.data.flags.c_contiguous else kernels.clone(x)
 

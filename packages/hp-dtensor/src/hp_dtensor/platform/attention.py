@@ -6,7 +6,10 @@ implementations materialize the scores of one block in float32. A framework with
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -54,6 +57,15 @@ class AttentionInterface:
         def dtype_name(self, dtype: Any) -> str: ...
 
         def from_numpy(self, array: np.ndarray[Any, Any], device: Any = None) -> Tensor: ...
+
+    def route_attention(self, function: Callable[..., Any]) -> AbstractContextManager[Any]:
+        """Call `function` instead of the framework's own scaled dot-product attention in the context, in this thread.
+
+        It gets queries, keys, values, a mask or None, the probability of dropout, whether attention is causal, and a
+        scale or None, and may return NotImplemented for the framework's own. By default only `hp_dtensor.attention` is
+        routed.
+        """
+        return contextlib.nullcontext()
 
     def has_fused_attention(self, query: Tensor, value: Tensor) -> bool:
         """Return whether `ops.scaled_dot_product_attention` of such tensors never materializes the score matrix."""

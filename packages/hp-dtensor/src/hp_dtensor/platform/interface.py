@@ -209,6 +209,13 @@ class TensorInterface(ABC):
         """Copy `source`, of the same shape, into `target`, which may be a view. Casts; not tracked by autograd."""
 
     @abstractmethod
+    def set_data(self, x: Tensor, data: Tensor) -> None:
+        """Let a plain tensor have values, shape and memory of another one. It counts as a write to `x`.
+
+        Other tensors on its former memory keep their values.
+        """
+
+    @abstractmethod
     def contiguous(self, x: Tensor) -> Tensor:
         """Return `x` if it is contiguous and can be communicated, else a copy that is. Tracked by autograd."""
 

@@ -1,4 +1,4 @@
-"""Attention: blocks by torch's flash kernel for CPUs, and multi-head attention composed of operations with rules.
+"""Attention: blocks by torch's flash kernel for CPUs, multi-head attention composed of operations with rules, routing.
 
 `multi_head_attention` lets `nn.MultiheadAttention` and the layers of `nn.Transformer` take DTensors. Dropout draws its
 random numbers in the shapes in which torch draws them.
@@ -7,16 +7,47 @@ random numbers in the shapes in which torch draws them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.platform.attention import GAMMA, LOWEST, MIX_1, MIX_2, TINY, BlockScores
 
 Tensor = torch.Tensor
+
+
+class RoutedAttention(TorchFunctionMode):
+    """`Platform.route_attention`: calls of `scaled_dot_product_attention` within the context, of this thread only."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            result = self._call(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return func(*args, **kwargs)
+
+    def _call(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        return self._function(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

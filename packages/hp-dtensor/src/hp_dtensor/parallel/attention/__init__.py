@@ -2,6 +2,7 @@
 
 from hp_dtensor.parallel.attention.context_parallel import (
     ContextParallel,
+    context_parallel,
     context_parallel_attention,
     use_sequence_sharding,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "SequenceSharding",
     "attention",
     "choose_context_parallel",
+    "context_parallel",
     "context_parallel_attention",
     "use_sequence_sharding",
 ]

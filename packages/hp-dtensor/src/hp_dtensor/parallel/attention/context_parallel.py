@@ -1,7 +1,7 @@
 """Context parallelism: attention over sequences sharded over ranks, by exchanging heads, keys and values, or both.
 
 `context_parallel_attention` is the function. `ContextParallel` is the style under which every `attention` inside a
-module is that function.
+module is that function, and `context_parallel` a context in which every attention is, as in torch.
 
 All communication follows from the token indices and documents of all ranks, which every rank knows. So no rank sends
 what no other needs, and both sides of a transfer agree without asking. The sharding of packed rows depends on the
@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,9 @@ from hp_dtensor.exceptions import AttentionError
 from hp_dtensor.parallel.attention.all_gather import gathering_attention, plan_gather
 from hp_dtensor.parallel.attention.blockwise import Options
 from hp_dtensor.parallel.attention.functional import (
+    Route,
     Settings,
+    attention,
     checked_settings,
     dispatch_attention,
     local_attention,
@@ -49,6 +51,7 @@ from hp_dtensor.parallel.attention.sharding import (
 from hp_dtensor.parallel.attention.ulysses import HeadShares, heads_for_sequence, sequence_for_heads
 from hp_dtensor.parallel.parallelize_module import ParallelStyle
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.dtensor import DTensor
 
 Tensor = Any
 
@@ -337,21 +340,31 @@ class ContextParallel(ParallelStyle):
         balanced = causal if self.balanced is None else self.balanced
         return SequenceSharding(length=length, ranks=ranks, ulysses_degree=degree, balanced=balanced)
 
-    def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
-        platform, routes = device_mesh.platform, _Routes()
+    def route(self, device_mesh: DeviceMesh) -> Route:
+        """Return a test whether sequences under a mask are sharded, and the function that replaces `attention` then."""
         self.sharding(0, device_mesh.size())  # raises early if the degree does not divide the ranks
 
         def attend(query: Tensor, key: Tensor, value: Tensor, *, mask: AttentionMask, **options: Any) -> Tensor:
             sharding = self._sharding_of(query, mask, device_mesh)
-            return context_parallel_attention(
-                query, key, value, device_mesh, mask=mask, sharding=sharding, method=self.method, **options
-            )
+            # The kernels that this calls on blocks may be the framework's own attention.
+            token = routed_attention.set(None)
+            try:
+                return context_parallel_attention(
+                    query, key, value, device_mesh, mask=mask, sharding=sharding, method=self.method, **options
+                )
+            finally:
+                routed_attention.reset(token)
 
         def is_sharded(mask: AttentionMask) -> bool:
             return mask.positions is not None or not self.replicated_without_positions
 
+        return is_sharded, attend
+
+    def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
+        platform, routes, route = device_mesh.platform, _Routes(), self.route(device_mesh)
+
         def before(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            routes.enter((is_sharded, attend))
+            routes.enter(route)
 
         def after(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             routes.leave()
@@ -398,3 +411,102 @@ class _Routes(threading.local):
     def leave(self) -> None:
         if self._tokens:
             routed_attention.reset(self._tokens.pop())
+
+
+@contextlib.contextmanager
+def context_parallel(
+    mesh: DeviceMesh,
+    *,
+    buffers: Sequence[Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: Iterable[Tensor] | None = None,
+    method: Method = "ring",
+    ulysses_degree: int | None = None,
+) -> Iterator[None]:
+    """Shard buffers along the sequence, and attend over the full sequence within the context, as torch's function does.
+
+    Every `attention`, and on torch every `scaled_dot_product_attention` with `is_causal` or without a mask, works on
+    the shards. Ranks have head and tail chunks (see `SequenceSharding`); lengths need not be divisible. Call backward
+    inside the context too. Gradients of parameters are this rank's contribution, to be summed over the mesh.
+
+    Args:
+        mesh: one-dimensional; its ranks share the sequence.
+        buffers: plain tensors of the full sequence, equal on all ranks, without gradients: tokens, targets, tables of
+            positions. Within the context each has this rank's shard, in memory of its own.
+        buffer_seq_dims: the sequence dimension of each buffer.
+        no_restore_buffers: those of `buffers` that keep the shard afterwards.
+        method, ulysses_degree: as for `ContextParallel`.
+
+    Raises:
+        AttentionError: buffers that differ in length, require gradients or have no dimension given; a mask tensor or
+            dropout of the framework's attention.
+
+    Examples:
+        >>> def program():
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     x = platform.from_numpy(np.arange(6, dtype="int64")[None])
+        ...     with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+        ...         own = platform.to_numpy(x).tolist()
+        ...     return own, tuple(x.shape)
+        >>> run_ranks(program, 2)
+        [([[0, 4, 5]], (1, 6)), ([[1, 2, 3]], (1, 6))]
+    """
+    mesh = require_mesh("context_parallel", mesh)
+    platform, given = mesh.platform, _sequence_buffers(mesh.platform, buffers, buffer_seq_dims)
+    length = given[0][0].shape[given[0][1]] if given else None
+    style = ContextParallel(method=method, ulysses_degree=ulysses_degree, balanced=True, length=length)
+    route = style.route(mesh)
+    # All shards before the first change, so that an error leaves the buffers as they are.
+    sharding = style.sharding(length or 0, mesh.size())
+    shards = [sharding.shard(x, mesh.get_local_rank(), dim, platform) for x, dim in given]
+    # An alias keeps the full memory: nothing is copied, and views of it are unchanged.
+    full = [platform.detach(x) for x, _ in given]
+    stays = [*(no_restore_buffers or ())]
+    if any(all(x is not y for y, _ in given) for x in stays):
+        raise AttentionError("context_parallel: expected only tensors of buffers in no_restore_buffers")
+    token = routed_attention.set(route)
+    try:
+        for (x, _), shard in zip(given, shards, strict=True):
+            platform.set_data(x, shard)
+        with platform.route_attention(_frameworks_attention):
+            yield
+    finally:
+        routed_attention.reset(token)
+        for (x, _), before in zip(given, full, strict=True):
+            if all(x is not y for y in stays):
+                platform.set_data(x, before)
+
+
+def _sequence_buffers(
+    platform: Platform, buffers: Sequence[Tensor] | None, dims: Sequence[int] | None
+) -> list[tuple[Tensor, int]]:
+    """Return each buffer of `context_parallel` with its dimension."""
+    listed, dims = list(buffers or ()), list(dims or ())
+    problems = []
+    if len(dims) != len(listed):
+        problems.append(f"expected one of buffer_seq_dims for each of {len(listed)} buffers, got {len(dims)}")
+    for index, (x, dim) in enumerate(zip(listed, dims, strict=False)):
+        if not isinstance(x, platform.Tensor) or isinstance(x, DTensor):
+            problems.append(f"buffer {index}: expected a plain tensor of the full sequence, got {type(x).__name__}")
+        elif platform.requires_grad(x):
+            problems.append(
+                f"buffer {index} requires a gradient; shard it by SequenceSharding.shard, which backward undoes"
+            )
+        elif not -len(x.shape) <= dim < len(x.shape):
+            problems.append(f"buffer {index} of shape {list(x.shape)} has no dimension {dim}")
+    if problems:
+        raise AttentionError(f"context_parallel: {'; '.join(problems)}")
+    return list(zip(listed, dims, strict=True))
+
+
+def _frameworks_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, is_causal: bool, scale: float | None
+) -> Any:
+    if routed_attention.get() is None:
+        return NotImplemented
+    if mask is not None or dropout:
+        raise AttentionError(
+            "context_parallel: scaled_dot_product_attention with an attn_mask or dropout_p, which are of one rank's "
+            "tokens; call hp_dtensor.attention with an AttentionMask (windows, documents) and AttentionDropout"
+        )
+    return attention(query, key, value, mask=AttentionMask(causal=is_causal), scale=scale)

@@ -90,6 +90,18 @@ def test_copying_overwrites_in_place(hp_platform: Platform, name: str) -> None:
     assert_values(hp_platform, alias, numbers)
 
 
+def test_data_of_another_shape_is_set_in_new_memory(hp_platform: Platform) -> None:
+    """The tensor is the same object, and others on its former memory keep their values."""
+    x = tensor(hp_platform, np.arange(6.0).reshape(2, 3))
+    alias, version = hp_platform.detach(x), hp_platform.version(x)
+    hp_platform.set_data(x, tensor(hp_platform, [7.0, 8.0]))
+    assert_values(hp_platform, x, [7.0, 8.0])
+    assert_values(hp_platform, alias, np.arange(6.0).reshape(2, 3))
+    assert hp_platform.version(x) > version or hp_platform.version(x) == 0
+    hp_platform.set_data(x, alias)
+    assert_values(hp_platform, x, np.arange(6.0).reshape(2, 3))
+
+
 def test_copying_casts_and_is_not_recorded(hp_platform: Platform) -> None:
     target = tensor(hp_platform, [0.0, 0.0], requires_grad=True)
     hp_platform.copy_(target, tensor(hp_platform, [3, 4], "int32"))
