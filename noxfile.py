@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import nox
 
@@ -26,23 +27,19 @@ nox.needs_version = ">=2025.5"
 nox.options.error_on_external_run = False
 nox.options.sessions = [
     "environments",
-    "lint",
+    "static",
     "import_rules",
     "house",
-    "public_api",
-    "types",
     "tests",
     "cross_torch",
     "cross_mindspore",
     "engines",
     "subsets",
     "floors",
-    "docs",
-    "site",
 ]
-# Not run by default: `main` is the other command of the README, `loss_parity` trains five times, `bench` measures,
-# `proof` and `compatibility` take hours, `chaos` takes the minutes it is given, `accelerator` needs one, `release`
-# prepares releases, `lock` creates every environment again from the newest releases.
+# Not run by default: the parts of `static`. `main` is the other command of the README, `loss_parity` trains five times,
+# `bench` measures, `proof` and `compatibility` take hours, `chaos` takes the minutes it is given, `accelerator` needs
+# one, `release` prepares releases, `lock` creates every environment again from the newest releases.
 
 CORES = len(os.sched_getaffinity(0))
 # One more than cores, as some tests only wait for processes. Each worker imports a framework.
@@ -87,13 +84,13 @@ SUBSETS = {
 }
 
 
-def session(function: Callable[..., None]) -> Callable[..., None]:
+def session(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make `function` a nox session that reports in a line why an environment could not be created."""
 
     @functools.wraps(function)
-    def guarded(nox_session: nox.Session, *arguments: str, **options: str) -> None:
+    def guarded(nox_session: nox.Session, *arguments: str, **options: Any) -> Any:
         try:
-            function(nox_session, *arguments, **options)
+            return function(nox_session, *arguments, **options)
         except SetupError as error:
             nox_session.error(str(error).rstrip("."))
 
@@ -208,17 +205,24 @@ def lock(session: nox.Session) -> None:
 
 
 @session
-def lint(session: nox.Session) -> None:
-    """Style: ruff's rules and format."""
-    python = ruff()
-    run(session, python, "-m", "ruff", "check", *session.posargs)
-    run(session, python, "-m", "ruff", "format", "--check")
+def static(session: nox.Session) -> None:
+    """`types`, `site`, `lint`, `public_api` and `docs` in parallel, since each uses one core; the longest first."""
+    at_once(lambda check: check(session, silent=True), ((check,) for check in (types, site, lint, public_api, docs)))
 
 
 @session
-def types(session: nox.Session) -> None:
+def lint(session: nox.Session, *, silent: bool = False) -> str:
+    """Style: ruff's rules and format."""
+    python = ruff()
+    found = run(session, python, "-m", "ruff", "check", *session.posargs, silent=silent)
+    return found + run(session, python, "-m", "ruff", "format", "--check", silent=silent)
+
+
+@session
+def types(session: nox.Session, *, silent: bool = False) -> str:
     """Types: strict mypy on the component packages, without a framework installed."""
-    run(session, components(), "-m", "mypy", *(f"packages/{name}/src" for name in workspace.COMPONENTS))
+    sources = (f"packages/{name}/src" for name in workspace.COMPONENTS)
+    return run(session, components(), "-m", "mypy", *sources, silent=silent)
 
 
 @session
@@ -314,24 +318,18 @@ def check_subset(
     return run(session, python, "-I", "tools/check_subset.py", *workspace.closure(wanted), silent=True)
 
 
-def check_floor_tests(session: nox.Session, name: str, oldest: dict[str, Path]) -> None:
-    """Run a package's tests with its oldest siblings, unless these are the current versions."""
-    if oldest.items() <= workspace.wheels("standard").items():
-        return
-    siblings, others = workspace.test_requirements(name)
-    python = workspace.released(f"floor-tests-{name}", (name, *siblings), oldest, (*others, *TEST_TOOLS))
-    pytest(session, python, f"packages/{name}/tests")
-
-
 @session
 def floors(session: nox.Session) -> None:
-    """Test each package with its siblings at the oldest allowed version."""
+    """Test each package with its siblings at the oldest allowed versions, unless `subsets` does: they are current."""
+    current = workspace.wheels("standard")
     oldest = {name: workspace.floor_wheels(name) for name, package in workspace.packages().items() if package.siblings}
-    workspace.wheels("standard")
-    cases = [(f"floor-{name}", (name,), wheels) for name, wheels in oldest.items()]
+    older = {name: wheels for name, wheels in oldest.items() if not wheels.items() <= current.items()}
+    cases = [(f"floor-{name}", (name,), wheels) for name, wheels in older.items()]
     at_once(functools.partial(check_subset, session), cases)
-    for name, wheels in oldest.items():
-        check_floor_tests(session, name, wheels)
+    for name, wheels in older.items():
+        siblings, others = workspace.test_requirements(name)
+        python = workspace.released(f"floor-tests-{name}", (name, *siblings), wheels, (*others, *TEST_TOOLS))
+        pytest(session, python, f"packages/{name}/tests")
 
 
 @session
@@ -386,9 +384,9 @@ def bench(session: nox.Session) -> None:
 
 
 @session
-def public_api(session: nox.Session) -> None:
+def public_api(session: nox.Session, *, silent: bool = False) -> str:
     """Public names: listed in `api.toml`, and their changes since the last release announced in the changelog."""
-    run(session, house_tools(), "tools/public_api.py", *session.posargs)
+    return run(session, house_tools(), "tools/public_api.py", *session.posargs, silent=silent)
 
 
 @session
@@ -404,9 +402,9 @@ def release(session: nox.Session) -> None:
 
 
 @session
-def docs(session: nox.Session) -> None:
+def docs(session: nox.Session, *, silent: bool = False) -> str:
     """Check the documentation: links within the repository exist, Python blocks parse."""
-    run(session, house_tools(), "tools/check_docs.py")
+    return run(session, house_tools(), "tools/check_docs.py", silent=silent)
 
 
 def site_tools() -> Path:
@@ -416,8 +414,8 @@ def site_tools() -> Path:
 
 
 @session
-def site(session: nox.Session) -> None:
+def site(session: nox.Session, *, silent: bool = False) -> str:
     """Build the documentation site in site/html, with a reference from docstrings; broken links are errors."""
     python = site_tools()
-    run(session, python, "tools/site_pages.py", "site/pages")
-    run(session, python, "-m", "mkdocs", "build", "--quiet", NO_MKDOCS_2_WARNING="1")
+    found = run(session, python, "tools/site_pages.py", "site/pages", silent=silent)
+    return found + run(session, python, "-m", "mkdocs", "build", "--quiet", silent=silent, NO_MKDOCS_2_WARNING="1")

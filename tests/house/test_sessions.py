@@ -8,7 +8,8 @@ import pytest
 import workspace
 
 BOTH = {f"{name}({platform})" for name in ("chaos", "proof") for platform in ("mindspore", "torch")}
-NOT_BY_DEFAULT = {"accelerator", "bench", "compatibility", "lock", "loss_parity", "main", "release", *BOTH}
+STATIC = {"docs", "lint", "public_api", "site", "types"}
+NOT_BY_DEFAULT = {"accelerator", "bench", "compatibility", "lock", "loss_parity", "main", "release", *BOTH, *STATIC}
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,23 @@ def test_all_but_training_and_measuring_runs_by_default():
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     skipped = {line.split()[1] for line in lines if line.startswith("- ")}
     assert skipped == NOT_BY_DEFAULT
+
+
+def test_the_checks_that_use_one_core_run_at_once(monkeypatch):
+    import noxfile
+
+    def run(session, python, *arguments, silent=False, **variables):
+        assert silent, "their output would be mixed"
+        commands.append(" ".join(arguments))
+        return ""
+
+    commands = []
+    monkeypatch.setattr(noxfile, "run", run)
+    for tools in ("components", "ruff", "house_tools", "site_tools"):
+        monkeypatch.setattr(noxfile, tools, lambda: None)
+    noxfile.static.func(type("Session", (), {"posargs": []})())
+    wanted = {"mypy", "ruff check", "ruff format", "check_docs", "public_api", "site_pages", "mkdocs"}
+    assert {name for name in wanted if any(name in command for command in commands)} == wanted
 
 
 @pytest.mark.parametrize(
