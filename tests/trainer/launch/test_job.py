@@ -39,9 +39,9 @@ def ranks_seen(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.glob("rank-*")}
 
 
+@pytest.mark.usefixtures("torch_suffices")
 @pytest.mark.parametrize("local_ranks", [1, 2])
-def test_local_ranks_are_started_after_the_run_is_prepared(torch_or, tmp_path: Path, local_ranks: int) -> None:
-    torch_or(local_ranks == 2)
+def test_local_ranks_are_started_after_the_run_is_prepared(tmp_path: Path, local_ranks: int) -> None:
     process = start(str(PROGRAM), str(tmp_path / "run"), str(local_ranks))
     output = finish(process)
     assert process.returncode == 0, output
