@@ -74,8 +74,9 @@ def allowed(package, path):
     names |= optional if package in PLATFORMS else optional - {*FRAMEWORKS, *PLATFORMS}
     if package in PLATFORMS:
         names |= {component for component, part in SERVED.items() if serves(path.parts[0], part)}
-    elif package == "hp_dtensor" and path.parts[0] == "testing":
-        names.add("pytest")
+    elif path.parts[0] == "testing":
+        # The conformance suites. NumPy comes with hp-dtensor.
+        names |= {"pytest", "numpy"}
     return names
 
 

@@ -77,6 +77,25 @@ def test_the_conformance_suite(environment, tmp_path):
     assert "skipped" not in done.stdout
 
 
+@pytest.mark.usefixtures("torch_suffices")
+def test_a_storage_of_four_methods_trains(environment, tmp_path):
+    """The suite of hp-fsdp, on the defaults of `ParameterStorage`."""
+    suite = [*SUITE[:-1], "hp_fsdp.testing.conformance"]
+    command = [sys.executable, *suite, "--hp-platform=numpy", "--hp-ranks=simulated", "-m", "not real_ranks"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+@pytest.mark.real_ranks
+@pytest.mark.usefixtures("torch_suffices")
+def test_the_built_in_sockets_connect_processes(environment, tmp_path):
+    """The NumPy platform has no process groups of its own."""
+    command = [sys.executable, *SUITE[:-1], f"{SUITE[-1]}.test_collectives", "--hp-platform=numpy", "-k", "2 real"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert "skipped" not in done.stdout
+
+
 def test_a_platform_that_is_wrong_does_not_pass(environment, tmp_path):
     """The suite finds a wrong gradient, a wrong collective, and functions of the framework that answer for a shard."""
     (tmp_path / "wrong.py").write_text(WRONG)

@@ -14,6 +14,7 @@ from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.base import DeferredGradient
+from hp_dtensor.tensor.dtensor import DTensor
 
 Tensor = Any
 DType = Any
@@ -73,7 +74,8 @@ class ParameterStorage(ABC):
     """Flat buffers, views of them, and autograd nodes over them, on one platform.
 
     A *buffer* is a plain 1-D tensor that owns its memory. Autograd records nothing of these methods, except where
-    a docstring says so.
+    a docstring says so. With the defaults memory is never freed: parameters are sharded, but each rank also keeps the
+    buffers of the unsharded ones. A platform that frees overrides `release`, `refill` and `held_bytes`.
 
     Attributes:
         counts_filling: `num_writes` also counts the fill of a buffer.
@@ -118,37 +120,43 @@ class ParameterStorage(ABC):
         """Return a tensor over the complete buffer that collectives write to fill it; see `view`."""
         return self.view(buffer, 0, (buffer.shape[0],))
 
-    @abstractmethod
     def part(self, buffer: Tensor, start: int, shape: Sequence[int], outer_dim: int = 0) -> Tensor:
         """Return a leaf over part of a buffer that is never released, to read and to write in place; see `view`."""
+        return self.view(buffer, start, shape, outer_dim)
 
-    @abstractmethod
     def release(self, buffer: Tensor) -> None:
-        """Free the buffer's memory. Its views keep their shape and must not be read."""
+        """Free the buffer's memory. Its views keep their shape and must not be read. By default nothing is freed."""
 
-    @abstractmethod
     def refill(self, buffer: Tensor) -> None:
         """Give a released buffer uninitialised memory again, which its views share."""
 
-    @abstractmethod
     def held_bytes(self, buffer: Tensor) -> int:
         """Return the bytes of memory that the buffer holds now."""
+        return int(math.prod(buffer.shape)) * self.platform.itemsize(buffer.dtype)
 
-    @abstractmethod
+    @property
+    def frees_memory(self) -> bool:
+        """Whether `release` frees memory."""
+        return type(self).release is not ParameterStorage.release
+
     def add_(self, target: Tensor, x: Tensor) -> None:
         """Compute `target += x` in place, with `x` cast to its dtype."""
+        with self.platform.no_grad():
+            self.platform.copy_(target, self.platform.ops.add(target, self.platform.ops.cast(x, target.dtype)))
 
-    @abstractmethod
     def scale_(self, target: Tensor, factor: float) -> None:
         """Compute `target *= factor` in place."""
+        with self.platform.no_grad():
+            self.platform.copy_(target, self.platform.ops.mul(target, factor))
 
-    @abstractmethod
     def zero_(self, target: Tensor) -> None:
         """Fill with zeros in place."""
+        self.platform.copy_(target, self.platform.zeros(tuple(target.shape), target.dtype))
 
-    @abstractmethod
     def differ(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
         """Return for each pair of tensors of one dtype and size whether a bit differs. Waits for the device."""
+        values = [[self.platform.to_numpy(x).tobytes() for x in pair] for pair in pairs]
+        return [a != b for a, b in values]
 
     def unscale_(self, tensors: Sequence[Tensor], factor: float) -> Tensor:
         """Multiply floating-point tensors in place. Empty ones are allowed.
@@ -167,7 +175,10 @@ class ParameterStorage(ABC):
 
     @abstractmethod
     def address(self, x: Tensor) -> int:
-        """Return the address of a tensor's data, or of a DTensor's local tensor. Called within `platform.local_op`."""
+        """Return the address of a tensor's data, or of a DTensor's local tensor. Called within `platform.local_op`.
+
+        Users may replace the data of a parameter, which is found by its address.
+        """
 
     def gather_extension(self, parameter: Tensor) -> GatherExtension | None:
         """Return the gather that a parameter's class defines, or None.
@@ -244,9 +255,9 @@ class ParameterStorage(ABC):
 
     # Parameters ------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def parameter(self, local: Tensor, spec: TensorSpec, requires_grad: bool) -> Tensor:
         """Make a DTensor parameter over the memory of `local`, a result of `part` that is used for nothing else."""
+        return self.platform.Parameter(self.platform.wrap(local, spec), requires_grad=requires_grad)
 
     def put_data(self, parameter: Tensor, local: Tensor) -> None:
         """Make the memory of `local` the data of a DTensor parameter, whose data a user has replaced.
@@ -258,20 +269,24 @@ class ParameterStorage(ABC):
             f"on {self.platform.name} the data of a sharded parameter cannot be replaced; write into it in place"
         )
 
-    @abstractmethod
     def local_grad(self, parameter: Tensor) -> Tensor | None:
         """Return the gradient of a DTensor parameter as a plain local tensor sharing its memory, or None."""
+        grad = self.platform.get_grad(parameter)
+        return None if grad is None else self.platform.unwrap(grad)
 
-    @abstractmethod
     def set_local_grad(self, parameter: Tensor, grad: Tensor | None, spec: TensorSpec) -> None:
         """Set the plain local tensor `grad`, without a copy, as the gradient of a DTensor parameter of `spec`."""
+        self.platform.set_grad(parameter, None if grad is None else self.platform.wrap(grad, spec))
 
     def run_gradient_hooks(self, parameter: Tensor) -> None:
         """Call the hooks that users have registered on a DTensor parameter for accumulated gradients."""
 
-    @abstractmethod
     def take_grad(self, leaf: Tensor) -> Tensor | None:
         """Return the plain gradient that has accumulated in a leaf, and set the leaf's to None."""
+        grad = self.platform.get_grad(leaf)
+        if grad is not None:
+            self.platform.set_grad(leaf, None)
+        return grad
 
     def check_dtype(self, dtype: DType) -> None:
         """Raise `CapabilityError` if the platform cannot compute in `dtype` on its device."""
@@ -291,11 +306,12 @@ class ParameterStorage(ABC):
     def check_transforms(self) -> None:
         """Raise `CapabilityError` if a function transform is active that does not support a gather."""
 
-    @abstractmethod
     def anchor(self) -> Tensor:
-        """Return a leaf that requires a gradient and never gets one: the start of a chain of gather nodes."""
+        """Return a leaf that requires a gradient: the start of a chain of gather nodes. Its gradient is not used."""
+        leaf = self.platform.zeros((1,), self.platform.dtype("float32"))
+        self.platform.set_requires_grad(leaf, True)
+        return leaf
 
-    @abstractmethod
     def gather_node(
         self, token: Tensor, views: Sequence[Tensor], backward: Callable[[Gradients], None]
     ) -> tuple[Tensor, list[Tensor]]:
@@ -305,12 +321,38 @@ class ParameterStorage(ABC):
         even if all are None, and before the node that `token` comes from.
         """
 
-    @abstractmethod
+        def forward(token: Tensor, *views: Tensor) -> tuple[Tensor, ...]:
+            return self._alias(token), *(self._alias(view) for view in views)
+
+        def run(of_token: Tensor | None, *gradients: Tensor | None) -> list[Tensor | None]:
+            backward(gradients)
+            # Zeros and not None: a node without a gradient might not run.
+            return [self.platform.zeros((1,), token.dtype), *([None] * len(views))]
+
+        token_after, *outputs = self.platform.custom_function(forward, run, token, *views)
+        return token_after, outputs
+
     def join(self, token: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the same tensors as outputs of a node that has `token` as an input too.
 
         A gradient that reaches one of them has autograd run the node of `token` as well.
         """
+        platform = self.platform
+
+        def forward(token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+            return tuple(map(self._alias, tensors))
+
+        def backward(*gradients: Tensor | None) -> list[Tensor | None]:
+            return [platform.zeros((1,), token.dtype), *gradients]
+
+        outputs = platform.custom_function(forward, backward, token, *map(platform.unwrap, tensors))
+        return [
+            platform.wrap(y, x.spec) if isinstance(x, DTensor) else y for x, y in zip(tensors, outputs, strict=True)
+        ]
+
+    def _alias(self, x: Tensor) -> Tensor:
+        """Return another tensor of the same memory, as the output of a node."""
+        return self.platform.detach(x)
 
     @abstractmethod
     def on_gradient(self, tensor: Tensor, hook: Callable[[], None]) -> None:

@@ -34,7 +34,8 @@ class Module:
         elif isinstance(value, Module):
             self.modules[name] = value
         else:
-            self.__dict__[name] = value
+            # Not into `__dict__`: `fully_shard` sets `__class__`.
+            object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         for owned in ("parameters", "modules"):

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.comm.world import SilentWorld, World
+from hp_dtensor.comm.sockets import SocketProcesses
 from hp_dtensor.dispatch.interception import build_ops
-from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import DTYPE_NAMES, Platform, Removable
 from hp_dtensor.spec.tensor_spec import TensorSpec, grad_spec
 from hp_dtensor.tensor.gradients import plain_backward_arguments
@@ -19,8 +18,8 @@ from hp_platform_numpy import kernels, module, tape
 from hp_platform_numpy.tensor import FLOATING, Array, NumpyDTensor, Tensor, alias, as_dtype
 
 
-class NumpyPlatform(Platform):
-    """NumPy in one process."""
+class NumpyPlatform(SocketProcesses, Platform):
+    """NumPy, with sockets between processes."""
 
     name = "numpy"
     Tensor = Tensor
@@ -33,14 +32,6 @@ class NumpyPlatform(Platform):
     def __init__(self) -> None:
         self.ops = build_ops(self, kernels.KERNELS)
         self._random = np.random.default_rng()
-
-    # Processes -------------------------------------------------------------------------------------------
-
-    def connect(self, rank: int, size: int, address: str, timeout_seconds: float = 300.0, local_rank: int = 0) -> World:
-        if size > 1:
-            raise CapabilityError("the numpy platform has no processes; use hp_dtensor.testing.run_ranks")
-        self._world = SilentWorld(rank, size, self)
-        return self._world
 
     # Dtypes and plain tensors ----------------------------------------------------------------------------
 
@@ -95,6 +86,8 @@ class NumpyPlatform(Platform):
         for leaf, found in walk.leaves.values():
             before = 0 if leaf.grad is None else leaf.grad.data
             leaf.grad = Tensor(before + found, leaf.dtype)
+        for callback in walk.at_end:
+            callback()
 
     def grad(
         self,

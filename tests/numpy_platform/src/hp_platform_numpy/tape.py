@@ -27,6 +27,7 @@ class _State(threading.local):
         self.recording = True
         self.walking = False
         self.for_inputs = False
+        self.at_end: list[Callable[[], None]] = []
 
 
 _state = _State()
@@ -46,12 +47,23 @@ def is_for_inputs() -> bool:
 
 @contextlib.contextmanager
 def _walking(for_inputs: bool) -> Iterator[None]:
-    before = _state.walking, _state.for_inputs
-    _state.walking, _state.for_inputs = True, for_inputs
+    before = _state.walking, _state.for_inputs, _state.at_end
+    _state.walking, _state.for_inputs, _state.at_end = True, for_inputs, []
     try:
         yield
     finally:
-        _state.walking, _state.for_inputs = before
+        _state.walking, _state.for_inputs, _state.at_end = before
+
+
+def at_end(callback: Callable[[], None]) -> None:
+    """Call `callback` when the running walk, and the accumulation of its gradients, has ended."""
+    _state.at_end.append(callback)
+
+
+def on_gradient(x: Tensor, hook: Callable[[], None]) -> None:
+    """Call `hook` when the gradient of the result of an operation is known."""
+    if x.node is not None:
+        x.node.hooks.append((x.index, hook))
 
 
 @contextlib.contextmanager
@@ -71,6 +83,7 @@ class Node:
         self.backward = backward
         self.num_outputs = num_outputs
         self.number = next(_numbers)
+        self.hooks: list[tuple[int, Callable[[], None]]] = []
 
 
 class Walk:
@@ -83,11 +96,13 @@ class Walk:
         self._wanted = {x.node.number for x in inner if x.node is not None}
         self._waiting: dict[int, tuple[Node, list[Array | None]]] = {}
         self._queue: list[int] = []
+        self.at_end: list[Callable[[], None]] = []
 
     def run(self, outputs: Sequence[Tensor], gradients: Sequence[Array]) -> None:
         for x, gradient in zip(outputs, gradients, strict=True):
             self._give(x, gradient)
         with recording(False), _walking(self._is_for_inputs):
+            self.at_end = _state.at_end
             while self._queue:
                 self._visit(-heapq.heappop(self._queue))
 
@@ -101,6 +116,8 @@ class Walk:
         node, gradients = self._waiting.pop(number)
         if number in self._wanted:
             self._inner.update({(number, index): gradient for index, gradient in enumerate(gradients)})
+        for hook in [hook for index, hook in node.hooks if gradients[index] is not None]:
+            hook()
         for parent, gradient in zip(node.parents, node.backward(gradients), strict=True):
             if gradient is not None and parent.requires_grad:
                 self._give(parent, gradient)

@@ -8,7 +8,6 @@ would take on a link of a given rate.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from unittest import mock
 import numpy as np
 
 from hp_dtensor.comm.process_group import DONE, ProcessGroup, Rows, Work, row_bytes
+from hp_dtensor.comm.sockets import host_values, put_values, reduce_tensors
 from hp_dtensor.exceptions import CollectiveError
 from hp_dtensor.platform.interface import Platform
 
@@ -57,24 +57,24 @@ def describe_tensor(platform: Platform, x: Tensor, shape: Sequence[int] | None =
 
 def all_reduce(platform: Platform, calls: list[Call]) -> None:
     # A new tensor, so the payloads may be overwritten in any order.
-    total = _reduce(platform, [call.payload for call in calls], calls[0].facts["op"])
+    total = reduce_tensors(platform, [call.payload for call in calls], calls[0].facts["op"])
     for call in calls:
         platform.copy_(call.payload, total)
 
 
 def reduce_scatter(platform: Platform, calls: list[Call]) -> None:
-    total = _reduce(platform, [call.payload[1] for call in calls], calls[0].facts["op"])
+    total = reduce_tensors(platform, [call.payload[1] for call in calls], calls[0].facts["op"])
     # Equal chunks of the row-major data are equal chunks along dimension 0.
-    parts = np.split(_flat(platform, total), len(calls))
+    parts = np.split(host_values(platform, total), len(calls))
     for call, part in zip(calls, parts, strict=True):
-        _put(platform, call.payload[0], part)
+        put_values(platform, call.payload[0], part)
 
 
 def all_gather(platform: Platform, calls: list[Call]) -> None:
     # A copy of all data before the first output is written: an input may be a view of this rank's part of the output.
-    gathered = np.concatenate([_flat(platform, call.payload[1]) for call in calls])
+    gathered = np.concatenate([host_values(platform, call.payload[1]) for call in calls])
     for call in calls:
-        _put(platform, call.payload[0], gathered)
+        put_values(platform, call.payload[0], gathered)
 
 
 def all_to_all(platform: Platform, calls: list[Call]) -> None:
@@ -82,24 +82,24 @@ def all_to_all(platform: Platform, calls: list[Call]) -> None:
     # Rows are contiguous, so the chunk for each rank is a range of the flat data. It is copied before any output is
     # written: input and output may share memory.
     sent = [
-        np.split(_flat(platform, x).copy(), np.cumsum(rows)[:-1] * math.prod(x.shape[1:]))
+        np.split(host_values(platform, x).copy(), np.cumsum(rows)[:-1] * math.prod(x.shape[1:]))
         for x, rows in ((call.payload[1], call.payload[3]) for call in calls)
     ]
     for receiver, call in enumerate(calls):
-        _put(platform, call.payload[0], np.concatenate([chunks[receiver] for chunks in sent]))
+        put_values(platform, call.payload[0], np.concatenate([chunks[receiver] for chunks in sent]))
 
 
 def exchange(platform: Platform, calls: list[Call]) -> None:
     _check_exchange(platform, calls)
     # All data is copied before any is written: a sent and a received tensor may share memory.
     transfers = [
-        (calls[target].payload[1][source], _flat(platform, calls[source].payload[0][target]).copy())
+        (calls[target].payload[1][source], host_values(platform, calls[source].payload[0][target]).copy())
         for source in range(len(calls))
         for target in range(len(calls))
         if source != target and not _is_nothing(calls[source].payload[0][target])
     ]
     for into, data in transfers:
-        _put(platform, into, data)
+        put_values(platform, into, data)
 
 
 def broadcast(platform: Platform, calls: list[Call]) -> None:
@@ -115,24 +115,6 @@ def all_gather_bytes(platform: Platform, calls: list[Call]) -> None:
     for call in calls:
         # A list of its own for each rank, as separate processes have.
         call.result = list(everything)
-
-
-def _reduce(platform: Platform, tensors: list[Tensor], op: str) -> Tensor:
-    # In rank order, so that every run and every rank gets the same bits.
-    ops = platform.ops
-    pairwise = {"max": ops.maximum, "min": ops.minimum, "product": ops.mul}.get(op, ops.add)
-    total = functools.reduce(pairwise, tensors)
-    return ops.div(total, len(tensors)) if op == "avg" else total
-
-
-def _flat(platform: Platform, x: Tensor) -> np.ndarray:
-    return np.asarray(platform.to_numpy(x)).reshape(-1)
-
-
-def _put(platform: Platform, output: Tensor, flat: np.ndarray) -> None:
-    """Write flat values into `output`, in place: the caller's buffer may be a view of another tensor."""
-    values = platform.from_bits(flat.reshape(tuple(output.shape)), output.dtype, platform.device_of(output))
-    platform.copy_(output, values)
 
 
 def _is_nothing(x: Tensor | None) -> bool:

@@ -114,9 +114,6 @@ class MindSporeParameterStorage(ParameterStorage):
 
     # Parameters ------------------------------------------------------------------------------------------
 
-    def parameter(self, local: Tensor, spec: TensorSpec, requires_grad: bool) -> Tensor:
-        return self.platform.Parameter(wrap(local, spec), requires_grad=requires_grad)
-
     def put_data(self, parameter: Tensor, local: Tensor) -> None:
         # By the framework's descriptor, because DTensors override `data` without a setter.
         Tensor.data.__set__(parameter, local)
@@ -143,11 +140,6 @@ class MindSporeParameterStorage(ParameterStorage):
             )
 
     # Autograd --------------------------------------------------------------------------------------------
-
-    def anchor(self) -> Tensor:
-        leaf = self.platform.zeros((1,), ms.float32)
-        leaf.requires_grad_(True)
-        return leaf
 
     def gather_node(
         self, token: Tensor, views: Sequence[Tensor], backward: Callable[[Gradients], None]

@@ -1,0 +1,1 @@
+"""Tests that hp-fsdp ships for platforms: `hp_fsdp.testing.conformance`."""
