@@ -66,6 +66,7 @@ def test_an_example_is_valid_and_names_the_schema(errors_of, path: Path) -> None
         "include: [base.yaml, more.yaml]\noptimizer: muon\nparallel:\n",
         "training: {steps: '${env:STEPS}', clip_norm: 1, micro_batch_size: null}",
         "model: {name: 'my_model.py:build', width: 48}\ndata: {sources: [a.txt, {path: b.txt, weight: 2}]}",
+        "parameter_groups:\ndata: {sources: null, eval: null, path: a.txt}",
         "optimizer: {name: adamw_8bit, betas: [0.9, 0.95], block_size: 64}\nmodel: {from: directory}",
         "metrics: {trackers: [jsonl, {name: progress, interval_seconds: 2}]}\nparallel: {tp_plan: {'*.up': colwise}}",
     ],

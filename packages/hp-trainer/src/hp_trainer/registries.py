@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.util
 import inspect
@@ -93,13 +94,27 @@ def register_python_name(registry: Registry, name: str, folder: Path) -> str:
 
 def _load(file: Path) -> ModuleType:
     """Import a file under a unique module name, with its folder appended to the import path."""
-    name = f"hp_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    # By the resolved path: two settings may spell the path of one file differently.
+    name = f"hp_user_{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     if not file.is_file():
         raise RegistryError(
             f"there is no file {file}; if it has moved, give its new path, such as --model.name=FILE.py:NAME"
         )
+    found = _import(name, file, file.stat().st_mtime_ns)
+    if isinstance(found, str):
+        raise RegistryError(found)
+    return sys.modules.setdefault(name, found)
+
+
+@functools.cache
+def _import(name: str, file: Path, modified: int) -> ModuleType | str:
+    """Import a file as the module `name`; return its error if that fails.
+
+    Cached: a configuration asks for a broken file several times, and importing it may take long or print something. A
+    file that was `modified` is imported again.
+    """
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -115,7 +130,7 @@ def _load(file: Path) -> ModuleType:
         del sys.modules[name]
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
         where = f"line {lines[-1]}: " if lines else ""
-        raise RegistryError(f"{file} cannot be imported: {where}{error!r}") from error
+        return f"{file} cannot be imported: {where}{error!r}"
     return module
 
 
@@ -128,7 +143,11 @@ def _options_of(target: Callable[..., Any], name: str) -> type:
     parameters = _parameters(target)
     if not parameters:
         return NoOptions
-    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    try:
+        hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    # An annotation may be any text.
+    except Exception as error:
+        raise RegistryError(f"{name}: its annotations cannot be evaluated: {error!r}") from error
     schema = hints.get(parameters[0].name, NoOptions)
     if not (isinstance(schema, type) and dataclasses.is_dataclass(schema)):
         raise RegistryError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,8 +66,8 @@ def test_a_full_disk_is_told_with_what_to_do(work: Path, capsys, monkeypatch: py
 
     monkeypatch.setattr(train, "launch_training", full)
     assert cli.main(["run.yaml"]) == 1
-    *_, expected_message = capsys.readouterr().err.splitlines()
-    assert expected_message == "hp-train: out/run.json: the disk is full (No space left on device); free some space"
+    expected_message = capsys.readouterr().err
+    assert expected_message == "hp-train: out/run.json: the disk is full (No space left on device); free some space\n"
 
 
 @pytest.mark.parametrize(
@@ -192,3 +194,49 @@ def test_problems_that_a_rank_finds_are_reported_apart_from_its_traceback():
     assert sent[0].kind == "ParallelDimsError"
     assert "parallel.dp_replicate: leaves weights out" in sent[0].what
     assert not sent[0].needs_traceback  # only `--traceback` shows it
+
+
+def test_a_file_that_cannot_be_imported_is_imported_once(work: Path, error) -> None:
+    (work / "own.py").write_text("with open('imports', 'a') as file: file.write('x')\nraise OSError('no device')\n")
+    text = (work / "run.yaml").read_text()
+    (work / "run.yaml").write_text(text.replace("name: tiny", "name: own.py:build"))
+    message = "own.py cannot be imported: line 2: OSError('no device')"
+    assert message in error("run.yaml", "--training.steps=3")
+    assert (work / "imports").read_text() == "x"
+    # Changed, it is imported again: a notebook stays open. Another spelling is the same file.
+    (work / "own.py").write_text("open('imports', 'a').write('y')\ndef build(): ...\ndef data(): ...\n")
+    os.utime(work / "own.py", (1, 1))
+    (work / "inner").mkdir()
+    assert cli.main(["check", "run.yaml", "--data.name=inner/../own.py:data", "--data.path=null"]) == 2
+    assert (work / "imports").read_text() == "xy"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "class Thing: ...\n@dataclass\nclass Options:\n    width: int = 1\n    thing: Thing | None = None\n"
+            "def build(options: Options): ...",
+            r"model.name: hp_user_own_\w+.Options: expected fields that a setting can have \(bool, int, float, str, "
+            r"Literal, tuple, dict, None, or another section\), got thing: hp_user_own_\w+.Thing | None\n",
+        ),
+        (
+            "class Thing: ...\n@section\nclass Options:\n    thing: Thing\ndef build(options: Options): ...",
+            r"own.py cannot be imported: line 4: TypeError\(.*Options: expected .*, got thing: <class '.*Thing'>",
+        ),
+        (
+            "@dataclass\nclass Options:\n    thing: 'Missing'\ndef build(options: Options): ...",
+            r"model.name: hp_user_own_\w+.Options: expected fields that a setting can have .*, got thing: Missing",
+        ),
+        ("def build(options: 'Missing'): ...", r"own.py:build: its annotations cannot be evaluated: NameError\("),
+    ],
+    ids=["dataclass", "section", "missing", "builder"],
+)
+def test_types_that_no_setting_can_have_are_named(work: Path, error, text: str, message: str) -> None:
+    head = "from dataclasses import dataclass\nfrom hp_trainer.config import section\n"
+    (work / "own.py").write_text(head + text)
+    settings = (work / "run.yaml").read_text()
+    (work / "run.yaml").write_text(settings.replace("name: tiny", "name: own.py:build"))
+    found = error("run.yaml")
+    assert re.search(message, found), found
+    assert found.startswith("hp-train: run.yaml: 1 problem\n")

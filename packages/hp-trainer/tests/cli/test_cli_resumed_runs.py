@@ -301,6 +301,21 @@ def test_a_model_file_may_move_and_its_function_be_renamed(
     assert "model.width: cannot change after the start of a run" in error("run", "run.yaml", "--model.width=16")
 
 
+def test_a_model_of_a_file_cannot_take_the_place_of_another_model(work: Path, error, prepared: list) -> None:
+    """Its options are not those of the run, whose configuration has no unknown key."""
+    make_run(work)
+    (work / "own.py").write_text(BUILDER.format(name="build").replace("width", "height"))
+    what = "model.name: cannot change after the start of a run\n    expected: tiny\n    got: "
+    message = error("resume", "out", "--model.name=own.py:build")
+    assert f"{what}own.py:build\n    try: a new run" in message
+    assert message.startswith("hp-train: out/config.yaml: 1 problem\n")
+    text = (work / "run.yaml").read_text()
+    (work / "run.yaml").write_text(text.replace("name: tiny", "name: own.py:build"))
+    message = error("run", "run.yaml")
+    assert f"{what}{work}/own.py:build\n    try: a new run" in message
+    assert "unknown key" not in message
+
+
 def test_run_refuses_what_it_cannot_go_on_with(work: Path, error, prepared: list) -> None:
     assert "run needs the folder of the run to start or continue" in error("run", "run.yaml", "--run.folder=null")
     (work / "out").mkdir()
@@ -435,7 +450,7 @@ def test_a_run_goes_on_when_the_directory_of_its_model_is_gone(work: Path, prepa
     ((config, _, checkpoint),) = prepared
     assert (config.model.source, checkpoint) == (str(work / "hf"), "step-00000002")
     message = f"{work / 'hf'} is missing; the run continues with its own copy, out/model\n"
-    assert capsys.readouterr().err.startswith(f"hp-train: {message}")
+    assert capsys.readouterr().err == f"hp-train: {message}"
     assert cli.main(["resume", "out"]) == 0
     capsys.readouterr()
     assert "model.rms_norm_eps: cannot change" in error("run", "run.yaml", "--model.rms_norm_eps=1e-5")

@@ -13,6 +13,7 @@ from hugging_face_models import (
     CLOSE,
     CONFIGS,
     IDS,
+    LLAMA3,
     fill,
     logits_of_trained,
     logits_of_transformers,
@@ -92,7 +93,10 @@ CHANGED = [
 REFUSED = [
     ("llama", {"is_causal": False}, "is_causal: is not supported"),
     ("llama", {"num_key_value_heads": 0}, "num_key_value_heads: out of range"),
-    ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_scaling: factor: missing"),
+    ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters: factor: missing"),
+    # transformers divides by it.
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": None}}, "rope_scaling: factor: missing"),
+    ("llama", {"rope_parameters": {**LLAMA3, "rope_type": "llama3", "low_freq_factor": None}}, "low_freq_factor: miss"),
     ("qwen3", {"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
     ("deepseek_v3", {"head_dim": 3}, "head_dim: is not supported"),
 ]

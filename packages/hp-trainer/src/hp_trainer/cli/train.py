@@ -121,6 +121,7 @@ def resume_command(run: str, from_step: int | None, reset_optimizer: bool, overr
     """
     folder = open_folder(Path(run))
     require_platform(str(folder.config_file))
+    refuse(_other_components(folder, overrides), str(folder.config_file))
     loaded = on_installed_platform(folder.load_config(overrides), overrides)
     before = _before(folder, loaded.config)
     problems = [*check_resumed_run(loaded, before, world_size_of(loaded.config), registries())]
@@ -137,24 +138,49 @@ def resume_command(run: str, from_step: int | None, reset_optimizer: bool, overr
     return _report(launch_training(config, folder.path, lambda: _take_up(folder, config, from_step), choice), config)
 
 
+def _other_components(run: RunFolder, overrides: Overrides) -> list[Problem]:
+    """Return the problems of another model or dataset, whose options could not be read as those of the run."""
+    problems = []
+    for part in ("model", "data"):
+        old, new = _written_name(run, part), dict(overrides).get(f"{part}.name")
+        # A Python file may have moved, and its function may have another name.
+        if old is not None and new not in (None, old) and not (is_python_name(old) and is_python_name(str(new))):
+            what, hint = "cannot change after the start of a run", "a new run with `hp-train CONFIG`"
+            problems.append(Problem(path=f"{part}.name", what=what, expected=old, got=new, hint=hint))
+    return problems
+
+
+def _written_name(run: RunFolder, section: str) -> str | None:
+    """Return the name of a component in the configuration of a run."""
+    written = yaml.safe_load(read_plain_text(run.config_file))
+    found = written.get(section) if isinstance(written, dict) else None
+    return found.get("name") if isinstance(found, dict) else None
+
+
 def _before(run: RunFolder, config: TrainerConfig) -> TrainerConfig:
     """Return the configuration that a run had, with the components of `config` that may have changed.
 
     Python files of models and datasets may have moved: tensors and tokens are compared instead of paths.
     """
     names = {"optimizer.name": config.optimizer.name, "checkpoint.storage.name": config.checkpoint.storage.name}
-    for part in ("model", "data"):
-        if is_python_name(name := getattr(config, part).name):
-            names[f"{part}.name"] = name
-    return run.load_config([*names.items(), ("metrics.trackers", "[]")]).config
+    parts = {f"{part}.name": getattr(config, part).name for part in ("model", "data")}
+    moved = {path: name for path, name in parts.items() if is_python_name(name)}
+    known = [*names.items(), ("metrics.trackers", "[]")]
+    try:
+        return run.load_config([*known, *moved.items()]).config
+    except ConfigError:
+        if not moved:
+            raise
+    # Another component, with other options: the comparison with the run's own one reports each difference.
+    return run.load_config(known).config
 
 
 def _new_optimizer(run: RunFolder, before: TrainerConfig, config: TrainerConfig) -> list[Problem]:
     """Return the settings that no checkpoint of a run fits any more. Its configuration must not be changed by them."""
     # `before` has the new name, with which the old options could be read.
-    written = yaml.safe_load(read_plain_text(run.config_file)).get("optimizer", {}).get("name", config.optimizer.name)
+    written = _written_name(run, "optimizer")
     changed = {
-        "optimizer.name": (written, config.optimizer.name),
+        "optimizer.name": (config.optimizer.name if written is None else written, config.optimizer.name),
         "training.freeze": (list(before.training.freeze), list(config.training.freeze)),
     }
     return [

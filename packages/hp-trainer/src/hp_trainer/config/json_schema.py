@@ -203,6 +203,9 @@ def _published(registered: Registries, schema: Schema, *, is_entry: bool = False
     for key in ("items", "additionalProperties"):
         if isinstance(schema.get(key), dict):
             made[key] = _published(registered, schema[key], is_entry=key == "items")
+    if "properties" in schema.get("items", {}):
+        # `Sections`: without a value, as `sources:`, the list is empty.
+        made["type"] = ["array", "null"]
     if "prefixItems" in schema:
         made["prefixItems"] = [_published(registered, each) for each in schema["prefixItems"]]
     if schema.get("type") in ("integer", "number", "boolean") or "enum" in schema:

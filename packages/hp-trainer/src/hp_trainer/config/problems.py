@@ -188,9 +188,10 @@ def _chosen(schema: Schema, node: Tree | None, registered: Registries) -> Schema
     registry = getattr(registered, schema["registry"])
     named = node.items.get("name") if isinstance(node, Section) else node
     name = named.text if isinstance(named, Scalar) and named.tag == "str" else schema["default_name"]
-    if name is not None and is_python_name(name) and isinstance(named, Scalar):
-        try:
+    try:
+        if name is not None and is_python_name(name) and isinstance(named, Scalar):
             name = register_python_name(registry, name, named.folder)
-        except RegistryError:
-            return None
-    return section_schema(registry.options(name)) if name in registry.names() else None
+        return section_schema(registry.options(name)) if name in registry.names() else None
+    # Reported where the component is chosen.
+    except RegistryError:
+        return None

@@ -7,6 +7,7 @@ unless `le` is given, integers are below 2**31 and floats at most 1e12.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +17,15 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, dataclass_transform
 
 import pydantic.dataclasses
-from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PydanticUserError,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
 
 from hp_dtensor.exceptions import RegistryError
@@ -73,6 +82,7 @@ def section(cls: type[T]) -> type[T]:
     section.
 
     Raises:
+        TypeError: a field has a type that no setting can have.
         pydantic.ValidationError: on creation, with every invalid setting.
 
     Examples:
@@ -82,7 +92,8 @@ def section(cls: type[T]) -> type[T]:
         >>> WindowConfig(size=4)
         WindowConfig(size=4)
     """
-    made: Any = pydantic.dataclasses.dataclass(_strict(cls), kw_only=True, frozen=True)
+    with _named_fields(cls, TypeError):
+        made: Any = pydantic.dataclasses.dataclass(_strict(cls), kw_only=True, frozen=True)
     made.__new__ = staticmethod(_new)
     return made  # type: ignore[no-any-return]
 
@@ -96,8 +107,41 @@ def _new(cls: type, *_: Any, **__: Any) -> Any:
 
 @functools.cache
 def adapter(schema: type) -> TypeAdapter[Any]:
-    """Return the validator of a section, or of a plain dataclass, which is validated as strictly."""
-    return TypeAdapter(schema if hasattr(schema, "__pydantic_config__") else _strict(schema))
+    """Return the validator of a section, or of a plain dataclass, which is validated as strictly.
+
+    Raises:
+        RegistryError: a field has a type that no setting can have.
+    """
+    with _named_fields(schema, RegistryError):
+        made = TypeAdapter(schema if hasattr(schema, "__pydantic_config__") else _strict(schema))
+        if not made.pydantic_complete:
+            # pydantic would report names that it does not know at the first use only.
+            made.rebuild()
+        return made
+
+
+@contextlib.contextmanager
+def _named_fields(schema: type, kind: type[Exception]) -> Iterator[None]:
+    """Convert pydantic's error about the types of a section to one that names the fields."""
+    try:
+        yield
+    except (PydanticUserError, NameError) as error:
+        fields = [f"{name}: {hint}" for name, hint in vars(schema).get("__annotations__", {}).items() if _is_bad(hint)]
+        raise kind(
+            f"{schema.__module__}.{schema.__qualname__}: expected fields that a setting can have (bool, int, float, "
+            f"str, Literal, tuple, dict, None, or another section), got {', '.join(fields) or error}"
+        ) from error
+
+
+def _is_bad(hint: Any) -> bool:
+    # A text, as after `from __future__ import annotations`, cannot be tried alone.
+    if isinstance(hint, str):
+        return True
+    try:
+        TypeAdapter(hint)
+    except (PydanticUserError, NameError):
+        return True
+    return False
 
 
 def _classes(hint: Any) -> Iterator[type]:
@@ -234,7 +278,11 @@ class Registered:
         defaults: dict[str, Any] = {}
         if hasattr(schema, "read_directory"):
             source, defaults = _read_directory(schema, given)
-        options = adapter(schema).validate_python(defaults | given, context=info.context)
+        try:
+            validator = adapter(schema)
+        except RegistryError as error:
+            report(iter([Problem(path="", what=str(error))]), "name")
+        options = validator.validate_python(defaults | given, context=info.context)
         return Component(name, options, source)
 
     def _name(self, registry: Registry, name: Any) -> str:

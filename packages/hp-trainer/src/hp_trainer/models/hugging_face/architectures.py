@@ -594,8 +594,9 @@ def read_rotary(reader: ConfigReader, theta: float, otherwise: Mapping[str, Any]
         otherwise: default of `rope_parameters`.
     """
     given = reader.values.get("rope_parameters")
+    key = "rope_scaling" if reader.values.get("rope_scaling") or given is None else "rope_parameters"
     given = reader.values.get("rope_scaling") or (otherwise if given is None else given)
-    inner = ConfigReader(dict(given) if isinstance(given, Mapping) else {}, f"{reader.where}: rope_scaling")
+    inner = ConfigReader(dict(given) if isinstance(given, Mapping) else {}, f"{reader.where}: {key}")
     nested = sorted(key for key, value in inner.values.items() if isinstance(value, Mapping))
     if nested or not isinstance(given, Mapping):
         inner.add("", "is not supported", expected="one mapping for all layers", got=", ".join(nested) or repr(given))
@@ -641,7 +642,8 @@ def _read_scaling(reader: ConfigReader, inner: ConfigReader, kind: str) -> dict[
         if inner.values.get("factor", _MISSING) is None and original and length:
             numbers["factor"] = length / original
     for key in ("factor", "low_freq_factor", "high_freq_factor"):
-        if key in _OF_KIND[kind] and numbers[key] is None and key not in inner.values:
+        # A value of a wrong type is already a problem.
+        if key in _OF_KIND[kind] and numbers[key] is None and inner.values.get(key) is None:
             inner.add(key, "missing", expected="float")
     if (numbers["factor"] or 1) < 1:
         inner.add("factor", "out of range", expected="a number >= 1", got=repr(numbers["factor"]))
