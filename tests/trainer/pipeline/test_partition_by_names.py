@@ -45,8 +45,8 @@ class Last(nn.Module):
         super().__init__()
         self.head = nn.Linear(WIDTH, 3)
 
-    def forward(self, x, shift):
-        return self.head(x)
+    def forward(self, inputs, *, also, scaled):
+        return self.ops.mul(self.head(self.ops.add(inputs["x"], also)), 0.5 if scaled else 1.0)
 
 
 class Inner(nn.Module):
@@ -61,7 +61,7 @@ class Inner(nn.Module):
 
 
 class Model(nn.Module):
-    """A chain of nested submodules; `between` computes something else."""
+    """A chain of nested submodules, the last of which gets a tensor twice; `between` computes something else."""
 
     def __init__(self, between=None) -> None:
         super().__init__()
@@ -69,8 +69,8 @@ class Model(nn.Module):
 
     def forward(self, x, shift):
         y = self.first(x, shift=shift)
-        y = self.inner(*y) if self.between is None else self.between(self, *y)
-        return self.last(*y)
+        y, _ = self.inner(*y) if self.between is None else self.between(self, *y)
+        return {"logits": self.last({"x": y, "name": None}, also=y, scaled=True)}
 
 
 def built(platform, cls=Model, *args):
@@ -86,7 +86,7 @@ def batch(platform, step, rows=4):
 
 
 def loss_of(platform):
-    return lambda output, target: platform.ops.mean(platform.ops.square(platform.ops.sub(output, target)))
+    return lambda output, target: platform.ops.mean(platform.ops.square(platform.ops.sub(output["logits"], target)))
 
 
 def trained(platform, module, step):
@@ -107,7 +107,7 @@ def one_device(platform):
     def step(x, shift, target):
         output = model(x, shift)
         platform.backward(loss_of(platform)(output, target))
-        return platform.to_numpy(platform.detach(output)).copy()
+        return platform.to_numpy(platform.detach(output["logits"])).copy()
 
     with platform.enable_grad():
         return trained(platform, model, step)
@@ -129,7 +129,7 @@ def on_ranks(platform, schedule_cls, spec, by_function):
     def step(x, shift, target):
         given = {"args": (x,), "kwargs": {"shift": shift}} if 0 in mine else {"args": (), "kwargs": {}}
         output = schedule.step(*given["args"], target=target, **given["kwargs"])
-        return None if output is None else platform.to_numpy(output).copy()
+        return None if output is None else platform.to_numpy(output["logits"]).copy()
 
     with platform.enable_grad():
         return trained(platform, own, step)
@@ -185,16 +185,22 @@ END = {"inner.layers.1": SplitPoint.END}
         (
             (Model, lambda m, x, s: m.inner(m.ops.mul(x, 2.0), s)),
             {},
-            r"inner.layers.0 gets something else than the outp",
+            "inner.layers.0 gets a tensor that is not of the output of",
         ),
         (
             (Model, lambda m, x, s: (m.ops.add(x, m.inner(x, s)[0]), s)),
             {},
-            "last gets something else than the output of",
+            "last gets a tensor that is not of the output of",
         ),
         ((Model, written), {}, "inner.layers.0 gets the output of first after it was written in place"),
         ((Model, lambda m, x, s: m.inner(*m.inner(x, s))), {}, "inner.layers.0 is called twice"),
-        ((Model, lambda m, x, s: (m.last(x, s), s)), {}, "last is called twice|forward does not call"),
+        (
+            (Model, lambda m, x, s: (x, m.inner(x, s))),
+            {},
+            "last gets a tensor that is not of the output of inner.layers.3",
+        ),
+        ((Model, lambda m, x, s: (m.first.embed(x), s)), {}, "first.embed gets|forward does not call 'inner.layers.1'"),
+        ((Model, lambda m, x, s: (m.inner(x, s)[0].shape[0], s)), {}, "last gets int 4 that is not of the output of"),
         ((WithParameter,), {}, "scale is in no stage; move it into a submodule"),
         ((Shared,), {}, "inner.layers.0.up.weight is in 2 stages; .* TiedWeights"),
         ((Model,), {"split_spec": None}, "expected names of submodules, such as .*; calls of pipe_split"),
@@ -212,3 +218,12 @@ def test_modules_that_are_no_chain_are_refused(hp_platform, make, options, messa
     # The hooks are gone: the module runs as before.
     if make == (Model,):
         assert model(x, shift) is not None
+
+
+def test_the_first_stage_is_called_as_the_example(hp_platform):
+    model = built(hp_platform)
+    x, shift, _ = batch(hp_platform, 0)
+    stage = pipeline(model, (x,), {"shift": shift}, split_spec=END).get_stage_module(0)
+    assert len(stage(x, shift=shift)) == 2
+    with pytest.raises(PipelineError, match=r"mb_kwargs, 1 and \['shift'\] by name, got 2 and \[\]"):
+        stage(x, shift)

@@ -1,7 +1,7 @@
 """Partition of a model into stages: its layers by cost or as listed, or a module by names of submodules.
 
-`pipeline` splits a module without tracing it: it runs once, and every submodule must get what the one before returned,
-as stages do. A stage then calls its submodules one after the other.
+`pipeline` splits a module without tracing it: it runs once, and every submodule must get values that the one before
+returned, as stages do. A stage then calls its submodules one after the other.
 """
 
 from __future__ import annotations
@@ -303,8 +303,9 @@ def pipeline(
     """Split a module into stages at submodules, without tracing it. Names and arguments follow torch.
 
     The module runs once on the example, without autograd. Its forward must call submodules in a chain: the first gets
-    the arguments, every other one the output of the one before, and the last one's output is the result. They may be
-    nested in lists and other modules. Random numbers are consumed, and buffers that a forward updates are changed.
+    tensors of the arguments, every other one those that the one before returned (in any structure, with None, flags and
+    strings beside them), and the result has those of the last. Submodules may be nested in lists and other modules.
+    Random numbers are consumed, and buffers that a forward updates are changed.
 
     Args:
         module: the full module, equal on all ranks.
@@ -343,11 +344,17 @@ def pipeline(
     chosen = platform_of(module, platform)
     modules = dict(chosen.named_modules(module))
     _check_split_spec(split_spec, modules)
-    paths = _chain_of(chosen, module, modules, split_spec, tuple(mb_args), dict(mb_kwargs or {}))
+    calls, result = _chain_of(chosen, module, modules, split_spec, tuple(mb_args), dict(mb_kwargs or {}))
+    paths = list(calls)
     bounds = [0, *_splits(paths, split_spec), len(paths)]
     with nn.building(chosen):
         stages = [
-            _ChainStage({path: modules[path] for path in paths[start:stop]}, takes_kwargs=start == 0)
+            _ChainStage(
+                {path: modules[path] for path in paths[start:stop]},
+                [calls[path] for path in paths[start:stop]],
+                arguments=(len(mb_args), sorted(mb_kwargs or {})) if start == 0 else None,
+                result=result if stop == len(paths) else None,
+            )
             for start, stop in itertools.pairwise(bounds)
         ]
     _check_parameters(chosen, module, stages)
@@ -372,10 +379,10 @@ def _chain_of(
     split_spec: Mapping[str, Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> list[str]:
-    """Return the names of the submodules that a forward calls, in order.
+) -> tuple[dict[str, Any], Any]:
+    """Return the arguments of each submodule that a forward calls, in order, and the result, with `_Value`s in them.
 
-    These are the outermost ones that no split divides.
+    The submodules are the outermost ones that no split divides.
     """
     divided = {""} | {name[:end] for name in split_spec for end, letter in enumerate(name) if letter == "."}
     chain, hooks = _Chain(platform, args, kwargs), []
@@ -388,64 +395,86 @@ def _chain_of(
     finally:
         for hook in hooks:
             hook.remove()
-    chain.check("the module", "returns", output)
-    return chain.paths
+    return chain.calls, chain.refer("the module", "returns", output)
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """Stands for a value that the submodule before returned: its place among all of them."""
+
+    index: int
+
+
+def _values(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the values in arguments; keyword arguments in the order of their names, which is that of every call."""
+    return flattened((args, dict(sorted(kwargs.items()))))[0]
+
+
+def _filled(template: Any, values: Sequence[Any]) -> Any:
+    """Return a tree with values in place of each `_Value`."""
+    leaves, rebuild = flattened(template)
+    return rebuild([values[x.index] if isinstance(x, _Value) else x for x in leaves])
 
 
 class _Chain:
-    """The submodules that a forward has called so far, and the output of the last one."""
+    """The submodules that a forward has called so far, with their arguments, and the output of the last one."""
 
     def __init__(self, platform: Platform, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.paths: list[str] = []
+        self.calls: dict[str, Any] = {}
         self._platform = platform
         self._running: str | None = None
         self._last = "the arguments"
-        self._hold((args, kwargs))
+        self._hold(_values(args, kwargs))
 
     def hook(self, path: str, module: Module) -> list[Any]:
         def before(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # Submodules of a running one are part of it.
             if self._running is None:
-                if path in self.paths:
+                if path in self.calls:
                     raise PipelineError(f"pipeline: {path} is called twice; a stage calls each of its submodules once")
-                self.check(path, "gets", (args, kwargs))
+                self.calls[path] = self.refer(path, "gets", (args, kwargs))
                 self._running = path
 
         def after(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if self._running == path:
                 self._running, self._last = None, f"the output of {path}"
-                self.paths.append(path)
-                self._hold(output)
+                self._hold(flattened(output)[0])
 
         return [
             self._platform.add_forward_pre_hook(module, before),
             self._platform.add_forward_hook(module, after),
         ]
 
-    def check(self, who: str, verb: str, value: Any) -> None:
-        """Raise PipelineError unless a value has the objects that are held, unchanged."""
-        found, tensor = flattened(value)[0], self._platform.Tensor
-        if len(found) != len(self._held) or any(
-            x is not y and (isinstance(x, tensor) or isinstance(y, tensor) or x != y)
-            for x, y in zip(found, self._held, strict=True)
-        ):
-            problem = f"something else than {self._last}"
-        elif self._versions_of(found) != self._versions:
+    def refer(self, who: str, verb: str, tree: Any) -> Any:
+        """Return a tree with a `_Value` for each value of the last output.
+
+        Raises:
+            PipelineError: another value than None, flags and strings, or one that was written since.
+        """
+        leaves, rebuild = flattened(tree)
+        return rebuild([self._reference(who, verb, x) for x in leaves])
+
+    def _reference(self, who: str, verb: str, x: Any) -> Any:
+        # Numbers may depend on the example, as lengths do.
+        if x is None or isinstance(x, (bool, str)):
+            return x
+        index = next((index for index, held in enumerate(self._held) if held is x), None)
+        if index is not None and self._versions[index] == self._version(x):
+            return _Value(index)
+        kind = "a tensor" if isinstance(x, self._platform.Tensor) else f"{type(x).__name__} {x!r}"
+        problem = f"{kind} that is not of {self._last}"
+        if index is not None:
             problem = f"{self._last} after it was written in place"
-        else:
-            return
         raise PipelineError(
             f"pipeline: {who} {verb} {problem}; submodules must be a chain. Move what is computed between them into a "
             "submodule, or write the stages as modules and give them to PipelineStage"
         )
 
-    def _hold(self, value: Any) -> None:
-        self._held = flattened(value)[0]
-        self._versions = self._versions_of(self._held)
+    def _hold(self, values: list[Any]) -> None:
+        self._held, self._versions = values, [self._version(x) for x in values]
 
-    def _versions_of(self, values: Sequence[Any]) -> list[int]:
-        tensors = [x for x in values if isinstance(x, self._platform.Tensor)]
-        return [self._platform.version(local_of(self._platform, x)) for x in tensors]
+    def _version(self, x: Any) -> int:
+        return self._platform.version(local_of(self._platform, x)) if isinstance(x, self._platform.Tensor) else 0
 
 
 def _splits(paths: Sequence[str], split_spec: Mapping[str, Any]) -> list[int]:
@@ -476,11 +505,24 @@ def _check_parameters(platform: Platform, module: Module, stages: Sequence[Modul
 
 
 class _ChainStage(nn.Module):
-    """Submodules under their names in a full module, called one after the other."""
+    """Submodules under their names in a full module, called one after the other.
 
-    def __init__(self, modules: Mapping[str, Module], takes_kwargs: bool) -> None:
+    Args:
+        modules: by dotted name.
+        calls: the arguments of each, with `_Value`s for what the one before returned.
+        arguments: of the first stage, the number of positional ones and the names of the others.
+        result: the full module's result, likewise; None: what the last submodule returns.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, Module],
+        calls: Sequence[Any],
+        arguments: tuple[int, list[str]] | None,
+        result: Any,
+    ) -> None:
         super().__init__()
-        self._paths, self._takes_kwargs = list(modules), takes_kwargs
+        self._calls, self._arguments, self._result = list(zip(modules, calls, strict=True)), arguments, result
         holders: dict[str, Any] = {"": self}
         for path, module in modules.items():
             holder = ""
@@ -495,9 +537,15 @@ class _ChainStage(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # Later stages on the rank of the first one get its keyword arguments too.
-        kwargs = kwargs if self._takes_kwargs else {}
-        output = None
-        for path in self._paths:
-            output = functools.reduce(getattr, path.split("."), self)(*args, **kwargs)
-            args, kwargs = tuple(output) if isinstance(output, (tuple, list)) else (output,), {}
-        return output
+        kwargs = {} if self._arguments is None else kwargs
+        if self._arguments not in (None, (len(args), sorted(kwargs))):
+            raise PipelineError(
+                f"stage 0: expected arguments as in mb_args and mb_kwargs, {self._arguments[0]} and "
+                f"{self._arguments[1]} by name, got {len(args)} and {sorted(kwargs)}"
+            )
+        output, values = None, _values(args, kwargs)
+        for path, call in self._calls:
+            own_args, own_kwargs = _filled(call, values)
+            output = functools.reduce(getattr, path.split("."), self)(*own_args, **own_kwargs)
+            values = flattened(output)[0]
+        return output if self._result is None else _filled(self._result, values)
