@@ -106,6 +106,51 @@ def test_gradients_are_the_same_and_one_gather_serves_all_products(name, hp_plat
             np.testing.assert_array_equal(found[key], value, err_msg=key)
 
 
+def recorded(saved):
+    """Return a call under hooks that add each saved tensor's shape and memory to `saved`, and keep a copy."""
+
+    def call(platform, model, x):
+        def pack(tensor):
+            saved.append((tuple(tensor.shape), tensor.untyped_storage().nbytes()))
+            return tensor.clone()
+
+        with platform.saving(pack, lambda copy: copy):
+            return model(x)
+
+    return call
+
+
+def test_the_hooks_of_the_program_get_what_is_saved(hp_platform):
+    """Also those of torch's non-reentrant checkpoint and `save_on_cpu`, which free the memory that they get."""
+    torch = pytest.importorskip("torch")
+    if hp_platform.name != "torch":
+        pytest.skip(f"{hp_platform.name} cannot tell whether there are hooks")
+
+    def on_cpu(platform, model, x):
+        with torch.autograd.graph.save_on_cpu():
+            return model(x)
+
+    def recomputed(platform, model, x):
+        return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+
+    def program():
+        saved = [], []
+        steps = [one_step(hp_platform, reshards, recorded(saved[reshards])) for reshards in (False, True)]
+        for call in (on_cpu, recomputed):
+            steps += [one_step(hp_platform, reshards, call) for reshards in (False, True)]
+        return saved, steps
+
+    for (without, resharding), steps in run_ranks(program, 2, hp_platform):
+        assert resharding == without
+        assert sum(nbytes == GATHERED for _, nbytes in without) >= 3  # the input of each product
+        gathers = [count for _, count in steps]
+        assert gathers[0::2] == gathers[1::2]
+        assert gathers[4] == gathers[2] + 1  # the recomputation's
+        for (expected, _), (found, _) in zip(steps[:1] * 6, steps, strict=True):
+            for key, value in expected.items():
+                np.testing.assert_array_equal(found[key], value, err_msg=key)
+
+
 def test_a_graph_that_is_retained_gathers_in_each_backward(hp_platform):
     skip_without_hooks(hp_platform)
 

@@ -314,6 +314,9 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
     def saving(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> AbstractContextManager[Any]:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
+    def has_saving_hooks(self) -> bool:
+        return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
     def host_copies(self) -> TorchHostCopies:
         return TorchHostCopies()
 

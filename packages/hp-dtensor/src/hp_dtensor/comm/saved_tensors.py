@@ -100,6 +100,11 @@ def saving_tensors(save: Callable[[Tensor], SavedTensor] | None) -> Iterator[Non
         _save.reset(token)
 
 
+def are_tensors_saved_elsewhere() -> bool:
+    """Return True inside `saving_tensors(save)` with a function, which saves those of custom functions."""
+    return _save.get() is not None
+
+
 MODIFIED = (
     "backward needs a tensor of shape {} as it was in forward, but it has been modified in place since; write to a "
     "clone of it, or use an operation that is not in place"

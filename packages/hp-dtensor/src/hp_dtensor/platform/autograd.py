@@ -247,6 +247,13 @@ class AutogradInterface(ABC):
         """
         raise CapabilityError("this platform has no hooks for the tensors that its autograd saves for backward")
 
+    def has_saving_hooks(self) -> bool:
+        """Return True where hooks of `saving`, or the framework's own, get the tensors that this thread saves.
+
+        By default False: the framework has none, or cannot tell.
+        """
+        return False
+
     def host_copies(self) -> HostCopies:
         """Return the object that copies saved tensors to host memory and back.
 

@@ -12,7 +12,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from hp_dtensor.comm.saved_tensors import SavedReference, SavedTensors, current_record
+from hp_dtensor.comm.saved_tensors import (
+    SavedReference,
+    SavedTensors,
+    are_tensors_saved_elsewhere,
+    current_record,
+)
 from hp_dtensor.platform.recording import located
 from hp_dtensor.redistribute import RedistributePlan, plan_between
 
@@ -28,7 +33,8 @@ def reshard_after_forward(source: Any, gathered: Any) -> None:
     """Let `linear` save the shard of a gathered DTensor instead of it. Backward gathers it once for all its uses.
 
     Nothing changes for other redistributions, where nothing is recorded, on a platform without hooks on saved tensors,
-    and inside a recomputed call, whose recomputation gathers anyway.
+    inside a recomputed call, whose recomputation gathers anyway, and inside the program's own hooks on saved tensors
+    (torch's `save_on_cpu` and non-reentrant checkpoint), which get the gathered tensor.
 
     Args:
         gathered: the result of redistributing the DTensor `source`.
@@ -84,7 +90,10 @@ class SavedShard:
     def call(self, function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return `function(x, ...)`, where autograd saves this shard in place of `x`, the gathered tensor."""
         platform = self._platform
-        if platform.version(x) != self._version:
+        # Frameworks call the innermost hooks only: those below would hide what is saved from the program's. Offloading
+        # has hooks too, and copies the shard by `saving_tensors`.
+        is_hooked = platform.has_saving_hooks() and not are_tensors_saved_elsewhere()
+        if is_hooked or platform.version(x) != self._version:
             return function(x, *args, **kwargs)
         whole = tuple(platform.local_shape(x))
         size, address = math.prod(whole), x.data_ptr()
