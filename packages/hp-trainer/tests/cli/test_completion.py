@@ -84,6 +84,20 @@ def test_a_shell_completes_other_values_itself(complete: Complete) -> None:
     assert complete("hp-train check nowhere/x") == ["nowhere/x"]
 
 
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_files_after_an_equals_sign_are_completed(work: Path, complete: Complete, shell: str) -> None:
+    """As full words: these shells complete only words that are paths."""
+    (work / "corpora").mkdir()
+    assert complete("hp-train run.yaml --data.path=co", shell) == ["--data.path=corpora/", "--data.path=corpus.txt"]
+    assert complete("hp-train run.yaml --data.path=nowhere", shell) == []
+
+
+def test_fish_shows_help_with_commas(work: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setenv("_HP_TRAIN_COMPLETE", "fish_source")
+    assert cli.main([]) == 0
+    assert 'string split --max 1 "," $completion' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_gets_its_script(work: Path, monkeypatch: pytest.MonkeyPatch, capsys, shell: str) -> None:
     monkeypatch.setenv("_HP_TRAIN_COMPLETE", f"{shell}_source")

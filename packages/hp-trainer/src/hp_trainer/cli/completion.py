@@ -99,9 +99,17 @@ class _WithSettings(ShellComplete):
             found = super().get_completions(args, incomplete)
         # Click's candidates are values alone, but zsh and fish replace the full word. bash replaces what is after `=`.
         if equals and not isinstance(self, BashComplete):
-            for item in found:
-                item.value = f"{name}={item.value}"
+            words = [each for item in found for each in _plain(item)]
+            return [CompletionItem(f"{name}={each.value}", help=each.help) for each in words]
         return found
+
+
+def _plain(item: CompletionItem[str]) -> list[CompletionItem[str]]:
+    """Return the files or folders that a candidate stands for, which shells find only as words of their own."""
+    if item.type == "plain":
+        return [item]
+    found = [f"{path}/" if os.path.isdir(path) else path for path in sorted(glob(f"{escape(item.value)}*"))]
+    return [CompletionItem(path) for path in found if item.type == "file" or path.endswith("/")]
 
 
 class _Bash(_WithSettings, BashComplete):
@@ -122,4 +130,5 @@ class _Zsh(_WithSettings, ZshComplete):
 
 
 class _Fish(_WithSettings, FishComplete):
-    pass
+    # Click's script cuts candidates and their help at the second comma.
+    source_template = FishComplete.source_template.replace('string split ","', 'string split --max 1 ","')
