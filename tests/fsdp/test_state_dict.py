@@ -526,3 +526,37 @@ def test_gradients_of_an_optimizer_without_state_are_left_alone(hp_platform):
         assert not get_optimizer_state_dict(other, torch.optim.LBFGS(other.parameters()))["state"]
 
     run_ranks(rank, 3, hp_platform)
+
+
+EXTRA = [f"part_{letter}" for letter in "abcdefgh"]
+
+
+def set_extra_states_that_communicate():
+    """Return the extra states that each part of a model has exchanged with the other rank, in one call."""
+    import torch
+
+    mesh = init_device_mesh("cpu", (2,), platform="torch")
+    group = mesh.group_along(0)
+
+    class Part(torch.nn.Linear):
+        def get_extra_state(self):
+            return b""
+
+        def set_extra_state(self, state):
+            self.exchanged = group.all_gather_bytes(state)
+
+    model = torch.nn.ModuleDict({name: Part(2, 2) for name in EXTRA})
+    fully_shard(list(model.values()), mesh)
+    state = get_model_state_dict(model)
+    names = [f"{name}._extra_state" for name in EXTRA]
+    given = {name: name.encode() for name in (reversed(names) if mesh.world.rank else names)}
+    set_model_state_dict(model, given | {name: value for name, value in state.items() if name not in given})
+    return {name: model[name].exchanged for name in EXTRA}
+
+
+def test_extra_states_are_set_in_one_order(hp_platform, rank_pool):
+    """In processes, where sets of names have different orders."""
+    if hp_platform.name != "torch":
+        pytest.skip("modules of torch have extra states")
+    expected = {name: [f"{name}._extra_state".encode()] * 2 for name in EXTRA}
+    assert rank_pool(2).run(f"{__file__}:set_extra_states_that_communicate") == [expected, expected]

@@ -21,6 +21,7 @@ from hp_dtensor import (
     Shard,
     distribute_module,
     distribute_tensor,
+    get_platform,
     loss_parallel,
     parallelize_module,
     record_collectives,
@@ -160,3 +161,35 @@ def test_loss_parallel_takes_plain_targets(hp_platform: Platform, reduction: str
     for value, grad in run_ranks(program, 2, hp_platform):
         np.testing.assert_allclose(value, hp_platform.to_numpy(expected), **CLOSE)
         np.testing.assert_allclose(grad, hp_platform.to_numpy(hp_platform.get_grad(full)), **CLOSE)
+
+
+NAMES = [f"input_{letter}" for letter in "abcdefgh"]
+
+
+def gathered_keyword_inputs() -> dict[str, list[float]]:
+    """Return the inputs by keyword that a module gets; the ranks pass them in different orders."""
+    platform = get_platform()
+    mesh = _mesh(platform)
+
+    class Keywords(platform.Module):
+        def forward(self, **inputs: Any) -> dict[str, Any]:
+            return inputs
+
+        construct = forward
+
+    style = PrepareModuleInput(
+        input_kwarg_layouts=dict.fromkeys(NAMES, Shard(0)),
+        desired_input_kwarg_layouts=dict.fromkeys(NAMES, Replicate()),
+        use_local_output=True,
+    )
+    module, rank = parallelize_module(Keywords(), mesh, style), mesh.world.rank
+    shards = {name: np.full((1,), 10.0 * index + rank, np.float32) for index, name in enumerate(NAMES)}
+    names = reversed(NAMES) if rank else NAMES
+    got = module(**{name: platform.from_numpy(shards[name]) for name in names})
+    return {name: platform.to_numpy(x).tolist() for name, x in got.items()}
+
+
+def test_inputs_by_keyword_are_gathered_in_one_order(torch_suffices: None, rank_pool: Any) -> None:
+    """In processes, where sets of names have different orders."""
+    expected = {name: [10.0 * index, 10.0 * index + 1] for index, name in enumerate(NAMES)}
+    assert rank_pool(2).run(f"{__file__}:gathered_keyword_inputs") == [expected, expected]
