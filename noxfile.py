@@ -247,7 +247,7 @@ def tests(session: nox.Session, package: str) -> None:
 def cross(session: nox.Session, platform: str, **variables: str) -> None:
     """Run the conformance suites and the tests across packages on a platform, or the tests that arguments select."""
     # In one run of pytest: each would start workers and ranks of its own, which import the framework.
-    conformance = (f"{each}.testing.conformance" for each in ("hp_dtensor", "hp_fsdp"))
+    conformance = (f"{each}.testing.conformance" for each in ("hp_dtensor", "hp_fsdp", "hp_moe", "hp_trainer"))
     every = ("--pyargs", *conformance, *ACROSS)
     selected = () if session.posargs else every
     pytest(session, full(platform), *one_core(platform), *selected, HP_PLATFORM=platform, **variables)

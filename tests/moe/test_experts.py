@@ -24,7 +24,6 @@ from hp_moe import (
     Routing,
     clamped_swiglu,
     grouped_matmul,
-    loop_grouped_matmul,
 )
 from hp_moe.feed_forward import find_activation
 
@@ -44,53 +43,6 @@ def leaf(platform, array):
 
 def sizes_of(platform, counts):
     return GroupSizes(platform, platform.from_numpy(numpy.array(counts, numpy.int64)))
-
-
-@pytest.mark.parametrize("product", [grouped_matmul, loop_grouped_matmul], ids=["platform's", "loop"])
-@pytest.mark.parametrize("counts", [(3, 0, 5, 1), (0, 0, 4, 0), (0, 0, 0, 0), (7,), ()])
-@pytest.mark.parametrize(("width", "out"), [(8, 12), (6, 5)])
-def test_grouped_product_and_its_gradients(platform, product, counts, width, out):
-    rows = sum(counts)
-    data, weights, grad = normal(0, rows, width), normal(1, len(counts), out, width), normal(2, rows, out)
-    x, w = leaf(platform, data), leaf(platform, weights)
-    y = product(x, w, sizes_of(platform, counts))
-    dx, dw = platform.grad([y], [x, w], [platform.from_numpy(grad)])
-    group = numpy.repeat(numpy.arange(len(counts)), counts)
-    expected_dw = numpy.zeros(weights.shape)
-    for row, e in enumerate(group):
-        expected_dw[e] += numpy.outer(grad[row], data[row])
-    numpy.testing.assert_allclose(platform.to_numpy(y), _each(weights, data, group, "eoi,ei->eo"), **CLOSE)
-    numpy.testing.assert_allclose(platform.to_numpy(dx), _each(weights, grad, group, "eoi,eo->ei"), **CLOSE)
-    numpy.testing.assert_allclose(platform.to_numpy(dw), expected_dw, **CLOSE)
-    for e, count in enumerate(counts):
-        assert count or not platform.to_numpy(dw)[e].any()
-
-
-def _each(weights, rows, group, formula):
-    if len(rows) == 0:
-        return numpy.zeros((0, weights.shape[1 if formula.endswith("o") else 2]))
-    return numpy.einsum(formula, weights[group], rows)
-
-
-def test_a_sum_may_be_the_loss(platform):
-    """Its gradient is one number expanded, which some kernels refuse."""
-    x, w = leaf(platform, normal(0, 4, 8)), leaf(platform, normal(1, 2, 4, 8))
-    platform.backward(platform.ops.sum(grouped_matmul(x, w, sizes_of(platform, (1, 3)))))
-    expected = numpy.repeat(platform.to_numpy(w).sum(1), (1, 3), axis=0)
-    numpy.testing.assert_allclose(platform.to_numpy(platform.get_grad(x)), expected, **CLOSE)
-
-
-def test_rows_in_expert_major_order(platform):
-    with nn.building(platform):
-        experts = GroupedExperts(8, 4, 3)
-    init_parameters(experts, lambda name, shape: Normal(0.5), seed=1)
-    x, counts = normal(3, 6, 8), (1, 0, 5)
-    y = experts(platform.from_numpy(x), platform.from_numpy(numpy.array(counts, numpy.int64)))
-    w1, w2, w3 = (platform.to_numpy(getattr(experts, name)) for name in ("w1", "w2", "w3"))
-    for row, e in enumerate(numpy.repeat(numpy.arange(3), counts)):
-        a = w1[e] @ x[row]
-        expected = w2[e] @ (a / (1 + numpy.exp(-a)) * (w3[e] @ x[row]))
-        numpy.testing.assert_allclose(platform.to_numpy(y)[row], expected, **CLOSE)
 
 
 @pytest.mark.parametrize("dtype", ["int64", "int32"])
@@ -188,8 +140,8 @@ def test_experts_that_compute_something_else_are_not_replaced_by_fused_ones(plat
     w1, w2 = (platform.to_numpy(platform.detach(w)) for w in (layer.experts.w1, layer.experts.w2))
     logits = data @ gate.T
     chosen, score = logits.argmax(1), 1 / numpy.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True)
-    hidden = numpy.maximum(_each(w1, data, chosen, "eoi,ei->eo"), 0)
-    numpy.testing.assert_allclose(y, score * _each(w2, hidden * hidden, chosen, "eoi,ei->eo"), **CLOSE)
+    hidden = numpy.maximum(numpy.einsum("eoi,ei->eo", w1[chosen], data), 0)
+    numpy.testing.assert_allclose(y, score * numpy.einsum("eoi,ei->eo", w2[chosen], hidden * hidden), **CLOSE)
 
 
 DIM, EXPERTS = 8, 5

@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 from training_runs import FOUR_RANKS, losses, newest, skip_unless_torch_or, tensors
 
-from hp_trainer.config import AdamWConfig
 from hp_trainer.optimizers import (
     SGD,
     Adafactor,
     AdafactorConfig,
-    AdamW,
     AdamW8bit,
     AdamW8bitConfig,
     Lion,
@@ -89,18 +87,6 @@ def steps_of(platform, kind, options, shape, count=3):
         optimizer.step(0.1)
     assert optimizer.num_steps == count
     return start, grads, platform.to_numpy(platform.detach(parameter))
-
-
-def test_adamw_of_operations_has_the_arithmetic_of_the_platforms_own(hp_platform):
-    """A new platform trains with it before it has a faster one."""
-    options = AdamWConfig(weight_decay=0.1)
-
-    def own(parameters, options, platform):
-        return registries().optimizers.get("adamw", platform.name).build(parameters, options, platform)
-
-    for shape in ((3, 4), ()):
-        composed, native = (steps_of(hp_platform, kind, options, shape)[2] for kind in (AdamW, own))
-        np.testing.assert_allclose(composed, native, rtol=2e-6, atol=1e-7)
 
 
 def test_adamw_8bit_needs_nothing_of_a_platform(hp_platform):

@@ -1,0 +1,1 @@
+"""Tests that hp-moe ships for platforms: `hp_moe.testing.conformance`."""

@@ -1,0 +1,1 @@
+"""Tests that hp-trainer ships for platforms: `hp_trainer.testing.conformance`."""
