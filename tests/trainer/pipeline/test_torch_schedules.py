@@ -372,6 +372,9 @@ def test_arguments_that_cannot_be_taken_are_refused(hp_platform):
             PipelineError, match="expected a tensor or a tuple of tensors as input_args, got tuple, NoneT"
         ):
             PipelineStage(stage.submod, 0, 1, None, ((2, 4), None))
+        for given in (stage.submod, [stage.submod]):
+            with pytest.raises(PipelineError, match=r"expected hp_trainer.pipeline.PipelineStage\(.*, got .*\.Plain"):
+                Schedule1F1B(given, 2)
         step("losses: expected a list, which is filled, got tuple", loss_fn=loss_of(hp_platform), losses=())
         step("losses were asked for, and the pipeline has no loss_fn", losses=[])
         step(

@@ -201,6 +201,15 @@ def test_what_cannot_be_is_refused_and_nothing_changed(hp_platform):
     run_ranks(program, 2, hp_platform)
 
 
+def test_refuses_a_mesh_of_two_dimensions(hp_platform):
+    def program():
+        mesh = init_device_mesh("cpu", (2, 1), platform=hp_platform)
+        with pytest.raises(AttentionError, match="expected a mesh of one dimension"), context_parallel(mesh):
+            pass
+
+    run_ranks(program, 2, hp_platform)
+
+
 def test_masks_and_dropout_of_the_frameworks_attention_are_refused(hp_platform):
     if hp_platform.name != "torch":
         pytest.skip("attention of hp_dtensor alone is routed here")

@@ -524,10 +524,13 @@ def _resolve_mesh(
 def _check_kinds(stages: Sequence[Any]) -> None:
     if not stages:
         raise PipelineError("a pipeline needs at least one stage on every rank, got none")
-    wrong = [type(each).__name__ for each in stages if not isinstance(each, PipelineStage)]
+    kinds = (type(each) for each in stages if not isinstance(each, PipelineStage))
+    # With the module: torch has a class of the same name.
+    wrong = [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]
     if wrong:
         raise PipelineError(
-            f"stages: expected PipelineStage(module, stage_index, num_stages) for each, got {', '.join(wrong)}"
+            f"stages: expected hp_trainer.pipeline.PipelineStage(module, stage_index, num_stages) for each, got "
+            f"{', '.join(wrong)}"
         )
 
 

@@ -26,12 +26,13 @@ class PipelineSchedule:
         scale_grads: bool,
         **options: Any,
     ) -> None:
-        self._stages = [stages] if isinstance(stages, PipelineStage) else list(stages)
+        self._stages = list(stages) if isinstance(stages, Sequence) else [stages]
         self._scale_grads = scale_grads
         self.pipeline = Pipeline(
             self._stages,
             self.schedule_name,
-            self._stages[0].group if self._stages else None,
+            # Anything else than stages is refused by `Pipeline`.
+            getattr(self._stages[0], "group", None) if self._stages else None,
             loss_fn,
             num_microbatches=n_microbatches,
             fixed_shapes=True,

@@ -342,6 +342,8 @@ class ContextParallel(ParallelStyle):
 
     def route(self, device_mesh: DeviceMesh) -> Route:
         """Return a test whether sequences under a mask are sharded, and the function that replaces `attention` then."""
+        if device_mesh.ndim != 1:
+            raise AttentionError(f"context parallelism: expected a mesh of one dimension, got {device_mesh!r}")
         self.sharding(0, device_mesh.size())  # raises early if the degree does not divide the ranks
 
         def attend(query: Tensor, key: Tensor, value: Tensor, *, mask: AttentionMask, **options: Any) -> Tensor:
