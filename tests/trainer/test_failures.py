@@ -69,9 +69,12 @@ def test_a_signal_to_a_rank_in_its_first_moment_stops_the_run(folder, hp_train):
 @pytest.mark.usefixtures("torch_suffices")
 def test_a_run_goes_on_when_nobody_reads_what_it_says(folder, hp_platform):
     progress = "--metrics.trackers='[jsonl, {name: progress, interval_seconds: 0}]'"
-    script = f"$HP run.yaml --run.folder=out --generate.prompts='[ab]' {progress} | head -1; exit ${{PIPESTATUS[0]}}"
+    # The first line is of standard error, and all others are lost.
+    script = (
+        f"$HP run.yaml --run.folder=out --generate.prompts='[ab]' {progress} 2>&1 | head -1; exit ${{PIPESTATUS[0]}}"
+    )
     done = shell(folder, hp_platform, script)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "hp-train: reading run.yaml\n", "")
     assert steps_of(folder / "out") == [1, 2, 3, 4, 5, 6]
     done = shell(folder, hp_platform, "$HP run run.yaml --run.folder=out >&- 2>&- <&-")
     assert done.returncode == 0

@@ -10,6 +10,7 @@ import click
 
 from hp_trainer.checkpoint import Checkpoint, find_latest
 from hp_trainer.cli.commands import Overrides
+from hp_trainer.cli.main import mute
 from hp_trainer.config import LoadedConfig, TrainerConfig, load_config
 from hp_trainer.exceptions import CheckpointError, ConfigError, Problem, RunFolderError, raise_if_any
 from hp_trainer.launch import chosen_platform, no_platform
@@ -24,8 +25,11 @@ weights_option = click.option(
 
 
 def print_message(line: str) -> None:
-    """Print a message to standard error."""
-    print(f"hp-train: {line}", file=sys.stderr, flush=True)
+    """Print a message to standard error, ignoring that it may be closed."""
+    try:
+        print(f"hp-train: {line}", file=sys.stderr, flush=True)
+    except OSError:
+        mute(sys.stderr)
 
 
 def load(path: str, overrides: Overrides) -> LoadedConfig:
