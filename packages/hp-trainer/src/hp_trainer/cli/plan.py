@@ -112,7 +112,8 @@ def _shards_documents(config: TrainerConfig, dims: ParallelDims) -> bool:
     """Return whether each packed document is sharded over the cp ranks. With Ulysses alone the packed row is."""
     if not dims.cp_enabled or getattr(config.data.options, "packing", "concatenate") == "concatenate":
         return False
-    return context_style(dims, config.model.options, config.training).ulysses_degree < dims.cp
+    style = context_style(dims, config.model.options, config.training)
+    return style.sharding(config.training.sequence_length, dims.cp).ulysses_degree < dims.cp
 
 
 @click.command("plan", cls=SettingsCommand, params=[*_DEVICE_OPTIONS])
