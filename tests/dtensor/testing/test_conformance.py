@@ -69,18 +69,20 @@ def test_a_step_of_the_guide_runs_alone(environment, tmp_path, step):
 @pytest.mark.real_ranks
 @pytest.mark.usefixtures("torch_suffices")
 def test_the_conformance_suite(environment, tmp_path):
-    command = [sys.executable, *SUITE, "--hp-platform=numpy", "--hp-ranks=simulated"]
+    # The two that take two minutes test hp-dtensor more than a platform. The session `proof` runs them too.
+    chosen = [] if "HP_ALL_CASES" in os.environ else ["-k", "not test_redistribution and not test_rule"]
+    command = [sys.executable, *SUITE, "--hp-platform=numpy", "--hp-ranks=simulated", *chosen]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     passed = int(re.search(r"(\d+) passed", done.stdout).group(1))
-    assert passed > 400, done.stdout[-500:]
+    assert passed > 350, done.stdout[-500:]
     assert "skipped" not in done.stdout
 
 
 @pytest.mark.usefixtures("torch_suffices")
 def test_a_storage_of_four_methods_trains(environment, tmp_path):
-    """The suite of hp-fsdp, on the defaults of `ParameterStorage`."""
-    suite = [*SUITE[:-1], "hp_fsdp.testing.conformance"]
+    """The suites of the other components, on the defaults of `ParameterStorage` and composed optimizers."""
+    suite = [*SUITE[:-1], *(f"hp_{each}.testing.conformance" for each in ("fsdp", "moe", "trainer"))]
     command = [sys.executable, *suite, "--hp-platform=numpy", "--hp-ranks=simulated", "-m", "not real_ranks"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

@@ -22,7 +22,10 @@ def parameter(x: Tensor, requires_grad: bool = True) -> Tensor:
 
 
 class Module:
+    training = True
+
     def __init__(self) -> None:
+        self.__dict__["buffers"] = {}
         self.__dict__["parameters"] = {}
         self.__dict__["modules"] = {}
         self.__dict__["pre_hooks"] = {}
@@ -38,11 +41,14 @@ class Module:
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        for owned in ("parameters", "modules"):
+        for owned in ("parameters", "modules", "buffers"):
             found = self.__dict__.get(owned, {})
             if name in found:
                 return found[name]
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def register_buffer(self, name: str, value: Tensor | None) -> None:
+        self.buffers[name] = value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         waiting = dict(self.post_hooks)

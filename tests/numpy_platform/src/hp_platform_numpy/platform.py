@@ -157,6 +157,12 @@ class NumpyPlatform(SocketProcesses, Platform):
             raise KeyError(f"{type(module_).__name__} owns no parameter {name!r}")
         module_.parameters[name] = value
 
+    def named_buffers(self, module_: module.Module) -> Iterator[tuple[str, Tensor]]:
+        for prefix, owner in module.all_modules(module_):
+            for name, found in owner.buffers.items():
+                if found is not None:
+                    yield (f"{prefix}.{name}" if prefix else name), found
+
     def add_forward_pre_hook(self, module_: module.Module, hook: Callable, prepend: bool = False) -> Removable:
         return module.Handle(module_.pre_hooks, hook, prepend)
 

@@ -386,7 +386,8 @@ class ModuleInterface(ABC):
 
     Attributes:
         Module: the framework's module class. Its entry point is `forward`, and attribute assignment registers
-            parameters and submodules (`hp_dtensor.parallel.nn.Module` derives from it).
+            parameters and submodules (`hp_dtensor.parallel.nn.Module` derives from it). `register_buffer(name, tensor)`
+            makes an attribute that `named_buffers` yields unless it is None. `training` is a flag, initially True.
     """
 
     if TYPE_CHECKING:  # annotations in this class use the name as a type

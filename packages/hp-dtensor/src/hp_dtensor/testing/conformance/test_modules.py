@@ -196,3 +196,20 @@ def test_hooks_see_positional_arguments(building: Platform) -> None:
         block, lambda module, args, kwargs: ((building.ops.mul(args[0], 2.0), *args[1:]), kwargs)
     )
     assert_values(building, block(x, 3.0), expected)
+
+
+def test_buffers_are_registered(hp_platform: Platform) -> None:
+    """Experts keep their biases and counts in buffers."""
+    with nn.building(hp_platform):
+        inner, outer = nn.RMSNorm(2), nn.ModuleList()
+    outer.append(inner)
+    inner.register_buffer("seen", tensor(hp_platform, [1.0, 2.0]))
+    inner.register_buffer("nothing", None)
+    assert inner.nothing is None
+    assert inner.training
+    hp_platform.copy_(inner.seen, tensor(hp_platform, [3.0, 4.0]))
+    (found,) = hp_platform.named_buffers(outer)
+    assert found[0] == "0.seen"
+    assert found[1] is inner.seen
+    assert_values(hp_platform, found[1], [3, 4])
+    assert [name for name, _ in hp_platform.named_parameters(outer)] == ["0.weight"]
