@@ -140,7 +140,7 @@ def from_local(
 
     Args:
         local_tensor: a plain tensor. The result shares its memory and its graph. A rank outside the mesh holds nothing
-            of the result, whatever it passes.
+            of the result, whatever it passes, and a tensor with elements gets no gradient there, as in torch.
         device_mesh: default: the current one (`with mesh:`).
         placements: one per mesh axis, or alias names, one per tensor dimension; default: replicated.
         shape: the global shape. Default: computed as if every rank's shard had the shape of this one. With uneven
