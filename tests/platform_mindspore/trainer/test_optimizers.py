@@ -1,4 +1,4 @@
-"""AdamW against its definition in float64, on plain tensors and on shards."""
+"""The trainer's AdamW against the platform's own, on plain tensors and on shards."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.spec.placements import Replicate, Shard
 from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.testing import run_ranks
+from hp_platform_mindspore import optim
 from hp_platform_mindspore.trainer.optimizers import AdamW
 from hp_trainer.plugins import registries
 
 OPTIONS = SimpleNamespace(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 SHAPES = {"matrix": (5, 3), "vector": (4,), "scalar": ()}
+SLOTS = ("exp_avg", "exp_avg_sq")
 RATES = [0.1, 0.05, 0.2, 0.1, 0.01]
+
+
+def plain(name, array):
+    return ms.Tensor(array.astype(np.float32))
 
 
 def values(step):
@@ -25,19 +31,22 @@ def values(step):
     return {name: rng.normal(size=shape) for name, shape in SHAPES.items()}
 
 
-def expected():
-    """arXiv 1711.05101, algorithm 2, with bias correction, in float64."""
-    (beta1, beta2), eps, decay = OPTIONS.betas, OPTIONS.eps, OPTIONS.weight_decay
-    parameters = values(0)
-    first = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    second = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+def made(platform, place):
+    return {name: platform.Parameter(place(name, array)) for name, array in values(0).items()}
+
+
+def expected(platform):
+    """Return weights and moments of the platform's own AdamW, whose tests compare it with its definition."""
+    parameters = made(platform, plain)
+    optimizer = optim.AdamW(parameters.values(), lr=0.0, **vars(OPTIONS))
     for step, rate in enumerate(RATES, 1):
+        optimizer.param_groups[0]["lr"] = rate
         for name, grad in values(step).items():
-            first[name] = beta1 * first[name] + (1 - beta1) * grad
-            second[name] = beta2 * second[name] + (1 - beta2) * grad**2
-            update = first[name] / (1 - beta1**step) / (np.sqrt(second[name] / (1 - beta2**step)) + eps)
-            parameters[name] = parameters[name] * (1 - rate * decay) - rate * update
-    return parameters, first, second
+            platform.set_grad(parameters[name], plain(name, grad))
+        optimizer.step()
+    weights = {name: parameter.asnumpy() for name, parameter in parameters.items()}
+    states = {name: optimizer.state[parameter] for name, parameter in parameters.items()}
+    return weights, *({name: state[slot].asnumpy() for name, state in states.items()} for slot in SLOTS)
 
 
 def train(platform, parameters, place, optimizer=None, start=0):
@@ -52,19 +61,16 @@ def train(platform, parameters, place, optimizer=None, start=0):
 
 
 def test_five_steps(platform):
-    def place(name, array):
-        return platform.from_numpy(array.astype(np.float32))
-
-    parameters = {name: platform.Parameter(place(name, array)) for name, array in values(0).items()}
+    parameters = made(platform, plain)
     addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
-    optimizer = train(platform, parameters, place)
+    optimizer = train(platform, parameters, plain)
     assert optimizer.num_steps == len(RATES)
-    wanted, first, second = expected()
+    wanted, *moments = expected(platform)
     for name, parameter in parameters.items():
         assert parameter.data_ptr() == addresses[name]
-        np.testing.assert_allclose(parameter.asnumpy(), wanted[name], rtol=1e-6, atol=1e-6)
-        np.testing.assert_allclose(optimizer.state()[name]["exp_avg"].asnumpy(), first[name], rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(optimizer.state()[name]["exp_avg_sq"].asnumpy(), second[name], rtol=1e-5)
+        np.testing.assert_array_equal(parameter.asnumpy(), wanted[name])
+        for slot, moment in zip(SLOTS, moments, strict=True):
+            np.testing.assert_array_equal(optimizer.state()[name][slot].asnumpy(), moment[name])
 
 
 def test_shards_are_updated_as_the_global_tensor(platform):
@@ -73,40 +79,36 @@ def test_shards_are_updated_as_the_global_tensor(platform):
 
         def place(name, array):
             placement = Shard(0) if array.ndim else Replicate()
-            full = platform.from_numpy(array.astype(np.float32))
-            return distribute_tensor(full, mesh, [placement], src_data_rank=None)
+            return distribute_tensor(plain(name, array), mesh, [placement], src_data_rank=None)
 
-        parameters = {name: platform.Parameter(place(name, array)) for name, array in values(0).items()}
+        parameters = made(platform, place)
         optimizer = train(platform, parameters, place)
         state = optimizer.state()["matrix"]["exp_avg"]
         assert state.placements == (Shard(0),)
         return {name: parameter.asnumpy() for name, parameter in parameters.items()}, state.asnumpy()
 
-    wanted, first, _ = expected()
+    wanted, first, _ = expected(platform)
     for parameters, exp_avg in run_ranks(program, 3, platform):
         for name, found in parameters.items():
-            np.testing.assert_allclose(found, wanted[name], rtol=1e-6, atol=1e-6)
-        np.testing.assert_allclose(exp_avg, first["matrix"], rtol=1e-5, atol=1e-6)
+            np.testing.assert_array_equal(found, wanted[name])
+        np.testing.assert_array_equal(exp_avg, first["matrix"])
 
 
 def test_training_goes_on_from_loaded_state(platform):
-    def place(name, array):
-        return platform.from_numpy(array.astype(np.float32))
-
-    parameters = {name: platform.Parameter(place(name, array)) for name, array in values(0).items()}
+    parameters = made(platform, plain)
     before = AdamW(parameters.items(), OPTIONS, platform)
     assert all((slot.asnumpy() == 0).all() for slots in before.state().values() for slot in slots.values())
     for name, grad in values(1).items():
-        platform.set_grad(parameters[name], place(name, grad))
+        platform.set_grad(parameters[name], plain(name, grad))
     before.step(RATES[0])
     after = AdamW(parameters.items(), OPTIONS, platform)
     for name, slots in before.state().items():
         for slot, value in slots.items():
             platform.copy_(after.state()[name][slot], value)
     after.num_steps = before.num_steps
-    train(platform, parameters, place, after, start=1)
-    for name, wanted in expected()[0].items():
-        np.testing.assert_allclose(parameters[name].asnumpy(), wanted, rtol=1e-6, atol=1e-6)
+    train(platform, parameters, plain, after, start=1)
+    for name, wanted in expected(platform)[0].items():
+        np.testing.assert_array_equal(parameters[name].asnumpy(), wanted)
 
 
 def test_parameters_without_a_gradient_stay(platform):
