@@ -15,14 +15,18 @@ from hp_dtensor.platform.interface import Platform
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _check(*arguments: str) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "operations_page.py"), *arguments, "--check"]
+def _check(*arguments: str, tool: str = "operations_page.py") -> None:
+    command = [sys.executable, str(ROOT / "tools" / tool), *arguments, "--check"]
     check = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (check.returncode, check.stdout) == (0, ""), check.stderr
 
 
 def test_the_page_of_operations_is_current() -> None:
     _check()
+
+
+def test_the_page_of_the_interface_is_current() -> None:
+    _check(tool="interface_page.py")
 
 
 def test_the_list_of_tables_is_current() -> None:

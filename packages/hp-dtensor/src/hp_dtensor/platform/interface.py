@@ -143,7 +143,8 @@ class TensorInterface(ABC):
     def dtype(self, name: str) -> DType:
         """Return the framework's dtype of a name in `DTYPE_NAMES`, by default from `dtypes`."""
         if name not in self.dtypes:
-            raise ValueError(f"dtype {name!r} is unknown; expected one of {', '.join(self.dtypes)}")
+            known = ", ".join(self.dtypes) or f"those that platform {self.name!r} lists in `dtypes`: none yet"
+            raise ValueError(f"dtype {name!r} is unknown; expected one of {known}")
         return self.dtypes[name]
 
     def dtype_name(self, dtype: DType) -> str:
