@@ -12,7 +12,8 @@ import pytest
 
 from hp_trainer import _files
 from hp_trainer._coordination import Alone
-from hp_trainer.exceptions import ExportError
+from hp_trainer.data import train_tokenizer
+from hp_trainer.exceptions import DataError, ExportError
 from hp_trainer.failures import describe_machine_error
 from hp_trainer.metrics import JsonLinesTracker, draw_loss_curve
 from hp_trainer.models import DecoderConfig
@@ -62,14 +63,15 @@ def draw(folder: Path) -> None:
         ("file", lambda folder: _files.write_new(folder / "file", "x" * 9000)),
         ("file", lambda folder: _files.copy_file(Path(__file__), folder / "file")),
         ("file", draw),
+        ("tokenizer.json", lambda folder: train_tokenizer(Path(__file__), folder / "tokenizer.json", vocab_size=260)),
         ("model.safetensors", export),
         ("model.safetensors", lambda folder: convert_weights(Foreign(), folder, folder, "")),
     ],
-    ids=["replaced", "new", "copied", "picture", "export", "import"],
+    ids=["replaced", "new", "copied", "picture", "tokenizer", "export", "import"],
 )
 def test_what_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Path, name: str, write) -> None:
     error: BaseException
-    with largest_file(2000), pytest.raises((OSError, ExportError)) as caught:
+    with largest_file(2000), pytest.raises((OSError, ExportError, DataError)) as caught:
         write(tmp_path)
     error = caught.value
     message = describe_machine_error(error) or str(error)

@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from hp_trainer._files import write_atomically
 from hp_trainer.data.dataset import Spans, Tokenizer
 from hp_trainer.data.formats import open_reader
 from hp_trainer.exceptions import DataError
+from hp_trainer.failures import describe_machine_error
 
 # Usual names of the end token, for files that do not name it. The first one in the vocabulary is used.
 _KNOWN_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
@@ -245,10 +247,10 @@ def train_tokenizer(path: Path, to: Path, *, vocab_size: int, field: str = "text
     tokenizer.train_from_iterator(itertools.chain([first], texts), trainer)
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
-        tokenizer.save(str(to))
-    # The library raises Exception itself.
-    except Exception as error:
-        raise DataError(f"the tokenizer cannot be written to {to}: {error}") from error
+        # Not by the library, which replaces the file before the new one is complete.
+        write_atomically(to, tokenizer.to_str(pretty=True))
+    except OSError as error:
+        raise DataError(f"the tokenizer cannot be written to {to}: {describe_machine_error(error) or error}") from error
     count: int = tokenizer.get_vocab_size()
     return count
 
