@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
+
 from hp_fsdp import PlannedBuffer
 from hp_trainer.models.estimates import BlockActivations
 from hp_trainer.models.recomputation import BlockRecompute
@@ -22,6 +24,7 @@ from hp_trainer.planning.shapes import (
     recompute_of,
 )
 from hp_trainer.planning.traffic import message_bytes
+from hp_trainer.training.recompute_search import bytes_in_backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +100,17 @@ class _Moments(ABC):
         of_kind = {kind: _BlockBytes.of(stage, layer) for kind, layer in {b: a for a, b in kinds.items()}.items()}
         self.bytes = {layer: of_kind[kind] for layer, kind in kinds.items()}
         self._ends = shape.last_layers(stage.rank)
+        held = [self.costs[layer] for layer in stage.layers]
+        arrays = (
+            [cost.saved for cost in held],
+            [self.pending(layer) for layer in stage.layers],
+            [cost.reusable for cost in held],
+            [cost.temporary for cost in held],
+        )
+        preceding, most = bytes_in_backward(*(np.array(each, float) for each in arrays))
+        # Of one micro-batch's activations, by block: at the end of the block's backward, and at most during it.
+        self.preceding = dict(zip(stage.layers, preceding.tolist(), strict=True))
+        self.at_backward = dict(zip(stage.layers, most.tolist(), strict=True))
 
     @abstractmethod
     def moments(self) -> Iterable[MemoryPlan]:
@@ -130,38 +144,12 @@ class _Moments(ABC):
         cost = self.costs[layer]
         return cost.saved if layer in self._ends else cost.on_device
 
-    def at_backward(self, layer: int) -> float:
-        """Return the most bytes of one micro-batch's activations on the device during the backward of a block."""
-        return self.preceding[layer] - self._reused[layer] + self.costs[layer].saved + self.costs[layer].temporary
-
     def other_heads(self, held: InFlight) -> float:
         """Return the bytes that the heads of the other micro-batches in flight save.
 
         The last stage computes the loss in its forward, so each micro-batch in flight has one.
         """
         return max(0.0, held.last_live - 1) * self.head.saved() if self.stage.head else 0.0
-
-    @functools.cached_property
-    def preceding(self) -> dict[int, float]:
-        """Bytes of the activations of all preceding blocks at the end of each block's backward.
-
-        The offloaded tensors of the nearest preceding block are back from the host by then; those of others are not.
-        """
-        found, pending, nearest = {}, 0.0, None
-        for layer in self.stage.layers:
-            found[layer] = pending + (0.0 if nearest is None else self.costs[nearest].saved)
-            pending += 0.0 if nearest is None else self.pending(nearest)
-            nearest = layer
-        return found
-
-    @functools.cached_property
-    def _reused(self) -> dict[int, float]:
-        """Bytes that each block's backward frees and the preceding block's tensors from the host then occupy."""
-        layers = self.stage.layers
-        offloaded = [0.0, *(self.costs[each].saved - self.pending(each) for each in layers)]
-        return {
-            layer: min(each, self.costs[layer].reusable) for layer, each in zip(layers, offloaded[:-1], strict=True)
-        }
 
     def backward(self) -> Iterator[tuple[int, bool]]:
         """Yield (block, whether the peak may be in its backward) from the last block to the first.
@@ -299,7 +287,7 @@ class _GatheredForUse(_Moments):
             gradients=gradients,
             gathered=gathered,
             reducing=head + before + block.expert_autograd,
-            activations=others + self.at_backward(layer),
+            activations=others + self.at_backward[layer],
             communication=messages + self.communication,
         )
         yield self.at(
@@ -366,7 +354,7 @@ class _GatheredForStep(_Moments):
             autograd = _head_gradients(stage)
         for layer, may_be_peak in self.backward():
             if may_be_peak:
-                activations = others + self.at_backward(layer)
+                activations = others + self.at_backward[layer]
                 reducing = autograd + self.bytes[layer].expert_autograd
                 yield self.at(
                     f"the backward of {self.shape.model.block_name(layer)}",

@@ -67,6 +67,23 @@ ESTIMATED = CostRates()
 """Rates that are roughly right on any accelerator."""
 
 
+def bytes_in_backward(saved: Any, pending: Any, reusable: Any, temporary: Any) -> tuple[Any, Any]:
+    """Return the bytes of activations on the device at the end of each block's backward, and at most during it.
+
+    When backward is in a block, the tensors of later blocks are freed. Offloaded tensors of the preceding block come
+    back from the host and reuse memory that this block frees; those of earlier blocks are still on the host.
+
+    Args:
+        saved, reusable, temporary: float arrays `[..., blocks]`, results of the methods of `BlockActivations`.
+        pending: bytes on the device between a block's forward and its backward.
+    """
+    preceding, reused = np.zeros_like(saved), np.zeros_like(saved)
+    preceding[..., 1:] = saved[..., :-1]
+    preceding[..., 2:] += np.cumsum(pending, axis=-1)[..., :-2]
+    reused[..., 1:] = np.minimum((saved - pending)[..., :-1], reusable[..., 1:])
+    return preceding, preceding - reused + saved + temporary
+
+
 @dataclass(frozen=True, kw_only=True)
 class Demand:
     """Activations that one rank has to hold.
@@ -90,9 +107,6 @@ class Demand:
     def peak(self, chosen: Sequence[BlockRecompute]) -> float:
         """Return the most bytes on the device at once.
 
-        When backward is in a block, the tensors of later blocks are freed. Offloaded tensors of the preceding block
-        come back from the host and reuse memory that this block frees; those of earlier blocks are still on the host.
-
         Examples:
             >>> x = SavedActivation(name="x", kind="input", saved=1, result=1)
             >>> block = BlockActivations(tensors=(x, SavedActivation(name="rest", kind="rest", saved=9)))
@@ -102,19 +116,18 @@ class Demand:
             >>> demand.peak([BlockRecompute(offloads=True)] * 3)
             10.0
         """
-        peak = pending = before = before_pending = 0.0
-        for index, (block, each) in enumerate(zip(self.blocks, chosen, strict=True)):
-            # While backward is in a block, all of its saved tensors and its recomputed ones are on the device.
-            own = block.saved(each)
-            reused = min(before - before_pending, block.reusable(each))
-            peak = max(peak, pending + before - reused + own + block.temporary(each))
-            # For the next block: the bytes on the device of the blocks before its predecessor.
-            pending += before_pending
-            before, before_pending = own, own if self.never_offloads(index) else block.on_device(each)
-        if self.head is not None:
-            peak = max(peak, pending + before + self.head.saved() + self.head.working)
+        pairs = list(zip(self.blocks, chosen, strict=True))
+        saved = [block.saved(each) for block, each in pairs]
+        pending = [
+            saved[index] if self.never_offloads(index) else block.on_device(each)
+            for index, (block, each) in enumerate(pairs)
+        ]
+        reusable = [block.reusable(each) for block, each in pairs]
+        temporary = [block.temporary(each) for block, each in pairs]
+        _, peaks = bytes_in_backward(*(np.array(each, float) for each in (saved, pending, reusable, temporary)))
+        at_loss = 0.0 if self.head is None else sum(pending) + self.head.saved() + self.head.working
         # The other micro-batches in flight are not in backward, and hold what they hold after forward.
-        return (self.in_flight - 1) * (pending + before_pending) + peak
+        return float((self.in_flight - 1) * sum(pending) + max(peaks.max(initial=0.0), at_loss))
 
     def work(self, rates: CostRates = ESTIMATED) -> float:
         """Return the work of a forward, in operations."""
@@ -308,17 +321,13 @@ class _Search:
 
     def peaks(self, choices: Any) -> Any:
         """Return `Demand.peak` of each row of choices."""
-        saved, pending = self._saved[self._kinds, choices], self._on_device[self._kinds, choices]
-        # Vectorized over choices, with the same equation as `Demand.peak`, which is the test's reference.
-        pending = np.where(self._never_offloads, saved, pending)
-        through = np.cumsum(pending, axis=1)
-        # The preceding block is completely back from the host, partly in reused memory; earlier ones are not.
-        preceding = np.zeros_like(saved)
-        reused = np.minimum((saved - pending)[:, :-1], self._reusable[self._kinds, choices][:, 1:])
-        preceding[:, 1:] = through[:, :-1] - pending[:, :-1] + saved[:, :-1] - reused
-        peaks = (preceding + saved + self._temporary[self._kinds, choices]).max(axis=1, initial=0.0)
-        total = through[:, -1] if saved.shape[1] else np.zeros(len(choices))
-        return np.maximum(peaks, (total + self._head) if self._head else 0.0) + (self._in_flight - 1) * total
+        tables = (self._saved, self._on_device, self._reusable, self._temporary)
+        saved, on_device, reusable, temporary = (table[self._kinds, choices] for table in tables)
+        pending = np.where(self._never_offloads, saved, on_device)
+        _, peaks = bytes_in_backward(saved, pending, reusable, temporary)
+        total = pending.sum(axis=1)
+        at_loss = (total + self._head) if self._head else 0.0
+        return np.maximum(peaks.max(axis=1, initial=0.0), at_loss) + (self._in_flight - 1) * total
 
     def costs(self, choices: Any) -> Any:
         """Return `Demand.cost` of each row of choices."""
