@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from hp_fsdp import PlannedBuffer
 from hp_trainer.models.estimates import Traffic
 from hp_trainer.pipeline.transfers import HEADER_BYTES
 from hp_trainer.planning.shapes import StageBuffers, StepShape, recompute_of
@@ -32,90 +30,53 @@ def _weights_and_gradients(shape: StepShape, stage: StageBuffers) -> Iterator[Tr
     """Yield all-gathers of weights and reductions of gradients."""
     # Without a pipeline, or with gathers for each use, they overlap with the computation of other blocks.
     overlaps = not (stage.is_pipelined and shape.config.parallel.gathers_for_step)
-    counts = _Counts.of(shape, stage)
+    counts = _counts(shape, stage)
     experts = set(map(id, itertools.chain(*stage.block_experts.values())))
     # `cp` ranks of the peer mesh are replicas: each has all weights of its shard.
     is_peer = shape.dims.expert_mesh == "peer" and shape.dims.cp_enabled
     axes = [*["dp_replicate"] * (shape.dims.dp_replicate > 1), *["cp"] * is_peer]
     replicas = "+".join(axes) or "dp_replicate"
     for axis, of_experts in (("fsdp", False), ("efsdp", True)):
-        buffers = [(each, times) for each, times in stage.counted if (id(each) in experts) == of_experts]
-        gathers = [times * counts.gathered(each) for each, times in buffers]
-        sent = sum(count * each.gather_wire for count, (each, _) in zip(gathers, buffers, strict=True))
-        yield Traffic(axis, "all_gather", sent, sum(gathers), overlaps)
-        trained = [(each, times) for each, times in buffers if each.trainable]
-        reductions = [times * counts.reduced(each) for each, times in trained]
-        reduced = sum(count * each.reduce_wire for count, (each, _) in zip(reductions, trained, strict=True))
-        yield Traffic(axis, "reduce_scatter", reduced, sum(reductions), overlaps)
-        summed = sum(times * each.replicate_wire for each, times in trained)
-        yield Traffic(replicas, "all_reduce", summed, sum(times for _, times in trained), overlaps)
+        own = [(each, times) for each, times in stage.counted if (id(each) in experts) == of_experts]
+        trained = [(each, times) for each, times in own if each.trainable]
+        gathers = [(times * counts[id(each)][0], each.gather_wire) for each, times in own]
+        reductions = [(times * counts[id(each)][1], each.reduce_wire) for each, times in trained]
+        sums = [(times, each.replicate_wire) for each, times in trained]
+        for over, name, sent in (
+            (axis, "all_gather", gathers),
+            (axis, "reduce_scatter", reductions),
+            (replicas, "all_reduce", sums),
+        ):
+            total = sum(count * wire for count, wire in sent)
+            yield Traffic(over, name, total, sum(count for count, _ in sent), overlaps)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Counts:
-    """Numbers of gathers and reductions of a buffer in a step.
-
-    Attributes:
-        blocks, root, tied: (gathers, reductions) of a buffer of a block, of the outermost module, and of a tied
-            embedding in a group of its own.
-        root_ids, tied_ids: identities of the buffers of the outermost module and of tied embeddings.
-        unreached_ids: identities of buffers of blocks that backward does not reach, so that it does not gather them.
-    """
-
-    blocks: tuple[float, float]
-    root: tuple[float, float]
-    tied: tuple[float, float]
-    root_ids: frozenset[int]
-    tied_ids: frozenset[int]
-    unreached_ids: frozenset[int]
-
-    @classmethod
-    def of(cls, shape: StepShape, stage: StageBuffers) -> _Counts:
-        """Return the counts of one rank of the pipeline, or of a model without one."""
-        number, parallel = float(shape.num_microbatches), shape.config.parallel
-        never_resharded = parallel.reshard_after_forward is False
-        reductions = number if parallel.reduce_gradients == "micro_batch" else 1.0
-        blocks = (number if never_resharded else 2 * number), reductions
-        root = tied = number, reductions
-        if stage.is_pipelined and parallel.gathers_for_step:
-            blocks = root = tied = 1.0, 1.0
-        elif stage.is_pipelined:
-            # Weights that are not resharded after a forward serve only the backward that follows it immediately. The
-            # next forward gathers them again.
-            pipeline, stages = shape.pipeline, shape.pipeline.rank_of_stage.count(stage.rank)
-            if never_resharded:
-                blocks = number + pipeline.backwards_after_other_stage[stage.rank] / stages, reductions
-            uses = stage.part.embed + stage.head
-            tied = blocks[0] * uses, reductions * (uses if reductions > 1 else 1)
-            # Every stage of the rank calls the outermost module.
-            root = (
-                stages * number + pipeline.backwards_after_no_forward[stage.rank],
-                reductions * (stages if reductions > 1 else 1),
-            )
-        unreached = (buffer for layer in stage.unreached for buffer in stage.block_buffers(layer))
-        return cls(
-            blocks=blocks,
-            root=root,
-            tied=tied,
-            root_ids=frozenset(map(id, stage.root)),
-            tied_ids=frozenset(map(id, stage.tied)),
-            unreached_ids=frozenset(map(id, unreached)),
+def _counts(shape: StepShape, stage: StageBuffers) -> dict[int, tuple[float, float]]:
+    """Return how often a step gathers each buffer and reduces its gradients, by the buffer's identity."""
+    number, parallel = float(shape.num_microbatches), shape.config.parallel
+    never_resharded = parallel.reshard_after_forward is False
+    reductions = number if parallel.reduce_gradients == "micro_batch" else 1.0
+    blocks = (number if never_resharded else 2 * number), reductions
+    root = tied = number, reductions
+    if stage.is_pipelined and parallel.gathers_for_step:
+        blocks = root = tied = 1.0, 1.0
+    elif stage.is_pipelined:
+        # Weights that are not resharded after a forward serve only the backward that follows it immediately. The next
+        # forward gathers them again.
+        pipeline, stages = shape.pipeline, shape.pipeline.rank_of_stage.count(stage.rank)
+        if never_resharded:
+            blocks = number + pipeline.backwards_after_other_stage[stage.rank] / stages, reductions
+        uses = stage.part.embed + stage.head
+        tied = blocks[0] * uses, reductions * (uses if reductions > 1 else 1)
+        # Every stage of the rank calls the outermost module.
+        root = (
+            stages * number + pipeline.backwards_after_no_forward[stage.rank],
+            reductions * (stages if reductions > 1 else 1),
         )
-
-    def gathered(self, buffer: PlannedBuffer) -> float:
-        """Return how often a buffer is gathered."""
-        if id(buffer) in self.unreached_ids and id(buffer) not in self.root_ids:
-            return self.root[0]
-        return self._of(buffer)[0]
-
-    def reduced(self, buffer: PlannedBuffer) -> float:
-        """Return how often the gradients of a buffer are reduced."""
-        return self._of(buffer)[1]
-
-    def _of(self, buffer: PlannedBuffer) -> tuple[float, float]:
-        if id(buffer) in self.tied_ids:
-            return self.tied
-        return self.root if id(buffer) in self.root_ids else self.blocks
+    counts = {id(each): blocks for each, _ in stage.counted}
+    # Backward does not gather blocks that it does not reach.
+    counts |= {id(each): (root[0], blocks[1]) for layer in stage.unreached for each in stage.block_buffers(layer)}
+    return counts | {id(each): root for each in stage.root} | {id(each): tied for each in stage.tied}
 
 
 # Stages --------------------------------------------------------------------------------------------------
