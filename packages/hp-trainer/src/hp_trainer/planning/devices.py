@@ -88,9 +88,10 @@ class Device:
         return Links(self.outer_latency, bandwidth)
 
 
-def _accelerator(name: str, memory: float, half: float, single: float, rates: tuple[float, float, float]) -> Device:
-    memory_bandwidth, inner, outer = rates
-    return Device(
+# From the vendors' data sheets: dense rates, and one direction of the links. Nodes have eight devices with one network
+# card each, of 400 Gb/s (Hopper) or 200 Gb/s. float32 products are those of TF32 tensor cores where these exist.
+_KNOWN = {
+    name: Device(
         name=name,
         memory=memory,
         flops={"bfloat16": half, "float16": half, "float32": single},
@@ -98,15 +99,12 @@ def _accelerator(name: str, memory: float, half: float, single: float, rates: tu
         inner_bandwidth=inner,
         outer_bandwidth=outer,
     )
-
-
-# From the vendors' data sheets: dense rates, and one direction of the links. Nodes have eight devices with one network
-# card each, of 400 Gb/s (Hopper) or 200 Gb/s. float32 products are those of TF32 tensor cores where these exist.
-_KNOWN = {
-    "H100": _accelerator("H100", 80 * 2**30, 989e12, 494e12, (3.35e12, 450e9, 50e9)),
-    "H200": _accelerator("H200", 141e9, 989e12, 494e12, (4.8e12, 450e9, 50e9)),
-    "A100": _accelerator("A100", 80 * 2**30, 312e12, 156e12, (2.04e12, 300e9, 25e9)),
-    "910B": _accelerator("910B", 64 * 2**30, 376e12, 94e12, (1.6e12, 196e9, 25e9)),
+    for name, memory, half, single, memory_bandwidth, inner, outer in (
+        ("H100", 80 * 2**30, 989e12, 494e12, 3.35e12, 450e9, 50e9),
+        ("H200", 141e9, 989e12, 494e12, 4.8e12, 450e9, 50e9),
+        ("A100", 80 * 2**30, 312e12, 156e12, 2.04e12, 300e9, 25e9),
+        ("910B", 64 * 2**30, 376e12, 94e12, 1.6e12, 196e9, 25e9),
+    )
 }
 
 

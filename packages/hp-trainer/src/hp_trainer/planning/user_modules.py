@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,34 +127,32 @@ def _outermost_units(model: PlainModel) -> dict[str, Any]:
     return {name: unit for name, unit in units.items() if not any(name.startswith(f"{other}.") for other in units)}
 
 
-@dataclass(frozen=True, eq=False)
 class CountedModule:
     """A counted module as `ModelEstimates`. Its blocks are the modules that form an FSDP group each.
 
-    Attributes:
+    Args:
         step: the counts of one forward and backward.
         micro_batch: samples of that forward.
     """
-
-    step: CountedStep
-    micro_batch: int
 
     hidden_size = 0
     is_recomputable = False
     retains_dtypes = True
     has_micro_batch_statistics = False
 
-    @property
-    def num_layers(self) -> int:
-        return len(self.step.parts)
-
-    @property
-    def buffer_bytes(self) -> int:
-        return self.step.buffers
+    def __init__(self, step: CountedStep, micro_batch: int) -> None:
+        self._step, self._micro_batch = step, micro_batch
+        self.num_layers, self.buffer_bytes = len(step.parts), step.buffers
+        of_part = {index: [x for x in step.parameters if x.part == index] for index in range(self.num_layers)}
+        self._parameters = ModelParameters(
+            root=_planned(each for each in step.parameters if each.part is None),
+            blocks={index: _planned(parameters) for index, parameters in of_part.items()},
+        )
+        self._activations = _activations(step)
 
     def block_name(self, layer: int) -> str:
         """See `ModelEstimates`."""
-        return self.step.parts[layer].name
+        return self._step.parts[layer].name
 
     def layer_kind(self, layer: int) -> int:
         """See `ModelEstimates`. Every block is a kind of its own, because names alone do not show which are alike."""
@@ -162,46 +160,23 @@ class CountedModule:
 
     def unreached_blocks(self) -> tuple[int, ...]:
         """See `ModelEstimates`."""
-        parts = self.step.parts
-        return tuple(range(next((index for index, part in enumerate(parts) if part.is_reached), len(parts))))
+        return tuple(index for index, _ in enumerate(itertools.takewhile(lambda x: not x.is_reached, self._step.parts)))
 
     def parameters(self, dims: ParallelDims, part: ModelPart, *, freeze: tuple[str, ...] = ()) -> ModelParameters:
         """See `ModelEstimates`. `freeze` is ignored: frozen parameters were counted as not trainable."""
         return self._parameters
 
-    @functools.cached_property
-    def _parameters(self) -> ModelParameters:
-        of_part = {index: [x for x in self.step.parameters if x.part == index] for index in range(self.num_layers)}
-        return ModelParameters(
-            root=_planned(each for each in self.step.parameters if each.part is None),
-            blocks={index: _planned(parameters) for index, parameters in of_part.items()},
-        )
-
     def activations(self, shape: MicroBatchShape) -> ModelActivations:
         """See `ModelEstimates`."""
         return self._activations
 
-    @functools.cached_property
-    def _activations(self) -> ModelActivations:
-        blocks, before = [], 0
-        kinds: dict[BlockActivations, BlockActivations] = {}
-        for part in self.step.parts:
-            activations = _block_activations(part, before)
-            # Equal blocks share an object, as those of the decoder do.
-            blocks.append(kinds.setdefault(activations, activations))
-            before = part.after
-        # What is alive after forward beyond the blocks: the head's and the loss's activations.
-        rest = SavedActivation(name="outside of the blocks", kind="rest", saved=self.step.after_forward - before)
-        head = BlockActivations(tensors=(rest,), working=self.step.outside - self.step.after_forward)
-        return ModelActivations(blocks=tuple(blocks), head=head)
-
     def flops(self, shape: MicroBatchShape, layers: Sequence[int], *, head: bool) -> float:
         """See `ModelEstimates`."""
-        return float(self.step.flops)
+        return float(self._step.flops)
 
     def step_flops(self, samples: int, length: int) -> float:
         """See `ModelEstimates`."""
-        return float(self.step.flops) / self.micro_batch * samples
+        return float(self._step.flops) / self._micro_batch * samples
 
     def traffic(
         self,
@@ -212,6 +187,20 @@ class CountedModule:
     ) -> Iterable[Traffic]:
         """See `ModelEstimates`. There is none: data-parallel ranks exchange only weights and gradients."""
         return ()
+
+
+def _activations(step: CountedStep) -> ModelActivations:
+    blocks, before = [], 0
+    kinds: dict[BlockActivations, BlockActivations] = {}
+    for part in step.parts:
+        activations = _block_activations(part, before)
+        # Equal blocks share an object, as those of the decoder do.
+        blocks.append(kinds.setdefault(activations, activations))
+        before = part.after
+    # What is alive after forward beyond the blocks: the head's and the loss's activations.
+    rest = SavedActivation(name="outside of the blocks", kind="rest", saved=step.after_forward - before)
+    head = BlockActivations(tensors=(rest,), working=step.outside - step.after_forward)
+    return ModelActivations(blocks=tuple(blocks), head=head)
 
 
 def _block_activations(part: CountedPart, before: int) -> BlockActivations:
