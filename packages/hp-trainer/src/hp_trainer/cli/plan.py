@@ -89,7 +89,7 @@ def describe_run(config: TrainerConfig, world_size: int) -> str:
     dims = ParallelDims.from_config(config.parallel, world_size, getattr(config.model.options, "num_experts", None))
     training = config.training
     samples = training.global_batch_size // dims.dp_size
-    micro = samples // num_microbatches(config, dims) if dims.pp_enabled else training.micro_batch_size or samples
+    micro = samples // num_microbatches(config, dims)
     tokens = training.global_batch_size * training.sequence_length
     platform = chosen_platform(config.platform)
     plan = None if isinstance(platform, Problem) else chosen_activations(config, dims, platform)

@@ -92,8 +92,13 @@ def recompute_by_pattern(
     return [chosen if name in recomputed else other for name in names]
 
 
-def recompute_by_settings(training: TrainingConfig, num_layers: int, platform: Platform) -> list[BlockRecompute]:
+def recompute_by_settings(
+    training: TrainingConfig, num_layers: int, platform: Platform | None = None
+) -> list[BlockRecompute]:
     """Return the recomputation and offloading of each block of the full model, as the training settings state.
+
+    Args:
+        platform: None: one that can save every kind of results.
 
     Raises:
         ValueError: a pattern matches no block.
@@ -106,12 +111,18 @@ def recompute_by_settings(training: TrainingConfig, num_layers: int, platform: P
     )
 
 
-def saved_kinds(requested: Sequence[Kind] | None, platform: Platform) -> tuple[Kind, ...]:
-    """Return the kinds of results that selective recomputation saves; None: all that the platform can save.
+def saved_kinds(requested: Sequence[Kind] | None, platform: Platform | None = None) -> tuple[Kind, ...]:
+    """Return the kinds of results that selective recomputation saves.
+
+    Args:
+        requested: None: all that the platform can save.
+        platform: None: one that can save every kind.
 
     Raises:
         CapabilityError: the platform cannot save a requested kind.
     """
+    if platform is None:
+        return KINDS if requested is None else tuple(requested)
     if requested is not None:
         # Called for its error: it names the kind that the platform cannot save.
         platform.saved_operations(requested)

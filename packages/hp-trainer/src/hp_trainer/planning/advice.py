@@ -16,7 +16,7 @@ from hp_trainer.parallel.axes import divisors
 from hp_trainer.pipeline import schedule_names
 from hp_trainer.planning.plan import StepPlan, format_seconds, plan_step
 from hp_trainer.planning.search import layout_reasons
-from hp_trainer.planning.shapes import StepShape, fits_budget
+from hp_trainer.planning.shapes import StepShape, budget_error
 from hp_trainer.planning.user_modules import ModuleCounter
 from hp_trainer.sizes import format_size
 
@@ -188,7 +188,7 @@ class _Search:
             plan = plan_step(config, dims, given.device, limit=limit, estimate_model=estimate_model)
         except PlanError:  # a user's own module may support no other lengths or dtypes
             return None
-        return plan if fits_budget(plan.shape) else None
+        return plan if budget_error(plan.shape) is None else None
 
 
 def _size_text(num_bytes: float) -> str | None:

@@ -22,8 +22,7 @@ from hp_trainer.planning.shapes import (
     StageBuffers,
     StepShape,
     budget_error,
-    fits_budget,
-    num_parameters,
+    full_shapes,
     stage_buffers,
     unplanned_settings,
 )
@@ -75,7 +74,7 @@ class StepPlan:
     @property
     def num_parameters(self) -> int:
         """Number of elements of all parameters of the model."""
-        return num_parameters(self.shape)
+        return sum(math.prod(each) for each in full_shapes(self.shape).values())
 
     @property
     def peak_rank(self) -> int:
@@ -89,7 +88,7 @@ class StepPlan:
 
     def fits(self, device_memory: float) -> bool:
         """Return whether every rank fits in this memory, and a budget of activations can be satisfied."""
-        return self.peak <= device_memory and fits_budget(self.shape)
+        return self.peak <= device_memory and budget_error(self.shape) is None
 
     @property
     def tokens_per_second(self) -> float:

@@ -18,7 +18,7 @@ from hp_trainer.parallel.axes import LAYOUT_COLUMNS
 from hp_trainer.parallel.layouts import list_degrees
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.plan import StepPlan, plan_step
-from hp_trainer.planning.shapes import Memo, fits_budget, unplanned_settings
+from hp_trainer.planning.shapes import Memo, budget_error, unplanned_settings
 from hp_trainer.sizes import format_size
 from hp_trainer.training.pipelined import num_microbatches
 
@@ -122,7 +122,7 @@ class _Planner:
         """Return the plan of a layout, with memory-saving settings if it needs them; None if it does not fit."""
         plan = self._plan(self._given, dims, self._memory)
         # A budget already recomputes everything that it must, so no other setting can satisfy it.
-        if not fits_budget(plan.shape):
+        if budget_error(plan.shape) is not None:
             self.num_over_budget += 1
             return None
         if plan.peak <= self._memory:

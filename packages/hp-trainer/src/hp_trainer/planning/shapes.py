@@ -8,9 +8,8 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,14 +19,7 @@ from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import PlanError
 from hp_trainer.models import ModelEstimates, ModelPart
 from hp_trainer.models.estimates import ITEMSIZE, MicroBatchShape, ModelActivations, ModelParameters, estimates_of
-from hp_trainer.models.recomputation import (
-    KINDS,
-    NOTHING_RECOMPUTED,
-    BlockRecompute,
-    Kind,
-    block_names,
-    recompute_by_pattern,
-)
+from hp_trainer.models.recomputation import NOTHING_RECOMPUTED, BlockRecompute, recompute_by_settings, saved_kinds
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.parallel.context import context_cost
 from hp_trainer.planning.pipeline import PipelineFacts, pipeline_facts
@@ -90,7 +82,7 @@ class StepShape:
         memo = {} if memo is None else memo
         if estimate_model is not None:
             samples = config.training.global_batch_size // dims.dp_size
-            return cls(config, dims, estimate_model(samples // _num_microbatches(config, dims)), is_host, memo)
+            return cls(config, dims, estimate_model(samples // num_microbatches(config, dims)), is_host, memo)
         if "model" not in memo:
             memo["model"] = estimates_of(config.model.options)
         if memo["model"] is None:
@@ -122,7 +114,7 @@ class StepShape:
     @functools.cached_property
     def num_microbatches(self) -> int:
         """Forward and backward passes of a step."""
-        return _num_microbatches(self.config, self.dims)
+        return num_microbatches(self.config, self.dims)
 
     @functools.cached_property
     def micro_batch(self) -> int:
@@ -195,13 +187,6 @@ class StepShape:
         return self.shared(("stages", num_stages), lambda: split_layers(self.config, num_stages))
 
 
-def _num_microbatches(config: TrainerConfig, dims: ParallelDims) -> int:
-    if dims.pp_enabled:
-        return num_microbatches(config, dims)
-    samples = config.training.global_batch_size // dims.dp_size
-    return samples // (config.training.micro_batch_size or samples)
-
-
 def unplanned_settings(shape: StepShape) -> list[str]:
     """Return a line for each setting that a plan does not know."""
     parallel = shape.config.parallel
@@ -234,11 +219,6 @@ def recompute_key(shape: StepShape) -> Hashable:
     return None if shape.config.training.activation_budget is None else shape.dims
 
 
-def fits_budget(shape: StepShape) -> bool:
-    """Return whether activations can stay within `training.activation_budget`, if that is set."""
-    return budget_error(shape) is None
-
-
 def budget_error(shape: StepShape) -> BudgetError | None:
     """Return the error of a budget of activations that no choice satisfies; None if there is none."""
     if shape.config.training.activation_budget is None or not shape.model.is_recomputable:
@@ -252,19 +232,13 @@ def _within_budget(shape: StepShape) -> list[BlockRecompute] | BudgetError:
 
     def find() -> list[BlockRecompute] | BudgetError:
         try:
-            return plan_activations(
-                shape.config, shape.dims, _saved_kinds(shape), fused_experts=shape.fuses_experts
-            ).of_layers()
+            kinds = saved_kinds(shape.config.training.recompute_keep)
+            return plan_activations(shape.config, shape.dims, kinds, fused_experts=shape.fuses_experts).of_layers()
         except BudgetError as error:
             # The frames of its traceback would live as long as the memo.
             return error.with_traceback(None)
 
     return shape.shared(("within budget", shape.dims), find)
-
-
-def _saved_kinds(shape: StepShape) -> Sequence[Kind]:
-    keep = shape.config.training.recompute_keep
-    return KINDS if keep is None else keep
 
 
 def recompute_of(shape: StepShape) -> list[BlockRecompute]:
@@ -279,10 +253,7 @@ def recompute_of(shape: StepShape) -> list[BlockRecompute]:
             least = [BlockRecompute(mode="full", offloads=training.offload_activations)] * num_layers
             found = _within_budget(shape)
             return least if isinstance(found, BudgetError) else found
-        keep = tuple(_saved_kinds(shape)) if training.recompute == "selective" else ()
-        chosen = BlockRecompute(mode=training.recompute, keep=keep, offloads=training.offload_activations)
-        patterns = training.recompute_blocks
-        return recompute_by_pattern(block_names(num_layers), chosen, every=training.recompute_every, patterns=patterns)
+        return recompute_by_settings(training, num_layers)
 
     return shape.shared(("recompute", recompute_key(shape)), compute)
 
@@ -407,11 +378,6 @@ def full_shapes(shape: StepShape) -> Mapping[str, tuple[int, ...]]:
         return {each.name: each.shape for group in groups for each in group}
 
     return shape.shared("full shapes", compute)
-
-
-def num_parameters(shape: StepShape) -> int:
-    """Return the number of elements of all parameters of the model."""
-    return sum(math.prod(each) for each in full_shapes(shape).values())
 
 
 @dataclass(frozen=True, kw_only=True)

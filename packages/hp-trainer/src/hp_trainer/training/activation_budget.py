@@ -115,16 +115,12 @@ def micro_batch_shape(config: TrainerConfig, dims: ParallelDims, *, fused_expert
         fused_experts: as in `MicroBatchShape`.
     """
     training = config.training
-    share = training.global_batch_size // dims.dp_size
-    batch = training.micro_batch_size or share
-    if dims.pp_enabled:
-        batch = max(1, share // num_microbatches(config, dims))
     method = "ulysses"
     if dims.cp_enabled:
         style = context_style(dims, config.model.options, training)
         method = "ulysses" if style.ulysses_degree == dims.cp else str(style.method)
     return MicroBatchShape(
-        batch=batch,
+        batch=max(1, training.global_batch_size // dims.dp_size // num_microbatches(config, dims)),
         length=training.sequence_length,
         dtype=training.dtype,
         tp=dims.tp,

@@ -120,11 +120,11 @@ def make_schedule(config: TrainerConfig, dims: ParallelDims, max_microbatches: i
 
 
 def num_microbatches(config: TrainerConfig, dims: ParallelDims) -> int:
-    """Return the number of micro-batches of a step; by default one per sample."""
+    """Return the number of micro-batches of a rank's step; by default one, and in a pipeline one per sample."""
     share = config.training.global_batch_size // dims.dp_size
-    if config.pipeline.microbatches is not None:
+    if dims.pp_enabled and config.pipeline.microbatches is not None:
         return config.pipeline.microbatches
-    return max(1, share // (config.training.micro_batch_size or 1))
+    return max(1, share // (config.training.micro_batch_size or (1 if dims.pp_enabled else share)))
 
 
 def split_layers(config: TrainerConfig, num_stages: int) -> list[range]:
