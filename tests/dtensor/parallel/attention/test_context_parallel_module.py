@@ -99,6 +99,39 @@ def test_equals_one_device(hp_platform, ranks, options, positions, window, recom
     np.testing.assert_allclose(sum(each[2] for each in found), wanted[2], rtol=2e-5, atol=2e-4)
 
 
+class FrameworksOwn(SelfAttention):
+    """Attends by torch's function, which has a causal mask and no positions."""
+
+    def forward(self, x, positions=None):
+        import torch
+
+        parts = self.projection(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        out = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        return out.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_frameworks_own_attention_equals_one_device(hp_platform, recomputed, monkeypatch):
+    if hp_platform.name != "torch":
+        pytest.skip("attention of hp_dtensor alone is routed here")
+    wanted = run(hp_platform, build(hp_platform), X, None)
+    monkeypatch.setitem(globals(), "SelfAttention", FrameworksOwn)
+    style = ContextParallel()
+
+    def program():
+        return on_ranks(hp_platform, style, None, recomputed=recomputed), run(hp_platform, build(hp_platform), X, None)
+
+    results = run_ranks(program, 2, hp_platform)
+    found, after = zip(*results, strict=True)
+    for index in (0, 1):
+        full = style.sharding(LENGTH, 2).unshard([each[index] for each in found])
+        np.testing.assert_allclose(full, wanted[index], rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(sum(each[2] for each in found), wanted[2], rtol=2e-5, atol=2e-4)
+    # A module that was not parallelized is not routed, also after a recomputation that ended within the other one.
+    for each in after:
+        np.testing.assert_allclose(each[0], wanted[0], rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("options", [{}, {"method": "all_gather", "ulysses_degree": 2}], ids=["ring", "both"])
 def test_a_sharding_of_packed_documents_is_set(hp_platform, options, recomputed):

@@ -17,7 +17,8 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextvars import ContextVar, Token
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -273,6 +274,8 @@ def use_sequence_sharding(sharding: SequenceSharding | None) -> Iterator[None]:
 class ContextParallel(ParallelStyle):
     """A parallel style: every `attention` inside the module works on a sequence sharded over the mesh.
 
+    So does torch's `scaled_dot_product_attention`, with `is_causal` or without a mask.
+
     The module, which may be an entire model, is given this rank's shard of tokens, targets and positions (see
     `SequenceSharding.shard`); for packed documents the sharding is set by `use_sequence_sharding`. Rotary embeddings
     must be computed from these positions. Everything else in a model works token by token and is unchanged. Parameters
@@ -285,7 +288,8 @@ class ContextParallel(ParallelStyle):
         balanced: head and tail chunks, see `SequenceSharding`; None: if the mask is causal.
         length: tokens of the full sequence; None: ranks exchange their numbers of tokens, once per mask.
         replicated_without_positions: if a mask has no positions, every rank was given the full sequence and attends
-            locally, as in text generation; False: such a sequence is sharded too.
+            locally, as in text generation, and the framework's own attention always does; False: such a sequence is
+            sharded too.
 
     Raises:
         AttentionError: unknown method, or a `ulysses_degree` that contradicts it or does not divide the ranks.
@@ -364,9 +368,11 @@ class ContextParallel(ParallelStyle):
 
     def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
         platform, routes, route = device_mesh.platform, _Routes(), self.route(device_mesh)
+        # The framework's attention has no positions.
+        platforms = () if self.replicated_without_positions else (platform,)
 
         def before(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            routes.enter(route)
+            routes.enter(_routed(route, *platforms))
 
         def after(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             routes.leave()
@@ -405,14 +411,28 @@ class _Routes(threading.local):
     """The module's running forwards in this thread, outermost first."""
 
     def __init__(self) -> None:
-        self._tokens: list[Token[Any]] = []
+        self._entered: list[AbstractContextManager[None]] = []
 
-    def enter(self, route: Any) -> None:
-        self._tokens.append(routed_attention.set(route))
+    def enter(self, routed: AbstractContextManager[None]) -> None:
+        routed.__enter__()
+        self._entered.append(routed)
 
     def leave(self) -> None:
-        if self._tokens:
-            routed_attention.reset(self._tokens.pop())
+        if self._entered:
+            self._entered.pop().__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def _routed(route: Route, *platforms: Platform) -> Iterator[None]:
+    """Route `attention` within the block, and the own attention of these platforms' frameworks."""
+    token = routed_attention.set(route)
+    try:
+        with contextlib.ExitStack() as stack:
+            for platform in platforms:
+                stack.enter_context(platform.route_attention(_frameworks_attention))
+            yield
+    finally:
+        routed_attention.reset(token)
 
 
 @contextlib.contextmanager
@@ -466,14 +486,12 @@ def context_parallel(
     stays = [*(no_restore_buffers or ())]
     if any(all(x is not y for y, _ in given) for x in stays):
         raise AttentionError("context_parallel: expected only tensors of buffers in no_restore_buffers")
-    token = routed_attention.set(route)
     try:
         for (x, _), shard in zip(given, shards, strict=True):
             platform.set_data(x, shard)
-        with platform.route_attention(_frameworks_attention):
+        with _routed(route, platform):
             yield
     finally:
-        routed_attention.reset(token)
         for (x, _), before in zip(given, full, strict=True):
             if all(x is not y for y in stays):
                 platform.set_data(x, before)
@@ -508,7 +526,7 @@ def _frameworks_attention(
         return NotImplemented
     if mask is not None or dropout:
         raise AttentionError(
-            "context_parallel: scaled_dot_product_attention with an attn_mask or dropout_p, which are of one rank's "
+            "context parallelism: scaled_dot_product_attention with an attn_mask or dropout_p, which are of one rank's "
             "tokens; call hp_dtensor.attention with an AttentionMask (windows, documents) and AttentionDropout"
         )
     return attention(query, key, value, mask=AttentionMask(causal=is_causal), scale=scale)
