@@ -14,6 +14,7 @@ from mindspore.communication.management import _init_with_store
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import NoCommunicationGroup, World
 from hp_dtensor.exceptions import PlatformError
+from hp_dtensor.launch.meeting_point import MeetingPoint
 from hp_platform_mindspore.platform_base import MindSporeBase
 from hp_platform_mindspore.process_groups import HostGroup, NativeGroup
 from hp_platform_mindspore.tensor.memory import share
@@ -69,19 +70,31 @@ class MindSporeWorld(World):
 
 
 def _join(platform: MindSporeBase, rank: int, size: int, address: str, timeout_seconds: float, local_rank: int) -> None:
-    host, port = address.rsplit(":", 1)
-    timeout = timedelta(seconds=timeout_seconds)
+    point = MeetingPoint(rank, size, address, rank == 0, timeout_seconds)
+    # MindSpore takes IP addresses only, and would report neither a name that does not resolve nor a port in use.
+    ip = point.reach()
+    with point.waiting_for_ranks():
+        _connect(platform, point, ip, local_rank)
+
+
+def _connect(platform: MindSporeBase, point: MeetingPoint, ip: str, local_rank: int) -> None:
+    rank, size, timeout = point.rank, point.size, timedelta(seconds=point.timeout_seconds)
     if platform.capabilities.native_collectives:
         dist.init_process_group(
-            "hccl", init_method=f"tcp://{address}", timeout=timeout, world_size=size, rank=rank, device_id=local_rank
+            "hccl",
+            init_method=f"tcp://{ip}:{point.port}",
+            timeout=timeout,
+            world_size=size,
+            rank=rank,
+            device_id=local_rank,
         )
         return
     # Read by MCCL when it is initialized, so it is set before.
-    os.environ.setdefault(TIMEOUT_VARIABLE, str(max(1, round(timeout_seconds))))
+    os.environ.setdefault(TIMEOUT_VARIABLE, str(max(1, round(point.timeout_seconds))))
     # Instead of `init_process_group`, which refuses the backend mccl.
-    store = dist.TCPStore(host, int(port), world_size=size, is_master=rank == 0, timeout=timeout)
+    store = dist.TCPStore(ip, point.port, world_size=size, is_master=point.serves, timeout=timeout)
     _init_with_store(backend="mccl", timeout=timeout, world_size=size, rank=rank, store=store)
-    _wait_for_all(store, size, timeout_seconds)
+    _wait_for_all(store, size, point.timeout_seconds)
 
 
 def _wait_for_all(store: Any, size: int, timeout_seconds: float) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import ipaddress
 import os
 import socket
 import sys
@@ -21,6 +20,7 @@ from torch.distributed import distributed_c10d
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import NoCommunicationGroup, World
 from hp_dtensor.exceptions import CollectiveError, PlatformError
+from hp_dtensor.launch.meeting_point import MeetingPoint
 from hp_platform_torch.comm.backends import BACKEND_NAMES, device_types, shares_devices
 from hp_platform_torch.comm.groups import FACTS, StagedGroup, TorchGroup
 
@@ -121,13 +121,19 @@ def join(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store:
     Raises:
         PlatformError: the address is wrong or not reached in time, or some ranks did not join.
     """
-    store = _store(rank, size, address, timeout)
+    _check_interfaces()
+    by_agent = _served_by_agent(rank, size, address)
+    point = MeetingPoint(rank, size, address, rank == 0 and not by_agent, timeout.total_seconds())
+    # Torch itself would only repeat that an address cannot be retrieved.
+    point.reach()
     try:
-        dist.init_process_group(_backend_names(), store=store, rank=rank, world_size=size, timeout=timeout)
-    except RuntimeError as error:
+        with point.waiting_for_ranks():
+            store = _store(point, by_agent, timeout)
+            dist.init_process_group(_backend_names(), store=store, rank=rank, world_size=size, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
         raise PlatformError(
             f"rank {rank} of {size} could not join the job at {address} within {timeout.total_seconds():g} s: "
-            f"{_message_of(error)}"
+            f"{_message_of(error)}. Check that every rank was started, and its log"
         ) from error
     return dist.PrefixStore("groups", store)
 
@@ -148,35 +154,23 @@ def leave() -> None:
             dist.destroy_process_group()
 
 
-def _store(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store:
-    host, port = _host_and_port(address)
-    _check_interfaces()
-    by_agent = _served_by_agent(rank, size, port)
-    if _is_loopback(host):
+def _store(point: MeetingPoint, by_agent: bool, timeout: timedelta) -> dist.Store:
+    store = None
+    if point.is_loopback():
         # Without this, gloo connects members through the network interface of the host name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
-    serves = rank == 0 and not by_agent
-    try:
-        store = _serve_locally(host, port, size, timeout) if serves else None
-        store = store or dist.TCPStore(host, port, size, is_master=serves, timeout=timeout)
-    except (RuntimeError, ValueError) as error:
-        role = "serve" if rank == 0 and not by_agent else "reach"
-        raise PlatformError(
-            f"rank {rank} of {size} could not {role} the meeting point {address}: {_message_of(error)}. "
-            "Check that the address is right, the port free on rank 0, and every rank started."
-        ) from error
+        store = _serve_locally(point.host, point.port, point.size, timeout) if point.serves else None
+    store = store or dist.TCPStore(point.host, point.port, point.size, is_master=point.serves, timeout=timeout)
     # The agent's store outlives the ranks: after a restart, keys of the failed attempt must not be found.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if by_agent else "0"
     return dist.PrefixStore(f"hp/attempt_{attempt}", store)
 
 
-def _serve_locally(host: str, port: int, size: int, timeout: timedelta) -> dist.TCPStore | None:
-    """Serve the store on the loopback interface if `host` is there; otherwise return None.
+def _serve_locally(host: str, port: int, size: int, timeout: timedelta) -> dist.TCPStore:
+    """Serve the store on the loopback interface.
 
     Torch itself listens on every interface, and any host that reaches the port can read and delete all keys.
     """
-    if not _is_loopback(host):
-        return None
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     # A port of a job that has just ended would otherwise be in TIME_WAIT.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -211,29 +205,15 @@ def _message_of(error: Exception) -> str:
     return str(error).partition("\nException raised from")[0].strip()
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _served_by_agent(rank: int, size: int, port: int) -> bool:
+def _served_by_agent(rank: int, size: int, address: str) -> bool:
     """Return True if torchrun's agent serves the store at MASTER_PORT, and started this rank."""
     expected = {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": address.rpartition(":")[2],
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
     }
     return all(os.environ.get(name) == value for name, value in expected.items())
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdigit() or not 0 < int(port) < 65_536:
-        raise PlatformError(f"the address of the job must be host:port, such as 127.0.0.1:29500; got {address!r}")
-    return host.strip("[]"), int(port)
 
 
 def _backend_names() -> str:
