@@ -210,6 +210,41 @@ def test_refuses_a_mesh_of_two_dimensions(hp_platform):
     run_ranks(program, 2, hp_platform)
 
 
+@pytest.mark.parametrize("is_training", [True, False])
+def test_layers_of_torch_attend_to_the_full_sequence(hp_platform, is_training):
+    """Also in evaluation, where torch has kernels for full layers."""
+    if hp_platform.name != "torch":
+        pytest.skip("attention of hp_dtensor alone is routed here")
+    import torch
+
+    def built():
+        torch.manual_seed(0)
+        layer = torch.nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0.0, batch_first=True)
+        return layer.train(is_training)
+
+    def step(layer, x):
+        causal = torch.nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        with torch.set_grad_enabled(is_training):
+            y = layer(x, src_mask=causal, is_causal=True)
+        if is_training:
+            y.square().sum().backward()
+        return y.detach(), layer.linear1.weight.grad
+
+    def program():
+        layer, (x, _) = built(), batch(hp_platform, 0)
+        with context_parallel(init_device_mesh("cpu", (2,)), buffers=[x], buffer_seq_dims=[1]):
+            with pytest.raises(AttentionError, match="call it with need_weights=False"):
+                layer.self_attn(x, x, x)
+            return step(layer, x)
+
+    wanted, grad = step(built(), batch(hp_platform, 0)[0])
+    found, grads = zip(*run_ranks(program, 2, hp_platform), strict=True)
+    full = SequenceSharding(length=LENGTH, ranks=2).unshard(list(found), 1, hp_platform)
+    torch.testing.assert_close(full, wanted, rtol=2e-5, atol=2e-5)
+    if is_training:
+        torch.testing.assert_close(sum(grads), grad, rtol=2e-5, atol=2e-4)
+
+
 def test_masks_and_dropout_of_the_frameworks_attention_are_refused(hp_platform):
     if hp_platform.name != "torch":
         pytest.skip("attention of hp_dtensor alone is routed here")

@@ -6,6 +6,7 @@ random numbers in the shapes in which torch draws them.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,14 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from hp_dtensor.exceptions import ShardingRuleError
+from hp_dtensor.exceptions import AttentionError, ShardingRuleError
 from hp_dtensor.platform.attention import GAMMA, LOWEST, MIX_1, MIX_2, TINY, BlockScores
 
 Tensor = torch.Tensor
 
 
 class RoutedAttention(TorchFunctionMode):
-    """`Platform.route_attention`: calls of `scaled_dot_product_attention` within the context, of this thread only."""
+    """`Platform.route_attention`: calls of `scaled_dot_product_attention` within the context, of this thread only.
+
+    Those of `nn.MultiheadAttention` are among them.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -33,7 +37,21 @@ class RoutedAttention(TorchFunctionMode):
             result = self._call(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        if func is F.multi_head_attention_forward:
+            return self._multi_head(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _multi_head(self, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(multi_head_attention).bind(*args, **kwargs)
+        given.apply_defaults()
+        if given.arguments["need_weights"] or (given.arguments["training"] and given.arguments["dropout_p"]):
+            raise AttentionError(
+                "context parallelism: nn.MultiheadAttention with need_weights=True or dropout attends to one rank's "
+                "tokens; call it with need_weights=False and without dropout, or call hp_dtensor.attention"
+            )
+        # Torch's function calls attention while modes are off; within this one they are on.
+        with self:
+            return multi_head_attention(*args, **kwargs)
 
     def _call(
         self,
