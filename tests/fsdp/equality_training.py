@@ -23,6 +23,7 @@ from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp import fully_shard
 from hp_moe import ExpertParallel, ExpertTensorParallel, TensorParallel
 from hp_trainer.config import AdamWConfig
+from hp_trainer.plugins import registries
 
 DIM, LENGTH, VOCABULARY = equality_models.DIM, equality_models.LENGTH, equality_models.VOCABULARY
 SAMPLES = 2
@@ -219,13 +220,7 @@ def _optimizer(platform, model, exact):
         return ClampedSGD(platform, model)
     trainable = [(n, p) for n, p in platform.named_parameters(model) if platform.requires_grad(p)]
     options = AdamWConfig(betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.1)
-    if platform.name == "torch":
-        from hp_platform_torch.trainer.optimizers import AdamW
-
-        return AdamW(trainable, options)
-    from hp_platform_mindspore.trainer.optimizers import AdamW
-
-    return AdamW(trainable, options, platform)
+    return registries().optimizers.get("adamw", platform.name).build(trainable, options, platform)
 
 
 def _update(optimizer):
