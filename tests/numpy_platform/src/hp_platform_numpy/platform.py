@@ -99,6 +99,8 @@ class NumpyPlatform(SocketProcesses, Platform):
         roots = [plain_backward_arguments(x, g) for x, g in zip(outputs, given, strict=True)]
         walk = tape.Walk(inputs)
         walk.run([x for x, _ in roots], [np.ones_like(x.data) if g is None else g.data for x, g in roots])
+        for callback in walk.at_end:
+            callback()
         found = [walk.gradient_of(x) for x in inputs]
         return [None if g is None else self._like(Tensor(g, x.dtype), x) for x, g in zip(inputs, found, strict=True)]
 

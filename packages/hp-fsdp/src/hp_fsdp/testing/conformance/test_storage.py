@@ -290,18 +290,21 @@ def ends(platform: Platform) -> tuple[list[str], list[float]]:
 
     leaf = platform.from_numpy(np.ones(2, np.float32))
     platform.set_requires_grad(leaf, True)
-    for name in ("first", "second"):
+    for name in ("first", "second", "grad"):
         total = platform.ops.sum(node(leaf, name))
         group.barrier()
-        platform.backward(total)
+        if name == "grad":
+            platform.grad([total], [leaf])
+        else:
+            platform.backward(total)
         events.append("returned")
         group.barrier()
     return events, values(platform, platform.get_grad(leaf))
 
 
 def test_callbacks_run_at_the_end_of_the_backward_of_their_thread(hp_platform: Platform) -> None:
-    """`at_end_of_backward`: once, before `backward` returns, and not at the end of another rank's backward."""
+    """`at_end_of_backward`: once, before `backward` or `grad` returns, not at the end of another rank's backward."""
     for rank, (events, gradient) in enumerate(run_ranks(ends, 2, hp_platform, hp_platform)):
-        ended = [f"end of {name} on {rank}" for name in ("first", "second")]
-        assert events == ["first", ended[0], "returned", "second", ended[1], "returned"]
+        names = ("first", "second", "grad")
+        assert events == [each for name in names for each in (name, f"end of {name} on {rank}", "returned")]
         assert gradient == [2, 2]
