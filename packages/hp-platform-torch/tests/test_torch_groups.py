@@ -206,3 +206,30 @@ def test_a_message_of_torch_has_no_frames_of_cpp():
     with pytest.raises(PlatformError) as caught:
         TorchPlatform().connect(1, 2, "127.0.0.1:9", timeout_seconds=1)
     assert "frame #" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "count", "visible", "index"), [(3, 4, "", 3), (0, 1, "", 0), (3, 1, "5", 0), (1, 2, "4,5", 1)]
+)
+def test_a_rank_uses_its_own_device_whichever_of_them_it_sees(monkeypatch, local_rank, count, visible, index):
+    platform, used = device_platform(monkeypatch, count, visible)
+    platform._use_device(local_rank)
+    assert (used, platform.device) == ([torch.device("cuda", index)], torch.device("cuda", index))
+
+
+@pytest.mark.parametrize(("count", "visible"), [(1, ""), (2, "0,1")])
+def test_a_rank_without_a_device_is_refused(monkeypatch, count, visible):
+    platform, _ = device_platform(monkeypatch, count, visible)
+    with pytest.raises(PlatformError, match=f"local rank 2 has no device: its process sees {count}. Start at most"):
+        platform._use_device(2)
+
+
+def device_platform(monkeypatch, count, visible):
+    """Return a platform whose process sees `count` GPUs, and the list of those that it makes current."""
+    platform, used = TorchPlatform(), []
+    platform.device_types = ("cuda", "cpu")
+    monkeypatch.delenv("HP_BACKEND", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    return platform, used

@@ -17,7 +17,7 @@ from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import World
 from hp_dtensor.dispatch.operation import forget_plans
 from hp_dtensor.exceptions import PlatformError
-from hp_dtensor.launch.environment import from_environment, is_launched
+from hp_dtensor.launch.environment import device_index, from_environment, is_launched
 from hp_dtensor.platform.interface import Platform
 from hp_platform_torch.comm.backends import device_types, shares_devices
 from hp_platform_torch.comm.world import TorchWorld, join, joined_store, leave
@@ -157,7 +157,8 @@ class TorchProcesses(Platform):
     def _use_device(self, local_rank: int) -> None:
         kind = self.device_types[0]
         if kind != "cpu":
-            index = local_rank % getattr(torch, kind).device_count() if shares_devices() else local_rank
+            count = getattr(torch, kind).device_count()
+            index = local_rank % count if shares_devices() else device_index(local_rank, count)
             self.device = torch.device(kind, index)
             getattr(torch, kind).set_device(self.device)
 

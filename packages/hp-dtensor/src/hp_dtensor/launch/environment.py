@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hp_dtensor.comm.world import World
-from hp_dtensor.exceptions import LaunchError
+from hp_dtensor.exceptions import LaunchError, PlatformError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 
@@ -78,6 +78,27 @@ def from_environment(platform: Platform | str | None = None, timeout_seconds: fl
         found.rank, found.size, found.address, timeout_seconds=timeout_seconds, local_rank=found.local_rank
     )
     return joined
+
+
+def device_index(local_rank: int, num_devices: int) -> int:
+    """Return the index of a rank's device among the `num_devices` that its process sees.
+
+    It is the local rank, or 0 where the launcher shows each rank only its own device (Slurm's `--gpus-per-task=1`).
+
+    Raises:
+        PlatformError: there is no device for this rank.
+    """
+    if local_rank < num_devices:
+        return local_rank
+    if num_devices == 1 and any(os.environ.get(name) for name in _VISIBLE_DEVICES):
+        return 0
+    raise PlatformError(
+        f"local rank {local_rank} has no device: its process sees {num_devices}. Start at most {num_devices} ranks on "
+        f"this machine, or let the launcher show each rank a device of its own ({', '.join(_VISIBLE_DEVICES)})"
+    )
+
+
+_VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
 
 def _launcher(environ: Mapping[str, str]) -> str | None:
