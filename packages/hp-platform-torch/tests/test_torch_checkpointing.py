@@ -9,10 +9,20 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hp_dtensor import DeviceMesh, Partial, Replicate, Shard, distribute_tensor, get_platform
+from hp_dtensor import (
+    AttentionMask,
+    DeviceMesh,
+    Partial,
+    Replicate,
+    Shard,
+    attention,
+    distribute_tensor,
+    get_platform,
+)
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.spec.placements import Placement
 from hp_dtensor.testing import run_ranks
+from hp_platform_torch.platform import TorchPlatform
 
 Tensor = torch.Tensor
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
@@ -102,3 +112,51 @@ def test_reentrant_parts_without_a_gradient_may_give_contributions() -> None:
         assert torch.equal(x.grad.full_tensor(), torch.full_like(X, 2.0))
 
     run_ranks(rank, 2, "torch")
+
+
+OWN_BACKWARD: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    # Queries, keys and values, the result and its log-sum-exp.
+    "attention": (lambda x: _attended(x).pow(2), 5),
+    "maximum over ranks": (lambda x: x.amax(0) ** 3, 2),
+}
+
+
+def _attended(x: Tensor) -> Tensor:
+    heads = x.reshape(4, 2, 3, 1)
+    return attention(heads, heads.sin(), heads.cos(), mask=AttentionMask(causal=True), soft_cap=2.0)
+
+
+def _with_own_backward(part: Callable[[Tensor], Tensor]) -> tuple[int, list[Tensor]]:
+    """Return the number of tensors that hooks get, and the gradients without and with hooks of several kinds."""
+    mesh, packed, found = DeviceMesh("cpu", (2,), platform=get_platform("torch")), [], []
+
+    def pack(x: Tensor) -> Tensor:
+        packed.append(x.shape)
+        return x.clone()
+
+    for around in (
+        lambda x: part(x),
+        lambda x: checkpoint(part, x, use_reentrant=False),
+        lambda x: _under(torch.autograd.graph.save_on_cpu(), part, x),
+        lambda x: _under(torch.autograd.graph.saved_tensors_hooks(pack, lambda copy: copy), part, x),
+    ):
+        x = distribute_tensor(X, mesh, [Shard(0)]).requires_grad_()
+        around(x).sum().backward()
+        found.append(x.grad.full_tensor())
+    return len(packed), found
+
+
+def _under(hooks: Any, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with hooks:
+        return part(x)
+
+
+@pytest.mark.parametrize("name", OWN_BACKWARD)
+def test_hooks_get_what_functions_with_a_backward_of_their_own_save(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    part, own = OWN_BACKWARD[name]
+    ranks = run_ranks(_with_own_backward, 2, "torch", part)
+    monkeypatch.setattr(TorchPlatform, "saving_hooks", lambda self: None)
+    ((by_torch, _), _) = run_ranks(_with_own_backward, 2, "torch", part)
+    for hooked, (expected, *found) in ranks:
+        assert hooked == by_torch + own
+        assert all(torch.equal(gradient, expected) for gradient in found)

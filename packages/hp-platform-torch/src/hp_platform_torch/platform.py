@@ -314,8 +314,8 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
     def saving(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> AbstractContextManager[Any]:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-    def has_saving_hooks(self) -> bool:
-        return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    def saving_hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+        return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def host_copies(self) -> TorchHostCopies:
         return TorchHostCopies()

@@ -61,11 +61,26 @@ class SavedReference:
             raise RuntimeError(MODIFIED.format(list(self._tensor.shape)))
 
 
+class PackedTensor:
+    """A saved tensor that the program's hooks have packed, such as those of torch's `save_on_cpu` and checkpoint."""
+
+    def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor], tensor: Tensor) -> None:
+        self._packed, self._unpack = pack(tensor), unpack
+
+    def get(self) -> Tensor:
+        """Return the tensor."""
+        return self._unpack(self._packed)
+
+    def check(self) -> None:
+        """Do nothing, as frameworks for tensors that hooks have packed."""
+
+
 class SavedTensors:
     """Tensors that a custom function saves for its backward, plain and outside the graph.
 
     Data, class or gradient of the given tensor objects may be replaced afterwards. In-place writes raise. Inside
-    `saving_tensors` each tensor is saved by the given function, by default as a reference.
+    `saving_tensors` each tensor is saved by the given function, elsewhere by the program's hooks on saved tensors, or
+    else as a reference.
 
     Raises:
         RuntimeError: from `tensors`, if one was written in place meanwhile (if the framework counts writes).
@@ -75,7 +90,12 @@ class SavedTensors:
         # A detached tensor shares storage and version counter, but is another object: data, class or grad of the
         # original may be replaced before backward. And a node that held its own output with its graph would be a
         # reference cycle, which only the garbage collector frees.
-        save = _save.get() or functools.partial(SavedReference, platform)
+        save = _save.get()
+        hooks = platform.saving_hooks() if save is None else None
+        if hooks is not None:
+            save = functools.partial(PackedTensor, *hooks)
+        elif save is None or save is _by_reference:
+            save = functools.partial(SavedReference, platform)
         self._saved = [save(platform.detach(x)) for x in tensors]
 
     @property
@@ -91,18 +111,23 @@ class SavedTensors:
 
 @contextlib.contextmanager
 def saving_tensors(save: Callable[[Tensor], SavedTensor] | None) -> Iterator[None]:
-    """Save the tensors of every `SavedTensors` created in the block by `save`. None: by reference."""
+    """Save the tensors of every `SavedTensors` created in the block by `save`. None: by reference, without hooks."""
     # A context variable because each simulated rank is a thread.
-    token = _save.set(save)
+    token = _save.set(save or _by_reference)
     try:
         yield
     finally:
         _save.reset(token)
 
 
-def are_tensors_saved_elsewhere() -> bool:
-    """Return True inside `saving_tensors(save)` with a function, which saves those of custom functions."""
-    return _save.get() is not None
+def _by_reference(tensor: Tensor) -> SavedTensor:
+    """Stand for `SavedReference` with a platform that `saving_tensors` does not know."""
+    raise NotImplementedError
+
+
+def is_hooked(platform: Platform) -> bool:
+    """Return True inside the program's own hooks on saved tensors, not those beside a `saving_tensors(save)`."""
+    return _save.get() is None and platform.saving_hooks() is not None
 
 
 MODIFIED = (

@@ -247,12 +247,12 @@ class AutogradInterface(ABC):
         """
         raise CapabilityError("this platform has no hooks for the tensors that its autograd saves for backward")
 
-    def has_saving_hooks(self) -> bool:
-        """Return True where hooks of `saving`, or the framework's own, get the tensors that this thread saves.
+    def saving_hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+        """Return `pack` and `unpack` of the innermost hooks, of `saving` or of the program, that are active here.
 
-        By default False: the framework has none, or cannot tell.
+        None: there are none, or the framework cannot tell, which is the default.
         """
-        return False
+        return None
 
     def host_copies(self) -> HostCopies:
         """Return the object that copies saved tensors to host memory and back.

@@ -12,12 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from hp_dtensor.comm.saved_tensors import (
-    SavedReference,
-    SavedTensors,
-    are_tensors_saved_elsewhere,
-    current_record,
-)
+from hp_dtensor.comm.saved_tensors import SavedReference, SavedTensors, current_record, is_hooked
 from hp_dtensor.platform.recording import located
 from hp_dtensor.redistribute import RedistributePlan, plan_between
 
@@ -47,7 +42,8 @@ def reshard_after_forward(source: Any, gathered: Any) -> None:
         return
     plan = plan_between(spec, target, platform.itemsize(spec.dtype))
     local = platform.unwrap(source)
-    if plan.steps and not plan.selects and not plan.is_outside_mesh and not platform.is_meta(local):
+    is_plain = not plan.selects and not plan.is_outside_mesh and not platform.is_meta(local)
+    if plan.steps and is_plain and not is_hooked(platform):
         gathered.__dict__[_ATTRIBUTE] = SavedShard(local, plan, platform.version(platform.unwrap(gathered)))
 
 
@@ -92,8 +88,7 @@ class SavedShard:
         platform = self._platform
         # Frameworks call the innermost hooks only: those below would hide what is saved from the program's. Offloading
         # has hooks too, and copies the shard by `saving_tensors`.
-        is_hooked = platform.has_saving_hooks() and not are_tensors_saved_elsewhere()
-        if is_hooked or platform.version(x) != self._version:
+        if is_hooked(platform) or platform.version(x) != self._version:
             return function(x, *args, **kwargs)
         whole = tuple(platform.local_shape(x))
         size, address = math.prod(whole), x.data_ptr()
