@@ -143,7 +143,8 @@ def test_a_run_in_one_process_stops_the_same_way(folder, hp_train):
     # The run is locked: a second job names the owner, and touches nothing.
     code, out, err = hp_train("resume", "out").finish()
     assert (code, out) == (1, "")
-    assert err.startswith(f"hp-train: the run out is being trained by process {command.process.pid} on ")
+    *_, last = err.splitlines()
+    assert last.startswith(f"hp-train: the run out is being trained by process {command.process.pid} on ")
     os.kill(command.process.pid, signal.SIGTERM)
     code, _, err = command.finish(END_SECONDS)
     assert code == 128 + signal.SIGTERM
@@ -161,7 +162,8 @@ def test_a_signal_before_training_ends_at_once(folder, hp_train):
     command.process.send_signal(signal.SIGINT)
     code, _, err = command.finish(END_SECONDS)
     assert code == 128 + signal.SIGINT
-    assert err.startswith("hp-train: stopped by SIGINT")
+    *_, last = err.splitlines()
+    assert last.startswith("hp-train: stopped by SIGINT")
     assert "Traceback" not in err
 
 
