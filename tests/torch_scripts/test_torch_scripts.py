@@ -44,8 +44,8 @@ def test_only_import_lines_change(script):
 
 @pytest.mark.real_ranks
 @pytest.mark.parametrize("script", RANKS)
-def test_a_script_gives_torchs_numbers(torch_ranks, script):
-    ranks = torch_ranks(RANKS[script])
+def test_a_script_gives_torchs_numbers(rank_pool, script):
+    ranks = rank_pool(RANKS[script])
     ours, theirs = (ranks.run(on_ranks.run_script, script, is_ours) for is_ours in (True, False))
     for (losses, tensors), (expected_losses, expected_tensors) in zip(ours, theirs, strict=True):
         # Sums over ranks and blocks in another order; after three optimizer steps a few of float32's last bits.
