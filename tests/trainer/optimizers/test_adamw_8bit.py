@@ -207,6 +207,7 @@ def test_large_parameters_take_two_bytes_an_element_and_a_scale_a_block(hp_platf
     assert held == 2 * (64 * 512 + 4 * blocks)
 
 
+@pytest.mark.usefixtures("torch_suffices")  # it needs nothing of a platform
 def test_plain_adamw_goes_on_from_it_and_it_from_plain_adamw(lab: Lab):
     plain = lab.run("plain")
     eight_bit = lab.run("eight", optimizer=EIGHT_BIT)
@@ -218,6 +219,7 @@ def test_plain_adamw_goes_on_from_it_and_it_from_plain_adamw(lab: Lab):
         assert tensors(moved, ("optimizer.",)).keys() == tensors(plain, ("optimizer.",)).keys()
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_shards_of_whole_rows_have_the_codes_of_one_rank(lab: Lab):
     full = lab.resume(lab.interrupted_copy(lab.run("full", optimizer=EIGHT_BIT), "again"), optimizer=EIGHT_BIT)
     parts = lab.run("parts", {"dp_shard": 2}, 2, optimizer=EIGHT_BIT)
