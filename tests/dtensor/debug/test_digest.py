@@ -112,7 +112,7 @@ def test_half_precision_is_accumulated_in_a_wide_dtype(platform: Platform) -> No
 
 
 def test_chunks_add_up(platform: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hp_dtensor.debug.digest._CHUNK", 16)
+    monkeypatch.setattr("hp_dtensor.debug.digest._CHUNK", {"cpu": 16})
     x = values((5, 4, 7))
     region = Region.of(x.shape, [np.arange(n) for n in x.shape])
     found = platform.to_numpy(Digester(platform).local(platform.from_numpy(x), region))

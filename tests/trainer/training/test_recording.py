@@ -98,6 +98,14 @@ def test_a_live_run_stops_at_the_first_step_that_differs(lab: Lab, references: A
     assert "times A: a wrong divisor or scale" in str(error.value)
 
 
+def test_a_reference_without_growth_is_refused(lab: Lab, torch_suffices: None) -> None:
+    path = lab.folder / "no-growth.gz"
+    record(lab, "no-growth").save(path)
+    run = lab.start("refused", {"dp_shard": 2}, training__compare_with=str(path))
+    with pytest.raises(LaunchError, match=r"hp-train diff CONFIG --record=FILE"):
+        run_ranks(train_rank, 2, lab.platform, run, lab.platform)
+
+
 def test_a_live_run_may_warn_once(
     lab: Lab, references: Any, capfd: pytest.CaptureFixture[str], torch_suffices: None
 ) -> None:

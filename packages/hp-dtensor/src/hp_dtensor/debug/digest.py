@@ -28,8 +28,10 @@ BUCKETED_DIMS = 3
 # Layout of a digest: projections, sum, sum of squares, and the buckets of each bucketed dimension.
 SUM, SQUARES = PROJECTIONS, PROJECTIONS + 1
 LENGTH = PROJECTIONS + 2 + BUCKETED_DIMS * BUCKETS
-# Elements that are converted to the wide dtype at once, which bounds the memory that a digest needs.
-_CHUNK = 1 << 20
+# Elements that are converted to the wide dtype at once, which bounds the memory that a digest needs: on the CPU as many
+# as its caches hold, on a device enough to fill it.
+_CHUNK = {"cpu": 1 << 16}
+_CHUNK_OF_DEVICES = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +98,7 @@ class Digester:
         wide = "float64" if platform.device_types[0] in ("cpu", "cuda") else "float32"
         self._dtype = platform.dtype(wide)
         self._host_dtype = np.dtype(wide)
+        self._chunk = _CHUNK.get(platform.device_types[0], _CHUNK_OF_DEVICES)
         self._vectors: dict[Hashable, tuple[Tensor, ...]] = {}
 
     def local(self, x: Tensor, region: Region) -> Tensor:
@@ -111,7 +114,7 @@ class Digester:
                 return platform.zeros((LENGTH,), self._dtype, platform.device_of(x))
             x = ops.reshape(platform.detach(x), (rows, columns))
             factors, groups, of_columns, group_columns, first = self._of_region(region, platform.device_of(x))
-            step = max(1, _CHUNK // columns)
+            step = max(1, self._chunk // columns)
             total = None
             for start in range(0, rows, step):
                 part = slice(start, min(start + step, rows))
@@ -120,7 +123,7 @@ class Digester:
                 chosen = factors if one else ops.narrow(factors, 0, start, part.stop - start)
                 grouped = groups if one else ops.narrow(groups, 1, start, part.stop - start)
                 # [1 + buckets of leading dimensions, projections + 1]
-                sums = ops.matmul(grouped, ops.mul(ops.matmul(wide, of_columns), chosen))
+                sums = ops.matmul(grouped, ops.mul(ops.linear(wide, of_columns), chosen))
                 lead = first if one else ops.narrow(first, 1, start, part.stop - start)
                 last = ops.matmul(ops.matmul(lead, wide), group_columns)
                 squares = ops.reshape(ops.sum(ops.square(wide)), (1,))
@@ -163,7 +166,7 @@ def _vectors(region: Region) -> tuple[np.ndarray, ...]:
     """Return the vectors of a region.
 
     These are the factors of rows `[rows, projections + 1]`, the bucket indicators of rows `[1 + buckets, rows]`, the
-    factors of columns `[columns, projections + 1]`, and for the buckets of the last dimension its indicators times the
+    factors of columns `[projections + 1, columns]`, and for the buckets of the last dimension its indicators times the
     factors `[columns, buckets]`, and the factors of rows for the first projection `[1, rows]`.
     """
     indices, shape = region.indices or (np.zeros(1, np.int64),), region.shape or (1,)
@@ -180,7 +183,7 @@ def _vectors(region: Region) -> tuple[np.ndarray, ...]:
     ones = np.ones((1, math.prod(leading)))
     columns = of_dims[-1]
     last = _indicators(indices[-1], shape[-1]) * columns[:, :1]
-    return rows, np.concatenate([ones, *groups]), columns, last, rows[:, :1].T
+    return rows, np.concatenate([ones, *groups]), columns.T, last, rows[:, :1].T
 
 
 def _indicators(indices: np.ndarray, size: int) -> np.ndarray:

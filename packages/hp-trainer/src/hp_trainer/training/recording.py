@@ -12,6 +12,7 @@ import numpy as np
 
 from hp_dtensor.debug import Comparison, Recorder, Recording, Rows, compare
 from hp_dtensor.debug.recording import append
+from hp_dtensor.exceptions import RecordingError
 from hp_dtensor.parallel.attention import SequenceSharding
 from hp_trainer._coordination import coordinator
 from hp_trainer.exceptions import TrainingError
@@ -44,7 +45,8 @@ class StepRecorder:
         self._has_warned = False
         self._reference: Recording | None = None
         if training.compare_with is not None:
-            self._reference = read_recording(training.compare_with) if self._world.rank == 0 else Recording()
+            what = "reading training.compare_with"
+            coordinator(self._world.all, what, lambda: self._read_reference(training.compare_with), TrainingError)
         if training.record_steps is not None and self._world.rank == 0:
             recording = self._recorder.recording
             # A resumed run adds to the file.
@@ -52,6 +54,14 @@ class StepRecorder:
                 run.digests_file.unlink(missing_ok=True)
                 append(run.digests_file, recording.about, None)
                 append(run.digests_file, recording.steps[step], step)
+
+    def _read_reference(self, path: str) -> None:
+        self._reference = read_recording(path)
+        if not any(event.growth is not None for events in self._reference.steps.values() for event in events):
+            raise RecordingError(
+                f"{path} does not know how rounding grows in this model; write the reference with "
+                "`hp-train diff CONFIG --record=FILE`"
+            )
 
     @contextmanager
     def step(self, number: int, first_row: int) -> Iterator[None]:
@@ -71,7 +81,7 @@ class StepRecorder:
         last = self._setup.config.training.record_steps
         if last is not None and number <= last and self._world.rank == 0:
             append(self._run.digests_file, steps[number], number)
-        if self._reference is not None:
+        if self._setup.config.training.compare_with is not None:
             self._compare(number)
         # The weights before a step are needed for its updates only.
         for old in [each for each in steps if each < number]:
@@ -105,9 +115,9 @@ class StepRecorder:
             TrainingError: on every rank if they differ, unless `training.on_difference` is to warn.
         """
         reference = self._reference
-        assert reference is not None
 
         def difference() -> str | None:
+            assert reference is not None
             if number not in reference.steps or self._has_warned:
                 return None
             steps = {each: reference.steps[each] for each in (number - 1, number) if each in reference.steps}
