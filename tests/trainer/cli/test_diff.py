@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hugging_face_models import write_model
 from injected_faults import RECORDED
 from training_runs import CONFIG, Lab, train_rank
 
@@ -83,6 +84,36 @@ def test_a_recorded_run_is_not_trained_again(lab: Lab, config: str, trained: Any
     assert main(["diff", str(run.path), config, "--steps=2"]) == 0
     # B, and the growth of rounding, from B too.
     assert len(trained) == 2
+
+
+@pytest.mark.usefixtures("torch_suffices")
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
+def test_the_decoder_is_within_rounding_of_transformers(
+    lab: Lab, trained: Any, capsys: Any, tmp_path: Path, model_type: str
+) -> None:
+    pytest.importorskip("transformers")
+    write_model(tmp_path / "model", model_type, vocab_size=256)
+    config = tmp_path / "run.yaml"
+    training = "{steps: 4, global_batch_size: 4, sequence_length: 10}"
+    parts = {"model": f"{{from: {tmp_path / 'model'}}}", "data": f"{{path: {lab.text}}}", "training": training}
+    config.write_text("".join(f"{name}: {value}\n" for name, value in parts.items()) + "launch: {local_ranks: 1}\n")
+    assert main(["diff", str(config), f"hf:{tmp_path / 'model'}", "--steps=2"]) == 0
+    out = capsys.readouterr().out
+    assert "B: torch, transformers, 1 rank, float32" in out
+    # Nearly everything has a counterpart; stacked experts have not.
+    assert int(out.partition("within rounding: ")[2].split()[0]) > 300
+    # Another norm's epsilon is found at the first norm.
+    wrong = "--a.model.rms_norm_eps=1e-2"
+    assert main(["diff", str(config), f"hf:{tmp_path / 'model'}", "--steps=1", wrong]) == 1
+    assert "forward of layers.0.attention_norm" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("torch_suffices")
+def test_transformers_needs_the_same_model_on_the_other_side(config: str, capsys: Any, tmp_path: Path) -> None:
+    assert main(["diff", config, f"hf:{tmp_path}"]) == 2
+    assert "needs the same model on the other side" in capsys.readouterr().err
+    assert main(["diff", f"hf:{tmp_path}", f"hf:{tmp_path}"]) == 2
+    assert "one side must be" in capsys.readouterr().err
 
 
 def test_missing_sources_and_failing_runs_are_told(config: str, capsys: Any, tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def compare(a: Recording, b: Recording) -> Comparison:
             weights = [updated(step).get(key[1]) if key[0] == "update" else None for updated in of_weights]
             pair = Pair(event, of_b[key], previous["a"].get(key), previous["b"].get(key), unit, *weights)
             # Weights before the first step must be equal; their updates are compared later.
-            limit = 4 * unit if step == 0 else ROUNDINGS * max(unit, growth.get((step, *key), 0.0))
+            limit = 4 * unit if step == 0 else _limit(growth, unit, (step, *key), math.prod(event.digest.shape))
             relative = pair.relative()
             after = before if key[0] == "backward" else None
             found.append(Difference(step, key[0], key[1], relative, limit, pair, after))
@@ -170,6 +170,19 @@ def compare(a: Recording, b: Recording) -> Comparison:
         )
     verdict: Verdict = "equal" if all(each.relative <= _EXACT for each in found) else "within rounding"
     return Comparison(verdict, None, None, tuple(found), tuple(notes), about)
+
+
+def _limit(growth: Mapping[Any, float], unit: float, key: tuple[int, str, str], numel: int) -> float:
+    """Return the relative difference of a tensor that rounding explains."""
+    step, pass_, name = key
+    limit = ROUNDINGS * max(unit, growth.get(key, 0.0))
+    if pass_ == "update":
+        # Optimizers such as Adam divide a gradient by its own size, so that the smallest of N normal numbers, about
+        # 1 / N of their root mean square, takes a relative change d of the gradient N times. This is sqrt(N) * d of the
+        # update's norm; where more elements are smaller than d, 2 * sqrt(d). One perturbation seldom meets these few.
+        change = ROUNDINGS * max(unit, growth.get((step, "gradient", name), 0.0))
+        limit = max(limit, min(math.sqrt(numel) * change, 2 * math.sqrt(change)))
+    return limit
 
 
 def measure_growth(a: Recording, perturbed: Recording) -> Recording:

@@ -7,21 +7,26 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
+import yaml
 
 from hp_dtensor.debug import Comparison, Recording, compare, draw, measure_growth
 from hp_dtensor.debug.comparison import UNITS
 from hp_dtensor.launch import is_launched
 from hp_trainer.cli.commands import Overrides, SettingsCommand
 from hp_trainer.cli.completion import yaml_files
-from hp_trainer.cli.shared import check_file_to_write, print_message
-from hp_trainer.exceptions import TrainingError
+from hp_trainer.cli.shared import check_file_to_write, load, print_message
+from hp_trainer.config import dump_config
+from hp_trainer.exceptions import ConfigError, Problem, TrainingError
+from hp_trainer.models.hugging_face.reference import reference_names, with_our_names
 from hp_trainer.run import RunFolder
 from hp_trainer.training.recording import read_recording
 
+# Prefix of a directory whose model is computed by transformers.
+_TRANSFORMERS = "hf:"
 # A recording needs no evaluations, checkpoints and samples.
 _QUIET = [
     ("training.eval_interval", "null"),
@@ -54,6 +59,41 @@ class Side:
             return self.source
         found = RunFolder(self.source).digests_file
         return found if found.is_file() and not self.overrides else None
+
+    @property
+    def directory(self) -> Path | None:
+        """The directory of a model of transformers that this side is; None: it is none."""
+        text = str(self.source)
+        return Path(text.removeprefix(_TRANSFORMERS)) if text.startswith(_TRANSFORMERS) else None
+
+    def of_transformers(self, other: Side, folder: Path) -> tuple[Side, dict[str, str]]:
+        """Return this side as a configuration that trains the directory's model as the other side on one rank.
+
+        Also returns the decoder's names of its parameters and modules.
+
+        Raises:
+            ConfigError: the other side does not import this directory.
+        """
+        assert self.directory is not None
+        config = load(str(other.config), list(other.overrides)).config
+        source = config.model.source
+        if source is None or Path(source).resolve() != self.directory.resolve():
+            problem = Problem(
+                path="model.from", what=f"{self} needs the same model on the other side", expected=str(self.directory)
+            )
+            raise ConfigError([problem], str(other))
+        settings = yaml.safe_load(dump_config(config))
+        # The layout and the recomputation of the other side are for the decoder only.
+        for name in ("parallel", "pipeline"):
+            settings.pop(name, None)
+        dropped, training = ("recompute", "activation_", "offload_"), settings["training"]
+        settings["training"] = {name: value for name, value in training.items() if not name.startswith(dropped)}
+        settings |= {"model": {"name": "transformers", "path": str(self.directory.resolve())}, "platform": "torch"}
+        settings["launch"]["local_ranks"] = 1
+        file = folder / "transformers.yaml"
+        file.write_text(yaml.safe_dump(settings), encoding="utf-8")
+        names = reference_names(self.directory, config.model.options)
+        return replace(self, source=file), names
 
     @property
     def config(self) -> Path:
@@ -98,14 +138,17 @@ class Side:
 def diff_command(a: str, b: str | None, steps: int, to: Path | None, record: Path | None, overrides: Overrides) -> int:
     """Find the first tensor in which two sides differ by more than rounding, and say how.
 
-    A and B are YAML files, run folders, or files of digests; B is A by default. Settings are for both sides, and with
-    --a.SETTING or --b.SETTING for one of them: --b.parallel.tp=2. --b.python=PATH trains it in another environment.
-    Both sides start from the same weights and samples. A is trained twice: the second time with every weight changed
-    by one rounding, which shows how much rounding explains. The exit code is 1 if they differ.
+    A and B are YAML files, run folders, files of digests, or hf:DIRECTORY, the model of transformers that the other
+    side imports; B is A by default. Settings are for both sides, and with --a.SETTING or --b.SETTING for one of them:
+    --b.parallel.tp=2. --b.python=PATH trains it in another environment. Both sides start from the same weights and
+    samples. A is trained twice, the second time with every weight changed by one rounding, which shows how much
+    rounding explains. The exit code is 1 if they differ.
     """
     if is_launched():
         raise click.UsageError("diff starts its runs itself; do not start it under torchrun or msrun")
     sides = [_side(a, overrides, "a"), _side(b or a, overrides, "b")]
+    if all(side.directory is not None for side in sides):
+        raise click.UsageError("one side must be a configuration, a run or a file of digests")
     with tempfile.TemporaryDirectory(prefix="hp-diff-") as folder:
         recordings = _recordings(sides, Path(folder), steps)
     if record is not None:
@@ -120,7 +163,7 @@ def diff_command(a: str, b: str | None, steps: int, to: Path | None, record: Pat
 
 def _side(source: str, overrides: Overrides, letter: str) -> Side:
     path = Path(source).expanduser()
-    if not path.exists():
+    if not Path(source.removeprefix(_TRANSFORMERS)).expanduser().exists():
         raise click.UsageError(f"{source} does not exist; expected a YAML file, a run folder or a file of digests")
     own = [(name.removeprefix(f"{letter}."), value) for name, value in overrides if name.startswith(f"{letter}.")]
     if own and path.suffix == ".gz":
@@ -132,7 +175,11 @@ def _side(source: str, overrides: Overrides, letter: str) -> Side:
 
 def _recordings(sides: Sequence[Side], folder: Path, steps: int) -> list[Recording]:
     """Record both sides, and how rounding grows in A, or in B if A is recorded already."""
-    numbers = itertools.count()
+    numbers, names = itertools.count(), [dict[str, str]() for _ in sides]
+    sides = list(sides)
+    for number, side in enumerate(sides):
+        if side.directory is not None:
+            sides[number], names[number] = side.of_transformers(sides[1 - number], folder)
 
     def recorded(side: Side, perturbation: float = 0.0) -> Recording:
         if side.recorded is not None and not perturbation:
@@ -141,7 +188,7 @@ def _recordings(sides: Sequence[Side], folder: Path, steps: int) -> list[Recordi
         print_message(f"recording {steps} steps of {side}{what}")
         return side.record(folder / str(next(numbers)), steps, perturbation)
 
-    found = [recorded(side) for side in sides]
+    found = [with_our_names(recorded(side), known) for side, known in zip(sides, names, strict=True)]
     if any(event.growth is not None for each in found for events in each.steps.values() for event in events):
         return found
     # A trained side shows the growth as well as the other one.
@@ -149,5 +196,6 @@ def _recordings(sides: Sequence[Side], folder: Path, steps: int) -> list[Recordi
     if sides[trained].recorded is not None and not sides[trained].source.is_dir():
         trained = 1 if sides[1].source.is_dir() else 0
     unit = max(UNITS[name] for each in found for name in each.about["dtypes"])
-    found[trained] = measure_growth(found[trained], recorded(sides[trained], unit))
+    perturbed = with_our_names(recorded(sides[trained], unit), names[trained])
+    found[trained] = measure_growth(found[trained], perturbed)
     return found

@@ -44,9 +44,9 @@ class StepRecorder:
         )
         self._has_warned = False
         self._reference: Recording | None = None
-        if training.compare_with is not None:
+        if (path := training.compare_with) is not None:
             what = "reading training.compare_with"
-            coordinator(self._world.all, what, lambda: self._read_reference(training.compare_with), TrainingError)
+            coordinator(self._world.all, what, lambda: self._read_reference(path), TrainingError)
         if training.record_steps is not None and self._world.rank == 0:
             recording = self._recorder.recording
             # A resumed run adds to the file.
